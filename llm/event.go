@@ -1,0 +1,42 @@
+package llm
+
+import "time"
+
+// EventKind says what happened in a training run.
+type EventKind uint8
+
+// The events of a run, in the order in which they can first occur. Every run begins with RunStart and ends with RunEnd,
+// whether it succeeded or not.
+const (
+	RunStart  EventKind = iota + 1 // before the first step
+	StepEnd                        // the optimiser has updated the parameters
+	EvalEnd                        // the held-out text has been scored: ValLoss and ValBPB are set
+	Saved                          // a checkpoint has been written: Path is set
+	Sampled                        // text has been drawn from the model: Text is set
+	RunEnd                         // after the last step, or after the failure in Err
+)
+
+// Event is what a callback sees. Fields that an event does not set hold what the run last knew, so that a callback needs
+// no memory of its own.
+type Event struct {
+	Kind         EventKind
+	Step         int           // optimiser steps done since the model was initialised
+	Steps        int           // step at which the run ends
+	Loss         float64       // training loss of the last step, in nats per token
+	LearningRate float64       // of the last step
+	GradNorm     float64       // global gradient norm of the last step, before clipping
+	StepTokens   int           // tokens in one step
+	RunTokens    int64         // tokens trained on since this process started the run
+	Elapsed      time.Duration // time since this process started the run
+	ValLoss      float64       // held-out loss in nats per token; NaN before the first evaluation
+	ValBPB       float64       // held-out bits per byte; NaN before the first evaluation
+	Path         string        // Saved: the checkpoint's file
+	Text         string        // Sampled: prompt and continuation
+	Params       int           // trainable parameters of the model
+	Seeds        int           // seeds of its Kasmina layers
+	Err          error         // RunEnd: why the run stopped early, nil after success
+}
+
+// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates, saves. Callbacks run in
+// the order in which they were added, on the training goroutine, between steps. An error ends the run.
+type Callback func(Event) error
