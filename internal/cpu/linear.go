@@ -1,0 +1,12 @@
+package cpu
+
+// Linear computes y = x·wᵀ for x rows×in, w out×in and y rows×out.
+func Linear[T Float](y, x, w []T, rows, in, out int) {
+	Gemm(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
+}
+
+// LinearBackward computes dx = g·w and dw = gᵀ·x, the gradients of Linear for the output gradient g.
+func LinearBackward[T Float](dx, dw, g, x, w []T, rows, in, out int) {
+	Gemm(false, false, rows, in, out, 1, g, out, w, in, 0, dx, in)
+	Gemm(true, false, out, in, rows, 1, g, out, x, in, 0, dw, in)
+}

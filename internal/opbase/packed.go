@@ -1,0 +1,103 @@
+package opbase
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// PackedSize returns the length of the flat vector that holds tensors of the given shapes one behind the other.
+func PackedSize(shapes ...tensor.Shape) int {
+	n := 0
+	for _, s := range shapes {
+		n += Size(s)
+	}
+	return n
+}
+
+// Unpack returns one node for each of the shapes that packed, a vector of PackedSize(shapes...) elements, holds in this
+// order. The nodes are views: no element is copied.
+func Unpack(packed *gorgonia.Node, shapes ...tensor.Shape) (gorgonia.Nodes, error) {
+	if want := PackedSize(shapes...); packed.Dims() != 1 || packed.Shape()[0] != want {
+		return nil, fmt.Errorf("unpack: got a packed result of shape %v, want (%d)", packed.Shape(), want)
+	}
+	parts := make(gorgonia.Nodes, len(shapes))
+	offset := 0
+	for i, s := range shapes {
+		p := &PartOp{Offset: offset}
+		Init(&p.Base, p, "Part", fmt.Sprintf("offset=%d shape=%v", offset, s), gorgonia.Nodes{packed}, packed.Dtype(), s,
+			copyPart[float32], copyPart[float64])
+		n, err := gorgonia.ApplyOp(p, packed)
+		if err != nil {
+			return nil, fmt.Errorf("unpack: %w", err)
+		}
+		parts[i] = n
+		offset += Size(s)
+	}
+	return parts, nil
+}
+
+// PartOp views one tensor in a packed result: out = packed[Offset : Offset+size], in its own shape.
+type PartOp struct {
+	Base
+	Offset int
+}
+
+// Do returns the part as a view of the packed vector's memory.
+func (p *PartOp) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
+	args, err := p.args(in)
+	if err != nil {
+		return nil, err
+	}
+	switch data := args[0].(type) {
+	case []float32:
+		if len(p.out.shape) == 0 {
+			return gorgonia.NewF32(data[p.Offset]), nil
+		}
+		return newTensor(p.out.shape, part(p, data)), nil
+	case []float64:
+		if len(p.out.shape) == 0 {
+			return gorgonia.NewF64(data[p.Offset]), nil
+		}
+		return newTensor(p.out.shape, part(p, data)), nil
+	}
+	return nil, fmt.Errorf("%v: want a float vector, got %T", p, args[0])
+}
+
+func part[T cpu.Float](p *PartOp, data []T) []T {
+	end := p.Offset + Size(p.out.shape)
+	return data[p.Offset:end:end]
+}
+
+func copyPart[T cpu.Float](p *PartOp, out []T, in Args) error {
+	copy(out, part(p, Slice[T](in, 0)))
+	return nil
+}
+
+// Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass to compute again. It
+// belongs to the forward op and is reused from run to run.
+type Aux struct {
+	f32 []float32
+	f64 []float64
+}
+
+// AuxSlice returns n elements of a, what they last held included.
+func AuxSlice[T cpu.Float](a *Aux, n int) []T {
+	var s any
+	switch any(*new(T)).(type) {
+	case float32:
+		if len(a.f32) != n {
+			a.f32 = make([]float32, n)
+		}
+		s = a.f32
+	default:
+		if len(a.f64) != n {
+			a.f64 = make([]float64, n)
+		}
+		s = a.f64
+	}
+	return s.([]T)
+}

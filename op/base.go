@@ -1,0 +1,116 @@
+package op
+
+import (
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// Replayer is an op that keeps a record of its runs, such as telemetry. Where a graph is computed a second time for its
+// gradient, [autodiff.Recompute] runs the op's replay instead: the same arithmetic from the same record, adding nothing
+// to it.
+//
+// [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
+type Replayer interface {
+	gorgonia.Op
+	Replay() gorgonia.Op
+}
+
+// arg is an argument of a constructor, with the name that its documentation gives it.
+type arg struct {
+	name string
+	node *gorgonia.Node
+}
+
+// checkFloats returns an error unless all arguments are nodes of one graph and of one float type.
+func checkFloats(op string, args ...arg) error {
+	if err := checkGraph(op, args...); err != nil {
+		return err
+	}
+	for _, a := range args {
+		if dt := a.node.Dtype(); dt != tensor.Float32 && dt != tensor.Float64 {
+			return fmt.Errorf("op.%s: %s is of type %v, want float32 or float64", op, a.name, dt)
+		}
+		if first := args[0]; a.node.Dtype() != first.node.Dtype() {
+			return fmt.Errorf("op.%s: %s is of type %v, but %s is of type %v: want one type for all",
+				op, a.name, a.node.Dtype(), first.name, first.node.Dtype())
+		}
+	}
+	return nil
+}
+
+// checkGraph returns an error unless all arguments are nodes of one graph.
+func checkGraph(op string, args ...arg) error {
+	for _, a := range args {
+		if a.node == nil {
+			return fmt.Errorf("op.%s: %s is nil, want a node", op, a.name)
+		}
+		if a.node.Graph() == nil {
+			return fmt.Errorf("op.%s: %s is in no graph", op, a.name)
+		}
+		if a.node.Graph() != args[0].node.Graph() {
+			return fmt.Errorf("op.%s: %s and %s are in different graphs", op, a.name, args[0].name)
+		}
+	}
+	return nil
+}
+
+// checkDims returns an error unless a has the given number of dimensions, which want describes, such as "[rows, D]".
+func checkDims(op string, a arg, dims int, want string) error {
+	if got := a.node.Shape(); len(got) != dims {
+		return fmt.Errorf("op.%s: %s has shape %v, want %d dimensions, %s", op, a.name, got, dims, want)
+	}
+	return nil
+}
+
+// checkShape returns an error unless a has the given shape, whose reason because gives.
+func checkShape(op string, a arg, because string, want ...int) error {
+	if got := a.node.Shape(); !slices.Equal(got, want) {
+		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got, tensor.Shape(want), because)
+	}
+	return nil
+}
+
+// checkInts returns an error unless a is a vector of n ints, one for each row.
+func checkInts(op string, a arg, n int, because string) error {
+	if dt := a.node.Dtype(); dt != tensor.Int {
+		return fmt.Errorf("op.%s: %s is of type %v, want int", op, a.name, dt)
+	}
+	if err := checkDims(op, a, 1, "[rows]"); err != nil || n < 0 {
+		return err
+	}
+	return checkShape(op, a, because, n)
+}
+
+// backward applies the backward op b, whose inputs are in and whose packed result holds the gradients of the first n of
+// them, and returns one node for each gradient. forward is the op that b differentiates.
+func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward fmt.Stringer, in gorgonia.Nodes, n int,
+	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {
+	shapes := make([]tensor.Shape, n)
+	for i := range shapes {
+		shapes[i] = in[i].Shape()
+	}
+	opbase.Init(base, b, name, forward.String(), in, in[0].Dtype(), tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
+	packed, err := gorgonia.ApplyOp(b, in...)
+	if err != nil {
+		return nil, err
+	}
+	return opbase.Unpack(packed, shapes...)
+}
+
+// checkHeads returns an error unless a is [rows, heads·headDim] with rows a multiple of seq.
+func checkHeads(op string, a arg, seq int, headsName string, heads, headDim int) error {
+	rows, d := a.node.Shape()[0], a.node.Shape()[1]
+	if d != heads*headDim {
+		return fmt.Errorf("op.%s: %s has shape %v, want %d features: %s %d × HeadDim %d",
+			op, a.name, a.node.Shape(), heads*headDim, headsName, heads, headDim)
+	}
+	if rows%seq != 0 {
+		return fmt.Errorf("op.%s: %s has %d rows (shape %v), want a multiple of Seq %d", op, a.name, rows, a.node.Shape(), seq)
+	}
+	return nil
+}

@@ -1,0 +1,66 @@
+package op
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// LinearOp is the op behind [Linear].
+type LinearOp struct{ opbase.Base }
+
+// Linear is a matrix product with a weight stored as PyTorch stores it:
+//
+//	y = x·wᵀ
+//
+// x is [rows, in], w is [out, in], y is [rows, out]; all float32 or all float64.
+func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
+	const name = "Linear"
+	ax, aw := arg{"x", x}, arg{"w", w}
+	if err := checkFloats(name, ax, aw); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, ax, 2, "[rows, in]"); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, aw, 2, "[out, in]"); err != nil {
+		return nil, err
+	}
+	rows, in, out := x.Shape()[0], x.Shape()[1], w.Shape()[0]
+	if err := checkShape(name, aw, fmt.Sprintf("[out, in] with the features of x %v", x.Shape()), out, in); err != nil {
+		return nil, err
+	}
+	o := &LinearOp{}
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out}, linear[float32], linear[float64])
+	return gorgonia.ApplyOp(o, x, w)
+}
+
+func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
+	x, w := o.InputShape(0), o.InputShape(1)
+	cpu.Linear(y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in x and w.
+func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, true} }
+
+// SymDiff returns the gradients of x and w.
+func (o *LinearOp) SymDiff(inputs gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &LinearGradOp{}
+	return backward(&b.Base, b, "LinearGrad", o, gorgonia.Nodes{inputs[0], inputs[1], grad}, 2,
+		linearGrad[float32], linearGrad[float64])
+}
+
+// LinearGradOp computes [dx | dw], packed, from x, w and the output's gradient.
+type LinearGradOp struct{ opbase.Base }
+
+func linearGrad[T cpu.Float](o *LinearGradOp, out []T, args opbase.Args) error {
+	x, w, g := opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), opbase.Slice[T](args, 2)
+	rows, in := o.InputShape(0)[0], o.InputShape(0)[1]
+	cpu.LinearBackward(out[:len(x)], out[len(x):], g, x, w, rows, in, o.InputShape(1)[0])
+	return nil
+}

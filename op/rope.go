@@ -1,0 +1,149 @@
+package op
+
+import (
+	"fmt"
+	"math"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// RoPEConfig describes the layout of [RoPE]'s input and its angles.
+type RoPEConfig struct {
+	Seq     int          // positions in a sequence; rows are sequences one behind the other
+	Heads   int          // heads in a row
+	HeadDim int          // features of a head, even
+	Base    float64      // base of the angles' geometric series; 0 means 10000
+	Scaling *RoPEScaling // how angles shrink for contexts longer than the model was first trained on; nil for none
+}
+
+// RoPEScaling lengthens the wavelengths of RoPE for longer contexts, as Llama 3.1 does. A pair that turns at least
+// HighFreq times over Original positions keeps its frequency, one that turns at most LowFreq times is slowed by Factor,
+// and between the two the frequency is interpolated. With LowFreq = HighFreq = 0 every pair is slowed by Factor (linear
+// position interpolation; Chen et al., "Extending Context Window of Large Language Models via Position Interpolation", 2023).
+type RoPEScaling struct {
+	Factor   float64 // at least 1
+	LowFreq  float64
+	HighFreq float64
+	Original int // context length of the first training; not used when LowFreq = HighFreq = 0
+}
+
+// RoPEOp is the op behind [RoPE], and with Inverse set its gradient.
+type RoPEOp struct {
+	opbase.Base
+	Config  RoPEConfig
+	Inverse bool
+
+	cos, sin opbase.Aux
+}
+
+// RoPE turns the features of every head by angles that grow with the position, so that a product of a query and a key
+// depends on their distance:
+//
+//	(x[i], x[i+h]) → (x[i]·cos θ − x[i+h]·sin θ, x[i+h]·cos θ + x[i]·sin θ),  θ = position · Base^(−2i/HeadDim)
+//
+// for i < h = HeadDim/2, the half-split layout of Llama's published weights. x is [rows, Heads·HeadDim], float32 or
+// float64; row r has position r mod Seq, so rows must be a multiple of Seq.
+// (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.)
+func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
+	const name = "RoPE"
+	ax := arg{"x", x}
+	if err := checkFloats(name, ax); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, ax, 2, "[rows, Heads·HeadDim]"); err != nil {
+		return nil, err
+	}
+	if c.Base == 0 {
+		c.Base = 10000
+	}
+	if err := c.check(); err != nil {
+		return nil, fmt.Errorf("op.%s: %w", name, err)
+	}
+	if err := checkHeads(name, ax, c.Seq, "Heads", c.Heads, c.HeadDim); err != nil {
+		return nil, err
+	}
+	return newRoPE(x, c, false)
+}
+
+func (c RoPEConfig) check() error {
+	switch {
+	case c.Seq < 1 || c.Heads < 1 || c.HeadDim < 1:
+		return fmt.Errorf("Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
+	case c.HeadDim%2 != 0:
+		return fmt.Errorf("HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
+	case !(c.Base > 1) || math.IsInf(c.Base, 0):
+		return fmt.Errorf("Base is %v, want a finite number above 1", c.Base)
+	}
+	if s := c.Scaling; s != nil {
+		switch {
+		case !(s.Factor >= 1) || math.IsInf(s.Factor, 0):
+			return fmt.Errorf("Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
+		case s.LowFreq == 0 && s.HighFreq == 0:
+		case !(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || s.Original < 1:
+			return fmt.Errorf("Scaling has LowFreq %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
+				s.LowFreq, s.HighFreq, s.Original)
+		}
+	}
+	return nil
+}
+
+// frequency returns the angle by which pair i turns from one position to the next.
+func (c RoPEConfig) frequency(i int) float64 {
+	f := math.Pow(c.Base, -2*float64(i)/float64(c.HeadDim))
+	s := c.Scaling
+	if s == nil {
+		return f
+	}
+	if s.HighFreq == 0 {
+		return f / s.Factor
+	}
+	turns := float64(s.Original) * f / (2 * math.Pi)
+	keep := min(1, max(0, (turns-s.LowFreq)/(s.HighFreq-s.LowFreq)))
+	return keep*f + (1-keep)*f/s.Factor
+}
+
+func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, error) {
+	o := &RoPEOp{Config: c, Inverse: inverse}
+	config := fmt.Sprintf("seq=%d heads=%d headDim=%d base=%v inverse=%v", c.Seq, c.Heads, c.HeadDim, c.Base, inverse)
+	if c.Scaling != nil {
+		config += fmt.Sprintf(" scaling=%+v", *c.Scaling)
+	}
+	fillTables[float32](o)
+	fillTables[float64](o)
+	opbase.Init(&o.Base, o, "RoPE", config, gorgonia.Nodes{x}, x.Dtype(), x.Shape(), rope[float32], rope[float64])
+	return gorgonia.ApplyOp(o, x)
+}
+
+func fillTables[T cpu.Float](o *RoPEOp) {
+	c, h := o.Config, o.Config.HeadDim/2
+	cos, sin := opbase.AuxSlice[T](&o.cos, c.Seq*h), opbase.AuxSlice[T](&o.sin, c.Seq*h)
+	for i := range h {
+		f := c.frequency(i)
+		for p := range c.Seq {
+			s, c := math.Sincos(float64(p) * f)
+			sin[p*h+i], cos[p*h+i] = T(s), T(c)
+		}
+	}
+}
+
+func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
+	c := o.Config
+	n := c.Seq * c.HeadDim / 2
+	cpu.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n), opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable.
+func (o *RoPEOp) DiffWRT(int) []bool { return []bool{true} }
+
+// SymDiff returns the gradient of x: the output's gradient, turned back.
+func (o *RoPEOp) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	dx, err := newRoPE(grad, o.Config, !o.Inverse)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Nodes{dx}, nil
+}

@@ -1,0 +1,103 @@
+package op
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// SiLUMLPOp is the op behind [SiLUMLP].
+type SiLUMLPOp struct {
+	opbase.Base
+	a, b, h opbase.Aux // x·gateᵀ and x·upᵀ, which the backward op reuses, and room for their product
+}
+
+// SiLUMLP is the gated two-layer perceptron of Llama:
+//
+//	y = (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  silu(a) = a/(1+exp(−a))
+//
+// x is [rows, D], gate and up are [F, D], down is [D, F], y is [rows, D]; all float32 or all float64.
+// (Shazeer, "GLU Variants Improve Transformer", 2020.)
+func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
+	const name = "SiLUMLP"
+	ax, ag, au, ad := arg{"x", x}, arg{"gate", gate}, arg{"up", up}, arg{"down", down}
+	if err := checkFloats(name, ax, ag, au, ad); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, ag, 2, "[F, D]"); err != nil {
+		return nil, err
+	}
+	d, f := x.Shape()[1], gate.Shape()[0]
+	if err := checkShape(name, ag, fmt.Sprintf("[F, D] with the D of x %v", x.Shape()), f, d); err != nil {
+		return nil, err
+	}
+	if err := checkShape(name, au, fmt.Sprintf("that of gate, for x %v", x.Shape()), f, d); err != nil {
+		return nil, err
+	}
+	if err := checkShape(name, ad, fmt.Sprintf("[D, F] for gate %v", gate.Shape()), d, f); err != nil {
+		return nil, err
+	}
+	o := &SiLUMLPOp{}
+	in := gorgonia.Nodes{x, gate, up, down}
+	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), x.Shape(), siluMLP[float32], siluMLP[float64])
+	return gorgonia.ApplyOp(o, in...)
+}
+
+// dims returns rows, D and F.
+func (o *SiLUMLPOp) dims() (n, d, f int) {
+	return o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[0]
+}
+
+func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
+	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
+	n, d, f := o.dims()
+	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f), opbase.AuxSlice[T](&o.h, n*f)
+	cpu.Linear(a, x, gate, n, d, f)
+	cpu.Linear(b, x, up, n, d, f)
+	cpu.SiLUMul(h, a, b)
+	cpu.Linear(y, h, down, n, f, d)
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in all inputs.
+func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} }
+
+// SymDiff returns the gradients of x, gate, up and down.
+func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &SiLUMLPGradOp{Forward: o}
+	return backward(&b.Base, b, "SiLUMLPGrad", o, gorgonia.Nodes{in[0], in[1], in[2], in[3], output, grad}, 4,
+		siluMLPGrad[float32], siluMLPGrad[float64])
+}
+
+// SiLUMLPGradOp computes [dx | dgate | dup | ddown], packed, from x, gate, up, down, the forward output and its gradient.
+type SiLUMLPGradOp struct {
+	opbase.Base
+	Forward *SiLUMLPOp
+	da, db  opbase.Aux
+}
+
+func siluMLPGrad[T cpu.Float](o *SiLUMLPGradOp, out []T, in opbase.Args) error {
+	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
+	g := opbase.Slice[T](in, 5)
+	fw := o.Forward
+	n, d, f := fw.dims()
+	a, b, h := opbase.AuxSlice[T](&fw.a, n*f), opbase.AuxSlice[T](&fw.b, n*f), opbase.AuxSlice[T](&fw.h, n*f)
+	da, db := opbase.AuxSlice[T](&o.da, n*f), opbase.AuxSlice[T](&o.db, n*f)
+	dx, rest := out[:n*d], out[n*d:]
+	dgate, dup, ddown := rest[:f*d], rest[f*d:2*f*d], rest[2*f*d:]
+
+	cpu.Gemm(false, false, n, f, d, 1, g, d, down, f, 0, da, f) // dh = g·down
+	cpu.SiLUMulBackward(h, da, db, da, a, b)
+	cpu.Gemm(true, false, d, f, n, 1, g, d, h, f, 0, ddown, f)
+	cpu.Gemm(true, false, f, d, n, 1, da, f, x, d, 0, dgate, d)
+	cpu.Gemm(true, false, f, d, n, 1, db, f, x, d, 0, dup, d)
+	cpu.Gemm(false, false, n, d, f, 1, da, f, gate, d, 0, dx, d)
+	cpu.Gemm(false, false, n, d, f, 1, db, f, up, d, 1, dx, d)
+	return nil
+}
