@@ -39,6 +39,7 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64) (*gorgonia.Node, error) {
 		return nil, fmt.Errorf("op.%s: eps is %v, want a finite number of at least 0", name, eps)
 	}
 	o := &RMSNormOp{Eps: eps}
+	o.Owns(&o.rstd)
 	opbase.Init(&o.Base, o, name, fmt.Sprintf("eps=%v", eps), gorgonia.Nodes{x, weight}, x.Dtype(), x.Shape(),
 		rmsNorm[float32], rmsNorm[float64])
 	return gorgonia.ApplyOp(o, x, weight)

@@ -44,6 +44,7 @@ func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	o := &SiLUMLPOp{}
+	o.Owns(&o.a, &o.b, &o.h)
 	in := gorgonia.Nodes{x, gate, up, down}
 	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), x.Shape(), siluMLP[float32], siluMLP[float64])
 	return gorgonia.ApplyOp(o, in...)
@@ -71,6 +72,7 @@ func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} 
 // SymDiff returns the gradients of x, gate, up and down.
 func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &SiLUMLPGradOp{Forward: o}
+	b.Owns(&b.da, &b.db)
 	return backward(&b.Base, b, "SiLUMLPGrad", o, gorgonia.Nodes{in[0], in[1], in[2], in[3], output, grad}, 4,
 		siluMLPGrad[float32], siluMLPGrad[float64])
 }

@@ -36,6 +36,7 @@ type Base struct {
 	name, config string
 	in           []operand
 	out          operand
+	aux          []*Aux
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }

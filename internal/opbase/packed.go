@@ -76,28 +76,3 @@ func copyPart[T cpu.Float](p *PartOp, out []T, in Args) error {
 	copy(out, part(p, Slice[T](in, 0)))
 	return nil
 }
-
-// Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass to compute again. It
-// belongs to the forward op and is reused from run to run.
-type Aux struct {
-	f32 []float32
-	f64 []float64
-}
-
-// AuxSlice returns n elements of a, what they last held included.
-func AuxSlice[T cpu.Float](a *Aux, n int) []T {
-	var s any
-	switch any(*new(T)).(type) {
-	case float32:
-		if len(a.f32) != n {
-			a.f32 = make([]float32, n)
-		}
-		s = a.f32
-	default:
-		if len(a.f64) != n {
-			a.f64 = make([]float64, n)
-		}
-		s = a.f64
-	}
-	return s.([]T)
-}

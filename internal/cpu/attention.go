@@ -1,0 +1,203 @@
+package cpu
+
+import (
+	"math"
+	"sync"
+)
+
+// AttentionShape is the geometry of one call of attention over packed rows: q is [Batch·Seq, Heads·HeadDim], k and v are
+// [Batch·Seq, KVHeads·HeadDim], and query head h reads key-value head h/(Heads/KVHeads).
+type AttentionShape struct {
+	Batch, Seq, Heads, KVHeads, HeadDim int
+	Causal                              bool
+	Scale                               float64
+}
+
+// Tiles of queries and keys: their product, four operands and the accumulator stay in a core's second-level cache.
+const (
+	queryTile = 64
+	keyTile   = 64
+)
+
+// tiles is the memory that one worker needs, whatever the sequence length.
+type tiles[T Float] struct {
+	p, dp []T // queryTile×keyTile
+	m, l  []T // running maximum and sum of a query
+	d     []T // Σ output ⊙ its gradient of a query
+}
+
+var tiles32, tiles64 sync.Pool
+
+func tilePool[T Float]() *sync.Pool {
+	if _, ok := any(T(0)).(float32); ok {
+		return &tiles32
+	}
+	return &tiles64
+}
+
+func getTiles[T Float]() *tiles[T] {
+	if t, ok := tilePool[T]().Get().(*tiles[T]); ok {
+		return t
+	}
+	n := queryTile * keyTile
+	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile), make([]T, queryTile), make([]T, queryTile)}
+}
+
+// Attention computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of scores, lse
+// [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with a running maximum and sum a query.
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
+func Attention[T Float](y, lse, q, k, v []T, s AttentionShape) {
+	group := s.Heads / s.KVHeads
+	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
+	blocks := (s.Seq + queryTile - 1) / queryTile
+	Parallel(s.Batch*s.Heads*blocks, 1, func(lo, hi int) {
+		t := getTiles[T]()
+		defer tilePool[T]().Put(t)
+		for task := lo; task < hi; task++ {
+			// The longest causal rows come first, so that the cores finish together.
+			block, head := blocks-1-task/(s.Batch*s.Heads), task%(s.Batch*s.Heads)
+			b, h := head/s.Heads, head%s.Heads
+			i0 := block * queryTile
+			nq := min(queryTile, s.Seq-i0)
+			row := b*s.Seq + i0
+			qi, yi := q[row*qd+h*dh:], y[row*qd+h*dh:]
+			kv := b*s.Seq*kd + h/group*dh
+			t.forward(yi, lse[head*s.Seq+i0:][:nq], qi, k[kv:], v[kv:], qd, kd, i0, nq, s)
+		}
+	})
+}
+
+// forward computes nq rows of one head, whose first is position i0.
+func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionShape) {
+	dh, keys := s.HeadDim, s.Seq
+	if s.Causal {
+		keys = i0 + nq
+	}
+	for i := range nq {
+		t.m[i], t.l[i] = T(math.Inf(-1)), 0
+		clear(y[i*qd:][:dh])
+	}
+	for j0 := 0; j0 < keys; j0 += keyTile {
+		nk := min(keyTile, keys-j0)
+		GemmSerial(false, true, nq, nk, dh, T(s.Scale), q, qd, k[j0*kd:], kd, 0, t.p, keyTile)
+		for i := range nq {
+			p := t.p[i*keyTile:][:nk]
+			seen := nk
+			if s.Causal {
+				seen = min(nk, i0+i-j0+1)
+			}
+			clear(p[max(0, seen):])
+			if seen <= 0 {
+				continue
+			}
+			p = p[:seen]
+			m := t.m[i]
+			for _, x := range p {
+				m = max(m, x)
+			}
+			sum := expSub(p, p, m)
+			if m != t.m[i] {
+				c := T(math.Exp(float64(t.m[i] - m)))
+				t.l[i] *= c
+				scale(y[i*qd:][:dh], c)
+				t.m[i] = m
+			}
+			t.l[i] += sum
+		}
+		GemmSerial(false, false, nq, dh, nk, 1, t.p, keyTile, v[j0*kd:], kd, 1, y, qd)
+	}
+	for i := range nq {
+		scale(y[i*qd:][:dh], 1/t.l[i])
+		lse[i] = t.m[i] + T(math.Log(float64(t.l[i])))
+	}
+}
+
+// AttentionBackward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the forward
+// pass's output y and lse. Scores are computed again, tile by tile; with P the softmax and D = rowsum(g ⊙ y),
+//
+//	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
+func AttentionBackward[T Float](dq, dk, dv, g, q, k, v, y, lse []T, s AttentionShape) {
+	group := s.Heads / s.KVHeads
+	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
+	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
+	Parallel(s.Batch*s.KVHeads, 1, func(lo, hi int) {
+		t := getTiles[T]()
+		defer tilePool[T]().Put(t)
+		for task := lo; task < hi; task++ {
+			b, kvh := task/s.KVHeads, task%s.KVHeads
+			kv := b*s.Seq*kd + kvh*dh
+			for r := range s.Seq {
+				clear(dk[kv+r*kd:][:dh])
+				clear(dv[kv+r*kd:][:dh])
+			}
+			for h := kvh * group; h < (kvh+1)*group; h++ {
+				o := b*s.Seq*qd + h*dh
+				t.backward(dq[o:], dk[kv:], dv[kv:], g[o:], q[o:], k[kv:], v[kv:], y[o:], lse[(b*s.Heads+h)*s.Seq:], qd, kd, s)
+			}
+		}
+	})
+}
+
+// backward computes dq of one query head and adds to dk and dv of the head it reads.
+func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s AttentionShape) {
+	dh := s.HeadDim
+	for i0 := 0; i0 < s.Seq; i0 += queryTile {
+		nq, keys := min(queryTile, s.Seq-i0), s.Seq
+		if s.Causal {
+			keys = i0 + nq
+		}
+		qi, gi, dqi := q[i0*qd:], g[i0*qd:], dq[i0*qd:]
+		for i := range nq {
+			t.d[i] = dot(gi[i*qd:][:dh], y[(i0+i)*qd:][:dh])
+			clear(dqi[i*qd:][:dh])
+		}
+		for j0 := 0; j0 < keys; j0 += keyTile {
+			nk := min(keyTile, keys-j0)
+			kj, vj := k[j0*kd:], v[j0*kd:]
+			GemmSerial(false, true, nq, nk, dh, T(s.Scale), qi, qd, kj, kd, 0, t.p, keyTile)
+			GemmSerial(false, true, nq, nk, dh, 1, gi, qd, vj, kd, 0, t.dp, keyTile)
+			for i := range nq {
+				p, dp := t.p[i*keyTile:][:nk], t.dp[i*keyTile:][:nk]
+				if s.Causal {
+					seen := max(0, min(nk, i0+i-j0+1))
+					clear(p[seen:])
+					clear(dp[seen:])
+					p, dp = p[:seen], dp[:seen]
+				}
+				expSub(p, p, lse[i0+i])
+				d := t.d[i]
+				for j, pj := range p {
+					dp[j] = pj * (dp[j] - d)
+				}
+			}
+			GemmSerial(true, false, nk, dh, nq, 1, t.p, keyTile, gi, qd, 1, dv[j0*kd:], kd)
+			GemmSerial(false, false, nq, dh, nk, T(s.Scale), t.dp, keyTile, kj, kd, 1, dqi, qd)
+			GemmSerial(true, false, nk, dh, nq, T(s.Scale), t.dp, keyTile, qi, qd, 1, dk[j0*kd:], kd)
+		}
+	}
+}
+
+// expSub sets dst = exp(src − shift) and returns the sum of dst. dst may be src.
+func expSub[T Float](dst, src []T, shift T) T {
+	var sum T
+	for i, x := range src {
+		e := T(math.Exp(float64(x - shift)))
+		dst[i] = e
+		sum += e
+	}
+	return sum
+}
+
+func scale[T Float](x []T, c T) {
+	for i := range x {
+		x[i] *= c
+	}
+}
+
+func dot[T Float](a, b []T) T {
+	var sum T
+	for i, x := range a {
+		sum += x * b[i]
+	}
+	return sum
+}

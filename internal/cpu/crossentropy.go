@@ -1,0 +1,101 @@
+package cpu
+
+import "math"
+
+// CrossEntropy returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at least 0, and sets lse
+// to the log-sum-exp of each such row. logits is len(targets)×v. At least one row must have a target.
+func CrossEntropy[T Float](lse, logits []T, targets []int, v int) float64 {
+	losses := make([]float64, len(targets))
+	rowLosses(losses, lse, logits, targets, v)
+	return sum(losses) / float64(Targets(targets))
+}
+
+// Targets counts the targets that are at least 0.
+func Targets(targets []int) int {
+	n := 0
+	for _, t := range targets {
+		if t >= 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// rowLosses sets the loss of each row, 0 for a row without target, and its lse.
+func rowLosses[T Float](losses []float64, lse, logits []T, targets []int, v int) {
+	Parallel(len(targets), grain(20*v), func(lo, hi int) {
+		row := make([]T, v)
+		for r := lo; r < hi; r++ {
+			losses[r] = 0
+			if targets[r] < 0 {
+				continue
+			}
+			x := logits[r*v:][:v]
+			m := x[0]
+			for _, l := range x {
+				m = max(m, l)
+			}
+			s := expSub(row, x, m)
+			lse[r] = m + T(math.Log(float64(s)))
+			losses[r] = float64(m-x[targets[r]]) + math.Log(float64(s))
+		}
+	})
+}
+
+// CrossEntropyBackward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse, and zero for
+// rows without target. dlogits may be the memory of logits.
+func CrossEntropyBackward[T Float](dlogits, logits, lse []T, targets []int, v int, g T) {
+	Parallel(len(targets), grain(20*v), func(lo, hi int) {
+		for r := lo; r < hi; r++ {
+			d := dlogits[r*v:][:v]
+			if targets[r] < 0 {
+				clear(d)
+				continue
+			}
+			expSub(d, logits[r*v:][:v], lse[r])
+			d[targets[r]]--
+			scale(d, g)
+		}
+	})
+}
+
+// chunkRows returns how many rows of v logits a chunk of LinearCrossEntropy holds: about four megabytes of float32.
+func chunkRows(v int) int { return max(16, 1<<20/v) }
+
+// LinearCrossEntropy returns CrossEntropy of the logits x·wᵀ, x len(targets)×d and w v×d, and sets lse. It forms the logits
+// a chunk of rows at a time.
+func LinearCrossEntropy[T Float](lse, x, w []T, targets []int, d, v int) float64 {
+	rows, chunk := len(targets), min(len(targets), chunkRows(v))
+	logits, losses := make([]T, chunk*v), make([]float64, rows)
+	for lo := 0; lo < rows; lo += chunk {
+		hi := min(lo+chunk, rows)
+		Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
+		rowLosses(losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v)
+	}
+	return sum(losses) / float64(Targets(targets))
+}
+
+// LinearCrossEntropyBackward computes dx and dw for the gradient g of the mean loss, forming the logits again from x and w,
+// a chunk of rows at a time.
+func LinearCrossEntropyBackward[T Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
+	rows, chunk := len(targets), min(len(targets), chunkRows(v))
+	logits := make([]T, chunk*v)
+	beta := T(0)
+	for lo := 0; lo < rows; lo += chunk {
+		hi := min(lo+chunk, rows)
+		xc := x[lo*d : hi*d]
+		Linear(logits, xc, w, hi-lo, d, v)
+		CrossEntropyBackward(logits, logits, lse[lo:hi], targets[lo:hi], v, g)
+		Gemm(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
+		Gemm(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
+		beta = 1
+	}
+}
+
+func sum(x []float64) float64 {
+	var s float64
+	for _, v := range x {
+		s += v
+	}
+	return s
+}

@@ -1,0 +1,101 @@
+package op
+
+import (
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// ErrNoTargets is wrapped by the error of a cross-entropy whose batch has no row with a target of at least 0, so that
+// there is nothing to take the mean of.
+var ErrNoTargets = errors.New("no row has a target")
+
+// CrossEntropyOp is the op behind [CrossEntropy].
+type CrossEntropyOp struct {
+	opbase.Base
+	lse opbase.Aux // log-sum-exp of every row, which the backward op reuses
+}
+
+// CrossEntropy is the mean negative log-likelihood, in nats, of the targets under softmax(logits):
+//
+//	loss = mean over rows r with targets[r] ≥ 0 of  log Σ_v exp(logits[r, v]) − logits[r, targets[r]]
+//
+// logits is [rows, V] of float32 or float64, targets is [rows] of type int, loss is a scalar. Rows with a negative target
+// count for nothing. A target of V or more is an error when the graph runs, and so is a batch without targets.
+func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
+	const name = "CrossEntropy"
+	al, at := arg{"logits", logits}, arg{"targets", targets}
+	if err := checkGraph(name, al, at); err != nil {
+		return nil, err
+	}
+	if err := checkFloats(name, al); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, al, 2, "[rows, V]"); err != nil {
+		return nil, err
+	}
+	if err := checkInts(name, at, logits.Shape()[0], fmt.Sprintf("one for each row of logits %v", logits.Shape())); err != nil {
+		return nil, err
+	}
+	o := &CrossEntropyOp{}
+	o.Owns(&o.lse)
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{logits, targets}, logits.Dtype(), tensor.Shape{},
+		crossEntropy[float32], crossEntropy[float64])
+	return gorgonia.ApplyOp(o, logits, targets)
+}
+
+// checkTargets returns an error unless targets has a row to learn from and all lie below the vocabulary's size v.
+func checkTargets(targets []int, v int) error {
+	for r, t := range targets {
+		if t >= v {
+			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a negative number to ignore the row", r, t, v-1)
+		}
+	}
+	if cpu.Targets(targets) == 0 {
+		return fmt.Errorf("all %d targets are negative: %w", len(targets), ErrNoTargets)
+	}
+	return nil
+}
+
+func crossEntropy[T cpu.Float](o *CrossEntropyOp, loss []T, in opbase.Args) error {
+	logits, targets := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1)
+	v := o.InputShape(0)[1]
+	if err := checkTargets(targets, v); err != nil {
+		return err
+	}
+	loss[0] = T(cpu.CrossEntropy(opbase.AuxSlice[T](&o.lse, len(targets)), logits, targets, v))
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in the logits.
+func (o *CrossEntropyOp) DiffWRT(int) []bool { return []bool{true, false} }
+
+// SymDiff returns the gradient of the logits.
+func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &CrossEntropyGradOp{Forward: o}
+	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
+	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(), crossEntropyGrad[float32], crossEntropyGrad[float64])
+	dx, err := gorgonia.ApplyOp(b, inputs...)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Nodes{dx, nil}, nil
+}
+
+// CrossEntropyGradOp computes the gradient of the logits from logits, targets, the loss and its gradient.
+type CrossEntropyGradOp struct {
+	opbase.Base
+	Forward *CrossEntropyOp
+}
+
+func crossEntropyGrad[T cpu.Float](o *CrossEntropyGradOp, out []T, in opbase.Args) error {
+	logits, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1), opbase.Slice[T](in, 3)[0]
+	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
+	cpu.CrossEntropyBackward(out, logits, lse, targets, o.InputShape(0)[1], g/T(cpu.Targets(targets)))
+	return nil
+}

@@ -1,0 +1,77 @@
+package op
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// EmbeddingOp is the op behind [Embedding].
+type EmbeddingOp struct{ opbase.Base }
+
+// Embedding looks up rows of a table:
+//
+//	y[r] = table[ids[r]]
+//
+// ids is [rows] of type int, table is [V, D] of float32 or float64, y is [rows, D]. An id outside [0, V) is an error when
+// the graph runs. The gradient of the table is dense; ids have none.
+func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
+	const name = "Embedding"
+	ai, at := arg{"ids", ids}, arg{"table", table}
+	if err := checkGraph(name, ai, at); err != nil {
+		return nil, err
+	}
+	if err := checkInts(name, ai, -1, ""); err != nil {
+		return nil, err
+	}
+	if err := checkFloats(name, at); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, at, 2, "[V, D]"); err != nil {
+		return nil, err
+	}
+	o := &EmbeddingOp{}
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{ids, table}, table.Dtype(), tensor.Shape{ids.Shape()[0], table.Shape()[1]},
+		embedding[float32], embedding[float64])
+	return gorgonia.ApplyOp(o, ids, table)
+}
+
+func embedding[T cpu.Float](o *EmbeddingOp, y []T, in opbase.Args) error {
+	ids, table := opbase.Slice[int](in, 0), opbase.Slice[T](in, 1)
+	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
+	for r, id := range ids {
+		if id < 0 || id >= v {
+			return fmt.Errorf("ids[%d] is %d, want an id of the vocabulary, 0 to %d", r, id, v-1)
+		}
+	}
+	cpu.Embedding(y, ids, table, d)
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in the table.
+func (o *EmbeddingOp) DiffWRT(int) []bool { return []bool{false, true} }
+
+// SymDiff returns the gradient of the table.
+func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &EmbeddingGradOp{}
+	inputs := gorgonia.Nodes{in[0], grad}
+	opbase.Init(&b.Base, b, "EmbeddingGrad", fmt.Sprint(in[1].Shape()), inputs, grad.Dtype(), in[1].Shape(),
+		embeddingGrad[float32], embeddingGrad[float64])
+	dt, err := gorgonia.ApplyOp(b, inputs...)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Nodes{nil, dt}, nil
+}
+
+// EmbeddingGradOp computes the gradient of the table from ids and the output's gradient.
+type EmbeddingGradOp struct{ opbase.Base }
+
+func embeddingGrad[T cpu.Float](o *EmbeddingGradOp, dt []T, in opbase.Args) error {
+	cpu.EmbeddingBackward(dt, opbase.Slice[int](in, 0), opbase.Slice[T](in, 1), o.InputShape(1)[1])
+	return nil
+}

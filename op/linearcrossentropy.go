@@ -1,0 +1,92 @@
+package op
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// LinearCrossEntropyOp is the op behind [LinearCrossEntropy].
+type LinearCrossEntropyOp struct {
+	opbase.Base
+	lse opbase.Aux // log-sum-exp of every row, which the backward op reuses
+}
+
+// LinearCrossEntropy is a language model's output layer and loss in one:
+//
+//	loss = CrossEntropy(x·wᵀ, targets)
+//
+// x is [rows, D], w is [V, D], both float32 or both float64, targets is [rows] of type int, loss is a scalar. The logits,
+// often the largest tensor of a model, are formed a few rows at a time and again in the backward pass, which keeps one
+// number a row from the forward pass. Targets are as for [CrossEntropy].
+// (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
+func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+	const name = "LinearCrossEntropy"
+	ax, aw, at := arg{"x", x}, arg{"w", w}, arg{"targets", targets}
+	if err := checkGraph(name, ax, aw, at); err != nil {
+		return nil, err
+	}
+	if err := checkFloats(name, ax, aw); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
+		return nil, err
+	}
+	if err := checkDims(name, aw, 2, "[V, D]"); err != nil {
+		return nil, err
+	}
+	if err := checkShape(name, aw, fmt.Sprintf("[V, D] with the D of x %v", x.Shape()), w.Shape()[0], x.Shape()[1]); err != nil {
+		return nil, err
+	}
+	if err := checkInts(name, at, x.Shape()[0], fmt.Sprintf("one for each row of x %v", x.Shape())); err != nil {
+		return nil, err
+	}
+	o := &LinearCrossEntropyOp{}
+	o.Owns(&o.lse)
+	in := gorgonia.Nodes{x, w, targets}
+	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32], linearCrossEntropy[float64])
+	return gorgonia.ApplyOp(o, in...)
+}
+
+func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbase.Args) error {
+	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
+	if err := checkTargets(targets, v); err != nil {
+		return err
+	}
+	loss[0] = T(cpu.LinearCrossEntropy(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets, d, v))
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in x and w.
+func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, true, false} }
+
+// SymDiff returns the gradients of x and w.
+func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &LinearCrossEntropyGradOp{Forward: o}
+	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o, gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,
+		linearCrossEntropyGrad[float32], linearCrossEntropyGrad[float64])
+	if err != nil {
+		return nil, err
+	}
+	return append(grads, nil), nil
+}
+
+// LinearCrossEntropyGradOp computes [dx | dw], packed, from x, w, targets, the loss and its gradient.
+type LinearCrossEntropyGradOp struct {
+	opbase.Base
+	Forward *LinearCrossEntropyOp
+}
+
+func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T, in opbase.Args) error {
+	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	g := opbase.Slice[T](in, 4)[0] / T(cpu.Targets(targets))
+	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
+	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
+	cpu.LinearCrossEntropyBackward(out[:len(x)], out[len(x):], x, w, lse, targets, d, v, g)
+	return nil
+}
