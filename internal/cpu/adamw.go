@@ -1,0 +1,33 @@
+package cpu
+
+import "math"
+
+// AdamWStep holds the figures of one AdamW step. Step counts from 1.
+type AdamWStep struct {
+	LR, Beta1, Beta2, Eps, Decay float64
+	Step                         int
+}
+
+// AdamW updates the parameter p and its moments m and v from the gradient g, which it leaves zero:
+//
+//	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
+//	p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
+//
+// all in one pass. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is
+// PyTorch's.)
+func AdamW[T Float](p, g, m, v []T, s AdamWStep) {
+	t := float64(s.Step)
+	keep := T(1 - s.LR*s.Decay)
+	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
+	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
+	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
+	Parallel(len(p), vectorGrain, func(lo, hi int) {
+		p, g, m, v := p[lo:hi], g[lo:hi], m[lo:hi], v[lo:hi]
+		for i, gi := range g {
+			mi := m[i] + gain1*(gi-m[i])
+			vi := beta2*v[i] + gain2*gi*gi
+			m[i], v[i], g[i] = mi, vi, 0
+			p[i] = keep*p[i] - rate*mi/(T(math.Sqrt(float64(vi)))/root+eps)
+		}
+	})
+}
