@@ -1,0 +1,188 @@
+// Package safetensors reads and writes model files in the safetensors format
+// (https://huggingface.co/docs/safetensors), safely enough for checkpoints.
+//
+//	file   = length (uint64, little-endian) ‖ header (length bytes) ‖ data
+//	header = {"__metadata__": {string: string}, NAME: {"dtype": D, "shape": [...], "data_offsets": [begin, end]}, ...}
+//
+// Offsets count from the start of data; the tensors fill data without gaps or overlaps. All numbers are little-endian.
+//
+// [Save] replaces a file in one step: a process killed at any moment leaves the old file or the new one. [Open] trusts
+// nothing it reads: every size is checked against the file before anything is allocated for it.
+//
+// # Integrity
+//
+// Save adds two metadata entries that other readers ignore:
+//
+//	"kasmina.digest": "crc32c"
+//	"kasmina.crc32c": eight hex digits for the length and header, then eight for each tensor in data order
+//
+// The header's own checksum is taken with its eight digits read as zeros. CRC32C, because the enemy is a disk and not a
+// forger: it finds every damage of up to 32 neighbouring bits and all but 2⁻³² of the rest, processors compute it faster
+// than memory delivers the bytes, and a sum per tensor tells where the damage is. The entries announce each other, so
+// that damage to one of them cannot pass for a file without checksums. Files without either (from other writers) load
+// with the structural checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and copies the metadata
+// must leave out the two entries.
+package safetensors
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"reflect"
+	"slices"
+	"unsafe"
+)
+
+var (
+	// ErrCorrupt marks a file that is damaged, truncated, hostile or no safetensors file at all.
+	ErrCorrupt = errors.New("corrupt safetensors file")
+	// ErrInvalid marks tensors or metadata that cannot be saved.
+	ErrInvalid = errors.New("invalid tensor")
+	// ErrNotFound marks a tensor that the file does not have.
+	ErrNotFound = errors.New("tensor not found")
+)
+
+// DType names an element type as the format spells it.
+type DType string
+
+// The element types. F16, BF16 and the 8-bit floats are kept as their bits.
+const (
+	F64    DType = "F64"
+	F32    DType = "F32"
+	F16    DType = "F16"
+	BF16   DType = "BF16"
+	F8E4M3 DType = "F8_E4M3"
+	F8E5M2 DType = "F8_E5M2"
+	I64    DType = "I64"
+	I32    DType = "I32"
+	I16    DType = "I16"
+	I8     DType = "I8"
+	U64    DType = "U64"
+	U32    DType = "U32"
+	U16    DType = "U16"
+	U8     DType = "U8"
+	Bool   DType = "BOOL"
+)
+
+// sliceTypes says how each element type is held in Go. The first entry with a slice type is the one New deduces from it.
+var sliceTypes = []struct {
+	dtype DType
+	slice reflect.Type
+}{
+	{F64, reflect.TypeFor[[]float64]()},
+	{F32, reflect.TypeFor[[]float32]()},
+	{I64, reflect.TypeFor[[]int64]()},
+	{I32, reflect.TypeFor[[]int32]()},
+	{I16, reflect.TypeFor[[]int16]()},
+	{I8, reflect.TypeFor[[]int8]()},
+	{U64, reflect.TypeFor[[]uint64]()},
+	{U32, reflect.TypeFor[[]uint32]()},
+	{U16, reflect.TypeFor[[]uint16]()},
+	{U8, reflect.TypeFor[[]uint8]()},
+	{Bool, reflect.TypeFor[[]bool]()},
+	{F16, reflect.TypeFor[[]uint16]()},
+	{BF16, reflect.TypeFor[[]uint16]()},
+	{F8E4M3, reflect.TypeFor[[]uint8]()},
+	{F8E5M2, reflect.TypeFor[[]uint8]()},
+}
+
+// sliceType returns the Go slice type that holds d, nil for an unknown d.
+func (d DType) sliceType() reflect.Type {
+	for _, t := range sliceTypes {
+		if t.dtype == d {
+			return t.slice
+		}
+	}
+	return nil
+}
+
+// Size returns the bytes of one element, 0 for an unknown type.
+func (d DType) Size() int {
+	if t := d.sliceType(); t != nil {
+		return int(t.Elem().Size())
+	}
+	return 0
+}
+
+// Tensor is a named array in row-major order. An empty Shape is a scalar: one element.
+type Tensor struct {
+	Name  string
+	DType DType
+	Shape []int
+	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool for Bool, and so on.
+	Data any
+}
+
+// New makes a tensor of data, which it keeps without copying, and deduces the element type: []uint16 means U16 and
+// []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit floats.
+func New(name string, shape []int, data any) (Tensor, error) {
+	t := Tensor{Name: name, Shape: slices.Clone(shape), Data: data}
+	for _, s := range sliceTypes {
+		if s.slice == reflect.TypeOf(data) {
+			t.DType = s.dtype
+			return t, t.check()
+		}
+	}
+	return Tensor{}, fmt.Errorf("safetensors: New: tensor %q: data is %T, expected a slice of a fixed-size number or bool: %w",
+		name, data, ErrInvalid)
+}
+
+// check returns an error when the parts of the tensor do not fit each other.
+func (t *Tensor) check() error {
+	fail := func(format string, args ...any) error {
+		return fmt.Errorf("safetensors: tensor %q: %s: %w", t.Name, fmt.Sprintf(format, args...), ErrInvalid)
+	}
+	want := t.DType.sliceType()
+	if want == nil {
+		return fail("unknown dtype %q", t.DType)
+	}
+	if reflect.TypeOf(t.Data) != want {
+		return fail("dtype %s needs data of type %v, got %T", t.DType, want, t.Data)
+	}
+	n, err := elements(t.Shape)
+	if err != nil {
+		return fail("%v", err)
+	}
+	if got := reflect.ValueOf(t.Data).Len(); got != n {
+		return fail("shape %v has %d elements, data has %d", t.Shape, n, got)
+	}
+	return nil
+}
+
+// elements returns the product of shape. It fails on negative dimensions and where eight bytes an element would not fit
+// an int.
+func elements(shape []int) (int, error) {
+	n := 1
+	for _, d := range shape {
+		if d < 0 {
+			return 0, fmt.Errorf("negative dimension in shape %v", shape)
+		}
+		if d == 0 {
+			n = 0
+		}
+	}
+	for _, d := range shape {
+		if n > 0 && n > math.MaxInt/8/d {
+			return 0, fmt.Errorf("shape %v has too many elements", shape)
+		}
+		n *= d
+	}
+	return n, nil
+}
+
+// bytesOf views the memory of a slice of numbers or bools.
+func bytesOf(data any) []byte {
+	v := reflect.ValueOf(data)
+	return unsafe.Slice((*byte)(v.UnsafePointer()), v.Len()*int(v.Type().Elem().Size()))
+}
+
+// hostIsLittleEndian is a variable so that tests can walk the other path.
+var hostIsLittleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
+
+// swapBytes reverses the bytes of every element in b.
+func swapBytes(b []byte, size int) {
+	for ; len(b) >= size; b = b[size:] {
+		slices.Reverse(b[:size])
+	}
+}

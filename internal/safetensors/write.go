@@ -1,0 +1,176 @@
+package safetensors
+
+import (
+	"bufio"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"unicode/utf8"
+)
+
+// chunk is how many bytes are read or written at a time: few system calls, and the checksum finds them in the cache.
+// A multiple of every element size.
+const chunk = 1 << 20
+
+// Save writes tensors and metadata to a file at path, which it replaces in one step: it fills a temporary file in the
+// same directory, syncs it, renames it and syncs the directory. Killed at any moment it leaves the old file or the new
+// one, and its temporary file to the next Save to the same path. Several processes may save to one path; the last wins.
+//
+// The same arguments give the same bytes. Data is ordered by element size, largest first, and otherwise as given, so
+// that every tensor is aligned to its elements (the format allows no gaps) and the first to eight bytes.
+//
+// Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the file is a complete one,
+// and the temporary file is gone.
+func Save(path string, tensors []Tensor, metadata map[string]string) error {
+	if err := save(path, tensors, metadata); err != nil {
+		return fmt.Errorf("safetensors: save %s: %w", path, err)
+	}
+	return nil
+}
+
+func save(path string, tensors []Tensor, metadata map[string]string) (err error) {
+	tensors, entries, err := layOut(tensors, metadata)
+	if err != nil {
+		return err
+	}
+	head, err := encodeHeader(entries, metadata, make([]uint32, len(entries)))
+	if err != nil {
+		return err
+	}
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		path = target // a link to the file stays one
+	}
+	removeStale(path)
+	f, err := createTemporary(path)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			f.Close()
+			os.Remove(f.Name())
+		}
+	}()
+	// The checksums are known last, so the header goes in last, over the hole left for it.
+	if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
+		return err
+	}
+	sums, err := writeData(f, tensors)
+	if err != nil {
+		return err
+	}
+	if head, err = encodeHeader(entries, metadata, sums); err != nil {
+		return err
+	}
+	if _, err := f.WriteAt(head, 0); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	return publish(f, path)
+}
+
+// layOut checks everything that can be wrong with the arguments and gives each tensor its place in data.
+func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, error) {
+	for key, value := range metadata {
+		if key == digestKey || key == sumsKey {
+			return nil, nil, fmt.Errorf("metadata key %q is reserved for checksums: %w", key, ErrInvalid)
+		}
+		if !utf8.ValidString(key) || !utf8.ValidString(value) {
+			return nil, nil, fmt.Errorf("metadata %q: not valid UTF-8: %w", key, ErrInvalid)
+		}
+	}
+	tensors = slices.Clone(tensors)
+	slices.SortStableFunc(tensors, func(a, b Tensor) int { return b.DType.Size() - a.DType.Size() })
+	entries := make([]entry, len(tensors))
+	seen := make(map[string]bool, len(tensors))
+	var offset int64
+	for i, t := range tensors {
+		if err := t.check(); err != nil {
+			return nil, nil, err
+		}
+		switch {
+		case t.Name == "" || t.Name == metadataName || !utf8.ValidString(t.Name):
+			return nil, nil, fmt.Errorf("tensor name %q: empty, reserved or not valid UTF-8: %w", t.Name, ErrInvalid)
+		case seen[t.Name]:
+			return nil, nil, fmt.Errorf("two tensors are named %q: %w", t.Name, ErrInvalid)
+		}
+		seen[t.Name] = true
+		end := offset + int64(len(bytesOf(t.Data)))
+		entries[i] = entry{t.Name, t.DType, t.Shape, offset, end}
+		offset = end
+	}
+	return tensors, entries, nil
+}
+
+// writeData streams the tensors' elements to w and returns their checksums.
+func writeData(w io.Writer, tensors []Tensor) ([]uint32, error) {
+	buffered := bufio.NewWriterSize(w, chunk) // gathers small tensors; large chunks pass straight through
+	sums := make([]uint32, len(tensors))
+	for i, t := range tensors {
+		for part := range slices.Chunk(bytesOf(t.Data), chunk) {
+			if !hostIsLittleEndian {
+				part = slices.Clone(part)
+				swapBytes(part, t.DType.Size())
+			}
+			sums[i] = crc32.Update(sums[i], castagnoli, part)
+			if _, err := buffered.Write(part); err != nil {
+				return nil, fmt.Errorf("tensor %q: %w", t.Name, err)
+			}
+		}
+	}
+	return sums, buffered.Flush()
+}
+
+// randomDigits is the length of the random end of a temporary file's name.
+const randomDigits = 16
+
+func temporaryPrefix(path string) string { return "." + filepath.Base(path) + ".tmp-" }
+
+// createTemporary makes a file beside path that no other process takes for a dead writer's.
+func createTemporary(path string) (*os.File, error) {
+	for {
+		var random [randomDigits / 2]byte
+		rand.Read(random[:]) // never fails
+		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+hex.EncodeToString(random[:]))
+		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
+		if errors.Is(err, os.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		claim(f)
+		// Another process may have removed the file in the moment before it was claimed.
+		mine, err := f.Stat()
+		if err != nil {
+			f.Close()
+			os.Remove(name)
+			return nil, err
+		}
+		if there, err := os.Stat(name); err == nil && os.SameFile(mine, there) {
+			return f, nil
+		}
+		f.Close()
+	}
+}
+
+// removeStale removes the temporary files that dead writers left beside path. What it cannot remove it leaves: the save
+// itself does not depend on it.
+func removeStale(path string) {
+	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
+	files, _ := os.ReadDir(dir)
+	for _, file := range files {
+		if name := file.Name(); strings.HasPrefix(name, prefix) && len(name) == len(prefix)+randomDigits {
+			removeUnclaimed(filepath.Join(dir, name))
+		}
+	}
+}
