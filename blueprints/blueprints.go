@@ -1,0 +1,215 @@
+// Package blueprints holds the kinds of blueprint that a Kasmina seed can train beside its chunk of the activations and
+// blend in: what their parameters mean, how they start as the identity, and the arithmetic of their transform t(x) and of
+// its gradient.
+//
+// Four kinds are built in. w is the weight row of the seed's slot, one weight for each of the C features of its chunk,
+// and a is the slot's scale:
+//
+//	Residual       t(x) = x + a·w
+//	AttentionGate  t(x) = a · x ⊙ softmax(w)
+//	MLPExpansion   t(x) = a · relu(x ⊙ w)
+//	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
+//
+// [Register] adds more. The package knows nothing of graphs or tensors: everything works on the slices of one chunk row.
+package blueprints
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// Float is the element type of a transform's arithmetic.
+type Float interface{ float32 | float64 }
+
+// Kind identifies a registered blueprint. Built-in kinds have fixed numbers; registered ones are numbered in the order of
+// registration, so a program that stores kinds should store their names with them.
+type Kind uint8
+
+// The built-in kinds.
+const (
+	Residual Kind = iota
+	AttentionGate
+	MLPExpansion
+	ConvFilter
+)
+
+// Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The adaptive stability mode
+// needs it, which scales a chunk of very large activations down for the transform and the result up again, and must get t(x).
+type Homogeneity uint8
+
+const (
+	// NotHomogeneous transforms have neither property. They are never given scaled input.
+	NotHomogeneous Homogeneity = iota
+	// InX: t(λx; w, a) = λ·t(x; w, a).
+	InX
+	// InXAndScale: t(λx; w, λa) = λ·t(x; w, a).
+	InXAndScale
+)
+
+// Arithmetic is the transform of a blueprint and its gradient in one element type. All slices hold the C elements of one
+// chunk row; none overlap. p stands for what the transform uses of the weights: w itself, or what Prepare makes of it.
+type Arithmetic[T Float] struct {
+	// Prepare writes p, computed from w once for each seed and call rather than once a row. When nil, p is w.
+	Prepare func(p, w []T)
+	// Forward writes t(x) to t.
+	Forward func(t, x, p []T, a T)
+	// Backward takes g = ∂L/∂t(x). It writes ∂L/∂x to dx, adds ∂L/∂p to dp and returns ∂L/∂a.
+	Backward func(dx, dp, g, x, p []T, a T) float64
+	// Finish turns dp, the sum of ∂L/∂p over all rows, into ∂L/∂w, in place. It is nil when Prepare is.
+	Finish func(dp, p []T)
+}
+
+// Blueprint describes one kind.
+type Blueprint struct {
+	Name   string // unique
+	Layout string // what the weights and the scale mean, for people
+	// Identity fills w, the weights of one slot, and returns a scale such that the transform is the identity, or as near
+	// to it as the kind can be.
+	Identity    func(w []float64) (scale float64)
+	Homogeneity Homogeneity
+	F32         Arithmetic[float32]
+	F64         Arithmetic[float64]
+}
+
+// Errors that callers can test for with [errors.Is].
+var (
+	ErrUnknownKind = errors.New("unknown blueprint kind")
+	ErrInvalid     = errors.New("invalid blueprint")
+	ErrSlot        = errors.New("slot out of range")
+)
+
+// maxKinds is how many kinds a Kind can number.
+const maxKinds = 256
+
+var (
+	registering sync.Mutex
+	registry    atomic.Pointer[[]*Blueprint] // replaced as a whole, so that readers need no lock
+)
+
+func init() { registry.Store(&builtin) }
+
+// Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] when the name is empty or
+// taken, a function is missing, or 256 kinds are registered already.
+func Register(b Blueprint) (Kind, error) {
+	if err := check(&b); err != nil {
+		return 0, err
+	}
+	registering.Lock()
+	defer registering.Unlock()
+	kinds := *registry.Load()
+	if k, ok := ByName(b.Name); ok {
+		return 0, fmt.Errorf("blueprints.Register: %w: the name %q is taken by kind %d", ErrInvalid, b.Name, k)
+	}
+	if len(kinds) == maxKinds {
+		return 0, fmt.Errorf("blueprints.Register: %w: %d kinds are registered, which is all there can be", ErrInvalid, maxKinds)
+	}
+	grown := append(append([]*Blueprint(nil), kinds...), &b)
+	registry.Store(&grown)
+	return Kind(len(kinds)), nil
+}
+
+func check(b *Blueprint) error {
+	var missing string
+	switch {
+	case b.Name == "":
+		missing = "Name"
+	case b.Identity == nil:
+		missing = "Identity"
+	case b.F32.Forward == nil || b.F32.Backward == nil:
+		missing = "Forward or Backward of F32"
+	case b.F64.Forward == nil || b.F64.Backward == nil:
+		missing = "Forward or Backward of F64"
+	case (b.F32.Prepare == nil) != (b.F32.Finish == nil):
+		missing = "one of Prepare and Finish of F32"
+	case (b.F64.Prepare == nil) != (b.F64.Finish == nil):
+		missing = "one of Prepare and Finish of F64"
+	case b.Homogeneity > InXAndScale:
+		return fmt.Errorf("blueprints.Register: %w %q: Homogeneity is %d, want at most %d", ErrInvalid, b.Name, b.Homogeneity, InXAndScale)
+	default:
+		return nil
+	}
+	return fmt.Errorf("blueprints.Register: %w %q: %s is missing", ErrInvalid, b.Name, missing)
+}
+
+// Lookup returns the blueprint of a kind, which the caller must not change, or an error wrapping [ErrUnknownKind].
+func Lookup(k Kind) (*Blueprint, error) {
+	kinds := *registry.Load()
+	if int(k) >= len(kinds) {
+		return nil, fmt.Errorf("%w %d: kinds 0 to %d are registered", ErrUnknownKind, k, len(kinds)-1)
+	}
+	return kinds[k], nil
+}
+
+// ByName returns the kind with the given name.
+func ByName(name string) (Kind, bool) {
+	for i, b := range *registry.Load() {
+		if b.Name == name {
+			return Kind(i), true
+		}
+	}
+	return 0, false
+}
+
+// Kinds returns how many kinds are registered: the kinds are 0 to Kinds()−1.
+func Kinds() int { return len(*registry.Load()) }
+
+// String returns the kind's name.
+func (k Kind) String() string {
+	if b, err := Lookup(k); err == nil {
+		return b.Name
+	}
+	return fmt.Sprintf("Kind(%d)", uint8(k))
+}
+
+// For returns b's arithmetic in the element type T.
+func For[T Float](b *Blueprint) *Arithmetic[T] {
+	var a any = &b.F64
+	if _, single := any(T(0)).(float32); single {
+		a = &b.F32
+	}
+	return a.(*Arithmetic[T])
+}
+
+// Identity makes a slot the identity start of a kind. weights is [slots, C] row by row and scales is [slots]; both are the
+// parameters of a Kasmina layer. Slot 0 means "none", so slot must be in 1 … slots−1.
+func Identity[T Float](k Kind, slot int, weights, scales []T) error {
+	b, err := Lookup(k)
+	if err != nil {
+		return fmt.Errorf("blueprints.Identity: %w", err)
+	}
+	slots := len(scales)
+	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 {
+		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, want weights [slots, C] and scales [slots]",
+			len(weights), slots)
+	}
+	if slot < 1 || slot >= slots {
+		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)", ErrSlot, slot, slots-1)
+	}
+	c := len(weights) / slots
+	w := make([]float64, c)
+	scales[slot] = T(b.Identity(w))
+	for i, v := range w {
+		weights[slot*c+i] = T(v)
+	}
+	return nil
+}
+
+// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x, w and y have one length.
+func Apply[T Float](k Kind, y, x, w []T, a T) error {
+	b, err := Lookup(k)
+	if err != nil {
+		return fmt.Errorf("blueprints.Apply: %w", err)
+	}
+	if len(y) != len(x) || len(w) != len(x) {
+		return fmt.Errorf("blueprints.Apply: x has %d elements, w %d and y %d, want one length", len(x), len(w), len(y))
+	}
+	f, p := For[T](b), w
+	if f.Prepare != nil {
+		p = make([]T, len(w))
+		f.Prepare(p, w)
+	}
+	f.Forward(y, x, p, a)
+	return nil
+}
