@@ -1,0 +1,398 @@
+package op_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// input is a tensor argument: float64 values in x, or ids.
+type input struct {
+	shape []int
+	x     []float64
+	ids   []int
+}
+
+func randomInput(r *rand.Rand, shape ...int) input {
+	return input{shape: shape, x: normal(r, tensor.Shape(shape).TotalSize())}
+}
+
+func idInput(r *rand.Rand, n, low, high int) input {
+	ids := make([]int, n)
+	for i := range ids {
+		ids[i] = low + r.IntN(high-low)
+	}
+	return input{shape: []int{n}, ids: ids}
+}
+
+// opCase is an op with random inputs and what it should compute, as written on paper, in float64.
+type opCase struct {
+	name  string
+	in    []input
+	build func(in gorgonia.Nodes) (*gorgonia.Node, error)
+	want  func() []float64
+}
+
+// opCases returns every op but Kasmina at several shapes, odd ones included, with fresh inputs.
+func opCases(r *rand.Rand) []opCase {
+	var cases []opCase
+	add := func(name string, build func(in gorgonia.Nodes) (*gorgonia.Node, error), want func(in []input) []float64, in ...input) {
+		for i := range in {
+			name += fmt.Sprint(in[i].shape)
+		}
+		cases = append(cases, opCase{name, in, build, func() []float64 { return want(in) }})
+	}
+	for _, s := range [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}} {
+		rows, d := s[0], s[1]
+		add("RMSNorm", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.RMSNorm(in[0], in[1], 1e-5) },
+			func(in []input) []float64 { return refRMSNorm(in[0].x, in[1].x, rows, d, 1e-5) }, randomInput(r, rows, d), randomInput(r, d))
+		out, f := 1+r.IntN(9), 1+r.IntN(40)
+		add("Linear", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Linear(in[0], in[1]) },
+			func(in []input) []float64 { return refLinear(in[0].x, in[1].x, rows, d, out) }, randomInput(r, rows, d), randomInput(r, out, d))
+		add("SiLUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.SiLUMLP(in[0], in[1], in[2], in[3]) },
+			func(in []input) []float64 { return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) },
+			randomInput(r, rows, d), randomInput(r, f, d), randomInput(r, f, d), randomInput(r, d, f))
+		add("Embedding", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Embedding(in[0], in[1]) },
+			func(in []input) []float64 { return refEmbedding(in[0].ids, in[1].x, d) }, idInput(r, rows, 0, 5), randomInput(r, 5, d))
+		v := d + 1
+		targets := idInput(r, rows, -1, v)
+		targets.ids[0] = v - 1
+		add("CrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.CrossEntropy(in[0], in[1]) },
+			func(in []input) []float64 { return refCrossEntropy(in[0].x, in[1].ids, v) }, randomInput(r, rows, v), targets)
+		add("LinearCrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.LinearCrossEntropy(in[0], in[1], in[2]) },
+			func(in []input) []float64 {
+				return refCrossEntropy(refLinear(in[0].x, in[1].x, rows, d, v), in[2].ids, v)
+			}, randomInput(r, rows, d), randomInput(r, v, d), targets)
+		add("NewtonSchulz", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.NewtonSchulz(in[0], 5) },
+			func(in []input) []float64 { return refNewtonSchulz(in[0].x, rows, d, 5) }, randomInput(r, rows, d))
+	}
+	for _, c := range []op.RoPEConfig{{Seq: 1, Heads: 1, HeadDim: 2}, {Seq: 5, Heads: 3, HeadDim: 6, Base: 500},
+		{Seq: 9, Heads: 2, HeadDim: 8, Scaling: &op.RoPEScaling{Factor: 4}},
+		{Seq: 7, Heads: 1, HeadDim: 16, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64}}} {
+		add("RoPE", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.RoPE(in[0], c) },
+			func(in []input) []float64 { return refRoPE(in[0].x, c) }, randomInput(r, 3*c.Seq, c.Heads*c.HeadDim))
+	}
+	for _, c := range []op.AttentionConfig{
+		{Seq: 1, Heads: 1, HeadDim: 1, Causal: true}, {Seq: 7, Heads: 2, HeadDim: 3, Causal: true}, {Seq: 5, Heads: 4, KVHeads: 2, HeadDim: 5},
+		{Seq: 65, Heads: 3, KVHeads: 1, HeadDim: 4, Causal: true, Scale: 0.3}, {Seq: 130, Heads: 2, KVHeads: 1, HeadDim: 8, Causal: true},
+		{Seq: 129, Heads: 1, HeadDim: 2}} {
+		kv := c.KVHeads
+		if kv == 0 {
+			kv = c.Heads
+		}
+		add(fmt.Sprintf("Attention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Attention(in[0], in[1], in[2], c) },
+			func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, 2, c) },
+			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim))
+	}
+	return cases
+}
+
+// nodes puts the case's inputs into a new graph, and returns those that can be differentiated by.
+func (c opCase) nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
+	g := gorgonia.NewGraph()
+	for i, a := range c.in {
+		value := ints(a.ids)
+		if a.ids == nil {
+			value = dense(dt, a.x, a.shape...)
+		}
+		n := gorgonia.NodeFromAny(g, value, gorgonia.WithName(fmt.Sprintf("in%d", i)))
+		in = append(in, n)
+		if a.ids == nil {
+			wrt = append(wrt, n)
+		}
+	}
+	return in, wrt
+}
+
+func TestForward(t *testing.T) {
+	for _, c := range opCases(random(t)) {
+		for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12, tensor.Float32: 1e-6} {
+			t.Run(fmt.Sprint(c.name, dt), func(t *testing.T) {
+				in, _ := c.nodes(dt)
+				y := must(t)(c.build(in))
+				run(t, in[0].Graph())
+				if strings.HasPrefix(c.name, "NewtonSchulz") && dt == tensor.Float32 {
+					tolerance = 1e-5 // five steps, each of which multiplies errors in small singular values by up to 3.4
+				}
+				if d := distance(floats(t, y.Value()), c.want()); d > tolerance {
+					t.Errorf("differs from the reference by %.2g, want at most %g", d, tolerance)
+				}
+				checkPrealloc(t, y, in)
+			})
+		}
+	}
+}
+
+// checkPrealloc runs the op of y once more, into memory full of NaN, and wants the same bits.
+func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
+	t.Helper()
+	o, ok := y.Op().(gorgonia.UsePreallocDoer)
+	if !ok {
+		t.Fatalf("%T has no UsePreallocDo", y.Op())
+	}
+	if y.IsScalar() {
+		return
+	}
+	values := make([]gorgonia.Value, len(in))
+	for i, n := range in {
+		values[i] = n.Value()
+	}
+	n := tensor.Shape(y.Shape()).TotalSize()
+	got, err := o.UsePreallocDo(dense(y.Dtype(), slices.Repeat([]float64{math.NaN()}, n), y.Shape()...), values...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(floats(t, got), floats(t, y.Value())) {
+		t.Error("UsePreallocDo gives other values than Do")
+	}
+	if _, err := o.UsePreallocDo(dense(y.Dtype(), make([]float64, n+1), n+1), values...); err == nil {
+		t.Error("UsePreallocDo takes memory of another shape")
+	}
+}
+
+// TestGradients compares the symbolic gradients in float64 with central differences, and those in float32 with them. The
+// first input is used twice, so that gradients of several uses add up, and stock ops stand around ours.
+func TestGradients(t *testing.T) {
+	r := random(t)
+	for _, c := range opCases(r) {
+		t.Run(c.name, func(t *testing.T) {
+			var grads [2][]gorgonia.Value
+			weights := normal(r, len(c.want()))
+			for i, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
+				in, wrt := c.nodes(dt)
+				cost := costOf(t, c, in, dt, weights)
+				if dt == tensor.Float64 {
+					report, err := autodiff.CheckGradients(cost, wrt)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if e := report.MaxRelError(); !(e < 1e-6) {
+						t.Errorf("relative error %.2g\n%v", e, report)
+					}
+				}
+				in, wrt = c.nodes(dt)
+				cost = costOf(t, c, in, dt, weights)
+				nodes, err := gorgonia.Grad(cost, wrt...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				run(t, cost.Graph())
+				for _, n := range nodes {
+					grads[i] = append(grads[i], n.Value())
+				}
+			}
+			for i := range grads[0] {
+				if d := distance(floats(t, grads[1][i]), floats(t, grads[0][i])); d > 1e-5 {
+					t.Errorf("gradient %d: float32 differs from float64 by %.2g, want at most 1e-5", i, d)
+				}
+			}
+		})
+	}
+}
+
+// costOf returns Σ weights ⊙ op(in) + Σ in[0]² for a matrix, and op(in) squared for a scalar.
+func costOf(t *testing.T, c opCase, in gorgonia.Nodes, dt tensor.Dtype, weights []float64) *gorgonia.Node {
+	t.Helper()
+	y := must(t)(c.build(in))
+	cost := must(t)(gorgonia.Square(y))
+	if !y.IsScalar() {
+		w := gorgonia.NodeFromAny(y.Graph(), dense(dt, weights, y.Shape()...), gorgonia.WithName("cost weights"))
+		cost = must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, w))))
+	}
+	for _, n := range in {
+		if n.Dtype() == dt {
+			return must(t)(gorgonia.Add(cost, must(t)(gorgonia.Sum(must(t)(gorgonia.Square(n))))))
+		}
+	}
+	return cost
+}
+
+// TestCores wants the same bits however many cores share the work.
+func TestCores(t *testing.T) {
+	for _, c := range opCases(random(t)) {
+		var results [2][][]float64
+		for i, cores := range []int{1, 4} {
+			old := runtime.GOMAXPROCS(cores)
+			in, wrt := c.nodes(tensor.Float32)
+			y := must(t)(c.build(in))
+			cost := y
+			if !y.IsScalar() {
+				cost = must(t)(gorgonia.Sum(must(t)(gorgonia.Square(y))))
+			}
+			nodes, err := gorgonia.Grad(cost, wrt...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			run(t, y.Graph())
+			runtime.GOMAXPROCS(old)
+			for _, n := range append(nodes, y) {
+				results[i] = append(results[i], floats(t, n.Value()))
+			}
+		}
+		for k := range results[0] {
+			if !slices.Equal(results[0][k], results[1][k]) {
+				t.Errorf("%s: result %d depends on the number of cores", c.name, k)
+			}
+		}
+	}
+}
+
+func refRMSNorm(x, w []float64, rows, d int, eps float64) []float64 {
+	y := make([]float64, len(x))
+	for r := range rows {
+		var ms float64
+		for i := range d {
+			ms += x[r*d+i] * x[r*d+i] / float64(d)
+		}
+		for i := range d {
+			y[r*d+i] = x[r*d+i] / math.Sqrt(ms+eps) * w[i]
+		}
+	}
+	return y
+}
+
+func refLinear(x, w []float64, rows, in, out int) []float64 {
+	y := make([]float64, rows*out)
+	for r := range rows {
+		for o := range out {
+			for i := range in {
+				y[r*out+o] += x[r*in+i] * w[o*in+i]
+			}
+		}
+	}
+	return y
+}
+
+func refSiLUMLP(x, gate, up, down []float64, rows, d, f int) []float64 {
+	a, b := refLinear(x, gate, rows, d, f), refLinear(x, up, rows, d, f)
+	for i, v := range a {
+		a[i] = v / (1 + math.Exp(-v)) * b[i]
+	}
+	return refLinear(a, down, rows, f, d)
+}
+
+func refEmbedding(ids []int, table []float64, d int) []float64 {
+	var y []float64
+	for _, id := range ids {
+		y = append(y, table[id*d:(id+1)*d]...)
+	}
+	return y
+}
+
+func refCrossEntropy(logits []float64, targets []int, v int) []float64 {
+	var sum, n float64
+	for r, t := range targets {
+		if t < 0 {
+			continue
+		}
+		var z float64
+		for _, l := range logits[r*v : (r+1)*v] {
+			z += math.Exp(l)
+		}
+		sum += math.Log(z) - logits[r*v+t]
+		n++
+	}
+	return []float64{sum / n}
+}
+
+func refRoPE(x []float64, c op.RoPEConfig) []float64 {
+	base := c.Base
+	if base == 0 {
+		base = 10000
+	}
+	y, d, h := make([]float64, len(x)), c.Heads*c.HeadDim, c.HeadDim/2
+	for i := range x {
+		position, within := i/d%c.Seq, i%c.HeadDim
+		f := math.Pow(base, -2*float64(within%h)/float64(c.HeadDim))
+		if s := c.Scaling; s != nil {
+			wavelength := 2 * math.Pi / f
+			switch {
+			case s.HighFreq == 0 || wavelength > float64(s.Original)/s.LowFreq:
+				f /= s.Factor
+			case wavelength > float64(s.Original)/s.HighFreq:
+				smooth := (float64(s.Original)/wavelength - s.LowFreq) / (s.HighFreq - s.LowFreq)
+				f = (1-smooth)*f/s.Factor + smooth*f
+			}
+		}
+		sin, cos := math.Sincos(float64(position) * f)
+		if within < h {
+			y[i] = x[i]*cos - x[i+h]*sin
+		} else {
+			y[i] = x[i]*cos + x[i-h]*sin
+		}
+	}
+	return y
+}
+
+func refAttention(q, k, v []float64, batch int, c op.AttentionConfig) []float64 {
+	if c.KVHeads == 0 {
+		c.KVHeads = c.Heads
+	}
+	if c.Scale == 0 {
+		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
+	}
+	y := make([]float64, len(q))
+	at := func(b, position, head, heads, i int) int { return ((b*c.Seq+position)*heads+head)*c.HeadDim + i }
+	for b := range batch {
+		for h := range c.Heads {
+			kvh := h / (c.Heads / c.KVHeads)
+			for i := range c.Seq {
+				var z float64
+				p := make([]float64, c.Seq)
+				for j := range c.Seq {
+					if c.Causal && j > i {
+						break
+					}
+					var s float64
+					for e := range c.HeadDim {
+						s += q[at(b, i, h, c.Heads, e)] * k[at(b, j, kvh, c.KVHeads, e)]
+					}
+					p[j] = math.Exp(c.Scale * s)
+					z += p[j]
+				}
+				for j := range c.Seq {
+					for e := range c.HeadDim {
+						y[at(b, i, h, c.Heads, e)] += p[j] / z * v[at(b, j, kvh, c.KVHeads, e)]
+					}
+				}
+			}
+		}
+	}
+	return y
+}
+
+func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
+	var norm float64
+	for _, v := range x {
+		norm += v * v
+	}
+	y := slices.Clone(x)
+	for i := range y {
+		y[i] /= math.Sqrt(norm) + 1e-7
+	}
+	for range steps {
+		gram := refLinear(y, y, rows, columns, rows)
+		square := refLinear(gram, gram, rows, rows, rows) // the Gram matrix is symmetric
+		next := make([]float64, len(y))
+		for i := range rows {
+			for j := range columns {
+				next[i*columns+j] = 3.4445 * y[i*columns+j]
+				for k := range rows {
+					next[i*columns+j] += (-4.7750*gram[i*rows+k] + 2.0315*square[i*rows+k]) * y[k*columns+j]
+				}
+			}
+		}
+		y = next
+	}
+	return y
+}
