@@ -122,12 +122,12 @@ func TestRunErrors(t *testing.T) {
 		build func(ids, x *gorgonia.Node) (*gorgonia.Node, error)
 		want  string
 	}{
-		"id too large":        {[]int{0, 3, 1}, op.Embedding, "ids[1] is 3|0 to 2"},
-		"id negative":         {[]int{0, 2, -1}, op.Embedding, "ids[2] is -1|0 to 2"},
-		"target too large":    {[]int{0, 5, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, "targets[1] is 5|0 to 4"},
-		"no target":           {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, op.ErrNoTargets.Error()},
-		"fused: too large":    {[]int{0, 3, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, "targets[1] is 3|0 to 2"},
-		"fused: no target":    {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, op.ErrNoTargets.Error()},
+		"id too large":     {[]int{0, 3, 1}, op.Embedding, "ids[1] is 3|0 to 2"},
+		"id negative":      {[]int{0, 2, -1}, op.Embedding, "ids[2] is -1|0 to 2"},
+		"target too large": {[]int{0, 5, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, "targets[1] is 5|0 to 4"},
+		"no target":        {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, op.ErrNoTargets.Error()},
+		"fused: too large": {[]int{0, 3, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, "targets[1] is 3|0 to 2"},
+		"fused: no target": {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, op.ErrNoTargets.Error()},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := gorgonia.NewGraph()
