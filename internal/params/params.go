@@ -61,17 +61,17 @@ func read(vg gorgonia.ValueGrad) (Param, error) {
 		return p, fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
 			p.Dtype, p.Shape, g.Dtype(), g.Shape())
 	}
-	if p.Value, err = memory(v); err != nil {
+	if p.Value, err = Memory(v); err != nil {
 		return p, fmt.Errorf("value %w", err)
 	}
-	if p.Grad, err = memory(g); err != nil {
+	if p.Grad, err = Memory(g); err != nil {
 		return p, fmt.Errorf("gradient %w", err)
 	}
 	return p, nil
 }
 
-// memory returns the elements of v as the slice that v itself holds.
-func memory(v gorgonia.Value) (any, error) {
+// Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats, as the slice that v holds.
+func Memory(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:
 		return slice((*float32)(v)), nil

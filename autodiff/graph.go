@@ -1,0 +1,124 @@
+package autodiff
+
+import (
+	"fmt"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+)
+
+// replayer is an op with a record of its runs, which its replay reads and does not add to: op.Replayer.
+type replayer interface {
+	Replay() gorgonia.Op
+}
+
+// copied is a copy, in a graph of its own, of everything that a node depends on. Ops are shared with the original, values
+// are not: the copy's inputs have none until [copied.bind].
+type copied struct {
+	graph  *gorgonia.ExprGraph
+	out    *gorgonia.Node
+	inputs gorgonia.Nodes                    // of the original graph, in the order met
+	node   map[*gorgonia.Node]*gorgonia.Node // of the copy, by the original's
+}
+
+// copyGraph copies what out depends on. With replay, ops that keep a record are replaced by their replays.
+//
+// A copy is how the functions here stay out of the user's graph: differentiating adds nodes to a graph and marks those
+// that are there, so that a second derivative of the same graph can come out wrong, and running it binds values.
+func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
+	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
+	err := guard(func() (err error) {
+		c.out, err = c.add(out, replay)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func (c *copied) add(n *gorgonia.Node, replay bool) (*gorgonia.Node, error) {
+	if done, ok := c.node[n]; ok {
+		return done, nil
+	}
+	var twin *gorgonia.Node
+	switch children := childrenOf(n); {
+	case isConstant(n):
+		twin = n.CloneTo(c.graph)
+	case isInput(n):
+		twin = newInput(c.graph, n, len(c.inputs))
+		c.inputs = append(c.inputs, n)
+	default:
+		for i, child := range children {
+			var err error
+			if children[i], err = c.add(child, replay); err != nil {
+				return nil, err
+			}
+		}
+		op := n.Op()
+		if r, ok := op.(replayer); ok && replay {
+			op = r.Replay()
+		}
+		var err error
+		if twin, err = gorgonia.ApplyOp(op, children...); err != nil {
+			return nil, err
+		}
+	}
+	c.node[n] = twin
+	return twin, nil
+}
+
+// bind gives the copy's input for the original input n a value.
+func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error { return gorgonia.Let(c.node[n], v) }
+
+// newInput adds an input like n to g. The number keeps inputs of one name, which Gorgonia would merge, apart.
+func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
+	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()), gorgonia.WithShape(n.Shape()...),
+		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
+}
+
+// childrenOf returns the inputs of n's op in order, in a slice of the caller's.
+func childrenOf(n *gorgonia.Node) gorgonia.Nodes {
+	var children gorgonia.Nodes
+	for it := n.Graph().From(n.ID()); it.Next(); {
+		if child, ok := it.Node().(*gorgonia.Node); ok {
+			children = append(children, child)
+		}
+	}
+	return children
+}
+
+// isConstant reports whether n is one of Gorgonia's constants, whose types it does not export.
+func isConstant(n *gorgonia.Node) bool {
+	return n.Op() != nil && strings.HasPrefix(fmt.Sprintf("%T", n.Op()), "gorgonia.constant")
+}
+
+// isInput reports whether n is a variable, or a source of random numbers, which Gorgonia counts among the inputs.
+func isInput(n *gorgonia.Node) bool { return n.Op() == nil || isRandomSource(n) }
+
+func isRandomSource(n *gorgonia.Node) bool {
+	return n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "gorgonia.randomOp"
+}
+
+// guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it cannot differentiate
+// or compile.
+func guard(f func() error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("gorgonia panicked: %v", r)
+		}
+	}()
+	return f()
+}
+
+// newMachine returns a tape machine for g.
+func newMachine(g *gorgonia.ExprGraph, opts ...gorgonia.VMOpt) (vm gorgonia.VM, err error) {
+	err = guard(func() error {
+		vm = gorgonia.NewTapeMachine(g, opts...)
+		return nil
+	})
+	return vm, err
+}
+
+// label names a node in messages.
+func label(n *gorgonia.Node) string { return fmt.Sprintf("%q", n.Name()) }

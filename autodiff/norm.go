@@ -1,0 +1,149 @@
+package autodiff
+
+import (
+	"fmt"
+	"math"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/params"
+)
+
+// GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which gorgonia.NodesToValueGrads makes of
+// parameter nodes. The sum is formed in float64 and in a fixed order. A NaN or an infinity in a gradient is an error that
+// wraps a [*NonFiniteError] for the first.
+func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
+	ps, err := params.Read(grads)
+	if err == nil {
+		var norm float64
+		if norm, err = globalNorm(ps); err == nil {
+			return norm, nil
+		}
+	}
+	return 0, fmt.Errorf("autodiff.GlobalNorm: %w", err)
+}
+
+// ClipGlobalNorm scales all gradients by min(1, limit/(norm + 1e-6)), where norm is their [GlobalNorm] before, which it
+// returns. limit must be above 0. On an error, a gradient that is not finite included, no gradient is changed.
+// (Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.)
+func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
+	const name = "autodiff.ClipGlobalNorm"
+	if !(limit > 0) {
+		return 0, fmt.Errorf("%s: limit is %v, want a number above 0", name, limit)
+	}
+	ps, err := params.Read(grads)
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", name, err)
+	}
+	if norm, err = globalNorm(ps); err != nil {
+		return 0, fmt.Errorf("%s: %w", name, err)
+	}
+	scale := limit / (norm + 1e-6)
+	if !(scale < 1) {
+		return norm, nil
+	}
+	for _, p := range ps {
+		switch g := p.Grad.(type) {
+		case []float32:
+			cpu.ScaleBy(g, scale)
+		case []float64:
+			cpu.ScaleBy(g, scale)
+		}
+	}
+	return norm, nil
+}
+
+// globalNorm forms the sum in one pass, and looks for the culprit only where the sum shows that there is one.
+func globalNorm(ps []params.Param) (float64, error) {
+	var sum float64
+	for i, p := range ps {
+		switch g := p.Grad.(type) {
+		case []float32:
+			sum += cpu.SumSquares(g)
+		case []float64:
+			sum += cpu.SumSquares(g)
+		}
+		if math.IsNaN(sum) || math.IsInf(sum, 0) {
+			if e := nonFinite(p.Grad, p.Shape); e != nil {
+				e.Param, e.What = params.Label(p.Name, i), "gradient"
+				return 0, e
+			}
+			return 0, fmt.Errorf("the sum of squares overflows at parameter %s", params.Label(p.Name, i))
+		}
+	}
+	return math.Sqrt(sum), nil
+}
+
+// NonFiniteError says where a NaN or an infinity was found.
+type NonFiniteError struct {
+	Param string  // the parameter's name, quoted, or its number
+	What  string  // "value" or "gradient"
+	Index []int   // where in the parameter
+	Value float64 // NaN or ±Inf
+}
+
+func (e *NonFiniteError) Error() string {
+	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
+}
+
+// FirstNonFinite returns a [*NonFiniteError] for the first parameter with a NaN or an infinity in its value or, where all
+// values are finite, in its gradient, and nil if there is none. Values go first, since a parameter that is not finite
+// spoils every gradient. A missing value or gradient counts as finite.
+func FirstNonFinite(model []gorgonia.ValueGrad) error {
+	for i, p := range model {
+		if p == nil {
+			continue
+		}
+		if e := nonFiniteValue(p.Value()); e != nil {
+			e.Param, e.What = params.Label(params.Name(p), i), "value"
+			return e
+		}
+	}
+	for i, p := range model {
+		if p == nil {
+			continue
+		}
+		g, err := p.Grad()
+		if err != nil {
+			continue
+		}
+		if e := nonFiniteValue(g); e != nil {
+			e.Param, e.What = params.Label(params.Name(p), i), "gradient"
+			return e
+		}
+	}
+	return nil
+}
+
+func nonFiniteValue(v gorgonia.Value) *NonFiniteError {
+	if v == nil {
+		return nil
+	}
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return nil
+	}
+	return nonFinite(flat, v.Shape())
+}
+
+// nonFinite returns where in data, the elements of a tensor of the given shape, the first NaN or infinity is.
+func nonFinite(data any, shape tensor.Shape) *NonFiniteError {
+	i, v := -1, 0.0
+	switch d := data.(type) {
+	case []float32:
+		if i = cpu.FirstNonFinite(d); i >= 0 {
+			v = float64(d[i])
+		}
+	case []float64:
+		if i = cpu.FirstNonFinite(d); i >= 0 {
+			v = d[i]
+		}
+	}
+	if i < 0 {
+		return nil
+	}
+	return &NonFiniteError{Index: indexOf(i, shape), Value: v}
+}
