@@ -1,43 +1,339 @@
 package cpu
 
 import (
-	"gonum.org/v1/gonum/blas"
-	"gonum.org/v1/gonum/blas/gonum"
+	"runtime"
+	"sync"
 )
 
 // Gemm computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ (transA, transB), op(A) is
 // m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides between stored rows. With beta = 0 what C held before,
-// NaN included, does not matter. The work is spread over the cores.
+// NaN included, does not matter; with alpha = 0 or k = 0, A and B are not read. The work is spread over the cores. C must
+// not overlap A or B.
 func Gemm[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	gemm(transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+	gemm(true, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc})
 }
 
-// GemmSerial is Gemm on the calling goroutine alone, for callers that already run on every core.
+// GemmSerial is Gemm on the calling goroutine alone, for callers that already run on every core. It gives the same bits.
 func GemmSerial[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	gemm(transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+	gemm(false, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc})
 }
 
-func gemm[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	if m == 0 || n == 0 {
+// The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels nr columns wide, in the
+// order in which the innermost kernel reads them; blocks of C then run over the cores, each going down k in steps of
+// gemmKC, packing mr rows of op(A) at a time into a buffer that stays in the L1 cache and sweeping them over the panels,
+// which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
+// of cores and the blocks it leads to change no bits.
+const (
+	gemmKC     = 256     // depth of a packed panel
+	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
+	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
+	gemmSmall  = 1 << 18 // products of fewer multiplications stay on one core
+)
+
+// gemmTile is what a kernel works on: C = alpha·A·B + beta·C for an m×n tile of C, with element (i, p) of A at
+// a[i·rs + p·cs], row p of B at b[p·bs] and row i of C at c[i·ldc]. For the dot kernel, column j of B is at b[j·bs] and
+// cs is 1. The assembly knows the offsets of the fields.
+type gemmTile[T Float] struct {
+	m, n, k     int
+	a           []T
+	rs, cs      int
+	b           []T
+	bs          int
+	c           []T
+	ldc         int
+	alpha, beta T
+}
+
+// gemmKernels is the innermost arithmetic for one element type and instruction set.
+type gemmKernels[T Float] struct {
+	mr, nr int                // the largest tile of C
+	lanes  int                // the most rows that transpose takes; at least mr, and a divisor of nr
+	tile   func(*gemmTile[T]) // k > 0
+
+	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c]. They may write
+	// past width or rows, up to a multiple of lanes.
+	copy      func(dst []T, ds int, src []T, ss, rows, width int)
+	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
+
+	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A and of Bᵀ as they are.
+	dot  func(*gemmTile[T])
+	dotM int
+}
+
+// gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of past products.
+type gemmEngine[T Float] struct {
+	kernels gemmKernels[T]
+	jobs    sync.Pool // *gemmJob[T]
+	scratch sync.Pool // *gemmScratch[T]
+}
+
+var (
+	gemm32 gemmEngine[float32]
+	gemm64 gemmEngine[float64]
+)
+
+func engine[T Float]() *gemmEngine[T] {
+	if e, ok := any(&gemm32).(*gemmEngine[T]); ok {
+		return e
+	}
+	return any(&gemm64).(*gemmEngine[T])
+}
+
+type gemmArgs[T Float] struct {
+	transA, transB bool
+	m, n, k        int
+	alpha          T
+	a              []T
+	lda            int
+	b              []T
+	ldb            int
+	beta           T
+	c              []T
+	ldc            int
+}
+
+// gemmJob is one product under way.
+type gemmJob[T Float] struct {
+	gemmArgs[T]
+	kn *gemmKernels[T]
+
+	// The part of op(B) in hand: rows [p0, p0+depth), columns [j0, j0+width), in packed unless B is read in place.
+	p0, depth, j0, width int
+	packed               []T
+	inPlace              bool
+
+	mb, nb int // rows and columns of C in one block
+
+	// The methods that run on several cores, bound once.
+	packSpan, blockSpan, dotSpan func(lo, hi int)
+}
+
+// gemmScratch is the working memory of one goroutine.
+type gemmScratch[T Float] struct {
+	panel []T // mr rows of op(A), a column after the other
+	tile  gemmTile[T]
+}
+
+func gemm[T Float](parallel bool, g gemmArgs[T]) {
+	if g.m <= 0 || g.n <= 0 {
 		return
 	}
-	ta, tb := blas.NoTrans, blas.NoTrans
-	if transA {
-		ta = blas.Trans
+	checkMatrix(g.c, g.m, g.n, g.ldc)
+	if g.k <= 0 || g.alpha == 0 {
+		g.scaleC()
+		return
 	}
-	if transB {
-		tb = blas.Trans
+	if g.transA {
+		checkMatrix(g.a, g.k, g.m, g.lda)
+	} else {
+		checkMatrix(g.a, g.m, g.k, g.lda)
 	}
-	if beta == 0 {
-		for i := range m {
-			clear(c[i*ldc : i*ldc+n])
+	if g.transB {
+		checkMatrix(g.b, g.n, g.k, g.ldb)
+	} else {
+		checkMatrix(g.b, g.k, g.n, g.ldb)
+	}
+
+	e := engine[T]()
+	j, _ := e.jobs.Get().(*gemmJob[T])
+	if j == nil {
+		j = new(gemmJob[T])
+		j.packSpan, j.blockSpan, j.dotSpan = j.packPanels, j.blocks, j.dots
+	}
+	j.gemmArgs, j.kn = g, &e.kernels
+	workers := 1
+	if parallel && g.m*g.n*g.k >= gemmSmall {
+		workers = runtime.GOMAXPROCS(0)
+	}
+	j.run(workers)
+	j.gemmArgs = gemmArgs[T]{} // keep no reference to the caller's memory
+	e.jobs.Put(j)
+}
+
+// checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in x: the assembly checks
+// no bounds of its own.
+func checkMatrix[T Float](x []T, rows, cols, ld int) {
+	if ld < cols {
+		panic("cpu: stride of a matrix is less than its width")
+	}
+	_ = x[(rows-1)*ld+cols-1]
+}
+
+func (g *gemmArgs[T]) scaleC() {
+	for i := range g.m {
+		row := g.c[i*g.ldc : i*g.ldc+g.n]
+		if g.beta == 0 {
+			clear(row)
+			continue
 		}
-		beta = 1
-	}
-	switch a := any(a).(type) {
-	case []float32:
-		gonum.Implementation{}.Sgemm(ta, tb, m, n, k, float32(alpha), a, lda, any(b).([]float32), ldb, float32(beta), any(c).([]float32), ldc)
-	case []float64:
-		gonum.Implementation{}.Dgemm(ta, tb, m, n, k, float64(alpha), a, lda, any(b).([]float64), ldb, float64(beta), any(c).([]float64), ldc)
+		for j := range row {
+			row[j] *= g.beta
+		}
 	}
 }
+
+func (j *gemmJob[T]) run(workers int) {
+	spread := func(n, grain int, f func(lo, hi int)) {
+		if workers == 1 {
+			f(0, n)
+		} else {
+			Parallel(n, grain, f)
+		}
+	}
+	if j.kn.dot != nil && !j.transA && j.transB && j.m <= gemmDotRows {
+		spread(j.n, max(16, gemmSmall/4/(j.m*j.k)&^3), j.dotSpan)
+		return
+	}
+	nr := j.kn.nr
+	// With few rows an element of B is used so rarely that copying it costs more than reading it out of order.
+	j.inPlace = !j.transB && j.m <= j.kn.mr
+	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
+	depth := min(j.k, max(gemmKC, gemmPacked/cols/gemmKC*gemmKC))
+	for j.j0 = 0; j.j0 < j.n; j.j0 += cols {
+		j.width = min(cols, j.n-j.j0)
+		j.split(workers)
+		for j.p0 = 0; j.p0 < j.k; j.p0 += depth {
+			j.depth = min(depth, j.k-j.p0)
+			if !j.inPlace {
+				panels := ceilDiv(j.width, nr)
+				if size := panels * nr * j.depth; size > len(j.packed) {
+					j.packed = make([]T, size)
+				}
+				spread(panels, max(1, 1<<14/(nr*j.depth)), j.packSpan)
+			}
+			spread(ceilDiv(j.m, j.mb)*ceilDiv(j.width, j.nb), 1, j.blockSpan)
+		}
+	}
+}
+
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: transposing B into panels pays only when each
+// element is then used more often than this.
+const gemmDotRows = 16
+
+// split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
+// none smaller than two tiles of rows, and none wider than gemmNC.
+func (j *gemmJob[T]) split(workers int) {
+	j.mb, j.nb = j.m, min(j.width, gemmNC)
+	if workers == 1 {
+		return
+	}
+	want := 4 * workers
+	j.mb = ceilDiv(j.m, max(1, min(want, j.m/(2*j.kn.mr))))
+	across := ceilDiv(want, ceilDiv(j.m, j.mb))
+	nr := j.kn.nr
+	j.nb = min(j.nb, max(nr, ceilDiv(ceilDiv(j.width, across), nr)*nr))
+}
+
+// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then those of the next.
+func (j *gemmJob[T]) packPanels(lo, hi int) {
+	nr, lanes := j.kn.nr, j.kn.lanes
+	padded := ceilDiv(j.width, nr) * nr
+	for q := lo; q < hi; q++ {
+		col, w := j.j0+q*nr, min(nr, j.width-q*nr)
+		for p := 0; p < j.depth; p += gemmKC {
+			kc := min(gemmKC, j.depth-p)
+			dst := j.packed[p*padded+q*nr*kc:]
+			row := j.p0 + p
+			if !j.transB {
+				j.kn.copy(dst, nr, j.b[row*j.ldb+col:], j.ldb, kc, w)
+				continue
+			}
+			for h := 0; h < w; h += lanes {
+				j.kn.transpose(dst[h:], nr, j.b[(col+h)*j.ldb+row:], j.ldb, min(lanes, w-h), kc)
+			}
+		}
+	}
+}
+
+// blocks computes blocks [lo, hi) of C, numbered down the columns so that neighbours share panels of op(B).
+func (j *gemmJob[T]) blocks(lo, hi int) {
+	pool := &engine[T]().scratch
+	s, _ := pool.Get().(*gemmScratch[T])
+	if s == nil {
+		s = new(gemmScratch[T])
+	}
+	if size := j.kn.lanes * gemmKC; len(s.panel) < size {
+		s.panel = make([]T, size)
+	}
+	down := ceilDiv(j.m, j.mb)
+	for t := lo; t < hi; t++ {
+		j.block(s, t%down*j.mb, t/down*j.nb)
+	}
+	s.tile = gemmTile[T]{}
+	pool.Put(s)
+}
+
+// block adds the part of op(B) in hand into the block of C whose first row is i0 and first column j0 + c0.
+func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
+	t := &s.tile
+	i1, c1 := min(i0+j.mb, j.m), min(c0+j.nb, j.width)
+	nr := j.kn.nr
+	padded := ceilDiv(j.width, nr) * nr
+	t.ldc, t.alpha = j.ldc, j.alpha
+	for p := 0; p < j.depth; p += gemmKC {
+		t.k = min(gemmKC, j.depth-p)
+		t.beta = 1
+		if j.p0+p == 0 {
+			t.beta = j.beta
+		}
+		for i := i0; i < i1; i += t.m {
+			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
+			t.m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
+			j.rowsOfA(s, i, j.p0+p)
+			for c := c0; c < c1; c += nr {
+				t.n = min(nr, c1-c)
+				if j.inPlace {
+					t.b, t.bs = j.b[(j.p0+p)*j.ldb+j.j0+c:], j.ldb
+				} else {
+					t.b, t.bs = j.packed[p*padded+c*t.k:], nr
+				}
+				t.c = j.c[i*j.ldc+j.j0+c:]
+				j.kn.tile(t)
+			}
+		}
+	}
+}
+
+// rowsOfA points the tile at t.m rows of op(A) from row i, column p, packed if they will be swept over enough columns.
+func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p int) {
+	t, lanes := &s.tile, j.kn.lanes
+	switch {
+	case j.transA && j.nb <= gemmSweep:
+		t.a, t.rs, t.cs = j.a[p*j.lda+i:], 1, j.lda
+	case j.nb <= gemmSweep:
+		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
+	case j.transA:
+		j.kn.copy(s.panel, lanes, j.a[p*j.lda+i:], j.lda, t.k, t.m)
+		t.a, t.rs, t.cs = s.panel, 1, lanes
+	default:
+		j.kn.transpose(s.panel, lanes, j.a[i*j.lda+p:], j.lda, t.m, t.k)
+		t.a, t.rs, t.cs = s.panel, 1, lanes
+	}
+}
+
+// gemmSweep is how many columns a block of C must have at least for packing its rows of op(A) to pay.
+const gemmSweep = 32
+
+// dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C as dot products.
+func (j *gemmJob[T]) dots(lo, hi int) {
+	pool := &engine[T]().scratch
+	s, _ := pool.Get().(*gemmScratch[T])
+	if s == nil {
+		s = new(gemmScratch[T])
+	}
+	t := &s.tile
+	t.k, t.rs, t.cs, t.bs, t.ldc, t.alpha, t.beta = j.k, j.lda, 1, j.ldb, j.ldc, j.alpha, j.beta
+	for c := lo; c < hi; c += 4 {
+		t.n = min(4, hi-c)
+		t.b = j.b[c*j.ldb:]
+		for i := 0; i < j.m; i += t.m {
+			t.m = min(j.kn.dotM, j.m-i)
+			t.a, t.c = j.a[i*j.lda:], j.c[i*j.ldc+c:]
+			j.kn.dot(t)
+		}
+	}
+	s.tile = gemmTile[T]{}
+	pool.Put(s)
+}
+
+func ceilDiv(a, b int) int { return (a + b - 1) / b }

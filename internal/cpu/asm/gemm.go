@@ -1,0 +1,318 @@
+package main
+
+import (
+	"fmt"
+
+	. "github.com/mmcloughlin/avo/build"
+	. "github.com/mmcloughlin/avo/operand"
+	. "github.com/mmcloughlin/avo/reg"
+)
+
+// Offsets of the fields of cpu.gemmTile; the package's tests hold the two together.
+const (
+	offM, offN, offK   = 0, 8, 16
+	offA, offRS, offCS = 24, 48, 56
+	offB, offBS        = 64, 88
+	offC, offLDC       = 96, 120
+	offAlpha           = 128
+)
+
+// tile generates C = alpha·A·B + beta·C for an m×n tile of C, m ≤ mr and n ≤ two vectors. Every m has its own block of
+// code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
+// broadcast, through a row and a column stride, so that packed, plain and transposed A serve alike.
+func tile(v isa, e elem) {
+	lanes := v.bytes / e.size
+	TEXT("gemmTile"+v.name+e.name, 4, "func(t uintptr)")
+	Load(Param("t"), RDI)
+	MOVQ(Mem{Base: RDI, Disp: offN}, R8)
+	// The mask covers the last vector: n lanes, or n − lanes when there are two.
+	MOVQ(R8, R9)
+	CMPQ(R8, Imm(uint64(lanes)))
+	JLE(LabelRef("mask"))
+	SUBQ(Imm(uint64(lanes)), R9)
+	Label("mask")
+	if e.size == 8 {
+		ADDQ(R9, R9)
+	}
+	MOVQ(R9, R13)
+	v.setMask(R13)
+	// R9 = lanes missing from the last vector's full width, in dwords: zero means that C needs no mask.
+	SUBQ(Imm(uint64(v.bytes/4)), R9)
+	MOVQ(R9, R13)
+
+	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
+	MOVQ(Mem{Base: RDI, Disp: offRS}, RBX)
+	MOVQ(Mem{Base: RDI, Disp: offCS}, RCX)
+	MOVQ(Mem{Base: RDI, Disp: offB}, RSI)
+	MOVQ(Mem{Base: RDI, Disp: offBS}, RDX)
+	SHLQ(e.shift(), RBX)
+	SHLQ(e.shift(), RCX)
+	SHLQ(e.shift(), RDX)
+	// Pointers to A's rows 0, 3, 6, …; the two rows after each are reached by index.
+	groups := []GPPhysical{R9, R10, R11, R12, R15}[:(v.mr+2)/3]
+	MOVQ(Mem{Base: RDI, Disp: offA}, groups[0])
+	for i := 1; i < len(groups); i++ {
+		LEAQ(Mem{Base: groups[i-1], Index: RBX, Scale: 2}, groups[i])
+		ADDQ(RBX, groups[i])
+	}
+	CMPQ(R8, Imm(uint64(lanes)))
+	MOVQ(Mem{Base: RDI, Disp: offM}, R8)
+	JLE(LabelRef("narrow"))
+	choose(v.mr, 2)
+	Label("narrow")
+	choose(v.mr, 1)
+	for nv := 2; nv >= 1; nv-- {
+		for m := v.mr; m >= 1; m-- {
+			tileBlock(v, e, m, nv, groups)
+		}
+	}
+}
+
+// choose jumps to the block for R8 rows, the largest first: whole tiles are the common case.
+func choose(mr, nv int) {
+	for m := mr; m > 1; m-- {
+		CMPQ(R8, Imm(uint64(m)))
+		JE(LabelRef(fmt.Sprintf("tile%dx%d", m, nv)))
+	}
+	JMP(LabelRef(fmt.Sprintf("tile1x%d", nv)))
+}
+
+func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
+	name := fmt.Sprintf("tile%dx%d", m, nv)
+	acc := func(i, j int) VecPhysical { return v.regs[i*nv+j] }
+	// With AVX2 the last register is the mask.
+	free := v.regs[2*v.mr:]
+	bvec, elemA := free[:2], free[2]
+	each := func(f func(i, j int)) {
+		for i := range m {
+			for j := range nv {
+				f(i, j)
+			}
+		}
+	}
+
+	Label(name)
+	each(func(i, j int) { v.zero(acc(i, j)) })
+	Label(name + "k")
+	for j := range nv {
+		v.load(Mem{Base: RSI, Disp: j * v.bytes}, bvec[j], j == nv-1)
+	}
+	ADDQ(RDX, RSI)
+	for i := range m {
+		a := Mem{Base: groups[i/3]}
+		if i%3 > 0 {
+			a = a.Idx(RBX, uint8(i%3))
+		}
+		e.broadcast(a, elemA)
+		for j := range nv {
+			e.fma(bvec[j], elemA, acc(i, j))
+		}
+		if i%3 == 2 || i == m-1 {
+			ADDQ(RCX, groups[i/3])
+		}
+	}
+	DECQ(RAX)
+	JNZ(LabelRef(name + "k"))
+
+	MOVQ(Mem{Base: RDI, Disp: offC}, R8)
+	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
+	SHLQ(e.shift(), R9)
+	// Most products have alpha = 1 and beta = 0 or 1.
+	if e.size == 4 {
+		CMPL(Mem{Base: RDI, Disp: offAlpha}, Imm(e.one))
+	} else {
+		MOVQ(Imm(e.one), RAX)
+		CMPQ(Mem{Base: RDI, Disp: offAlpha}, RAX)
+	}
+	JE(LabelRef(name + "beta"))
+	e.broadcast(Mem{Base: RDI, Disp: offAlpha}, bvec[0])
+	each(func(i, j int) { e.mul(bvec[0], acc(i, j), acc(i, j)) })
+
+	Label(name + "beta")
+	beta := Mem{Base: RDI, Disp: offAlpha + e.size}
+	if e.size == 4 {
+		MOVL(beta, EAX)
+		ADDL(EAX, EAX)
+	} else {
+		MOVQ(beta, RAX)
+		ADDQ(RAX, RAX)
+	}
+	JZ(LabelRef(name + "store"))
+	e.broadcast(beta, bvec[0])
+	finish := func(add, masked bool) {
+		for i := range m {
+			for j := range nv {
+				dst := Mem{Base: R8, Disp: j * v.bytes}
+				partial := masked && j == nv-1
+				if add {
+					v.load(dst, bvec[1], partial)
+					e.fma(bvec[0], bvec[1], acc(i, j))
+				}
+				v.store(acc(i, j), dst, partial)
+			}
+			if i < m-1 {
+				ADDQ(R9, R8)
+			}
+		}
+		VZEROUPPER()
+		RET()
+	}
+	TESTQ(R13, R13)
+	JNZ(LabelRef(name + "addmasked"))
+	finish(true, false)
+	Label(name + "addmasked")
+	finish(true, true)
+	Label(name + "store")
+	TESTQ(R13, R13)
+	JNZ(LabelRef(name + "storemasked"))
+	finish(false, false)
+	Label(name + "storemasked")
+	finish(false, true)
+}
+
+// dot generates the same tile for few rows when B is transposed: C[i,j] = alpha·Σ A[i,·]·B[j,·] + beta·C[i,j], with both
+// rows contiguous, m ≤ dotM and n ≤ 4. Nothing needs packing, which matters when each element of B is used m times only.
+// A lane sums every lanes-th term; lanes are added at the end.
+func dot(v isa) {
+	e := f32
+	lanes := v.bytes / e.size
+	TEXT("gemmDot"+v.name+e.name, 4, "func(t uintptr)")
+	Load(Param("t"), RDI)
+	MOVQ(Mem{Base: RDI, Disp: offK}, R13)
+	ANDQ(Imm(uint64(lanes-1)), R13)
+	MOVQ(R13, R8)
+	v.setMask(R8)
+
+	a := []GPPhysical{RBX, RCX, RDX, RSI}[:v.dotM]
+	b := []GPPhysical{R8, R9, R10, R11}
+	MOVQ(Mem{Base: RDI, Disp: offRS}, RAX)
+	SHLQ(e.shift(), RAX)
+	MOVQ(Mem{Base: RDI, Disp: offA}, a[0])
+	for i := 1; i < v.dotM; i++ {
+		LEAQ(Mem{Base: a[i-1], Index: RAX, Scale: 1}, a[i])
+	}
+	// Rows of B past the last are read as the last one again, and not stored.
+	MOVQ(Mem{Base: RDI, Disp: offBS}, RAX)
+	SHLQ(e.shift(), RAX)
+	MOVQ(Mem{Base: RDI, Disp: offB}, b[0])
+	MOVQ(Mem{Base: RDI, Disp: offN}, R12)
+	for j := 1; j < 4; j++ {
+		LEAQ(Mem{Base: b[j-1], Index: RAX, Scale: 1}, b[j])
+		CMPQ(R12, Imm(uint64(j)))
+		CMOVQLE(b[j-1], b[j])
+	}
+	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
+	SUBQ(R13, RAX)
+	SHLQ(e.shift(), RAX) // bytes in whole vectors
+	XORQ(R12, R12)
+	for m := v.dotM; m > 1; m-- {
+		CMPQ(Mem{Base: RDI, Disp: offM}, Imm(uint64(m)))
+		JE(LabelRef(fmt.Sprintf("dot%d", m)))
+	}
+	for m := 1; m <= v.dotM; m++ {
+		dotBlock(v, e, m, a, b)
+	}
+}
+
+func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
+	name := fmt.Sprintf("dot%d", m)
+	acc := func(i, j int) VecPhysical { return v.regs[4*i+j] }
+	free := v.regs[4*v.dotM:]
+	avec, bvec := free[:m], free[v.dotM]
+	step := func(masked bool) {
+		for i := range m {
+			v.load(Mem{Base: a[i], Index: R12, Scale: 1}, avec[i], masked)
+		}
+		for j := range 4 {
+			v.load(Mem{Base: b[j], Index: R12, Scale: 1}, bvec, masked)
+			for i := range m {
+				e.fma(bvec, avec[i], acc(i, j))
+			}
+		}
+	}
+	Label(name)
+	for i := range 4 * m {
+		v.zero(v.regs[i])
+	}
+	CMPQ(R12, RAX)
+	JE(LabelRef(name + "tail"))
+	Label(name + "k")
+	step(false)
+	ADDQ(Imm(uint64(v.bytes)), R12)
+	CMPQ(R12, RAX)
+	JNE(LabelRef(name + "k"))
+	Label(name + "tail")
+	TESTQ(R13, R13)
+	JZ(LabelRef(name + "sum"))
+	step(true)
+
+	Label(name + "sum")
+	// Halve zmm to ymm, then add pairs across: lane j of row i's xmm becomes the sum of acc(i, j).
+	if v.bytes == 64 {
+		for i := range 4 * m {
+			VEXTRACTF64X4(Imm(1), v.regs[i], bvec.AsY())
+			VADDPS(v.regs[i].AsY(), bvec.AsY(), v.regs[i].AsY())
+		}
+	}
+	for i := range m {
+		y := func(j int) VecPhysical { return acc(i, j).AsY().(VecPhysical) }
+		VHADDPS(y(1), y(0), y(0))
+		VHADDPS(y(3), y(2), y(2))
+		VHADDPS(y(2), y(0), y(0))
+		VEXTRACTF128(Imm(1), y(0), y(1).AsX())
+		VADDPS(y(1).AsX(), y(0).AsX(), y(0).AsX())
+	}
+	// Registers 1, 2 and 3 are free now, and 5 with several rows.
+	mask, alpha, old := v.regs[1].AsX(), v.regs[2].AsX(), v.regs[3].AsX()
+	MOVQ(Mem{Base: RDI, Disp: offN}, RCX)
+	LEAQ(maskTable().Offset(32), RAX)
+	SHLQ(U8(2), RCX)
+	SUBQ(RCX, RAX)
+	VMOVUPS(Mem{Base: RAX}, mask)
+	VBROADCASTSS(Mem{Base: RDI, Disp: offAlpha}, alpha)
+	for i := range m {
+		VMULPS(alpha, acc(i, 0).AsX(), acc(i, 0).AsX())
+	}
+	MOVQ(Mem{Base: RDI, Disp: offC}, R8)
+	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
+	SHLQ(e.shift(), R9)
+	beta := Mem{Base: RDI, Disp: offAlpha + e.size}
+	MOVL(beta, EAX)
+	ADDL(EAX, EAX)
+	JZ(LabelRef(name + "store"))
+	VBROADCASTSS(beta, alpha)
+	MOVQ(R8, R10)
+	for i := range m {
+		VMASKMOVPS(Mem{Base: R10}, mask, old)
+		VFMADD231PS(alpha, old, acc(i, 0).AsX())
+		if i < m-1 {
+			ADDQ(R9, R10)
+		}
+	}
+	Label(name + "store")
+	for i := range m {
+		VMASKMOVPS(acc(i, 0).AsX(), mask, Mem{Base: R8})
+		if i < m-1 {
+			ADDQ(R9, R8)
+		}
+	}
+	VZEROUPPER()
+	RET()
+}
+
+// fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is measured against.
+func fmaLoop(v isa) {
+	TEXT("fmaLoop"+v.name, 4, "func(n int)")
+	Load(Param("n"), RAX)
+	for _, r := range v.regs[:14] {
+		v.zero(r)
+	}
+	Label("loop")
+	for _, r := range v.regs[:12] {
+		VFMADD231PS(v.regs[12], v.regs[13], r)
+	}
+	DECQ(RAX)
+	JNZ(LabelRef("loop"))
+	VZEROUPPER()
+	RET()
+}

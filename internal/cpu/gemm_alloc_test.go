@@ -1,0 +1,14 @@
+//go:build !race
+
+package cpu
+
+import "testing"
+
+// Under the race detector sync.Pool drops what it is given at random, so this test is not built there.
+func TestGemmAllocatesNothing(t *testing.T) {
+	r := newRand(t)
+	p := newProduct[float32](r, false, true, 64, 64, 64, 1, 0)
+	if n := testing.AllocsPerRun(100, func() { p.run(GemmSerial[float32]) }); n >= 1 {
+		t.Errorf("%v allocations a call", n)
+	}
+}

@@ -1,0 +1,246 @@
+package cpu
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"testing"
+	"time"
+)
+
+// eachISA runs f with the kernels of every instruction set that this machine has.
+func eachISA(t *testing.T, f func(t *testing.T)) {
+	best := level
+	defer useISA(best)
+	for l := generic; l <= detectISA(); l++ {
+		useISA(l)
+		t.Run(l.String(), f)
+	}
+}
+
+// newRand returns a fresh source and logs its seed when the test fails.
+func newRand(t *testing.T) *rand.Rand {
+	seed := uint64(time.Now().UnixNano())
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("seed %d", seed)
+		}
+	})
+	return rand.New(rand.NewPCG(seed, 1))
+}
+
+// product is one Gemm call with its memory: matrices of odd strides, and a C that lies in a larger poisoned buffer.
+type product[T Float] struct {
+	gemmArgs[T]
+	before, buf []T
+	at          int
+}
+
+const canary = 31
+
+func newProduct[T Float](r *rand.Rand, transA, transB bool, m, n, k int, alpha, beta T) *product[T] {
+	p := &product[T]{gemmArgs: gemmArgs[T]{transA: transA, transB: transB, m: m, n: n, k: k, alpha: alpha, beta: beta}}
+	p.a, p.lda = randomMatrix[T](r, m, k, transA)
+	p.b, p.ldb = randomMatrix[T](r, k, n, transB)
+	p.ldc = n + r.IntN(3)*r.IntN(40)
+	p.at = 64
+	p.buf = make([]T, p.at+m*p.ldc+64)
+	for i := range p.buf {
+		p.buf[i] = canary
+	}
+	p.c = p.buf[p.at : p.at+m*p.ldc]
+	for i := range m {
+		for j := range n {
+			p.c[i*p.ldc+j] = T(r.NormFloat64())
+			if beta == 0 {
+				p.c[i*p.ldc+j] = T(math.NaN())
+			}
+		}
+	}
+	p.before = append([]T(nil), p.buf...)
+	return p
+}
+
+// randomMatrix returns rows×cols values, stored transposed if asked, in a slice that ends with the last of them.
+func randomMatrix[T Float](r *rand.Rand, rows, cols int, trans bool) ([]T, int) {
+	if trans {
+		rows, cols = cols, rows
+	}
+	ld := cols + r.IntN(3)*r.IntN(40)
+	x := make([]T, max(0, (rows-1)*ld+cols))
+	for i := range x {
+		x[i] = T(r.NormFloat64())
+	}
+	return x, ld
+}
+
+// check compares C with sums in float64, element by element against the bound of a sum of k rounded products, and
+// everything around C with the canaries.
+func (p *product[T]) check(t *testing.T, eps float64) {
+	t.Helper()
+	a, b := contiguous(p.a, p.lda, p.m, p.k, p.transA), contiguous(p.b, p.ldb, p.n, p.k, !p.transB)
+	for q := range p.buf {
+		i, j := -1, -1
+		if q >= p.at && p.ldc > 0 {
+			i, j = (q-p.at)/p.ldc, (q-p.at)%p.ldc
+		}
+		if i < 0 || i >= p.m || j >= p.n {
+			if p.buf[q] != canary {
+				t.Fatalf("written outside C: offset %d of %d×%d, stride %d", q-p.at, p.m, p.n, p.ldc)
+			}
+			continue
+		}
+		var sum, size float64
+		col := b[j*p.k : (j+1)*p.k]
+		for l, x := range a[i*p.k : (i+1)*p.k] {
+			x *= float64(p.alpha) * col[l]
+			sum += x
+			size += math.Abs(x)
+		}
+		if p.beta != 0 {
+			x := float64(p.beta) * float64(p.before[q])
+			sum += x
+			size += math.Abs(x)
+		}
+		if d := math.Abs(float64(p.buf[q]) - sum); !(d <= eps*(4+math.Sqrt(float64(p.k)))*size) {
+			t.Fatalf("C[%d,%d] = %v, want %v (difference %.2g)", i, j, p.buf[q], sum, d)
+		}
+	}
+}
+
+// contiguous returns rows×cols values in float64, row by row, of a matrix that is stored transposed or not.
+func contiguous[T Float](x []T, ld, rows, cols int, trans bool) []float64 {
+	rowStride, colStride := ld, 1
+	if trans {
+		rowStride, colStride = 1, ld
+	}
+	out := make([]float64, 0, rows*cols)
+	for i := range rows {
+		for j := range cols {
+			out = append(out, float64(x[i*rowStride+j*colStride]))
+		}
+	}
+	return out
+}
+
+func (p *product[T]) run(f func(bool, bool, int, int, int, T, []T, int, []T, int, T, []T, int)) {
+	f(p.transA, p.transB, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta, p.c, p.ldc)
+}
+
+func TestGemm(t *testing.T) {
+	eachISA(t, func(t *testing.T) {
+		t.Run("float32", func(t *testing.T) { testGemm[float32](t, 1.0/(1<<23)) })
+		t.Run("float64", func(t *testing.T) { testGemm[float64](t, 1.0/(1<<52)) })
+	})
+}
+
+func testGemm[T Float](t *testing.T, eps float64) {
+	r := newRand(t)
+	shapes := [][3]int{{0, 3, 4}, {3, 0, 4}, {3, 4, 0}, {1, 1, 1}, {1, 300, 65}, {300, 1, 65}, {17, 33, 1}, {64, 64, 64},
+		{32, 64, 64}, {2, 37, 130}, {14, 32, 256}, {16, 100, 300}, {29, 65, 257}, {130, 70, 515}, {3, 1100, 40}, {90, 1050, 33}}
+	for m := 1; m <= 15; m++ { // every height of tile, with a last column of every width
+		shapes = append(shapes, [3]int{m, 1 + r.IntN(70), 1 + r.IntN(40)}, [3]int{15 + m, 16 + m, 1 + r.IntN(40)})
+	}
+	for range 20 {
+		shapes = append(shapes, [3]int{1 + r.IntN(100), 1 + r.IntN(100), 1 + r.IntN(300)})
+	}
+	scalars := []T{0, 1, -0.75}
+	for _, s := range shapes {
+		for trans := range 4 {
+			transA, transB := trans&1 != 0, trans&2 != 0
+			alpha, beta := scalars[max(r.IntN(6)-3, 0)], scalars[r.IntN(3)]
+			if r.IntN(4) > 0 {
+				alpha = 1
+			}
+			p := newProduct(r, transA, transB, s[0], s[1], s[2], alpha, beta)
+			t.Run(fmt.Sprintf("%dx%dx%d,%v,%v,alpha=%v,beta=%v,lda=%d,ldb=%d,ldc=%d", s[0], s[1], s[2], transA, transB,
+				alpha, beta, p.lda, p.ldb, p.ldc), func(t *testing.T) {
+				p.run(Gemm[T])
+				p.check(t, eps)
+				first := append([]T(nil), p.buf...)
+				copy(p.buf, p.before)
+				p.run(GemmSerial[T])
+				sameBits(t, first, p.buf)
+			})
+		}
+	}
+}
+
+// TestGemmCores checks that the number of cores, and with it the blocks of C, changes no bits.
+func TestGemmCores(t *testing.T) {
+	eachISA(t, func(t *testing.T) {
+		r := newRand(t)
+		for _, s := range [][3]int{{130, 70, 515}, {16, 1200, 300}, {90, 1300, 700}, {300, 40, 1100}} {
+			for trans := range 4 {
+				p := newProduct[float32](r, trans&1 != 0, trans&2 != 0, s[0], s[1], s[2], 1, 0.5)
+				p.run(GemmSerial[float32])
+				want := append([]float32(nil), p.buf...)
+				for _, cores := range []int{2, 3, 8} {
+					copy(p.buf, p.before)
+					old := runtime.GOMAXPROCS(cores)
+					p.run(Gemm[float32])
+					runtime.GOMAXPROCS(old)
+					sameBits(t, want, p.buf)
+				}
+			}
+		}
+	})
+}
+
+func sameBits[T Float](t *testing.T, want, got []T) {
+	t.Helper()
+	for i := range want {
+		if math.Float64bits(float64(want[i])) != math.Float64bits(float64(got[i])) {
+			t.Fatalf("offset %d: %v, then %v", i, want[i], got[i])
+		}
+	}
+}
+
+func TestGemmPartsOfPackedB(t *testing.T) {
+	// Larger than what is packed at a time, so that C is built up from several parts in both directions.
+	r := newRand(t)
+	for _, s := range [][3]int{{15, 1100, 1300}, {18, 20, 60000}, {17, 2000, 700}} {
+		p := newProduct[float32](r, false, s[0] == 18, s[0], s[1], s[2], 1, 0)
+		p.run(Gemm[float32])
+		p.check(t, 1.0/(1<<23))
+	}
+}
+
+func TestGemmRefusesShortSlices(t *testing.T) {
+	for name, f := range map[string]func(){
+		"a": func() {
+			GemmSerial(false, false, 3, 3, 3, 1, make([]float32, 8), 3, make([]float32, 9), 3, 0, make([]float32, 9), 3)
+		},
+		"b": func() {
+			GemmSerial(false, true, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 8), 3, 0, make([]float32, 9), 3)
+		},
+		"c": func() {
+			GemmSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 9), 3, 0, make([]float32, 8), 3)
+		},
+		"lda": func() {
+			GemmSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 2, make([]float32, 9), 3, 0, make([]float32, 9), 3)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			defer func() {
+				if recover() == nil {
+					t.Error("no panic")
+				}
+			}()
+			f()
+		})
+	}
+}
+
+func TestChooseISA(t *testing.T) {
+	for _, c := range []struct {
+		wish       string
+		best, want isa
+	}{{"", avx512, avx512}, {"generic", avx512, generic}, {"AVX2", avx512, avx2}, {"avx512", avx2, avx2},
+		{"avx512", generic, generic}, {"mmx", avx2, avx2}} {
+		if got := chooseISA(c.wish, c.best); got != c.want {
+			t.Errorf("chooseISA(%q, %v) = %v, want %v", c.wish, c.best, got, c.want)
+		}
+	}
+}

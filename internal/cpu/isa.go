@@ -1,0 +1,41 @@
+package cpu
+
+import (
+	"os"
+	"strings"
+)
+
+// isa is a level of vector instructions; a higher one includes those below.
+type isa int
+
+const (
+	generic isa = iota // portable Go
+	avx2               // AVX2 and FMA
+	avx512             // AVX-512F
+)
+
+func (l isa) String() string { return [...]string{"generic", "avx2", "avx512"}[l] }
+
+// level is what the kernels of this process use: the best the CPU and the system support, or less if the environment
+// variable KASMINA_CPU asks for it (avx512, avx2 or generic; anything else counts as unset). It is read once, at start.
+var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
+
+func init() { useISA(level) }
+
+// ISA names the instruction set in use: "avx512", "avx2" or "generic".
+func ISA() string { return level.String() }
+
+// useISA switches every kernel to l, which the machine must have.
+func useISA(l isa) {
+	level = l
+	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
+}
+
+func chooseISA(wish string, best isa) isa {
+	for l := generic; l < best; l++ {
+		if strings.EqualFold(wish, l.String()) {
+			return l
+		}
+	}
+	return best
+}

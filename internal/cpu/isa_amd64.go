@@ -1,0 +1,14 @@
+package cpu
+
+import "golang.org/x/sys/cpu"
+
+func detectISA() isa {
+	x := &cpu.X86
+	switch {
+	case x.HasAVX2 && x.HasFMA && x.HasAVX512F:
+		return avx512
+	case x.HasAVX2 && x.HasFMA:
+		return avx2
+	}
+	return generic
+}
