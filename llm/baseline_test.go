@@ -1,0 +1,166 @@
+package llm
+
+import (
+	"bytes"
+	"errors"
+	"math"
+	"strings"
+	"testing"
+	"testing/iotest"
+)
+
+func mustTrain(t testing.TB, text []byte) *Order2 {
+	t.Helper()
+	m, err := TrainOrder2(bytes.NewReader(text), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// naive is P(b | context) by Witten and Bell's formula, straight from the trigrams.
+func naive(trigrams []string, context string, b byte) float64 {
+	lower := 1.0 / 256
+	if len(context) > 0 {
+		lower = naive(trigrams, context[1:], b)
+	}
+	count, total, seen := 0.0, 0.0, make(map[byte]bool)
+	for _, t := range trigrams {
+		if t[2-len(context):2] == context {
+			total++
+			seen[t[2]] = true
+			if t[2] == b {
+				count++
+			}
+		}
+	}
+	if total == 0 {
+		return lower
+	}
+	return (count + float64(len(seen))*lower) / (total + float64(len(seen)))
+}
+
+func TestOrder2MatchesTheFormula(t *testing.T) {
+	r := newRand(t)
+	for range 20 {
+		text := make([]byte, 3+r.IntN(200))
+		letters := 1 + r.IntN(6)
+		for i := range text {
+			text[i] = "\x00az\xff~e"[r.IntN(letters)]
+		}
+		var trigrams []string
+		for i := 2; i < len(text); i++ {
+			trigrams = append(trigrams, string(text[i-2:i+1]))
+		}
+		m := mustTrain(t, text)
+		for range 20 {
+			c := []byte{"\x00az\xff~e!"[r.IntN(7)], "\x00az\xff~e!"[r.IntN(7)]}
+			sum := 0.0
+			for b := range 256 {
+				got := m.probability(c[0], c[1], byte(b))
+				sum += got
+				if want := naive(trigrams, string(c), byte(b)); math.Abs(got-want) > 1e-12 {
+					t.Fatalf("P(%q | %q) after %q = %v, want %v", byte(b), c, text, got, want)
+				}
+			}
+			if math.Abs(sum-1) > 1e-9 {
+				t.Fatalf("the probabilities after %q add up to %v", c, sum)
+			}
+		}
+	}
+}
+
+// A source in which the two last bytes choose one of four equally likely next bytes has an entropy of 2 bits, which the
+// model reaches and an order-1 model (3.9 bits here) does not.
+func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
+	r := newRand(t)
+	text := []byte{0, 0}
+	for len(text) < 400_000 {
+		n := len(text)
+		text = append(text, byte(mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
+	}
+	m := mustTrain(t, text[:300_000])
+	entropy := 0.0 // two of the four may be the same byte: the source's own code length for the held-out part
+	for i := 300_001; i < len(text); i++ {
+		same := 0
+		for k := range uint64(4) {
+			if byte(mix(uint64(text[i-2])<<16|uint64(text[i-1])<<8|k)%16) == text[i] {
+				same++
+			}
+		}
+		entropy -= math.Log2(float64(same) / 4)
+	}
+	entropy /= 100_000 - 1
+	bpb, err := m.BitsPerByte(text[300_000:])
+	if err != nil || math.Abs(bpb-entropy) > 0.02 {
+		t.Errorf("%.4f bits per byte (%v), the source's entropy is %.4f", bpb, err, entropy)
+	}
+}
+
+func TestOrder2KnowsNothingOfNoise(t *testing.T) {
+	noise := randomBytes(newRand(t), 200_000)
+	bpb, err := mustTrain(t, noise[:100_000]).BitsPerByte(noise[100_000:])
+	if err != nil || bpb < 8 || bpb > 9 {
+		t.Errorf("noise: %v bits per byte, %v, want a little over 8", bpb, err)
+	}
+	zip, err := GzipBitsPerByte(noise)
+	if err != nil || zip < 8 || zip > 8.01 {
+		t.Errorf("noise: gzip needs %v bits per byte, %v, want a little over 8", zip, err)
+	}
+}
+
+func TestOrder2Streams(t *testing.T) {
+	text := randomBytes(newRand(t), 5<<20/2)
+	whole := mustTrain(t, text)
+	var calls []int64
+	pieces, err := TrainOrder2(iotest.HalfReader(bytes.NewReader(text)), func(n int64) { calls = append(calls, n) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, _ := whole.BitsPerByte(text[:1000])
+	b, _ := pieces.BitsPerByte(text[:1000])
+	if a != b {
+		t.Errorf("%v bits per byte when read at once, %v in pieces", a, b)
+	}
+	if len(calls) != 3 || calls[0] != 1<<20 || calls[2] != int64(len(text)) {
+		t.Errorf("progress was told %v, want each MiB and the end", calls)
+	}
+}
+
+func TestBaselineErrors(t *testing.T) {
+	broken := errors.New("the disk is gone")
+	if _, err := TrainOrder2(iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
+		t.Errorf("a reader that fails gives %v", err)
+	}
+	if _, err := TrainOrder2(strings.NewReader("ab"), nil); err == nil || !strings.Contains(err.Error(), "2 bytes, want at least 3") {
+		t.Errorf("two bytes give %v", err)
+	}
+	if _, err := mustTrain(t, []byte("abc")).BitsPerByte([]byte("a")); err == nil {
+		t.Error("one byte is scored")
+	}
+	if _, err := GzipBitsPerByte(nil); err == nil {
+		t.Error("gzip scores an empty text")
+	}
+}
+
+func TestGzipBitsPerByte(t *testing.T) {
+	// A run of one byte costs the header and trailer of 18 bytes and little more.
+	got, err := GzipBitsPerByte(bytes.Repeat([]byte("a"), 10_000))
+	if size := got * 10_000 / 8; err != nil || size < 18 || size > 60 {
+		t.Errorf("10000 equal bytes become %v bytes, %v", size, err)
+	}
+}
+
+func BenchmarkTrainOrder2(b *testing.B) {
+	dir, err := GoSource()
+	if err != nil {
+		b.Fatal(err)
+	}
+	text := mustOpen(b, dir, WithExtensions("go")).Train
+	b.SetBytes(text.Size())
+	for b.Loop() {
+		if _, err := TrainOrder2(text.Reader(), nil); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

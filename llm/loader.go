@@ -1,0 +1,321 @@
+package llm
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"iter"
+	"math"
+	"math/bits"
+)
+
+// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
+// the vocabulary of the tokenizer that made them.
+type Tokens interface {
+	Len() int64
+	// ReadTokens fills dst with the tokens from the given offset on.
+	ReadTokens(dst []int, offset int64) error
+	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other data.
+	Fingerprint() string
+}
+
+// Tokenize returns a text's tokens. With a ByteTokenizer they are read from the text's files when asked for. Any other
+// tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
+// tokens are kept in memory at four bytes each.
+func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
+	if _, ok := tok.(ByteTokenizer); ok {
+		return byteTokens{text}, nil
+	}
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s", tok.Name(), text.Fingerprint()))
+	t := &memoryTokens{fingerprint: fmt.Sprintf("%x", sum[:8])}
+	piece := make([]byte, 1<<20)
+	for offset := int64(0); offset < text.Size(); {
+		n := int(min(int64(len(piece)), text.Size()-offset))
+		if _, err := text.ReadAt(piece[:n], offset); err != nil {
+			return nil, fmt.Errorf("llm: Tokenize: %w", err)
+		}
+		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 && offset+int64(n) < text.Size() {
+			n = newline + 1
+		}
+		for _, id := range tok.Encode(piece[:n]) {
+			if err := checkID(id, tok.VocabSize()); err != nil {
+				return nil, fmt.Errorf("llm: Tokenize: tokenizer %s made %w", tok.Name(), err)
+			}
+			t.ids = append(t.ids, uint32(id))
+		}
+		offset += int64(n)
+	}
+	return t, nil
+}
+
+func checkID(id, vocabSize int) error {
+	if id < 0 || id >= vocabSize || int64(id) > math.MaxUint32 {
+		return fmt.Errorf("id %d, outside its vocabulary [0, %d)", id, vocabSize)
+	}
+	return nil
+}
+
+// byteTokens are the tokens of a ByteTokenizer.
+type byteTokens struct{ text *Text }
+
+func (b byteTokens) Len() int64          { return b.text.Size() }
+func (b byteTokens) Fingerprint() string { return b.text.Fingerprint() }
+
+func (b byteTokens) ReadTokens(dst []int, offset int64) error {
+	raw := make([]byte, len(dst))
+	if _, err := b.text.ReadAt(raw, offset); err != nil {
+		return err
+	}
+	widen(dst, raw)
+	return nil
+}
+
+type memoryTokens struct {
+	ids         []uint32
+	fingerprint string
+}
+
+func (m *memoryTokens) Len() int64          { return int64(len(m.ids)) }
+func (m *memoryTokens) Fingerprint() string { return m.fingerprint }
+
+func (m *memoryTokens) ReadTokens(dst []int, offset int64) error {
+	if offset < 0 || offset+int64(len(dst)) > m.Len() {
+		return io.ErrUnexpectedEOF
+	}
+	for i := range dst {
+		dst[i] = int(m.ids[offset+int64(i)])
+	}
+	return nil
+}
+
+// A Batch holds sequences of token ids and for each id the one that follows it in the text, both [batch, seq] by rows. A
+// target of -1 marks a row that counts for nothing.
+type Batch struct {
+	Inputs, Targets []int
+	Count           int // targets that count
+}
+
+// LoaderConfig sizes a Loader's batches and seeds its order.
+type LoaderConfig struct {
+	Batch int // sequences in a batch
+	Seq   int // tokens in a sequence
+	Seed  uint64
+}
+
+// LoaderState is the place of a Loader in its endless stream of batches.
+type LoaderState struct {
+	Seed  uint64 `json:"seed"`
+	Epoch int64  `json:"epoch"` // passes over the data that are complete
+	Next  int64  `json:"next"`  // windows of this epoch that have been handed out
+	Seq   int    `json:"seq"`
+	Data  string `json:"data"` // fingerprint of the tokens
+}
+
+// A Loader deals out batches of a text without end, in an order that depends on the seed alone. For each epoch the text is
+// cut into windows of Seq tokens, at boundaries that move from epoch to epoch, and these are taken in a random order that
+// needs no table of them. While a batch is in use, the next one is being read.
+type Loader struct {
+	tokens Tokens
+	config LoaderConfig
+	state  LoaderState    // of the batch that Next returns next
+	ahead  chan readAhead // that batch, being read; nil when nothing is
+	spare  Batch          // the memory of the batch before the one that is in use
+	inUse  Batch
+}
+
+type readAhead struct {
+	batch Batch
+	after LoaderState
+	err   error
+}
+
+// NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not suffice for one
+// sequence and the target of its last token.
+func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
+	if c.Batch < 1 || c.Seq < 1 {
+		return nil, fmt.Errorf("llm: NewLoader: batches of %d sequences of %d tokens, want at least 1 of each", c.Batch, c.Seq)
+	}
+	if tokens.Len() < int64(c.Seq)+1 {
+		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d",
+			tokens.Len(), c.Seq, c.Seq+1)
+	}
+	return &Loader{
+		tokens: tokens,
+		config: c,
+		state:  LoaderState{Seed: c.Seed, Seq: c.Seq, Data: tokens.Fingerprint()},
+		spare:  newBatch(c.Batch * c.Seq),
+		inUse:  newBatch(c.Batch * c.Seq),
+	}, nil
+}
+
+func newBatch(n int) Batch {
+	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
+}
+
+// Next returns the next batch. Its memory is used again after the following call. After an error the same batch is tried
+// again.
+func (l *Loader) Next() (Batch, error) {
+	if l.ahead == nil {
+		l.readAhead()
+	}
+	r := <-l.ahead
+	l.ahead = nil
+	if r.err != nil {
+		l.spare = r.batch
+		return Batch{}, fmt.Errorf("llm: Loader.Next: %w", r.err)
+	}
+	l.spare, l.inUse, l.state = l.inUse, r.batch, r.after
+	l.readAhead()
+	return l.inUse, nil
+}
+
+// readAhead starts to read the batch at l.state into l.spare. The channel has room for the result, so that the goroutine
+// ends even when nobody asks for it.
+func (l *Loader) readAhead() {
+	l.ahead = make(chan readAhead, 1)
+	go func(ahead chan<- readAhead, batch Batch, s LoaderState) {
+		window := make([]int, s.Seq+1)
+		for i := 0; i < len(batch.Inputs); i += s.Seq {
+			offset := s.advance(l.tokens.Len())
+			if err := l.tokens.ReadTokens(window, offset); err != nil {
+				ahead <- readAhead{batch: batch, err: err}
+				return
+			}
+			copy(batch.Inputs[i:], window[:s.Seq])
+			copy(batch.Targets[i:], window[1:])
+		}
+		ahead <- readAhead{batch: batch, after: s}
+	}(l.ahead, l.spare, l.state)
+}
+
+// advance moves the state past one window and returns the token at which that window starts. The boundaries of an epoch
+// are at shift, shift + Seq, shift + 2 Seq and so on; a shift that would leave no whole window is cut back.
+func (s *LoaderState) advance(tokens int64) int64 {
+	seq := int64(s.Seq)
+	windows, shift := s.windows(tokens)
+	if s.Next >= windows {
+		s.Epoch++
+		s.Next = 0
+		windows, shift = s.windows(tokens)
+	}
+	w := permute(uint64(s.Next), uint64(windows), s.key())
+	s.Next++
+	return shift + int64(w)*seq
+}
+
+// windows returns how many windows the epoch has and where the first one starts.
+func (s *LoaderState) windows(tokens int64) (n, shift int64) {
+	seq := int64(s.Seq)
+	shift = min(int64(mix(s.key())%uint64(seq)), tokens-1-seq)
+	return (tokens - 1 - shift) / seq, shift
+}
+
+// key returns the key of the epoch's order.
+func (s *LoaderState) key() uint64 { return mix(mix(s.Seed) + uint64(s.Epoch)) }
+
+// State returns the loader's place: a loader set to it continues with the batch that Next returns next.
+func (l *Loader) State() LoaderState { return l.state }
+
+// SetState moves the loader to a place that State returned, its seed included; the batch size may differ. A state of
+// other data is an ErrDataChanged, and a state that is refused changes nothing.
+func (l *Loader) SetState(s LoaderState) error {
+	if s.Data != l.state.Data {
+		return fmt.Errorf("llm: Loader.SetState: %w: the state's fingerprint is %q, that of the tokens is %q", ErrDataChanged,
+			s.Data, l.state.Data)
+	}
+	if s.Seq != l.config.Seq {
+		return fmt.Errorf("llm: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
+	}
+	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Next < 0 || s.Next > windows {
+		return fmt.Errorf("llm: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch from 0 on", s.Next,
+			s.Epoch, windows)
+	}
+	if l.ahead != nil {
+		l.spare = (<-l.ahead).batch
+		l.ahead = nil
+	}
+	l.state = s
+	return nil
+}
+
+// permute returns the image of i under a pseudorandom permutation of [0, n): a Feistel network of four rounds over the
+// least even number of bits that hold n-1, applied again while the result lies outside (cycle walking; Black and Rogaway,
+// "Ciphers with arbitrary finite domains", 2002).
+func permute(i, n, key uint64) uint64 {
+	half := (bits.Len64(n-1) + 1) / 2
+	mask := uint64(1)<<half - 1
+	for {
+		left, right := i>>half, i&mask
+		for round := range uint64(4) {
+			left, right = right, left^(mix(key+round<<56+right)&mask)
+		}
+		if i = left<<half | right; i < n {
+			return i
+		}
+	}
+}
+
+// mix is the output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words in which every
+// output bit depends on every input bit.
+func mix(x uint64) uint64 {
+	x += 0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}
+
+// Evaluation is held-out text cut into batches, always the same ones. Every token but the first is a target once; rows
+// that are left over in the last batch have the target -1.
+type Evaluation struct {
+	ids   []int
+	bytes int
+	batch int
+	seq   int
+}
+
+// NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
+// two tokens.
+func NewEvaluation(text []byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
+	if batch < 1 || seq < 1 {
+		return nil, fmt.Errorf("llm: NewEvaluation: batches of %d sequences of %d tokens, want at least 1 of each", batch, seq)
+	}
+	ids := tok.Encode(text)
+	if len(ids) < 2 {
+		return nil, fmt.Errorf("llm: NewEvaluation: %d bytes of held-out text make %d tokens, want at least 2", len(text), len(ids))
+	}
+	targets, err := tok.Decode(ids[1:])
+	if err != nil {
+		return nil, fmt.Errorf("llm: NewEvaluation: %w", err)
+	}
+	return &Evaluation{ids: ids, bytes: len(targets), batch: batch, seq: seq}, nil
+}
+
+// Tokens returns the number of targets in all batches together.
+func (e *Evaluation) Tokens() int { return len(e.ids) - 1 }
+
+// Bytes returns the number of bytes that the targets stand for.
+func (e *Evaluation) Bytes() int { return e.bytes }
+
+// Batches yields the batches in order. A batch's memory is used again for the following one.
+func (e *Evaluation) Batches() iter.Seq[Batch] {
+	return func(yield func(Batch) bool) {
+		b := newBatch(e.batch * e.seq)
+		for start := 0; start < e.Tokens(); start += len(b.Inputs) {
+			b.Count = copy(b.Targets, e.ids[start+1:])
+			copy(b.Inputs, e.ids[start:start+b.Count])
+			for i := b.Count; i < len(b.Inputs); i++ {
+				b.Inputs[i], b.Targets[i] = 0, -1
+			}
+			if !yield(b) {
+				return
+			}
+		}
+	}
+}
+
+// Score turns the sum of the losses of all targets, in nats, into the mean loss in nats per token and bits per byte:
+// sum / (ln 2 · bytes). A batch adds its mean loss times its Count to the sum.
+func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
+	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
+}

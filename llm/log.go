@@ -1,0 +1,156 @@
+package llm
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math"
+	"os"
+	"time"
+)
+
+// JSONLog writes a line with one JSON object to the file at path for every event. Each has "time", "event", "step" and
+// "elapsed_s", the seconds since this process started the run, and by event:
+//
+//	start   steps, params, seeds
+//	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since elapsed_s began)
+//	eval    val_loss (nats per token), val_bpb (bits per byte)
+//	saved   path
+//	sample  text
+//	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
+//
+// A number that is NaN or infinite is null. An existing file is continued: after a resumption its lines may reach beyond
+// the step of the "start" line, and what follows that line replaces them. A line that a killed process left half written
+// is ended, and readers should pass over it.
+func JSONLog(path string) Callback {
+	var file *os.File
+	return func(e Event) (err error) {
+		defer func() {
+			if err != nil {
+				err = fmt.Errorf("llm: JSONLog: %w", err)
+			}
+		}()
+		if file == nil {
+			if file, err = openLog(path); err != nil {
+				return err
+			}
+		}
+		line, err := json.Marshal(newLogRecord(e))
+		if err != nil {
+			return err
+		}
+		// One write call a line: a killed process leaves at most its last line incomplete.
+		_, err = file.Write(append(line, '\n'))
+		if e.Kind == RunEnd {
+			err = errors.Join(err, file.Close())
+			file = nil
+		}
+		return err
+	}
+}
+
+// openLog opens the file to append to, and ends its last line if that has no end.
+func openLog(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o666)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && info.Size() > 0 {
+		last := make([]byte, 1)
+		if _, err = f.ReadAt(last, info.Size()-1); err == nil && last[0] != '\n' {
+			_, err = f.Write([]byte{'\n'})
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// A logRecord is a line of the log.
+type logRecord struct {
+	Time           time.Time `json:"time"`
+	Event          string    `json:"event"`
+	Step           int       `json:"step"`
+	ElapsedSeconds float64   `json:"elapsed_s"`
+	Steps          *int      `json:"steps,omitempty"`
+	Params         *int      `json:"params,omitempty"`
+	Seeds          *int      `json:"seeds,omitempty"`
+	TrainLoss      *number   `json:"train_loss,omitempty"`
+	LearningRate   *number   `json:"learning_rate,omitempty"`
+	GradNorm       *number   `json:"grad_norm,omitempty"`
+	TokensPerS     *number   `json:"tokens_per_s,omitempty"`
+	ValLoss        *number   `json:"val_loss,omitempty"`
+	ValBPB         *number   `json:"val_bpb,omitempty"`
+	Path           string    `json:"path,omitempty"`
+	Text           string    `json:"text,omitempty"`
+	Error          string    `json:"error,omitempty"`
+}
+
+func newLogRecord(e Event) logRecord {
+	r := logRecord{Time: time.Now().UTC(), Step: e.Step, ElapsedSeconds: e.Elapsed.Seconds()}
+	loss, valLoss, valBPB := number(e.Loss), number(e.ValLoss), number(e.ValBPB)
+	learningRate, gradNorm := number(e.LearningRate), number(e.GradNorm)
+	tokensPerS := number(float64(e.RunTokens) / e.Elapsed.Seconds())
+	switch e.Kind {
+	case RunStart:
+		r.Event, r.Steps, r.Params, r.Seeds = "start", &e.Steps, &e.Params, &e.Seeds
+	case StepEnd:
+		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
+		r.TokensPerS = &tokensPerS
+	case EvalEnd:
+		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
+	case Saved:
+		r.Event, r.Path = "saved", e.Path
+	case Sampled:
+		r.Event, r.Text = "sample", e.Text
+	case RunEnd:
+		r.Event, r.TrainLoss, r.ValLoss, r.ValBPB, r.TokensPerS = "end", &loss, &valLoss, &valBPB, &tokensPerS
+		if e.Err != nil {
+			r.Error = e.Err.Error()
+		}
+	}
+	return r
+}
+
+// A number is null in JSON when it is NaN or infinite, for which JSON has no words.
+type number float64
+
+// MarshalJSON implements json.Marshaler.
+func (n number) MarshalJSON() ([]byte, error) {
+	if math.IsNaN(float64(n)) || math.IsInf(float64(n), 0) {
+		return []byte("null"), nil
+	}
+	return json.Marshal(float64(n))
+}
+
+// readLog calls f with each record of the log at path, in order. Lines that are no records are passed over, and a file
+// that does not exist has none.
+func readLog(path string, f func(logRecord)) error {
+	file, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	lines := bufio.NewReader(file)
+	for {
+		line, err := lines.ReadBytes('\n')
+		var r logRecord
+		if json.Unmarshal(line, &r) == nil {
+			f(r)
+		}
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+}

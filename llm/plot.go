@@ -1,0 +1,235 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"image/color"
+	"math"
+	"os"
+	"slices"
+
+	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/plotter"
+	"gonum.org/v1/plot/text"
+	"gonum.org/v1/plot/vg"
+)
+
+// CurveOption changes how LossCurve draws.
+type CurveOption func(*lossCurve)
+
+// WithLogSteps makes the axis of steps logarithmic.
+func WithLogSteps() CurveOption {
+	return func(c *lossCurve) { c.logSteps = true }
+}
+
+// LossCurve draws the losses of a run over its steps as a PNG picture at path: the training loss as it was (thin) and
+// smoothed, and the held-out loss, all in bits per token. The picture is drawn anew at each evaluation and at the end, and
+// a reader of the file sees the old one or the new one, never a part. When a run is resumed, the points before are taken
+// from the log that JSONLog wrote to logPath; with "" the curve begins where this process does.
+func LossCurve(path, logPath string, options ...CurveOption) Callback {
+	var c lossCurve
+	for _, o := range options {
+		o(&c)
+	}
+	return func(e Event) (err error) {
+		switch e.Kind {
+		case RunStart:
+			if err = c.restore(logPath); err == nil {
+				c.rewind(e.Step)
+			}
+		case StepEnd:
+			c.train.add(e.Step, e.Loss)
+		case EvalEnd:
+			c.heldOut.add(e.Step, e.ValLoss)
+			err = c.draw(path)
+		case RunEnd:
+			err = c.draw(path)
+		}
+		if err != nil {
+			return fmt.Errorf("llm: LossCurve: %w", err)
+		}
+		return nil
+	}
+}
+
+type lossCurve struct {
+	train, heldOut curve
+	logSteps       bool
+}
+
+// restore takes the points of earlier runs from the log.
+func (c *lossCurve) restore(logPath string) error {
+	if logPath == "" {
+		return nil
+	}
+	c.rewind(-1)
+	return readLog(logPath, func(r logRecord) {
+		switch {
+		case r.Event == "start":
+			c.rewind(r.Step)
+		case r.Event == "step" && r.TrainLoss != nil:
+			c.train.add(r.Step, float64(*r.TrainLoss))
+		case r.Event == "eval" && r.ValLoss != nil:
+			c.heldOut.add(r.Step, float64(*r.ValLoss))
+		}
+	})
+}
+
+// rewind forgets what the run that now begins at step replaces: the points beyond it, and all before a fresh start.
+func (c *lossCurve) rewind(step int) {
+	if step == 0 {
+		step = -1
+	}
+	c.train.rewind(step)
+	c.heldOut.rewind(step)
+}
+
+// A curve holds losses in bits by step.
+type curve struct{ plotter.XYs }
+
+// add appends a loss in nats, unless that cannot be drawn.
+func (c *curve) add(step int, loss float64) {
+	if !math.IsNaN(loss) && !math.IsInf(loss, 0) {
+		c.XYs = append(c.XYs, plotter.XY{X: float64(step), Y: loss / math.Ln2})
+	}
+}
+
+func (c *curve) rewind(step int) {
+	n := len(c.XYs)
+	for n > 0 && c.XYs[n-1].X > float64(step) {
+		n--
+	}
+	c.XYs = c.XYs[:n]
+}
+
+// smoothed returns the means over a centred window of about 4 % of the points, which does not lag behind as a running
+// mean would.
+func (c *curve) smoothed() plotter.XYs {
+	sums := make([]float64, len(c.XYs)+1)
+	for i, p := range c.XYs {
+		sums[i+1] = sums[i] + p.Y
+	}
+	smooth := make(plotter.XYs, len(c.XYs))
+	for i, p := range c.XYs {
+		// Near the ends the window shrinks on both sides, so that it stays centred.
+		half := min(len(c.XYs)/50, i, len(c.XYs)-1-i)
+		lo, hi := i-half, i+half+1
+		smooth[i] = plotter.XY{X: p.X, Y: (sums[hi] - sums[lo]) / float64(hi-lo)}
+	}
+	return smooth
+}
+
+// maxDrawn is the number of points that a line is thinned to: more than the picture is wide in pixels.
+const maxDrawn = 2000
+
+// thinned returns the least and the greatest point of each of maxDrawn/2 spans of a longer line, which look the same.
+func thinned(points plotter.XYs) plotter.XYs {
+	if len(points) <= maxDrawn {
+		return points
+	}
+	thin := make(plotter.XYs, 0, maxDrawn)
+	for i := range maxDrawn / 2 {
+		span := points[i*len(points)/(maxDrawn/2) : (i+1)*len(points)/(maxDrawn/2)]
+		least, greatest := 0, 0
+		for j, p := range span {
+			if p.Y < span[least].Y {
+				least = j
+			}
+			if p.Y > span[greatest].Y {
+				greatest = j
+			}
+		}
+		thin = append(thin, span[min(least, greatest)], span[max(least, greatest)])
+	}
+	return thin
+}
+
+var (
+	rawColor     = color.RGBA{R: 0xb8, G: 0xcf, B: 0xe6, A: 0xff}
+	trainColor   = color.RGBA{R: 0x1f, G: 0x5f, B: 0xa8, A: 0xff}
+	heldOutColor = color.RGBA{R: 0xd9, G: 0x4f, B: 0x1e, A: 0xff}
+	gridColor    = color.Gray{Y: 0xe4}
+)
+
+// newPlot returns an empty plot with a grid.
+func newPlot() *plot.Plot {
+	p := plot.New()
+	p.Title.Text = "Loss"
+	p.X.Label.Text = "step"
+	p.Y.Label.Text = "bits per token"
+	p.Title.Padding = vg.Points(6)
+	p.X.Label.Padding, p.Y.Label.Padding = vg.Points(6), vg.Points(6)
+	p.Legend.Top = true
+	p.Legend.XOffs, p.Legend.YOffs = vg.Points(-8), vg.Points(-8)
+	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle, &p.X.Label.TextStyle, &p.Y.Label.TextStyle,
+		&p.X.Tick.Label, &p.Y.Tick.Label} {
+		style.Font.Variant = "Sans"
+	}
+	grid := plotter.NewGrid()
+	grid.Vertical.Color, grid.Horizontal.Color = gridColor, gridColor
+	p.Add(grid)
+	return p
+}
+
+// draw writes the picture. Without any points there is nothing to see, and no file.
+func (c *lossCurve) draw(path string) error {
+	if len(c.train.XYs)+len(c.heldOut.XYs) == 0 {
+		return nil
+	}
+	p := newPlot()
+	for _, l := range []struct {
+		name   string
+		points plotter.XYs
+		color  color.Color
+		width  vg.Length
+		dots   bool
+	}{
+		{"training", thinned(c.train.XYs), rawColor, vg.Points(0.6), false},
+		{"training, smoothed", thinned(c.train.smoothed()), trainColor, vg.Points(1.6), false},
+		{"held out", c.heldOut.XYs, heldOutColor, vg.Points(1.6), true},
+	} {
+		if c.logSteps {
+			l.points = slices.DeleteFunc(slices.Clone(l.points), func(p plotter.XY) bool { return p.X < 1 })
+		}
+		if len(l.points) == 0 {
+			continue
+		}
+		line, dots, err := plotter.NewLinePoints(l.points)
+		if err != nil {
+			return err
+		}
+		line.Color, line.Width = l.color, l.width
+		dots.Color, dots.Radius = l.color, vg.Points(2)
+		p.Add(line)
+		p.Legend.Add(l.name, line)
+		if l.dots {
+			p.Add(dots)
+		}
+	}
+	if c.logSteps {
+		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{}
+		p.X.Min, p.X.Max = 1, max(p.X.Max, 10) // also when there is no point, or only one, that has a logarithm
+	}
+	return writePNG(p, path)
+}
+
+// writePNG writes to a file beside path and renames it: a reader, or a kill, never meets half a picture.
+func writePNG(p *plot.Plot, path string) (err error) {
+	png, err := p.WriterTo(8*vg.Inch, 5*vg.Inch, "png")
+	if err != nil {
+		return err
+	}
+	temporary := path + ".tmp"
+	f, err := os.Create(temporary)
+	if err != nil {
+		return err
+	}
+	_, err = png.WriteTo(f)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(temporary, path)
+	}
+	if err != nil {
+		os.Remove(temporary)
+	}
+	return err
+}

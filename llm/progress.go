@@ -1,0 +1,180 @@
+package llm
+
+import (
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+// Progress shows a run to the person who waits for it: a bar with step, loss, tokens per second, time left and the last
+// held-out bits per byte, and the samples. On a terminal the bar is redrawn in place, ten times a second at most; in any
+// other writer, such as a file, it is a line at each evaluation and otherwise every ten seconds.
+func Progress(w io.Writer) Callback {
+	p := &progress{w: w, terminal: isTerminal(w)}
+	return func(e Event) error {
+		p.event(e)
+		if p.err != nil {
+			return fmt.Errorf("llm: Progress: %w", p.err)
+		}
+		return nil
+	}
+}
+
+const (
+	redrawEvery = 100 * time.Millisecond
+	lineEvery   = 10 * time.Second
+	barWidth    = 20
+)
+
+type progress struct {
+	w        io.Writer
+	terminal bool
+	start    int           // step at which this process began
+	drawn    time.Duration // Elapsed when the bar was last drawn
+	width    int           // characters of the bar that stands on the terminal's current line
+	err      error         // first failure to write
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	info, err := f.Stat()
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}
+
+func (p *progress) event(e Event) {
+	switch e.Kind {
+	case RunStart:
+		p.start, p.drawn, p.width = e.Step, 0, 0
+		from := ""
+		if e.Step > 0 {
+			from = fmt.Sprintf(" from step %d", e.Step)
+		}
+		p.line(fmt.Sprintf("training %s parameters, %d seeds%s to step %d", thousands(e.Params), e.Seeds, from, e.Steps))
+	case StepEnd:
+		every := lineEvery
+		if p.terminal {
+			every = redrawEvery
+		}
+		if e.Elapsed-p.drawn >= every || e.Step == p.start+1 {
+			p.draw(e)
+		}
+	case EvalEnd:
+		p.draw(e)
+	case Sampled:
+		p.line(printable(e.Text))
+	case RunEnd:
+		p.draw(e)
+		if p.terminal {
+			p.write("\n")
+			p.width = 0
+		}
+		if e.Err != nil {
+			p.line(fmt.Sprintf("stopped after step %d: %v", e.Step, e.Err))
+		}
+	}
+}
+
+// draw shows the bar.
+func (p *progress) draw(e Event) {
+	p.drawn = e.Elapsed
+	if p.terminal {
+		p.write("\r" + p.padded(p.bar(e)))
+	} else {
+		p.write(p.bar(e) + "\n")
+	}
+}
+
+// line prints lines above the bar, which the next draw puts below them.
+func (p *progress) line(s string) {
+	if p.terminal && p.width > 0 {
+		p.write("\r" + p.padded("") + "\r")
+		p.width = 0
+	}
+	p.write(s + "\n")
+}
+
+// padded fills s with spaces up to the width of the bar that it replaces, which works on terminals without escape codes.
+func (p *progress) padded(s string) string {
+	n := utf8.RuneCountInString(s)
+	s += strings.Repeat(" ", max(0, p.width-n))
+	p.width = n
+	return s
+}
+
+func (p *progress) write(s string) {
+	if p.err == nil {
+		_, p.err = io.WriteString(p.w, s)
+	}
+}
+
+// bar returns for instance "[=====>    ] 120/400  loss 2.345  12.3k tok/s  0:42 left  val 3.123 bpb". Both rates are means
+// over the run, so that the time left allows for evaluations still to come.
+func (p *progress) bar(e Event) string {
+	var b strings.Builder
+	done := barWidth * min(e.Step, e.Steps) / max(e.Steps, 1)
+	b.WriteByte('[')
+	b.WriteString(strings.Repeat("=", done))
+	if done < barWidth {
+		b.WriteString(">" + strings.Repeat(" ", barWidth-done-1))
+	}
+	fmt.Fprintf(&b, "] %d/%d", e.Step, e.Steps)
+	if steps := e.Step - p.start; steps > 0 {
+		fmt.Fprintf(&b, "  loss %.4f", e.Loss)
+		if seconds := e.Elapsed.Seconds(); seconds > 0 {
+			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
+			fmt.Fprintf(&b, "  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds), clock(left))
+		}
+	}
+	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
+		fmt.Fprintf(&b, "  val %.3f bpb", e.ValBPB)
+	}
+	return b.String()
+}
+
+// rate returns a number with three digits or four, such as 950, 12.3k or 1.20M.
+func rate(x float64) string {
+	switch {
+	case x < 1e3:
+		return fmt.Sprintf("%.0f", x)
+	case x < 1e6:
+		return fmt.Sprintf("%.1fk", x/1e3)
+	default:
+		return fmt.Sprintf("%.2fM", x/1e6)
+	}
+}
+
+// clock returns a duration as m:ss or h:mm:ss.
+func clock(d time.Duration) string {
+	s := int64(max(d, 0).Round(time.Second) / time.Second)
+	if s < 3600 {
+		return fmt.Sprintf("%d:%02d", s/60, s%60)
+	}
+	return fmt.Sprintf("%d:%02d:%02d", s/3600, s/60%60, s%60)
+}
+
+// thousands returns n with a comma between each group of three digits.
+func thousands(n int) string {
+	s := fmt.Sprint(n)
+	for i := len(s) - 3; i > 0; i -= 3 {
+		s = s[:i] + "," + s[i:]
+	}
+	return s
+}
+
+// printable replaces what a terminal might obey rather than show: a model that knows little can write any bytes.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
+			return r
+		}
+		return utf8.RuneError
+	}, s)
+}

@@ -1,0 +1,131 @@
+package llm
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+)
+
+// SamplerConfig says how tokens are drawn from logits. The zero value is greedy.
+type SamplerConfig struct {
+	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. 0 always takes the largest logit.
+	Temperature float64
+	// TopK keeps only the k most probable tokens; 0 keeps all.
+	TopK int
+	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after TopK, add up to at least
+	// TopP; 0 keeps all. (Holtzman et al., "The curious case of neural text degeneration", 2020.)
+	TopP float64
+	Seed uint64
+}
+
+// A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the more probable. The
+// tokens drawn depend on the config and the logits alone. A Sampler is not safe for use by several goroutines.
+type Sampler struct {
+	config  SamplerConfig
+	source  *rand.PCG
+	choices []choice // memory for Sample
+}
+
+// A choice is a token with its logit and its probability relative to the most probable token.
+type choice struct {
+	id     int
+	logit  float64
+	weight float64
+}
+
+// NewSampler checks the config.
+func NewSampler(c SamplerConfig) (*Sampler, error) {
+	switch {
+	case !(c.Temperature >= 0) || math.IsInf(c.Temperature, 1):
+		return nil, fmt.Errorf("llm: NewSampler: Temperature is %v, want a finite number of at least 0", c.Temperature)
+	case c.TopK < 0:
+		return nil, fmt.Errorf("llm: NewSampler: TopK is %d, want at least 0", c.TopK)
+	case !(c.TopP >= 0 && c.TopP <= 1):
+		return nil, fmt.Errorf("llm: NewSampler: TopP is %v, want 0 to 1", c.TopP)
+	}
+	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
+}
+
+// Sample draws the id of the next token from the logits, which it leaves as they are. It is an error when a logit is NaN
+// or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
+func Sample[T float32 | float64](s *Sampler, logits []T) (int, error) {
+	s.choices = s.choices[:0]
+	for i, logit := range logits {
+		l := float64(logit)
+		if math.IsNaN(l) || math.IsInf(l, 1) {
+			return 0, fmt.Errorf("llm: Sample: logits[%d] is %v", i, l)
+		}
+		if !math.IsInf(l, -1) {
+			s.choices = append(s.choices, choice{id: i, logit: l})
+		}
+	}
+	if len(s.choices) == 0 {
+		return 0, fmt.Errorf("llm: Sample: none of %d logits is more than -Inf", len(logits))
+	}
+	if s.config.Temperature == 0 {
+		return slices.MinFunc(s.choices, moreProbable).id, nil
+	}
+	return s.draw(s.keep()), nil
+}
+
+func moreProbable(a, b choice) int {
+	return cmp.Or(cmp.Compare(b.logit, a.logit), cmp.Compare(a.id, b.id))
+}
+
+// keep returns the choices that TopK and TopP leave over, with their weights.
+func (s *Sampler) keep() []choice {
+	kept := s.choices
+	best := slices.MinFunc(kept, moreProbable).logit
+	if s.config.TopK > 0 || s.config.TopP > 0 {
+		slices.SortFunc(kept, moreProbable)
+	}
+	if k := s.config.TopK; k > 0 && k < len(kept) {
+		kept = kept[:k]
+	}
+	total := 0.0
+	for i := range kept {
+		kept[i].weight = math.Exp((kept[i].logit - best) / s.config.Temperature)
+		total += kept[i].weight
+	}
+	if s.config.TopP == 0 {
+		return kept
+	}
+	sum := 0.0
+	for i := range kept {
+		if sum += kept[i].weight; sum >= s.config.TopP*total {
+			return kept[:i+1]
+		}
+	}
+	return kept
+}
+
+// draw returns the id of one of the choices, with probabilities in proportion to their weights.
+func (s *Sampler) draw(kept []choice) int {
+	total := 0.0
+	for _, c := range kept {
+		total += c.weight
+	}
+	// The top 53 bits make a number in [0, 1) that a float64 holds exactly.
+	rest := float64(s.source.Uint64()>>11) * 0x1p-53 * total
+	for _, c := range kept {
+		if rest -= c.weight; rest < 0 {
+			return c.id
+		}
+	}
+	return kept[0].id // only after rounding in the subtractions
+}
+
+// State returns the state of the random numbers, to be kept with a checkpoint.
+func (s *Sampler) State() ([]byte, error) { return s.source.MarshalBinary() }
+
+// SetState continues with the random numbers of a state that State returned.
+func (s *Sampler) SetState(state []byte) error {
+	restored := new(rand.PCG)
+	if err := restored.UnmarshalBinary(state); err != nil {
+		return fmt.Errorf("llm: Sampler.SetState: %w", err)
+	}
+	s.source = restored
+	return nil
+}

@@ -1,0 +1,51 @@
+package llm
+
+import "fmt"
+
+// A Tokenizer turns text into token ids in [0, VocabSize) and back. It is lossless: Decode(Encode(text)) equals text for
+// any bytes, valid UTF-8 or not. The number of bytes that some tokens cover, which bits per byte are measured by, is thus
+// the length of what they decode to. A Tokenizer may be used by several goroutines at once.
+type Tokenizer interface {
+	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every text. Checkpoints
+	// record it.
+	Name() string
+	VocabSize() int
+	Encode(text []byte) []int
+	// Decode returns the bytes that the ids stand for, or an error that names the first id outside the vocabulary.
+	Decode(ids []int) ([]byte, error)
+}
+
+// ByteTokenizer makes one token of each byte: the id is the byte's value and the vocabulary has 256 entries.
+type ByteTokenizer struct{}
+
+// Name returns "bytes".
+func (ByteTokenizer) Name() string { return "bytes" }
+
+// VocabSize returns 256.
+func (ByteTokenizer) VocabSize() int { return 256 }
+
+// Encode returns the values of the bytes.
+func (ByteTokenizer) Encode(text []byte) []int {
+	ids := make([]int, len(text))
+	widen(ids, text)
+	return ids
+}
+
+// Decode returns the ids as bytes.
+func (ByteTokenizer) Decode(ids []int) ([]byte, error) {
+	text := make([]byte, len(ids))
+	for i, id := range ids {
+		if id < 0 || id > 255 {
+			return nil, fmt.Errorf("llm: ByteTokenizer.Decode: ids[%d] is %d, outside the vocabulary [0, 256)", i, id)
+		}
+		text[i] = byte(id)
+	}
+	return text, nil
+}
+
+// widen sets ids[i] = text[i].
+func widen(ids []int, text []byte) {
+	for i, b := range text {
+		ids[i] = int(b)
+	}
+}

@@ -1,0 +1,64 @@
+package llm
+
+import (
+	"bytes"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func FuzzByteTokenizerRoundTrip(f *testing.F) {
+	f.Add([]byte(""))
+	f.Add([]byte("func main() {}\n"))
+	f.Add([]byte{0, 0xff, 0x80, 0xc3, 0x28})
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var tok ByteTokenizer
+		ids := tok.Encode(text)
+		for i, id := range ids {
+			if id < 0 || id >= tok.VocabSize() {
+				t.Fatalf("ids[%d] = %d, outside the vocabulary", i, id)
+			}
+		}
+		back, err := tok.Decode(ids)
+		if err != nil || !bytes.Equal(back, text) {
+			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
+		}
+	})
+}
+
+// Each two bytes of the input make one id, so that about one in 256 random ids is in the vocabulary.
+func FuzzByteTokenizerDecode(f *testing.F) {
+	f.Add([]byte{0, 65, 0, 255, 1, 0})
+	f.Add([]byte{0xff, 0xff})
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		var ids []int
+		valid := true
+		for ; len(raw) >= 2; raw = raw[2:] {
+			id := int(int16(uint16(raw[0])<<8 | uint16(raw[1])))
+			ids = append(ids, id)
+			valid = valid && id >= 0 && id < 256
+		}
+		text, err := ByteTokenizer{}.Decode(ids)
+		if valid != (err == nil) {
+			t.Fatalf("Decode(%v) = %q, %v", ids, text, err)
+		}
+		if valid && !slices.Equal(ByteTokenizer{}.Encode(text), ids) {
+			t.Fatalf("Encode(Decode(%v)) = %v", ids, ByteTokenizer{}.Encode(text))
+		}
+	})
+}
+
+func TestByteTokenizerNamesTheBadID(t *testing.T) {
+	for _, c := range []struct {
+		ids  []int
+		want string
+	}{
+		{[]int{65, -1, 300}, "ids[1] is -1"},
+		{[]int{256}, "ids[0] is 256"},
+		{[]int{0, 255, 1 << 40}, "ids[2] is 1099511627776"},
+	} {
+		if text, err := (ByteTokenizer{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("Decode(%v) = %q, %v, want an error with %q", c.ids, text, err, c.want)
+		}
+	}
+}
