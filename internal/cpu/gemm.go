@@ -311,8 +311,8 @@ func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p int) {
 	}
 }
 
-// gemmSweep is how many columns a block of C must have at least for packing its rows of op(A) to pay.
-const gemmSweep = 32
+// gemmSweep is the widest block of C for which rows of op(A) are read in place: packing them would cost more than it saves.
+const gemmSweep = 64
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C as dot products.
 func (j *gemmJob[T]) dots(lo, hi int) {
