@@ -82,9 +82,9 @@ func TestGolden(t *testing.T) {
 
 // goldenCase is one case of a file testdata/golden_*.safetensors. make_golden.py there says what it holds.
 type goldenCase struct {
-	name    string
-	json    []byte // the settings
-	tensors map[string]safetensors.Tensor
+	name     string
+	settings json.RawMessage
+	tensors  map[string]safetensors.Tensor
 }
 
 // loadGolden returns the cases of a file, in order of their names.
@@ -94,9 +94,13 @@ func loadGolden(t *testing.T, file string) []*goldenCase {
 	if err != nil {
 		t.Fatal(err)
 	}
+	var settings map[string]json.RawMessage
+	if err := json.Unmarshal([]byte(metadata["cases"]), &settings); err != nil {
+		t.Fatal(err)
+	}
 	cases := make(map[string]*goldenCase)
-	for name, json := range metadata {
-		cases[name] = &goldenCase{name, []byte(json), make(map[string]safetensors.Tensor)}
+	for name, s := range settings {
+		cases[name] = &goldenCase{name, s, make(map[string]safetensors.Tensor)}
 	}
 	for _, x := range tensors {
 		name, part, _ := strings.Cut(x.Name, "/")
@@ -107,7 +111,7 @@ func loadGolden(t *testing.T, file string) []*goldenCase {
 
 // settings decodes the settings of c.
 func settings[S any](c *goldenCase) (s S) {
-	if err := json.Unmarshal(c.json, &s); err != nil {
+	if err := json.Unmarshal(c.settings, &s); err != nil {
 		panic(fmt.Sprintf("settings of %s: %v", c.name, err))
 	}
 	return s

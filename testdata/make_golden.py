@@ -8,9 +8,10 @@ formula written out where it has none, in float64 on one thread, differentiated 
 
 A file holds cases. Case NAME has the inputs NAME/x, NAME/weight, ... (float32, so that float32 and float64 programs start
 from the same numbers; ids are int64), the output NAME/y, the upstream gradient NAME/g, and NAME/dx, NAME/dweight, ..., the
-gradients of sum(g * y) (all float64). The metadata entry NAME is a JSON object: "op", its settings, "inputs", the
-names of the inputs in the order of the op's arguments, and where the case is ill-conditioned "Float32Error", the relative
-error that float32 may have. Random numbers depend on the case's name alone, so that adding a case changes no other.
+gradients of sum(g * y) (all float64). The metadata entry "cases" is a JSON object of case names to objects with "Op", the
+op's settings, "Inputs", the names of the inputs in the order of the op's arguments, and where a case is ill-conditioned
+"Float32Error", the relative error that float32 may have. Random numbers depend on the case's name alone, so that adding a
+case changes no other.
 """
 
 import json
@@ -32,7 +33,7 @@ class File:
 
     def __init__(self, name):
         self.path = HERE / f"golden_{name}.safetensors"
-        self.tensors, self.metadata = {}, {}
+        self.tensors, self.cases = {}, {}
 
     def case(self, name, f, inputs, **settings):
         """Adds a case: f of the inputs, a dict of name to tensor, in order."""
@@ -49,11 +50,11 @@ class File:
             self.tensors[f"{name}/{k}"] = v.detach().clone(memory_format=torch.contiguous_format)
         for k, v in leaves.items():  # what the output does not depend on has no gradient: zero
             self.tensors[f"{name}/d{k}"] = torch.zeros_like(v) if v.grad is None else v.grad.contiguous()
-        self.metadata[name] = json.dumps({**settings, "inputs": list(inputs)}, sort_keys=True)
+        self.cases[name] = {**settings, "Inputs": list(inputs)}
 
     def save(self):
-        save_file(self.tensors, self.path, metadata=self.metadata)
-        print(f"{self.path.name}: {len(self.metadata)} cases, {self.path.stat().st_size} bytes")
+        save_file(self.tensors, self.path, metadata={"cases": json.dumps(self.cases)})
+        print(f"{self.path.name}: {len(self.cases)} cases, {self.path.stat().st_size} bytes")
 
 
 class Random:
@@ -75,7 +76,7 @@ def rmsnorm():
         name = f"{rows}x{d}-eps{eps}-scale{scale}"
         r = Random(name)
         out.case(name, lambda x, weight: F.rms_norm(x, (d,), weight, eps),
-                 {"x": r.normal(rows, d, scale=scale), "weight": r.normal(d)}, op="RMSNorm", Eps=eps)
+                 {"x": r.normal(rows, d, scale=scale), "weight": r.normal(d)}, Op="RMSNorm", Eps=eps)
     out.save()
 
 
@@ -112,7 +113,7 @@ def rope():
         (1, 33, 1, 16, 1e4, llama3), (2, 9, 1, 6, 1e4, linear),
     ]:
         name = f"B{batch}-T{seq}-H{heads}-Dh{head_dim}-base{base:g}" + ("" if scaling is None else f"-factor{scaling['Factor']:g}")
-        settings = {"op": "RoPE", "Seq": seq, "Heads": heads, "HeadDim": head_dim, "Base": base}
+        settings = {"Op": "RoPE", "Seq": seq, "Heads": heads, "HeadDim": head_dim, "Base": base}
         if scaling:
             settings["Scaling"] = scaling
         out.case(name, lambda x: rope_apply(x, seq, heads, head_dim, base, scaling),
@@ -139,16 +140,16 @@ def attention():
         (3, 7, 4, 2, 6, True, 0), (3, 7, 4, 2, 6, False, 0),  # grouped queries
         (2, 17, 3, 3, 2, True, 0), (2, 17, 3, 3, 2, False, 0.3),  # as many keys as queries
         (1, 7, 2, 1, 64, True, 0), (2, 3, 2, 1, 64, False, 0),  # one key for all
-        (1, 65, 3, 1, 6, True, 0), (1, 65, 4, 2, 2, False, 0), (1, 65, 2, 2, 6, True, 1.5),
+        (1, 65, 3, 1, 6, True, 0), (1, 65, 4, 2, 2, False, 0), (1, 65, 2, 2, 2, True, 1.5),
         (2, 7, 6, 2, 6, True, -0.7),
-        (1, 130, 1, 1, 4, True, 0), (1, 129, 2, 1, 2, False, 0),
+        (1, 130, 1, 1, 2, True, 0), (1, 129, 2, 1, 2, False, 0),
     ]:
         name = f"B{batch}-T{seq}-H{heads}-KV{kv_heads}-Dh{head_dim}-{'causal' if causal else 'full'}-scale{scale}"
         r = Random(name)
         out.case(name, lambda q, k, v: attend(q, k, v, seq, heads, kv_heads, head_dim, causal, scale or None),
                  {"q": r.normal(batch * seq, heads * head_dim), "k": r.normal(batch * seq, kv_heads * head_dim),
                   "v": r.normal(batch * seq, kv_heads * head_dim)},
-                 op="Attention", Seq=seq, Heads=heads, KVHeads=kv_heads, HeadDim=head_dim, Causal=causal, Scale=scale)
+                 Op="Attention", Seq=seq, Heads=heads, KVHeads=kv_heads, HeadDim=head_dim, Causal=causal, Scale=scale)
     # Scores of about 300, whose exponentials overflow float32 unless the maximum is taken off first. Rounding them to
     # float32 alone costs 1e-5.
     name = "large-scores"
@@ -156,7 +157,7 @@ def attention():
     q, k, v = r.normal(17, 12), r.normal(17, 6), r.normal(17, 6)
     q[:, ::6], k[:, 0] = 32, 24
     out.case(name, lambda q, k, v: attend(q, k, v, 17, 2, 1, 6), {"q": q, "k": k, "v": v},
-             op="Attention", Seq=17, Heads=2, KVHeads=1, HeadDim=6, Causal=True, Scale=0, Float32Error=1e-4)
+             Op="Attention", Seq=17, Heads=2, KVHeads=1, HeadDim=6, Causal=True, Scale=0, Float32Error=1e-4)
     out.save()
 
 
@@ -165,12 +166,12 @@ def mlp():
     for rows, d, f in [(1, 1, 1), (3, 5, 7), (17, 8, 33), (7, 33, 16)]:
         name = f"linear-{rows}x{d}x{f}"
         r = Random(name)
-        out.case(name, lambda x, w: F.linear(x, w), {"x": r.normal(rows, d), "w": r.normal(f, d)}, op="Linear")
+        out.case(name, lambda x, w: F.linear(x, w), {"x": r.normal(rows, d), "w": r.normal(f, d)}, Op="Linear")
         name = f"silu-{rows}x{d}x{f}"
         r = Random(name)
         s = d ** -0.5
         out.case(name, silu_mlp, {"x": r.normal(rows, d, scale=2), "gate": r.normal(f, d, scale=s), "up": r.normal(f, d, scale=s),
-                                  "down": r.normal(d, f, scale=f ** -0.5)}, op="SiLUMLP")
+                                  "down": r.normal(d, f, scale=f ** -0.5)}, Op="SiLUMLP")
     out.save()
 
 
@@ -183,7 +184,7 @@ def embedding():
     for rows, v, d in [(1, 1, 1), (9, 4, 3), (17, 50, 7)]:
         name = f"{rows}-of-{v}x{d}"
         r = Random(name)
-        out.case(name, lambda ids, table: F.embedding(ids, table), {"ids": r.ids(v, rows), "table": r.normal(v, d)}, op="Embedding")
+        out.case(name, lambda ids, table: F.embedding(ids, table), {"ids": r.ids(v, rows), "table": r.normal(v, d)}, Op="Embedding")
     out.save()
 
 
@@ -195,9 +196,9 @@ def cross_entropy():
         targets = r.ids(v, rows)
         targets[ignored] = -1
         out.case("logits-" + name, lambda logits, targets: F.cross_entropy(logits, targets, ignore_index=-1),
-                 {"logits": r.normal(rows, v, scale=scale), "targets": targets}, op="CrossEntropy")
+                 {"logits": r.normal(rows, v, scale=scale), "targets": targets}, Op="CrossEntropy")
         out.case("linear-" + name, lambda x, w, targets: F.cross_entropy(F.linear(x, w), targets, ignore_index=-1),
-                 {"x": r.normal(rows, d), "w": r.normal(v, d, scale=scale), "targets": targets}, op="LinearCrossEntropy")
+                 {"x": r.normal(rows, d), "w": r.normal(v, d, scale=scale), "targets": targets}, Op="LinearCrossEntropy")
     out.save()
 
 
@@ -216,7 +217,160 @@ def newton_schulz():
     out = File("newtonschulz")
     for rows, columns, steps in [(1, 2, 5), (7, 7, 5), (5, 9, 5), (9, 5, 5), (17, 33, 3), (33, 16, 1), (1, 8, 2), (8, 1, 5)]:
         name = f"{rows}x{columns}-{steps}"
-        out.case(name, lambda x: newton_schulz_apply(x, steps), {"x": Random(name).normal(rows, columns)}, op="NewtonSchulz", Steps=steps)
+        out.case(name, lambda x: newton_schulz_apply(x, steps), {"x": Random(name).normal(rows, columns)}, Op="NewtonSchulz", Steps=steps)
+    out.save()
+
+
+STAGES = ["Dormant", "Germinated", "Training", "Grafting", "Stabilization", "Evaluating", "FineTuning", "Fossilized",
+          "Culled", "Cancelled", "RolledBack"]
+KINDS = ["Residual", "AttentionGate", "MLPExpansion", "ConvFilter"]
+
+
+def transform(kind, x, w, a):
+    """t(x) of a blueprint for a chunk x [rows, C], weights w [C] and scale a."""
+    if kind == "Residual":
+        return x + a * w
+    if kind == "AttentionGate":
+        return a * x * w.softmax(-1)
+    if kind == "MLPExpansion":
+        return a * F.relu(x * w)
+    taps = min(3, len(w))  # ConvFilter
+    padded = F.pad(x, (taps - 1, 0))[:, None]
+    return a * F.conv1d(padded, w[:taps].flip(0)[None, None])[:, 0]
+
+
+def kasmina_apply(x, weights, scales, seeds):
+    chunks = []
+    for c, seed in zip(x.chunk(len(seeds), -1), seeds):
+        stage, w, a = seed["Stage"], weights[seed["Slot"]], scales[seed["Slot"]]
+        if stage == "Training":  # the straight-through estimator: the value of x, the parameters' gradient of t(x)
+            t = transform(seed["Kind"], c.detach(), w, a)
+            chunks.append(c + t - t.detach())
+        elif stage in ("Grafting", "Stabilization", "Evaluating", "FineTuning", "Fossilized"):
+            if stage in ("Evaluating", "Fossilized"):
+                w, a = w.detach(), a.detach()
+            alpha = 1.0 if stage in ("FineTuning", "Fossilized") else seed["Alpha"]
+            chunks.append(c + alpha * (transform(seed["Kind"], c, w, a) - c))
+        else:
+            chunks.append(c)
+    return torch.cat(chunks, -1)
+
+
+def kasmina_inputs(r, rows, seeds, chunk, slots, scale=1.0):
+    return {"x": r.normal(rows, len(seeds) * chunk, scale=scale), "weights": r.normal(slots, chunk), "scales": 1 + r.normal(slots)}
+
+
+def random_seeds(r, seeds, slots):
+    """Seeds of any stage. Those that share a slot share its kind."""
+    kinds = r.ids(len(KINDS), slots)
+    return [seed(STAGES[r.ids(len(STAGES), 1)], KINDS[kinds[slot]], int(slot), int(r.ids(64, 1)) / 64)
+            for slot in 1 + r.ids(slots - 1, seeds)]
+
+
+def seed(stage, kind, slot, alpha):
+    return {"Stage": stage, "Kind": kind, "Slot": slot, "Alpha": alpha}
+
+
+def kasmina():
+    out = File("kasmina")
+
+    def case(name, rows, seeds, chunk, slots, scale=1.0):
+        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds),
+                 kasmina_inputs(Random(name), rows, seeds, chunk, slots, scale), Op="Kasmina", Seeds=seeds)
+
+    for stage in STAGES:
+        for kind in KINDS:  # two of the three seeds share a slot, and slot 3 is free
+            case(f"{stage}-{kind}", 5, [seed(stage, kind, 1, 0.25), seed(stage, kind, 2, 0.625), seed(stage, kind, 1, 0.875)], 5, 4)
+    for rows, seeds, chunk, slots in [(7, 13, 3, 6), (3, 31, 1, 9), (9, 17, 2, 5), (17, 2, 65, 2), (1, 1, 1, 2), (33, 5, 7, 3)]:
+        name = f"mixed-{rows}x{seeds}x{chunk}-slots{slots}"
+        case(name, rows, random_seeds(Random(name + "/seeds"), seeds, slots), chunk, slots)
+    # Activations that the adaptive mode scales down and up again, by powers of two: the same function.
+    case("large", 5, random_seeds(Random("large/seeds"), 11, 6), 3, 6, scale=1e8)
+    out.save()
+
+
+def model():
+    """A Llama of two blocks with a Kasmina layer between them, from ids to loss."""
+    out = File("model")
+    name, batch, seq, vocabulary, d, heads, kv_heads, head_dim, hidden, chunk, slots = "llama", 2, 9, 257, 15, 2, 1, 6, 33, 3, 6
+    eps, blocks = 1e-5, 2
+    seeds = [seed("Training", "Residual", 1, 0), seed("Grafting", "AttentionGate", 2, 0.375), seed("FineTuning", "MLPExpansion", 3, 1),
+             seed("Evaluating", "ConvFilter", 4, 0.75), seed("Dormant", "Residual", 0, 0)]
+    r = Random(name)
+
+    def matrix(rows, columns):
+        return r.normal(rows, columns, scale=columns ** -0.5)
+
+    inputs = {"ids": r.ids(vocabulary, batch * seq), "targets": r.ids(vocabulary, batch * seq), "embedding": r.normal(vocabulary, d)}
+    inputs["targets"][[3, 17]] = -1
+    for i in range(blocks):
+        b = f"block{i}."
+        inputs |= {b + "norm1": 1 + r.normal(d, scale=0.1), b + "norm2": 1 + r.normal(d, scale=0.1),
+                   b + "q": matrix(heads * head_dim, d), b + "k": matrix(kv_heads * head_dim, d), b + "v": matrix(kv_heads * head_dim, d),
+                   b + "o": matrix(d, heads * head_dim), b + "gate": matrix(hidden, d), b + "up": matrix(hidden, d), b + "down": matrix(d, hidden)}
+    inputs |= {"weights": r.normal(slots, chunk), "scales": 1 + r.normal(slots, scale=0.1), "norm": 1 + r.normal(d, scale=0.1),
+               "head": matrix(vocabulary, d)}
+
+    def loss(**p):
+        x = F.embedding(p["ids"], p["embedding"])
+        for i in range(blocks):
+            w = {k.removeprefix(f"block{i}."): v for k, v in p.items() if k.startswith(f"block{i}.")}
+            h = F.rms_norm(x, (d,), w["norm1"], eps)
+            q = rope_apply(F.linear(h, w["q"]), seq, heads, head_dim)
+            k = rope_apply(F.linear(h, w["k"]), seq, kv_heads, head_dim)
+            x = x + F.linear(attend(q, k, F.linear(h, w["v"]), seq, heads, kv_heads, head_dim), w["o"])
+            x = x + silu_mlp(F.rms_norm(x, (d,), w["norm2"], eps), w["gate"], w["up"], w["down"])
+            if i == 0:
+                x = kasmina_apply(x, p["weights"], p["scales"], seeds)
+        return F.cross_entropy(F.linear(F.rms_norm(x, (d,), p["norm"], eps), p["head"]), p["targets"], ignore_index=-1)
+
+    out.case(name, loss, inputs, Op="Llama", Seq=seq, Heads=heads, KVHeads=kv_heads, HeadDim=head_dim, Blocks=blocks, Eps=eps, Seeds=seeds)
+    out.save()
+
+
+def optimisers():
+    """Cases of four steps: p is the parameter before the first, g has the gradient of every step and y the parameter after it."""
+    out = File("optim")
+
+    def case(name, shape, optimiser, rates, **settings):
+        r = Random(name)
+        start, grads = r.normal(*shape), r.normal(len(rates), *shape)
+        p, after = torch.nn.Parameter(start.double()), []
+        step = optimiser(p)
+        for rate, g in zip(rates, grads.double()):
+            p.grad = g.clone()
+            step(rate)
+            after.append(p.detach().clone())
+        out.put(name, {"y": torch.stack(after)}, {"p": start, "g": grads}, {}, {**settings, "Rates": rates})
+
+    def adamw(beta1, beta2, eps, decay):
+        def start(p):
+            o = torch.optim.AdamW([p], betas=(beta1, beta2), eps=eps, weight_decay=decay)
+
+            def step(rate):
+                o.param_groups[0]["lr"] = rate
+                o.step()
+            return step
+        return start
+
+    def muon(momentum, nesterov, decay, steps):
+        def start(p):
+            average = torch.zeros_like(p)
+
+            @torch.no_grad()
+            def step(rate):
+                average.lerp_(p.grad, 1 - momentum)
+                update = newton_schulz_apply(p.grad.lerp(average, momentum) if nesterov else average, steps)
+                p.mul_(1 - rate * decay).sub_(rate * max(1, p.shape[0] / p.shape[1]) ** 0.5 * update)
+            return step
+        return start
+
+    for shape, beta1, beta2, eps, decay in [((7,), 0.9, 0.999, 1e-8, 0.0), ((3, 5), 0.9, 0.95, 1e-8, 0.1), ((17, 33), 0.8, 0.99, 1e-2, 1.0)]:
+        case(f"adamw-{shape}-decay{decay}".replace(" ", ""), shape, adamw(beta1, beta2, eps, decay), [1e-2, 1e-2, 3e-3, 1e-3], Op="AdamW",
+             Beta1=beta1, Beta2=beta2, Eps=eps, Decay=decay)
+    for shape, momentum, nesterov, decay in [((5, 5), 0.95, True, 0.0), ((9, 4), 0.95, True, 0.1), ((7, 17), 0.9, False, 0.5)]:
+        case(f"muon-{shape}-decay{decay}".replace(" ", ""), shape, muon(momentum, nesterov, decay, 5), [2e-2, 2e-2, 1e-2, 5e-3], Op="Muon",
+             Momentum=momentum, Nesterov=nesterov, Decay=decay, Steps=5)
     out.save()
 
 
@@ -228,3 +382,6 @@ if __name__ == "__main__":
     embedding()
     cross_entropy()
     newton_schulz()
+    kasmina()
+    model()
+    optimisers()
