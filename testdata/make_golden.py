@@ -217,7 +217,10 @@ def newton_schulz():
     out = File("newtonschulz")
     for rows, columns, steps in [(1, 2, 5), (7, 7, 5), (5, 9, 5), (9, 5, 5), (17, 33, 3), (33, 16, 1), (1, 8, 2), (8, 1, 5)]:
         name = f"{rows}x{columns}-{steps}"
-        out.case(name, lambda x: newton_schulz_apply(x, steps), {"x": Random(name).normal(rows, columns)}, Op="NewtonSchulz", Steps=steps)
+        # Five steps multiply small singular values, and their rounding errors, by up to 3.4445 ** 5 = 485.
+        settings = {"Float32Error": 1e-5} if steps == 5 else {}
+        out.case(name, lambda x: newton_schulz_apply(x, steps), {"x": Random(name).normal(rows, columns)},
+                 Op="NewtonSchulz", Steps=steps, **settings)
     out.save()
 
 
