@@ -356,7 +356,7 @@ def optimisers():
             return step
         return start
 
-    def muon(momentum, nesterov, decay, steps):
+    def muon(momentum, nesterov, decay, steps, rms_scale):
         def start(p):
             average = torch.zeros_like(p)
 
@@ -364,16 +364,18 @@ def optimisers():
             def step(rate):
                 average.lerp_(p.grad, 1 - momentum)
                 update = newton_schulz_apply(p.grad.lerp(average, momentum) if nesterov else average, steps)
-                p.mul_(1 - rate * decay).sub_(rate * max(1, p.shape[0] / p.shape[1]) ** 0.5 * update)
+                scale = 0.2 * max(p.shape) ** 0.5 if rms_scale else max(1, p.shape[0] / p.shape[1]) ** 0.5
+                p.mul_(1 - rate * decay).sub_(rate * scale * update)
             return step
         return start
 
     for shape, beta1, beta2, eps, decay in [((7,), 0.9, 0.999, 1e-8, 0.0), ((3, 5), 0.9, 0.95, 1e-8, 0.1), ((17, 33), 0.8, 0.99, 1e-2, 1.0)]:
         case(f"adamw-{shape}-decay{decay}".replace(" ", ""), shape, adamw(beta1, beta2, eps, decay), [1e-2, 1e-2, 3e-3, 1e-3], Op="AdamW",
              Beta1=beta1, Beta2=beta2, Eps=eps, Decay=decay)
-    for shape, momentum, nesterov, decay in [((5, 5), 0.95, True, 0.0), ((9, 4), 0.95, True, 0.1), ((7, 17), 0.9, False, 0.5)]:
-        case(f"muon-{shape}-decay{decay}".replace(" ", ""), shape, muon(momentum, nesterov, decay, 5), [2e-2, 2e-2, 1e-2, 5e-3], Op="Muon",
-             Momentum=momentum, Nesterov=nesterov, Decay=decay, Steps=5)
+    for shape, momentum, nesterov, decay, rms in [((5, 5), 0.95, True, 0.0, False), ((9, 4), 0.95, True, 0.1, False),
+                                                  ((7, 17), 0.9, False, 0.5, False), ((6, 11), 0.95, True, 0.1, True)]:
+        case(f"muon-{shape}-decay{decay}".replace(" ", ""), shape, muon(momentum, nesterov, decay, 5, rms), [2e-2, 2e-2, 1e-2, 5e-3], Op="Muon",
+             Momentum=momentum, Nesterov=nesterov, Decay=decay, Steps=5, RMSScale=rms)
     out.save()
 
 
