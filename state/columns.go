@@ -1,0 +1,243 @@
+package state
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/crc32"
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// Schema is the version of the seed state's layout that this package writes.
+const Schema = 1
+
+// seedState holds all seeds, one array per field. Float16 figures are stored as their bits.
+type seedState struct {
+	stage         []uint8
+	slot          []uint16 // 0: none
+	kind          []uint8
+	strategy      []uint8 // index into Lattice.strategies
+	alpha         []float32
+	epochsInStage []uint16
+	lastUpdate    []uint32 // epoch of the last change of stage or α
+	performance   []uint16 // Float16
+	stability     []uint16 // Float16
+
+	// Health of the input chunk in the last pass that reported it.
+	variance  []float32
+	mean      []uint16 // Float16
+	lowest    []uint16 // Float16
+	highest   []uint16 // Float16
+	deadRatio []float32
+	snr       []uint16 // Float16
+
+	// Gradient of the output chunk in the last pass that reported it.
+	gradNorm     []float32
+	gradVariance []uint16 // Float16
+	gradMax      []uint16 // Float16
+
+	// Moments of the input chunk, in full precision because clamps and drift depend on differences of them: of the last
+	// pass; merged over passes, with their weight in elements; and the merged ones as the last epoch ended.
+	stepMean, stepVariance, stepCount []float64
+	runMean, runVariance, runCount    []float64
+	epochMean, epochVariance          []float64
+	drift                             []float32
+
+	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight in rows.
+	normMean, normVariance, normCount []float64
+
+	nonFiniteX, nonFiniteG []uint32 // NaN and Inf seen so far
+	nonFiniteTold          []uint32 // how many of both events have told of
+	clips                  []uint64 // rows whose gradient was clipped
+
+	embargoUntil             []uint32 // epoch from which an ended seed may be recycled
+	memory0, memory1         []float32
+	trainingError            []float64 // NaN: not reported
+	entryLoss                []float64 // the host's loss when first reported in this stage; NaN: not yet
+	entryPerformance         []float64 // the seed's, likewise
+	basePerformance          []float64 // performance when first reported after germination; NaN: not yet
+	delta                    []float64 // last reported performance less entryPerformance; NaN: none reported in this stage
+	improvement              []float64 // last reported performance relative to basePerformance; NaN: none reported
+	stageErrors, stageTrials []uint32  // reported in this stage
+
+	schema []uint8
+	crc    []uint32 // over the seed's number and all fields above
+}
+
+// column is one field of the seed state: a name, which is its name in files, and a pointer to its array.
+type column struct {
+	name  string
+	array any
+}
+
+// columns lists the fields that the checksum covers, in its order.
+func (s *seedState) columns() []column {
+	return []column{
+		{"stage", &s.stage}, {"slot", &s.slot}, {"kind", &s.kind}, {"strategy", &s.strategy}, {"alpha", &s.alpha},
+		{"epochs_in_stage", &s.epochsInStage}, {"last_update", &s.lastUpdate},
+		{"performance", &s.performance}, {"stability", &s.stability},
+		{"variance", &s.variance}, {"mean", &s.mean}, {"min", &s.lowest}, {"max", &s.highest},
+		{"dead_ratio", &s.deadRatio}, {"snr", &s.snr},
+		{"grad_norm", &s.gradNorm}, {"grad_variance", &s.gradVariance}, {"grad_max", &s.gradMax},
+		{"step_mean", &s.stepMean}, {"step_variance", &s.stepVariance}, {"step_count", &s.stepCount},
+		{"run_mean", &s.runMean}, {"run_variance", &s.runVariance}, {"run_count", &s.runCount},
+		{"epoch_mean", &s.epochMean}, {"epoch_variance", &s.epochVariance}, {"drift", &s.drift},
+		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance}, {"norm_count", &s.normCount},
+		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG}, {"nonfinite_told", &s.nonFiniteTold},
+		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1},
+		{"training_error", &s.trainingError}, {"entry_loss", &s.entryLoss},
+		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
+		{"delta", &s.delta}, {"improvement", &s.improvement}, {"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
+	}
+}
+
+// newSeedState returns n dormant seeds of which nothing has been measured, without checksums.
+func newSeedState(n int) *seedState {
+	s := &seedState{crc: make([]uint32, n)}
+	for _, c := range s.columns() {
+		c.make(n)
+	}
+	nan := math.NaN()
+	for i := range n {
+		s.schema[i] = Schema
+		s.trainingError[i], s.basePerformance[i], s.improvement[i] = nan, nan, nan
+		s.entryLoss[i], s.entryPerformance[i], s.delta[i] = nan, nan, nan
+	}
+	return s
+}
+
+func (c column) make(n int) {
+	switch a := c.array.(type) {
+	case *[]uint8:
+		*a = make([]uint8, n)
+	case *[]uint16:
+		*a = make([]uint16, n)
+	case *[]uint32:
+		*a = make([]uint32, n)
+	case *[]uint64:
+		*a = make([]uint64, n)
+	case *[]float32:
+		*a = make([]float32, n)
+	case *[]float64:
+		*a = make([]float64, n)
+	}
+}
+
+// typ names the element type, as files do.
+func (c column) typ() string { return fmt.Sprintf("%T", c.array)[len("*[]"):] }
+
+// widths are the element types' sizes in bytes.
+var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4, "float64": 8}
+
+func rowWidth(columns []column) (bytes int) {
+	for _, c := range columns {
+		bytes += widths[c.typ()]
+	}
+	return bytes
+}
+
+// gather writes elements lo to hi, little endian, one every stride bytes of dst.
+func (c column) gather(dst []byte, stride, lo, hi int) {
+	switch a := c.array.(type) {
+	case *[]uint8:
+		for i, v := range (*a)[lo:hi] {
+			dst[i*stride] = v
+		}
+	case *[]uint16:
+		for i, v := range (*a)[lo:hi] {
+			binary.LittleEndian.PutUint16(dst[i*stride:], v)
+		}
+	case *[]uint32:
+		for i, v := range (*a)[lo:hi] {
+			binary.LittleEndian.PutUint32(dst[i*stride:], v)
+		}
+	case *[]uint64:
+		for i, v := range (*a)[lo:hi] {
+			binary.LittleEndian.PutUint64(dst[i*stride:], v)
+		}
+	case *[]float32:
+		for i, v := range (*a)[lo:hi] {
+			binary.LittleEndian.PutUint32(dst[i*stride:], math.Float32bits(v))
+		}
+	case *[]float64:
+		for i, v := range (*a)[lo:hi] {
+			binary.LittleEndian.PutUint64(dst[i*stride:], math.Float64bits(v))
+		}
+	}
+}
+
+// scatter is the inverse of gather.
+func (c column) scatter(src []byte, stride, lo, hi int) {
+	for i := lo; i < hi; i++ {
+		b := src[(i-lo)*stride:]
+		switch a := c.array.(type) {
+		case *[]uint8:
+			(*a)[i] = b[0]
+		case *[]uint16:
+			(*a)[i] = binary.LittleEndian.Uint16(b)
+		case *[]uint32:
+			(*a)[i] = binary.LittleEndian.Uint32(b)
+		case *[]uint64:
+			(*a)[i] = binary.LittleEndian.Uint64(b)
+		case *[]float32:
+			(*a)[i] = math.Float32frombits(binary.LittleEndian.Uint32(b))
+		case *[]float64:
+			(*a)[i] = math.Float64frombits(binary.LittleEndian.Uint64(b))
+		}
+	}
+}
+
+// sealBlock is how many seeds' fields are gathered at a time for their checksums: enough to make a loop over one field
+// worth its start, few enough to stay in the first-level cache.
+const sealBlock = 64
+
+// checksummer computes the seeds' checksums.
+type checksummer struct {
+	columns []column
+	offsets []int // of each column in a seed's row of bytes, which begins with the seed's number
+	stride  int
+}
+
+func newChecksummer(columns []column) checksummer {
+	c := checksummer{columns: columns, stride: 4}
+	for _, col := range columns {
+		c.offsets = append(c.offsets, c.stride)
+		c.stride += widths[col.typ()]
+	}
+	return c
+}
+
+// each calls f with the checksum of every seed in [lo, hi). buf is scratch memory for up to sealBlock seeds' rows.
+func (c *checksummer) each(buf []byte, lo, hi int, f func(seed int, sum uint32)) {
+	for ; lo < hi; lo += sealBlock {
+		end := min(lo+sealBlock, hi)
+		for i := lo; i < end; i++ {
+			binary.LittleEndian.PutUint32(buf[(i-lo)*c.stride:], uint32(i))
+		}
+		for k, col := range c.columns {
+			col.gather(buf[c.offsets[k]:], c.stride, lo, end)
+		}
+		for i := lo; i < end; i++ {
+			f(i, crc32.ChecksumIEEE(buf[(i-lo)*c.stride:][:c.stride]))
+		}
+	}
+}
+
+// seal renews the checksums of the seeds in [lo, hi), after a change to their fields.
+func (l *Lattice) seal(buf []byte, lo, hi int) {
+	l.sums.each(buf, lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
+}
+
+// sealOne renews the checksum of one seed.
+func (l *Lattice) sealOne(seed int) { l.seal(l.scratch, seed, seed+1) }
+
+// mutate calls f for spans of at most grain seeds, on all cores, and renews the checksums of what f may have changed. The caller
+// holds the lock.
+func (l *Lattice) mutate(grain int, f func(lo, hi int)) {
+	cpu.Parallel(l.n, grain, func(lo, hi int) {
+		buf := make([]byte, sealBlock*l.sums.stride)
+		f(lo, hi)
+		l.seal(buf, lo, hi)
+	})
+}

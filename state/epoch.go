@@ -1,0 +1,243 @@
+package state
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// Metrics is what the training loop reports when an epoch ends.
+type Metrics struct {
+	Loss  float64       // the host's training loss; 0 when it was not measured
+	Seeds []SeedMetrics // of those seeds that something was measured of
+}
+
+// SeedMetrics reports on one seed.
+type SeedMetrics struct {
+	Seed          int
+	TrainingError float64 // of the seed's own training objective; NaN when it has none
+	Performance   float64 // a score of the model with the seed in it, the higher the better
+	Stability     float64 // from 0 to 1: how little the seed's performance fluctuates
+	Trials        int     // evaluations in this epoch ...
+	Errors        int     // ... and how many of them failed
+}
+
+// EventKind says what an [Event] tells of.
+type EventKind uint8
+
+// The kinds of event.
+const (
+	GateOpened     EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
+	RampFinished                        // the strategy has taken α, now Value, to where it leads
+	EmbargoOver                         // the seed may be recycled
+	NonFinite                           // Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
+	StrategyFailed                      // the seed's strategy returned NaN, so α stays as it is
+)
+
+var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished", EmbargoOver: "EmbargoOver",
+	NonFinite: "NonFinite", StrategyFailed: "StrategyFailed"}
+
+// String returns the kind's name.
+func (k EventKind) String() string {
+	if k > 0 && int(k) < len(eventNames) {
+		return eventNames[k]
+	}
+	return fmt.Sprintf("EventKind(%d)", uint8(k))
+}
+
+// Event is something that happened to a seed when an epoch ended.
+type Event struct {
+	Kind     EventKind
+	Seed     int
+	Epoch    int     // the epoch that has ended, counted from 1
+	From, To Stage   // GateOpened: the transition; otherwise both are the seed's stage
+	Value    float64 // RampFinished, NonFinite
+}
+
+// StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed that is being grafted, and
+// returns what became possible or went wrong, ordered by seed. It makes no transitions itself: those are decisions. On
+// metrics that are not valid it returns an error and changes nothing.
+func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkMetrics(m); err != nil {
+		return nil, err
+	}
+	const grain = 1024
+	before := make([]gates, l.n)
+	cpu.Parallel(l.n, grain, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			before[i] = l.openGates(i)
+		}
+	})
+	l.epoch++
+	if m.Loss != 0 {
+		l.loss = m.Loss
+	}
+	for _, sm := range m.Seeds {
+		l.report(sm)
+	}
+	events := make([][]Event, (l.n+grain-1)/grain)
+	renormalize := int(l.epoch)%max(1, l.config.Renormalize) == 0
+	l.mutate(grain, func(lo, hi int) {
+		var e []Event
+		for i := lo; i < hi; i++ {
+			e = l.endEpoch(e, i, renormalize, before[i])
+		}
+		events[lo/grain] = e
+	})
+	var all []Event
+	for _, e := range events {
+		all = append(all, e...)
+	}
+	return all, nil
+}
+
+func (l *Lattice) checkMetrics(m Metrics) error {
+	if !finite(m.Loss) {
+		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument, m.Loss)
+	}
+	for _, s := range m.Seeds {
+		if err := l.checkSeed("StepEpoch", s.Seed); err != nil {
+			return err
+		}
+		switch {
+		case math.IsInf(s.TrainingError, 0):
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: TrainingError is %v", ErrArgument, s.Seed, s.TrainingError)
+		case !(math.Abs(s.Performance) < 65520):
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Performance is %v, want a number within ±65504", ErrArgument, s.Seed, s.Performance)
+		case !(s.Stability >= 0 && s.Stability <= 1):
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number from 0 to 1", ErrArgument, s.Seed, s.Stability)
+		case s.Trials < 0 || s.Errors < 0 || s.Trials > math.MaxUint32 || s.Errors > math.MaxUint32:
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Trials is %d and Errors is %d, want numbers from 0 to %d",
+				ErrArgument, s.Seed, s.Trials, s.Errors, uint32(math.MaxUint32))
+		}
+	}
+	return nil
+}
+
+// report takes in the metrics of one seed.
+func (l *Lattice) report(m SeedMetrics) {
+	s, i := l.seeds, m.Seed
+	s.performance[i] = uint16(NewFloat16(m.Performance))
+	s.stability[i] = uint16(NewFloat16(m.Stability))
+	s.trainingError[i] = m.TrainingError
+	s.stageTrials[i] = addSaturating(s.stageTrials[i], m.Trials)
+	s.stageErrors[i] = addSaturating(s.stageErrors[i], m.Errors)
+	setOnce(&s.entryPerformance[i], m.Performance)
+	setOnce(&s.basePerformance[i], m.Performance)
+	s.delta[i] = m.Performance - s.entryPerformance[i]
+	s.improvement[i] = (m.Performance - s.basePerformance[i]) / math.Abs(s.basePerformance[i])
+}
+
+// setOnce sets *v unless it has been set since it was NaN.
+func setOnce(v *float64, to float64) {
+	if *v != *v {
+		*v = to
+	}
+}
+
+func addSaturating(n uint32, more int) uint32 {
+	return uint32(min(uint64(n)+uint64(more), math.MaxUint32))
+}
+
+// endEpoch ends the epoch for one seed and appends its events to e. Every seed's end is independent of the others'.
+func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []Event {
+	s, stage := l.seeds, Stage(l.seeds.stage[i])
+	tell := func(k EventKind, to Stage, value float64) {
+		e = append(e, Event{Kind: k, Seed: i, Epoch: int(l.epoch), From: stage, To: to, Value: value})
+	}
+	if s.epochsInStage[i] < math.MaxUint16 {
+		s.epochsInStage[i]++
+	}
+	if l.loss != 0 {
+		setOnce(&s.entryLoss[i], l.loss)
+	}
+	l.endStatistics(i, renormalize)
+	if stage == Grafting {
+		switch ok, finished := l.advance(i); {
+		case !ok:
+			tell(StrategyFailed, stage, 0)
+		case finished:
+			tell(RampFinished, stage, float64(s.alpha[i]))
+		}
+	}
+	if stage.Ended() && s.embargoUntil[i] == l.epoch {
+		tell(EmbargoOver, stage, 0)
+	}
+	if seen := addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])); seen != s.nonFiniteTold[i] {
+		tell(NonFinite, stage, float64(seen-s.nonFiniteTold[i]))
+		s.nonFiniteTold[i] = seen
+	}
+	if l.config.Gates {
+		after := l.openGates(i)
+		if after.on && !before.on {
+			tell(GateOpened, onward[stage], 0)
+		}
+		if after.cull && !before.cull {
+			tell(GateOpened, Culled, 0)
+		}
+	}
+	return e
+}
+
+// endStatistics measures the drift of a seed's running moments over the epoch.
+func (l *Lattice) endStatistics(i int, renormalize bool) {
+	s := l.seeds
+	if s.runCount[i] == 0 {
+		return
+	}
+	if s.epochVariance[i] != 0 || s.epochMean[i] != 0 {
+		s.drift[i] = float32(drift(s.epochMean[i], s.epochVariance[i], s.runMean[i], s.runVariance[i]))
+	}
+	s.epochMean[i], s.epochVariance[i] = s.runMean[i], s.runVariance[i]
+	if renormalize {
+		s.runCount[i] = min(s.runCount[i], max(s.stepCount[i], 1))
+		s.normCount[i] = min(s.normCount[i], max(s.stepCount[i]/float64(l.hidden/l.n), 1))
+	}
+}
+
+// advance moves the α of a seed that is being grafted. It reports whether the strategy had an answer, and whether that
+// took α to where the strategy leads.
+func (l *Lattice) advance(i int) (ok, finished bool) {
+	s := l.seeds
+	alpha, memory, done := l.strategies[s.strategy[i]].Advance(Graft{
+		Seed:        i,
+		Alpha:       float64(s.alpha[i]),
+		Epochs:      int(s.epochsInStage[i]),
+		Performance: Float16(s.performance[i]).Float64(),
+		Drift:       float64(s.drift[i]),
+		GradNorm:    float64(s.gradNorm[i]),
+		Memory:      [2]float32{s.memory0[i], s.memory1[i]},
+	})
+	if alpha != alpha {
+		return false, false
+	}
+	s.memory0[i], s.memory1[i] = memory[0], memory[1]
+	next := float32(min(1, max(0, alpha)))
+	if next <= s.alpha[i] {
+		return true, false
+	}
+	s.alpha[i], s.lastUpdate[i] = next, l.epoch
+	return true, done
+}
+
+// onward is the stage that follows in a life without failures, where a gate leads to it.
+var onward = [stages]Stage{Training: Grafting, Grafting: Stabilization, Stabilization: Evaluating, Evaluating: FineTuning, FineTuning: Fossilized}
+
+// gates says which gates of a seed are open: the one onward and, when the seed is being evaluated, the one to Culled.
+type gates struct{ on, cull bool }
+
+func (l *Lattice) openGates(i int) (g gates) {
+	stage := Stage(l.seeds.stage[i])
+	if !l.config.Gates || onward[stage] == 0 {
+		return g
+	}
+	evidence := l.evidence(i)
+	_, g.on = l.config.Thresholds.Gate(stage, onward[stage], evidence)
+	if stage == Evaluating {
+		_, g.cull = l.config.Thresholds.Gate(stage, Culled, evidence)
+	}
+	return g
+}

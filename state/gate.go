@@ -1,0 +1,114 @@
+package state
+
+import (
+	"fmt"
+	"math"
+)
+
+// Thresholds are the conditions of the gates between stages.
+type Thresholds struct {
+	MinEpochs      [stages]int // least epochs in a stage before it is left, other than by a rollback
+	TrainingError  float64     // Training → Grafting: largest training error of the seed
+	Stability      float64     // Evaluating → FineTuning: least stability
+	FossilStable   float64     // FineTuning → Fossilized: least stability
+	Improvement    float64     // FineTuning → Fossilized: least relative improvement of performance since germination
+	CullDelta      float64     // Evaluating → Culled: performance delta below which a blueprint has failed ...
+	CullErrorRate  float64     // ... or error rate above which it has ...
+	CullErrorCount int         // ... or number of errors above which it has
+}
+
+// DefaultThresholds returns the thresholds that a lattice has unless [WithThresholds] gives others.
+func DefaultThresholds() Thresholds {
+	return Thresholds{
+		MinEpochs:      [stages]int{Training: 100, Grafting: 50, Stabilization: 20, Evaluating: 30, FineTuning: 50},
+		TrainingError:  0.01,
+		Stability:      0.8,
+		FossilStable:   0.95,
+		Improvement:    0.01,
+		CullDelta:      -0.05,
+		CullErrorRate:  0.1,
+		CullErrorCount: 5,
+	}
+}
+
+func (t Thresholds) check() error {
+	for s, n := range t.MinEpochs {
+		if n < 0 || n > math.MaxUint16 {
+			return fmt.Errorf("MinEpochs of %v is %d, want 0 to %d", Stage(s), n, math.MaxUint16)
+		}
+	}
+	for _, f := range []struct {
+		name  string
+		value float64
+	}{{"TrainingError", t.TrainingError}, {"Stability", t.Stability}, {"FossilStable", t.FossilStable},
+		{"Improvement", t.Improvement}, {"CullDelta", t.CullDelta}, {"CullErrorRate", t.CullErrorRate}} {
+		if !finite(f.value) {
+			return fmt.Errorf("%s is %v, want a finite number", f.name, f.value)
+		}
+	}
+	if t.CullErrorCount < 0 {
+		return fmt.Errorf("CullErrorCount is %d, want at least 0", t.CullErrorCount)
+	}
+	return nil
+}
+
+// Evidence is what the gates judge a seed by. A figure that has not been measured is NaN and meets no condition.
+type Evidence struct {
+	Epochs        int     // epochs in the present stage
+	TrainingError float64 // of the seed, as last reported in Metrics
+	LossFalling   bool    // the host's loss is below the first one measured in this stage
+	GradientsLive bool    // the last gradient norm of the seed's chunk is finite and not zero
+	Delta         float64 // performance less that at the first report in this stage
+	Improvement   float64 // (performance − p)/|p| with p the first performance reported after germination
+	Stability     float64
+	Errors        int     // reported in this stage
+	ErrorRate     float64 // errors per trial reported in this stage; 0 without trials
+}
+
+// Shortfall is a condition that keeps a gate shut.
+type Shortfall struct {
+	Condition string // what is wanted; empty when the gate is open
+	Have      float64
+}
+
+// Gate judges the transition from one stage to another, which the table of transitions must allow, by the evidence. It is
+// a pure function of its arguments.
+func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
+	if to == RolledBack {
+		return Shortfall{}, true
+	}
+	if from < stages && e.Epochs < t.MinEpochs[from] {
+		return Shortfall{"more epochs in the stage", float64(e.Epochs)}, false
+	}
+	switch {
+	case from == Training && to == Grafting:
+		if e.TrainingError <= t.TrainingError || (e.LossFalling && e.GradientsLive) {
+			return Shortfall{}, true
+		}
+		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError}, false
+	case from == Evaluating && to == FineTuning:
+		if !(e.Delta > 0) {
+			return Shortfall{"a positive performance delta", e.Delta}, false
+		}
+		if !atLeast(e.Stability, t.Stability) {
+			return Shortfall{"more stability", e.Stability}, false
+		}
+	case from == Evaluating && to == Culled:
+		if !(e.Delta < t.CullDelta || e.ErrorRate > t.CullErrorRate || e.Errors > t.CullErrorCount) {
+			return Shortfall{"a failed evaluation: a performance drop, a high error rate or many errors", e.Delta}, false
+		}
+	case from == FineTuning && to == Fossilized:
+		if !(e.Improvement >= t.Improvement) {
+			return Shortfall{"more total improvement", e.Improvement}, false
+		}
+		if !atLeast(e.Stability, t.FossilStable) {
+			return Shortfall{"more stability", e.Stability}, false
+		}
+	}
+	return Shortfall{}, true
+}
+
+// atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its threshold.
+func atLeast(v, threshold float64) bool { return v >= min(threshold, NewFloat16(threshold).Float64()) }
+
+func finite(v float64) bool { return v-v == 0 }

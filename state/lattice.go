@@ -1,0 +1,244 @@
+// Package state holds the seeds of a Kasmina layer: what each of them is doing, how far it is blended in, what has been
+// measured of its chunk of the activations, and the rules by which it moves from stage to stage.
+//
+// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S, and seed s looks after
+// columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per field, each seed under a checksum that
+// every change renews. It may be used from any number of goroutines: a controller can send commands while a graph runs.
+// A forward pass takes what it needs from it at its start, so a command takes effect at the next pass.
+//
+// A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the layer's parameters,
+// [Lattice.Transition] starts its training, later its grafting; [Lattice.StepEpoch], called once an epoch, moves α; and
+// so on until the blueprint is fossilized, or culled and the seed recycled. The table of stages is at [Stage].
+package state
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"sync/atomic"
+)
+
+// Errors that callers can test for with [errors.Is].
+var (
+	ErrSeed       = errors.New("no such seed")
+	ErrTransition = errors.New("transition not allowed")
+	ErrGate       = errors.New("gate is shut")
+	ErrEmbargo    = errors.New("seed is under embargo")
+	ErrCorrupt    = errors.New("seed state is corrupt")
+	ErrSchema     = errors.New("schema version is too new")
+	ErrArgument   = errors.New("invalid argument")
+)
+
+// Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one with UnmarshalBinary;
+// the zero value has no seeds.
+type Lattice struct {
+	mu        sync.RWMutex
+	id        uint64
+	n, hidden int
+	config    config
+
+	epoch      uint32
+	step       uint64  // passes with telemetry so far
+	loss       float64 // the host's, as last reported; 0: never
+	seeds      *seedState
+	sums       checksummer
+	scratch    []byte // for sealOne
+	strategies []Strategy
+	ring       ring
+}
+
+// config is what the options of a lattice set. It is saved with the lattice.
+type config struct {
+	Gates       bool       `json:"gates"`
+	Thresholds  Thresholds `json:"thresholds"`
+	Embargo     int        `json:"embargo"`
+	Renormalize int        `json:"renormalize"`
+	Slots       int        `json:"slots"`
+	History     int        `json:"history"`
+	Telemetry   Telemetry  `json:"telemetry"`
+}
+
+// Option configures a new lattice.
+type Option func(*config) error
+
+// WithoutGates makes the table of transitions the only rule: no thresholds on epochs, errors or performance.
+func WithoutGates() Option {
+	return func(c *config) error {
+		c.Gates = false
+		return nil
+	}
+}
+
+// WithThresholds sets the conditions of the gates. The default is [DefaultThresholds].
+func WithThresholds(t Thresholds) Option {
+	return func(c *config) error {
+		c.Thresholds = t
+		return t.check()
+	}
+}
+
+// WithEmbargo sets how many epochs must pass between the end of a blueprint's life and [Lattice.Recycle]. The default is 10.
+func WithEmbargo(epochs int) Option {
+	return func(c *config) error {
+		c.Embargo = epochs
+		return inRange("WithEmbargo: epochs", epochs, 0, math.MaxInt32)
+	}
+}
+
+// WithRenormalization sets after how many epochs a seed's running statistics, which weigh all passes alike, are cut back to
+// the weight of one pass, so that they follow the present. The default is 16.
+func WithRenormalization(epochs int) Option {
+	return func(c *config) error {
+		c.Renormalize = epochs
+		return inRange("WithRenormalization: epochs", epochs, 1, math.MaxInt32)
+	}
+}
+
+// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included, so that a request for one
+// that does not exist fails at once. Without it such a request fails when the graph runs.
+func WithSlots(slots int) Option {
+	return func(c *config) error {
+		c.Slots = slots
+		return inRange("WithSlots: slots", slots, 1, math.MaxUint16+1)
+	}
+}
+
+// WithTelemetry sets what is measured at first; [Lattice.SetTelemetry] changes it later. The default is the mode
+// [Production] with the hierarchical reduction.
+func WithTelemetry(t Telemetry) Option {
+	return func(c *config) error {
+		c.Telemetry = t
+		return t.check()
+	}
+}
+
+// WithHistory sets how many telemetry reports [Lattice.History] keeps. The default is 4.
+func WithHistory(reports int) Option {
+	return func(c *config) error {
+		c.History = reports
+		return inRange("WithHistory: reports", reports, 0, 1<<16)
+	}
+}
+
+func inRange(what string, v, lo, hi int) error {
+	if v < lo || v > hi {
+		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
+	}
+	return nil
+}
+
+var lattices atomic.Uint64
+
+// NewLattice returns the state of a layer of the given number of seeds, all dormant, over hidden features. hidden must be
+// a multiple of seeds.
+func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
+	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
+		return nil, fmt.Errorf("state.NewLattice: %w: hidden is %d and seeds is %d, want positive numbers, hidden a multiple of seeds",
+			ErrArgument, hidden, seeds)
+	}
+	if uint64(seeds) > math.MaxUint32 {
+		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument, seeds, uint32(math.MaxUint32))
+	}
+	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4}
+	for i, o := range opts {
+		if o == nil {
+			return nil, fmt.Errorf("state.NewLattice: %w: option %d is nil", ErrArgument, i)
+		}
+		if err := o(&c); err != nil {
+			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
+		}
+	}
+	l := &Lattice{}
+	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []Strategy{DefaultStrategy}, seeds: newSeedState(seeds)})
+	l.mutate(1024, func(int, int) {})
+	return l, nil
+}
+
+// install makes img the lattice's contents. The caller holds the lock, or the only reference.
+func (l *Lattice) install(img *image) {
+	if l.id == 0 {
+		l.id = lattices.Add(1)
+	}
+	l.n, l.hidden, l.config = img.n, img.hidden, img.config
+	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
+	l.strategies, l.seeds = img.strategies, img.seeds
+	l.sums = newChecksummer(l.seeds.columns())
+	l.scratch = make([]byte, l.sums.stride)
+	l.ring = ring{}
+}
+
+// ID returns a number that no other lattice of this process has. It is not saved.
+func (l *Lattice) ID() uint64 {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.id
+}
+
+// Seeds returns the number of seeds.
+func (l *Lattice) Seeds() int {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.n
+}
+
+// Hidden returns the number of features of the layer.
+func (l *Lattice) Hidden() int {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.hidden
+}
+
+// Slots returns the number of slots that [WithSlots] gave, or 0.
+func (l *Lattice) Slots() int {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.config.Slots
+}
+
+// Epoch returns how many epochs have ended.
+func (l *Lattice) Epoch() int {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return int(l.epoch)
+}
+
+// Stage returns the stage of a seed.
+func (l *Lattice) Stage(seed int) (Stage, error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if err := l.checkSeed("Stage", seed); err != nil {
+		return 0, err
+	}
+	return Stage(l.seeds.stage[seed]), nil
+}
+
+// Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first seed whose fields do not
+// match its checksum, and how many there are.
+func (l *Lattice) Verify() error {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if l.n == 0 {
+		return nil
+	}
+	first, bad := 0, 0
+	l.sums.each(make([]byte, sealBlock*l.sums.stride), 0, l.n, func(seed int, sum uint32) {
+		if sum != l.seeds.crc[seed] {
+			if bad == 0 {
+				first = seed
+			}
+			bad++
+		}
+	})
+	if bad > 0 {
+		return fmt.Errorf("state.Verify: %w: seed %d does not match its checksum (%d of %d seeds do not)", ErrCorrupt, first, bad, l.n)
+	}
+	return nil
+}
+
+func (l *Lattice) checkSeed(method string, seed int) error {
+	if seed < 0 || seed >= l.n {
+		return fmt.Errorf("state.%s: %w: seed is %d, want 0 to %d", method, ErrSeed, seed, l.n-1)
+	}
+	return nil
+}

@@ -1,0 +1,194 @@
+package state
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// GerminationRequest says what a dormant seed shall grow.
+type GerminationRequest struct {
+	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one
+	Kind     blueprints.Kind // which blueprint
+	Strategy Strategy        // how α will rise; nil for DefaultStrategy
+}
+
+// RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
+// the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed.
+func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	const method = "RequestGermination"
+	if err := l.checkSeed(method, seed); err != nil {
+		return err
+	}
+	if err := l.checkTransition(method, seed, Germinated); err != nil {
+		return err
+	}
+	slots := math.MaxUint16 + 1
+	if l.config.Slots > 0 {
+		slots = l.config.Slots
+	}
+	if r.Slot < 1 || r.Slot >= slots {
+		return fmt.Errorf("state.%s: %w: seed %d: Slot is %d, want 1 to %d (slot 0 means none)", method, ErrArgument, seed, r.Slot, slots-1)
+	}
+	if _, err := blueprints.Lookup(r.Kind); err != nil {
+		return fmt.Errorf("state.%s: %w: seed %d: Kind: %w", method, ErrArgument, seed, err)
+	}
+	if r.Strategy == nil {
+		r.Strategy = DefaultStrategy
+	}
+	strategy, err := l.intern(r.Strategy)
+	if err != nil {
+		return fmt.Errorf("state.%s: %w: seed %d: Strategy: %w", method, ErrArgument, seed, err)
+	}
+	s := l.seeds
+	s.slot[seed], s.kind[seed], s.strategy[seed] = uint16(r.Slot), uint8(r.Kind), strategy
+	l.enter(seed, Germinated)
+	return nil
+}
+
+// intern returns the index of s in the lattice's strategies, adding it when it is new.
+func (l *Lattice) intern(s Strategy) (uint8, error) {
+	if err := s.Check(); err != nil {
+		return 0, err
+	}
+	saved, err := saveStrategy(s)
+	if err != nil {
+		return 0, err
+	}
+	for i, known := range l.strategies {
+		k, err := saveStrategy(known)
+		if err == nil && k.Name == saved.Name && string(k.Params) == string(saved.Params) {
+			return uint8(i), nil
+		}
+	}
+	if len(l.strategies) <= math.MaxUint8 {
+		l.strategies = append(l.strategies, s)
+		return uint8(len(l.strategies) - 1), nil
+	}
+	var used [math.MaxUint8 + 1]bool
+	for _, i := range l.seeds.strategy {
+		used[i] = true
+	}
+	for i, u := range used {
+		if !u {
+			l.strategies[i] = s
+			return uint8(i), nil
+		}
+	}
+	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold", len(used))
+}
+
+// Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the table of stages does not
+// allow it, or [ErrGate] when a threshold is not met; it names the seed and both stages, and nothing has changed.
+//
+// A seed that becomes Germinated this way, rather than by [Lattice.RequestGermination], has slot 0, "none": it passes
+// through every stage with t(x) = x.
+func (l *Lattice) Transition(seed int, to Stage) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkSeed("Transition", seed); err != nil {
+		return err
+	}
+	if err := l.checkTransition("Transition", seed, to); err != nil {
+		return err
+	}
+	l.enter(seed, to)
+	return nil
+}
+
+func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
+	from := Stage(l.seeds.stage[seed])
+	if !from.CanBecome(to) {
+		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v", method, ErrTransition, seed, from, to)
+	}
+	if l.config.Gates {
+		if s, open := l.config.Thresholds.Gate(from, to, l.evidence(seed)); !open {
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %s (it has %.4g)", method, ErrGate, seed, from, to, s.Condition, s.Have)
+		}
+	}
+	return nil
+}
+
+// enter puts a seed into a stage and starts the stage's counters.
+func (l *Lattice) enter(seed int, to Stage) {
+	s, nan := l.seeds, math.NaN()
+	s.stage[seed] = uint8(to)
+	s.epochsInStage[seed] = 0
+	s.lastUpdate[seed] = l.epoch
+	s.entryLoss[seed], s.entryPerformance[seed], s.delta[seed] = nan, nan, nan
+	s.stageErrors[seed], s.stageTrials[seed] = 0, 0
+	switch {
+	case to == Germinated:
+		s.alpha[seed] = 0
+		s.trainingError[seed], s.basePerformance[seed], s.improvement[seed] = nan, nan, nan
+		s.performance[seed], s.stability[seed] = 0, 0
+		s.memory0[seed], s.memory1[seed] = 0, 0
+	case to == FineTuning:
+		s.alpha[seed] = 1
+	case to.Ended():
+		s.alpha[seed] = 0
+		s.embargoUntil[seed] = uint32(min(uint64(l.epoch)+uint64(l.config.Embargo), math.MaxUint32))
+	}
+	l.sealOne(seed)
+}
+
+// Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping [ErrTransition] when it is
+// not over, or [ErrEmbargo] when it ended too few epochs ago.
+func (l *Lattice) Recycle(seed int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkSeed("Recycle", seed); err != nil {
+		return err
+	}
+	s := l.seeds
+	if from := Stage(s.stage[seed]); !from.Ended() {
+		return fmt.Errorf("state.Recycle: %w: seed %d is %v, want Culled, Cancelled or RolledBack", ErrTransition, seed, from)
+	}
+	if until := s.embargoUntil[seed]; l.epoch < until {
+		return fmt.Errorf("state.Recycle: %w: seed %d is %v until epoch %d, and this is epoch %d", ErrEmbargo, seed,
+			Stage(s.stage[seed]), until, l.epoch)
+	}
+	s.slot[seed], s.kind[seed], s.strategy[seed] = 0, 0, 0
+	l.enter(seed, Dormant)
+	return nil
+}
+
+// SetAlpha sets a seed's α, for grafting by hand. Stages Grafting, Stabilization and Evaluating blend with it; the other
+// stages have an α of their own. In stage Grafting the seed's strategy goes on from there. It returns an error when alpha
+// is not in [0, 1].
+func (l *Lattice) SetAlpha(seed int, alpha float64) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkSeed("SetAlpha", seed); err != nil {
+		return err
+	}
+	if !(alpha >= 0 && alpha <= 1) {
+		return fmt.Errorf("state.SetAlpha: %w: seed %d: alpha is %v, want a number from 0 to 1", ErrArgument, seed, alpha)
+	}
+	l.seeds.alpha[seed] = float32(alpha)
+	l.seeds.lastUpdate[seed] = l.epoch
+	l.sealOne(seed)
+	return nil
+}
+
+// evidence gathers what the gates judge a seed by.
+func (l *Lattice) evidence(seed int) Evidence {
+	s := l.seeds
+	e := Evidence{
+		Epochs:        int(s.epochsInStage[seed]),
+		TrainingError: s.trainingError[seed],
+		LossFalling:   l.loss < s.entryLoss[seed],
+		GradientsLive: s.gradNorm[seed] > 0 && finite(float64(s.gradNorm[seed])),
+		Delta:         s.delta[seed],
+		Improvement:   s.improvement[seed],
+		Stability:     Float16(s.stability[seed]).Float64(),
+		Errors:        int(s.stageErrors[seed]),
+	}
+	if s.stageTrials[seed] > 0 {
+		e.ErrorRate = float64(s.stageErrors[seed]) / float64(s.stageTrials[seed])
+	}
+	return e
+}

@@ -1,0 +1,427 @@
+package state
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"math"
+	"reflect"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// image is all that a saved lattice holds.
+type image struct {
+	n, hidden  int
+	config     config
+	epoch      uint32
+	step       uint64
+	loss       float64
+	strategies []Strategy
+	seeds      *seedState
+}
+
+// header is the part of a saved lattice that is not an array of one element per seed, as JSON.
+type header struct {
+	Schema     int             `json:"schema"`
+	Seeds      int             `json:"seeds"`
+	Hidden     int             `json:"hidden"`
+	Epoch      uint32          `json:"epoch"`
+	Step       uint64          `json:"step"`
+	Loss       float64         `json:"loss"`
+	Config     config          `json:"config"`
+	Strategies []savedStrategy `json:"strategies"`
+	Kinds      []string        `json:"kinds"`  // names of the blueprint kinds by number
+	Fields     []savedField    `json:"fields"` // the arrays that follow; the last is the checksums
+}
+
+type savedField struct {
+	Name string `json:"name"`
+	Type string `json:"type"`
+}
+
+const crcName = "crc32"
+
+func (l *Lattice) header() (header, error) {
+	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Config: l.config}
+	for _, s := range l.strategies {
+		saved, err := saveStrategy(s)
+		if err != nil {
+			return header{}, err
+		}
+		h.Strategies = append(h.Strategies, saved)
+	}
+	for k := range blueprints.Kinds() {
+		h.Kinds = append(h.Kinds, blueprints.Kind(k).String())
+	}
+	for _, c := range l.seeds.saved() {
+		h.Fields = append(h.Fields, savedField{c.name, c.typ()})
+	}
+	return h, nil
+}
+
+// saved lists the fields that are saved: all, the checksums last.
+func (s *seedState) saved() []column { return append(s.columns(), column{crcName, &s.crc}) }
+
+// The binary form is the head and the arrays, one behind the other. The head is the magic number, the header's length and
+// checksum (uint32, little endian), and the header.
+const (
+	magic  = "KASMINA\n"
+	prefix = len(magic) + 8
+)
+
+// head returns the head of the lattice's binary form, with room for more bytes behind it.
+func (l *Lattice) head(more int) ([]byte, error) {
+	if l.n == 0 {
+		return nil, fmt.Errorf("%w: the lattice has no seeds", ErrArgument)
+	}
+	h, err := l.header()
+	if err != nil {
+		return nil, err
+	}
+	text, err := json.Marshal(h)
+	if err != nil {
+		return nil, err
+	}
+	head := make([]byte, 0, prefix+len(text)+more)
+	head = append(head, magic...)
+	head = binary.LittleEndian.AppendUint32(head, uint32(len(text)))
+	head = binary.LittleEndian.AppendUint32(head, crc32.ChecksumIEEE(text))
+	return append(head, text...), nil
+}
+
+// parseHead returns the header at the beginning of data, and what follows it.
+func parseHead(data []byte) (h *header, rest []byte, err error) {
+	if len(data) < prefix || string(data[:len(magic)]) != magic {
+		return nil, nil, fmt.Errorf("%w: the data does not begin with %q", ErrCorrupt, magic)
+	}
+	size, sum := binary.LittleEndian.Uint32(data[len(magic):]), binary.LittleEndian.Uint32(data[len(magic)+4:])
+	rest = data[prefix:]
+	if uint64(len(rest)) < uint64(size) {
+		return nil, nil, fmt.Errorf("%w: the header should have %d bytes, but only %d follow", ErrCorrupt, size, len(rest))
+	}
+	if crc32.ChecksumIEEE(rest[:size]) != sum {
+		return nil, nil, fmt.Errorf("%w: the header does not match its checksum", ErrCorrupt)
+	}
+	h, err = parseHeader(rest[:size])
+	return h, rest[size:], err
+}
+
+// MarshalBinary returns the lattice's complete state. It implements [encoding.BinaryMarshaler].
+func (l *Lattice) MarshalBinary() ([]byte, error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	var saved []column
+	if l.n > 0 {
+		saved = l.seeds.saved()
+	}
+	data, err := l.head(l.n * rowWidth(saved))
+	if err != nil {
+		return nil, fmt.Errorf("state.MarshalBinary: %w", err)
+	}
+	for _, c := range saved {
+		width, start := widths[c.typ()], len(data)
+		data = data[:start+l.n*width]
+		c.gather(data[start:], width, 0, l.n)
+	}
+	return data, nil
+}
+
+// UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that has seeds already must have
+// as many seeds and features. It returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is
+// damaged, or [ErrSchema] when a later version of this package wrote it; then nothing has changed.
+// It implements [encoding.BinaryUnmarshaler].
+func (l *Lattice) UnmarshalBinary(data []byte) error {
+	img, err := parse(data)
+	if err != nil {
+		return fmt.Errorf("state.UnmarshalBinary: %w", err)
+	}
+	return l.replace("UnmarshalBinary", img)
+}
+
+func (l *Lattice) replace(method string, img *image) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.n > 0 && (l.n != img.n || l.hidden != img.hidden) {
+		return fmt.Errorf("state.%s: %w: the saved lattice has %d seeds over %d features, this one %d over %d",
+			method, ErrArgument, img.n, img.hidden, l.n, l.hidden)
+	}
+	l.install(img)
+	return nil
+}
+
+func parse(data []byte) (*image, error) {
+	h, rest, err := parseHead(data)
+	if err != nil {
+		return nil, err
+	}
+	stored, err := h.columns()
+	if err != nil {
+		return nil, err
+	}
+	if want := uint64(h.Seeds) * uint64(rowWidth(stored)); uint64(len(rest)) != want {
+		return nil, fmt.Errorf("%w: %d seeds take %d bytes, but %d follow the header", ErrCorrupt, h.Seeds, want, len(rest))
+	}
+	for _, c := range stored {
+		width := widths[c.typ()]
+		c.make(h.Seeds)
+		c.scatter(rest, width, 0, h.Seeds)
+		rest = rest[h.Seeds*width:]
+	}
+	return h.image(stored)
+}
+
+func parseHeader(head []byte) (*header, error) {
+	var version struct {
+		Schema int `json:"schema"`
+	}
+	if err := json.Unmarshal(head, &version); err != nil {
+		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
+	}
+	if version.Schema > Schema {
+		return nil, fmt.Errorf("%w: the data has version %d, and this program reads up to %d", ErrSchema, version.Schema, Schema)
+	}
+	h := &header{}
+	if err := json.Unmarshal(head, h); err != nil {
+		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
+	}
+	if h.Seeds < 1 || uint64(h.Seeds) > math.MaxUint32 || h.Hidden < 1 || h.Hidden%h.Seeds != 0 {
+		return nil, fmt.Errorf("%w: header: %d seeds over %d features", ErrCorrupt, h.Seeds, h.Hidden)
+	}
+	return h, nil
+}
+
+// columns returns empty columns of the types that the header lists.
+func (h *header) columns() ([]column, error) {
+	var columns []column
+	for _, f := range h.Fields {
+		c := column{name: f.Name}
+		switch f.Type {
+		case "uint8":
+			c.array = new([]uint8)
+		case "uint16":
+			c.array = new([]uint16)
+		case "uint32":
+			c.array = new([]uint32)
+		case "uint64":
+			c.array = new([]uint64)
+		case "float32":
+			c.array = new([]float32)
+		case "float64":
+			c.array = new([]float64)
+		default:
+			return nil, fmt.Errorf("%w: header: field %q is of type %q", ErrCorrupt, f.Name, f.Type)
+		}
+		columns = append(columns, c)
+	}
+	last := savedField{}
+	if n := len(h.Fields); n > 0 {
+		last = h.Fields[n-1]
+	}
+	if last != (savedField{crcName, "uint32"}) {
+		return nil, fmt.Errorf("%w: header: the last field is %v, want the checksums", ErrCorrupt, last)
+	}
+	return columns, nil
+}
+
+// image checks what was read and puts it together. stored are the arrays as the header lists them, checksums last, and
+// become the image's own.
+func (h *header) image(stored []column) (*image, error) {
+	crc := *stored[len(stored)-1].array.(*[]uint32)
+	stored = stored[:len(stored)-1]
+	if err := checkSums(stored, crc); err != nil {
+		return nil, err
+	}
+	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, seeds: newSeedState(h.Seeds)}
+	if err := h.migrate(img.seeds, stored); err != nil {
+		return nil, err
+	}
+	for _, s := range h.Strategies {
+		strategy, err := s.load()
+		if err != nil {
+			return nil, err
+		}
+		img.strategies = append(img.strategies, strategy)
+	}
+	if err := h.Config.check(); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	if err := img.check(h.Kinds); err != nil {
+		return nil, err
+	}
+	copy(img.seeds.crc, crc)
+	if h.Schema < Schema {
+		sums := newChecksummer(img.seeds.columns())
+		sums.each(make([]byte, sealBlock*sums.stride), 0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
+	}
+	return img, nil
+}
+
+func checkSums(columns []column, crc []uint32) error {
+	first, bad := 0, 0
+	sums := newChecksummer(columns)
+	sums.each(make([]byte, sealBlock*sums.stride), 0, len(crc), func(seed int, sum uint32) {
+		if sum != crc[seed] {
+			if bad == 0 {
+				first = seed
+			}
+			bad++
+		}
+	})
+	if bad > 0 {
+		return fmt.Errorf("%w: seed %d does not match its checksum (%d of %d seeds do not)", ErrCorrupt, first, bad, len(crc))
+	}
+	return nil
+}
+
+// migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In data of an older one,
+// fields that it did not have keep the value of a new seed, and fields that are no more are dropped.
+func (h *header) migrate(s *seedState, stored []column) error {
+	byName := map[string]column{}
+	for _, c := range stored {
+		byName[c.name] = c
+	}
+	old, moved := h.Schema < Schema, 0
+	for _, c := range s.columns() {
+		from, ok := byName[c.name]
+		if c.name == "schema" && old {
+			continue
+		}
+		if ok && from.typ() == c.typ() {
+			reflect.ValueOf(c.array).Elem().Set(reflect.ValueOf(from.array).Elem())
+			moved++
+		} else if ok || !old {
+			return fmt.Errorf("%w: field %q is missing or not %s", ErrCorrupt, c.name, c.typ())
+		}
+	}
+	if !old && moved != len(stored) {
+		return fmt.Errorf("%w: %d fields are stored, want %d", ErrCorrupt, len(stored), moved)
+	}
+	return nil
+}
+
+func (c config) check() error {
+	if err := c.Thresholds.check(); err != nil {
+		return err
+	}
+	if err := c.Telemetry.check(); err != nil {
+		return err
+	}
+	for _, err := range []error{
+		inRange("embargo", c.Embargo, 0, math.MaxInt32), inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
+		inRange("slots", c.Slots, 0, math.MaxUint16+1), inRange("history", c.History, 0, 1<<16),
+	} {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// check returns an error unless the fields that others index with are in range, and the kinds in use mean the same to this
+// program as to the one that saved them, which had the given names for them.
+func (img *image) check(kinds []string) error {
+	s := img.seeds
+	for i, stage := range s.stage {
+		active := Stage(stage) != Dormant && s.slot[i] != 0
+		switch {
+		case Stage(stage) >= stages:
+			return fmt.Errorf("%w: seed %d: stage is %d", ErrCorrupt, i, stage)
+		case int(s.strategy[i]) >= len(img.strategies):
+			return fmt.Errorf("%w: seed %d: strategy is %d of %d", ErrCorrupt, i, s.strategy[i], len(img.strategies))
+		case !(s.alpha[i] >= 0 && s.alpha[i] <= 1):
+			return fmt.Errorf("%w: seed %d: α is %v", ErrCorrupt, i, s.alpha[i])
+		case s.schema[i] != Schema:
+			return fmt.Errorf("%w: seed %d: schema version is %d, want %d", ErrCorrupt, i, s.schema[i], Schema)
+		case active && (int(s.kind[i]) >= len(kinds) || blueprints.Kind(s.kind[i]).String() != kinds[s.kind[i]]):
+			name := "unnamed"
+			if int(s.kind[i]) < len(kinds) {
+				name = kinds[s.kind[i]]
+			}
+			return fmt.Errorf("%w: seed %d: its kind %d was %s when it was saved, and is %v now: register kinds in the same order",
+				ErrArgument, i, s.kind[i], name, blueprints.Kind(s.kind[i]))
+		}
+	}
+	return nil
+}
+
+// Array is one array of a lattice's state, for storage formats that hold named arrays.
+type Array struct {
+	Name  string
+	Shape []int
+	Data  any // []uint8, []uint16, []uint32, []uint64, []float32 or []float64
+}
+
+// headerName is the array that holds the header.
+const headerName = "header"
+
+// Arrays returns a copy of the lattice's complete state as named arrays: one for each field of the seeds, and "header", a
+// vector of bytes, with all else.
+func (l *Lattice) Arrays() ([]Array, error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	head, err := l.head(0)
+	if err != nil {
+		return nil, fmt.Errorf("state.Arrays: %w", err)
+	}
+	arrays := []Array{{headerName, []int{len(head)}, head}}
+	for _, c := range l.seeds.saved() {
+		copied := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}
+		copied.make(l.n)
+		data := reflect.ValueOf(copied.array).Elem()
+		reflect.Copy(data, reflect.ValueOf(c.array).Elem())
+		arrays = append(arrays, Array{c.name, []int{l.n}, data.Interface()})
+	}
+	return arrays, nil
+}
+
+// SetArrays replaces the lattice's contents by arrays as [Lattice.Arrays] returns them, in any order; the lattice does not
+// keep them. It returns an error as UnmarshalBinary does, and then nothing has changed.
+func (l *Lattice) SetArrays(arrays []Array) error {
+	img, err := fromArrays(arrays)
+	if err != nil {
+		return fmt.Errorf("state.SetArrays: %w", err)
+	}
+	return l.replace("SetArrays", img)
+}
+
+func fromArrays(arrays []Array) (*image, error) {
+	byName := map[string]any{}
+	for _, a := range arrays {
+		if _, twice := byName[a.Name]; twice {
+			return nil, fmt.Errorf("%w: array %q is there twice", ErrCorrupt, a.Name)
+		}
+		byName[a.Name] = a.Data
+	}
+	head, ok := byName[headerName].([]uint8)
+	if !ok {
+		return nil, fmt.Errorf("%w: array %q is missing or not []uint8", ErrCorrupt, headerName)
+	}
+	h, rest, err := parseHead(head)
+	if err != nil {
+		return nil, err
+	}
+	if len(rest) > 0 {
+		return nil, fmt.Errorf("%w: %d bytes follow the header in array %q", ErrCorrupt, len(rest), headerName)
+	}
+	if len(arrays) != len(h.Fields)+1 {
+		return nil, fmt.Errorf("%w: got %d arrays, want %d", ErrCorrupt, len(arrays), len(h.Fields)+1)
+	}
+	// Before anything is allocated: a header that promises more seeds than there are must not cost memory.
+	for _, f := range h.Fields {
+		data := reflect.ValueOf(byName[f.Name])
+		if !data.IsValid() || data.Type().String() != "[]"+f.Type || data.Len() != h.Seeds {
+			return nil, fmt.Errorf("%w: array %q is a %T, want %d elements of type %s", ErrCorrupt, f.Name, byName[f.Name], h.Seeds, f.Type)
+		}
+	}
+	stored, err := h.columns()
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range stored {
+		c.make(h.Seeds)
+		reflect.Copy(reflect.ValueOf(c.array).Elem(), reflect.ValueOf(byName[c.name]))
+	}
+	return h.image(stored)
+}

@@ -1,0 +1,162 @@
+package state
+
+import (
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// SeedReport is the logical view of one seed.
+type SeedReport struct {
+	Seed          int
+	Stage         Stage
+	Slot          int // 0: none
+	Kind          blueprints.Kind
+	Alpha         float64 // with which the output blends; in Training, where the output is x, with which the gradient does
+	EpochsInStage int
+	LastUpdate    int // epoch of the last change of stage or α
+	Performance   float64
+	Stability     float64
+	Drift         float64 // relative change of the chunk's running moments over the last epoch
+	Health        Health
+	Gradient      Gradient
+	NonFiniteX    int        // NaN and Inf seen in the activations since the lattice was made
+	NonFiniteG    int        // likewise in the gradient
+	Clips         int        // rows whose gradient was clipped since the lattice was made
+	Histogram     *Histogram // in mode Debug, in reports of History; otherwise nil
+}
+
+// Report is the logical view of a lattice.
+type Report struct {
+	Epoch     int // epochs that have ended
+	Step      int // passes with telemetry so far
+	Telemetry Telemetry
+	Seeds     []SeedReport
+}
+
+// Report returns the present state of all seeds, with the last figures measured of each.
+func (l *Lattice) Report() Report {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Seeds: make([]SeedReport, l.n)}
+	s := l.seeds
+	for i := range r.Seeds {
+		stage := Stage(s.stage[i])
+		r.Seeds[i] = SeedReport{
+			Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
+			Alpha:         float64(stage.weight(s.alpha[i])),
+			EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
+			Performance: single(s.performance, i), Stability: single(s.stability, i), Drift: float64(s.drift[i]),
+			Health:     s.health(i),
+			Gradient:   s.gradient(i),
+			NonFiniteX: int(s.nonFiniteX[i]), NonFiniteG: int(s.nonFiniteG[i]), Clips: int(s.clips[i]),
+		}
+	}
+	return r
+}
+
+func single(a []uint16, i int) float64 { return Float16(a[i]).Float64() }
+
+func (s *seedState) health(i int) Health {
+	return Health{
+		Variance: float64(s.variance[i]), Mean: single(s.mean, i), Min: single(s.lowest, i), Max: single(s.highest, i),
+		DeadRatio: float64(s.deadRatio[i]), SNR: single(s.snr, i),
+	}
+}
+
+func (s *seedState) gradient(i int) Gradient {
+	return Gradient{Norm: float64(s.gradNorm[i]), Variance: single(s.gradVariance, i), Max: single(s.gradMax, i)}
+}
+
+// ring keeps the telemetry of the last passes in the form in which it is transported: one array per field, normal figures
+// and α as Float16. It is not saved with the lattice.
+type ring struct {
+	frames []frame // oldest first once full, from next on
+	next   int
+}
+
+type frame struct {
+	epoch      uint32
+	step       uint64 // the pass's
+	telemetry  Telemetry
+	stage      []uint8
+	slot       []uint16
+	kind       []uint8
+	alpha      []uint16
+	figures    seedState // health and gradient of the pass; the other fields stay empty
+	histograms []Histogram
+}
+
+// push adds the pass p, whose health the seeds have taken in, in place of the oldest one.
+func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
+	if l.config.History == 0 {
+		return
+	}
+	if len(r.frames) < l.config.History {
+		r.frames = append(r.frames, frame{})
+		r.next = len(r.frames) - 1
+	}
+	f, s := &r.frames[r.next], l.seeds
+	r.next = (r.next + 1) % l.config.History
+	f.epoch, f.step, f.telemetry = p.Epoch, p.Step, p.Telemetry
+	f.stage, f.slot, f.kind, f.alpha = f.stage[:0], f.slot[:0], f.kind[:0], f.alpha[:0]
+	for i, stage := range p.Stage {
+		f.stage = append(f.stage, uint8(stage))
+		f.slot = append(f.slot, p.Slot[i])
+		f.kind = append(f.kind, uint8(p.Kind[i]))
+		f.alpha = append(f.alpha, half(float64(p.Alpha[i])))
+	}
+	g := &f.figures
+	g.variance, g.deadRatio = append(g.variance[:0], s.variance...), append(g.deadRatio[:0], s.deadRatio...)
+	g.mean, g.snr = append(g.mean[:0], s.mean...), append(g.snr[:0], s.snr...)
+	g.lowest, g.highest = append(g.lowest[:0], s.lowest...), append(g.highest[:0], s.highest...)
+	f.copyGradient(s)
+	f.histograms = f.histograms[:0]
+	if p.Telemetry.Mode == Debug {
+		for i := range p.Stage {
+			var h Histogram
+			if m := sample(i).Histogram; m != nil {
+				h = *m
+			}
+			f.histograms = append(f.histograms, h)
+		}
+	}
+}
+
+func (f *frame) copyGradient(s *seedState) {
+	g := &f.figures
+	g.gradNorm = append(g.gradNorm[:0], s.gradNorm...)
+	g.gradVariance, g.gradMax = append(g.gradVariance[:0], s.gradVariance...), append(g.gradMax[:0], s.gradMax...)
+}
+
+// addGradient completes the frame of the pass p with the gradients that the seeds have taken in since.
+func (r *ring) addGradient(l *Lattice, p *Pass) {
+	if len(r.frames) == 0 {
+		return
+	}
+	if last := &r.frames[(r.next+len(r.frames)-1)%len(r.frames)]; last.step == p.Step {
+		last.copyGradient(l.seeds)
+	}
+}
+
+// History returns the reports of the last passes with telemetry, the oldest first, as many as [WithHistory] keeps. They
+// hold what is measured in a pass, and stage, slot, kind and α (as a [Float16]) at its start; the other fields are zero.
+func (l *Lattice) History() []Report {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	reports := make([]Report, 0, len(l.ring.frames))
+	for k := range l.ring.frames {
+		f := &l.ring.frames[(l.ring.next+k)%len(l.ring.frames)]
+		r := Report{Epoch: int(f.epoch), Step: int(f.step), Telemetry: f.telemetry, Seeds: make([]SeedReport, len(f.stage))}
+		for i := range r.Seeds {
+			r.Seeds[i] = SeedReport{
+				Seed: i, Stage: Stage(f.stage[i]), Slot: int(f.slot[i]), Kind: blueprints.Kind(f.kind[i]),
+				Alpha: single(f.alpha, i), Health: f.figures.health(i), Gradient: f.figures.gradient(i),
+			}
+			if len(f.histograms) > 0 {
+				h := f.histograms[i]
+				r.Seeds[i].Histogram = &h
+			}
+		}
+		reports = append(reports, r)
+	}
+	return reports
+}

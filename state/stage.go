@@ -1,0 +1,79 @@
+package state
+
+import "fmt"
+
+// Stage is where a seed stands in its life.
+type Stage uint8
+
+// The stages of a seed. y is the seed's output, x its input chunk, t its blueprint's transform.
+const (
+	Dormant       Stage = iota // y = x; the seed watches its chunk
+	Germinated                 // y = x; a blueprint has been chosen
+	Training                   // y = x; the blueprint learns as if it were blended in with α = 1, the host unaffected
+	Grafting                   // y = x + α(t(x) − x); the strategy moves α every epoch
+	Stabilization              // the same with α held
+	Evaluating                 // the same with α held and the blueprint frozen
+	FineTuning                 // y = t(x); the blueprint learns
+	Fossilized                 // y = t(x); the blueprint is frozen for good
+	Culled                     // y = x; the blueprint has failed
+	Cancelled                  // y = x; the blueprint was given up before it was blended in
+	RolledBack                 // y = x; the blueprint was taken out again
+
+	stages = iota
+)
+
+var stageNames = [stages]string{"Dormant", "Germinated", "Training", "Grafting", "Stabilization", "Evaluating",
+	"FineTuning", "Fossilized", "Culled", "Cancelled", "RolledBack"}
+
+// allowed[s] holds the stages that may follow s. From Culled, Cancelled and RolledBack only Lattice.Recycle leads on.
+var allowed = [stages][]Stage{
+	Dormant:       {Germinated},
+	Germinated:    {Training, Cancelled},
+	Training:      {Grafting, Culled, Cancelled},
+	Grafting:      {Stabilization, RolledBack},
+	Stabilization: {Evaluating, RolledBack},
+	Evaluating:    {FineTuning, Culled, RolledBack},
+	FineTuning:    {Fossilized, Culled, RolledBack},
+}
+
+// String returns the stage's name.
+func (s Stage) String() string {
+	if s < stages {
+		return stageNames[s]
+	}
+	return fmt.Sprintf("Stage(%d)", uint8(s))
+}
+
+// CanBecome reports whether the table of transitions leads from s to next.
+func (s Stage) CanBecome(next Stage) bool {
+	if s < stages {
+		for _, a := range allowed[s] {
+			if a == next {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Blends reports whether the output is x + α(t(x) − x), rather than x.
+func (s Stage) Blends() bool { return s >= Grafting && s <= Fossilized }
+
+// Learns reports whether weights and scale receive gradients.
+func (s Stage) Learns() bool {
+	return s == Training || s == Grafting || s == Stabilization || s == FineTuning
+}
+
+// Ended reports whether the blueprint's life is over, so that only recycling leads on.
+func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
+
+// weight is the α with which the arithmetic of the stage blends, given the seed's own.
+func (s Stage) weight(alpha float32) float32 {
+	switch s {
+	case Training, FineTuning, Fossilized:
+		return 1
+	case Grafting, Stabilization, Evaluating:
+		return alpha
+	}
+	return 0
+}

@@ -1,0 +1,141 @@
+package state
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"reflect"
+	"sync"
+)
+
+// Graft is what a strategy knows of a seed in stage Grafting when an epoch ends.
+type Graft struct {
+	Seed        int
+	Alpha       float64    // so far
+	Epochs      int        // in Grafting, the epoch that ends included: 1, 2, ...
+	Performance float64    // as last reported in Metrics
+	Drift       float64    // relative change of the chunk's running moments over the epoch
+	GradNorm    float64    // last gradient norm of the seed's chunk
+	Memory      [2]float32 // what the strategy returned last; zero when grafting begins. It is saved with the seed.
+}
+
+// Strategy decides how α rises while a seed is grafted. The lattice keeps α in [0, 1] and never lets it fall.
+//
+// The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back by the function that
+// [RegisterStrategy] has for the name.
+type Strategy interface {
+	Name() string
+	Check() error // whether the parameters make sense
+	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is where it shall end.
+	Advance(Graft) (alpha float64, memory [2]float32, done bool)
+}
+
+// Ramp is the curve of a [FixedRamp].
+type Ramp uint8
+
+// The ramps. f goes from 0 to 1.
+const (
+	Linear  Ramp = iota // f
+	Cosine              // (1 − cos πf)/2
+	Sigmoid             // the logistic function of 12f − 6, stretched to reach 0 and 1
+)
+
+// FixedRamp takes α from 0 to Target in the given number of epochs.
+type FixedRamp struct {
+	Ramp   Ramp    `json:"ramp"`
+	Epochs int     `json:"epochs"`
+	Target float64 `json:"target"`
+}
+
+// DefaultStrategy is the strategy of a germination request that names none.
+var DefaultStrategy Strategy = FixedRamp{Linear, 50, 1}
+
+// Name returns "FixedRamp".
+func (FixedRamp) Name() string { return "FixedRamp" }
+
+// Check returns an error unless Ramp is known, Epochs is positive and Target is in (0, 1].
+func (s FixedRamp) Check() error {
+	switch {
+	case s.Ramp > Sigmoid:
+		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
+	case s.Epochs < 1:
+		return fmt.Errorf("FixedRamp: Epochs is %d, want at least 1", s.Epochs)
+	case !(s.Target > 0 && s.Target <= 1):
+		return fmt.Errorf("FixedRamp: Target is %v, want a number above 0 and at most 1", s.Target)
+	}
+	return nil
+}
+
+// Advance returns Target times the ramp's height at g.Epochs/Epochs.
+func (s FixedRamp) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
+	f := min(1, float64(g.Epochs)/float64(s.Epochs))
+	switch s.Ramp {
+	case Cosine:
+		f = (1 - math.Cos(math.Pi*f)) / 2
+	case Sigmoid:
+		f = (1 + math.Tanh(6*f-3)/math.Tanh(3)) / 2
+	}
+	return s.Target * f, g.Memory, g.Epochs >= s.Epochs
+}
+
+var (
+	strategyMu sync.RWMutex
+	strategies = map[string]func([]byte) (Strategy, error){"FixedRamp": decode[FixedRamp]}
+)
+
+func decode[S Strategy](params []byte) (Strategy, error) {
+	var s S
+	if err := json.Unmarshal(params, &s); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// RegisterStrategy makes a strategy type known, so that lattices which use it can be loaded: S{}.Name() is its name, and
+// its JSON gives its parameters. It returns an error when S is a pointer or an interface, or the name is empty or taken.
+func RegisterStrategy[S Strategy]() error {
+	if t := reflect.TypeFor[S](); t.Kind() == reflect.Pointer || t.Kind() == reflect.Interface {
+		return fmt.Errorf("state.RegisterStrategy: %v is a %v, want a type that holds its parameters itself", t, t.Kind())
+	}
+	var s S
+	name := s.Name()
+	strategyMu.Lock()
+	defer strategyMu.Unlock()
+	if _, taken := strategies[name]; name == "" || taken {
+		return fmt.Errorf("state.RegisterStrategy: the name %q of %T is empty or taken", name, s)
+	}
+	strategies[name] = decode[S]
+	return nil
+}
+
+// savedStrategy is a strategy as it is stored.
+type savedStrategy struct {
+	Name   string          `json:"name"`
+	Params json.RawMessage `json:"params"`
+}
+
+func saveStrategy(s Strategy) (savedStrategy, error) {
+	strategyMu.RLock()
+	_, known := strategies[s.Name()]
+	strategyMu.RUnlock()
+	if !known {
+		return savedStrategy{}, fmt.Errorf("strategy %q (%T) is not known: register it with RegisterStrategy, so that the lattice can be loaded",
+			s.Name(), s)
+	}
+	params, err := json.Marshal(s)
+	return savedStrategy{s.Name(), params}, err
+}
+
+func (s savedStrategy) load() (Strategy, error) {
+	strategyMu.RLock()
+	decode, known := strategies[s.Name]
+	strategyMu.RUnlock()
+	if !known {
+		return nil, fmt.Errorf("strategy %q is not known: register it with RegisterStrategy", s.Name)
+	}
+	strategy, err := decode(s.Params)
+	if err != nil {
+		return nil, fmt.Errorf("strategy %q: %w", s.Name, err)
+	}
+	return strategy, strategy.Check()
+}

@@ -1,0 +1,296 @@
+package state
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// TelemetryMode says when figures are collected.
+type TelemetryMode uint8
+
+// The telemetry modes.
+const (
+	Production TelemetryMode = iota // every pass, every seed
+	Sampling                        // every n-th pass, or a share of the seeds, or both
+	Debug                           // as Production, with a histogram of every seed's activations
+	Off                             // nothing; NaN and Inf are still counted
+)
+
+var modeNames = [...]string{"Production", "Sampling", "Debug", "Off"}
+
+// String returns the mode's name.
+func (m TelemetryMode) String() string {
+	if int(m) < len(modeNames) {
+		return modeNames[m]
+	}
+	return fmt.Sprintf("TelemetryMode(%d)", uint8(m))
+}
+
+// Reduction says how the figures of a chunk's rows become those of the seed.
+type Reduction uint8
+
+// The reductions.
+const (
+	Hierarchical Reduction = iota // the exact figures over all rows × C elements, by merging partial moments
+	MeanOfRows                    // the average of the figures of the rows
+	MaxOfRows                     // the largest figure of any row
+)
+
+var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
+
+// String returns the reduction's name.
+func (r Reduction) String() string {
+	if int(r) < len(reductionNames) {
+		return reductionNames[r]
+	}
+	return fmt.Sprintf("Reduction(%d)", uint8(r))
+}
+
+// Telemetry configures what is measured.
+type Telemetry struct {
+	Mode      TelemetryMode `json:"mode"`
+	Reduction Reduction     `json:"reduction"`
+	Every     int           `json:"every"` // Sampling: measure every n-th pass; 0 and 1 mean every pass
+	Share     float64       `json:"share"` // Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
+}
+
+func (t Telemetry) check() error {
+	switch {
+	case int(t.Mode) >= len(modeNames):
+		return fmt.Errorf("telemetry Mode is %d, want Production, Sampling, Debug or Off", t.Mode)
+	case int(t.Reduction) >= len(reductionNames):
+		return fmt.Errorf("telemetry Reduction is %d, want Hierarchical, MeanOfRows or MaxOfRows", t.Reduction)
+	case t.Every < 0:
+		return fmt.Errorf("telemetry Every is %d, want at least 0", t.Every)
+	case !(t.Share >= 0 && t.Share <= 1):
+		return fmt.Errorf("telemetry Share is %v, want a number from 0 to 1", t.Share)
+	}
+	return nil
+}
+
+// watches reports whether a seed's figures are collected in the given pass. The sampled seeds of one pass are spread evenly
+// over the lattice, and move on by one share from pass to pass, so that all get their turn.
+func (t Telemetry) watches(seed int, step uint64) bool {
+	switch t.Mode {
+	case Off:
+		return false
+	case Sampling:
+		if t.Every > 1 && step%uint64(t.Every) != 0 {
+			return false
+		}
+		if t.Share > 0 && t.Share < 1 {
+			const unit = 1 << 32
+			share, turn := uint64(t.Share*unit), step/uint64(max(1, t.Every))
+			return (uint64(seed)+turn)*share%unit < share
+		}
+	}
+	return true
+}
+
+// SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and changes nothing, when a
+// field of t is out of range.
+func (l *Lattice) SetTelemetry(t Telemetry) error {
+	if err := t.check(); err != nil {
+		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.config.Telemetry = t
+	return nil
+}
+
+// Telemetry returns what is measured.
+func (l *Lattice) Telemetry() Telemetry {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.config.Telemetry
+}
+
+// Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are counted, not included.
+// In a [Report], Variance and DeadRatio have float32 precision and the others that of a [Float16].
+type Health struct {
+	Variance  float64 // mean squared deviation from the mean
+	Mean      float64
+	Min, Max  float64
+	DeadRatio float64 // share of elements with |x| < ε
+	SNR       float64 // signal-to-noise ratio |mean|/sqrt(variance + ε)
+}
+
+// Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In a [Report], Norm has
+// float32 precision and the others that of a [Float16].
+type Gradient struct {
+	Norm     float64 // square root of the sum of squares
+	Variance float64
+	Max      float64 // largest magnitude
+}
+
+// Moments sum up numbers: how many, their mean, and the mean squared deviation from it.
+type Moments struct{ Count, Mean, Variance float64 }
+
+// merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+// Algorithm for Computing Sample Variances", 1979).
+func (m Moments) merge(n Moments) Moments {
+	if n.Count == 0 {
+		return m
+	}
+	if m.Count == 0 {
+		return n
+	}
+	count := m.Count + n.Count
+	f, d := n.Count/count, n.Mean-m.Mean
+	return Moments{count, m.Mean + d*f, m.Variance*(1-f) + n.Variance*f + d*d*f*(1-f)}
+}
+
+// HistogramBins is the length of a histogram of activations. Bin i counts the elements with 2^(i−24) ≤ |x| < 2^(i−23);
+// bin 0 also holds all smaller ones and the last bin all larger ones.
+const HistogramBins = 40
+
+// Histogram counts elements by their magnitude; see [HistogramBins].
+type Histogram [HistogramBins]uint32
+
+// HealthSample is what a forward pass has measured of one seed.
+type HealthSample struct {
+	Health    Health     // reduced as Pass.Telemetry says
+	Moments   Moments    // of all finite elements, whatever the reduction; Count 0 when not measured
+	NonFinite int        // elements that are NaN or Inf
+	Histogram *Histogram // in mode Debug; nil otherwise. It is copied.
+}
+
+// GradientSample is what a backward pass has measured of one seed.
+type GradientSample struct {
+	Gradient  Gradient // reduced as Pass.Telemetry says
+	Norms     Moments  // of the rows' gradient norms; Count 0 when not measured
+	NonFinite int
+	Clipped   int // rows whose gradient was clipped
+}
+
+// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice: a copy, taken at the start of
+// the forward pass, that later commands do not change. Slices have one element for each seed. It is for those who execute
+// the layer; the others use [Lattice.Report].
+type Pass struct {
+	Record    bool      // whether the passes leave their figures in the lattice
+	Telemetry Telemetry // in force at the start
+	Epoch     uint32
+	Step      uint64
+	Stage     []Stage
+	Slot      []uint16
+	Kind      []blueprints.Kind
+	Alpha     []float32 // with which the stage blends: 1 where the stage says so, whatever the seed's own
+	Watch     []bool    // whether the figures of this pass are reported
+	Input     []Moments // of the chunk in the pass before this one; Count 0 when there was none
+	Norms     []Moments // running moments of the chunk's gradient norm over rows
+}
+
+// Begin fills p for a forward pass that starts now, reusing p's memory. With record set, the passes will be given to
+// [Lattice.RecordHealth] and [Lattice.RecordGradient], so p.Watch says which seeds to measure; otherwise it is false for all.
+func (l *Lattice) Begin(p *Pass, record bool) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	s, n := l.seeds, l.n
+	if len(p.Stage) != n {
+		*p = Pass{
+			Stage: make([]Stage, n), Slot: make([]uint16, n), Kind: make([]blueprints.Kind, n), Alpha: make([]float32, n),
+			Watch: make([]bool, n), Input: make([]Moments, n), Norms: make([]Moments, n),
+		}
+	}
+	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step
+	for i := range n {
+		stage := Stage(s.stage[i])
+		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
+		p.Alpha[i] = stage.weight(s.alpha[i])
+		p.Watch[i] = record && p.Telemetry.watches(i, p.Step)
+		p.Input[i] = Moments{s.stepCount[i], s.stepMean[i], s.stepVariance[i]}
+		p.Norms[i] = Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}
+	}
+}
+
+// RecordHealth takes in what the forward pass p has measured: sample is called for every seed, from several goroutines at
+// once. Non-finite elements are counted always, the rest only when p records.
+func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkPass("RecordHealth", p); err != nil {
+		return err
+	}
+	if p.Record {
+		l.step++
+	}
+	l.mutate(256, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			h := sample(i)
+			l.seeds.nonFiniteX[i] = addSaturating(l.seeds.nonFiniteX[i], h.NonFinite)
+			if p.Record && h.Moments.Count > 0 {
+				l.seeds.takeHealth(i, &h, p.Watch[i])
+			}
+		}
+	})
+	if p.Record && p.Telemetry.Mode != Off {
+		l.ring.push(l, p, sample)
+	}
+	return nil
+}
+
+func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
+	m := h.Moments
+	s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
+	run := Moments{s.runCount[i], s.runMean[i], s.runVariance[i]}.merge(m)
+	s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
+	if watched {
+		s.variance[i], s.deadRatio[i] = float32(h.Health.Variance), float32(h.Health.DeadRatio)
+		s.mean[i], s.snr[i] = half(h.Health.Mean), half(h.Health.SNR)
+		s.lowest[i], s.highest[i] = half(h.Health.Min), half(h.Health.Max)
+	}
+}
+
+// RecordGradient takes in what the backward pass that belongs to p has measured, as [Lattice.RecordHealth] does.
+func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkPass("RecordGradient", p); err != nil {
+		return err
+	}
+	l.mutate(256, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			g := sample(i)
+			l.seeds.nonFiniteG[i] = addSaturating(l.seeds.nonFiniteG[i], g.NonFinite)
+			if p.Record {
+				l.seeds.takeGradient(i, &g, p.Watch[i])
+			}
+		}
+	})
+	if p.Record {
+		l.ring.addGradient(l, p)
+	}
+	return nil
+}
+
+func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
+	s.clips[i] += uint64(g.Clipped)
+	m := Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}.merge(g.Norms)
+	s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
+	if watched && g.Norms.Count > 0 {
+		s.gradNorm[i] = float32(g.Gradient.Norm)
+		s.gradVariance[i], s.gradMax[i] = half(g.Gradient.Variance), half(g.Gradient.Max)
+	}
+}
+
+func half(v float64) uint16 { return uint16(NewFloat16(v)) }
+
+func (l *Lattice) checkPass(method string, p *Pass) error {
+	if p == nil || l.n == 0 || len(p.Stage) != l.n {
+		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds", method, ErrArgument, l.n)
+	}
+	return nil
+}
+
+// drift is the relative change of a chunk's moments: the change of its root mean square or of its mean, whichever is
+// larger, relative to the former root mean square.
+func drift(mean0, variance0, mean1, variance1 float64) float64 {
+	rms0, rms1 := math.Sqrt(mean0*mean0+variance0), math.Sqrt(mean1*mean1+variance1)
+	if rms0 == 0 {
+		return 0
+	}
+	return math.Max(math.Abs(rms1-rms0), math.Abs(mean1-mean0)) / rms0
+}
