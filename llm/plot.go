@@ -7,11 +7,13 @@ import (
 	"math"
 	"os"
 	"slices"
+	"strconv"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
+	"gonum.org/v1/plot/vg/draw"
 )
 
 // CurveOption changes how LossCurve draws.
@@ -31,6 +33,15 @@ func LossCurve(path, logPath string, options ...CurveOption) Callback {
 	for _, o := range options {
 		o(&c)
 	}
+	return c.callback(path, logPath)
+}
+
+type lossCurve struct {
+	train, heldOut curve
+	logSteps       bool
+}
+
+func (c *lossCurve) callback(path, logPath string) Callback {
 	return func(e Event) (err error) {
 		switch e.Kind {
 		case RunStart:
@@ -50,11 +61,6 @@ func LossCurve(path, logPath string, options ...CurveOption) Callback {
 		}
 		return nil
 	}
-}
-
-type lossCurve struct {
-	train, heldOut curve
-	logSteps       bool
 }
 
 // restore takes the points of earlier runs from the log.
@@ -87,9 +93,9 @@ func (c *lossCurve) rewind(step int) {
 // A curve holds losses in bits by step.
 type curve struct{ plotter.XYs }
 
-// add appends a loss in nats, unless that cannot be drawn.
+// add appends a loss in nats, unless it is NaN or so large that the axis could not show any other.
 func (c *curve) add(step int, loss float64) {
-	if !math.IsNaN(loss) && !math.IsInf(loss, 0) {
+	if math.Abs(loss) < 1e6 {
 		c.XYs = append(c.XYs, plotter.XY{X: float64(step), Y: loss / math.Ln2})
 	}
 }
@@ -102,8 +108,8 @@ func (c *curve) rewind(step int) {
 	c.XYs = c.XYs[:n]
 }
 
-// smoothed returns the means over a centred window of about 4 % of the points, which does not lag behind as a running
-// mean would.
+// smoothed returns the means over a centred window of about 4 % of the points, which do not lag behind as a running mean
+// does. At the start, where the loss falls fast, the window shrinks on both sides; at the end it loses its right side.
 func (c *curve) smoothed() plotter.XYs {
 	sums := make([]float64, len(c.XYs)+1)
 	for i, p := range c.XYs {
@@ -111,9 +117,8 @@ func (c *curve) smoothed() plotter.XYs {
 	}
 	smooth := make(plotter.XYs, len(c.XYs))
 	for i, p := range c.XYs {
-		// Near the ends the window shrinks on both sides, so that it stays centred.
-		half := min(len(c.XYs)/50, i, len(c.XYs)-1-i)
-		lo, hi := i-half, i+half+1
+		half := min(len(c.XYs)/50, i)
+		lo, hi := i-half, min(i+half+1, len(c.XYs))
 		smooth[i] = plotter.XY{X: p.X, Y: (sums[hi] - sums[lo]) / float64(hi-lo)}
 	}
 	return smooth
@@ -159,7 +164,9 @@ func newPlot() *plot.Plot {
 	p.Y.Label.Text = "bits per token"
 	p.Title.Padding = vg.Points(6)
 	p.X.Label.Padding, p.Y.Label.Padding = vg.Points(6), vg.Points(6)
+	p.X.Tick.Marker, p.Y.Tick.Marker = plot.TickerFunc(roundTicks), plot.TickerFunc(roundTicks)
 	p.Legend.Top = true
+	p.Legend.Padding = vg.Points(3)
 	p.Legend.XOffs, p.Legend.YOffs = vg.Points(-8), vg.Points(-8)
 	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle, &p.X.Label.TextStyle, &p.Y.Label.TextStyle,
 		&p.X.Tick.Label, &p.Y.Tick.Label} {
@@ -169,6 +176,24 @@ func newPlot() *plot.Plot {
 	grid.Vertical.Color, grid.Horizontal.Color = gridColor, gridColor
 	p.Add(grid)
 	return p
+}
+
+// roundTicks returns the multiples of 1, 2 or 5 times a power of ten of which five to thirteen lie between lo and hi.
+func roundTicks(lo, hi float64) (ticks []plot.Tick) {
+	unit := math.Pow(10, math.Floor(math.Log10((hi-lo)/5)))
+	step := unit
+	for _, multiple := range []float64{2, 5} {
+		if multiple*unit <= (hi-lo)/5 {
+			step = multiple * unit
+		}
+	}
+	first := math.Ceil(lo / step)
+	// Counted from 0: first + 1 may equal first when lo and hi are very close.
+	for i := 0.0; i <= math.Floor(hi/step)-first; i++ {
+		value := (first + i) * step
+		ticks = append(ticks, plot.Tick{Value: value, Label: strconv.FormatFloat(value, 'g', 6, 64)})
+	}
+	return ticks
 }
 
 // draw writes the picture. Without any points there is nothing to see, and no file.
@@ -199,7 +224,7 @@ func (c *lossCurve) draw(path string) error {
 			return err
 		}
 		line.Color, line.Width = l.color, l.width
-		dots.Color, dots.Radius = l.color, vg.Points(2)
+		dots.Color, dots.Radius, dots.Shape = l.color, vg.Points(2.5), draw.CircleGlyph{}
 		p.Add(line)
 		p.Legend.Add(l.name, line)
 		if l.dots {
@@ -207,7 +232,7 @@ func (c *lossCurve) draw(path string) error {
 		}
 	}
 	if c.logSteps {
-		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{}
+		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
 		p.X.Min, p.X.Max = 1, max(p.X.Max, 10) // also when there is no point, or only one, that has a logarithm
 	}
 	return writePNG(p, path)

@@ -28,14 +28,15 @@ func Progress(w io.Writer) Callback {
 const (
 	redrawEvery = 100 * time.Millisecond
 	lineEvery   = 10 * time.Second
-	barWidth    = 20
+	lineWidth   = 79
 )
 
 type progress struct {
 	w        io.Writer
 	terminal bool
 	start    int           // step at which this process began
-	drawn    time.Duration // Elapsed when the bar was last drawn
+	step     int           // step of the bar that was last drawn
+	drawn    time.Duration // Elapsed of the same
 	width    int           // characters of the bar that stands on the terminal's current line
 	err      error         // first failure to write
 }
@@ -52,7 +53,7 @@ func isTerminal(w io.Writer) bool {
 func (p *progress) event(e Event) {
 	switch e.Kind {
 	case RunStart:
-		p.start, p.drawn, p.width = e.Step, 0, 0
+		p.start, p.step, p.drawn, p.width = e.Step, -1, 0, 0
 		from := ""
 		if e.Step > 0 {
 			from = fmt.Sprintf(" from step %d", e.Step)
@@ -71,10 +72,12 @@ func (p *progress) event(e Event) {
 	case Sampled:
 		p.line(printable(e.Text))
 	case RunEnd:
-		p.draw(e)
 		if p.terminal {
+			p.draw(e)
 			p.write("\n")
 			p.width = 0
+		} else if p.step != e.Step {
+			p.draw(e)
 		}
 		if e.Err != nil {
 			p.line(fmt.Sprintf("stopped after step %d: %v", e.Step, e.Err))
@@ -84,7 +87,7 @@ func (p *progress) event(e Event) {
 
 // draw shows the bar.
 func (p *progress) draw(e Event) {
-	p.drawn = e.Elapsed
+	p.step, p.drawn = e.Step, e.Elapsed
 	if p.terminal {
 		p.write("\r" + p.padded(p.bar(e)))
 	} else {
@@ -115,28 +118,31 @@ func (p *progress) write(s string) {
 	}
 }
 
-// bar returns for instance "[=====>    ] 120/400  loss 2.345  12.3k tok/s  0:42 left  val 3.123 bpb". Both rates are means
+// bar returns for instance "[=====>    ] 120/400  loss 2.3450  12.3k tok/s  0:42 left  val 3.123 bpb". Both rates are means
 // over the run, so that the time left allows for evaluations still to come.
 func (p *progress) bar(e Event) string {
-	var b strings.Builder
-	done := barWidth * min(e.Step, e.Steps) / max(e.Steps, 1)
-	b.WriteByte('[')
-	b.WriteString(strings.Repeat("=", done))
-	if done < barWidth {
-		b.WriteString(">" + strings.Repeat(" ", barWidth-done-1))
-	}
-	fmt.Fprintf(&b, "] %d/%d", e.Step, e.Steps)
+	figures := fmt.Sprintf("%d/%d", e.Step, e.Steps)
 	if steps := e.Step - p.start; steps > 0 {
-		fmt.Fprintf(&b, "  loss %.4f", e.Loss)
+		figures += fmt.Sprintf("  loss %.4f", e.Loss)
 		if seconds := e.Elapsed.Seconds(); seconds > 0 {
 			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
-			fmt.Fprintf(&b, "  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds), clock(left))
+			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds), clock(left))
 		}
 	}
 	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
-		fmt.Fprintf(&b, "  val %.3f bpb", e.ValBPB)
+		figures += fmt.Sprintf("  val %.3f bpb", e.ValBPB)
 	}
-	return b.String()
+	// The bar takes the room that is left: a line that a terminal wraps cannot be redrawn.
+	width := min(20, lineWidth-len("[] ")-len(figures))
+	if width < 1 {
+		return figures[:min(len(figures), lineWidth)]
+	}
+	done := max(0, min(width, int(float64(width)*float64(e.Step)/float64(max(e.Steps, 1)))))
+	bar := strings.Repeat("=", done)
+	if done < width {
+		bar += ">" + strings.Repeat(" ", width-done-1)
+	}
+	return "[" + bar + "] " + figures
 }
 
 // rate returns a number with three digits or four, such as 950, 12.3k or 1.20M.

@@ -1,0 +1,204 @@
+package llm
+
+import (
+	"errors"
+	"image"
+	"image/png"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"gonum.org/v1/plot/plotter"
+)
+
+func decodePNG(t testing.TB, path string) image.Image {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	picture, err := png.Decode(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return picture
+}
+
+// pixels counts the pixels of a color.
+func pixels(picture image.Image, c interface{ RGBA() (r, g, b, a uint32) }) (n int) {
+	r, g, b, _ := c.RGBA()
+	for y := range picture.Bounds().Dy() {
+		for x := range picture.Bounds().Dx() {
+			if pr, pg, pb, _ := picture.At(x, y).RGBA(); pr == r && pg == g && pb == b {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+func TestLossCurve(t *testing.T) {
+	for name, options := range map[string][]CurveOption{"linear": nil, "logarithmic": {WithLogSteps()}} {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "loss.png")
+		send(t, LossCurve(path, "", options...), run(0, 100)...)
+		picture := decodePNG(t, path)
+		if size := picture.Bounds().Size(); size.X < 600 || size.Y < 400 {
+			t.Errorf("%s: the picture has %v pixels", name, size)
+		}
+		if train, held := pixels(picture, trainColor), pixels(picture, heldOutColor); train < 200 || held < 200 {
+			t.Errorf("%s: %d pixels of the training loss, %d of the held-out one", name, train, held)
+		}
+		if files, _ := os.ReadDir(dir); len(files) != 1 {
+			t.Errorf("%s: besides the picture there is %v", name, files)
+		}
+	}
+}
+
+// Losses that are not numbers, steps at 0, one point, none: a run must not die of its picture.
+func TestLossCurveTakesAnyLosses(t *testing.T) {
+	nan, inf := math.NaN(), math.Inf(1)
+	for name, losses := range map[string][]float64{
+		"none": {}, "one": {3}, "equal": {3, 3, 3}, "all bad": {nan, inf}, "some bad": {5, nan, 4, inf, 3},
+		"nearly equal": {3, math.Nextafter(3, 4), 3}, "large, nearly equal": {999999, math.Nextafter(999999, 0)},
+		"huge": {1e308, -1e308, 1e300, 5}, "tiny": {5e-324, 0}, "negative": {-1, -2},
+	} {
+		for _, options := range [][]CurveOption{nil, {WithLogSteps()}} {
+			for _, from := range []int{0, 7} {
+				path := filepath.Join(t.TempDir(), "loss.png")
+				c := LossCurve(path, "", options...)
+				send(t, c, Event{Kind: RunStart, Step: from}, Event{Kind: EvalEnd, Step: from, ValLoss: nan})
+				for i, loss := range losses {
+					send(t, c, Event{Kind: EvalEnd, Step: from + i, ValLoss: loss}, Event{Kind: StepEnd, Step: from + i + 1, Loss: loss})
+				}
+				send(t, c, Event{Kind: RunEnd, Step: from + len(losses)})
+				if _, err := os.Stat(path); err == nil {
+					decodePNG(t, path)
+				} else if name != "none" && name != "all bad" {
+					t.Errorf("%s: %v", name, err)
+				}
+			}
+		}
+	}
+}
+
+// A run that was killed at step 15, resumed from its checkpoint at 10, has the curve of a run that was never stopped.
+func TestLossCurveResumes(t *testing.T) {
+	dir := t.TempDir()
+	log := filepath.Join(dir, "log.jsonl")
+	for _, logFirst := range []bool{true, false} {
+		os.Remove(log)
+		send(t, JSONLog(log), run(0, 8)...) // an older run that was begun anew
+		killed := run(0, 20)
+		for i := range killed {
+			if killed[i].Step > 10 {
+				killed[i].Loss, killed[i].ValLoss = 99, 99 // what is replaced must not be seen
+			}
+		}
+		for i, e := range killed {
+			if e.Step == 16 {
+				killed = killed[:i]
+				break
+			}
+		}
+		write := JSONLog(log)
+		send(t, write, killed...)
+		send(t, write, Event{Kind: RunEnd, Step: 15})
+
+		var c lossCurve
+		draw, write := c.callback(filepath.Join(dir, "loss.png"), log), JSONLog(log)
+		for _, e := range run(10, 20) {
+			if logFirst {
+				send(t, write, e)
+				send(t, draw, e)
+			} else {
+				send(t, draw, e)
+				send(t, write, e)
+			}
+		}
+		var straight lossCurve
+		send(t, straight.callback(filepath.Join(dir, "straight.png"), ""), run(0, 20)...)
+		if !slices.Equal(c.train.XYs, straight.train.XYs) || !slices.Equal(c.heldOut.XYs, straight.heldOut.XYs) {
+			t.Errorf("log first %t: resumed %v, %v\nstraight %v, %v", logFirst, c.train, c.heldOut, straight.train, straight.heldOut)
+		}
+	}
+}
+
+func TestLossCurveReportsWhereItFails(t *testing.T) {
+	c := LossCurve(filepath.Join(t.TempDir(), "missing", "loss.png"), "")
+	err := c(Event{Kind: EvalEnd, Step: 1, ValLoss: 1})
+	if !errors.Is(err, os.ErrNotExist) || !strings.HasPrefix(err.Error(), "llm: LossCurve: ") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestRoundTicks(t *testing.T) {
+	for _, c := range []struct {
+		lo, hi float64
+		want   string
+	}{
+		{0, 3000, "0 500 1000 1500 2000 2500 3000"}, {1.4, 9.2, "2 3 4 5 6 7 8 9"}, {2.31, 2.52, "2.32 2.34 2.36 2.38 2.4 2.42 2.44 2.46 2.48 2.5 2.52"},
+		{-1, 1, "-1 -0.8 -0.6 -0.4 -0.2 0 0.2 0.4 0.6 0.8 1"},
+	} {
+		var got []string
+		for _, tick := range roundTicks(c.lo, c.hi) {
+			got = append(got, tick.Label)
+		}
+		if strings.Join(got, " ") != c.want {
+			t.Errorf("from %v to %v: %q, want %q", c.lo, c.hi, strings.Join(got, " "), c.want)
+		}
+	}
+	r := newRand(t)
+	for range 1000 {
+		lo := r.NormFloat64() * math.Pow(10, float64(r.IntN(12)-6))
+		hi := lo + r.ExpFloat64()*math.Pow(10, float64(r.IntN(12)-6))
+		if n := len(roundTicks(lo, hi)); n < 4 || n > 13 {
+			t.Errorf("%d ticks from %v to %v", n, lo, hi)
+		}
+	}
+}
+
+func TestThinnedKeepsTheExtremes(t *testing.T) {
+	r := newRand(t)
+	points := make(plotter.XYs, 2*maxDrawn+r.IntN(5*maxDrawn))
+	for i := range points {
+		points[i] = plotter.XY{X: float64(i), Y: r.NormFloat64()}
+	}
+	spike := r.IntN(len(points))
+	points[spike].Y = 1e6
+	thin := thinned(points)
+	if len(thin) > maxDrawn || !slices.Contains(thin, points[spike]) {
+		t.Errorf("%d points, spike kept: %t", len(thin), slices.Contains(thin, points[spike]))
+	}
+	if !slices.IsSortedFunc(thin, func(a, b plotter.XY) int { return int(a.X - b.X) }) {
+		t.Error("the points are out of order")
+	}
+}
+
+func TestSmoothedIsTheCentredMean(t *testing.T) {
+	r := newRand(t)
+	var c curve
+	for i := range 500 {
+		c.add(i, 3+0.01*float64(i)) // a straight line is its own centred mean
+	}
+	for i, p := range c.smoothed()[:490] {
+		if p.X != c.XYs[i].X || math.Abs(p.Y-c.XYs[i].Y) > 1e-9 {
+			t.Fatalf("point %d of a straight line becomes %v, was %v", i, p, c.XYs[i])
+		}
+	}
+	c = curve{}
+	for i := range 5000 {
+		c.add(i, r.NormFloat64())
+	}
+	late, variance := c.smoothed()[500:], 0.0
+	for _, p := range late {
+		variance += p.Y * p.Y * math.Ln2 * math.Ln2 / float64(len(late))
+	}
+	if variance > 0.03 { // 1/201 and its scatter
+		t.Errorf("noise of variance 1 keeps a variance of %v", variance)
+	}
+}

@@ -1,0 +1,238 @@
+package llm
+
+import (
+	"math"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func mustSampler(t testing.TB, c SamplerConfig) *Sampler {
+	t.Helper()
+	s, err := NewSampler(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func mustSample[T float32 | float64](t testing.TB, s *Sampler, logits []T) int {
+	t.Helper()
+	id, err := Sample(s, logits)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// reference returns the distribution that a config makes of logits, by the definitions.
+func reference(c SamplerConfig, logits []float64) []float64 {
+	order := make([]int, len(logits))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int {
+		switch {
+		case logits[a] > logits[b]:
+			return -1
+		case logits[a] < logits[b]:
+			return 1
+		}
+		return 0
+	})
+	if c.TopK > 0 && c.TopK < len(order) {
+		order = order[:c.TopK]
+	}
+	p := make([]float64, len(logits))
+	normalise := func() {
+		sum := 0.0
+		clear(p)
+		for _, i := range order {
+			p[i] = math.Exp(logits[i] / c.Temperature)
+			sum += p[i]
+		}
+		for i := range p {
+			p[i] /= sum
+		}
+	}
+	normalise()
+	if c.TopP > 0 {
+		sum, n := 0.0, 0
+		for n < len(order) && sum < c.TopP {
+			sum += p[order[n]]
+			n++
+		}
+		order = order[:n]
+		normalise()
+	}
+	return p
+}
+
+// Pearson's chi-square of 20000 draws against the reference. For k tokens it is about k-1 with a deviation of
+// sqrt(2(k-1)); the limit of six deviations and a bit is passed by chance less than once in a million runs.
+func TestSampleDistribution(t *testing.T) {
+	r := newRand(t)
+	const draws = 20000
+	for _, c := range []SamplerConfig{
+		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1, TopK: 3}, {Temperature: 1, TopP: 0.7},
+		{Temperature: 1.5, TopK: 6, TopP: 0.8}, {Temperature: 1, TopK: 100, TopP: 1},
+	} {
+		c.Seed = r.Uint64()
+		s := mustSampler(t, c)
+		logits := make([]float64, 12)
+		for i := range logits {
+			logits[i] = 1.5 * r.NormFloat64()
+		}
+		logits[3] = math.Inf(-1)
+		before := slices.Clone(logits)
+		want := reference(c, logits)
+		got := make([]float64, len(logits))
+		for range draws {
+			got[mustSample(t, s, logits)]++
+		}
+		chi2, cells := 0.0, 0.0
+		for i, p := range want {
+			if p == 0 {
+				if got[i] > 0 {
+					t.Errorf("%+v draws %d, which is ruled out, %v times from %v", c, i, got[i], logits)
+				}
+				continue
+			}
+			cells++
+			chi2 += (got[i] - draws*p) * (got[i] - draws*p) / (draws * p)
+		}
+		if limit := cells + 8*math.Sqrt(2*cells) + 15; chi2 > limit {
+			t.Errorf("%+v: chi-square is %.1f with %v tokens\ngot  %v\nwant %v", c, chi2, cells, got, want)
+		}
+		if !slices.Equal(logits, before) {
+			t.Error("the logits have been changed")
+		}
+	}
+}
+
+func TestSampleEdges(t *testing.T) {
+	inf := math.Inf(-1)
+	for name, c := range map[string]struct {
+		config SamplerConfig
+		logits []float64
+		want   []int // exactly these come in 2000 draws
+	}{
+		"greedy":                      {SamplerConfig{}, []float64{1, 3, 2}, []int{1}},
+		"greedy, ties":                {SamplerConfig{}, []float64{1, 3, 3}, []int{1}},
+		"top-k 1, ties":               {SamplerConfig{Temperature: 1, TopK: 1}, []float64{0, 3, 3}, []int{1}},
+		"top-k 2, ties":               {SamplerConfig{Temperature: 9, TopK: 2}, []float64{1, 1, 1, 1}, []int{0, 1}},
+		"top-k beyond all":            {SamplerConfig{Temperature: 1, TopK: 9}, []float64{1, 1}, []int{0, 1}},
+		"top-p keeps one":             {SamplerConfig{Temperature: 1, TopP: 1e-300}, []float64{1, 1.1, 1}, []int{1}},
+		"top-p, ties":                 {SamplerConfig{Temperature: 1, TopP: 0.5}, []float64{1, 1, 1, 1}, []int{0, 1}},
+		"top-p crosses the limit":     {SamplerConfig{Temperature: 1, TopP: 0.51}, []float64{1, 1, 1, 1}, []int{0, 1, 2}},
+		"top-p of what top-k leaves":  {SamplerConfig{Temperature: 1, TopK: 2, TopP: 0.5}, []float64{1, 1, 1}, []int{0}},
+		"top-p 1 keeps all":           {SamplerConfig{Temperature: 1, TopP: 1}, []float64{1, 1, 1}, []int{0, 1, 2}},
+		"one token":                   {SamplerConfig{Temperature: 1}, []float64{-7}, []int{0}},
+		"only one possible":           {SamplerConfig{Temperature: 1}, []float64{inf, -1e300, inf}, []int{1}},
+		"greedy, very small":          {SamplerConfig{}, []float64{inf, -1e308}, []int{1}},
+		"large logits":                {SamplerConfig{Temperature: 1}, []float64{1e308, -1e308}, []int{0}},
+		"the least temperature":       {SamplerConfig{Temperature: 5e-324}, []float64{1, 2, 2 + 1e-9}, []int{2}},
+		"the least temperature, ties": {SamplerConfig{Temperature: 5e-324}, []float64{1, 2, 2}, []int{1, 2}},
+		"a high temperature":          {SamplerConfig{Temperature: 1e300}, []float64{1, 50}, []int{0, 1}},
+	} {
+		s := mustSampler(t, c.config)
+		seen := make([]bool, len(c.logits))
+		for range 2000 {
+			seen[mustSample(t, s, c.logits)] = true
+		}
+		var got []int
+		for id, s := range seen {
+			if s {
+				got = append(got, id)
+			}
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s: draws %v from %v, want %v", name, got, c.logits, c.want)
+		}
+	}
+}
+
+func TestSamplerRepeats(t *testing.T) {
+	logits := make([]float64, 50)
+	narrow := make([]float32, 50)
+	draw := func(s *Sampler) []int {
+		ids := make([]int, 40)
+		for i := range ids {
+			ids[i] = mustSample(t, s, logits)
+		}
+		return ids
+	}
+	seed := newRand(t).Uint64()
+	c := SamplerConfig{Temperature: 1, TopP: 0.9, Seed: seed}
+	s := mustSampler(t, c)
+	first := draw(s)
+	if again := draw(mustSampler(t, c)); !slices.Equal(again, first) {
+		t.Errorf("the same seed draws %v and %v", first, again)
+	}
+	wide := mustSampler(t, c)
+	for i, want := range first {
+		if got := mustSample(t, wide, narrow); got != want {
+			t.Fatalf("draw %d from float32 is %d, from float64 %d", i, got, want)
+		}
+	}
+	c.Seed++
+	other := mustSampler(t, c)
+	if again := draw(other); slices.Equal(again, first) {
+		t.Error("two seeds draw the same tokens")
+	}
+
+	state, err := s.State()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := draw(s)
+	if err := other.SetState(state[:len(state)-1]); err == nil {
+		t.Error("a state cut short is accepted")
+	}
+	if err := other.SetState(state); err != nil {
+		t.Fatal(err)
+	}
+	if got := draw(other); !slices.Equal(got, want) {
+		t.Errorf("from the saved state: %v, want %v", got, want)
+	}
+}
+
+func TestSamplerErrors(t *testing.T) {
+	nan, inf := math.NaN(), math.Inf(1)
+	for _, c := range []struct {
+		config SamplerConfig
+		want   string
+	}{
+		{SamplerConfig{Temperature: -0.1}, "Temperature is -0.1"},
+		{SamplerConfig{Temperature: nan}, "Temperature is NaN"},
+		{SamplerConfig{Temperature: inf}, "Temperature is +Inf"},
+		{SamplerConfig{TopK: -1}, "TopK is -1"},
+		{SamplerConfig{TopP: -0.5}, "TopP is -0.5"},
+		{SamplerConfig{TopP: 1.01}, "TopP is 1.01"},
+		{SamplerConfig{TopP: nan}, "TopP is NaN"},
+	} {
+		if _, err := NewSampler(c.config); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: %v, want an error with %q", c.config, err, c.want)
+		}
+	}
+	for _, temperature := range []float64{0, 1} {
+		s := mustSampler(t, SamplerConfig{Temperature: temperature})
+		before, _ := s.State()
+		for _, c := range []struct {
+			logits []float64
+			want   string
+		}{
+			{nil, "none of 0 logits"},
+			{[]float64{-inf, -inf}, "none of 2 logits"},
+			{[]float64{1, nan}, "logits[1] is NaN"},
+			{[]float64{inf, 1}, "logits[0] is +Inf"},
+		} {
+			if id, err := Sample(s, c.logits); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("%v: %d, %v, want an error with %q", c.logits, id, err, c.want)
+			}
+		}
+		if after, _ := s.State(); !slices.Equal(after, before) {
+			t.Error("an error uses up random numbers")
+		}
+	}
+}
