@@ -89,33 +89,24 @@ func (e *NonFiniteError) Error() string {
 	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
 }
 
-// FirstNonFinite returns a [*NonFiniteError] for the first parameter with a NaN or an infinity in its value or, where all
-// values are finite, in its gradient, and nil if there is none. Values go first, since a parameter that is not finite
-// spoils every gradient. A missing value or gradient counts as finite.
-func FirstNonFinite(model []gorgonia.ValueGrad) error {
+// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and of what kind it is: "value" or,
+// where all values are finite, "gradient". Values go first, since a parameter that is not finite spoils every gradient. A
+// missing value or gradient counts as finite.
+func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	for i, p := range model {
-		if p == nil {
-			continue
-		}
-		if e := nonFiniteValue(p.Value()); e != nil {
-			e.Param, e.What = params.Label(params.Name(p), i), "value"
-			return e
+		if p != nil && nonFiniteValue(p.Value()) != nil {
+			return params.Label(params.Name(p), i), "value", true
 		}
 	}
 	for i, p := range model {
 		if p == nil {
 			continue
 		}
-		g, err := p.Grad()
-		if err != nil {
-			continue
-		}
-		if e := nonFiniteValue(g); e != nil {
-			e.Param, e.What = params.Label(params.Name(p), i), "gradient"
-			return e
+		if g, err := p.Grad(); err == nil && nonFiniteValue(g) != nil {
+			return params.Label(params.Name(p), i), "gradient", true
 		}
 	}
-	return nil
+	return "", "", false
 }
 
 func nonFiniteValue(v gorgonia.Value) *NonFiniteError {

@@ -94,6 +94,14 @@ func Memory(v gorgonia.Value) (any, error) {
 // slice returns the one element that p points at.
 func slice[T cpu.Float](p *T) []T { return unsafe.Slice(p, 1) }
 
+// NonFinite returns the index of the first NaN or infinity in the gradient, and −1 if there is none.
+func (p Param) NonFinite() int {
+	if g, ok := p.Grad.([]float32); ok {
+		return cpu.FirstNonFinite(g)
+	}
+	return cpu.FirstNonFinite(p.Grad.([]float64))
+}
+
 // Name returns the name that the user gave vg, and "" if there is none.
 func Name(vg gorgonia.ValueGrad) string {
 	nm, ok := vg.(gorgonia.Namer)

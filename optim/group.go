@@ -1,0 +1,118 @@
+package optim
+
+import (
+	"fmt"
+	"math"
+	"strings"
+)
+
+// Match chooses parameters by name and shape.
+type Match func(name string, shape []int) bool
+
+// Vectors matches parameters with fewer than two dimensions: the weights of norms, biases, scales.
+func Vectors(_ string, shape []int) bool { return len(shape) < 2 }
+
+// NameContains matches parameters whose name contains one of the parts.
+func NameContains(parts ...string) Match {
+	return func(name string, _ []int) bool {
+		for _, p := range parts {
+			if strings.Contains(name, p) {
+				return true
+			}
+		}
+		return false
+	}
+}
+
+// hyper holds what may differ from one parameter to the next.
+type hyper struct{ scale, decay, beta1, beta2 float64 }
+
+// GroupOption changes what applies to the parameters of a group.
+type GroupOption func(*group) error
+
+type group struct {
+	match Match
+	set   []func(*hyper)
+	betas bool
+}
+
+// LRScale multiplies the learning rate of the group, by 0 to freeze it.
+func LRScale(s float64) GroupOption {
+	return func(g *group) error {
+		g.set = append(g.set, func(h *hyper) { h.scale = s })
+		return notNegative("LRScale", s)
+	}
+}
+
+// Decay sets the weight decay of the group.
+func Decay(d float64) GroupOption {
+	return func(g *group) error {
+		g.set = append(g.set, func(h *hyper) { h.decay = d })
+		return notNegative("Decay", d)
+	}
+}
+
+// Betas sets the decay rates of AdamW's two moments for the group.
+func Betas(beta1, beta2 float64) GroupOption {
+	return func(g *group) error {
+		g.set, g.betas = append(g.set, func(h *hyper) { h.beta1, h.beta2 = beta1, beta2 }), true
+		return checkBetas("Betas", beta1, beta2)
+	}
+}
+
+func newGroup(match Match, opts []GroupOption) (group, error) {
+	g := group{match: match}
+	if match == nil {
+		return g, fmt.Errorf("WithGroup: match is nil, want a function such as optim.Vectors")
+	}
+	for _, opt := range opts {
+		if err := opt(&g); err != nil {
+			return g, fmt.Errorf("WithGroup: %w", err)
+		}
+	}
+	return g, nil
+}
+
+// resolve returns what applies to a parameter: base, without decay for vectors, changed by the first group that matches.
+func resolve(base hyper, groups []group, name string, shape []int) hyper {
+	if Vectors(name, shape) {
+		base.decay = 0
+	}
+	for _, g := range groups {
+		if g.match(name, shape) {
+			for _, set := range g.set {
+				set(&base)
+			}
+			break
+		}
+	}
+	return base
+}
+
+func notNegative(what string, x float64) error {
+	if !(x >= 0) || math.IsInf(x, 0) {
+		return fmt.Errorf("%s: got %v, want a finite number of at least 0", what, x)
+	}
+	return nil
+}
+
+func positive(what string, x float64) error {
+	if !(x > 0) || math.IsInf(x, 0) {
+		return fmt.Errorf("%s: got %v, want a finite number above 0", what, x)
+	}
+	return nil
+}
+
+func belowOne(what string, x float64) error {
+	if !(x >= 0 && x < 1) {
+		return fmt.Errorf("%s: got %v, want a number of at least 0 and below 1", what, x)
+	}
+	return nil
+}
+
+func checkBetas(what string, beta1, beta2 float64) error {
+	if err := belowOne(what, beta1); err != nil {
+		return err
+	}
+	return belowOne(what, beta2)
+}

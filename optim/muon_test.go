@@ -1,0 +1,146 @@
+package optim_test
+
+import (
+	"math"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Three steps with gradients sin(t·p), by Keller Jordan's muon_update in PyTorch 2, in float64 instead of bfloat16.
+func TestMuonAgreesWithPyTorch(t *testing.T) {
+	start := []float64{0.5, -1.25, 2, 0.125, 3, -0.75}
+	tall := []float64{0.5, 0.125, -1.25, 3, 2, -0.75} // its transpose
+	for _, c := range []struct {
+		name  string
+		start []float64
+		shape []int
+		opts  []optim.MuonOption
+		want  []float64
+	}{
+		{"wide", start, []int{2, 3}, nil, []float64{0.45870391564423146, -1.215440154466495, 1.988446364546408,
+			0.10510670754867979, 2.9856334304023022, -0.6952448703901254}},
+		{"tall", tall, []int{3, 2}, nil, []float64{0.4500694566770218, 0.10068450758579194, -1.2090376101838396,
+			2.9866205811124615, 1.9889127920969845, -0.6837240305253235}},
+		{"plain momentum", start, []int{2, 3}, []optim.MuonOption{optim.WithNesterov(false)}, []float64{0.45791282204707956,
+			-1.20694235389834, 1.9843975270474232, 0.10349405509249408, 2.9878757224329333, -0.6932101558302197}},
+		{"scaled to AdamW's size", tall, []int{3, 2}, []optim.MuonOption{optim.WithScale(optim.RMSScale)}, []float64{
+			0.48379152690293636, 0.11777120251425151, -1.2333795079536964, 2.983130540323216, 1.9878119320020828, -0.7282930571739948}},
+	} {
+		m, err := optim.NewMuon(append(c.opts, optim.WithWeightDecay(0.1))...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := newParam("w", c.start, c.shape...)
+		for step := range 3 {
+			for i, x := range p.data() {
+				p.gradient()[i] = math.Sin(x * float64(step+1))
+			}
+			if err := m.Step(model(p)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		closeTo(t, c.name, p.data(), c.want, 1e-12)
+		for _, g := range p.gradient() {
+			if g != 0 {
+				t.Fatalf("%s: a gradient is not zero after the step", c.name)
+			}
+		}
+	}
+}
+
+// What is no matrix, and what the match function chooses, must move exactly as under AdamW.
+func TestMuonLeavesTheRestToAdamW(t *testing.T) {
+	r := freshRand(t)
+	m, err := optim.NewMuon(optim.WithAdamWFor(optim.NameContains("table")), optim.WithAdamW(optim.WithLR(0.001), optim.WithWeightDecay(0.3)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := optim.NewAdamW(optim.WithLR(0.001), optim.WithBetas(0.9, 0.95), optim.WithEps(1e-10), optim.WithWeightDecay(0.3))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.SetLR(0.04); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.SetLR(0.04 * (0.001 / 0.02)); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name  string
+		shape []int
+		same  bool
+	}{{"w", []int{3, 4}, false}, {"table", []int{3, 4}, true}, {"norm", []int{12}, true}, {"cube", []int{3, 2, 2}, true}} {
+		data, grad := normals(r, 12), normals(r, 12)
+		byMuon, byAdamW := newParam(c.name, data, c.shape...), newParam(c.name, data, c.shape...)
+		for range 2 {
+			copy(byMuon.gradient(), grad)
+			copy(byAdamW.gradient(), grad)
+			if err := m.Step(model(byMuon)); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.Step(model(byAdamW)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var d float64
+		for i, v := range byMuon.data() {
+			d = math.Max(d, math.Abs(v-byAdamW.data()[i]))
+		}
+		if same := d < 1e-12; same != c.same {
+			t.Errorf("%s %v: moves as under AdamW: %v, want %v", c.name, c.shape, same, c.same)
+		}
+	}
+}
+
+func TestMuonFloat32AgreesWithFloat64(t *testing.T) {
+	r := freshRand(t)
+	m, err := optim.NewMuon()
+	if err != nil {
+		t.Fatal(err)
+	}
+	data := normals(r, 9, 20)
+	wide, thin := newParam("wide", data, 9, 20), newParam("thin", narrow(data), 9, 20)
+	for range 5 {
+		g := normals(r, 9, 20)
+		copy(wide.gradient(), g)
+		copy(thin.grad.(*tensor.Dense).Float32s(), narrow(g))
+		if err := m.Step(model(wide, thin)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var got []float64
+	for _, v := range thin.value.(*tensor.Dense).Float32s() {
+		got = append(got, float64(v))
+	}
+	closeTo(t, "float32", got, wide.data(), 1e-5)
+}
+
+// Minimising ‖p − goal‖² from zero with decaying rates.
+func TestMuonConverges(t *testing.T) {
+	r := freshRand(t)
+	m, err := optim.NewMuon()
+	if err != nil {
+		t.Fatal(err)
+	}
+	rate, err := optim.WarmupCosine(0.1, 0, 0, 200)
+	if err != nil {
+		t.Fatal(err)
+	}
+	goal := normals(r, 6, 4)
+	p := newParam("w", make([]float64, 24), 6, 4)
+	for step := range 200 {
+		for i, x := range p.data() {
+			p.gradient()[i] = 2 * (x - goal[i])
+		}
+		if err := m.SetLR(rate(step)); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Step(model(p)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	closeTo(t, "p", p.data(), goal, 0.02)
+}

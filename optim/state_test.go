@@ -1,0 +1,183 @@
+package optim_test
+
+import (
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// both returns a fresh optimiser of each kind by name.
+func both(t *testing.T) map[string]optim.Optimizer {
+	t.Helper()
+	a, err := optim.NewAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := optim.NewMuon()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return map[string]optim.Optimizer{"AdamW": a, "Muon": m}
+}
+
+func equalStates(a, b []optim.Tensor) bool { return reflect.DeepEqual(a, b) }
+
+func small() []*param {
+	return []*param{
+		newParam("embed.weight", make([]float64, 6), 3, 2),
+		newParam("w", make([]float32, 12), 4, 3),
+		newParam("norm", make([]float64, 2), 2),
+	}
+}
+
+// 40 steps must give the bits of 20 steps, a restored state in a new optimiser, and 20 more.
+func TestStateRoundTrip(t *testing.T) {
+	r := freshRand(t)
+	var grads [40][3][]float64
+	for i := range grads {
+		grads[i] = [3][]float64{normals(r, 6), normals(r, 12), normals(r, 2)}
+	}
+	run := func(o optim.Optimizer, ps []*param, from, to int) {
+		for step := from; step < to; step++ {
+			copy(ps[0].gradient(), grads[step][0])
+			copy(ps[1].grad.(*tensor.Dense).Float32s(), narrow(grads[step][1]))
+			copy(ps[2].gradient(), grads[step][2])
+			which := ps
+			if step < 3 {
+				which = ps[:2] // the last parameter joins later
+			}
+			if err := o.Step(model(which...)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	straight, first, second := both(t), both(t), both(t)
+	for name := range straight {
+		want, got := small(), small()
+		run(straight[name], want, 0, 40)
+		run(first[name], got, 0, 20)
+		saved := first[name].State()
+		run(first[name], small(), 20, 25) // what happens to the optimiser later must not reach the saved state
+		if err := second[name].Declare(model(got...)); err != nil {
+			t.Fatal(err)
+		}
+		if err := second[name].SetState(saved); err != nil {
+			t.Fatal(err)
+		}
+		run(second[name], got, 20, 40)
+		for i := range want {
+			if !reflect.DeepEqual(want[i].value.Data(), got[i].value.Data()) {
+				t.Errorf("%s: %s differs after a restored state", name, want[i].name)
+			}
+		}
+		if !equalStates(straight[name].State(), second[name].State()) {
+			t.Errorf("%s: the states differ", name)
+		}
+		if !slices.IsSortedFunc(saved, func(a, b optim.Tensor) int { return strings.Compare(a.Name, b.Name) }) || len(saved) == 0 {
+			t.Errorf("%s: the state's tensors are not in order", name)
+		}
+		if err := second[name].SetState(nil); err != nil || len(second[name].State()) != 0 {
+			t.Errorf("%s: setting an empty state: %v, which leaves %d tensors", name, err, len(second[name].State()))
+		}
+	}
+}
+
+func TestSetStateRefuses(t *testing.T) {
+	edit := func(name string, f func(*optim.Tensor)) func([]optim.Tensor) []optim.Tensor {
+		return func(s []optim.Tensor) []optim.Tensor {
+			for i := range s {
+				if s[i].Name == name {
+					f(&s[i])
+				}
+			}
+			return s
+		}
+	}
+	without := func(name string) func([]optim.Tensor) []optim.Tensor {
+		return func(s []optim.Tensor) []optim.Tensor {
+			return slices.DeleteFunc(s, func(t optim.Tensor) bool { return t.Name == name })
+		}
+	}
+	for _, c := range []struct {
+		name  string
+		alter func([]optim.Tensor) []optim.Tensor
+		want  string
+	}{
+		{"moment missing", without("norm.exp_avg_sq"), `parameter "norm": there is no exp_avg_sq`},
+		{"count missing", without("w.step"), `parameter "w": step is`},
+		{"count of zero", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{0} }), `parameter "w": step is`},
+		{"count of floats", edit("w.step", func(t *optim.Tensor) { t.Data = []float64{3} }), `parameter "w": step is`},
+		{"shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{2, 1} }), `parameter "norm"`},
+		{"length", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float64{1} }), "exp_avg has 1 elements, want 2"},
+		{"type", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float32{1, 2} }), `parameter "norm"`},
+		{"no floats", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []int{1, 2} }), "holds a []int"},
+		{"unknown parameter", edit("norm.exp_avg", func(t *optim.Tensor) { t.Name = "other.exp_avg" }), `parameter "norm"`},
+		{"unknown field", func(s []optim.Tensor) []optim.Tensor {
+			return append(s, optim.Tensor{Name: "norm.velocity", Shape: []int{2}, Data: []float64{1, 2}})
+		}, "velocity means nothing"},
+		{"name", func(s []optim.Tensor) []optim.Tensor { return append(s, optim.Tensor{Name: "step"}) }, `tensor "step"`},
+		{"twice", func(s []optim.Tensor) []optim.Tensor { return append(s, s[0]) }, "two tensors"},
+		{"whole unknown parameter", func(s []optim.Tensor) []optim.Tensor {
+			for _, t := range s {
+				if field, ok := strings.CutPrefix(t.Name, "norm"); ok {
+					t.Name = "other" + field
+					s = append(s, t)
+				}
+			}
+			return s
+		}, `there is no parameter "other"`},
+	} {
+		for name, o := range both(t) {
+			ps := small()
+			if err := o.Step(model(ps...)); err != nil {
+				t.Fatal(err)
+			}
+			before := o.State()
+			err := o.SetState(c.alter(o.State()))
+			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "optim."+name+": SetState: ") {
+				t.Errorf("%s, %s: error %v, want one with %q", c.name, name, err, c.want)
+			}
+			if !equalStates(before, o.State()) {
+				t.Errorf("%s, %s: a refused state changed something", c.name, name)
+			}
+		}
+	}
+	os := both(t)
+	for _, o := range os {
+		if err := o.Step(model(small()...)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for from, to := range map[string]string{"AdamW": "Muon", "Muon": "AdamW"} {
+		if err := os[to].SetState(os[from].State()); err == nil {
+			t.Errorf("%s takes the state of %s", to, from)
+		}
+	}
+}
+
+func TestDeclareRefuses(t *testing.T) {
+	for name, o := range both(t) {
+		if err := o.Declare(model(newParam("w", []float64{1, 2}, 1, 2))); err != nil {
+			t.Fatal(err)
+		}
+		for want, m := range map[string][]*param{
+			`two parameters have the name "a"`: {newParam("a", []float64{1}, 1), newParam("a", []float64{1}, 1)},
+			"parameter #0 has no name":         {newParam("", []float64{1}, 1)},
+			`"a" has no value`:                 {{name: "a"}},
+			"want float32 or float64":          {{"a", tensor.New(tensor.WithBacking([]int{1, 2})), nil}},
+			"is known under this name":         {newParam("w", []float64{1, 2}, 2, 1)},
+		} {
+			if err := o.Declare(model(m...)); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: error %v, want one with %q", name, err, want)
+			}
+		}
+		if err := o.Step(model(newParam("w", []float64{1, 2}, 2, 1))); err == nil {
+			t.Errorf("%s: a parameter of another shape than declared is accepted", name)
+		}
+	}
+}

@@ -1,0 +1,233 @@
+package optim
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/params"
+)
+
+// stepField is the suffix of the tensor that counts a parameter's steps.
+const stepField = "step"
+
+// store holds what an optimiser remembers of each parameter, by name.
+type store struct {
+	fields  []string // names of the moments
+	entries map[string]*entry
+}
+
+// entry is what a store remembers of one parameter: moments of its size, nil before its first step.
+type entry struct {
+	shape   []int
+	dtype   tensor.Dtype
+	step    int
+	moments []any // each []float32 or []float64
+}
+
+func newStore(fields ...string) store { return store{fields: fields, entries: map[string]*entry{}} }
+
+// readModel returns the parameters of a step, all of which can be updated: with names and finite gradients.
+func readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
+	ps, err := params.Read(model)
+	if err != nil {
+		return nil, err
+	}
+	for i, p := range ps {
+		if p.Name == "" {
+			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+		}
+		if at := p.NonFinite(); at >= 0 {
+			return nil, fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v", p.Name, at, p.Shape)
+		}
+	}
+	return ps, nil
+}
+
+// declarations returns an empty entry for each parameter of a model, by name. Gradients need not be there yet.
+func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
+	decls := make(map[string]*entry, len(model))
+	for i, vg := range model {
+		if vg == nil {
+			return nil, fmt.Errorf("parameter #%d is nil", i)
+		}
+		name, v := params.Name(vg), vg.Value()
+		switch {
+		case name == "":
+			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+		case decls[name] != nil:
+			return nil, fmt.Errorf("two parameters have the name %q", name)
+		case v == nil:
+			return nil, fmt.Errorf("parameter %q has no value", name)
+		case v.Dtype() != tensor.Float32 && v.Dtype() != tensor.Float64:
+			return nil, fmt.Errorf("parameter %q is %v, want float32 or float64", name, v.Dtype())
+		}
+		decls[name] = &entry{shape: v.Shape().Clone(), dtype: v.Dtype()}
+	}
+	return decls, nil
+}
+
+// fits returns an error if a parameter is not what the store knows under its name.
+func (s *store) fits(name string, shape []int, dtype tensor.Dtype) error {
+	e, ok := s.entries[name]
+	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
+		return fmt.Errorf("parameter %q is %v of shape %v, but %v of shape %v is known under this name",
+			name, dtype, tensor.Shape(shape), e.dtype, tensor.Shape(e.shape))
+	}
+	return nil
+}
+
+// allFit is fits for all entries. With closed, no entry may be new to the store.
+func (s *store) allFit(entries map[string]*entry, closed bool) error {
+	for _, name := range slices.Sorted(maps.Keys(entries)) {
+		if closed && s.entries[name] == nil {
+			return fmt.Errorf("there is no parameter %q", name)
+		}
+		if err := s.fits(name, entries[name].shape, entries[name].dtype); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// declare adds entries, which fit, where there are none.
+func (s *store) declare(entries map[string]*entry) {
+	for name, e := range entries {
+		if s.entries[name] == nil {
+			s.entries[name] = e
+		}
+	}
+}
+
+// entry returns the parameter's entry, with moments.
+func (s *store) entry(p params.Param) *entry {
+	e := s.entries[p.Name]
+	if e == nil {
+		e = &entry{shape: p.Shape, dtype: p.Dtype}
+		s.entries[p.Name] = e
+	}
+	for len(e.moments) < len(s.fields) {
+		if n := opbase.Size(p.Shape); p.Dtype == tensor.Float32 {
+			e.moments = append(e.moments, make([]float32, n))
+		} else {
+			e.moments = append(e.moments, make([]float64, n))
+		}
+	}
+	return e
+}
+
+// state returns copies of all moments and step counts, in order of names.
+func (s *store) state() []Tensor {
+	var state []Tensor
+	for name, e := range s.entries {
+		if e.step == 0 {
+			continue
+		}
+		state = append(state, Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}})
+		for i, f := range s.fields {
+			state = append(state, Tensor{name + "." + f, slices.Clone(e.shape), clone(e.moments[i])})
+		}
+	}
+	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	return state
+}
+
+// restore replaces everything remembered by entries; parameters that are declared but not among them start anew.
+func (s *store) restore(entries map[string]*entry) {
+	for name, e := range s.entries {
+		s.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
+	}
+	maps.Copy(s.entries, entries)
+}
+
+// parse returns the entries that state holds. Each must be complete: the moments that fieldsOf names, of one shape and
+// type, and a step count.
+func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (map[string]*entry, error) {
+	parts := map[string]map[string]Tensor{}
+	for _, t := range state {
+		dot := strings.LastIndexByte(t.Name, '.')
+		if dot < 1 {
+			return nil, fmt.Errorf("tensor %q: want a name such as \"weight.%s\"", t.Name, stepField)
+		}
+		name, field := t.Name[:dot], t.Name[dot+1:]
+		if parts[name] == nil {
+			parts[name] = map[string]Tensor{}
+		}
+		if _, ok := parts[name][field]; ok {
+			return nil, fmt.Errorf("there are two tensors %q", t.Name)
+		}
+		parts[name][field] = t
+	}
+	entries := make(map[string]*entry, len(parts))
+	for _, name := range slices.Sorted(maps.Keys(parts)) {
+		e, err := parseEntry(parts[name], func(shape []int) []string { return fieldsOf(name, shape) })
+		if err != nil {
+			return nil, fmt.Errorf("parameter %q: %w", name, err)
+		}
+		entries[name] = e
+	}
+	return entries, nil
+}
+
+func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*entry, error) {
+	steps, ok := parts[stepField].Data.([]int64)
+	if !ok || len(steps) != 1 || steps[0] < 1 {
+		return nil, fmt.Errorf("%s is %v, want one int64 of at least 1", stepField, parts[stepField].Data)
+	}
+	e := &entry{step: int(steps[0])}
+	for field, t := range parts {
+		if field != stepField {
+			e.shape = slices.Clone(t.Shape)
+		}
+	}
+	fields := fieldsOf(e.shape)
+	for _, f := range fields {
+		t, ok := parts[f]
+		dtype, n := dtypeOf(t.Data)
+		switch {
+		case !ok:
+			return nil, fmt.Errorf("there is no %s", f)
+		case n < 0:
+			return nil, fmt.Errorf("%s holds a %T, want []float32 or []float64", f, t.Data)
+		case n != opbase.Size(t.Shape):
+			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, opbase.Size(t.Shape), t.Shape)
+		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
+			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f, dtype, t.Shape)
+		}
+		e.dtype = dtype
+		e.moments = append(e.moments, clone(t.Data))
+	}
+	for field := range parts {
+		if field != stepField && !slices.Contains(fields, field) {
+			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it", field, fields)
+		}
+	}
+	return e, nil
+}
+
+// dtypeOf returns type and length of a slice of floats, and −1 for anything else.
+func dtypeOf(data any) (tensor.Dtype, int) {
+	switch d := data.(type) {
+	case []float32:
+		return tensor.Float32, len(d)
+	case []float64:
+		return tensor.Float64, len(d)
+	}
+	return tensor.Dtype{}, -1
+}
+
+func clone(data any) any {
+	switch d := data.(type) {
+	case []float32:
+		return slices.Clone(d)
+	case []float64:
+		return slices.Clone(d)
+	}
+	return data
+}
