@@ -8,12 +8,13 @@ type EventKind uint8
 // The events of a run, in the order in which they can first occur. Every run begins with RunStart and ends with RunEnd,
 // whether it succeeded or not.
 const (
-	RunStart  EventKind = iota + 1 // before the first step
-	StepEnd                        // the optimiser has updated the parameters
-	EvalEnd                        // the held-out text has been scored: ValLoss and ValBPB are set
-	Saved                          // a checkpoint has been written: Path is set
-	Sampled                        // text has been drawn from the model: Text is set
-	RunEnd                         // after the last step, or after the failure in Err
+	RunStart    EventKind = iota + 1 // before the first step
+	StepEnd                          // the optimiser has updated the parameters
+	EvalEnd                          // the held-out text has been scored: ValLoss and ValBPB are set
+	Saved                            // a checkpoint has been written: Path is set
+	Sampled                          // text has been drawn from the model: Text is set
+	Interrupted                      // the run was asked to stop and does so between steps: a last chance to save
+	RunEnd                           // after the last step, or after the failure in Err
 )
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so that a callback needs

@@ -1,0 +1,285 @@
+package llm
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is loaded into.
+var ErrArchitecture = errors.New("checkpoint of another architecture")
+
+// A checkpoint is a safetensors file. Parameters stand under their own names, as in the model files of other programs; the
+// state of the optimiser and the arrays of the lattices stand under these prefixes.
+const (
+	optimizerPrefix = "optimizer."
+	latticePrefix   = "lattice."
+
+	configKey   = "kasmina.config"
+	trainingKey = "kasmina.training"
+)
+
+// training is the part of a run's state that is not a tensor.
+type training struct {
+	Step         int         `json:"step"`
+	Loader       LoaderState `json:"loader"`
+	Loss         number      `json:"loss"`
+	LearningRate float64     `json:"learning_rate"`
+	GradNorm     number      `json:"grad_norm"`
+	ValLoss      number      `json:"val_loss"`
+	ValBPB       number      `json:"val_bpb"`
+}
+
+// Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
+// any moment leaves the old file or the new one.
+func (m *Model) Save(path string) error {
+	tensors, metadata, err := m.tensors()
+	if err != nil {
+		return err
+	}
+	return safetensors.Save(path, tensors, metadata)
+}
+
+// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save.
+func (t *Trainer) Save(path string) error {
+	tensors, metadata, err := t.Model.tensors()
+	if err != nil {
+		return err
+	}
+	for _, s := range t.Optimizer.State() {
+		x, err := safetensors.New(optimizerPrefix+s.Name, s.Shape, s.Data)
+		if err != nil {
+			return fmt.Errorf("llm: saving the optimiser: %w", err)
+		}
+		tensors = append(tensors, x)
+	}
+	e := t.last
+	run, err := json.Marshal(training{Step: e.Step, Loader: t.Loader.State(), Loss: number(e.Loss), LearningRate: e.LearningRate,
+		GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)})
+	if err != nil {
+		return fmt.Errorf("llm: saving the run: %w", err)
+	}
+	metadata[trainingKey] = string(run)
+	return safetensors.Save(path, tensors, metadata)
+}
+
+// tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
+func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
+	config, err := json.Marshal(m.Config)
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)
+	}
+	var tensors []safetensors.Tensor
+	add := func(name string, shape []int, data any) error {
+		t, err := safetensors.New(name, shape, data)
+		if err != nil {
+			return fmt.Errorf("llm: saving the model: %w", err)
+		}
+		tensors = append(tensors, t)
+		return nil
+	}
+	for _, p := range m.Params {
+		if err := add(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
+			return nil, nil, err
+		}
+	}
+	for i, l := range m.Lattices {
+		for _, a := range l.Arrays() {
+			if err := add(m.latticeName(i)+a.Name, a.Shape, a.Data); err != nil {
+				return nil, nil, err
+			}
+		}
+	}
+	return tensors, map[string]string{"format": "pt", configKey: string(config)}, nil
+}
+
+// latticeName returns the prefix of the arrays of lattice i.
+func (m *Model) latticeName(i int) string {
+	return fmt.Sprintf("%s%d.", latticePrefix, m.Config.Kasmina[i])
+}
+
+// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote; its lattices get the given options. A damaged
+// file is an error that says where.
+func LoadModel(path string, lattice ...state.Option) (*Model, error) {
+	f, err := readCheckpoint(path)
+	if err != nil {
+		return nil, err
+	}
+	c, err := f.config()
+	if err != nil {
+		return nil, err
+	}
+	embed, ok := f.tensors[embedName]
+	if !ok {
+		return nil, f.errorf("tensor %s is missing", embedName)
+	}
+	dt := tensor.Float32
+	if embed.DType == safetensors.F64 {
+		dt = tensor.Float64
+	}
+	m, err := NewModel(c, dt, 0, lattice...)
+	if err != nil {
+		return nil, f.errorf("%w", err)
+	}
+	load, err := f.model(m)
+	if err != nil {
+		return nil, err
+	}
+	return m, load()
+}
+
+// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path. A file that is damaged,
+// of another architecture (ErrArchitecture), another optimiser or other data is an error, after which the trainer is as
+// before.
+func (t *Trainer) Resume(path string) error {
+	f, err := readCheckpoint(path)
+	if err != nil {
+		return err
+	}
+	c, err := f.config()
+	if err != nil {
+		return err
+	}
+	if diff := t.Model.Config.differs(c); diff != "" {
+		return f.errorf("%w: %s", ErrArchitecture, diff)
+	}
+	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown} // null in the file
+	text, ok := f.metadata[trainingKey]
+	if !ok {
+		return f.errorf("it holds a model alone, without the state of a run: load it with LoadModel")
+	}
+	if err := json.Unmarshal([]byte(text), &run); err != nil {
+		return f.errorf("the state of the run: %w", err)
+	}
+	if run.Step < 0 {
+		return f.errorf("the state of the run: step %d", run.Step)
+	}
+	loadModel, err := f.model(t.Model)
+	if err != nil {
+		return err
+	}
+	var optimizer []optim.Tensor
+	for name, x := range f.tensors {
+		if own, ok := strings.CutPrefix(name, optimizerPrefix); ok {
+			optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
+		}
+	}
+	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
+	// back.
+	oldLoader, oldOptimizer := t.Loader.State(), t.Optimizer.State()
+	if err := t.Loader.SetState(run.Loader); err != nil {
+		return f.errorf("%w", err)
+	}
+	if err := t.Optimizer.SetState(optimizer); err != nil {
+		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader)))
+	}
+	if err := loadModel(); err != nil {
+		return f.errorf("%w", errors.Join(err, t.Optimizer.SetState(oldOptimizer), t.Loader.SetState(oldLoader)))
+	}
+	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
+	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	return nil
+}
+
+var unknown = number(math.NaN())
+
+// checkpoint is what a file holds, checked against its checksums.
+type checkpoint struct {
+	path     string
+	tensors  map[string]safetensors.Tensor
+	metadata map[string]string
+}
+
+func readCheckpoint(path string) (*checkpoint, error) {
+	tensors, metadata, err := safetensors.Load(path)
+	if err != nil {
+		return nil, fmt.Errorf("llm: %w", err)
+	}
+	f := &checkpoint{path, make(map[string]safetensors.Tensor, len(tensors)), metadata}
+	for _, t := range tensors {
+		f.tensors[t.Name] = t
+	}
+	return f, nil
+}
+
+func (f *checkpoint) errorf(format string, args ...any) error {
+	return fmt.Errorf("llm: checkpoint %s: "+format, append([]any{f.path}, args...)...)
+}
+
+func (f *checkpoint) config() (Config, error) {
+	var c Config
+	text, ok := f.metadata[configKey]
+	if !ok {
+		return c, f.errorf("%w: it has no %q in its metadata, as this package's model files do", ErrArchitecture, configKey)
+	}
+	if err := json.Unmarshal([]byte(text), &c); err != nil {
+		return c, f.errorf("the configuration: %w", err)
+	}
+	if err := c.Check(); err != nil {
+		return c, f.errorf("%w", err)
+	}
+	return c, nil
+}
+
+// model checks that the file fits m, and returns what copies its parameters and lattices into m. On an error that returns,
+// m is as before.
+func (f *checkpoint) model(m *Model) (load func() error, err error) {
+	for _, p := range m.Params {
+		x, ok := f.tensors[p.Name]
+		if !ok {
+			return nil, f.errorf("%w: tensor %s is missing", ErrArchitecture, p.Name)
+		}
+		if !slices.Equal(x.Shape, p.Value.Shape()) || fmt.Sprintf("%T", x.Data) != fmt.Sprintf("%T", p.Value.Data()) {
+			return nil, f.errorf("%w: tensor %s is %s of shape %v, the model's is %v of shape %v",
+				ErrArchitecture, p.Name, x.DType, x.Shape, p.Value.Dtype(), p.Value.Shape())
+		}
+	}
+	lattices := make([][]state.Array, len(m.Lattices))
+	for i := range m.Lattices {
+		// A lattice that is thrown away takes the arrays first, so that the fault of one leaves the model's as they are.
+		lattices[i] = f.lattice(m.latticeName(i))
+		trial, err := m.newLattice()
+		if err == nil {
+			err = trial.SetArrays(lattices[i])
+		}
+		if err != nil {
+			return nil, f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)
+		}
+	}
+	return func() error {
+		for _, p := range m.Params {
+			switch x := f.tensors[p.Name].Data.(type) {
+			case []float32:
+				copy(p.Value.Float32s(), x)
+			case []float64:
+				copy(p.Value.Float64s(), x)
+			}
+		}
+		for i, l := range m.Lattices {
+			if err := l.SetArrays(lattices[i]); err != nil {
+				return f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)
+			}
+		}
+		return nil
+	}, nil
+}
+
+// lattice returns the arrays whose names begin with prefix.
+func (f *checkpoint) lattice(prefix string) []state.Array {
+	var arrays []state.Array
+	for name, x := range f.tensors {
+		if own, ok := strings.CutPrefix(name, prefix); ok {
+			arrays = append(arrays, state.Array{Name: own, Shape: x.Shape, Data: x.Data})
+		}
+	}
+	return arrays
+}

@@ -1,0 +1,102 @@
+package llm
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+)
+
+// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual stream, with
+// RMSNorm before each, rotary positions, and Kasmina layers after chosen blocks. It is stored with every checkpoint.
+type Config struct {
+	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
+	Dim     int     `json:"dim"`               // features of the residual stream
+	Layers  int     `json:"layers"`            // blocks
+	Heads   int     `json:"heads"`             // query heads
+	KVHeads int     `json:"kv_heads"`          // key-value heads, a divisor of Heads
+	HeadDim int     `json:"head_dim"`          // features of a head, even
+	FF      int     `json:"ff"`                // hidden features of the perceptron
+	Seq     int     `json:"seq"`               // positions of a training sequence, and the longest context
+	Base    float64 `json:"rope_base"`         // base of the rotary angles
+	Eps     float64 `json:"eps"`               // RMSNorm's epsilon
+	Untied  bool    `json:"untied,omitempty"`  // the output layer has its own weight instead of the embedding's
+	Kasmina []int   `json:"kasmina,omitempty"` // blocks, counted from 0, after which a Kasmina layer stands
+	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
+	Slots   int     `json:"slots,omitempty"`   // rows of each Kasmina layer's weights; slot 0 stays unused
+}
+
+// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim, FF (8/3·Dim, rounded up to 32), Base, Eps
+// and, if there are Kasmina layers, Slots (one for each seed).
+func (c Config) Default() Config {
+	set := func(v *int, to int) {
+		if *v == 0 {
+			*v = to
+		}
+	}
+	set(&c.KVHeads, c.Heads)
+	if c.Heads > 0 {
+		set(&c.HeadDim, c.Dim/c.Heads)
+	}
+	set(&c.FF, (c.Dim*8/3+31)/32*32)
+	if c.Base == 0 {
+		c.Base = 10000
+	}
+	if c.Eps == 0 {
+		c.Eps = 1e-5
+	}
+	if len(c.Kasmina) > 0 {
+		set(&c.Slots, c.Seeds+1)
+	}
+	return c
+}
+
+// Check returns an error that names the first field that does not fit, what it holds and what it could.
+func (c Config) Check() error {
+	for _, f := range []struct {
+		name  string
+		value int
+	}{{"Vocab", c.Vocab}, {"Dim", c.Dim}, {"Layers", c.Layers}, {"Heads", c.Heads}, {"KVHeads", c.KVHeads},
+		{"HeadDim", c.HeadDim}, {"FF", c.FF}, {"Seq", c.Seq}} {
+		if f.value < 1 {
+			return fmt.Errorf("llm: Config.%s is %d, want a positive number", f.name, f.value)
+		}
+	}
+	switch {
+	case c.Heads%c.KVHeads != 0:
+		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
+	case c.HeadDim%2 != 0:
+		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions turn features in pairs", c.HeadDim)
+	case !(c.Base > 1):
+		return fmt.Errorf("llm: Config.Base is %v, want more than 1", c.Base)
+	case !(c.Eps >= 0):
+		return fmt.Errorf("llm: Config.Eps is %v, want at least 0", c.Eps)
+	}
+	for i, b := range c.Kasmina {
+		if b < 0 || b >= c.Layers {
+			return fmt.Errorf("llm: Config.Kasmina names block %d, want 0 to %d", b, c.Layers-1)
+		}
+		if slices.Contains(c.Kasmina[:i], b) {
+			return fmt.Errorf("llm: Config.Kasmina names block %d twice", b)
+		}
+	}
+	if len(c.Kasmina) > 0 {
+		if c.Seeds < 1 || c.Dim%c.Seeds != 0 {
+			return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
+		}
+		if c.Slots < 2 || c.Slots > 1<<16 {
+			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536", c.Slots)
+		}
+	}
+	return nil
+}
+
+// differs names the first field in which the two configs differ, with both values, and is empty if they are the same.
+func (c Config) differs(o Config) string {
+	a, b := reflect.ValueOf(c), reflect.ValueOf(o)
+	for i := range a.NumField() {
+		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
+			return fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x, y)
+		}
+	}
+	return ""
+}

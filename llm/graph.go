@@ -1,0 +1,214 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// GraphKind says what a graph computes.
+type GraphKind uint8
+
+// The kinds of graph.
+const (
+	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
+	ForLoss                          // the loss alone, leaving no trace in the lattices
+	ForLogits                        // the logits, leaving no trace in the lattices
+)
+
+// Graph is a model's computation on one batch. Every graph of a model shares the memory of its parameters.
+type Graph struct {
+	G       *gorgonia.ExprGraph
+	Kind    GraphKind
+	Batch   int            // sequences
+	IDs     *gorgonia.Node // int [Batch·Seq]
+	Targets *gorgonia.Node // int [Batch·Seq], negative where there is nothing to predict; nil for ForLogits
+	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil for ForLogits
+	Logits  *gorgonia.Node // [Batch·Seq, Vocab]; nil but for ForLogits
+	Params  gorgonia.Nodes // one for each of the model's Params
+}
+
+// GraphOption changes how a graph is built.
+type GraphOption func(*graphBuilder)
+
+// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its input instead of keeping
+// what is inside: less memory for about a third more work.
+func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
+
+// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those of their mean loss.
+func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
+
+// Graph builds the model's computation on batches of the given number of sequences. ForTraining it includes the
+// gradients of all parameters; run it on a machine made with gorgonia.BindDualValues(g.Params...).
+func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
+	if batch < 1 {
+		return nil, fmt.Errorf("llm: a batch of %d sequences, want at least 1", batch)
+	}
+	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, nodes: map[string]*gorgonia.Node{}}
+	for _, opt := range opts {
+		opt(b)
+	}
+	g, err := b.build(batch)
+	if err != nil {
+		return nil, fmt.Errorf("llm: building the model: %w", err)
+	}
+	return g, nil
+}
+
+type graphBuilder struct {
+	*Model
+	g         *gorgonia.ExprGraph
+	kind      GraphKind
+	recompute bool
+	shares    int
+	nodes     map[string]*gorgonia.Node // parameters by name
+}
+
+func (b *graphBuilder) build(batch int) (*Graph, error) {
+	c, rows := b.Config, batch*b.Config.Seq
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch}
+	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("ids"))
+	for _, p := range b.Params {
+		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
+		b.nodes[p.Name] = n
+		out.Params = append(out.Params, n)
+	}
+	x, err := op.Embedding(out.IDs, b.nodes[embedName])
+	for i := range c.Layers {
+		if err == nil {
+			x, err = b.block(i, x)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if x, err = op.RMSNorm(x, b.nodes[normName], c.Eps); err != nil {
+		return nil, err
+	}
+	head := b.nodes[headName]
+	if !c.Untied {
+		head = b.nodes[embedName]
+	}
+	switch b.kind {
+	case ForLogits:
+		out.Logits, err = op.Linear(x, head)
+		return out, err
+	case ForTraining, ForLoss:
+		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("targets"))
+		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil || b.kind == ForLoss {
+			return out, err
+		}
+		return out, b.differentiate(out)
+	}
+	return nil, errors.New("unknown kind of graph")
+}
+
+// differentiate adds the gradients of the loss, or of its share where several batches make a step.
+func (b *graphBuilder) differentiate(g *Graph) error {
+	cost := g.Loss
+	if b.shares > 1 {
+		share := gorgonia.NewConstant(float32(1 / float64(b.shares)))
+		if b.Dtype() == tensor.Float64 {
+			share = gorgonia.NewConstant(1 / float64(b.shares))
+		}
+		var err error
+		if cost, err = gorgonia.Mul(cost, share); err != nil {
+			return err
+		}
+	}
+	_, err := gorgonia.Grad(cost, g.Params...)
+	return err
+}
+
+// block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
+func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	p := blockPrefix(i)
+	inputs := gorgonia.Nodes{x}
+	for _, name := range blockParams {
+		inputs = append(inputs, b.nodes[p+name])
+	}
+	var err error
+	if b.recompute && b.kind == ForTraining {
+		x, err = autodiff.Recompute(inputs, b.decoder)
+	} else {
+		x, err = b.decoder(inputs)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("block %d: %w", i, err)
+	}
+	for n, after := range b.Config.Kasmina {
+		if after != i {
+			continue
+		}
+		var opts []op.KasminaOption
+		if b.kind != ForTraining {
+			opts = append(opts, op.WithoutTelemetry())
+		}
+		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales], b.Lattices[n], opts...)
+		if err != nil {
+			return nil, fmt.Errorf("Kasmina layer after block %d: %w", i, err)
+		}
+	}
+	return x, nil
+}
+
+// blockParams are the parameters of one block, in the order in which decoder takes them.
+var blockParams = []string{
+	"input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+	"self_attn.o_proj.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+	"mlp.down_proj.weight",
+}
+
+// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x and its parameters.
+func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
+	x, norm1, wq, wk, wv, wo, norm2, gate, up, down := in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], in[8], in[9]
+	c := b.Config
+	h, err := op.RMSNorm(x, norm1, c.Eps)
+	if err != nil {
+		return nil, err
+	}
+	q, err := b.project(h, wq, c.Heads)
+	if err != nil {
+		return nil, err
+	}
+	k, err := b.project(h, wk, c.KVHeads)
+	if err != nil {
+		return nil, err
+	}
+	v, err := op.Linear(h, wv)
+	if err != nil {
+		return nil, err
+	}
+	attention := op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
+	if h, err = op.Attention(q, k, v, attention); err != nil {
+		return nil, err
+	}
+	if h, err = op.Linear(h, wo); err != nil {
+		return nil, err
+	}
+	if x, err = gorgonia.Add(x, h); err != nil {
+		return nil, err
+	}
+	if h, err = op.RMSNorm(x, norm2, c.Eps); err != nil {
+		return nil, err
+	}
+	if h, err = op.SiLUMLP(h, gate, up, down); err != nil {
+		return nil, err
+	}
+	return gorgonia.Add(x, h)
+}
+
+// project computes queries or keys: a linear layer and the rotation by position.
+func (b *graphBuilder) project(h, w *gorgonia.Node, heads int) (*gorgonia.Node, error) {
+	y, err := op.Linear(h, w)
+	if err != nil {
+		return nil, err
+	}
+	c := b.Config
+	return op.RoPE(y, op.RoPEConfig{Seq: c.Seq, Heads: heads, HeadDim: c.HeadDim, Base: c.Base})
+}

@@ -1,0 +1,263 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// ErrDiverged is wrapped by the error of a run whose loss or gradients are no longer finite. The parameters are those
+// before the step that failed, and nothing has been saved since.
+var ErrDiverged = errors.New("training diverged")
+
+// TrainConfig says how a model is trained.
+type TrainConfig struct {
+	Steps      int            // the run ends after this many optimiser steps, counted from the model's initialisation
+	Batch      int            // sequences in a batch
+	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
+	Schedule   optim.Schedule // learning rate of each step
+	Clip       float64        // limit of the global gradient norm; 0 for none
+	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
+	Recompute  bool           // save memory: compute the inside of each block again for its gradient
+}
+
+func (c *TrainConfig) check() error {
+	if c.Accumulate == 0 {
+		c.Accumulate = 1
+	}
+	if c.Epoch == 0 {
+		c.Epoch = 10
+	}
+	switch {
+	case c.Steps < 1:
+		return fmt.Errorf("llm: TrainConfig.Steps is %d, want at least 1", c.Steps)
+	case c.Batch < 1:
+		return fmt.Errorf("llm: TrainConfig.Batch is %d, want at least 1", c.Batch)
+	case c.Accumulate < 1:
+		return fmt.Errorf("llm: TrainConfig.Accumulate is %d, want at least 1", c.Accumulate)
+	case c.Schedule == nil:
+		return errors.New("llm: TrainConfig.Schedule is nil, want one such as optim.WarmupCosine")
+	case !(c.Clip >= 0):
+		return fmt.Errorf("llm: TrainConfig.Clip is %v, want at least 0", c.Clip)
+	case c.Epoch < 1:
+		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
+	}
+	return nil
+}
+
+// Trainer trains a model on batches of a loader. What else a run does (showing progress, evaluating, saving) is up to its
+// callbacks.
+type Trainer struct {
+	Model     *Model
+	Loader    *Loader
+	Optimizer optim.Optimizer
+	Config    TrainConfig
+
+	graph     *Graph
+	machine   gorgonia.VM
+	grads     []gorgonia.ValueGrad
+	callbacks []Callback
+	last      Event
+	started   time.Time
+
+	evaluator *runner // built when first needed
+	generator *Generator
+}
+
+// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's.
+func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
+	if err := c.check(); err != nil {
+		return nil, err
+	}
+	if l.config.Seq != m.Config.Seq || l.config.Batch != c.Batch {
+		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
+			l.config.Batch, l.config.Seq, c.Batch, m.Config.Seq)
+	}
+	var opts []GraphOption
+	if c.Recompute {
+		opts = append(opts, WithRecompute())
+	}
+	opts = append(opts, withLossShare(c.Accumulate))
+	g, err := m.Graph(ForTraining, c.Batch, opts...)
+	if err != nil {
+		return nil, err
+	}
+	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, graph: g, grads: gorgonia.NodesToValueGrads(g.Params)}
+	if err := o.Declare(t.grads); err != nil {
+		return nil, fmt.Errorf("llm: %w", err)
+	}
+	t.machine = gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
+	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq, Params: m.NumParams(), Seeds: m.NumSeeds(),
+		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
+	return t, nil
+}
+
+// On adds callbacks, which see events in the order in which they were added. One that changes the model or its lattices
+// must stand before one that saves, or a resumed run would miss its last change.
+func (t *Trainer) On(callbacks ...Callback) { t.callbacks = append(t.callbacks, callbacks...) }
+
+// Step returns the number of optimiser steps that the model has seen.
+func (t *Trainer) Step() int { return t.last.Step }
+
+// Last returns the latest event, with everything that is known of the run so far.
+func (t *Trainer) Last() Event { return t.last }
+
+// Close frees the machines. The model stays as it is.
+func (t *Trainer) Close() error {
+	err := t.machine.Close()
+	if t.evaluator != nil {
+		err = errors.Join(err, t.evaluator.machine.Close())
+	}
+	if t.generator != nil {
+		err = errors.Join(err, t.generator.Close())
+	}
+	return err
+}
+
+// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd.
+func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
+	t.last.Kind, t.last.Elapsed = kind, time.Since(t.started)
+	e := t.last
+	if set != nil {
+		set(&e)
+	}
+	for _, c := range t.callbacks {
+		if err := c(e); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which is checked between
+// steps; in every case the callbacks see RunEnd.
+func (t *Trainer) Run(ctx context.Context) error {
+	t.started, t.last.RunTokens = time.Now(), 0
+	err := t.emit(RunStart, nil)
+	for err == nil && t.last.Step < t.Config.Steps {
+		if err = context.Cause(ctx); err != nil {
+			err = errors.Join(err, t.emit(Interrupted, nil))
+			break
+		}
+		if err = t.step(); err == nil {
+			err = t.emit(StepEnd, nil)
+		}
+	}
+	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
+}
+
+// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before.
+func (t *Trainer) step() error {
+	step := t.last.Step + 1
+	fail := func(err error) error { return fmt.Errorf("llm: step %d: %w", step, err) }
+	var loss float64
+	for range t.Config.Accumulate {
+		batch, err := t.Loader.Next()
+		if err != nil {
+			return fail(err)
+		}
+		l, err := t.graph.run(t.machine, batch)
+		if err != nil {
+			return fail(err)
+		}
+		loss += l / float64(t.Config.Accumulate)
+	}
+	if math.IsNaN(loss) || math.IsInf(loss, 0) {
+		return fail(t.diverged(fmt.Sprintf("the loss is %v", loss)))
+	}
+	limit := t.Config.Clip
+	if limit == 0 {
+		limit = math.Inf(1)
+	}
+	norm, err := autodiff.ClipGlobalNorm(t.grads, limit)
+	if err != nil {
+		return fail(t.diverged("the gradient norm is not finite"))
+	}
+	rate := t.Config.Schedule(t.last.Step)
+	if err := t.Optimizer.SetLR(rate); err != nil {
+		return fail(err)
+	}
+	if err := t.Optimizer.Step(t.grads); err != nil {
+		return fail(err)
+	}
+	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, rate, norm
+	t.last.RunTokens += int64(t.last.StepTokens)
+	if step%t.Config.Epoch == 0 {
+		for i, l := range t.Model.Lattices {
+			if _, err := l.StepEpoch(state.Metrics{Loss: loss}); err != nil {
+				return fail(fmt.Errorf("Kasmina layer after block %d: %w", t.Model.Config.Kasmina[i], err))
+			}
+		}
+	}
+	return nil
+}
+
+// diverged says what is no longer finite and where that shows first: in a parameter's value, or else in its gradient.
+func (t *Trainer) diverged(what string) error {
+	where := "all parameters and gradients are finite"
+	if name, kind, found := autodiff.FirstNonFinite(t.grads); found {
+		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
+	}
+	return fmt.Errorf("%w: %s: %s; resume from the last checkpoint with a lower learning rate, or clip gradients", ErrDiverged, what, where)
+}
+
+// run computes the graph on a batch and returns the loss.
+func (g *Graph) run(m gorgonia.VM, b Batch) (float64, error) {
+	m.Reset()
+	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
+		return 0, err
+	}
+	if err := gorgonia.Let(g.Targets, ids(b.Targets)); err != nil {
+		return 0, err
+	}
+	if err := m.RunAll(); err != nil {
+		return 0, err
+	}
+	switch v := g.Loss.Value().Data().(type) {
+	case float32:
+		return float64(v), nil
+	case float64:
+		return v, nil
+	default:
+		return 0, fmt.Errorf("the loss is a %T", v)
+	}
+}
+
+func ids(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
+
+// runner is a graph on its machine.
+type runner struct {
+	*Graph
+	machine gorgonia.VM
+}
+
+// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
+// the model.
+func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
+	if t.evaluator == nil || t.evaluator.Batch != e.batch {
+		g, err := t.Model.Graph(ForLoss, e.batch)
+		if err != nil {
+			return 0, 0, err
+		}
+		t.evaluator = &runner{g, gorgonia.NewTapeMachine(g.G)}
+	}
+	var sum float64
+	for b := range e.Batches() {
+		l, err := t.evaluator.run(t.evaluator.machine, b)
+		if err != nil {
+			return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+		}
+		sum += l * float64(b.Count)
+	}
+	loss, bitsPerByte = e.Score(sum)
+	return loss, bitsPerByte, nil
+}
