@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 
+	"github.com/mmcloughlin/avo/attr"
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
 	. "github.com/mmcloughlin/avo/reg"
@@ -22,7 +23,7 @@ const (
 // broadcast, through a row and a column stride, so that packed, plain and transposed A serve alike.
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
-	TEXT("gemmTile"+v.name+e.name, 4, "func(t uintptr)")
+	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
 	Load(Param("t"), RDI)
 	MOVQ(Mem{Base: RDI, Disp: offN}, R8)
 	// The mask covers the last vector: n lanes, or n − lanes when there are two.
@@ -176,7 +177,7 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 func dot(v isa) {
 	e := f32
 	lanes := v.bytes / e.size
-	TEXT("gemmDot"+v.name+e.name, 4, "func(t uintptr)")
+	TEXT("gemmDot"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
 	Load(Param("t"), RDI)
 	MOVQ(Mem{Base: RDI, Disp: offK}, R13)
 	ANDQ(Imm(uint64(lanes-1)), R13)
@@ -302,7 +303,7 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 
 // fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is measured against.
 func fmaLoop(v isa) {
-	TEXT("fmaLoop"+v.name, 4, "func(n int)")
+	TEXT("fmaLoop"+v.name, attr.NOSPLIT, "func(n int)")
 	Load(Param("n"), RAX)
 	for _, r := range v.regs[:14] {
 		v.zero(r)

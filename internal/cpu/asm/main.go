@@ -6,13 +6,14 @@ import (
 	"flag"
 	"log"
 
+	"github.com/mmcloughlin/avo/attr"
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
 	. "github.com/mmcloughlin/avo/reg"
 )
 
 func main() {
-	part := flag.String("part", "gemm", "what to generate: gemm")
+	part := flag.String("part", "gemm", "what to generate: gemm or vec")
 	flag.Parse()
 	ConstraintExpr("amd64")
 	switch *part {
@@ -25,6 +26,13 @@ func main() {
 			transpose(v)
 			copyPanel(v)
 			fmaLoop(v)
+		}
+	case "vec":
+		for _, v := range []isa{avx512, avx2} {
+			expSub(v)
+			maximum(v)
+			siluMul(v)
+			siluMulBackward(v)
 		}
 	default:
 		log.Fatalf("unknown -part %q", *part)
@@ -94,11 +102,13 @@ func (v isa) setMask(count Register) {
 	VMOVUPS(Mem{Base: RAX}, v.mask())
 }
 
+const rodata = attr.RODATA | attr.NOPTR
+
 var maskData *Mem
 
 func maskTable() Mem {
 	if maskData == nil {
-		m := GLOBL("laneMask", 8|16) // RODATA|NOPTR
+		m := GLOBL("laneMask", rodata)
 		for i := range 8 {
 			DATA(4*i, U32(0xffffffff))
 		}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"github.com/mmcloughlin/avo/attr"
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
 	. "github.com/mmcloughlin/avo/reg"
@@ -9,7 +10,7 @@ import (
 // copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in bytes.
 func copyPanel(v isa) {
 	lanes := v.bytes / 4
-	TEXT("packCopy"+v.name, 4, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
+	TEXT("packCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
 	Load(Param("dst"), RDI)
 	Load(Param("dstStride"), RDX)
 	Load(Param("src"), RSI)
@@ -51,7 +52,7 @@ func copyPanel(v isa) {
 // bytes, in squares of lanes × lanes. Every dst row is written a whole vector wide; rows past the last repeat it.
 func transpose(v isa) {
 	lanes := v.bytes / 4
-	TEXT("packTranspose"+v.name, 4, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
+	TEXT("packTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
 	Load(Param("dst"), RDI)
 	Load(Param("dstStride"), RDX)
 	Load(Param("src"), RSI)
