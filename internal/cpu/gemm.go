@@ -206,9 +206,9 @@ func (j *gemmJob[T]) run(workers int) {
 	}
 }
 
-// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: transposing B into panels pays only when each
-// element is then used more often than this.
-const gemmDotRows = 16
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B into panels costs less
+// than adding up lanes and reading B's rows once for every few rows of A.
+const gemmDotRows = 8
 
 // split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
 // none smaller than two tiles of rows, and none wider than gemmNC.
