@@ -42,7 +42,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 
 func TestOrder2MatchesTheFormula(t *testing.T) {
 	r := newRand(t)
-	for range 20 {
+	for range 6 {
 		text := make([]byte, 3+r.IntN(200))
 		letters := 1 + r.IntN(6)
 		for i := range text {
@@ -53,7 +53,7 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 			trigrams = append(trigrams, string(text[i-2:i+1]))
 		}
 		m := mustTrain(t, text)
-		for range 20 {
+		for range 60 {
 			c := []byte{"\x00az\xff~e!"[r.IntN(7)], "\x00az\xff~e!"[r.IntN(7)]}
 			sum := 0.0
 			for b := range 256 {

@@ -137,70 +137,89 @@ func findFiles(path string, extensions []string) (root string, files []document,
 		return "", nil, err
 	}
 	info, err := os.Stat(root)
-	if err != nil {
+	switch {
+	case err != nil:
+		return "", nil, err
+	case info.IsDir():
+		s := search{root: root, extensions: extensions}
+		if err := filepath.WalkDir(root, s.visit); err != nil {
+			return "", nil, err
+		}
+		if len(s.files) == 0 {
+			return "", nil, fmt.Errorf("no text in %s: %s", path, s.found())
+		}
+		return root, s.files, nil
+	case !info.Mode().IsRegular():
+		return "", nil, fmt.Errorf("%s is neither a file nor a folder", path)
+	case info.Size() == 0:
+		return "", nil, fmt.Errorf("%s is empty", path)
+	}
+	if _, err := isBinary(root); err != nil { // it may be binary, but it must be readable
 		return "", nil, err
 	}
-	if !info.IsDir() {
-		d, err := newDocument(filepath.Base(root), info)
-		if err == nil && d.size == 0 {
-			err = fmt.Errorf("%s is empty", path)
-		}
-		if err == nil {
-			_, err = isBinary(root) // for the error when it cannot be read
-		}
-		return filepath.Dir(root), []document{d}, err
-	}
-	var seen, matched, empty, binaries int
-	err = filepath.WalkDir(root, func(name string, entry fs.DirEntry, err error) error {
-		switch {
-		case err != nil:
-			return err
-		case name != root && strings.HasPrefix(entry.Name(), "."):
-			if entry.IsDir() {
-				return fs.SkipDir
-			}
-			return nil
-		case !entry.Type().IsRegular():
-			return nil
-		}
-		seen++
-		if len(extensions) > 0 && !slices.ContainsFunc(extensions, func(e string) bool { return strings.HasSuffix(name, e) }) {
-			return nil
-		}
-		matched++
-		info, err := entry.Info()
-		if err != nil {
-			return err
-		}
-		if info.Size() == 0 {
-			empty++
-			return nil
-		}
-		binary, err := isBinary(name)
-		if err != nil {
-			return err
-		}
-		if binary {
-			binaries++
-			return nil
-		}
-		relative, err := filepath.Rel(root, name)
-		if err != nil {
-			return err
-		}
-		d, err := newDocument(filepath.ToSlash(relative), info)
-		files = append(files, d)
+	return filepath.Dir(root), []document{newDocument(filepath.Base(root), info)}, nil
+}
+
+// A search collects the text files of a folder, and counts what it passes over.
+type search struct {
+	root       string
+	extensions []string
+	files      []document
+
+	seen, matched, empty, binary int
+}
+
+// visit is called for each file and folder, in lexical order.
+func (s *search) visit(name string, entry fs.DirEntry, err error) error {
+	if err != nil {
 		return err
-	})
-	if err == nil && len(files) == 0 {
-		wanted := "of any extension"
-		if len(extensions) > 0 {
-			wanted = "ending in " + strings.Join(extensions, " or ")
-		}
-		err = fmt.Errorf("no text in %s: of %d files, %d %s, %d of these empty and %d binary", path, seen, matched, wanted,
-			empty, binaries)
 	}
-	return root, files, err
+	if name != s.root && strings.HasPrefix(entry.Name(), ".") {
+		if entry.IsDir() {
+			return fs.SkipDir
+		}
+		return nil
+	}
+	if !entry.Type().IsRegular() {
+		return nil
+	}
+	s.seen++
+	hasSuffix := func(e string) bool { return strings.HasSuffix(name, e) }
+	if len(s.extensions) > 0 && !slices.ContainsFunc(s.extensions, hasSuffix) {
+		return nil
+	}
+	s.matched++
+	info, err := entry.Info()
+	if err != nil {
+		return err
+	}
+	if info.Size() == 0 {
+		s.empty++
+		return nil
+	}
+	skip, err := isBinary(name)
+	if err != nil {
+		return err
+	}
+	if skip {
+		s.binary++
+		return nil
+	}
+	relative, err := filepath.Rel(s.root, name)
+	if err != nil {
+		return err
+	}
+	s.files = append(s.files, newDocument(filepath.ToSlash(relative), info))
+	return nil
+}
+
+// found says why there are no files.
+func (s *search) found() string {
+	wanted := "of any extension"
+	if len(s.extensions) > 0 {
+		wanted = "ending in " + strings.Join(s.extensions, " or ")
+	}
+	return fmt.Sprintf("of %d files, %d %s, %d of these empty and %d binary", s.seen, s.matched, wanted, s.empty, s.binary)
 }
 
 // isBinary reports whether there is a zero byte among the file's first 8192.
@@ -277,11 +296,8 @@ type document struct {
 	modified time.Time
 }
 
-func newDocument(name string, info fs.FileInfo) (document, error) {
-	if !info.Mode().IsRegular() {
-		return document{}, fmt.Errorf("%s is neither a file nor a folder", name)
-	}
-	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime()}, nil
+func newDocument(name string, info fs.FileInfo) document {
+	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime()}
 }
 
 // A Text is one part of a Corpus: its documents, one after the other without anything between them. It may be read by

@@ -167,6 +167,11 @@ func TestSplitIsStable(t *testing.T) {
 		t.Error("another seed holds out the same files")
 	}
 
+	one := map[string]string{"a": "the text"}
+	two := map[string]string{"b": "the text"}
+	if mustOpen(t, writeFiles(t, one)).Train.Fingerprint() == mustOpen(t, writeFiles(t, two)).Train.Fingerprint() {
+		t.Error("a renamed file leaves the fingerprint as it was")
+	}
 	files["new.txt"] = "new"
 	more := mustOpen(t, writeFiles(t, files), WithHeldOut(0.1))
 	if more.Train.Fingerprint() == c.Train.Fingerprint() && more.HeldOut.Fingerprint() == c.HeldOut.Fingerprint() {
