@@ -248,11 +248,12 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	step(true)
 
 	Label(name + "sum")
-	// Halve zmm to ymm, then add pairs across: lane j of row i's xmm becomes the sum of acc(i, j).
+	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum of acc(i, j). The
+	// upper registers exist as zmm only, short of AVX-512VL.
 	if v.bytes == 64 {
 		for i := range 4 * m {
-			VEXTRACTF64X4(Imm(1), v.regs[i], bvec.AsY())
-			VADDPS(v.regs[i].AsY(), bvec.AsY(), v.regs[i].AsY())
+			VSHUFF64X2(Imm(0x4e), v.regs[i], v.regs[i], bvec)
+			VADDPS(bvec, v.regs[i], v.regs[i])
 		}
 	}
 	for i := range m {
@@ -263,7 +264,7 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 		VEXTRACTF128(Imm(1), y(0), y(1).AsX())
 		VADDPS(y(1).AsX(), y(0).AsX(), y(0).AsX())
 	}
-	// Registers 1, 2 and 3 are free now, and 5 with several rows.
+	// Row 0 needs its other three registers no more.
 	mask, alpha, old := v.regs[1].AsX(), v.regs[2].AsX(), v.regs[3].AsX()
 	MOVQ(Mem{Base: RDI, Disp: offN}, RCX)
 	LEAQ(maskTable().Offset(32), RAX)
