@@ -1,7 +1,9 @@
 package autodiff
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
@@ -27,45 +29,58 @@ type copied struct {
 // that are there, so that a second derivative of the same graph can come out wrong, and running it binds values.
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
-	err := guard(func() (err error) {
-		c.out, err = c.add(out, replay)
-		return err
+	err := guard(func() error {
+		// In order of creation, since Gorgonia adds up the gradients of a node in an order that follows from it: the copy
+		// then computes the same bits as the original.
+		for _, n := range dependencies(out) {
+			if err := c.add(n, replay); err != nil {
+				return err
+			}
+		}
+		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
+	c.out = c.node[out]
 	return c, nil
 }
 
-func (c *copied) add(n *gorgonia.Node, replay bool) (*gorgonia.Node, error) {
-	if done, ok := c.node[n]; ok {
-		return done, nil
+// dependencies returns out and all nodes on which it depends, in order of creation, children before parents.
+func dependencies(out *gorgonia.Node) gorgonia.Nodes {
+	seen := map[*gorgonia.Node]bool{out: true}
+	nodes := gorgonia.Nodes{out}
+	for i := 0; i < len(nodes); i++ {
+		for _, child := range childrenOf(nodes[i]) {
+			if !seen[child] {
+				seen[child] = true
+				nodes = append(nodes, child)
+			}
+		}
 	}
-	var twin *gorgonia.Node
-	switch children := childrenOf(n); {
+	slices.SortFunc(nodes, func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })
+	return nodes
+}
+
+func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
+	switch {
 	case isConstant(n):
-		twin = n.CloneTo(c.graph)
+		c.node[n] = n.CloneTo(c.graph)
 	case isInput(n):
-		twin = newInput(c.graph, n, len(c.inputs))
+		c.node[n] = newInput(c.graph, n, len(c.inputs))
 		c.inputs = append(c.inputs, n)
 	default:
+		children := childrenOf(n)
 		for i, child := range children {
-			var err error
-			if children[i], err = c.add(child, replay); err != nil {
-				return nil, err
-			}
+			children[i] = c.node[child]
 		}
 		op := n.Op()
 		if r, ok := op.(replayer); ok && replay {
 			op = r.Replay()
 		}
-		var err error
-		if twin, err = gorgonia.ApplyOp(op, children...); err != nil {
-			return nil, err
-		}
+		c.node[n], err = gorgonia.ApplyOp(op, children...)
 	}
-	c.node[n] = twin
-	return twin, nil
+	return err
 }
 
 // bind gives the copy's input for the original input n a value.
@@ -98,6 +113,11 @@ func isInput(n *gorgonia.Node) bool { return n.Op() == nil || isRandomSource(n) 
 
 func isRandomSource(n *gorgonia.Node) bool {
 	return n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "gorgonia.randomOp"
+}
+
+// isRandom reports whether n draws random numbers when it runs.
+func isRandom(n *gorgonia.Node) bool {
+	return isRandomSource(n) || n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "*gorgonia.dropoutOp"
 }
 
 // guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it cannot differentiate

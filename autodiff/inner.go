@@ -1,0 +1,103 @@
+package autodiff
+
+import (
+	"fmt"
+	"sync"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// inner runs a graph within an op. Its machine is compiled at the first run and kept; values are not.
+type inner struct {
+	inputs, outputs gorgonia.Nodes
+
+	mu sync.Mutex
+	vm gorgonia.VM
+}
+
+// do runs the graph on in, which holds at least the inputs, and writes the outputs one behind the other to out.
+func (r *inner) do(in opbase.Args, eval bool, out any) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.vm == nil {
+		var opts []gorgonia.VMOpt
+		if eval {
+			opts = append(opts, gorgonia.EvalMode())
+		}
+		var err error
+		if r.vm, err = newMachine(r.outputs[0].Graph(), opts...); err != nil {
+			return err
+		}
+	}
+	defer r.release()
+	for i, n := range r.inputs {
+		if err := gorgonia.Let(n, valueFor(n, in[i])); err != nil {
+			return fmt.Errorf("input %d: %w", i, err)
+		}
+	}
+	if err := r.vm.RunAll(); err != nil {
+		return err
+	}
+	for _, n := range r.outputs {
+		flat, err := opbase.Flat(n.Value())
+		if err != nil {
+			return err
+		}
+		size := opbase.Size(n.Shape())
+		switch dst := out.(type) {
+		case []float32:
+			copy(dst[:size], flat.([]float32))
+			out = dst[size:]
+		case []float64:
+			copy(dst[:size], flat.([]float64))
+			out = dst[size:]
+		}
+	}
+	return nil
+}
+
+// valueFor makes a value for the input n of its elements, without copying a tensor's.
+func valueFor(n *gorgonia.Node, flat any) gorgonia.Value {
+	if n.IsScalar() {
+		switch x := flat.(type) {
+		case []float32:
+			return gorgonia.NewF32(x[0])
+		case []float64:
+			return gorgonia.NewF64(x[0])
+		case []int:
+			return gorgonia.NewI(x[0])
+		}
+	}
+	return tensor.New(tensor.WithShape(n.Shape()...), tensor.WithBacking(flat))
+}
+
+// release drops every value of the run: machine and nodes hold on to them, and ops to their auxiliary memory.
+func (r *inner) release() {
+	r.vm.Reset()
+	for _, n := range r.outputs[0].Graph().AllNodes() {
+		if isConstant(n) {
+			continue
+		}
+		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding would hand memory that
+		// outer values share to the next user.
+		_ = gorgonia.UnsafeLet(n, 0.0)
+		if op, ok := n.Op().(interface{ ReleaseAux() }); ok {
+			op.ReleaseAux()
+		}
+	}
+}
+
+// setTraining sets the mode of the ops within.
+func (r *inner) setTraining(training bool) error {
+	for _, n := range r.outputs[0].Graph().AllNodes() {
+		if op, ok := n.Op().(gorgonia.TrainModeOp); ok {
+			if err := op.SetTraining(training); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

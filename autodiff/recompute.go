@@ -1,0 +1,230 @@
+package autodiff
+
+import (
+	"fmt"
+	"slices"
+	"sync/atomic"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// RecomputeOp is the op behind [Recompute]: a graph inside a node. Inputs and Output are nodes of that graph.
+type RecomputeOp struct {
+	opbase.Base
+	Inputs gorgonia.Nodes
+	Output *gorgonia.Node
+
+	diff []bool // which inputs the output is differentiable in
+	eval bool   // evaluation mode, which the outer machine sets
+	run  inner
+}
+
+// Recompute adds to the graph of inputs what build makes of them, as a single op that keeps its inputs and its result and
+// nothing in between. The gradient computes what was in between again (gradient checkpointing): the memory of a deep model
+// then grows with its number of blocks, not with what is inside them, for the price of one more forward pass.
+//
+// build gets nodes of another graph, like inputs, and must return a node of that graph, made of those inputs and constants
+// alone; what build does is up to it, another Recompute included. Inputs may be floats or ints; floats on which the result
+// depends must be of its type, and get gradients.
+//
+// Loss and gradients are the same bits as without Recompute; only where three and more gradients of one outer node are
+// added may Gorgonia take another order. Ops that keep a record of their runs, such as telemetry, count once: the second
+// time their Replay is run. Random ops are refused, since they would draw other numbers the second time.
+//
+// Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again in the same graph would
+// save nothing; hence the graph within.
+// (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.)
+func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
+	n, err := recompute(inputs, build)
+	if err != nil {
+		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
+	}
+	return n, nil
+}
+
+func recompute(inputs gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
+	if len(inputs) == 0 || build == nil {
+		return nil, fmt.Errorf("got %d inputs and a build function: %v, want at least one input and a function", len(inputs), build != nil)
+	}
+	g := gorgonia.NewGraph()
+	within := make(gorgonia.Nodes, len(inputs))
+	for i, n := range inputs {
+		if n == nil || n.Graph() == nil || n.Graph() != inputs[0].Graph() {
+			return nil, fmt.Errorf("input %d is nil or not in the graph of the others", i)
+		}
+		within[i] = newInput(g, n, i)
+	}
+	out, err := build(slices.Clone(within))
+	if err != nil {
+		return nil, err
+	}
+	if err := checkBuilt(g, within, out); err != nil {
+		return nil, err
+	}
+	o, err := newRecomputeOp(inputs, within, out, false)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.ApplyOp(o, inputs...)
+}
+
+func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node) error {
+	switch {
+	case out == nil || out.Graph() != g:
+		return fmt.Errorf("build's result is nil or in another graph than the inputs it was given")
+	case isInput(out) || isConstant(out):
+		return fmt.Errorf("build's result is %s: there is nothing to compute", label(out))
+	case out.Dtype() != tensor.Float32 && out.Dtype() != tensor.Float64:
+		return fmt.Errorf("build's result is %v, want float32 or float64", out.Dtype())
+	}
+	for _, n := range dependencies(out) {
+		switch {
+		case isRandom(n):
+			return fmt.Errorf("build uses %s, which is random: the gradient would see other numbers than the result", label(n))
+		case isInput(n) && !slices.Contains(inputs, n):
+			return fmt.Errorf("build makes an input of its own, %s: pass it in, or no gradient would reach it", label(n))
+		}
+	}
+	return nil
+}
+
+// serial tells recomputed graphs, which nothing compares, apart in hashes.
+var serial atomic.Int64
+
+// newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the op's inputs.
+func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node, replay bool) (*RecomputeOp, error) {
+	c, err := copyGraph(out, replay)
+	if err != nil {
+		return nil, err
+	}
+	o := &RecomputeOp{Inputs: make(gorgonia.Nodes, len(inputs)), Output: c.out, diff: make([]bool, len(inputs))}
+	reached := differentiable(out)
+	for i, n := range inputs {
+		if o.Inputs[i] = c.node[n]; o.Inputs[i] == nil { // the result does not depend on it
+			o.Inputs[i] = newInput(c.graph, n, len(c.node)+i)
+		}
+		if o.diff[i] = reached[n]; o.diff[i] && n.Dtype() != out.Dtype() {
+			return nil, fmt.Errorf("input %s is %v, but the result, %v: want one float type", label(n), n.Dtype(), out.Dtype())
+		}
+	}
+	o.run = inner{inputs: o.Inputs, outputs: gorgonia.Nodes{c.out}}
+	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), like, out.Dtype(), out.Shape(),
+		recomputeForward[float32], recomputeForward[float64])
+	return o, nil
+}
+
+// differentiable returns the nodes from which a chain of derivatives leads to out.
+func differentiable(out *gorgonia.Node) map[*gorgonia.Node]bool {
+	reached := map[*gorgonia.Node]bool{out: true}
+	for _, n := range slices.Backward(dependencies(out)) {
+		op, ok := n.Op().(gorgonia.SDOp)
+		if !reached[n] || !ok {
+			continue
+		}
+		children := childrenOf(n)
+		diff := op.DiffWRT(len(children))
+		for i, child := range children {
+			reached[child] = reached[child] || i < len(diff) && diff[i]
+		}
+	}
+	return reached
+}
+
+func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) error {
+	return o.run.do(in, o.eval, out)
+}
+
+// SetTraining passes the machine's mode on to the ops within.
+func (o *RecomputeOp) SetTraining(training bool) error {
+	o.eval = !training
+	return o.run.setTraining(training)
+}
+
+// Replay returns an op of the same graph in which ops that keep a record are replaced by their replays.
+func (o *RecomputeOp) Replay() gorgonia.Op {
+	r, err := newRecomputeOp(o.Inputs, o.Inputs, o.Output, true)
+	if err != nil { // a copy of a graph that has been copied before
+		return o
+	}
+	return r
+}
+
+// DiffWRT reports the inputs of floats on which the result depends through derivatives.
+func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
+
+// SymDiff returns the gradients of those inputs, and nil for the others.
+func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	grads, err := o.symDiff(inputs, output, grad)
+	if err != nil {
+		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
+	}
+	return grads, nil
+}
+
+func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	c, err := copyGraph(o.Output, true)
+	if err != nil {
+		return nil, err
+	}
+	b := &RecomputeGradOp{Forward: o, Output: c.out, OutputGrad: newInput(c.graph, o.Output, len(c.node))}
+	var wrt gorgonia.Nodes
+	var shapes []tensor.Shape
+	for i, n := range o.Inputs {
+		twin := c.node[n]
+		if twin == nil {
+			twin = newInput(c.graph, n, len(c.node)+1+i)
+		}
+		b.Inputs = append(b.Inputs, twin)
+		if o.diff[i] {
+			wrt, shapes = append(wrt, twin), append(shapes, n.Shape())
+		}
+	}
+	err = guard(func() (err error) {
+		b.Grads, err = gorgonia.Backpropagate(gorgonia.Nodes{c.out}, gorgonia.Nodes{b.OutputGrad}, wrt)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	b.run = inner{inputs: append(slices.Clone(b.Inputs), b.OutputGrad), outputs: b.Grads}
+	// The forward output is an input only to make certain that the first run comes first.
+	in := append(slices.Clone(inputs), grad, output)
+	opbase.Init(&b.Base, b, "RecomputeGrad", o.String(), in, output.Dtype(), tensor.Shape{opbase.PackedSize(shapes...)},
+		recomputeBackward[float32], recomputeBackward[float64])
+	packed, err := gorgonia.ApplyOp(b, in...)
+	if err != nil {
+		return nil, err
+	}
+	parts, err := opbase.Unpack(packed, shapes...)
+	if err != nil {
+		return nil, err
+	}
+	grads := make(gorgonia.Nodes, len(inputs))
+	for i, d := range o.diff {
+		if d {
+			grads[i], parts = parts[0], parts[1:]
+		}
+	}
+	return grads, nil
+}
+
+// RecomputeGradOp computes the gradients of a RecomputeOp's differentiable inputs, packed, from its inputs, the gradient
+// of its output, and its output. The nodes are those of a second graph within, which holds forward and backward pass.
+type RecomputeGradOp struct {
+	opbase.Base
+	Forward    *RecomputeOp
+	Inputs     gorgonia.Nodes
+	Output     *gorgonia.Node
+	OutputGrad *gorgonia.Node
+	Grads      gorgonia.Nodes
+
+	run inner
+}
+
+func recomputeBackward[T cpu.Float](o *RecomputeGradOp, out []T, in opbase.Args) error {
+	return o.run.do(in[:len(in)-1], o.Forward.eval, out)
+}

@@ -1,0 +1,363 @@
+package autodiff_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"runtime"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// builder is a part of a model: a function of nodes.
+type builder func(in gorgonia.Nodes) (*gorgonia.Node, error)
+
+// plain applies b in the graph of its inputs.
+func plain(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) { return b(in) }
+
+func recomputed(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
+	return autodiff.Recompute(in, b)
+}
+
+// nested recomputes within what is recomputed.
+func nested(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
+	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		h, err := autodiff.Recompute(in, b)
+		if err != nil {
+			return nil, err
+		}
+		return gorgonia.Tanh(h)
+	})
+}
+
+// thenTanh is the same model as nested, without recomputation.
+func thenTanh(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
+	h, err := b(in)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Tanh(h)
+}
+
+// block uses each of x, norm, gate, up, down, table and ids, some more than once, through ops of ours and stock ones.
+func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
+	x, norm, gate, up, down, table, ids := in[0], in[1], in[2], in[3], in[4], in[5], in[6]
+	e, err := op.Embedding(ids, table)
+	if err != nil {
+		return nil, err
+	}
+	h, err := op.RMSNorm(x, norm, 1e-6)
+	if err != nil {
+		return nil, err
+	}
+	if h, err = op.SiLUMLP(h, gate, up, down); err != nil {
+		return nil, err
+	}
+	if h, err = gorgonia.Add(h, x); err != nil {
+		return nil, err
+	}
+	// Three gradients of one node meet here, whose sum depends on the order.
+	a, b, c := must(gorgonia.Tanh(h)), must(gorgonia.Sigmoid(h)), must(gorgonia.HadamardProd(h, x))
+	if h, err = gorgonia.Add(must(gorgonia.Add(a, c)), b); err != nil {
+		return nil, err
+	}
+	return gorgonia.HadamardProd(h, e)
+}
+
+// run builds the model with blocks made by apply, takes two steps on it and returns all losses and gradients.
+func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) []named {
+	t.Helper()
+	const rows, d, f, v = 5, 6, 9, 4
+	r := rand.New(rand.NewPCG(seed, 1))
+	g := gorgonia.NewGraph()
+	var params gorgonia.Nodes
+	add := func(name string, shape ...int) *gorgonia.Node {
+		wide := normals(r, opbase.Size(shape))
+		for i := range wide {
+			wide[i] *= 0.5
+		}
+		var value any = wide
+		if dt == tensor.Float32 {
+			narrow := make([]float32, len(wide))
+			for i := range narrow {
+				narrow[i] = float32(wide[i])
+			}
+			value = narrow
+		}
+		n := gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(value))))
+		params = append(params, n)
+		return n
+	}
+	ids := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("ids"), gorgonia.WithShape(rows),
+		gorgonia.WithValue(tensor.New(tensor.WithBacking([]int{3, 0, 1, 3, 2}))))
+	x := add("x", rows, d)
+	for i := range 3 {
+		name := func(s string) string { return fmt.Sprintf("%s%d", s, i) }
+		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("gate"), f, d), add(name("up"), f, d), add(name("down"), d, f), add(name("table"), v, d), ids}
+		x = must(apply(in, block))
+	}
+	loss := must(gorgonia.Sum(must(gorgonia.HadamardProd(x, add("weighting", rows, d)))))
+	if _, err := gorgonia.Grad(loss, params...); err != nil {
+		t.Fatal(err)
+	}
+	vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
+	defer vm.Close()
+	solver := gorgonia.NewVanillaSolver(gorgonia.WithLearnRate(0.01))
+	var seen []named
+	for range 2 {
+		vm.Reset()
+		if err := vm.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		seen = append(seen, named{"loss", loss.Value().Data()})
+		for _, p := range params {
+			grad, err := p.Grad()
+			if err != nil {
+				t.Fatal(err)
+			}
+			copied, err := gorgonia.CloneValue(grad)
+			if err != nil {
+				t.Fatal(err)
+			}
+			seen = append(seen, named{p.Name(), copied.Data()})
+		}
+		if err := solver.Step(gorgonia.NodesToValueGrads(params)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return seen
+}
+
+type named struct {
+	name string
+	data any
+}
+
+func TestRecomputeGivesTheSameBits(t *testing.T) {
+	seed := freshRand(t).Uint64()
+	for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
+		compare := func(how string, want, got []named) {
+			for i, w := range want {
+				if !reflect.DeepEqual(w, got[i]) {
+					t.Errorf("%v, %s, model seed %d: %s (%d of %d) differs\n%v\n%v", dt, how, seed, w.name, i, len(want), w.data, got[i].data)
+					return
+				}
+			}
+		}
+		compare("recomputed", run(t, seed, dt, plain), run(t, seed, dt, recomputed))
+		compare("recomputed within the recomputed", run(t, seed, dt, thenTanh), run(t, seed, dt, nested))
+	}
+}
+
+// probeOp passes its input on, and its gradient back, and measures the heap when it runs.
+type probeOp struct {
+	opbase.Base
+	heap uint64
+}
+
+func probe(x *gorgonia.Node) (*gorgonia.Node, *probeOp) {
+	o := &probeOp{}
+	opbase.Init(&o.Base, o, "probe", fmt.Sprintf("%p", o), gorgonia.Nodes{x}, x.Dtype(), x.Shape(), nil,
+		func(o *probeOp, out []float64, in opbase.Args) error {
+			copy(out, opbase.Slice[float64](in, 0))
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.GC() // pools give up what they hold at the second
+			runtime.ReadMemStats(&m)
+			o.heap = m.HeapAlloc
+			return nil
+		})
+	return must(gorgonia.ApplyOp(o, x)), o
+}
+
+func (o *probeOp) DiffWRT(int) []bool { return []bool{true} }
+
+func (o *probeOp) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	return gorgonia.Nodes{grad}, nil
+}
+
+// Between forward and backward pass a block of four wide layers must hold its result alone.
+func TestRecomputeSavesMemory(t *testing.T) {
+	const rows, d, wide, blocks = 64, 8, 1024, 4
+	held := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) uint64 {
+		r := freshRand(t)
+		g := gorgonia.NewGraph()
+		x := variable(g, r, "x", rows, d)
+		up, down := variable(g, r, "up", d, wide), variable(g, r, "down", wide, d)
+		h := x
+		for range blocks {
+			h = must(apply(gorgonia.Nodes{h, up, down}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				h, err := gorgonia.Mul(in[0], in[1])
+				for range 3 {
+					if err == nil {
+						h, err = gorgonia.Tanh(h)
+					}
+				}
+				if err != nil {
+					return nil, err
+				}
+				return gorgonia.Mul(h, in[2])
+			}))
+		}
+		h, p := probe(h)
+		if _, err := gorgonia.Grad(must(gorgonia.Sum(h)), x, up, down); err != nil {
+			t.Fatal(err)
+		}
+		vm := gorgonia.NewTapeMachine(g)
+		defer vm.Close()
+		var before runtime.MemStats
+		runtime.GC()
+		runtime.GC()
+		runtime.ReadMemStats(&before)
+		if err := vm.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		return p.heap - min(p.heap, before.HeapAlloc)
+	}
+	const layer = rows * wide * 8
+	without, with := held(plain), held(recomputed)
+	t.Logf("held between forward and backward pass: %d KiB without recomputation, %d KiB with", without>>10, with>>10)
+	if without < blocks*3*layer || with > layer {
+		t.Errorf("a layer is %d KiB: want at least %d KiB without and at most %d KiB with", layer>>10, blocks*3*layer>>10, layer>>10)
+	}
+}
+
+// tallyOp doubles its input and counts how often it and its gradient run; its replay counts gradients alone.
+type tallyOp struct {
+	opbase.Base
+	forward, backward *int
+	replay            bool
+}
+
+func newTally(x *gorgonia.Node, like *tallyOp, replay bool) *tallyOp {
+	o := &tallyOp{forward: like.forward, backward: like.backward, replay: replay}
+	opbase.Init(&o.Base, o, "tally", fmt.Sprintf("%p", o.forward), gorgonia.Nodes{x}, x.Dtype(), x.Shape(), nil,
+		func(o *tallyOp, out []float64, in opbase.Args) error {
+			for i, v := range opbase.Slice[float64](in, 0) {
+				out[i] = 2 * v
+			}
+			if !o.replay {
+				*o.forward++
+			}
+			return nil
+		})
+	return o
+}
+
+func (o *tallyOp) Replay() gorgonia.Op {
+	r := *o
+	r.replay = true
+	x := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithShape(o.InputShape(0)...))
+	return newTally(x, &r, true)
+}
+
+func (o *tallyOp) DiffWRT(int) []bool { return []bool{true} }
+
+func (o *tallyOp) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	n, err := gorgonia.ApplyOp(newTally(grad, &tallyOp{forward: o.backward}, false), grad)
+	return gorgonia.Nodes{n}, err
+}
+
+func TestRecomputeCountsOnce(t *testing.T) {
+	for name, apply := range map[string]func(gorgonia.Nodes, builder) (*gorgonia.Node, error){"once": recomputed, "nested": nested} {
+		var forward, backward int
+		r := freshRand(t)
+		g := gorgonia.NewGraph()
+		x := variable(g, r, "x", 4)
+		y := must(apply(gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.ApplyOp(newTally(in[0], &tallyOp{forward: &forward, backward: &backward}, false), in[0])
+		}))
+		if _, err := gorgonia.Grad(must(gorgonia.Sum(y)), x); err != nil {
+			t.Fatal(err)
+		}
+		vm := gorgonia.NewTapeMachine(g)
+		defer vm.Close()
+		for run := 1; run <= 3; run++ {
+			vm.Reset()
+			if err := vm.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			if forward != run || backward != run {
+				t.Errorf("%s: after %d runs, forward counted %d and backward %d", name, run, forward, backward)
+			}
+		}
+	}
+}
+
+func TestRecomputePassesTheGradientCheck(t *testing.T) {
+	r := freshRand(t)
+	g := gorgonia.NewGraph()
+	x, w, unused := variable(g, r, "x", 3, 4), variable(g, r, "w", 4, 2), variable(g, r, "unused", 7)
+	s := gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("s"), gorgonia.WithValue(0.7))
+	cost := must(autodiff.Recompute(gorgonia.Nodes{unused, x, w, s}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		h := must(gorgonia.Mul(in[1], in[2]))
+		h = must(gorgonia.Add(must(gorgonia.Tanh(h)), must(gorgonia.Mul(h, in[3]))))
+		return gorgonia.Sum(must(gorgonia.Mul(must(gorgonia.Square(h)), gorgonia.NewConstant(0.5))))
+	}))
+	report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x, w, s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !report.OK(1e-6) {
+		t.Errorf("gradients of a recomputed scalar are wrong:\n%v", report)
+	}
+	if _, err := autodiff.CheckGradients(cost, gorgonia.Nodes{unused}); err == nil {
+		t.Error("an input on which the result does not depend has a gradient")
+	}
+}
+
+func TestRecomputeRefuses(t *testing.T) {
+	r := freshRand(t)
+	g := gorgonia.NewGraph()
+	x, other := variable(g, r, "x", 4), variable(gorgonia.NewGraph(), r, "other", 4)
+	x32 := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(4), gorgonia.WithName("x32"))
+	tanh := func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Tanh(in[0]) }
+	failure := errors.New("no such block")
+	for _, c := range []struct {
+		name   string
+		inputs gorgonia.Nodes
+		build  builder
+		want   string
+	}{
+		{"no inputs", nil, tanh, "got 0 inputs"},
+		{"no function", gorgonia.Nodes{x}, nil, "build function: false"},
+		{"nil input", gorgonia.Nodes{x, nil}, tanh, "input 1 is nil or not in the graph"},
+		{"two graphs", gorgonia.Nodes{x, other}, tanh, "input 1 is nil or not in the graph"},
+		{"build's own error", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return nil, failure }, failure.Error()},
+		{"no result", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return nil, nil }, "result is nil"},
+		{"outer node", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Tanh(x) }, "another graph"},
+		{"nothing built", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return in[0], nil }, "nothing to compute"},
+		{"input of its own", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Add(in[0], gorgonia.NewVector(in[0].Graph(), tensor.Float64, gorgonia.WithShape(4), gorgonia.WithName("own")))
+		}, `"own"`},
+		{"random", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Dropout(in[0], 0.5) }, "random"},
+		{"noise", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Add(in[0], gorgonia.GaussianRandomNode(in[0].Graph(), tensor.Float64, 0, 1, 4))
+		}, "random"},
+		{"result of bools", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Gt(in[0], in[0], false) }, "want float32 or float64"},
+	} {
+		_, err := autodiff.Recompute(c.inputs, c.build)
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "autodiff.Recompute: ") {
+			t.Errorf("%s: error %v, want one with %q", c.name, err, c.want)
+		}
+	}
+	if _, err := autodiff.Recompute(gorgonia.Nodes{x, x32}, tanh); err != nil {
+		t.Errorf("an unused input of another type: %v", err)
+	}
+	// What goes wrong when the graph within runs is the outer machine's error.
+	empty := must(autodiff.Recompute(gorgonia.Nodes{x32}, tanh))
+	vm := gorgonia.NewTapeMachine(empty.Graph())
+	defer vm.Close()
+	if err := vm.RunAll(); err == nil {
+		t.Error("running without a value succeeds")
+	}
+}
