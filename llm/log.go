@@ -20,6 +20,7 @@ import (
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
 //	saved   path
 //	sample  text
+//	interrupted
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
 // A number that is NaN or infinite is null. An existing file is continued: after a resumption its lines may reach beyond
@@ -108,6 +109,8 @@ func newLogRecord(e Event) logRecord {
 		r.Event, r.Path = "saved", e.Path
 	case Sampled:
 		r.Event, r.Text = "sample", e.Text
+	case Interrupted:
+		r.Event = "interrupted"
 	case RunEnd:
 		r.Event, r.TrainLoss, r.ValLoss, r.ValBPB, r.TokensPerS = "end", &loss, &valLoss, &valBPB, &tokensPerS
 		if e.Err != nil {

@@ -14,12 +14,13 @@ import (
 func TestJSONLog(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	events := run(4, 5)
-	sampled, saved := events[2], events[2]
+	sampled, saved, interrupted := events[2], events[2], events[2]
 	sampled.Kind, sampled.Text = Sampled, "a \"text\"\n\xff"
 	saved.Kind, saved.Path = Saved, "model.safetensors"
+	interrupted.Kind = Interrupted
 	end := events[3]
 	end.Err = errors.New("out of luck")
-	send(t, JSONLog(path), append(events[:3], sampled, saved, end)...)
+	send(t, JSONLog(path), append(events[:3], sampled, saved, interrupted, end)...)
 	content, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -30,6 +31,7 @@ func TestJSONLog(t *testing.T) {
 		`"event":"eval","step":5,"elapsed_s":1.5,"val_loss":1.5,"val_bpb":2.164`,
 		`"event":"sample","step":5,"elapsed_s":1.5,"text":"a \"text\"\n` + "\\ufffd\"}",
 		`"event":"saved","step":5,"elapsed_s":1.5,"path":"model.safetensors"}`,
+		`"event":"interrupted","step":5,"elapsed_s":1.5}`,
 		`"event":"end","step":5,"elapsed_s":1.5,"train_loss":1,"tokens_per_s":666.66`,
 	}
 	lines := strings.Split(strings.TrimSuffix(string(content), "\n"), "\n")
@@ -41,8 +43,8 @@ func TestJSONLog(t *testing.T) {
 			t.Errorf("line %d is\n%s\nwant\n%s", i, line, want[i])
 		}
 	}
-	if !strings.Contains(lines[5], `"error":"out of luck"`) {
-		t.Errorf("the last line lacks the error: %s", lines[5])
+	if !strings.Contains(lines[6], `"error":"out of luck"`) {
+		t.Errorf("the last line lacks the error: %s", lines[6])
 	}
 }
 
