@@ -44,7 +44,7 @@ type Lattice struct {
 	seeds      *seedState
 	sums       checksummer
 	scratch    []byte // for sealOne
-	strategies []Strategy
+	strategies []tableStrategy
 	ring       ring
 }
 
@@ -149,8 +149,12 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}
 	}
+	ramp, err := newTableStrategy(defaultStrategy)
+	if err != nil {
+		return nil, fmt.Errorf("state.NewLattice: %w", err)
+	}
 	l := &Lattice{}
-	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []Strategy{DefaultStrategy}, seeds: newSeedState(seeds)})
+	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []tableStrategy{ramp}, seeds: newSeedState(seeds)})
 	l.mutate(1024, func(int, int) {})
 	return l, nil
 }

@@ -11,7 +11,7 @@ import (
 type GerminationRequest struct {
 	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one
 	Kind     blueprints.Kind // which blueprint
-	Strategy Strategy        // how α will rise; nil for DefaultStrategy
+	Strategy Strategy        // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs
 }
 
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
@@ -37,7 +37,7 @@ func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 		return fmt.Errorf("state.%s: %w: seed %d: Kind: %w", method, ErrArgument, seed, err)
 	}
 	if r.Strategy == nil {
-		r.Strategy = DefaultStrategy
+		r.Strategy = defaultStrategy
 	}
 	strategy, err := l.intern(r.Strategy)
 	if err != nil {
@@ -51,21 +51,17 @@ func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 
 // intern returns the index of s in the lattice's strategies, adding it when it is new.
 func (l *Lattice) intern(s Strategy) (uint8, error) {
-	if err := s.Check(); err != nil {
-		return 0, err
-	}
-	saved, err := saveStrategy(s)
+	entry, err := newTableStrategy(s)
 	if err != nil {
 		return 0, err
 	}
 	for i, known := range l.strategies {
-		k, err := saveStrategy(known)
-		if err == nil && k.Name == saved.Name && string(k.Params) == string(saved.Params) {
+		if known.saved.Name == entry.saved.Name && string(known.saved.Params) == string(entry.saved.Params) {
 			return uint8(i), nil
 		}
 	}
 	if len(l.strategies) <= math.MaxUint8 {
-		l.strategies = append(l.strategies, s)
+		l.strategies = append(l.strategies, entry)
 		return uint8(len(l.strategies) - 1), nil
 	}
 	var used [math.MaxUint8 + 1]bool
@@ -74,7 +70,7 @@ func (l *Lattice) intern(s Strategy) (uint8, error) {
 	}
 	for i, u := range used {
 		if !u {
-			l.strategies[i] = s
+			l.strategies[i] = entry
 			return uint8(i), nil
 		}
 	}

@@ -18,7 +18,7 @@ type image struct {
 	epoch      uint32
 	step       uint64
 	loss       float64
-	strategies []Strategy
+	strategies []tableStrategy
 	seeds      *seedState
 }
 
@@ -43,14 +43,10 @@ type savedField struct {
 
 const crcName = "crc32"
 
-func (l *Lattice) header() (header, error) {
+func (l *Lattice) header() header {
 	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Config: l.config}
 	for _, s := range l.strategies {
-		saved, err := saveStrategy(s)
-		if err != nil {
-			return header{}, err
-		}
-		h.Strategies = append(h.Strategies, saved)
+		h.Strategies = append(h.Strategies, s.saved)
 	}
 	for k := range blueprints.Kinds() {
 		h.Kinds = append(h.Kinds, blueprints.Kind(k).String())
@@ -58,7 +54,7 @@ func (l *Lattice) header() (header, error) {
 	for _, c := range l.seeds.saved() {
 		h.Fields = append(h.Fields, savedField{c.name, c.typ()})
 	}
-	return h, nil
+	return h
 }
 
 // saved lists the fields that are saved: all, the checksums last.
@@ -72,23 +68,14 @@ const (
 )
 
 // head returns the head of the lattice's binary form, with room for more bytes behind it.
-func (l *Lattice) head(more int) ([]byte, error) {
-	if l.n == 0 {
-		return nil, fmt.Errorf("%w: the lattice has no seeds", ErrArgument)
-	}
-	h, err := l.header()
-	if err != nil {
-		return nil, err
-	}
-	text, err := json.Marshal(h)
-	if err != nil {
-		return nil, err
-	}
+func (l *Lattice) head(more int) []byte {
+	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only once they are JSON.
+	text, _ := json.Marshal(l.header())
 	head := make([]byte, 0, prefix+len(text)+more)
 	head = append(head, magic...)
 	head = binary.LittleEndian.AppendUint32(head, uint32(len(text)))
 	head = binary.LittleEndian.AppendUint32(head, crc32.ChecksumIEEE(text))
-	return append(head, text...), nil
+	return append(head, text...)
 }
 
 // parseHead returns the header at the beginning of data, and what follows it.
@@ -112,14 +99,11 @@ func parseHead(data []byte) (h *header, rest []byte, err error) {
 func (l *Lattice) MarshalBinary() ([]byte, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	var saved []column
-	if l.n > 0 {
-		saved = l.seeds.saved()
+	if l.n == 0 {
+		return nil, fmt.Errorf("state.MarshalBinary: %w: the lattice has no seeds", ErrArgument)
 	}
-	data, err := l.head(l.n * rowWidth(saved))
-	if err != nil {
-		return nil, fmt.Errorf("state.MarshalBinary: %w", err)
-	}
+	saved := l.seeds.saved()
+	data := l.head(l.n * rowWidth(saved))
 	for _, c := range saved {
 		width, start := widths[c.typ()], len(data)
 		data = data[:start+l.n*width]
@@ -357,14 +341,14 @@ type Array struct {
 const headerName = "header"
 
 // Arrays returns a copy of the lattice's complete state as named arrays: one for each field of the seeds, and "header", a
-// vector of bytes, with all else.
-func (l *Lattice) Arrays() ([]Array, error) {
+// vector of bytes, with all else. The zero Lattice has none.
+func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	head, err := l.head(0)
-	if err != nil {
-		return nil, fmt.Errorf("state.Arrays: %w", err)
+	if l.n == 0 {
+		return nil
 	}
+	head := l.head(0)
 	arrays := []Array{{headerName, []int{len(head)}, head}}
 	for _, c := range l.seeds.saved() {
 		copied := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}
@@ -373,7 +357,7 @@ func (l *Lattice) Arrays() ([]Array, error) {
 		reflect.Copy(data, reflect.ValueOf(c.array).Elem())
 		arrays = append(arrays, Array{c.name, []int{l.n}, data.Interface()})
 	}
-	return arrays, nil
+	return arrays
 }
 
 // SetArrays replaces the lattice's contents by arrays as [Lattice.Arrays] returns them, in any order; the lattice does not

@@ -47,8 +47,8 @@ type FixedRamp struct {
 	Target float64 `json:"target"`
 }
 
-// DefaultStrategy is the strategy of a germination request that names none.
-var DefaultStrategy Strategy = FixedRamp{Linear, 50, 1}
+// defaultStrategy is that of a germination request which names none.
+var defaultStrategy = FixedRamp{Linear, 50, 1}
 
 // Name returns "FixedRamp".
 func (FixedRamp) Name() string { return "FixedRamp" }
@@ -114,28 +114,41 @@ type savedStrategy struct {
 	Params json.RawMessage `json:"params"`
 }
 
-func saveStrategy(s Strategy) (savedStrategy, error) {
+// tableStrategy is a strategy in a lattice's table of them, beside what will be stored of it.
+type tableStrategy struct {
+	Strategy
+	saved savedStrategy
+}
+
+// newTableStrategy returns an error unless s can be stored and loaded.
+func newTableStrategy(s Strategy) (tableStrategy, error) {
+	if err := s.Check(); err != nil {
+		return tableStrategy{}, err
+	}
 	strategyMu.RLock()
 	_, known := strategies[s.Name()]
 	strategyMu.RUnlock()
 	if !known {
-		return savedStrategy{}, fmt.Errorf("strategy %q (%T) is not known: register it with RegisterStrategy, so that the lattice can be loaded",
+		return tableStrategy{}, fmt.Errorf("strategy %q (%T) is not known: register it with RegisterStrategy, so that the lattice can be loaded",
 			s.Name(), s)
 	}
 	params, err := json.Marshal(s)
-	return savedStrategy{s.Name(), params}, err
+	return tableStrategy{s, savedStrategy{s.Name(), params}}, err
 }
 
-func (s savedStrategy) load() (Strategy, error) {
+func (s savedStrategy) load() (tableStrategy, error) {
 	strategyMu.RLock()
 	decode, known := strategies[s.Name]
 	strategyMu.RUnlock()
 	if !known {
-		return nil, fmt.Errorf("strategy %q is not known: register it with RegisterStrategy", s.Name)
+		return tableStrategy{}, fmt.Errorf("%w: strategy %q is not known: register it with RegisterStrategy", ErrArgument, s.Name)
 	}
 	strategy, err := decode(s.Params)
-	if err != nil {
-		return nil, fmt.Errorf("strategy %q: %w", s.Name, err)
+	if err == nil {
+		err = strategy.Check()
 	}
-	return strategy, strategy.Check()
+	if err != nil {
+		return tableStrategy{}, fmt.Errorf("%w: strategy %q: %w", ErrCorrupt, s.Name, err)
+	}
+	return tableStrategy{strategy, s}, nil
 }

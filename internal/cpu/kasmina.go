@@ -1,0 +1,293 @@
+package cpu
+
+import (
+	"math"
+	"sort"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// Stability says what a Kasmina layer does about extreme inputs.
+type Stability uint8
+
+// The stability modes. Strict zeroes what is smaller than ε and clamps to each seed's limits. Adaptive evaluates a chunk
+// row whose largest magnitude passes 10⁶ scaled down by a power of two.
+const (
+	StabilityFast Stability = iota
+	StabilityStrict
+	StabilityAdaptive
+)
+
+// adaptiveLimit is the magnitude beyond which the adaptive mode scales.
+const adaptiveLimit = 1e6
+
+// KasminaSeed is a seed whose blueprint takes part in a pass.
+type KasminaSeed[T Float] struct {
+	Seed, Slot  int
+	Blend       bool // the output is x + α(t(x) − x); otherwise it is x
+	Learn       bool // weights and scale get gradients
+	Alpha       T
+	Rule        *blueprints.Arithmetic[T]
+	Homogeneity blueprints.Homogeneity
+	Low, High   T // clamp limits of the strict mode
+
+	w, p  []T // the slot's weights, and what Rule makes of them
+	scale T
+	learn int // index among the learning seeds
+}
+
+// Kasmina computes one layer: x is Rows × Seeds·Chunk, weights Slots × Chunk, scales Slots. Its buffers are reused from
+// pass to pass.
+type Kasmina[T Float] struct {
+	Rows, Seeds, Chunk, Slots int
+
+	Stability Stability
+	Eps       float64
+	Active    []KasminaSeed[T] // in the order of their seeds
+	Measure   []bool           // of each seed: whether to collect its figures
+	Reduce    Reduction
+	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
+
+	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and Clipped are set.
+	Figures []ChunkFigures
+
+	partial  []ChunkFigures // of each block of rows and seed
+	measured bool           // some seed is
+	prepared []T
+	learning []int     // indices into Active
+	dp       []T       // of each block of rows and learning seed, the gradient of p
+	da       []float64 // likewise of the scale
+	heads    []int     // counting sort of the learning seeds by slot
+	order    []int
+	scratch  sync.Pool
+}
+
+// The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
+// within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
+const (
+	tileColumns  = 1024
+	tileElements = 1 << 16
+	tileRows     = 256
+)
+
+func (k *Kasmina[T]) tile() (rows, seeds int) {
+	seeds = min(k.Seeds, max(1, tileColumns/k.Chunk))
+	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
+}
+
+// tiles calls f for every tile, on all cores: rows r0 to r1, seeds s0 to s1, of the given block of rows, with 4·Chunk
+// elements of scratch memory.
+func (k *Kasmina[T]) tiles(f func(block, r0, r1, s0, s1 int, scratch []T)) (blocks int) {
+	rows, seeds := k.tile()
+	blocks = (k.Rows + rows - 1) / rows
+	groups := (k.Seeds + seeds - 1) / seeds
+	Parallel(blocks*groups, 1, func(lo, hi int) {
+		scratch, _ := k.scratch.Get().(*[]T)
+		if scratch == nil || len(*scratch) < 4*k.Chunk {
+			s := make([]T, 4*k.Chunk)
+			scratch = &s
+		}
+		for i := lo; i < hi; i++ {
+			block, group := i/groups, i%groups
+			f(block, block*rows, min(k.Rows, (block+1)*rows), group*seeds, min(k.Seeds, (group+1)*seeds), *scratch)
+		}
+		k.scratch.Put(scratch)
+	})
+	return blocks
+}
+
+// active returns the active seeds in [s0, s1).
+func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
+	from := sort.Search(len(k.Active), func(i int) bool { return k.Active[i].Seed >= s0 })
+	n := sort.Search(len(k.Active)-from, func(i int) bool { return k.Active[from+i].Seed >= s1 })
+	return k.Active[from : from+n]
+}
+
+// prepare binds the active seeds to the parameters and readies the buffers.
+func (k *Kasmina[T]) prepare(weights, scales []T) {
+	c := k.Chunk
+	prepared := 0
+	for i := range k.Active {
+		s := &k.Active[i]
+		s.w, s.scale = weights[s.Slot*c:][:c:c], scales[s.Slot]
+		if s.p = s.w; s.Rule.Prepare != nil {
+			prepared++
+		}
+	}
+	k.prepared = grow(k.prepared, prepared*c)
+	for i, next := 0, 0; i < len(k.Active); i++ {
+		if s := &k.Active[i]; s.Rule.Prepare != nil {
+			s.p = k.prepared[next:][:c:c]
+			next += c
+		}
+	}
+	Parallel(len(k.Active), grain(64*c), func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			if s := &k.Active[i]; s.Rule.Prepare != nil {
+				s.Rule.Prepare(s.p, s.w)
+			}
+		}
+	})
+	k.measured = false
+	for _, m := range k.Measure {
+		k.measured = k.measured || m
+	}
+	rows, _ := k.tile()
+	blocks := (k.Rows + rows - 1) / rows
+	k.partial = grow(k.partial, blocks*k.Seeds)
+	k.Figures = grow(k.Figures, k.Seeds)
+}
+
+// grow returns n elements, in s's memory when there is room, with whatever they hold.
+func grow[E any](s []E, n int) []E {
+	if cap(s) < n {
+		return make([]E, n)
+	}
+	return s[:n]
+}
+
+// Forward computes y from x, and the figures of x:
+//
+//	y = x + α(t(x) − x)
+//
+// for active seeds that blend, with x clamped first in the strict mode, and y = x for all others.
+func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
+	k.prepare(weights, scales)
+	c, d := k.Chunk, k.Seeds*k.Chunk
+	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
+		figures := k.partial[block*k.Seeds+s0 : block*k.Seeds+s1]
+		for i := range figures {
+			figures[i] = newFigures(k.Reduce)
+		}
+		active := k.active(s0, s1)
+		for r := r0; r < r1; r++ {
+			xr, yr := x[r*d:][s0*c:s1*c], y[r*d:][s0*c:s1*c]
+			copy(yr, xr)
+			k.watchInput(figures, xr, x, s0)
+			for i := range active {
+				if s := &active[i]; s.Blend {
+					at := (s.Seed - s0) * c
+					k.blend(yr[at:][:c], xr[at:][:c], s, scratch)
+				}
+			}
+		}
+	})
+	k.finish(blocks, x)
+}
+
+// watchInput takes one row of a tile, whose first seed is s0, into the tile's figures.
+func (k *Kasmina[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
+	if !k.measured && countBad(xr) == 0 {
+		return
+	}
+	c := k.Chunk
+	for i := range figures {
+		v, f := xr[i*c:][:c], &figures[i]
+		if !k.Measure[s0+i] {
+			f.Bad += countBad(v)
+			continue
+		}
+		row := scan(v, k.Eps)
+		f.addRow(&row, anchorOf(x[(s0+i)*c]))
+		if k.Reduce != ReduceExact && row.m.N > 0 {
+			h := health(row.absolute(), row.lo, row.hi, row.dead, k.Eps)
+			f.reduceRow(k.Reduce, h[:])
+			f.Norms.N++ // counts the rows
+		}
+	}
+}
+
+// finish merges the figures of all blocks of rows, in order.
+func (k *Kasmina[T]) finish(blocks int, v []T) {
+	Parallel(k.Seeds, 256, func(lo, hi int) {
+		for s := lo; s < hi; s++ {
+			f := &k.Figures[s]
+			*f = k.partial[s]
+			for b := 1; b < blocks; b++ {
+				f.merge(&k.partial[b*k.Seeds+s], k.Reduce)
+			}
+			f.finish(k.Reduce, anchorOf(v[s*k.Chunk]))
+		}
+	})
+}
+
+// blend computes one chunk row of a seed that blends. scratch holds 2·Chunk elements.
+func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
+	c := len(x)
+	t, in, scale, up := scratch[:c], x, s.scale, T(1)
+	switch k.Stability {
+	case StabilityStrict:
+		in = scratch[c : 2*c]
+		k.clamp(in, x, s)
+	case StabilityAdaptive:
+		if down := k.shrink(x, s); down != 1 {
+			in = scratch[c : 2*c]
+			for i, v := range x {
+				in[i] = v * down
+			}
+			up = 1 / down
+			if s.Homogeneity == blueprints.InXAndScale {
+				scale *= down
+			}
+		}
+	}
+	switch s.Alpha {
+	case 0: // whatever t(x) is, NaN included, has no part in the result
+		t = in
+	case 1:
+		s.Rule.Forward(t, in, s.p, scale)
+	default:
+		s.Rule.Forward(t, in, s.p, scale)
+		for i, v := range in {
+			t[i] = v + s.Alpha*(t[i]-v)
+		}
+	}
+	if up == 1 {
+		copy(y, t)
+		return
+	}
+	for i, v := range t {
+		y[i] = v * up
+	}
+}
+
+// shrink returns the power of two, at most 1, that takes the largest magnitude of x to adaptiveLimit or below. It is 1 for
+// transforms that cannot be scaled, and for a row that holds Inf or NaN, which no scale brings back.
+func (k *Kasmina[T]) shrink(x []T, s *KasminaSeed[T]) T {
+	var top T
+	for _, v := range x {
+		if v < 0 {
+			v = -v
+		}
+		if v > top {
+			top = v
+		}
+	}
+	if !(top > adaptiveLimit) || top-top != 0 || s.Homogeneity == blueprints.NotHomogeneous {
+		return 1
+	}
+	_, exp := math.Frexp(float64(top) / adaptiveLimit)
+	return T(math.Ldexp(1, -exp))
+}
+
+// clamp writes x with elements smaller than ε as 0, and the others clamped to the seed's limits.
+func (k *Kasmina[T]) clamp(out, x []T, s *KasminaSeed[T]) {
+	for i, v := range x {
+		if math.Abs(float64(v)) < k.Eps {
+			v = 0
+		}
+		if v < s.Low {
+			v = s.Low
+		}
+		if v > s.High {
+			v = s.High
+		}
+		out[i] = v
+	}
+}
+
+// bites reports whether clamp changes v, or would whatever v's neighbours are.
+func (k *Kasmina[T]) bites(v T, s *KasminaSeed[T]) bool {
+	return math.Abs(float64(v)) < k.Eps || v < s.Low || v > s.High
+}

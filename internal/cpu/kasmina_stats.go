@@ -1,0 +1,245 @@
+package cpu
+
+import "math"
+
+// Reduction says how the figures of a chunk's rows become those of the seed.
+type Reduction uint8
+
+// The reductions: exact figures over all elements, the average of the rows' figures, the largest of them.
+const (
+	ReduceExact Reduction = iota
+	ReduceMean
+	ReduceMax
+)
+
+// Moments are the count and mean of numbers and the sum of their squared deviations from it. They are only ever merged
+// (Chan, Golub and LeVeque 1979), never formed as a difference of large sums.
+type Moments struct{ N, Mean, M2 float64 }
+
+// Merge makes m the moments of the numbers of m and o together.
+func (m *Moments) Merge(o Moments) {
+	if o.N == 0 {
+		return
+	}
+	n := m.N + o.N
+	d := o.Mean - m.Mean
+	m.Mean += d * (o.N / n)
+	m.M2 += o.M2 + d*d*(m.N*o.N/n)
+	m.N = n
+}
+
+// Add makes v one of m's numbers (Welford 1962).
+func (m *Moments) Add(v float64) {
+	m.N++
+	d := v - m.Mean
+	m.Mean += d / m.N
+	m.M2 += d * (v - m.Mean)
+}
+
+// Variance returns the mean squared deviation.
+func (m Moments) Variance() float64 {
+	if m.N == 0 {
+		return 0
+	}
+	return m.M2 / m.N
+}
+
+// ChunkFigures sum up what a pass has seen of one seed's chunk: its input in a forward pass, its output's gradient in a
+// backward pass. Elements that are NaN or Inf are counted in Bad and left out of everything else.
+type ChunkFigures struct {
+	Moments  Moments // relative to the chunk's anchor until finished
+	Min, Max float64
+	Dead     int // elements with |v| < ε
+	Bad      int // NaN and Inf
+	Norms    Moments
+	Clipped  int                 // rows whose gradient was clipped
+	Rows     [rowFigures]float64 // sum, or maximum, of the rows' figures, unless the reduction is exact
+}
+
+const rowFigures = 6
+
+// Health returns variance, mean, minimum, maximum, dead ratio and signal-to-noise ratio |mean|/sqrt(variance + ε).
+func (f *ChunkFigures) Health(reduce Reduction, eps float64) [rowFigures]float64 {
+	if reduce != ReduceExact {
+		return f.Rows
+	}
+	return health(f.Moments, f.Min, f.Max, f.Dead, eps)
+}
+
+func health(m Moments, lo, hi float64, dead int, eps float64) [rowFigures]float64 {
+	if m.N == 0 {
+		return [rowFigures]float64{}
+	}
+	v := m.Variance()
+	return [rowFigures]float64{v, m.Mean, lo, hi, float64(dead) / m.N, math.Abs(m.Mean) / math.Sqrt(v+eps)}
+}
+
+// Gradient returns the norm, the variance and the largest magnitude.
+func (f *ChunkFigures) Gradient(reduce Reduction) [3]float64 {
+	if reduce != ReduceExact {
+		return [3]float64(f.Rows[:3])
+	}
+	return gradient(f.Moments, f.Min, f.Max)
+}
+
+func gradient(m Moments, lo, hi float64) [3]float64 {
+	if m.N == 0 {
+		return [3]float64{}
+	}
+	return [3]float64{norm(m), m.Variance(), max(-lo, hi)}
+}
+
+// norm is the square root of the sum of squares of the numbers of m.
+func norm(m Moments) float64 { return math.Sqrt(m.M2 + m.N*m.Mean*m.Mean) }
+
+// newFigures are the figures of nothing.
+func newFigures(reduce Reduction) ChunkFigures {
+	f := ChunkFigures{Min: math.Inf(1), Max: math.Inf(-1)}
+	if reduce == ReduceMax {
+		for i := range f.Rows {
+			f.Rows[i] = math.Inf(-1)
+		}
+	}
+	return f
+}
+
+// addRow adds what was seen in one row of the chunk, whose anchor is given.
+func (f *ChunkFigures) addRow(row *rowScan, anchor float64) {
+	m := row.m
+	m.Mean += row.anchor - anchor
+	f.Moments.Merge(m)
+	f.Min, f.Max = min(f.Min, row.lo), max(f.Max, row.hi)
+	f.Dead += row.dead
+	f.Bad += row.bad
+}
+
+// reduceRow takes one row's figures into Rows.
+func (f *ChunkFigures) reduceRow(reduce Reduction, row []float64) {
+	for i, v := range row {
+		if reduce == ReduceMean {
+			f.Rows[i] += v
+		} else {
+			f.Rows[i] = max(f.Rows[i], v)
+		}
+	}
+}
+
+// merge adds the figures of other rows of the same chunk.
+func (f *ChunkFigures) merge(o *ChunkFigures, reduce Reduction) {
+	f.Moments.Merge(o.Moments)
+	f.Norms.Merge(o.Norms)
+	f.Min, f.Max = min(f.Min, o.Min), max(f.Max, o.Max)
+	f.Dead += o.Dead
+	f.Bad += o.Bad
+	f.Clipped += o.Clipped
+	if reduce != ReduceExact {
+		f.reduceRow(reduce, o.Rows[:])
+	}
+}
+
+// finish makes the figures absolute, with rows the number of rows that Rows sums up.
+func (f *ChunkFigures) finish(reduce Reduction, anchor float64) {
+	rows := f.Norms.N
+	f.Moments.Mean += anchor
+	if f.Moments.N == 0 {
+		f.Moments, f.Min, f.Max = Moments{}, 0, 0
+	}
+	for i := range f.Rows {
+		switch {
+		case rows == 0:
+			f.Rows[i] = 0
+		case reduce == ReduceMean:
+			f.Rows[i] /= rows
+		}
+	}
+}
+
+// rowScan is what was seen in one row of a chunk.
+type rowScan struct {
+	anchor    float64 // one of the values, or 0: deviations from it keep their precision where values share leading digits
+	m         Moments // the mean is relative to the anchor
+	lo, hi    float64
+	dead, bad int
+}
+
+// scan looks at one row of a chunk.
+func scan[T Float](v []T, eps float64) rowScan {
+	s := rowScan{anchor: anchorOf(v[0]), lo: math.Inf(1), hi: math.Inf(-1)}
+	var sum float64
+	for _, e := range v {
+		e := float64(e)
+		sum += e - s.anchor
+		if e < s.lo {
+			s.lo = e
+		}
+		if e > s.hi {
+			s.hi = e
+		}
+		if e < eps && e > -eps {
+			s.dead++
+		}
+	}
+	if sum-sum != 0 {
+		return scanFinite(v, eps)
+	}
+	s.m.N = float64(len(v))
+	s.m.Mean = sum / s.m.N
+	for _, e := range v {
+		d := float64(e) - s.anchor - s.m.Mean
+		s.m.M2 += d * d
+	}
+	return s
+}
+
+// scanFinite is scan for a row with NaN or Inf in it, or with a sum that overflows.
+func scanFinite[T Float](v []T, eps float64) rowScan {
+	s := rowScan{anchor: anchorOf(v[0]), lo: math.Inf(1), hi: math.Inf(-1)}
+	for _, e := range v {
+		e := float64(e)
+		if e-e != 0 {
+			s.bad++
+			continue
+		}
+		s.m.Add(e - s.anchor)
+		s.lo, s.hi = min(s.lo, e), max(s.hi, e)
+		if math.Abs(e) < eps {
+			s.dead++
+		}
+	}
+	return s
+}
+
+// absolute returns the moments with the true mean.
+func (s *rowScan) absolute() Moments { return Moments{s.m.N, s.anchor + s.m.Mean, s.m.M2} }
+
+// countBad returns how many elements are NaN or Inf.
+func countBad[T Float](v []T) (n int) {
+	for _, e := range v {
+		if e-e != 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// anchorOf returns an anchor, given an element.
+func anchorOf[T Float](e T) float64 {
+	if e-e != 0 {
+		return 0
+	}
+	return float64(e)
+}
+
+// Exponents is the length of a histogram of magnitudes: bin i counts 2^(i−24) ≤ |v| < 2^(i−23), bin 0 everything smaller
+// too, the last bin everything larger.
+const Exponents = 40
+
+// addExponents counts the finite elements of v by their magnitude.
+func addExponents[T Float](h *[Exponents]uint32, v []T) {
+	for _, e := range v {
+		exp := int(math.Float64bits(float64(e))>>52&0x7ff) - 1023
+		if exp != 1024 {
+			h[min(max(exp+24, 0), Exponents-1)]++
+		}
+	}
+}

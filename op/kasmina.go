@@ -1,0 +1,239 @@
+package op
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets NaN or Inf.
+var ErrNonFinite = errors.New("NaN or Inf")
+
+// Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint computes.
+type Stability uint8
+
+const (
+	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two, and scales the
+	// result up again, so that intermediate results do not overflow. It computes the same function as Fast.
+	Adaptive Stability = iota
+	// Fast computes the formulas as they are.
+	Fast
+	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean ± 6σ of the seed's
+	// input in the previous pass with telemetry. No gradient passes where that changes x.
+	Strict
+)
+
+var stabilityNames = [...]string{"Adaptive", "Fast", "Strict"}
+
+// String returns the mode's name.
+func (s Stability) String() string {
+	if int(s) < len(stabilityNames) {
+		return stabilityNames[s]
+	}
+	return fmt.Sprintf("Stability(%d)", uint8(s))
+}
+
+// KasminaConfig is what the options of [Kasmina] set.
+type KasminaConfig struct {
+	Stability       Stability
+	Epsilon         float64
+	GradClip        float64 // largest norm of a row's gradient for each seed; 0 for none
+	AdaptiveClip    float64 // the same as running mean + AdaptiveClip·σ of those norms; 0 for none
+	StopOnNonFinite bool
+	NoTelemetry     bool
+}
+
+// KasminaOption configures a [Kasmina] layer.
+type KasminaOption func(*KasminaConfig) error
+
+// WithStability sets the stability mode. The default is [Adaptive].
+func WithStability(s Stability) KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.Stability = s
+		if int(s) >= len(stabilityNames) {
+			return fmt.Errorf("WithStability: the mode is %d, want Adaptive, Fast or Strict", s)
+		}
+		return nil
+	}
+}
+
+// WithEpsilon sets ε, below whose magnitude an activation counts as dead, and which keeps denominators from 0. The default
+// is 1e-8.
+func WithEpsilon(eps float64) KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.Epsilon = eps
+		return positive("WithEpsilon: eps", eps)
+	}
+}
+
+// WithGradClip scales the output's gradient g, for each row and seed, by min(1, limit/(‖g‖ + ε)).
+func WithGradClip(limit float64) KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.GradClip = limit
+		return positive("WithGradClip: limit", limit)
+	}
+}
+
+// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ of the norms of the seed's gradient
+// over the rows of all passes with telemetry so far. The first pass is not clipped.
+func WithAdaptiveGradClip(deviations float64) KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.AdaptiveClip = deviations
+		return positive("WithAdaptiveGradClip: deviations", deviations)
+	}
+}
+
+// StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when x or the output's
+// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport].
+func StopOnNonFinite() KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.StopOnNonFinite = true
+		return nil
+	}
+}
+
+// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it, for evaluation, sampling and gradient
+// checks: running it does not change what it computes. NaN and Inf are counted all the same.
+func WithoutTelemetry() KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.NoTelemetry = true
+		return nil
+	}
+}
+
+func positive(what string, v float64) error {
+	if !(v > 0) || math.IsInf(v, 0) {
+		return fmt.Errorf("%s is %v, want a finite number above 0", what, v)
+	}
+	return nil
+}
+
+// KasminaOp is the op behind [Kasmina], and with Replaying set its replay.
+type KasminaOp struct {
+	opbase.Base
+	Lattice   *state.Lattice
+	Config    KasminaConfig
+	Replaying bool
+	inputs    gorgonia.Nodes
+	run       *kasminaRun // shared by the op, its replays and its backward ops
+}
+
+// Kasmina lets the seeds of a lattice work on x, each on its own chunk of the features:
+//
+//	y = x                    in the stages Dormant, Germinated, Training, Culled, Cancelled and RolledBack
+//	y = x + α(t(x) − x)      in Grafting, Stabilization and Evaluating, with the seed's α, and in FineTuning and
+//	                         Fossilized, with α = 1
+//
+// where t is the transform of the seed's blueprint, with the weights and the scale of the seed's slot (see the package
+// blueprints). x and y are [rows, D], and D is the lattice's number of hidden features; its S seeds have C = D/S columns
+// each. weights is [slots, C] and scales is [slots]; all three are float32 or all float64. Slot 0 means "none", so row 0 is
+// never read and real slots start at 1. A seed in any stage whose slot is 0 has t(x) = x. Seeds may share a slot: their
+// gradients add up.
+//
+// Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
+// and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
+//
+// A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the same one: a stage or α that
+// changes in between, from whatever goroutine, takes effect at the next forward pass. Both passes leave their figures in the
+// lattice; see [state.Lattice.Report].
+//
+// A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for training and for
+// evaluation, but one pass with telemetry counts as one step of it, so all but one of those that run in a training step
+// should be made [WithoutTelemetry]. That also holds for gradient checks, in which the limits of the strict mode and of
+// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output.
+func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...KasminaOption) (*gorgonia.Node, error) {
+	const name = "Kasmina"
+	ax, aw, as := arg{"x", x}, arg{"weights", weights}, arg{"scales", scales}
+	if err := checkFloats(name, ax, aw, as); err != nil {
+		return nil, err
+	}
+	if err := checkKasminaShapes(name, ax, aw, as, lattice); err != nil {
+		return nil, err
+	}
+	c := KasminaConfig{Epsilon: 1e-8}
+	for i, o := range opts {
+		if o == nil {
+			return nil, fmt.Errorf("op.%s: option %d is nil", name, i)
+		}
+		if err := o(&c); err != nil {
+			return nil, fmt.Errorf("op.%s: %w", name, err)
+		}
+	}
+	if c.GradClip > 0 && c.AdaptiveClip > 0 {
+		return nil, fmt.Errorf("op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other", name, c.GradClip, c.AdaptiveClip)
+	}
+	o := &KasminaOp{Lattice: lattice, Config: c, inputs: gorgonia.Nodes{x, weights, scales}, run: &kasminaRun{}}
+	o.init()
+	return gorgonia.ApplyOp(o, x, weights, scales)
+}
+
+func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Lattice) error {
+	if err := checkDims(name, x, 2, "[rows, D]"); err != nil {
+		return err
+	}
+	if err := checkDims(name, weights, 2, "[slots, C]"); err != nil {
+		return err
+	}
+	if err := checkDims(name, scales, 1, "[slots]"); err != nil {
+		return err
+	}
+	if lattice == nil {
+		return fmt.Errorf("op.%s: lattice is nil, want one made by state.NewLattice", name)
+	}
+	seeds, d := lattice.Seeds(), x.node.Shape()[1]
+	if seeds == 0 {
+		return fmt.Errorf("op.%s: lattice has no seeds, want one made by state.NewLattice", name)
+	}
+	if d%seeds != 0 {
+		return fmt.Errorf("op.%s: x has %d features (shape %v), want a multiple of the lattice's %d seeds", name, d, x.node.Shape(), seeds)
+	}
+	if d != lattice.Hidden() {
+		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d, x.node.Shape(), lattice.Hidden())
+	}
+	slots := weights.node.Shape()[0]
+	if err := checkShape(name, weights, fmt.Sprintf("[slots, C] with C = %d features / %d seeds", d, seeds), slots, d/seeds); err != nil {
+		return err
+	}
+	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v", weights.node.Shape()), slots); err != nil {
+		return err
+	}
+	if want := lattice.Slots(); want > 0 && want != slots {
+		return fmt.Errorf("op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots", name, slots, weights.node.Shape(), want)
+	}
+	return nil
+}
+
+func (o *KasminaOp) init() {
+	config := fmt.Sprintf("lattice=%d %+v replaying=%v", o.Lattice.ID(), o.Config, o.Replaying)
+	x := o.inputs[0]
+	opbase.Init(&o.Base, o, "Kasmina", config, o.inputs, x.Dtype(), x.Shape(), kasmina[float32], kasmina[float64])
+}
+
+// DiffWRT reports that the op is differentiable in x, weights and scales.
+func (o *KasminaOp) DiffWRT(int) []bool { return []bool{true, true, true} }
+
+// SymDiff returns the gradients of x, weights and scales.
+func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	b := &KasminaGradOp{Forward: o}
+	in := gorgonia.Nodes{inputs[0], inputs[1], inputs[2], output, grad}
+	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])
+}
+
+// Replay returns an op that computes the last run of o again, from the same snapshot of the lattice, and adds nothing to the
+// telemetry. It fails when o has not run.
+func (o *KasminaOp) Replay() gorgonia.Op {
+	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true, inputs: o.inputs, run: o.run}
+	r.init()
+	return r
+}
+
+// KasminaGradOp computes [dx | dweights | dscales], packed, from x, weights, scales, the forward output and its gradient.
+type KasminaGradOp struct {
+	opbase.Base
+	Forward *KasminaOp
+}

@@ -1,0 +1,219 @@
+package op
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// kasminaRun is what a run of the forward op leaves to its replays and its backward op.
+type kasminaRun struct {
+	mu    sync.Mutex
+	begun bool
+	pass  state.Pass // the snapshot that they all go by
+	plan  any        // *cpu.Kasmina[T]: its buffers serve every run
+}
+
+var errNotRun = errors.New("the layer's forward pass has not run")
+
+// kasmina is the forward pass.
+func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) error {
+	r := o.run
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if o.Replaying && !r.begun {
+		return errNotRun
+	}
+	if !o.Replaying {
+		o.Lattice.Begin(&r.pass, !o.Config.NoTelemetry)
+		r.begun = true
+	}
+	k, err := kasminaPlan[T](o)
+	if err != nil {
+		return err
+	}
+	if r.pass.Record && !o.Replaying {
+		for s, watch := range r.pass.Watch {
+			k.Measure[s] = watch || o.Config.Stability == Strict // whose limits in the next pass are made of the moments
+		}
+	}
+	x := opbase.Slice[T](in, 0)
+	k.Forward(y, x, opbase.Slice[T](in, 1), opbase.Slice[T](in, 2))
+	if o.Replaying {
+		return nil
+	}
+	bad := countNonFinite(k.Figures)
+	if r.pass.Record || bad.elements > 0 {
+		if err := o.Lattice.RecordHealth(&r.pass, healthSamples(o, k, x)); err != nil {
+			return err
+		}
+	}
+	return bad.error(o, "x")
+}
+
+// kasminaGrad is the backward pass.
+func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) error {
+	o, r := b.Forward, b.Forward.run
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.begun {
+		return errNotRun
+	}
+	k, err := kasminaPlan[T](o)
+	if err != nil {
+		return err
+	}
+	k.Limit = gradLimits(o, k.Limit)
+	if r.pass.Record {
+		for s, watch := range r.pass.Watch {
+			k.Measure[s] = watch || o.Config.AdaptiveClip > 0 // whose limits in the next pass are made of the norms
+		}
+	}
+	x, weights, scales := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
+	dx, rest := out[:len(x)], out[len(x):]
+	dweights, dscales := rest[:len(weights)], rest[len(weights):]
+	k.Backward(dx, dweights, dscales, opbase.Slice[T](in, 4), x, weights, scales)
+	bad := countNonFinite(k.Figures)
+	if r.pass.Record || bad.elements > 0 {
+		if err := o.Lattice.RecordGradient(&r.pass, gradientSamples(k)); err != nil {
+			return err
+		}
+	}
+	return bad.error(o, "the gradient of y")
+}
+
+// kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how. Nothing is measured yet.
+func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
+	k, ok := o.run.plan.(*cpu.Kasmina[T])
+	x, weights := o.InputShape(0), o.InputShape(1)
+	if !ok {
+		k = &cpu.Kasmina[T]{
+			Rows: x[0], Seeds: x[1] / weights[1], Chunk: weights[1], Slots: weights[0],
+			Stability: map[Stability]cpu.Stability{Adaptive: cpu.StabilityAdaptive, Fast: cpu.StabilityFast, Strict: cpu.StabilityStrict}[o.Config.Stability],
+			Eps:       o.Config.Epsilon,
+			Measure:   make([]bool, x[1]/weights[1]),
+		}
+		o.run.plan = k
+	}
+	p := &o.run.pass
+	k.Reduce = map[state.Reduction]cpu.Reduction{
+		state.Hierarchical: cpu.ReduceExact, state.MeanOfRows: cpu.ReduceMean, state.MaxOfRows: cpu.ReduceMax,
+	}[p.Telemetry.Reduction]
+	clear(k.Measure)
+	k.Active = k.Active[:0]
+	for seed, stage := range p.Stage {
+		if p.Slot[seed] == 0 || !(stage.Blends() || stage.Learns()) {
+			continue
+		}
+		if slot := int(p.Slot[seed]); slot >= k.Slots {
+			return nil, fmt.Errorf("seed %d has slot %d, but weights has %d slots (shape %v)", seed, slot, k.Slots, weights)
+		}
+		b, err := blueprints.Lookup(p.Kind[seed])
+		if err != nil {
+			return nil, fmt.Errorf("seed %d: %w", seed, err)
+		}
+		low, high := clampLimits(p.Input[seed])
+		k.Active = append(k.Active, cpu.KasminaSeed[T]{
+			Seed: seed, Slot: int(p.Slot[seed]), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: T(p.Alpha[seed]),
+			Rule: blueprints.For[T](b), Homogeneity: b.Homogeneity, Low: T(low), High: T(high),
+		})
+	}
+	return k, nil
+}
+
+// clampLimits returns mean ± 6σ, or ±Inf when nothing has been measured.
+func clampLimits(m state.Moments) (low, high float64) {
+	if m.Count == 0 {
+		return math.Inf(-1), math.Inf(1)
+	}
+	reach := 6 * math.Sqrt(m.Variance)
+	return m.Mean - reach, m.Mean + reach
+}
+
+// gradLimits returns the largest norm of a row's gradient for each seed, or nil when o does not clip.
+func gradLimits(o *KasminaOp, limits []float64) []float64 {
+	if o.Config.GradClip == 0 && o.Config.AdaptiveClip == 0 {
+		return nil
+	}
+	if limits == nil {
+		limits = make([]float64, len(o.run.pass.Stage))
+	}
+	for s, m := range o.run.pass.Norms {
+		switch {
+		case o.Config.GradClip > 0:
+			limits[s] = o.Config.GradClip
+		case m.Count == 0:
+			limits[s] = math.Inf(1)
+		default:
+			limits[s] = m.Mean + o.Config.AdaptiveClip*math.Sqrt(m.Variance)
+		}
+	}
+	return limits
+}
+
+func moments(m cpu.Moments) state.Moments {
+	return state.Moments{Count: m.N, Mean: m.Mean, Variance: m.Variance()}
+}
+
+func healthSamples[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], x []T) func(int) state.HealthSample {
+	var histograms [][cpu.Exponents]uint32
+	if p := &o.run.pass; p.Record && p.Telemetry.Mode == state.Debug {
+		histograms = k.Exponents(x)
+	}
+	return func(seed int) state.HealthSample {
+		f := &k.Figures[seed]
+		v := f.Health(k.Reduce, k.Eps)
+		h := state.HealthSample{
+			Health:    state.Health{Variance: v[0], Mean: v[1], Min: v[2], Max: v[3], DeadRatio: v[4], SNR: v[5]},
+			Moments:   moments(f.Moments),
+			NonFinite: f.Bad,
+		}
+		if histograms != nil {
+			h.Histogram = (*state.Histogram)(&histograms[seed])
+		}
+		return h
+	}
+}
+
+func gradientSamples[T cpu.Float](k *cpu.Kasmina[T]) func(int) state.GradientSample {
+	return func(seed int) state.GradientSample {
+		f := &k.Figures[seed]
+		v := f.Gradient(k.Reduce)
+		return state.GradientSample{
+			Gradient:  state.Gradient{Norm: v[0], Variance: v[1], Max: v[2]},
+			Norms:     moments(f.Norms),
+			NonFinite: f.Bad,
+			Clipped:   f.Clipped,
+		}
+	}
+}
+
+// nonFinite says where NaN and Inf were met.
+type nonFinite struct{ seed, seeds, elements int }
+
+func countNonFinite(figures []cpu.ChunkFigures) (n nonFinite) {
+	for seed := range figures {
+		if bad := figures[seed].Bad; bad > 0 {
+			if n.seeds == 0 {
+				n.seed = seed
+			}
+			n.seeds++
+			n.elements += bad
+		}
+	}
+	return n
+}
+
+// error returns an error when the layer shall stop at what was met in the given tensor.
+func (n nonFinite) error(o *KasminaOp, where string) error {
+	if n.elements == 0 || !o.Config.StopOnNonFinite {
+		return nil
+	}
+	return fmt.Errorf("%w in %s: %d elements in the chunks of %d seeds, the first of them seed %d", ErrNonFinite, where, n.elements, n.seeds, n.seed)
+}
