@@ -1,0 +1,502 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// tiny is a model with everything in it: grouped queries, a Kasmina layer after each block.
+func tiny() Config {
+	return Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Kasmina: []int{0, 1}, Seeds: 4}.Default()
+}
+
+// words is a text that is easy to learn a little about.
+func words(seed uint64, n int) []byte {
+	r := rand.New(rand.NewPCG(seed, 1))
+	var text []byte
+	for len(text) < n {
+		text = append(text, []string{"func ", "return ", "if err != nil ", "{\n", "}\n", "x := y\n"}[r.IntN(6)]...)
+	}
+	return text[:n]
+}
+
+type trainerOptions struct {
+	config     Config
+	dt         tensor.Dtype
+	steps      int
+	accumulate int
+	optimizer  func() (optim.Optimizer, error)
+	recompute  bool
+}
+
+func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
+func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
+
+// newTrainer returns a trainer of a fresh model whose seeds stand in all kinds of stages.
+func newTrainer(t testing.TB, o trainerOptions) *Trainer {
+	t.Helper()
+	fail := func(err error) {
+		if err != nil {
+			t.Helper()
+			t.Fatal(err)
+		}
+	}
+	if o.dt == (tensor.Dtype{}) {
+		o.dt = tensor.Float32
+	}
+	if o.optimizer == nil {
+		o.optimizer = adamW
+	}
+	m, err := NewModel(o.config, o.dt, 7, state.WithoutGates())
+	fail(err)
+	for layer, l := range m.Lattices {
+		for seed := 1; seed < l.Seeds(); seed++ {
+			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed, Kind: blueprints.Kind((seed - 1) % 4),
+				Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: 5, Target: 1}}))
+			fail(l.Transition(seed, state.Training))
+			if seed > 1 {
+				fail(l.Transition(seed, state.Grafting))
+			}
+		}
+	}
+	const batch = 3
+	tokens := make([]uint32, 0, 5000)
+	for _, b := range words(3, 5000) {
+		tokens = append(tokens, uint32(b))
+	}
+	loader, err := NewLoader(&memoryTokens{ids: tokens, fingerprint: "words"}, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
+	fail(err)
+	optimizer, err := o.optimizer()
+	fail(err)
+	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch, Accumulate: o.accumulate,
+		Schedule: optim.Constant(optimizer.LR()), Clip: 1, Epoch: 3, Recompute: o.recompute})
+	fail(err)
+	t.Cleanup(func() { trainer.Close() })
+	return trainer
+}
+
+func TestTrainingLearns(t *testing.T) {
+	for name, o := range map[string]trainerOptions{
+		"adamw":         {config: tiny(), steps: 60},
+		"muon":          {config: tiny(), steps: 60, optimizer: muon},
+		"float64":       {config: tiny(), steps: 60, dt: tensor.Float64},
+		"untied":        {config: func() Config { c := tiny(); c.Untied = true; return c }(), steps: 60},
+		"no Kasmina":    {config: Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default(), steps: 60},
+		"accumulate":    {config: tiny(), steps: 60, accumulate: 2},
+		"recomputation": {config: tiny(), steps: 60, recompute: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			trainer := newTrainer(t, o)
+			var first float64
+			trainer.On(func(e Event) error {
+				if e.Kind == StepEnd && e.Step == 1 {
+					first = e.Loss
+				}
+				return nil
+			})
+			if err := trainer.Run(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+			if last := trainer.Last(); math.Abs(first-math.Log(256)) > 0.3 || last.Loss > first-1.5 || last.Step != o.steps {
+				t.Errorf("loss went from %.3f (chance is %.3f) to %.3f in %d steps", first, math.Log(256), last.Loss, last.Step)
+			}
+		})
+	}
+}
+
+// TestAccumulation wants two batches of three sequences to give the step of one batch of six.
+func TestAccumulation(t *testing.T) {
+	c := tiny()
+	m, err := NewModel(c, tensor.Float64, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := words(9, 6*c.Seq+1)
+	batch := func(lo, hi int) Batch {
+		b := newBatch((hi - lo) * c.Seq)
+		for i := range b.Inputs {
+			b.Inputs[i], b.Targets[i] = int(text[lo*c.Seq+i]), int(text[lo*c.Seq+i+1])
+		}
+		return b
+	}
+	gradients := func(sequences int, opts ...GraphOption) []gorgonia.ValueGrad {
+		g, err := m.Graph(ForTraining, sequences, opts...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
+		defer machine.Close()
+		for lo := 0; lo < 6; lo += sequences {
+			if _, err := g.run(machine, batch(lo, lo+sequences)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return gorgonia.NodesToValueGrads(g.Params)
+	}
+	whole, halves := gradients(6), gradients(3, withLossShare(2))
+	for i, w := range whole {
+		a, _ := w.Grad()
+		b, _ := halves[i].Grad()
+		for j, v := range a.Data().([]float64) {
+			if d := math.Abs(v - b.Data().([]float64)[j]); d > 1e-12 {
+				t.Fatalf("%s[%d]: %v in one batch, %v in two", m.Params[i].Name, j, v, b.Data().([]float64)[j])
+			}
+		}
+	}
+}
+
+// TestEvaluationLeavesNoTrace wants the same run whether it is evaluated and sampled or not, and callbacks to see the events.
+func TestEvaluationLeavesNoTrace(t *testing.T) {
+	var got [2]*Trainer
+	var kinds []EventKind
+	dir := t.TempDir()
+	for i := range got {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+		got[i] = tr
+		if i == 1 {
+			e, err := NewEvaluation(words(4, 100), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+			if err != nil {
+				t.Fatal(err)
+			}
+			tr.On(Evaluate(tr, e, 3), Checkpoint(tr, filepath.Join(dir, "m.safetensors"), 4),
+				SampleText(tr, ByteTokenizer{}, "func ", 20, SamplerConfig{Temperature: 1}, filepath.Join(dir, "sub", "s.txt"), 0),
+				Progress(io.Discard), func(e Event) error { kinds = append(kinds, e.Kind); return nil })
+		}
+		if err := tr.Run(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	checkSame(t, got[0], got[1])
+	want := []EventKind{RunStart, StepEnd, StepEnd, EvalEnd, StepEnd, Saved, StepEnd, StepEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
+	if !slices.Equal(kinds, want) {
+		t.Errorf("events %v, want %v", kinds, want)
+	}
+	last := got[1].Last()
+	if !(last.ValBPB > 0 && last.ValBPB < 8.5) || math.Abs(last.ValLoss/math.Ln2-last.ValBPB) > 1e-9 {
+		t.Errorf("validation loss %v nats, %v bits per byte", last.ValLoss, last.ValBPB)
+	}
+	if text, err := os.ReadFile(filepath.Join(dir, "sub", "s.txt")); err != nil || len(text) != 25 || !strings.HasPrefix(string(text), "func ") {
+		t.Errorf("sample %q, %v", text, err)
+	}
+}
+
+// checkSame wants the same bits in every parameter, every seed field and everything the optimisers remember.
+func checkSame(t *testing.T, a, b *Trainer) {
+	t.Helper()
+	for i, p := range a.Model.Params {
+		if !slices.Equal(bitsOf(p.Value), bitsOf(b.Model.Params[i].Value)) {
+			t.Errorf("parameter %s differs", p.Name)
+		}
+	}
+	for i, l := range a.Model.Lattices {
+		x, y := l.Arrays(), b.Model.Lattices[i].Arrays()
+		if len(x) != len(y) || len(x) < 10 {
+			t.Errorf("lattice %d has %d arrays, and %d", i, len(x), len(y))
+			continue
+		}
+		for j := range x {
+			if x[j].Name != y[j].Name || !sameBits(x[j].Data, y[j].Data) {
+				t.Errorf("lattice %d: %s and %s differ: %v, %v", i, x[j].Name, y[j].Name, x[j].Data, y[j].Data)
+			}
+		}
+	}
+	x, y := a.Optimizer.State(), b.Optimizer.State()
+	if len(x) != len(y) || len(x) == 0 {
+		t.Fatalf("the optimiser remembers %d tensors, and %d", len(x), len(y))
+	}
+	for i := range x {
+		if x[i].Name != y[i].Name || !sameBits(x[i].Data, y[i].Data) {
+			t.Errorf("optimiser's %s and %s differ", x[i].Name, y[i].Name)
+		}
+	}
+	if a.Loader.State() != b.Loader.State() || a.Step() != b.Step() {
+		t.Errorf("loaders at %+v and %+v, steps %d and %d", a.Loader.State(), b.Loader.State(), a.Step(), b.Step())
+	}
+}
+
+func bitsOf(d *tensor.Dense) []uint64 {
+	var bits []uint64
+	switch x := d.Data().(type) {
+	case []float32:
+		for _, v := range x {
+			bits = append(bits, uint64(math.Float32bits(v)))
+		}
+	case []float64:
+		for _, v := range x {
+			bits = append(bits, math.Float64bits(v))
+		}
+	}
+	return bits
+}
+
+// sameBits compares slices element by element, NaNs by their bits.
+func sameBits(a, b any) bool {
+	switch x := a.(type) {
+	case []float32:
+		y, ok := b.([]float32)
+		return ok && slices.EqualFunc(x, y, func(p, q float32) bool { return math.Float32bits(p) == math.Float32bits(q) })
+	case []float64:
+		y, ok := b.([]float64)
+		return ok && slices.EqualFunc(x, y, func(p, q float64) bool { return math.Float64bits(p) == math.Float64bits(q) })
+	case []uint8:
+		y, ok := b.([]uint8)
+		return ok && slices.Equal(x, y)
+	case []uint16:
+		y, ok := b.([]uint16)
+		return ok && slices.Equal(x, y)
+	case []uint32:
+		y, ok := b.([]uint32)
+		return ok && slices.Equal(x, y)
+	case []uint64:
+		y, ok := b.([]uint64)
+		return ok && slices.Equal(x, y)
+	case []int64:
+		y, ok := b.([]int64)
+		return ok && slices.Equal(x, y)
+	}
+	return false
+}
+
+// TestNaN poisons a parameter in mid-run: training stops, says at which step and where, keeps the parameters of the last
+// step, and the last good checkpoint stays.
+func TestNaN(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	const poisoned = "model.layers.1.mlp.up_proj.weight"
+	tr.On(Checkpoint(tr, path, 4), func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 5 {
+			tr.Model.Param(poisoned).Float32s()[17] = float32(math.NaN())
+		}
+		return nil
+	})
+	err := tr.Run(context.Background())
+	if !errors.Is(err, ErrDiverged) {
+		t.Fatalf("got %v, want ErrDiverged", err)
+	}
+	for _, word := range []string{"step 6", poisoned, "value", "NaN", "checkpoint"} {
+		if !strings.Contains(err.Error(), word) {
+			t.Errorf("error %q does not say %q", err, word)
+		}
+	}
+	if tr.Step() != 5 {
+		t.Errorf("the trainer is at step %d, want 5", tr.Step())
+	}
+	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	if err := again.Resume(path); err != nil || again.Step() != 4 {
+		t.Errorf("the checkpoint of step 4 gives step %d, %v", again.Step(), err)
+	}
+	if err := again.Run(context.Background()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestNaNInGradient poisons the loss's gradient alone: an infinite activation can leave the loss finite.
+func TestNaNInGradient(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	before := bitsOf(tr.Model.Params[0].Value)
+	b, err := tr.Loader.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := tr.graph.run(tr.machine, b); err != nil { // makes the gradients, without a step
+		t.Fatal(err)
+	}
+	g, err := tr.grads[3].Grad()
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.Data().([]float32)[0] = float32(math.Inf(1))
+	err = tr.Run(context.Background())
+	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), tr.Model.Params[3].Name) || !strings.Contains(err.Error(), "gradient") {
+		t.Fatalf("got %v, want ErrDiverged in the gradient of %s", err, tr.Model.Params[3].Name)
+	}
+	if !slices.Equal(bitsOf(tr.Model.Params[0].Value), before) {
+		t.Error("the step that failed has changed parameters")
+	}
+}
+
+func TestInterrupt(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	ctx, cancel := context.WithCancel(context.Background())
+	tr.On(Checkpoint(tr, path, 0), func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 3 {
+			cancel()
+		}
+		return nil
+	})
+	if err := tr.Run(ctx); !errors.Is(err, context.Canceled) {
+		t.Fatalf("got %v, want context.Canceled", err)
+	}
+	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	if err := again.Resume(path); err != nil || again.Step() != 3 {
+		t.Errorf("resumed at step %d, %v, want 3", again.Step(), err)
+	}
+}
+
+func TestCallbackError(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	full := errors.New("disk full")
+	ended := false
+	tr.On(func(e Event) error {
+		if e.Kind == RunEnd {
+			ended = errors.Is(e.Err, full)
+			return nil
+		}
+		if e.Step == 2 {
+			return full
+		}
+		return nil
+	})
+	if err := tr.Run(context.Background()); !errors.Is(err, full) || tr.Step() != 2 || !ended {
+		t.Errorf("got %v at step %d, RunEnd seen with it: %v", err, tr.Step(), ended)
+	}
+}
+
+func TestConfigErrors(t *testing.T) {
+	for want, change := range map[string]func(*Config){
+		"Vocab is 0":              func(c *Config) { c.Vocab = 0 },
+		"Dim is -1":               func(c *Config) { c.Dim = -1 },
+		"Layers is 0":             func(c *Config) { c.Layers = 0 },
+		"multiple of KVHeads":     func(c *Config) { c.KVHeads = 3 },
+		"HeadDim is 3":            func(c *Config) { c.HeadDim = 3 },
+		"Seq is 0":                func(c *Config) { c.Seq = 0 },
+		"Base is 1":               func(c *Config) { c.Base = 1 },
+		"Eps is -1":               func(c *Config) { c.Eps = -1 },
+		"Kasmina names block 2":   func(c *Config) { c.Kasmina = []int{2} },
+		"names block 1 twice":     func(c *Config) { c.Kasmina = []int{1, 1} },
+		"Seeds is 5":              func(c *Config) { c.Seeds = 5 },
+		"Seeds is 0":              func(c *Config) { c.Seeds = 0 },
+		"Slots is 1":              func(c *Config) { c.Slots = 1 },
+		"Slots is 70000":          func(c *Config) { c.Slots = 70000 },
+		"float32 or float64":      nil,
+		"Config.Seq":              nil,
+		"TrainConfig.Steps is 0":  nil,
+		"TrainConfig.Schedule":    nil,
+		"TrainConfig.Clip is NaN": nil,
+		"TrainConfig.Epoch is -1": nil,
+		"TrainConfig.Batch is 0":  nil,
+		"Accumulate is -1":        nil,
+		"a batch of 0 sequences":  nil,
+		"the prompt is empty":     nil,
+		"Kasmina layer 2, want":   nil,
+		"Temperature is -1":       nil,
+		"ids[1] is 256|0 to 255":  nil,
+	} {
+		t.Run(want, func(t *testing.T) {
+			c := tiny()
+			if change != nil {
+				change(&c)
+			}
+			_, err := NewModel(c, tensor.Float32, 1)
+			if change == nil {
+				err = otherError(t, want)
+			}
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, word := range strings.Split(want, "|") {
+				if !strings.Contains(err.Error(), word) {
+					t.Errorf("error %q does not say %q", err, word)
+				}
+			}
+		})
+	}
+}
+
+// otherError provokes the error that should say want.
+func otherError(t *testing.T, want string) error {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	train := func(change func(*TrainConfig)) error {
+		c := tr.Config
+		change(&c)
+		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
+		return err
+	}
+	generate := func(prompt []int, c SamplerConfig) error {
+		g, err := NewGenerator(tr.Model)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := NewSampler(c)
+		if err == nil {
+			_, err = g.Generate(prompt, 3, s)
+		}
+		return err
+	}
+	switch want {
+	case "float32 or float64":
+		_, err := NewModel(tiny(), tensor.Int, 1)
+		return err
+	case "Config.Seq":
+		return train(func(c *TrainConfig) { c.Batch++ })
+	case "TrainConfig.Steps is 0":
+		return train(func(c *TrainConfig) { c.Steps = 0 })
+	case "TrainConfig.Schedule":
+		return train(func(c *TrainConfig) { c.Schedule = nil })
+	case "TrainConfig.Clip is NaN":
+		return train(func(c *TrainConfig) { c.Clip = math.NaN() })
+	case "TrainConfig.Epoch is -1":
+		return train(func(c *TrainConfig) { c.Epoch = -1 })
+	case "TrainConfig.Batch is 0":
+		return train(func(c *TrainConfig) { c.Batch = 0 })
+	case "Accumulate is -1":
+		return train(func(c *TrainConfig) { c.Accumulate = -1 })
+	case "a batch of 0 sequences":
+		_, err := tr.Model.Graph(ForLoss, 0)
+		return err
+	case "the prompt is empty":
+		return generate(nil, SamplerConfig{})
+	case "Kasmina layer 2, want":
+		return tr.Model.Germinate(2, 0, state.GerminationRequest{Slot: 1})
+	case "Temperature is -1":
+		return generate([]int{1}, SamplerConfig{Temperature: -1})
+	case "ids[1] is 256|0 to 255":
+		return generate([]int{1, 256}, SamplerConfig{})
+	}
+	t.Fatalf("nothing provokes %q", want)
+	return nil
+}
+
+// TestGenerateWindow wants a token to depend on what the window holds alone, and a long prompt to be cut from the left.
+func TestGenerateWindow(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	g, err := NewGenerator(tr.Model)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	draw := func(prompt []int) []int {
+		s, err := NewSampler(SamplerConfig{Temperature: 1, Seed: 3})
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, err := g.Generate(prompt, 9, s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	long := ByteTokenizer{}.Encode(words(8, 30))
+	if a, b := draw(long), draw(long[30-tr.Model.Config.Seq:]); !slices.Equal(a, b) {
+		t.Errorf("%v after the whole prompt, %v after what fits the window", a, b)
+	}
+	if a, b := draw(long[:3]), draw(long[:3]); !slices.Equal(a, b) || len(a) != 9 {
+		t.Errorf("%v and %v from the same seed, want 9 tokens", a, b)
+	}
+}
