@@ -91,11 +91,8 @@ func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionS
 				continue
 			}
 			p = p[:seen]
-			m := t.m[i]
-			for _, x := range p {
-				m = max(m, x)
-			}
-			sum := expSub(p, p, m)
+			m := max(t.m[i], Max(p))
+			sum := ExpSub(p, p, m)
 			if m != t.m[i] {
 				c := T(math.Exp(float64(t.m[i] - m)))
 				t.l[i] *= c
@@ -164,7 +161,7 @@ func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s At
 					clear(dp[seen:])
 					p, dp = p[:seen], dp[:seen]
 				}
-				expSub(p, p, lse[i0+i])
+				ExpSub(p, p, lse[i0+i])
 				d := t.d[i]
 				for j, pj := range p {
 					dp[j] = pj * (dp[j] - d)
@@ -175,17 +172,6 @@ func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s At
 			GemmSerial(true, false, nk, dh, nq, T(s.Scale), t.dp, keyTile, qi, qd, 1, dk[j0*kd:], kd)
 		}
 	}
-}
-
-// expSub sets dst = exp(src − shift) and returns the sum of dst. dst may be src.
-func expSub[T Float](dst, src []T, shift T) T {
-	var sum T
-	for i, x := range src {
-		e := T(math.Exp(float64(x - shift)))
-		dst[i] = e
-		sum += e
-	}
-	return sum
 }
 
 func scale[T Float](x []T, c T) {

@@ -23,34 +23,61 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 		return
 	}
 	grain = max(grain, 1)
-	spans := (n + grain - 1) / grain
-	workers := min(runtime.GOMAXPROCS(0), spans)
+	workers := min(runtime.GOMAXPROCS(0), (n+grain-1)/grain)
 	if workers == 1 {
 		for lo := 0; lo < n; lo += grain {
 			f(lo, min(lo+grain, n))
 		}
 		return
 	}
-	var next atomic.Int64
-	work := func() {
-		for {
-			s := int(next.Add(1)) - 1
-			if s >= spans {
-				return
-			}
-			f(s*grain, min((s+1)*grain, n))
+	t := teams.Get().(*team)
+	t.f, t.n, t.grain = f, n, grain
+	t.next.Store(0)
+	t.helpers.Add(workers - 1)
+	for range workers - 1 {
+		select {
+		case idle <- t:
+		default:
+			go help(t)
 		}
 	}
-	var wg sync.WaitGroup
-	wg.Add(workers - 1)
-	for range workers - 1 {
-		go func() {
-			defer wg.Done()
-			work()
-		}()
+	t.work()
+	t.helpers.Wait()
+	t.f = nil
+	teams.Put(t)
+}
+
+// team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for the next call, so that
+// a steady state allocates nothing.
+type team struct {
+	f        func(lo, hi int)
+	n, grain int
+	next     atomic.Int64
+	helpers  sync.WaitGroup
+}
+
+var (
+	teams = sync.Pool{New: func() any { return new(team) }}
+	idle  = make(chan *team) // to a helper that waits for work
+)
+
+func (t *team) work() {
+	for {
+		lo := (int(t.next.Add(1)) - 1) * t.grain
+		if lo >= t.n {
+			return
+		}
+		t.f(lo, min(lo+t.grain, t.n))
 	}
-	work()
-	wg.Wait()
+}
+
+// help works for t and then for whoever calls next.
+func help(t *team) {
+	for {
+		t.work()
+		t.helpers.Done()
+		t = <-idle
+	}
 }
 
 // grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.

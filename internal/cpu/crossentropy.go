@@ -31,11 +31,8 @@ func rowLosses[T Float](losses []float64, lse, logits []T, targets []int, v int)
 				continue
 			}
 			x := logits[r*v:][:v]
-			m := x[0]
-			for _, l := range x {
-				m = max(m, l)
-			}
-			s := expSub(row, x, m)
+			m := Max(x)
+			s := ExpSub(row, x, m)
 			lse[r] = m + T(math.Log(float64(s)))
 			losses[r] = float64(m-x[targets[r]]) + math.Log(float64(s))
 		}
@@ -52,7 +49,7 @@ func CrossEntropyBackward[T Float](dlogits, logits, lse []T, targets []int, v in
 				clear(d)
 				continue
 			}
-			expSub(d, logits[r*v:][:v], lse[r])
+			ExpSub(d, logits[r*v:][:v], lse[r])
 			d[targets[r]]--
 			scale(d, g)
 		}

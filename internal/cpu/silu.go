@@ -1,14 +1,8 @@
 package cpu
 
-import "math"
-
 // SiLUMul computes h = silu(a) ⊙ b with silu(a) = a/(1+exp(−a)).
 func SiLUMul[T Float](h, a, b []T) {
-	Parallel(len(h), grain(20), func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			h[i] = a[i] * sigmoid(a[i]) * b[i]
-		}
-	})
+	Parallel(len(h), grain(4), func(lo, hi int) { siluMul(h[lo:hi], a[lo:hi], b[lo:hi]) })
 }
 
 // SiLUMulBackward computes h as SiLUMul does, and from the gradient dh of h those of a and b:
@@ -17,15 +11,7 @@ func SiLUMul[T Float](h, a, b []T) {
 //
 // da may be the memory of dh, since each element is read before it is written.
 func SiLUMulBackward[T Float](h, da, db, dh, a, b []T) {
-	Parallel(len(h), grain(30), func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			s, g := sigmoid(a[i]), dh[i]
-			silu := a[i] * s
-			h[i] = silu * b[i]
-			db[i] = g * silu
-			da[i] = g * b[i] * s * (1 + a[i]*(1-s))
-		}
+	Parallel(len(h), grain(8), func(lo, hi int) {
+		siluMulBackward(h[lo:hi], da[lo:hi], db[lo:hi], dh[lo:hi], a[lo:hi], b[lo:hi])
 	})
 }
-
-func sigmoid[T Float](x T) T { return T(1 / (1 + math.Exp(-float64(x)))) }
