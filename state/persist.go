@@ -67,10 +67,10 @@ const (
 	prefix = len(magic) + 8
 )
 
-// head returns the head of the lattice's binary form, with room for more bytes behind it.
-func (l *Lattice) head(more int) []byte {
+// bytes returns the head of the binary form, with room for more bytes behind it.
+func (h header) bytes(more int) []byte {
 	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only once they are JSON.
-	text, _ := json.Marshal(l.header())
+	text, _ := json.Marshal(h)
 	head := make([]byte, 0, prefix+len(text)+more)
 	head = append(head, magic...)
 	head = binary.LittleEndian.AppendUint32(head, uint32(len(text)))
@@ -103,7 +103,7 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 		return nil, fmt.Errorf("state.MarshalBinary: %w: the lattice has no seeds", ErrArgument)
 	}
 	saved := l.seeds.saved()
-	data := l.head(l.n * rowWidth(saved))
+	data := l.header().bytes(l.n * rowWidth(saved))
 	for _, c := range saved {
 		width, start := widths[c.typ()], len(data)
 		data = data[:start+l.n*width]
@@ -348,7 +348,7 @@ func (l *Lattice) Arrays() []Array {
 	if l.n == 0 {
 		return nil
 	}
-	head := l.head(0)
+	head := l.header().bytes(0)
 	arrays := []Array{{headerName, []int{len(head)}, head}}
 	for _, c := range l.seeds.saved() {
 		copied := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}

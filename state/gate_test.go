@@ -1,0 +1,196 @@
+package state_test
+
+import (
+	"errors"
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// TestGates goes through every condition of KASMINA.md's gates, on both sides of its threshold.
+func TestGates(t *testing.T) {
+	nan := math.NaN()
+	with := func(change func(*state.Evidence)) state.Evidence {
+		e := state.Evidence{Epochs: 1000, TrainingError: nan, Delta: nan, Improvement: nan}
+		change(&e)
+		return e
+	}
+	none := func(*state.Evidence) {}
+	above := func(v float64) float64 { return math.Nextafter(v, math.Inf(1)) }
+	below := func(v float64) float64 { return math.Nextafter(v, math.Inf(-1)) }
+	for _, c := range []struct {
+		name     string
+		from, to state.Stage
+		e        state.Evidence
+		open     bool
+	}{
+		{"germination needs nothing", 0, 1, state.Evidence{}, true},
+		{"training needs nothing", 1, 2, state.Evidence{}, true},
+		{"cancelling what has not begun", 1, 9, state.Evidence{}, true},
+		{"99 epochs of training", 2, 3, with(func(e *state.Evidence) { e.Epochs, e.TrainingError = 99, 0 }), false},
+		{"100 epochs of training", 2, 3, with(func(e *state.Evidence) { e.Epochs, e.TrainingError = 100, 0 }), true},
+		{"training error at the threshold", 2, 3, with(func(e *state.Evidence) { e.TrainingError = 0.01 }), true},
+		{"training error above", 2, 3, with(func(e *state.Evidence) { e.TrainingError = above(0.01) }), false},
+		{"training error unknown", 2, 3, with(none), false},
+		{"loss falls, gradients live", 2, 3, with(func(e *state.Evidence) { e.LossFalling, e.GradientsLive = true, true }), true},
+		{"loss falls, gradients dead", 2, 3, with(func(e *state.Evidence) { e.LossFalling = true }), false},
+		{"gradients live, loss does not fall", 2, 3, with(func(e *state.Evidence) { e.GradientsLive = true }), false},
+		{"99 epochs before culling", 2, 8, with(func(e *state.Evidence) { e.Epochs = 99 }), false},
+		{"100 epochs before culling", 2, 8, with(func(e *state.Evidence) { e.Epochs = 100 }), true},
+		{"49 epochs of grafting", 3, 4, with(func(e *state.Evidence) { e.Epochs = 49 }), false},
+		{"50 epochs of grafting", 3, 4, with(func(e *state.Evidence) { e.Epochs = 50 }), true},
+		{"a rollback at once", 3, 10, state.Evidence{}, true},
+		{"19 epochs of stabilization", 4, 5, with(func(e *state.Evidence) { e.Epochs = 19 }), false},
+		{"20 epochs of stabilization", 4, 5, with(func(e *state.Evidence) { e.Epochs = 20 }), true},
+		{"a rollback at once", 4, 10, state.Evidence{}, true},
+		{"29 epochs of evaluation", 5, 6, with(func(e *state.Evidence) { e.Epochs, e.Delta, e.Stability = 29, 1, 1 }), false},
+		{"30 epochs of evaluation", 5, 6, with(func(e *state.Evidence) { e.Epochs, e.Delta, e.Stability = 30, 1, 1 }), true},
+		{"no delta", 5, 6, with(func(e *state.Evidence) { e.Delta, e.Stability = 0, 1 }), false},
+		{"a positive delta", 5, 6, with(func(e *state.Evidence) { e.Delta, e.Stability = above(0), 1 }), true},
+		{"delta unknown", 5, 6, with(func(e *state.Evidence) { e.Stability = 1 }), false},
+		{"stable enough", 5, 6, with(func(e *state.Evidence) { e.Delta, e.Stability = 1, 0.8 }), true},
+		{"not stable enough", 5, 6, with(func(e *state.Evidence) { e.Delta, e.Stability = 1, 0.799 }), false},
+		{"culled with nothing wrong", 5, 8, with(none), false},
+		{"culled at the delta threshold", 5, 8, with(func(e *state.Evidence) { e.Delta = -0.05 }), false},
+		{"culled below it", 5, 8, with(func(e *state.Evidence) { e.Delta = below(-0.05) }), true},
+		{"culled at the error rate", 5, 8, with(func(e *state.Evidence) { e.ErrorRate = 0.1 }), false},
+		{"culled above it", 5, 8, with(func(e *state.Evidence) { e.ErrorRate = above(0.1) }), true},
+		{"culled at 5 errors", 5, 8, with(func(e *state.Evidence) { e.Errors = 5 }), false},
+		{"culled at 6 errors", 5, 8, with(func(e *state.Evidence) { e.Errors = 6 }), true},
+		{"a rollback at once", 5, 10, state.Evidence{}, true},
+		{"49 epochs of fine-tuning", 6, 7, with(func(e *state.Evidence) { e.Epochs, e.Improvement, e.Stability = 49, 1, 1 }), false},
+		{"50 epochs of fine-tuning", 6, 7, with(func(e *state.Evidence) { e.Epochs, e.Improvement, e.Stability = 50, 1, 1 }), true},
+		{"improved by 1 %", 6, 7, with(func(e *state.Evidence) { e.Improvement, e.Stability = 0.01, 0.95 }), true},
+		{"improved by less", 6, 7, with(func(e *state.Evidence) { e.Improvement, e.Stability = below(0.01), 1 }), false},
+		{"improvement unknown", 6, 7, with(func(e *state.Evidence) { e.Stability = 1 }), false},
+		{"not stable enough for good", 6, 7, with(func(e *state.Evidence) { e.Improvement, e.Stability = 1, 0.949 }), false},
+		{"a rollback at once", 6, 10, state.Evidence{}, true},
+	} {
+		s, open := state.DefaultThresholds().Gate(c.from, c.to, c.e)
+		if open != c.open || (s.Condition == "") != open {
+			t.Errorf("%s: %v to %v is open: %v (%+v), want %v", c.name, c.from, c.to, open, s, c.open)
+		}
+	}
+}
+
+// TestGatesOfALattice takes a seed through its life with evidence from metrics alone.
+func TestGatesOfALattice(t *testing.T) {
+	l := lattice(t, 2, 4)
+	report := func(loss float64, m state.SeedMetrics) []state.Event {
+		t.Helper()
+		m.Seed = 1
+		e, err := l.StepEpoch(state.Metrics{Loss: loss, Seeds: []state.SeedMetrics{m}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return e
+	}
+	shut := func(to state.Stage, why string) {
+		t.Helper()
+		if err := l.Transition(1, to); !errors.Is(err, state.ErrGate) || !strings.Contains(err.Error(), why) ||
+			!strings.Contains(err.Error(), "seed 1 from") || !strings.Contains(err.Error(), to.String()) {
+			t.Errorf("to %v: error %v, want %q", to, err, why)
+		}
+	}
+	open := func(to state.Stage) {
+		t.Helper()
+		if err := l.Transition(1, to); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := l.RequestGermination(1, state.GerminationRequest{Slot: 1}); err != nil {
+		t.Fatal(err)
+	}
+	open(state.Training)
+	shut(state.Grafting, "more epochs in the stage (it has 0)")
+	for range 100 {
+		report(2, state.SeedMetrics{TrainingError: math.NaN(), Performance: 10})
+	}
+	shut(state.Grafting, "training error")
+	if e := report(1.9, state.SeedMetrics{TrainingError: 0.01, Performance: 10}); len(e) != 1 || e[0].Kind != state.GateOpened || e[0].To != state.Grafting || e[0].Seed != 1 {
+		t.Errorf("events %v, want that the gate to Grafting opened", e)
+	}
+	open(state.Grafting)
+	epochs(t, l, 50)
+	open(state.Stabilization)
+	epochs(t, l, 20)
+	open(state.Evaluating)
+	for range 30 {
+		report(1.8, state.SeedMetrics{Performance: 10, Stability: 0.8})
+	}
+	shut(state.FineTuning, "delta (it has 0)")
+	shut(state.Culled, "failed evaluation")
+	report(1.8, state.SeedMetrics{Performance: 9.94, Stability: 0.8})
+	var p state.Pass
+	if l.Begin(&p, true); p.Stage[1] != state.Evaluating {
+		t.Fatal(p.Stage)
+	}
+	report(1.8, state.SeedMetrics{Performance: 10.1, Stability: 0.8})
+	open(state.FineTuning)
+	epochs(t, l, 50)
+	report(1.8, state.SeedMetrics{Performance: 10.09, Stability: 1})
+	shut(state.Fossilized, "improvement")
+	report(1.8, state.SeedMetrics{Performance: 10.2, Stability: 0.5})
+	shut(state.Fossilized, "stability")
+	report(1.8, state.SeedMetrics{Performance: 10.2, Stability: 0.95})
+	open(state.Fossilized)
+	if s := l.Report().Seeds[1]; s.Performance != 10.203125 || s.Stability != float64(state.NewFloat16(0.95).Float64()) {
+		t.Errorf("performance %v and stability %v are reported, want 10.2 and 0.95 as Float16", s.Performance, s.Stability)
+	}
+}
+
+// Straight-through training has no error of its own: a falling loss and live gradients open its gate.
+func TestStraightThroughGate(t *testing.T) {
+	for _, c := range []struct {
+		last, norm float64
+		open       bool
+	}{{1.5, 0.25, true}, {1.5, 0, false}, {2.5, 0.25, false}, {2, 0.25, false}} {
+		l := lattice(t, 1, 4)
+		if err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1}), l.Transition(0, state.Training)); err != nil {
+			t.Fatal(err)
+		}
+		var p state.Pass
+		l.Begin(&p, true)
+		sample := func(int) state.GradientSample {
+			return state.GradientSample{Gradient: state.Gradient{Norm: c.norm}, Norms: state.Moments{Count: 1, Mean: c.norm}}
+		}
+		if err := l.RecordGradient(&p, sample); err != nil {
+			t.Fatal(err)
+		}
+		for e := range 101 {
+			loss := 2.0
+			if e > 0 {
+				loss = c.last
+			}
+			if _, err := l.StepEpoch(state.Metrics{Loss: loss}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := l.Transition(0, state.Grafting); (err == nil) != c.open {
+			t.Errorf("loss 2 then %v, gradient norm %v: error %v", c.last, c.norm, err)
+		}
+	}
+}
+
+func TestMetricsErrors(t *testing.T) {
+	l := lattice(t, 2, 4)
+	ok := state.SeedMetrics{Seed: 0, Performance: 3}
+	for _, m := range []state.Metrics{
+		{Loss: math.NaN()},
+		{Loss: math.Inf(1)},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 2}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: -1}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 1, TrainingError: math.Inf(1)}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 1, Performance: math.NaN()}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 1, Performance: 1e6}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 1, Stability: 1.5}}},
+		{Seeds: []state.SeedMetrics{ok, {Seed: 1, Errors: -1}}},
+	} {
+		before := bytesOf(t, l)
+		if _, err := l.StepEpoch(m); err == nil || bytesOf(t, l) != before {
+			t.Errorf("%+v: error %v, lattice changed: %v", m, err, bytesOf(t, l) != before)
+		}
+	}
+}

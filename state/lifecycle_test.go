@@ -1,0 +1,464 @@
+package state_test
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+const stages = 11
+
+// table is KASMINA.md's table of transitions.
+var table = map[state.Stage][]state.Stage{0: {1}, 1: {2, 9}, 2: {3, 8, 9}, 3: {4, 10}, 4: {5, 10}, 5: {6, 8, 10}, 6: {7, 8, 10}}
+
+// route leads a dormant seed to each stage.
+var route = [stages][]state.Stage{{}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4, 5}, {1, 2, 3, 4, 5, 6}, {1, 2, 3, 4, 5, 6, 7},
+	{1, 2, 8}, {1, 9}, {1, 2, 3, 10}}
+
+func lattice(t testing.TB, seeds, hidden int, opts ...state.Option) *state.Lattice {
+	t.Helper()
+	l, err := state.NewLattice(seeds, hidden, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func send(t testing.TB, l *state.Lattice, seed int, to state.Stage) {
+	t.Helper()
+	for _, s := range route[to] {
+		if err := l.Transition(seed, s); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func epochs(t testing.TB, l *state.Lattice, n int) (all []state.Event) {
+	t.Helper()
+	for range n {
+		e, err := l.StepEpoch(state.Metrics{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, e...)
+	}
+	return all
+}
+
+func bytesOf(t testing.TB, l *state.Lattice) string {
+	t.Helper()
+	b, err := l.MarshalBinary()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+func TestAllTransitions(t *testing.T) {
+	for from := state.Stage(0); from < stages; from++ {
+		for to := state.Stage(0); to < stages; to++ {
+			l := lattice(t, 3, 6, state.WithoutGates())
+			send(t, l, 1, from)
+			before := bytesOf(t, l)
+			err := l.Transition(1, to)
+			allowed := slices.Contains(table[from], to)
+			if got := from.CanBecome(to); got != allowed {
+				t.Errorf("%v.CanBecome(%v) is %v", from, to, got)
+			}
+			if allowed {
+				if got, _ := l.Stage(1); err != nil || got != to {
+					t.Errorf("%v to %v: error %v, stage %v", from, to, err, got)
+				}
+			} else if want := fmt.Sprintf("seed 1 cannot go from %v to %v", from, to); !errors.Is(err, state.ErrTransition) || !strings.Contains(err.Error(), want) {
+				t.Errorf("%v to %v: error %v, want one with %q", from, to, err, want)
+			} else if bytesOf(t, l) != before {
+				t.Errorf("%v to %v: the refused transition changed the lattice", from, to)
+			}
+			if err := l.Verify(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+func TestTransitionOutOfRange(t *testing.T) {
+	l := lattice(t, 2, 2)
+	for _, seed := range []int{-1, 2, 1 << 40} {
+		for _, err := range []error{
+			l.Transition(seed, state.Germinated), l.SetAlpha(seed, 0), l.Recycle(seed), l.RequestGermination(seed, state.GerminationRequest{Slot: 1}),
+		} {
+			if !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), fmt.Sprint(seed)) {
+				t.Errorf("seed %d: error %v", seed, err)
+			}
+		}
+	}
+	if err := l.Transition(0, 200); !errors.Is(err, state.ErrTransition) || !strings.Contains(err.Error(), "Stage(200)") {
+		t.Errorf("stage 200: error %v", err)
+	}
+}
+
+func TestRequestGermination(t *testing.T) {
+	l := lattice(t, 4, 8, state.WithSlots(3))
+	for _, c := range []struct {
+		r    state.GerminationRequest
+		is   error
+		text string
+	}{
+		{state.GerminationRequest{Slot: 0}, state.ErrArgument, "seed 2: Slot is 0, want 1 to 2"},
+		{state.GerminationRequest{Slot: 3}, state.ErrArgument, "seed 2: Slot is 3, want 1 to 2"},
+		{state.GerminationRequest{Slot: 1, Kind: 200}, blueprints.ErrUnknownKind, "seed 2"},
+		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 0, Target: 1}}, state.ErrArgument, "Epochs is 0"},
+		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 1, Target: math.NaN()}}, state.ErrArgument, "Target is NaN"},
+		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Ramp: 7, Epochs: 1, Target: 1}}, state.ErrArgument, "Ramp is 7"},
+		{state.GerminationRequest{Slot: 1, Strategy: unknown{}}, state.ErrArgument, `strategy "unknown"`},
+	} {
+		before := bytesOf(t, l)
+		if err := l.RequestGermination(2, c.r); !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%+v: error %v, want %q", c.r, err, c.text)
+		}
+		if bytesOf(t, l) != before {
+			t.Errorf("%+v: the refused request changed the lattice", c.r)
+		}
+	}
+	if err := l.RequestGermination(2, state.GerminationRequest{Slot: 2, Kind: blueprints.ConvFilter}); err != nil {
+		t.Fatal(err)
+	}
+	if s := l.Report().Seeds[2]; s.Stage != state.Germinated || s.Slot != 2 || s.Kind != blueprints.ConvFilter || s.Alpha != 0 {
+		t.Errorf("the germinated seed reports %+v", s)
+	}
+	if err := l.RequestGermination(2, state.GerminationRequest{Slot: 1}); !errors.Is(err, state.ErrTransition) || !strings.Contains(err.Error(), "seed 2") {
+		t.Errorf("a second request: error %v", err)
+	}
+	if err := lattice(t, 1, 1).RequestGermination(0, state.GerminationRequest{Slot: 1 << 16}); err == nil {
+		t.Error("slot 65536 does not fit the state but is accepted")
+	}
+}
+
+// unknown is a strategy that is not registered.
+type unknown struct{}
+
+func (unknown) Name() string { return "unknown" }
+func (unknown) Check() error { return nil }
+func (unknown) Advance(g state.Graft) (float64, [2]float32, bool) {
+	return 1, g.Memory, true
+}
+
+func TestAlphaByStage(t *testing.T) {
+	for stage, want := range map[state.Stage]float64{
+		state.Dormant: 0, state.Germinated: 0, state.Training: 1, state.Grafting: 0.375, state.Stabilization: 0.375, state.Evaluating: 0.375,
+		state.FineTuning: 1, state.Fossilized: 1, state.Culled: 0, state.Cancelled: 0, state.RolledBack: 0,
+	} {
+		l := lattice(t, 1, 4, state.WithoutGates())
+		send(t, l, 0, stage)
+		if err := l.SetAlpha(0, 0.375); err != nil {
+			t.Fatal(err)
+		}
+		var p state.Pass
+		l.Begin(&p, true)
+		if got := l.Report().Seeds[0].Alpha; got != want || float64(p.Alpha[0]) != want {
+			t.Errorf("%v blends with %v, a pass with %v, want %v", stage, got, p.Alpha[0], want)
+		}
+	}
+	l := lattice(t, 1, 4)
+	for _, alpha := range []float64{-0.001, 1.001, math.NaN(), math.Inf(1)} {
+		if err := l.SetAlpha(0, alpha); !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), fmt.Sprint(alpha)) {
+			t.Errorf("SetAlpha(%v): error %v", alpha, err)
+		}
+	}
+}
+
+func TestFixedRamps(t *testing.T) {
+	const n, target = 8, 0.75
+	for ramp, height := range map[state.Ramp]func(float64) float64{
+		state.Linear: func(f float64) float64 { return f },
+		state.Cosine: func(f float64) float64 { return 0.5 - 0.5*math.Cos(math.Pi*f) },
+		state.Sigmoid: func(f float64) float64 {
+			g := func(z float64) float64 { return 1 / (1 + math.Exp(-z)) }
+			return (g(12*f-6) - g(-6)) / (g(6) - g(-6))
+		},
+	} {
+		l := lattice(t, 2, 2, state.WithoutGates())
+		r := state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Ramp: ramp, Epochs: n, Target: target}}
+		if err := l.RequestGermination(1, r); err != nil {
+			t.Fatal(err)
+		}
+		for _, to := range []state.Stage{state.Training, state.Grafting} {
+			epochs(t, l, 3)
+			if got := l.Report().Seeds[1].Alpha; to == state.Grafting && got != 1 {
+				t.Errorf("training blends with α = %v, want 1", got)
+			}
+			if err := l.Transition(1, to); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for e := 0; e <= n+3; e++ {
+			want := target * height(min(1, float64(e)/n))
+			if got := l.Report().Seeds[1].Alpha; math.Abs(got-want) > 1e-7 {
+				t.Errorf("ramp %d: α after %d epochs is %v, want %v", ramp, e, got, want)
+			}
+			events := epochs(t, l, 1)
+			if finished := len(events) == 1 && events[0].Kind == state.RampFinished && events[0].Seed == 1 && events[0].Value == target; finished != (e == n-1) {
+				t.Errorf("ramp %d: epoch %d gives the events %v", ramp, e+1, events)
+			}
+		}
+		if err := errors.Join(l.Transition(1, state.Stabilization), l.Verify()); err != nil {
+			t.Fatal(err)
+		}
+		epochs(t, l, 5)
+		if got := l.Report().Seeds[1].Alpha; got != target {
+			t.Errorf("α in Stabilization is %v, want %v as it was held", got, target)
+		}
+		if err := l.Transition(1, state.RolledBack); err != nil {
+			t.Fatal(err)
+		}
+		if got := l.Report().Seeds[1].Alpha; got != 0 {
+			t.Errorf("α after a rollback is %v, want 0", got)
+		}
+	}
+}
+
+// erratic is a strategy that answers what a lattice must not take as it is: its fields, in turn.
+type erratic struct{ Answers []float64 }
+
+func (erratic) Name() string { return "erratic" }
+func (erratic) Check() error { return nil }
+func (e erratic) Advance(g state.Graft) (float64, [2]float32, bool) {
+	return e.Answers[g.Epochs-1], [2]float32{g.Memory[0] + 1, float32(g.Epochs)}, false
+}
+
+var errErratic = state.RegisterStrategy[erratic]()
+
+func TestStrategiesAreKeptInBounds(t *testing.T) {
+	if errErratic != nil {
+		t.Fatal(errErratic)
+	}
+	l := lattice(t, 1, 1, state.WithoutGates())
+	// JSON, in which strategies are saved, has no NaN: -99 stands in for a falling α here, and broken below for a NaN.
+	answers := []float64{0.25, 0.125, -99, 0.5, 7, 0.5}
+	if err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: erratic{answers}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(l.Transition(0, state.Training), l.Transition(0, state.Grafting)); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []float64{0.25, 0.25, 0.25, 0.5, 1, 1} {
+		epochs(t, l, 1)
+		if got := l.Report().Seeds[0].Alpha; got != want {
+			t.Errorf("after the answers %v α is %v, want %v", answers[:i+1], got, want)
+		}
+	}
+	if err := state.RegisterStrategy[erratic](); err == nil {
+		t.Error("a second registration of one name is accepted")
+	}
+	if err := state.RegisterStrategy[*erratic](); err == nil {
+		t.Error("a pointer strategy is accepted")
+	}
+	if err := state.RegisterStrategy[state.Strategy](); err == nil {
+		t.Error("an interface strategy is accepted")
+	}
+}
+
+// broken is a strategy without an answer.
+type broken struct{}
+
+func (broken) Name() string { return "broken" }
+func (broken) Check() error { return nil }
+func (broken) Advance(g state.Graft) (float64, [2]float32, bool) {
+	return math.NaN(), g.Memory, false
+}
+
+var errBroken = state.RegisterStrategy[broken]()
+
+func TestStrategyWithoutAnswer(t *testing.T) {
+	if errBroken != nil {
+		t.Fatal(errBroken)
+	}
+	l := lattice(t, 1, 1, state.WithoutGates())
+	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: broken{}}),
+		l.Transition(0, state.Training), l.Transition(0, state.Grafting), l.SetAlpha(0, 0.5))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if e := epochs(t, l, 1); len(e) != 1 || e[0].Kind != state.StrategyFailed || e[0].Seed != 0 {
+		t.Errorf("events %v, want StrategyFailed", e)
+	}
+	if got := l.Report().Seeds[0].Alpha; got != 0.5 {
+		t.Errorf("α is %v, want 0.5 as before", got)
+	}
+}
+
+func TestManyStrategies(t *testing.T) {
+	l := lattice(t, 300, 300, state.WithoutGates(), state.WithEmbargo(0))
+	request := func(seed, n int) error {
+		return l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: n, Target: 1}})
+	}
+	full := -1
+	for seed := range 300 {
+		if err := request(seed, 1000+seed); err != nil {
+			full = seed
+			break
+		}
+	}
+	if full < 250 {
+		t.Fatalf("the table is full at seed %d", full)
+	}
+	if err := request(full, 1000); err != nil { // one that is known
+		t.Error(err)
+	}
+	if err := errors.Join(l.Transition(7, state.Cancelled), l.Recycle(7), request(7, 5000)); err != nil { // frees the place of 1007
+		t.Error(err)
+	}
+}
+
+func TestEmbargo(t *testing.T) {
+	l := lattice(t, 2, 4, state.WithoutGates(), state.WithEmbargo(3))
+	epochs(t, l, 5)
+	if err := l.Recycle(0); !errors.Is(err, state.ErrTransition) {
+		t.Errorf("recycling a dormant seed: error %v", err)
+	}
+	if err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1}), l.Transition(0, state.Cancelled)); err != nil {
+		t.Fatal(err)
+	}
+	for e := range 3 {
+		if err := l.Recycle(0); !errors.Is(err, state.ErrEmbargo) || !strings.Contains(err.Error(), "seed 0 is Cancelled until epoch 8") {
+			t.Errorf("recycling after %d of 3 epochs: error %v", e, err)
+		}
+		events := epochs(t, l, 1)
+		if over := len(events) == 1 && events[0].Kind == state.EmbargoOver && events[0].Seed == 0 && events[0].Epoch == 8; over != (e == 2) {
+			t.Errorf("epoch %d of the embargo gives the events %v", e+1, events)
+		}
+	}
+	if err := l.Recycle(0); err != nil {
+		t.Fatal(err)
+	}
+	if s := l.Report().Seeds[0]; s.Stage != state.Dormant || s.Slot != 0 || s.Alpha != 0 {
+		t.Errorf("the recycled seed reports %+v", s)
+	}
+	if err := l.RequestGermination(0, state.GerminationRequest{Slot: 2}); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestOptionErrors(t *testing.T) {
+	thresholds := state.DefaultThresholds()
+	thresholds.CullDelta = math.NaN()
+	for text, opt := range map[string]state.Option{
+		"WithEmbargo":    state.WithEmbargo(-1),
+		"Renormali":      state.WithRenormalization(0),
+		"slots is 0":     state.WithSlots(0),
+		"slots is 70000": state.WithSlots(70000),
+		"reports is -1":  state.WithHistory(-1),
+		"Share is 1.5":   state.WithTelemetry(state.Telemetry{Share: 1.5}),
+		"Mode is 9":      state.WithTelemetry(state.Telemetry{Mode: 9}),
+		"Reduction":      state.WithTelemetry(state.Telemetry{Reduction: 9}),
+		"Every":          state.WithTelemetry(state.Telemetry{Every: -2}),
+		"CullDelta":      state.WithThresholds(thresholds),
+		"is nil":         nil,
+	} {
+		if l, err := state.NewLattice(2, 4, opt); l != nil || !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), text) {
+			t.Errorf("error %v, want one with %q", err, text)
+		}
+	}
+	for _, c := range [][2]int{{0, 4}, {4, 0}, {3, 4}, {-1, 4}, {4, -8}, {8, 4}} {
+		if l, err := state.NewLattice(c[0], c[1]); l != nil || err == nil || !strings.Contains(err.Error(), fmt.Sprintf("hidden is %d and seeds is %d", c[1], c[0])) {
+			t.Errorf("NewLattice(%d, %d): error %v", c[0], c[1], err)
+		}
+	}
+}
+
+func TestZeroLattice(t *testing.T) {
+	var l state.Lattice
+	if _, err := l.StepEpoch(state.Metrics{}); err != nil {
+		t.Error(err)
+	}
+	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) {
+		t.Errorf("error %v", err)
+	}
+	if _, err := l.MarshalBinary(); err == nil {
+		t.Error("a lattice without seeds is marshalled")
+	}
+	var p state.Pass
+	l.Begin(&p, true)
+	if err := l.RecordHealth(&p, nil); err == nil {
+		t.Error("a pass over no seeds is recorded")
+	}
+	if l.Seeds() != 0 || l.Hidden() != 0 || len(l.Report().Seeds) != 0 || len(l.History()) != 0 || l.Arrays() != nil || l.Verify() != nil {
+		t.Error("the zero lattice has something in it")
+	}
+}
+
+// Commands, passes, reports and epochs may come from any goroutine; the race detector and the checksums watch.
+func TestConcurrentUse(t *testing.T) {
+	l := lattice(t, 64, 256, state.WithoutGates(), state.WithEmbargo(0), state.WithTelemetry(state.Telemetry{Mode: state.Debug}))
+	var wg sync.WaitGroup
+	loop := func(f func(i int)) {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			for i := range 60 {
+				f(i)
+			}
+		}()
+	}
+	for worker := range 3 {
+		loop(func(i int) { // each worker owns every third seed, so its commands succeed
+			seed := (3*i + worker) % 63
+			if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + i}); err != nil {
+				t.Error(err)
+			}
+			for _, to := range []state.Stage{state.Training, state.Grafting, state.RolledBack} {
+				if err := errors.Join(l.Transition(seed, to), l.SetAlpha(seed, 0.5)); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := l.Recycle(seed); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	loop(func(int) {
+		var p state.Pass
+		l.Begin(&p, true)
+		health := func(int) state.HealthSample {
+			return state.HealthSample{Health: state.Health{Mean: 1}, Moments: state.Moments{Count: 4, Mean: 1, Variance: 2}, NonFinite: 1}
+		}
+		gradient := func(int) state.GradientSample {
+			return state.GradientSample{Gradient: state.Gradient{Norm: 1}, Norms: state.Moments{Count: 1, Mean: 1}, Clipped: 1}
+		}
+		if err := errors.Join(l.RecordHealth(&p, health), l.RecordGradient(&p, gradient)); err != nil {
+			t.Error(err)
+		}
+	})
+	loop(func(int) {
+		if err := l.Verify(); err != nil {
+			t.Error(err)
+		}
+		l.Report()
+		l.History()
+		if _, err := l.MarshalBinary(); err != nil {
+			t.Error(err)
+		}
+	})
+	loop(func(i int) {
+		if _, err := l.StepEpoch(state.Metrics{Loss: 1, Seeds: []state.SeedMetrics{{Seed: i}}}); err != nil {
+			t.Error(err)
+		}
+		if err := l.SetTelemetry(state.Telemetry{Mode: state.TelemetryMode(i % 4), Every: 2, Share: 0.5}); err != nil {
+			t.Error(err)
+		}
+	})
+	wg.Wait()
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+	if s := l.Report().Seeds[63]; s.NonFiniteX != 60 || s.Clips != 60 {
+		t.Errorf("60 passes with one NaN and one clip each are counted as %d and %d", s.NonFiniteX, s.Clips)
+	}
+}

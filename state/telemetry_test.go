@@ -1,0 +1,261 @@
+package state_test
+
+import (
+	"errors"
+	"math"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// pass runs a forward and a backward pass that measure the given figures in every seed.
+func pass(t testing.TB, l *state.Lattice, record bool, h state.HealthSample, g state.GradientSample) *state.Pass {
+	t.Helper()
+	var p state.Pass
+	l.Begin(&p, record)
+	err := errors.Join(l.RecordHealth(&p, func(int) state.HealthSample { return h }), l.RecordGradient(&p, func(int) state.GradientSample { return g }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &p
+}
+
+func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
+	l := lattice(t, 2, 4)
+	h := state.Health{Variance: 1.0 / 3, Mean: 1.0 / 3, Min: -1.0 / 3, Max: 2.0 / 3, DeadRatio: 1.0 / 7, SNR: 1e5}
+	g := state.Gradient{Norm: 1.0 / 3, Variance: 1.0 / 3, Max: 2.0 / 3}
+	m := state.Moments{Count: 6, Mean: 1.0 / 3, Variance: 2}
+	pass(t, l, true, state.HealthSample{Health: h, Moments: m, NonFinite: 2}, state.GradientSample{Gradient: g, Norms: m, NonFinite: 3, Clipped: 4})
+	half := func(v float64) float64 { return state.NewFloat16(v).Float64() }
+	single := func(v float64) float64 { return float64(float32(v)) }
+	for _, s := range l.Report().Seeds {
+		if want := (state.Health{Variance: single(1.0 / 3), Mean: half(1.0 / 3), Min: half(-1.0 / 3), Max: half(2.0 / 3), DeadRatio: single(1.0 / 7), SNR: math.Inf(1)}); s.Health != want {
+			t.Errorf("health is %+v, want %+v", s.Health, want)
+		}
+		if want := (state.Gradient{Norm: single(1.0 / 3), Variance: half(1.0 / 3), Max: half(2.0 / 3)}); s.Gradient != want {
+			t.Errorf("gradient is %+v, want %+v", s.Gradient, want)
+		}
+		if s.NonFiniteX != 2 || s.NonFiniteG != 3 || s.Clips != 4 {
+			t.Errorf("counters are %d, %d and %d, want 2, 3 and 4", s.NonFiniteX, s.NonFiniteG, s.Clips)
+		}
+	}
+	// The statistics that clamps go by are not rounded.
+	var p state.Pass
+	if l.Begin(&p, true); p.Input[1] != m || p.Norms[1] != m || p.Step != 1 {
+		t.Errorf("the next pass goes by %+v and %+v at step %d, want %+v at step 1", p.Input[1], p.Norms[1], p.Step, m)
+	}
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestPassWithoutTelemetryLeavesNothing(t *testing.T) {
+	l := lattice(t, 2, 4)
+	before := bytesOf(t, l)
+	m := state.Moments{Count: 6, Mean: 1, Variance: 2}
+	p := pass(t, l, false, state.HealthSample{Moments: m}, state.GradientSample{Norms: m, Clipped: 2})
+	if bytesOf(t, l) != before || p.Watch[0] || p.Watch[1] {
+		t.Error("a pass without telemetry was recorded")
+	}
+	pass(t, l, false, state.HealthSample{Moments: m, NonFinite: 1}, state.GradientSample{})
+	if s := l.Report(); s.Seeds[0].NonFiniteX != 1 || s.Step != 0 {
+		t.Errorf("it counts %d NaN and %d steps, want 1 and 0", s.Seeds[0].NonFiniteX, s.Step)
+	}
+}
+
+func TestSampling(t *testing.T) {
+	const seeds, steps = 100, 60
+	for _, c := range []struct {
+		t       state.Telemetry
+		perPass func(step int) int
+		total   int // of each seed
+	}{
+		{state.Telemetry{Mode: state.Production}, func(int) int { return seeds }, steps},
+		{state.Telemetry{Mode: state.Debug, Every: 7, Share: 0.1}, func(int) int { return seeds }, steps},
+		{state.Telemetry{Mode: state.Off}, func(int) int { return 0 }, 0},
+		{state.Telemetry{Mode: state.Sampling}, func(int) int { return seeds }, steps},
+		{state.Telemetry{Mode: state.Sampling, Every: 3}, func(s int) int { return map[bool]int{true: seeds}[s%3 == 0] }, steps / 3},
+		{state.Telemetry{Mode: state.Sampling, Share: 0.25}, func(int) int { return seeds / 4 }, steps / 4},
+		{state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.25}, func(s int) int { return map[bool]int{true: seeds / 4}[s%3 == 0] }, steps / 12},
+	} {
+		l := lattice(t, seeds, seeds)
+		if err := l.SetTelemetry(c.t); err != nil {
+			t.Fatal(err)
+		}
+		total := make([]int, seeds)
+		for step := range steps {
+			p, n := pass(t, l, true, state.HealthSample{}, state.GradientSample{}), 0
+			for s, watched := range p.Watch {
+				if watched {
+					n++
+					total[s]++
+				}
+			}
+			if n != c.perPass(step) {
+				t.Fatalf("%+v: pass %d watches %d seeds, want %d", c.t, step, n, c.perPass(step))
+			}
+		}
+		for s, n := range total {
+			if n != c.total {
+				t.Fatalf("%+v: seed %d is watched in %d of %d passes, want %d", c.t, s, n, steps, c.total)
+			}
+		}
+		if l.Telemetry() != c.t {
+			t.Errorf("telemetry is %+v, want %+v", l.Telemetry(), c.t)
+		}
+	}
+	if err := lattice(t, 1, 1).SetTelemetry(state.Telemetry{Share: math.NaN()}); !errors.Is(err, state.ErrArgument) {
+		t.Errorf("a share of NaN: error %v", err)
+	}
+}
+
+func TestHistory(t *testing.T) {
+	l := lattice(t, 2, 2, state.WithoutGates(), state.WithHistory(3))
+	send(t, l, 1, state.Grafting)
+	histogram := state.Histogram{5: 7}
+	for i := range 5 {
+		if i == 4 {
+			if err := l.SetTelemetry(state.Telemetry{Mode: state.Debug}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := l.SetAlpha(1, float64(i)/8); err != nil {
+			t.Fatal(err)
+		}
+		m, v := state.Moments{Count: 1}, float64(i)
+		pass(t, l, true, state.HealthSample{Health: state.Health{Mean: v}, Moments: m, Histogram: &histogram},
+			state.GradientSample{Gradient: state.Gradient{Norm: 10 * v}, Norms: m})
+	}
+	h := l.History()
+	if len(h) != 3 {
+		t.Fatalf("%d reports, want 3", len(h))
+	}
+	for k, r := range h {
+		s, v := r.Seeds[1], float64(k+2)
+		if r.Step != k+2 || s.Health.Mean != v || s.Gradient.Norm != 10*v || s.Alpha != v/8 || s.Stage != state.Grafting || (s.Histogram != nil) != (k == 2) {
+			t.Errorf("report %d is of step %d with %+v", k, r.Step, s)
+		}
+	}
+	if h[2].Seeds[0].Histogram[5] != 7 || h[2].Telemetry.Mode != state.Debug {
+		t.Errorf("the last report is %+v", h[2])
+	}
+	if none := lattice(t, 1, 1, state.WithHistory(0)); len(none.History()) != 0 {
+		t.Error("a history of nothing holds reports")
+	} else if pass(t, none, true, state.HealthSample{}, state.GradientSample{}); len(none.History()) != 0 {
+		t.Error("a history of nothing grows")
+	}
+}
+
+func TestNonFiniteEvents(t *testing.T) {
+	l := lattice(t, 3, 3)
+	report := func(seed int) {
+		var p state.Pass
+		l.Begin(&p, true)
+		bad := func(s int) int { return map[bool]int{true: 2}[s == seed] }
+		err := errors.Join(l.RecordHealth(&p, func(s int) state.HealthSample { return state.HealthSample{NonFinite: bad(s)} }),
+			l.RecordGradient(&p, func(s int) state.GradientSample { return state.GradientSample{NonFinite: bad(s)} }))
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	report(2)
+	report(1)
+	report(2)
+	e := epochs(t, l, 1)
+	if len(e) != 2 || e[0].Kind != state.NonFinite || e[0].Seed != 1 || e[0].Value != 4 || e[1].Seed != 2 || e[1].Value != 8 {
+		t.Errorf("events %+v, want 4 in seed 1 and 8 in seed 2", e)
+	}
+	if e := epochs(t, l, 3); len(e) != 0 {
+		t.Errorf("events %+v are told of twice", e)
+	}
+	report(2)
+	if e := epochs(t, l, 1); len(e) != 1 || e[0].Value != 4 {
+		t.Errorf("events %+v, want 4 more", e)
+	}
+}
+
+// Running statistics weigh all passes alike until they are renormalised; the drift is measured from epoch to epoch.
+func TestRunningStatistics(t *testing.T) {
+	const every = 4
+	l := lattice(t, 1, 8, state.WithRenormalization(every))
+	at := func(mean float64) {
+		m := state.Moments{Count: 16, Mean: mean, Variance: 1}
+		pass(t, l, true, state.HealthSample{Moments: m}, state.GradientSample{Norms: state.Moments{Count: 2, Mean: mean}})
+	}
+	norms := func() state.Moments {
+		var p state.Pass
+		l.Begin(&p, true)
+		return p.Norms[0]
+	}
+	at(1)
+	at(1)
+	epochs(t, l, 1)
+	at(5) // running mean (1+1+5)/3, mean square (2+2+26)/3
+	epochs(t, l, 1)
+	want := math.Max(math.Sqrt(10)-math.Sqrt(2), 7.0/3-1) / math.Sqrt(2)
+	if got := l.Report().Seeds[0].Drift; math.Abs(got-want) > 1e-6 {
+		t.Errorf("drift is %v, want %v", got, want)
+	}
+	if m := norms(); m.Count != 6 || math.Abs(m.Mean-7.0/3) > 1e-12 || math.Abs(m.Variance-32.0/9) > 1e-12 {
+		t.Errorf("norms are %+v, want 6 rows of mean 7/3 and variance 32/9", m)
+	}
+	epochs(t, l, 2) // renormalised to the weight of one pass: 2 rows
+	if m := norms(); m.Count != 2 || math.Abs(m.Mean-7.0/3) > 1e-12 {
+		t.Errorf("renormalised norms are %+v, want 2 rows of the same mean", m)
+	}
+	at(3)
+	if m := norms(); m.Count != 4 || math.Abs(m.Mean-(7.0/3+3)/2) > 1e-12 {
+		t.Errorf("norms are %+v, want the mean of both halves", m)
+	}
+}
+
+// 100,000 seeds cross an epoch boundary in well under 100 ms.
+func TestEpochOf100000Seeds(t *testing.T) {
+	const n = 100_000
+	l := lattice(t, n, 4*n, state.WithoutGates())
+	for seed := range n {
+		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed%60000, Kind: blueprints.Kind(seed % 4)}); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(l.Transition(seed, state.Training), l.Transition(seed, state.Grafting)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	best := time.Hour
+	for range 5 {
+		start := time.Now()
+		epochs(t, l, 1)
+		best = min(best, time.Since(start))
+	}
+	t.Logf("an epoch of %d grafting seeds takes %v", n, best)
+	if best > 100*time.Millisecond && !raceEnabled {
+		t.Errorf("an epoch of %d seeds takes %v, want less than 100 ms", n, best)
+	}
+	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-5.0/50) > 1e-7 {
+		t.Errorf("α after 5 of 50 epochs is %v", got)
+	}
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+}
+
+func BenchmarkStepEpoch100000(b *testing.B) {
+	l := lattice(b, 100_000, 400_000)
+	b.ReportAllocs()
+	for b.Loop() {
+		if _, err := l.StepEpoch(state.Metrics{Loss: 1}); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+func BenchmarkRecord100000(b *testing.B) {
+	l := lattice(b, 100_000, 400_000)
+	m := state.Moments{Count: 8, Mean: 1, Variance: 1}
+	b.ReportAllocs()
+	for b.Loop() {
+		pass(b, l, true, state.HealthSample{Moments: m}, state.GradientSample{Norms: m})
+	}
+}
