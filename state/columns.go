@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"math"
+	"sync"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
@@ -192,15 +193,16 @@ func (c column) scatter(src []byte, stride, lo, hi int) {
 // worth its start, few enough to stay in the first-level cache.
 const sealBlock = 64
 
-// checksummer computes the seeds' checksums.
+// checksummer computes the seeds' checksums. It may be used by several goroutines at once.
 type checksummer struct {
 	columns []column
 	offsets []int // of each column in a seed's row of bytes, which begins with the seed's number
 	stride  int
+	rows    sync.Pool // *[]byte, of sealBlock rows
 }
 
-func newChecksummer(columns []column) checksummer {
-	c := checksummer{columns: columns, stride: 4}
+func newChecksummer(columns []column) *checksummer {
+	c := &checksummer{columns: columns, stride: 4}
 	for _, col := range columns {
 		c.offsets = append(c.offsets, c.stride)
 		c.stride += widths[col.typ()]
@@ -208,8 +210,15 @@ func newChecksummer(columns []column) checksummer {
 	return c
 }
 
-// each calls f with the checksum of every seed in [lo, hi). buf is scratch memory for up to sealBlock seeds' rows.
-func (c *checksummer) each(buf []byte, lo, hi int, f func(seed int, sum uint32)) {
+// each calls f with the checksum of every seed in [lo, hi).
+func (c *checksummer) each(lo, hi int, f func(seed int, sum uint32)) {
+	rows, _ := c.rows.Get().(*[]byte)
+	if rows == nil {
+		b := make([]byte, sealBlock*c.stride)
+		rows = &b
+	}
+	defer c.rows.Put(rows)
+	buf := *rows
 	for ; lo < hi; lo += sealBlock {
 		end := min(lo+sealBlock, hi)
 		for i := lo; i < end; i++ {
@@ -225,19 +234,15 @@ func (c *checksummer) each(buf []byte, lo, hi int, f func(seed int, sum uint32))
 }
 
 // seal renews the checksums of the seeds in [lo, hi), after a change to their fields.
-func (l *Lattice) seal(buf []byte, lo, hi int) {
-	l.sums.each(buf, lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
+func (l *Lattice) seal(lo, hi int) {
+	l.sums.each(lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
 }
 
-// sealOne renews the checksum of one seed.
-func (l *Lattice) sealOne(seed int) { l.seal(l.scratch, seed, seed+1) }
-
-// mutate calls f for spans of at most grain seeds, on all cores, and renews the checksums of what f may have changed. The caller
-// holds the lock.
+// mutate calls f for spans of at most grain seeds, on all cores, and renews the checksums of what f may have changed. The
+// caller holds the lock.
 func (l *Lattice) mutate(grain int, f func(lo, hi int)) {
 	cpu.Parallel(l.n, grain, func(lo, hi int) {
-		buf := make([]byte, sealBlock*l.sums.stride)
 		f(lo, hi)
-		l.seal(buf, lo, hi)
+		l.seal(lo, hi)
 	})
 }

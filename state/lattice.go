@@ -42,8 +42,7 @@ type Lattice struct {
 	step       uint64  // passes with telemetry so far
 	loss       float64 // the host's, as last reported; 0: never
 	seeds      *seedState
-	sums       checksummer
-	scratch    []byte // for sealOne
+	sums       *checksummer
 	strategies []tableStrategy
 	ring       ring
 }
@@ -168,7 +167,6 @@ func (l *Lattice) install(img *image) {
 	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
 	l.strategies, l.seeds = img.strategies, img.seeds
 	l.sums = newChecksummer(l.seeds.columns())
-	l.scratch = make([]byte, l.sums.stride)
 	l.ring = ring{}
 }
 
@@ -226,7 +224,7 @@ func (l *Lattice) Verify() error {
 		return nil
 	}
 	first, bad := 0, 0
-	l.sums.each(make([]byte, sealBlock*l.sums.stride), 0, l.n, func(seed int, sum uint32) {
+	l.sums.each(0, l.n, func(seed int, sum uint32) {
 		if sum != l.seeds.crc[seed] {
 			if bad == 0 {
 				first = seed

@@ -128,7 +128,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 		s.alpha[seed] = 0
 		s.embargoUntil[seed] = uint32(min(uint64(l.epoch)+uint64(l.config.Embargo), math.MaxUint32))
 	}
-	l.sealOne(seed)
+	l.seal(seed, seed+1)
 }
 
 // Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping [ErrTransition] when it is
@@ -166,7 +166,7 @@ func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	}
 	l.seeds.alpha[seed] = float32(alpha)
 	l.seeds.lastUpdate[seed] = l.epoch
-	l.sealOne(seed)
+	l.seal(seed, seed+1)
 	return nil
 }
 

@@ -237,7 +237,7 @@ func (h *header) image(stored []column) (*image, error) {
 	copy(img.seeds.crc, crc)
 	if h.Schema < Schema {
 		sums := newChecksummer(img.seeds.columns())
-		sums.each(make([]byte, sealBlock*sums.stride), 0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
+		sums.each(0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
 	}
 	return img, nil
 }
@@ -245,7 +245,7 @@ func (h *header) image(stored []column) (*image, error) {
 func checkSums(columns []column, crc []uint32) error {
 	first, bad := 0, 0
 	sums := newChecksummer(columns)
-	sums.each(make([]byte, sealBlock*sums.stride), 0, len(crc), func(seed int, sum uint32) {
+	sums.each(0, len(crc), func(seed int, sum uint32) {
 		if sum != crc[seed] {
 			if bad == 0 {
 				first = seed
