@@ -80,6 +80,27 @@ func TestGolden(t *testing.T) {
 	}
 }
 
+// TestGoldenKasminaOptions compares gradient clipping and the strict mode with PyTorch.
+func TestGoldenKasminaOptions(t *testing.T) {
+	for _, c := range loadGolden(t, "kasmina_options") {
+		s := settings[struct {
+			Seeds             []seedSetting
+			GradClip, Epsilon float64
+		}](c)
+		option := []op.KasminaOption{op.WithGradClip(s.GradClip)}
+		if s.GradClip == 0 {
+			option = []op.KasminaOption{op.WithStability(op.Strict), op.WithEpsilon(s.Epsilon)}
+		}
+		for _, e := range goldenErrors {
+			t.Run(fmt.Sprintf("%s/%v", c.name, e.dtype), func(t *testing.T) {
+				c.check(t, e.dtype, e.forward, e.backward, func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+					return op.Kasmina(in[0], in[1], in[2], newLattice(t, in[0].Shape()[1], s.Seeds), option...)
+				})
+			})
+		}
+	}
+}
+
 // goldenCase is one case of a file testdata/golden_*.safetensors. make_golden.py there says what it holds.
 type goldenCase struct {
 	name     string
@@ -144,10 +165,23 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 	for i, n := range append(gorgonia.Nodes{y}, grads...) {
 		gorgonia.Read(n, &values[i])
 	}
+	if x, ok := c.tensors["previous"]; ok { // a pass with other input before it, for ops that remember
+		letFloats(t, in[0], x)
+		run(t, graph)
+		letFloats(t, in[0], c.tensors[in[0].Name()])
+	}
 	run(t, graph)
 	c.compare(t, "y", values[0], forward)
 	for i, name := range gradients {
 		c.compare(t, name, values[1+i], backward)
+	}
+}
+
+// letFloats gives n the value of a tensor of floats.
+func letFloats(t *testing.T, n *gorgonia.Node, x safetensors.Tensor) {
+	t.Helper()
+	if err := gorgonia.Let(n, dense(n.Dtype(), convert[float64](x.Data.([]float32)), x.Shape...)); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -44,9 +44,7 @@ class File:
         self.put(name, {"y": y.detach(), "g": g}, inputs, {k: v for k, v in leaves.items() if v.is_floating_point()}, settings)
 
     def put(self, name, outputs, inputs, leaves, settings):
-        for k, v in inputs.items():
-            self.tensors[f"{name}/{k}"] = v.detach().clone(memory_format=torch.contiguous_format)
-        for k, v in outputs.items():
+        for k, v in {**inputs, **outputs}.items():
             self.tensors[f"{name}/{k}"] = v.detach().clone(memory_format=torch.contiguous_format)
         for k, v in leaves.items():  # what the output does not depend on has no gradient: zero
             self.tensors[f"{name}/d{k}"] = torch.zeros_like(v) if v.grad is None else v.grad.contiguous()
@@ -242,20 +240,25 @@ def transform(kind, x, w, a):
     return a * F.conv1d(padded, w[:taps].flip(0)[None, None])[:, 0]
 
 
-def kasmina_apply(x, weights, scales, seeds):
+def kasmina_apply(x, weights, scales, seeds, clip=math.inf, epsilon=0.0, limits=None):
+    """limits are those of the strict mode: the lowest and the highest value of each seed's chunk."""
     chunks = []
-    for c, seed in zip(x.chunk(len(seeds), -1), seeds):
+    for i, (c, seed) in enumerate(zip(x.chunk(len(seeds), -1), seeds)):
         stage, w, a = seed["Stage"], weights[seed["Slot"]], scales[seed["Slot"]]
+        held = c if limits is None else torch.where(c.abs() < epsilon, 0, c.clamp(*limits[i]))
         if stage == "Training":  # the straight-through estimator: the value of x, the parameters' gradient of t(x)
-            t = transform(seed["Kind"], c.detach(), w, a)
-            chunks.append(c + t - t.detach())
+            t = transform(seed["Kind"], held.detach(), w, a)
+            y = c + t - t.detach()
         elif stage in ("Grafting", "Stabilization", "Evaluating", "FineTuning", "Fossilized"):
             if stage in ("Evaluating", "Fossilized"):
                 w, a = w.detach(), a.detach()
             alpha = 1.0 if stage in ("FineTuning", "Fossilized") else seed["Alpha"]
-            chunks.append(c + alpha * (transform(seed["Kind"], c, w, a) - c))
+            y = held + alpha * (transform(seed["Kind"], held, w, a) - held)
         else:
-            chunks.append(c)
+            y = c.clone()
+        if y.requires_grad:
+            y.register_hook(lambda g: g * (clip / (g.norm(dim=-1, keepdim=True) + 1e-8)).clamp(max=1))
+        chunks.append(y)
     return torch.cat(chunks, -1)
 
 
@@ -289,6 +292,25 @@ def kasmina():
         case(name, rows, random_seeds(Random(name + "/seeds"), seeds, slots), chunk, slots)
     # Activations that the adaptive mode scales down and up again, by powers of two: the same function.
     case("large", 5, random_seeds(Random("large/seeds"), 11, 6), 3, 6, scale=1e8)
+    out.save()
+
+
+def kasmina_options():
+    """Clipping of gradients, and the strict mode, in whose cases "previous" is the input of the pass before."""
+    out = File("kasmina_options")
+    seeds = [seed(stage, KINDS[i % 4], 1 + i % 4, 0.375) for i, stage in enumerate(STAGES)]
+    for limit in [0.5, 1.5, 100.0]:
+        name = f"clip{limit}"
+        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds, clip=limit),
+                 kasmina_inputs(Random(name), 7, seeds, 3, 5), Op="Kasmina", Seeds=seeds, GradClip=limit)
+    for epsilon, spread in [(0.25, 0.25), (1e-8, 0.1)]:
+        name = f"strict{epsilon}-spread{spread}"
+        previous = Random(name + "/previous").normal(7, len(seeds) * 3, scale=spread)
+        statistics = [(c.mean(), c.std(correction=0)) for c in previous.double().chunk(len(seeds), -1)]
+        limits = [(m - 6 * s, m + 6 * s) for m, s in statistics]
+        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds, epsilon=epsilon, limits=limits),
+                 kasmina_inputs(Random(name), 7, seeds, 3, 5), Op="Kasmina", Seeds=seeds, Epsilon=epsilon)
+        out.tensors[name + "/previous"] = previous
     out.save()
 
 
@@ -388,5 +410,6 @@ if __name__ == "__main__":
     cross_entropy()
     newton_schulz()
     kasmina()
+    kasmina_options()
     model()
     optimisers()
