@@ -1,5 +1,5 @@
 // Package safetensors reads and writes model files in the safetensors format
-// (https://huggingface.co/docs/safetensors), safely enough for checkpoints.
+// (Hugging Face), safely enough for checkpoints.
 //
 //	file   = length (uint64, little-endian) ‖ header (length bytes) ‖ data
 //	header = {"__metadata__": {string: string}, NAME: {"dtype": D, "shape": [...], "data_offsets": [begin, end]}, ...}
