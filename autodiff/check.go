@@ -15,8 +15,8 @@ import (
 // CheckOption configures [CheckGradients].
 type CheckOption func(*checker) error
 
-// WithStep sets the first, widest step of the differences, as a multiple of max(|x|, 1) for an element x. Steps are halved
-// from there as needed. Default 0.01.
+// WithStep sets the first step of the differences, as a multiple of max(|x|, 1) for an element x. Steps shrink from there
+// as needed, and grow where rounding drowns the differences. Default 0.01.
 func WithStep(h float64) CheckOption {
 	return func(c *checker) error {
 		if !(h > 0) || math.IsInf(h, 0) {
@@ -79,7 +79,7 @@ func WithSeed(seed uint64) CheckOption {
 // Inputs of up to 200 elements are checked in full. Of larger ones 200 elements are drawn ([WithSamples], [WithSeed]), and
 // the derivative along one random direction, to which every element contributes, is checked as well.
 //
-// Differences are extrapolated to step zero by Richardson's method, with steps that shrink until they agree. At a kink,
+// Differences are extrapolated to step zero by Richardson's method, with steps that change until they agree. At a kink,
 // such as relu at exactly 0, there is no derivative: differences find the mean of both sides, and the report shows a
 // difference where nothing is wrong. Choose values away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport, error) {

@@ -1,0 +1,27 @@
+package main
+
+import (
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestEveryGradientIsRight(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	var out strings.Builder
+	ok, err := run(&out, append(opChecks(), kasminaChecks()...), seed, 1e-6)
+	if err != nil || !ok {
+		t.Fatalf("seed %d: error %v\n%s", seed, err, out.String())
+	}
+	if got := strings.Count(out.String(), "\nKasmina "); got != 44 {
+		t.Errorf("%d rows for Kasmina, want 11 stages × 4 kinds", got)
+	}
+}
+
+func TestErrorsAboveTheToleranceShow(t *testing.T) {
+	var out strings.Builder
+	ok, err := run(&out, opChecks()[:1], 1, 1e-18)
+	if ok || err != nil || !strings.Contains(out.String(), "not below 1e-18: RMSNorm") {
+		t.Errorf("a tolerance that nothing can meet: ok %v, error %v\n%s", ok, err, out.String())
+	}
+}
