@@ -1,0 +1,512 @@
+package op_test
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// TestKasminaGradients checks every stage and kind against central differences, for odd chunks, one seed and several that
+// share a slot, in every stability mode.
+func TestKasminaGradients(t *testing.T) {
+	r := random(t)
+	for stage := range state.RolledBack + 1 {
+		for _, kind := range kasminaKinds {
+			for _, size := range []struct{ seeds, chunk int }{{1, 1}, {1, 5}, {3, 2}, {4, 3}} {
+				for _, mode := range []op.Stability{op.Fast, op.Strict, op.Adaptive} {
+					seeds := make([]seedSetting, size.seeds)
+					for i := range seeds {
+						seeds[i] = seedSetting{stage.String(), kind, 1 + i%2, 0.375}
+					}
+					l := newLattice(t, size.seeds*size.chunk, seeds)
+					k := newKasminaLayer(t, r, tensor.Float64, 3, 3, l, op.WithStability(mode), op.WithEpsilon(0.1), op.WithoutTelemetry())
+					k.x, k.weights = mapped(k.x, away), mapped(k.weights, away)
+					t.Run(fmt.Sprintf("%v/%s/%dx%d/%v", stage, kind, size.seeds, size.chunk, mode), func(t *testing.T) {
+						k.t = t
+						if mode == op.Strict {
+							k.learnLimits(r.Float64())
+						}
+						if mode == op.Adaptive {
+							k.x = mapped(k.x, func(v float64) float64 { return 0x1p22 * v })
+							if kind == "Residual" { // its w and a move the output by little, but linearly
+								k.step = 0.1
+							}
+						}
+						k.checkStage(stage, kind)
+					})
+				}
+			}
+		}
+	}
+}
+
+// learnLimits runs a pass with telemetry over smaller inputs, and then makes every seed's first input exceed its limits and
+// one of row 1 too small, so that the strict mode's clamp bites.
+func (k *kasminaLayer) learnLimits(turn float64) {
+	l := k.forwardOp.Lattice
+	kept := k.x
+	k.x = mapped(k.x, func(v float64) float64 { return v / 4 })
+	layer := newKasminaLayer(k.t, random(k.t), k.dt, k.rows, k.slots, l, op.WithStability(op.Strict))
+	layer.x = k.x
+	layer.forward()
+	k.x = kept
+	for at := 0; at < k.dim; at += k.chunk {
+		k.x[at] = math.Copysign(40, turn-0.5)
+		k.x[k.dim+at] = 0.05 * turn
+	}
+}
+
+func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
+	k.t.Helper()
+	y := k.forward()
+	d := k.backward()
+	k.checkDifferences("dx", d.x, k.x)
+	switch {
+	case stage == state.Training:
+		if !sameBits(y, k.x) || !sameBits(d.x, k.g) {
+			k.t.Error("training changes the host: y is not x or dx is not g")
+		}
+		// The parameters learn as if blended with α = 1: their gradients are those of a seed that is being fine-tuned.
+		l := k.forwardOp.Lattice
+		for i := range l.Seeds() {
+			if err := errors.Join(l.Transition(i, state.Grafting), l.SetAlpha(i, 1)); err != nil {
+				k.t.Fatal(err)
+			}
+		}
+		k.forward()
+		blended := k.backward()
+		if !sameBits(d.weights, blended.weights) || !sameBits(d.scales, blended.scales) {
+			k.t.Errorf("gradients in training are %v and %v, blended with α = 1 %v and %v", d.weights, d.scales, blended.weights, blended.scales)
+		}
+	case stage.Learns():
+		k.checkDifferences("dweights", d.weights, k.weights)
+		k.checkDifferences("dscales", d.scales, k.scale)
+	default:
+		if slices.ContainsFunc(append(d.weights, d.scales...), func(v float64) bool { return v != 0 }) {
+			k.t.Errorf("%v passes gradients to its parameters: %v and %v", stage, d.weights, d.scales)
+		}
+	}
+	if !stage.Blends() && (!sameBits(y, k.x) || !sameBits(d.x, k.g)) {
+		k.t.Errorf("%v is not the identity", stage)
+	}
+}
+
+// In the strict mode the layer is the fast one of clamped inputs, and no gradient passes where the clamp bites.
+func TestKasminaStrict(t *testing.T) {
+	r := random(t)
+	const seeds, chunk, rows, eps = 5, 7, 64, 0.01
+	settings := make([]seedSetting, seeds)
+	for i := range settings {
+		settings[i] = seedSetting{"Grafting", kasminaKinds[i%4], 1 + i, 0.625}
+	}
+	settings[4].Stage = "Dormant"
+	for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
+		l := newLattice(t, seeds*chunk, settings)
+		k := newKasminaLayer(t, r, dt, rows, seeds+1, l, op.WithStability(op.Strict), op.WithEpsilon(eps))
+		previous := slices.Clone(k.x)
+		k.forward()
+		for i := range k.x {
+			switch r.IntN(8) {
+			case 0:
+				k.x[i] *= 20
+			case 1:
+				k.x[i] *= 1e-3
+			}
+			if dt == tensor.Float32 {
+				k.x[i] = float64(float32(k.x[i]))
+			}
+		}
+		y := k.forward()
+		d := k.backward()
+
+		clamped, bites := slices.Clone(k.x), make([]bool, len(k.x))
+		count := 0
+		for s := range seeds - 1 {
+			var chunkOf []float64
+			for row := range rows {
+				chunkOf = append(chunkOf, previous[row*k.dim+s*chunk:][:chunk]...)
+			}
+			mean, variance := meanVariance(chunkOf)
+			lo, hi := mean-6*math.Sqrt(variance), mean+6*math.Sqrt(variance)
+			for row := range rows {
+				for i := row*k.dim + s*chunk; i < row*k.dim+(s+1)*chunk; i++ {
+					v := k.x[i]
+					if math.Abs(v) < eps {
+						v = 0
+					}
+					clamped[i] = min(hi, max(lo, v))
+					bites[i] = clamped[i] != k.x[i]
+					if bites[i] {
+						count++
+					}
+				}
+			}
+		}
+		if count < 100 {
+			t.Fatalf("only %d elements are clamped", count)
+		}
+		fast := newKasminaLayer(t, r, tensor.Float64, rows, seeds+1, l, op.WithStability(op.Fast), op.WithoutTelemetry())
+		fast.x, fast.weights, fast.scale, fast.g = clamped, k.weights, k.scale, k.g
+		wantY := fast.forward()
+		want := fast.backward()
+		for i := range want.x {
+			if bites[i] {
+				want.x[i] = 0
+			}
+		}
+		limit := map[tensor.Dtype]float64{tensor.Float64: 1e-12, tensor.Float32: 1e-6}[dt]
+		for what, e := range map[string]float64{"y": distance(y, wantY), "dx": distance(d.x, want.x), "dweights": distance(d.weights, want.weights) / 10,
+			"dscales": distance(d.scales, want.scales) / 10} {
+			if !(e <= limit) {
+				t.Errorf("%v: %s has error %g, want at most %g", dt, what, e, limit)
+			}
+		}
+	}
+}
+
+func meanVariance(v []float64) (mean, variance float64) {
+	for _, e := range v {
+		mean += e / float64(len(v))
+	}
+	for _, e := range v {
+		variance += (e - mean) * (e - mean) / float64(len(v))
+	}
+	return mean, variance
+}
+
+// The limits are those of the pass before, not of this one, and the first pass has none.
+func TestKasminaStrictUsesPreviousPass(t *testing.T) {
+	l := newLattice(t, 4, []seedSetting{{"Fossilized", "ConvFilter", 1, 1}})
+	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 2, l, op.WithStability(op.Strict))
+	k.weights, k.scale = []float64{0, 0, 0, 0, 1, 0, 0, 0}, []float64{0, 1} // the identity
+	for _, c := range []struct{ x, want []float64 }{
+		{[]float64{1, 2, 3, 4, 1, 2, 3, 1e4}, []float64{1, 2, 3, 4, 1, 2, 3, 1e4}},
+		{[]float64{5, 5, 5, 5, 5, 5, 5, 5}, []float64{5, 5, 5, 5, 5, 5, 5, 5}},
+		{[]float64{5, 5, 6, 5, -9, 5, 1e-9, 5}, []float64{5, 5, 5, 5, 5, 5, 5, 5}},
+	} {
+		k.x = c.x
+		if y := k.forward(); !sameBits(y, c.want) {
+			t.Errorf("y of %v is %v, want %v", c.x, y, c.want)
+		}
+	}
+}
+
+// In the adaptive mode a transform of activations near the largest float32 gives t(x), although its intermediate results
+// would overflow, and of smaller ones the very bits of the fast mode.
+func TestKasminaAdaptive(t *testing.T) {
+	r := random(t)
+	const chunk = 64
+	for _, kind := range kasminaKinds {
+		for _, size := range []float64{1, 1e6, 3e6, 1e12, 1e30, 3e36} {
+			settings := []seedSetting{{"FineTuning", kind, 1, 1}, {"Grafting", kind, 2, 0.375}}
+			l := newLattice(t, 2*chunk, settings)
+			k := newKasminaLayer(t, r, tensor.Float32, 5, 3, l)
+			for i := range k.x {
+				k.x[i] = float64(float32(size * (2*r.Float64() - 1)))
+			}
+			if kind == "AttentionGate" { // a·x overflows at 3e36, a·x·softmax(w) does not
+				k.scale = []float64{0, 1024, 2048}
+				k.weights = make([]float64, len(k.weights))
+			}
+			fast := newKasminaLayer(t, r, tensor.Float32, 5, 3, l, op.WithStability(op.Fast))
+			exact := newKasminaLayer(t, r, tensor.Float64, 5, 3, l, op.WithStability(op.Fast))
+			for _, other := range []*kasminaLayer{fast, exact} {
+				other.x, other.weights, other.scale, other.g = k.x, k.weights, k.scale, k.g
+			}
+			y := k.forward()
+			if e := distance(y, exact.forward()); !(e < 1e-6) {
+				t.Errorf("%s of activations near %g has error %g", kind, size, e)
+			}
+			if size <= 1e6 && !sameBits(y, fast.forward()) {
+				t.Errorf("%s of activations up to %g is not what the fast mode gives", kind, size)
+			}
+			d, want := k.backward(), func() kasminaGrads { exact.forward(); return exact.backward() }()
+			if e := distance(d.x, want.x); !(e < 1e-5) {
+				t.Errorf("%s near %g: dx has error %g", kind, size, e)
+			}
+			if e := distance(d.weights, want.weights); !(e < 1e-5) && size < 1e36 {
+				t.Errorf("%s near %g: dweights has error %g", kind, size, e)
+			}
+		}
+	}
+}
+
+func TestKasminaGradClip(t *testing.T) {
+	r := random(t)
+	const seeds, chunk, rows, limit, eps = 3, 5, 40, 2.0, 0.125
+	settings := []seedSetting{{"Grafting", "MLPExpansion", 1, 0.375}, {"Dormant", "Residual", 2, 0}, {"Training", "AttentionGate", 2, 0}}
+	l := newLattice(t, seeds*chunk, settings)
+	k := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithGradClip(limit), op.WithEpsilon(eps), op.WithStability(op.Fast))
+	plain := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithStability(op.Fast), op.WithoutTelemetry())
+	plain.x, plain.weights, plain.scale, plain.g = k.x, k.weights, k.scale, slices.Clone(k.g)
+	var clips [seeds]int
+	for row := range rows {
+		for s := range seeds {
+			g := plain.g[row*k.dim+s*chunk:][:chunk]
+			var sum float64
+			for _, v := range g {
+				sum += v * v
+			}
+			if by := limit / (math.Sqrt(sum) + eps); by < 1 {
+				clips[s]++
+				for i := range g {
+					g[i] *= by
+				}
+			}
+		}
+	}
+	plain.forward()
+	k.forward()
+	d, want := k.backward(), plain.backward()
+	for what, e := range map[string]float64{"dx": distance(d.x, want.x), "dweights": distance(d.weights, want.weights), "dscales": distance(d.scales, want.scales)} {
+		if !(e < 1e-13) {
+			t.Errorf("%s has error %g", what, e)
+		}
+	}
+	for s, seed := range l.Report().Seeds {
+		if seed.Clips != clips[s] || clips[s] == 0 {
+			t.Errorf("seed %d: %d rows clipped, want %d", s, seed.Clips, clips[s])
+		}
+	}
+}
+
+// The adaptive limit is mean + n·σ of the norms of earlier passes; what is reported is the gradient before clipping.
+func TestKasminaAdaptiveGradClip(t *testing.T) {
+	r := random(t)
+	const rows, deviations = 200, 1.5
+	l := newLattice(t, 4, []seedSetting{{"Dormant", "Residual", 1, 0}})
+	k := newKasminaLayer(t, r, tensor.Float64, rows, 2, l, op.WithAdaptiveGradClip(deviations))
+	var norms []float64
+	for step := range 3 {
+		k.g = normal(r, rows*4)
+		k.forward()
+		d := k.backward()
+		limit := math.Inf(1)
+		if step > 0 {
+			mean, variance := meanVariance(norms)
+			limit = mean + deviations*math.Sqrt(variance)
+		}
+		clipped, total := 0, 0.0
+		for row := range rows {
+			g, dx := k.g[row*4:][:4], d.x[row*4:][:4]
+			n := math.Sqrt(g[0]*g[0] + g[1]*g[1] + g[2]*g[2] + g[3]*g[3])
+			norms = append(norms, n)
+			total += n * n
+			by := min(1, limit/(n+1e-8))
+			if by < 1 {
+				clipped++
+			}
+			for i := range g {
+				if math.Abs(dx[i]-by*g[i]) > 1e-12 {
+					t.Fatalf("step %d: dx is %v, want %v times %v", step, dx, by, g)
+				}
+			}
+		}
+		if (clipped > 0) != (step > 0) {
+			t.Errorf("step %d: %d rows are clipped", step, clipped)
+		}
+		if got, want := l.Report().Seeds[0].Gradient.Norm, math.Sqrt(total); math.Abs(got-want) > 1e-6*want {
+			t.Errorf("step %d: the reported norm is %v, want %v", step, got, want)
+		}
+	}
+}
+
+// Results have the same bits however many cores work, and from run to run.
+func TestKasminaIsDeterministic(t *testing.T) {
+	r := random(t)
+	for _, size := range []struct{ rows, seeds, chunk, slots int }{{700, 1, 96, 2}, {300, 40, 3, 5}, {3, 5000, 1, 3}, {1030, 2, 700, 2}} {
+		settings := make([]seedSetting, size.seeds)
+		for i := range settings {
+			settings[i] = seedSetting{state.Stage(i % 8).String(), kasminaKinds[i%4], 1 + i%(size.slots-1), 0.375}
+		}
+		settings[0].Stage = "Grafting"
+		var first []float64
+		for _, procs := range []int{1, 2, 5} {
+			before := runtime.GOMAXPROCS(procs)
+			l := newLattice(t, size.seeds*size.chunk, settings)
+			k := newKasminaLayer(t, r, tensor.Float32, size.rows, size.slots, l, op.WithGradClip(1))
+			k.x, k.g = fixed(len(k.x), 1), fixed(len(k.g), 2)
+			k.weights, k.scale = fixed(len(k.weights), 3), fixed(len(k.scale), 4)
+			all := k.forward()
+			d := k.backward()
+			all = slices.Concat(all, d.x, d.weights, d.scales)
+			for _, s := range l.Report().Seeds {
+				all = append(all, s.Health.Variance, s.Health.Mean, s.Health.SNR, s.Gradient.Norm)
+			}
+			runtime.GOMAXPROCS(before)
+			if first == nil {
+				first = all
+			}
+			if !sameBits(all, first) {
+				t.Errorf("%+v: %d cores give other bits than 1", size, procs)
+			}
+		}
+	}
+}
+
+// fixed returns the same pseudorandom numbers on every call.
+func fixed(n, start int) []float64 {
+	v := make([]float64, n)
+	for i := range v {
+		v[i] = float64(float32(math.Sin(float64(start) + 1.7*float64(i*i%9973))))
+	}
+	return v
+}
+
+func TestKasminaFloat32(t *testing.T) {
+	r := random(t)
+	for _, rows := range []int{1, 33, 2000} {
+		settings := make([]seedSetting, 24)
+		for i := range settings {
+			settings[i] = seedSetting{state.Stage(i % 11).String(), kasminaKinds[r.IntN(4)], 1 + i%5, 0.375}
+		}
+		l := newLattice(t, 24*17, settings)
+		single := newKasminaLayer(t, r, tensor.Float32, rows, 6, l)
+		exact := newKasminaLayer(t, r, tensor.Float64, rows, 6, l)
+		exact.x, exact.weights, exact.scale, exact.g = single.x, single.weights, single.scale, single.g
+		y, wantY := single.forward(), exact.forward()
+		d, want := single.backward(), exact.backward()
+		for what, c := range map[string][2]float64{"y": {distance(y, wantY), 1e-6}, "dx": {distance(d.x, want.x), 1e-5},
+			"dweights": {distance(d.weights, want.weights), 1e-5}, "dscales": {distance(d.scales, want.scales), 1e-5}} {
+			if !(c[0] < c[1]) {
+				t.Errorf("%d rows: %s has error %g, want less than %g", rows, what, c[0], c[1])
+			}
+		}
+	}
+}
+
+// A registered blueprint works like a built-in one, and its input is never scaled when it cannot bear it.
+func TestKasminaRegisteredKind(t *testing.T) {
+	name := fmt.Sprintf("Cubic%d", blueprints.Kinds())
+	if _, err := blueprints.Register(blueprints.Blueprint{Name: name, Identity: func([]float64) float64 { return 0 }, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
+		t.Fatal(err)
+	}
+	l := newLattice(t, 6, []seedSetting{{"Grafting", name, 1, 0.375}, {"FineTuning", name, 1, 1}})
+	k := newKasminaLayer(t, random(t), tensor.Float64, 4, 2, l, op.WithoutTelemetry())
+	k.forward()
+	d := k.backward()
+	k.checkDifferences("dx", d.x, k.x)
+	k.checkDifferences("dweights", d.weights, k.weights)
+	k.checkDifferences("dscales", d.scales, k.scale)
+	k.x[0] = 1e8
+	want := k.x[0] + 0.375*k.scale[1]*math.Pow(k.x[0], 3)*k.weights[3]
+	if y := k.forward(); math.Abs(y[0]-want) > 1e-12*math.Abs(want) {
+		t.Errorf("y of 1e8 is %v, want %v", y[0], want)
+	}
+}
+
+// cubic is t = x + a·w·x³.
+func cubic[T blueprints.Float]() blueprints.Arithmetic[T] {
+	return blueprints.Arithmetic[T]{
+		Forward: func(t, x, w []T, a T) {
+			for i, v := range x {
+				t[i] = v + a*w[i]*v*v*v
+			}
+		},
+		Backward: func(dx, dp, g, x, w []T, a T) (da float64) {
+			for i, v := range x {
+				dx[i] = g[i] * (1 + 3*a*w[i]*v*v)
+				dp[i] += g[i] * a * v * v * v
+				da += float64(g[i] * w[i] * v * v * v)
+			}
+			return da
+		},
+	}
+}
+
+func TestKasminaSlotBeyondWeights(t *testing.T) {
+	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Training", "Residual", 7, 0}, {"Dormant", "Residual", 1, 0}})
+	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 7, l)
+	if _, err := k.tryForward(k.forwardOp); err == nil || !strings.Contains(err.Error(), "seed 1 has slot 7, but weights has 7 slots") {
+		t.Errorf("error %v", err)
+	}
+}
+
+// A seed without a slot passes through every stage as the identity.
+func TestKasminaSlotZero(t *testing.T) {
+	for stage, route := range routes {
+		l, err := state.NewLattice(1, 3, state.WithoutGates())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, to := range route {
+			if err := l.Transition(0, to); err != nil {
+				t.Fatal(err)
+			}
+		}
+		k := newKasminaLayer(t, random(t), tensor.Float64, 2, 1, l)
+		if y := k.forward(); !sameBits(y, k.x) {
+			t.Errorf("%v: y is not x", stage)
+		}
+		if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 3)) || !sameBits(d.scales, []float64{0}) {
+			t.Errorf("%v: gradients are %v", stage, d)
+		}
+	}
+}
+
+func TestKasminaErrors(t *testing.T) {
+	g, other := gorgonia.NewGraph(), gorgonia.NewGraph()
+	node := func(g *gorgonia.ExprGraph, dt tensor.Dtype, shape ...int) *gorgonia.Node {
+		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(fmt.Sprint(dt, shape)))
+	}
+	f64 := func(shape ...int) *gorgonia.Node { return node(g, tensor.Float64, shape...) }
+	x, w, s := f64(4, 12), f64(5, 4), f64(5)
+	l := newLattice(t, 12, make3())
+	slotted := newLattice(t, 12, make3(), state.WithSlots(9))
+	for _, c := range []struct {
+		x, w, s *gorgonia.Node
+		l       *state.Lattice
+		opt     op.KasminaOption
+		want    string // words that the error must hold, separated by |
+	}{
+		{nil, w, s, l, nil, "x is nil"},
+		{x, nil, s, l, nil, "weights is nil"},
+		{x, w, nil, l, nil, "scales is nil"},
+		{x, w, s, nil, nil, "lattice is nil"},
+		{x, w, s, &state.Lattice{}, nil, "lattice has no seeds"},
+		{f64(12), w, s, l, nil, "x has shape (12)|[rows, D]"},
+		{f64(2, 3, 4), w, s, l, nil, "x has shape (2, 3, 4)|2 dimensions"},
+		{f64(4, 13), w, s, l, nil, "x has 13 features|(4, 13)|3 seeds"},
+		{f64(4, 15), w, s, l, nil, "x has 15 features|(4, 15)|12"},
+		{x, f64(5), s, l, nil, "weights has shape (5)|[slots, C]"},
+		{x, f64(5, 3), s, l, nil, "weights has shape (5, 3)|(5, 4)|12 features / 3 seeds"},
+		{x, w, f64(5, 1), l, nil, "scales has shape (5, 1)|[slots]"},
+		{x, w, f64(6), l, nil, "scales has shape (6)|(5)|(5, 4)"},
+		{x, w, s, slotted, nil, "weights has 5 slots|(5, 4)|9"},
+		{x, node(g, tensor.Float32, 5, 4), s, l, nil, "weights|float32|x|float64"},
+		{node(g, tensor.Int, 4, 12), w, s, l, nil, "x|int|float32 or float64"},
+		{x, w, node(other, tensor.Float64, 5), l, nil, "scales|x|different graphs"},
+		{x, w, s, l, op.WithEpsilon(0), "WithEpsilon|0"},
+		{x, w, s, l, op.WithGradClip(-1), "WithGradClip|-1"},
+		{x, w, s, l, op.WithAdaptiveGradClip(math.NaN()), "WithAdaptiveGradClip|NaN"},
+		{x, w, s, l, op.WithStability(9), "WithStability|9"},
+		{x, w, s, l, func(c *op.KasminaConfig) error { c.GradClip, c.AdaptiveClip = 1, 1; return nil }, "exclude each other"},
+	} {
+		opts := []op.KasminaOption{op.WithStability(op.Fast)}
+		if c.opt != nil {
+			opts = append(opts, c.opt)
+		}
+		n, err := op.Kasmina(c.x, c.w, c.s, c.l, opts...)
+		for _, word := range append(strings.Split(c.want, "|"), "op.Kasmina") {
+			if n != nil || err == nil || !strings.Contains(err.Error(), word) {
+				t.Errorf("error %q, want one with %q", err, word)
+			}
+		}
+	}
+	if _, err := op.Kasmina(x, w, s, l, nil); err == nil || !strings.Contains(err.Error(), "option 0 is nil") {
+		t.Errorf("a nil option: error %v", err)
+	}
+}
+
+func make3() []seedSetting { return slices.Repeat([]seedSetting{{"Dormant", "Residual", 1, 0}}, 3) }
