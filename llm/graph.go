@@ -151,7 +151,7 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		}
 		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales], b.Lattices[n], opts...)
 		if err != nil {
-			return nil, fmt.Errorf("Kasmina layer after block %d: %w", i, err)
+			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}
 	}
 	return x, nil

@@ -155,10 +155,18 @@ func (t *Trainer) Run(ctx context.Context) error {
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
-// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before.
+// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before, and the
+// gradients gathered so far are dropped.
 func (t *Trainer) step() error {
 	step := t.last.Step + 1
-	fail := func(err error) error { return fmt.Errorf("llm: step %d: %w", step, err) }
+	fail := func(err error) error {
+		for _, p := range t.grads {
+			if g, e := p.Grad(); e == nil && g != nil {
+				gorgonia.ZeroValue(g)
+			}
+		}
+		return fmt.Errorf("llm: step %d: %w", step, err)
+	}
 	var loss float64
 	for range t.Config.Accumulate {
 		batch, err := t.Loader.Next()
@@ -194,7 +202,7 @@ func (t *Trainer) step() error {
 	if step%t.Config.Epoch == 0 {
 		for i, l := range t.Model.Lattices {
 			if _, err := l.StepEpoch(state.Metrics{Loss: loss}); err != nil {
-				return fail(fmt.Errorf("Kasmina layer after block %d: %w", t.Model.Config.Kasmina[i], err))
+				return fail(fmt.Errorf("the Kasmina layer after block %d: %w", t.Model.Config.Kasmina[i], err))
 			}
 		}
 	}

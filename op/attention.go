@@ -75,11 +75,11 @@ func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error
 func (c AttentionConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1:
-		return fmt.Errorf("Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
+		return fmt.Errorf("config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
 	case c.Heads%c.KVHeads != 0:
-		return fmt.Errorf("Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
+		return fmt.Errorf("config: Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
 	case math.IsNaN(c.Scale) || math.IsInf(c.Scale, 0):
-		return fmt.Errorf("Scale is %v, want a finite number", c.Scale)
+		return fmt.Errorf("config: Scale is %v, want a finite number", c.Scale)
 	}
 	return nil
 }

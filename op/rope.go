@@ -71,19 +71,19 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 func (c RoPEConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.HeadDim < 1:
-		return fmt.Errorf("Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
+		return fmt.Errorf("config: Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
 	case c.HeadDim%2 != 0:
-		return fmt.Errorf("HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
+		return fmt.Errorf("config: HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
-		return fmt.Errorf("Base is %v, want a finite number above 1", c.Base)
+		return fmt.Errorf("config: Base is %v, want a finite number above 1", c.Base)
 	}
 	if s := c.Scaling; s != nil {
 		switch {
 		case !(s.Factor >= 1) || math.IsInf(s.Factor, 0):
-			return fmt.Errorf("Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
+			return fmt.Errorf("config: Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
 		case s.LowFreq == 0 && s.HighFreq == 0:
 		case !(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || s.Original < 1:
-			return fmt.Errorf("Scaling has LowFreq %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
+			return fmt.Errorf("config: Scaling has LowFreq %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
 				s.LowFreq, s.HighFreq, s.Original)
 		}
 	}

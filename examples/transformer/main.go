@@ -32,7 +32,7 @@ import (
 type options struct {
 	data, out, optimizer, prompt string
 	resume                       resumeFlag
-	kasmina, untied, recompute   bool
+	kasmina                      bool
 	model                        llm.Config
 	train                        llm.TrainConfig
 	lr                           float64

@@ -1,0 +1,59 @@
+package llm_test
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"path/filepath"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		log.Fatal(err)
+	}
+	return v
+}
+
+// A model learns that digits follow each other, is saved, loaded again, and counts on.
+func ExampleTrainer() {
+	path, remove := exampleFile()
+	defer remove()
+	var bytes llm.ByteTokenizer
+	corpus := must(llm.OpenCorpus(path))
+	tokens := must(llm.Tokenize(corpus.Train, bytes))
+	config := llm.Config{Vocab: 256, Dim: 32, Layers: 1, Heads: 2, Seq: 16, Kasmina: []int{0}, Seeds: 4}.Default()
+
+	model := must(llm.NewModel(config, tensor.Float32, 1))
+	loader := must(llm.NewLoader(tokens, llm.LoaderConfig{Batch: 4, Seq: config.Seq}))
+	optimizer := must(optim.NewAdamW())
+	trainer := must(llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{
+		Steps: 60, Batch: 4, Clip: 1, Schedule: must(optim.WarmupCosine(0.01, 0.001, 10, 60)),
+	}))
+	defer trainer.Close()
+
+	checkpoint := filepath.Join(filepath.Dir(path), "model.safetensors")
+	trainer.On(llm.Checkpoint(trainer, checkpoint, 0), func(e llm.Event) error {
+		if e.Kind == llm.Saved {
+			fmt.Println("saved at step", e.Step)
+		}
+		return nil
+	})
+	if err := trainer.Run(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+
+	generator := must(llm.NewGenerator(must(llm.LoadModel(checkpoint))))
+	defer generator.Close()
+	greedy := must(llm.NewSampler(llm.SamplerConfig{}))
+	next := must(generator.Generate(bytes.Encode([]byte(strings.Repeat("0123456789", 2))), 10, greedy))
+	fmt.Println(string(must(bytes.Decode(next))))
+	// Output:
+	// saved at step 60
+	// 0123456789
+}
