@@ -1,6 +1,7 @@
 package autodiff_test
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -13,8 +14,10 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // builder is a part of a model: a function of nodes.
@@ -360,4 +363,80 @@ func TestRecomputeRefuses(t *testing.T) {
 	if err := vm.RunAll(); err == nil {
 		t.Error("running without a value succeeds")
 	}
+}
+
+// A Kasmina layer in a recomputed block must leave the same figures in its lattice, and go by the same limits, as one that
+// is computed once: its telemetry decides what the strict mode and adaptive clipping do in the next step.
+func TestRecomputeKasmina(t *testing.T) {
+	seed := freshRand(t).Uint64()
+	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named, lattice []byte) {
+		const rows, seeds, chunk, slots = 6, 3, 4, 3
+		r := rand.New(rand.NewPCG(seed, 2))
+		l, err := state.NewLattice(seeds, seeds*chunk, state.WithoutGates())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for s := range seeds {
+			request := state.GerminationRequest{Slot: 1 + s%2, Kind: blueprints.Kind(s)}
+			if err := errors.Join(l.RequestGermination(s, request), l.Transition(s, state.Training), l.Transition(s, state.Grafting),
+				l.SetAlpha(s, 0.25)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		g := gorgonia.NewGraph()
+		params := gorgonia.Nodes{variable(g, r, "x", rows, seeds*chunk), variable(g, r, "weights", slots, chunk), variable(g, r, "scales", slots)}
+		y := must(apply(params, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			x := must(gorgonia.Tanh(in[0]))
+			return op.Kasmina(x, in[1], in[2], l, op.WithStability(op.Strict), op.WithAdaptiveGradClip(0.5))
+		}))
+		if _, err := gorgonia.Grad(weighted(must(gorgonia.Square(y)), r), params...); err != nil {
+			t.Fatal(err)
+		}
+		vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
+		defer vm.Close()
+		solver := gorgonia.NewVanillaSolver(gorgonia.WithLearnRate(0.1))
+		for range 4 {
+			vm.Reset()
+			if err := vm.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			for _, p := range params {
+				grad, err := p.Grad()
+				if err != nil {
+					t.Fatal(err)
+				}
+				copied, err := gorgonia.CloneValue(grad)
+				if err != nil {
+					t.Fatal(err)
+				}
+				grads = append(grads, named{p.Name(), copied.Data()})
+			}
+			if err := solver.Step(gorgonia.NodesToValueGrads(params)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := l.StepEpoch(state.Metrics{Loss: 1}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		lattice, err = l.MarshalBinary()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return grads, lattice
+	}
+	wantGrads, wantLattice := train(plain)
+	for name, apply := range map[string]func(gorgonia.Nodes, builder) (*gorgonia.Node, error){"once": recomputed, "nested": nestedOnce} {
+		grads, lattice := train(apply)
+		if !reflect.DeepEqual(wantGrads, grads) {
+			t.Errorf("%s, model seed %d: recomputed gradients differ", name, seed)
+		}
+		if !bytes.Equal(wantLattice, lattice) {
+			t.Errorf("%s, model seed %d: the lattice differs", name, seed)
+		}
+	}
+}
+
+// nestedOnce recomputes what is recomputed already.
+func nestedOnce(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
+	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return autodiff.Recompute(in, b) })
 }

@@ -1,6 +1,7 @@
 package optim_test
 
 import (
+	"fmt"
 	"reflect"
 	"slices"
 	"strings"
@@ -69,7 +70,11 @@ func TestStateRoundTrip(t *testing.T) {
 		if err := second[name].SetState(saved); err != nil {
 			t.Fatal(err)
 		}
+		before := fmt.Sprint(saved)
 		run(second[name], got, 20, 40)
+		if fmt.Sprint(saved) != before {
+			t.Errorf("%s: steps change the state that was set", name)
+		}
 		for i := range want {
 			if !reflect.DeepEqual(want[i].value.Data(), got[i].value.Data()) {
 				t.Errorf("%s: %s differs after a restored state", name, want[i].name)

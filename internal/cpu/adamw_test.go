@@ -64,3 +64,21 @@ func TestVectorReductions(t *testing.T) {
 		}
 	}
 }
+
+func BenchmarkAdamW(b *testing.B) {
+	const n = 1 << 20
+	p, g, m, v := make([]float32, n), make([]float32, n), make([]float32, n), make([]float32, n)
+	s := AdamWStep{LR: 1e-3, Beta1: 0.9, Beta2: 0.999, Eps: 1e-8, Decay: 0.1, Step: 1}
+	b.SetBytes(8 * 4 * n) // four arrays read and written
+	for b.Loop() {
+		AdamW(p, g, m, v, s)
+	}
+}
+
+func BenchmarkFirstNonFinite(b *testing.B) {
+	x := make([]float32, 1<<20)
+	b.SetBytes(4 * int64(len(x)))
+	for b.Loop() {
+		FirstNonFinite(x)
+	}
+}
