@@ -51,3 +51,33 @@ func ExampleClipGlobalNorm() {
 	fmt.Printf("%.0f %.2f\n", norm, grad.Data())
 	// Output: 50 [0.60 0.80]
 }
+
+// Two blocks whose inner results are computed again for the gradient instead of being kept.
+func ExampleRecompute() {
+	g := gorgonia.NewGraph()
+	value := func(x ...float64) gorgonia.NodeConsOpt {
+		return gorgonia.WithValue(tensor.New(tensor.WithShape(2, 2), tensor.WithBacking(x)))
+	}
+	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"), value(1, 2, 3, 4))
+	w := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("w"), value(0.5, 0, 0, 0.5))
+	block := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		h, err := gorgonia.Mul(in[0], in[1])
+		if err != nil {
+			return nil, err
+		}
+		return gorgonia.Tanh(h)
+	}
+	h := x
+	for range 2 {
+		var err error
+		if h, err = autodiff.Recompute(gorgonia.Nodes{h, w}, block); err != nil {
+			log.Fatal(err)
+		}
+	}
+	report, err := autodiff.CheckGradients(gorgonia.Must(gorgonia.Sum(h)), gorgonia.Nodes{x, w})
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(report.OK(1e-6))
+	// Output: true
+}
