@@ -1,6 +1,6 @@
 module github.com/kasmina-go/kasmina
 
-go 1.24.0
+go 1.25.0
 
 require (
 	codeberg.org/go-fonts/liberation v0.5.0 // indirect
@@ -13,6 +13,7 @@ require (
 	github.com/campoy/embedmd v1.0.0 // indirect
 	github.com/chewxy/hm v1.0.0 // indirect
 	github.com/chewxy/math32 v1.10.1 // indirect
+	github.com/ebitengine/purego v0.11.3 // indirect
 	github.com/gogo/protobuf v1.3.2 // indirect
 	github.com/golang/freetype v0.0.0-20170609003504-e2365dfdc4a0 // indirect
 	github.com/golang/protobuf v1.5.2 // indirect

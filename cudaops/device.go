@@ -1,0 +1,114 @@
+// Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs nothing but NVIDIA's driver: no toolkit, no cgo, no build
+// tag. One binary runs everywhere and finds out when it starts what is there; Open says what is missing, and
+// errors.Is(err, ErrNoDevice) tells a machine without a GPU from a fault.
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that CUDA_VISIBLE_DEVICES lets this
+// process see. The error around it says which, where was searched, and what to do.
+var ErrNoDevice = errors.New("no NVIDIA GPU")
+
+// ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
+var ErrUnsupportedDevice = errors.New("unsupported GPU")
+
+// The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.
+const minMajor, minMinor = 8, 0
+
+// Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
+type Device struct {
+	ctx     driver.Context
+	info    driver.DeviceInfo
+	version int
+}
+
+// DeviceOption is an option of Open.
+type DeviceOption func(*deviceOptions)
+
+type deviceOptions struct {
+	ordinal int
+	open    func() (driver.Driver, error)
+}
+
+// WithOrdinal chooses a GPU by its position among those that CUDA_VISIBLE_DEVICES leaves visible. The first, 0, is the
+// default.
+func WithOrdinal(ordinal int) DeviceOption {
+	return func(o *deviceOptions) { o.ordinal = ordinal }
+}
+
+// withDriver takes the place of NVIDIA's driver.
+func withDriver(d driver.Driver) DeviceOption {
+	return func(o *deviceOptions) { o.open = func() (driver.Driver, error) { return d, nil } }
+}
+
+// Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in the same process.
+// Without a GPU the error is ErrNoDevice, with one before compute capability 8.0 it is ErrUnsupportedDevice.
+func Open(opts ...DeviceOption) (*Device, error) {
+	o := deviceOptions{open: driver.Open}
+	for _, opt := range opts {
+		opt(&o)
+	}
+	d, err := o.open()
+	if err != nil {
+		var missing *driver.NotFoundError
+		if errors.As(err, &missing) || errors.Is(err, driver.NoDevice) || errors.Is(err, driver.StubLibrary) {
+			return nil, fmt.Errorf("cudaops.Open: %w: %w", ErrNoDevice, err)
+		}
+		return nil, fmt.Errorf("cudaops.Open: CUDA does not start: %w", err)
+	}
+	devices := d.Devices()
+	if len(devices) == 0 {
+		return nil, fmt.Errorf("cudaops.Open: %w: the driver lists none", ErrNoDevice)
+	}
+	if o.ordinal < 0 || o.ordinal >= len(devices) {
+		return nil, fmt.Errorf("cudaops.Open: there is no GPU %d; there are %d, numbered from 0", o.ordinal, len(devices))
+	}
+	info := devices[o.ordinal]
+	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
+		return nil, fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d is needed",
+			ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
+	}
+	ctx, err := d.Retain(o.ordinal)
+	if err != nil {
+		return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
+	}
+	return &Device{ctx: ctx, info: info, version: d.Version()}, nil
+}
+
+// Name is the GPU's product name.
+func (d *Device) Name() string { return d.info.Name }
+
+// Ordinal is the GPU's position among the visible ones.
+func (d *Device) Ordinal() int { return d.info.Ordinal }
+
+// ComputeCapability is the version of the GPU's architecture: 9.0 for an H200.
+func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d.info.Minor }
+
+// Memory is the device memory in bytes: what is free now, all processes considered, and all there is.
+func (d *Device) Memory() (free, total uint64, err error) {
+	free, total, err = d.ctx.MemInfo()
+	if err != nil {
+		err = fmt.Errorf("cudaops.Device.Memory: %s: %w", d.info.Name, err)
+	}
+	return free, total, err
+}
+
+// String describes the GPU in a line.
+func (d *Device) String() string {
+	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for CUDA %d.%d)", d.info.Name,
+		d.info.Ordinal, d.info.Major, d.info.Minor, driver.Size(d.info.Memory), d.info.SMs, d.version/1000,
+		d.version%1000/10)
+}
+
+// Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second Close does nothing.
+func (d *Device) Close() error {
+	if err := d.ctx.Close(); err != nil {
+		return fmt.Errorf("cudaops.Device.Close: %s: %w", d.info.Name, err)
+	}
+	return nil
+}

@@ -1,0 +1,240 @@
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+)
+
+// context is a real context.
+type context struct {
+	*cuda
+	handle  uintptr
+	info    DeviceInfo
+	release func() error
+	closed  atomic.Bool
+	ledger  Ledger
+
+	blasLock sync.Mutex
+	blas     *cublasLt
+}
+
+// on runs f with the context current. The goroutine is locked to its thread meanwhile, since the current context
+// belongs to the thread.
+func (c *context) on(f func() error) error {
+	if c.closed.Load() {
+		return NewError("cuCtxSetCurrent", ContextIsDestroyed, "", "the context is closed")
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if r := c.CtxSetCurrent.call(c.handle); r != 0 {
+		return c.check(&c.CtxSetCurrent, r)
+	}
+	return f()
+}
+
+// call is a driver call on the context. See [proc.call] for the directive.
+//
+//go:uintptrescapes
+func (c *context) call(p *proc, args ...uintptr) error {
+	if p.addr == 0 {
+		return NewError(p.name, NotSupported, "", "needs a driver for CUDA "+p.since+" or later")
+	}
+	return c.on(func() error { return c.check(p, p.call(args...)) })
+}
+
+// done asks a question that the driver answers with Success or NotReady.
+func (c *context) done(p *proc, handle uintptr) (bool, error) {
+	err := c.call(p, handle)
+	if errors.Is(err, NotReady) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+func (c *context) Device() DeviceInfo { return c.info }
+func (c *context) Handle() uintptr    { return c.handle }
+func (c *context) Stats() Stats       { return c.ledger.Stats() }
+
+func (c *context) Close() error {
+	if c.closed.Load() {
+		return nil
+	}
+	var err error
+	if c.blas != nil {
+		err = c.blas.close()
+	}
+	c.closed.Store(true)
+	return errors.Join(err, c.release())
+}
+
+func (c *context) Alloc(bytes int) (Ptr, error) {
+	var p Ptr
+	if bytes <= 0 {
+		return 0, NewError("cuMemAlloc", InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+	}
+	if err := c.call(&c.MemAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes)); err != nil {
+		if errors.Is(err, OutOfMemory) {
+			if free, total, infoErr := c.MemInfo(); infoErr == nil {
+				return 0, NewOutOfMemory(bytes, free, total)
+			}
+		}
+		return 0, err
+	}
+	c.ledger.Allocated(p, bytes)
+	return p, nil
+}
+
+func (c *context) Free(p Ptr) error {
+	if p == 0 {
+		return nil
+	}
+	if err := c.call(&c.MemFree, uintptr(p)); err != nil {
+		return err
+	}
+	c.ledger.Freed(p)
+	return nil
+}
+
+func (c *context) AllocHost(bytes int) ([]byte, error) {
+	const portable = 1 // pinned for every context, not only this one
+	if bytes <= 0 {
+		return nil, NewError("cuMemHostAlloc", InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+	}
+	var p *byte
+	if err := c.call(&c.MemHostAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes), portable); err != nil {
+		return nil, fmt.Errorf("%s of pinned host memory: %w", Size(uint64(bytes)), err)
+	}
+	b := unsafe.Slice(p, bytes)
+	c.ledger.Pin(b)
+	return b, nil
+}
+
+func (c *context) FreeHost(b []byte) error {
+	if !c.ledger.Unpin(b) {
+		return NewError("cuMemFreeHost", InvalidValue, "", "not a slice that AllocHost returned")
+	}
+	return c.call(&c.MemFreeHost, uintptr(unsafe.Pointer(&b[0])))
+}
+
+func (c *context) MemInfo() (free, total uint64, err error) {
+	err = c.call(&c.MemGetInfo, uintptr(unsafe.Pointer(&free)), uintptr(unsafe.Pointer(&total)))
+	return free, total, err
+}
+
+func (c *context) CopyToDevice(dst Ptr, src []byte, s Stream) error {
+	if len(src) == 0 {
+		return nil
+	}
+	async, err := c.ledger.CheckHost("cuMemcpyHtoDAsync", src, s)
+	if err != nil {
+		return err
+	}
+	err = c.call(&c.MemcpyHtoDAsync, uintptr(dst), uintptr(unsafe.Pointer(&src[0])), uintptr(len(src)), uintptr(s))
+	return c.copied(err, async, s, Stats{ToDevice: Copies{1, int64(len(src))}})
+}
+
+func (c *context) CopyToHost(dst []byte, src Ptr, s Stream) error {
+	if len(dst) == 0 {
+		return nil
+	}
+	async, err := c.ledger.CheckHost("cuMemcpyDtoHAsync", dst, s)
+	if err != nil {
+		return err
+	}
+	err = c.call(&c.MemcpyDtoHAsync, uintptr(unsafe.Pointer(&dst[0])), uintptr(src), uintptr(len(dst)), uintptr(s))
+	return c.copied(err, async, s, Stats{ToHost: Copies{1, int64(len(dst))}})
+}
+
+// copied counts a copy and waits for it when the memory is Go's own: CUDA promises only on some machines that it has
+// finished with such memory by then, and the garbage collector may take it away.
+func (c *context) copied(err error, async bool, s Stream, work Stats) error {
+	if err != nil {
+		return err
+	}
+	c.ledger.Add(s, work)
+	if async {
+		return nil
+	}
+	return c.SyncStream(s)
+}
+
+func (c *context) CopyOnDevice(dst, src Ptr, bytes int, s Stream) error {
+	return c.enqueue(bytes, s, Stats{OnDevice: Copies{1, int64(bytes)}}, &c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
+		uintptr(bytes), uintptr(s))
+}
+
+func (c *context) Memset8(dst Ptr, v byte, n int, s Stream) error {
+	return c.enqueue(n, s, Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+}
+
+func (c *context) Memset32(dst Ptr, v uint32, n int, s Stream) error {
+	return c.enqueue(n, s, Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+}
+
+// enqueue is a call that puts n bytes or words of work on a stream.
+func (c *context) enqueue(n int, s Stream, work Stats, p *proc, args ...uintptr) error {
+	if n < 0 {
+		return NewError(p.name, InvalidValue, "", fmt.Sprintf("negative length %d", n))
+	}
+	if n == 0 {
+		return nil
+	}
+	if err := c.call(p, args...); err != nil {
+		return err
+	}
+	c.ledger.Add(s, work)
+	return nil
+}
+
+func (c *context) NewStream() (Stream, error) {
+	const nonBlocking = 1 // independent of the default stream, which other libraries in the process may use
+	var s Stream
+	err := c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking)
+	return s, err
+}
+
+func (c *context) DestroyStream(s Stream) error      { return c.call(&c.StreamDestroy, uintptr(s)) }
+func (c *context) SyncStream(s Stream) error         { return c.call(&c.StreamSynchronize, uintptr(s)) }
+func (c *context) StreamDone(s Stream) (bool, error) { return c.done(&c.StreamQuery, uintptr(s)) }
+func (c *context) Synchronize() error                { return c.call(&c.CtxSynchronize) }
+
+func (c *context) NewEvent(timing bool) (Event, error) {
+	flags := uintptr(2) // without timing, which is cheaper
+	if timing {
+		flags = 0
+	}
+	var e Event
+	err := c.call(&c.EventCreate, uintptr(unsafe.Pointer(&e)), flags)
+	return e, err
+}
+
+func (c *context) DestroyEvent(e Event) error      { return c.call(&c.EventDestroy, uintptr(e)) }
+func (c *context) SyncEvent(e Event) error         { return c.call(&c.EventSynchronize, uintptr(e)) }
+func (c *context) EventDone(e Event) (bool, error) { return c.done(&c.EventQuery, uintptr(e)) }
+
+func (c *context) Record(e Event, s Stream) error {
+	err := c.call(&c.EventRecord, uintptr(e), uintptr(s))
+	if err == nil {
+		c.ledger.Recorded(e, s)
+	}
+	return err
+}
+
+func (c *context) Wait(s Stream, e Event) error {
+	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
+	if err == nil {
+		c.ledger.Waited(s, e)
+	}
+	return err
+}
+
+func (c *context) Elapsed(start, end Event) (time.Duration, error) {
+	var ms float32
+	err := c.call(&c.EventElapsedTime, uintptr(unsafe.Pointer(&ms)), uintptr(start), uintptr(end))
+	return time.Duration(float64(ms) * float64(time.Millisecond)), err
+}

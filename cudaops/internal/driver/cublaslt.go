@@ -1,0 +1,278 @@
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"unsafe"
+)
+
+// blasAPI is what is used of libcublasLt; the tags are the names of the symbols.
+type blasAPI struct {
+	Create              proc `c:"cublasLtCreate"`
+	Destroy             proc `c:"cublasLtDestroy"`
+	GetVersion          proc `c:"cublasLtGetVersion"`
+	DescCreate          proc `c:"cublasLtMatmulDescCreate"`
+	DescDestroy         proc `c:"cublasLtMatmulDescDestroy"`
+	DescSetAttribute    proc `c:"cublasLtMatmulDescSetAttribute"`
+	LayoutCreate        proc `c:"cublasLtMatrixLayoutCreate"`
+	LayoutDestroy       proc `c:"cublasLtMatrixLayoutDestroy"`
+	LayoutSetAttribute  proc `c:"cublasLtMatrixLayoutSetAttribute"`
+	PreferenceCreate    proc `c:"cublasLtMatmulPreferenceCreate"`
+	PreferenceDestroy   proc `c:"cublasLtMatmulPreferenceDestroy"`
+	PreferenceAttribute proc `c:"cublasLtMatmulPreferenceSetAttribute"`
+	AlgoGetHeuristic    proc `c:"cublasLtMatmulAlgoGetHeuristic"`
+	Matmul              proc `c:"cublasLtMatmul"`
+}
+
+// cublasLt is the real cuBLASLt on one context.
+type cublasLt struct {
+	blasAPI
+	ctx     *context
+	path    string
+	handle  uintptr
+	version int
+}
+
+func (c *context) Blas() (Blas, error) {
+	c.blasLock.Lock()
+	defer c.blasLock.Unlock()
+	if c.blas != nil {
+		return c.blas, nil
+	}
+	f := hostFinder()
+	b, tried := load(f, f.cublasLt(), c.version/1000, func(path string) (*cublasLt, error) {
+		library, err := openLibrary(path)
+		if err != nil {
+			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
+		}
+		b := &cublasLt{ctx: c, path: path}
+		if err := bind(library, path, &b.blasAPI); err != nil {
+			return nil, err
+		}
+		b.version = int(b.GetVersion.call())
+		return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
+	})
+	if b == nil {
+		return nil, &NotFoundError{"NVIDIA's matrix library (libcublasLt)", tried,
+			"Any one of these brings it: pip install nvidia-cublas (in the Python environment that is active), a CUDA toolkit, " +
+				"or the folder that holds it in LD_LIBRARY_PATH or in " + blasVariable + "."}
+	}
+	c.blas = b
+	return b, nil
+}
+
+// call is a call of the library with the context current. See [proc.call] for the directive.
+//
+//go:uintptrescapes
+func (b *cublasLt) call(p *proc, args ...uintptr) error {
+	return b.ctx.on(func() error {
+		s := BlasStatus(int32(p.call(args...)))
+		if s == 0 {
+			return nil
+		}
+		return NewBlasError(p.name, s, "")
+	})
+}
+
+func (b *cublasLt) Version() int    { return b.version }
+func (b *cublasLt) Library() string { return b.path }
+func (b *cublasLt) close() error    { return b.call(&b.Destroy, b.handle) }
+
+// blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its transpose there, so that
+// D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B, its second our A, and its bias, one value
+// for each row of Dᵀ, is one for each column of ours.
+type blasPlan struct {
+	b     *cublasLt
+	spec  MatmulSpec
+	algos []Algo
+
+	mu                        sync.Mutex // guards desc's bias pointer and the scalars
+	desc                      uintptr
+	layoutA, layoutB, layoutD uintptr
+	bias                      Ptr
+	alpha, beta               float32
+	found                     []heuristicResult
+}
+
+// heuristicResult is cublasLtMatmulHeuristicResult_t.
+type heuristicResult struct {
+	algo      [8]uint64
+	workspace uint64
+	state     BlasStatus
+	waves     float32
+	_         [4]int32
+}
+
+var blasTypes = [...]uintptr{Float32: 0, Float16: 2, BFloat16: 14, Float8E4M3: 28, Float8E5M2: 29}
+
+// Attributes of cuBLASLt's descriptors.
+const (
+	descTransA, descTransB, descEpilogue, descBiasPointer = 3, 4, 7, 8
+	layoutBatchCount, layoutBatchStride                   = 5, 6
+	prefWorkspace, prefAlignA                             = 1, 5 // alignments of B, C and D follow A's
+)
+
+func (b *cublasLt) Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error) {
+	m, err := m.Normal()
+	if err != nil {
+		return nil, err
+	}
+	p := &blasPlan{b: b, spec: m}
+	if err = p.describe(); err == nil {
+		err = p.search(workspace, want)
+	}
+	if err != nil {
+		err = fmt.Errorf("matmul %+v: %w", m, err)
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+// describe makes the descriptors of the operation and of the matrices.
+func (p *blasPlan) describe() error {
+	const compute32F, compute32FFastTF32, real32F = 68, 77, 0
+	b, m := p.b, p.spec
+	compute := uintptr(compute32F)
+	if m.Compute == TF32 {
+		compute = compute32FFastTF32
+	}
+	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute, real32F); err != nil {
+		return err
+	}
+	for _, a := range []struct {
+		attribute int
+		value     uint32
+	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)}} {
+		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute), uintptr(unsafe.Pointer(&a.value)), 4)
+		if err != nil {
+			return err
+		}
+	}
+	if m.Epilogue&Bias != 0 {
+		// The search wants a pointer, of which it reads only the alignment.
+		if err := p.setBias(Ptr(m.Align)); err != nil {
+			return err
+		}
+	}
+	rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
+	if m.TransA {
+		rowsA, colsA = m.K, m.M
+	}
+	if m.TransB {
+		rowsB, colsB = m.N, m.K
+	}
+	return errors.Join(
+		p.layout(&p.layoutA, m.A, rowsA, colsA, m.LDA, m.StrideA),
+		p.layout(&p.layoutB, m.B, rowsB, colsB, m.LDB, m.StrideB),
+		p.layout(&p.layoutD, m.D, m.M, m.N, m.LDD, m.StrideD))
+}
+
+func operation(transpose bool) uint32 {
+	if transpose {
+		return 1
+	}
+	return 0
+}
+
+// layout describes a row-major matrix as the column-major matrix that it is the transpose of.
+func (p *blasPlan) layout(to *uintptr, t DType, rows, cols, ld, stride int) error {
+	b := p.b
+	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols), uintptr(rows), uintptr(ld))
+	if err != nil || p.spec.Batch == 1 {
+		return err
+	}
+	count, step := int32(p.spec.Batch), int64(stride)
+	return errors.Join(
+		b.call(&b.LayoutSetAttribute, *to, layoutBatchCount, uintptr(unsafe.Pointer(&count)), 4),
+		b.call(&b.LayoutSetAttribute, *to, layoutBatchStride, uintptr(unsafe.Pointer(&step)), 8))
+}
+
+// search asks for ways to compute the product.
+func (p *blasPlan) search(workspace, want int) error {
+	b := p.b
+	var pref uintptr
+	if err := b.call(&b.PreferenceCreate, uintptr(unsafe.Pointer(&pref))); err != nil {
+		return err
+	}
+	defer b.call(&b.PreferenceDestroy, pref)
+	limit, align := uint64(workspace), uint32(p.spec.Align)
+	err := b.call(&b.PreferenceAttribute, pref, prefWorkspace, uintptr(unsafe.Pointer(&limit)), 8)
+	for i := range uintptr(4) {
+		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i, uintptr(unsafe.Pointer(&align)), 4))
+	}
+	if err != nil {
+		return err
+	}
+	p.found = make([]heuristicResult, max(want, 1))
+	var n int32
+	err = b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD, p.layoutD, pref,
+		uintptr(len(p.found)), uintptr(unsafe.Pointer(&p.found[0])), uintptr(unsafe.Pointer(&n)))
+	if err != nil {
+		return err
+	}
+	kept := p.found[:0]
+	for _, r := range p.found[:n] {
+		if r.state == 0 {
+			kept = append(kept, r)
+			p.algos = append(p.algos, Algo{int(r.workspace), r.waves, r.algo})
+		}
+	}
+	p.found = kept
+	if len(kept) == 0 {
+		return NewBlasError(b.AlgoGetHeuristic.name, BlasNotSupported, "cuBLASLt knows no way to compute this")
+	}
+	return nil
+}
+
+func (p *blasPlan) setBias(bias Ptr) error {
+	if bias == p.bias {
+		return nil
+	}
+	p.bias = bias
+	return p.b.call(&p.b.DescSetAttribute, p.desc, descBiasPointer, uintptr(unsafe.Pointer(&p.bias)), 8)
+}
+
+func (p *blasPlan) Spec() MatmulSpec { return p.spec }
+func (p *blasPlan) Algos() []Algo    { return append([]Algo(nil), p.algos...) }
+
+func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
+	if err := p.spec.Check(p.algos, algo, a); err != nil {
+		return err
+	}
+	if a.C == 0 {
+		a.C = a.D
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	b := p.b
+	if err := p.setBias(a.Bias); err != nil {
+		return err
+	}
+	p.alpha, p.beta = a.Alpha, a.Beta
+	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A),
+		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD, uintptr(a.D), p.layoutD,
+		uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace), uintptr(a.WorkspaceSize), uintptr(s))
+	if err != nil {
+		return fmt.Errorf("matmul %+v: %w", p.spec, err)
+	}
+	b.ctx.ledger.Add(s, Stats{Matmuls: 1})
+	return nil
+}
+
+func (p *blasPlan) Close() error {
+	b := p.b
+	var err error
+	for _, h := range []*uintptr{&p.layoutA, &p.layoutB, &p.layoutD} {
+		if *h != 0 {
+			err = errors.Join(err, b.call(&b.LayoutDestroy, *h))
+			*h = 0
+		}
+	}
+	if p.desc != 0 {
+		err = errors.Join(err, b.call(&b.DescDestroy, p.desc))
+		p.desc = 0
+	}
+	return err
+}

@@ -1,0 +1,304 @@
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"reflect"
+	"strings"
+	"sync"
+	"unsafe"
+
+	"github.com/ebitengine/purego"
+)
+
+// proc is a C function. CUDA keeps old signatures under their old names: a function whose signature changed goes by a
+// new name with a suffix (_v2), which the headers hide and a caller without headers must know.
+type proc struct {
+	addr  uintptr
+	name  string // without the suffix, as the manual has it
+	since string // the first CUDA version that has it, for functions that may be absent
+}
+
+// cudaAPI is what is used of libcuda; the tags are the names of the symbols.
+type cudaAPI struct {
+	GetErrorName       proc `c:"cuGetErrorName"`
+	GetErrorString     proc `c:"cuGetErrorString"`
+	Init               proc `c:"cuInit"`
+	DriverGetVersion   proc `c:"cuDriverGetVersion"`
+	DeviceGet          proc `c:"cuDeviceGet"`
+	DeviceGetCount     proc `c:"cuDeviceGetCount"`
+	DeviceGetName      proc `c:"cuDeviceGetName"`
+	DeviceGetUuid      proc `c:"cuDeviceGetUuid_v2"`
+	DeviceTotalMem     proc `c:"cuDeviceTotalMem_v2"`
+	DeviceGetAttribute proc `c:"cuDeviceGetAttribute"`
+	PrimaryCtxRetain   proc `c:"cuDevicePrimaryCtxRetain"`
+	PrimaryCtxRelease  proc `c:"cuDevicePrimaryCtxRelease_v2"`
+	CtxSetCurrent      proc `c:"cuCtxSetCurrent"`
+	CtxGetDevice       proc `c:"cuCtxGetDevice"`
+	CtxSynchronize     proc `c:"cuCtxSynchronize"`
+	MemAlloc           proc `c:"cuMemAlloc_v2"`
+	MemFree            proc `c:"cuMemFree_v2"`
+	MemHostAlloc       proc `c:"cuMemHostAlloc"`
+	MemFreeHost        proc `c:"cuMemFreeHost"`
+	MemGetInfo         proc `c:"cuMemGetInfo_v2"`
+	MemcpyHtoDAsync    proc `c:"cuMemcpyHtoDAsync_v2"`
+	MemcpyDtoHAsync    proc `c:"cuMemcpyDtoHAsync_v2"`
+	MemcpyDtoDAsync    proc `c:"cuMemcpyDtoDAsync_v2"`
+	MemsetD8Async      proc `c:"cuMemsetD8Async"`
+	MemsetD32Async     proc `c:"cuMemsetD32Async"`
+	StreamCreate       proc `c:"cuStreamCreate"`
+	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
+	StreamSynchronize  proc `c:"cuStreamSynchronize"`
+	StreamQuery        proc `c:"cuStreamQuery"`
+	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`
+	EventCreate        proc `c:"cuEventCreate"`
+	EventDestroy       proc `c:"cuEventDestroy_v2"`
+	EventRecord        proc `c:"cuEventRecord"`
+	EventSynchronize   proc `c:"cuEventSynchronize"`
+	EventQuery         proc `c:"cuEventQuery"`
+	EventElapsedTime   proc `c:"cuEventElapsedTime"`
+	ModuleLoadDataEx   proc `c:"cuModuleLoadDataEx"`
+	ModuleUnload       proc `c:"cuModuleUnload"`
+	ModuleGetFunction  proc `c:"cuModuleGetFunction"`
+	FuncGetAttribute   proc `c:"cuFuncGetAttribute"`
+	FuncSetAttribute   proc `c:"cuFuncSetAttribute"`
+	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo" since:"12.4"`
+	Occupancy          proc `c:"cuOccupancyMaxActiveBlocksPerMultiprocessor"`
+	LaunchKernel       proc `c:"cuLaunchKernel"`
+	LaunchKernelEx     proc `c:"cuLaunchKernelEx" since:"11.8"`
+	TensorMapEncode    proc `c:"cuTensorMapEncodeTiled" since:"12.0"`
+	StreamBeginCapture proc `c:"cuStreamBeginCapture_v2"`
+	StreamEndCapture   proc `c:"cuStreamEndCapture"`
+	GraphGetNodes      proc `c:"cuGraphGetNodes"`
+	GraphInstantiate   proc `c:"cuGraphInstantiateWithFlags"`
+	GraphLaunch        proc `c:"cuGraphLaunch"`
+	GraphExecDestroy   proc `c:"cuGraphExecDestroy"`
+	GraphDestroy       proc `c:"cuGraphDestroy"`
+}
+
+// bind fills a struct of procs from a library.
+func bind(library uintptr, path string, api any) error {
+	v := reflect.ValueOf(api).Elem()
+	for i := range v.NumField() {
+		tag := v.Type().Field(i).Tag
+		symbol, since := tag.Get("c"), tag.Get("since")
+		addr, err := lookup(library, symbol)
+		if err != nil && since == "" {
+			return fmt.Errorf("%s has no %s: it is too old", path, symbol)
+		}
+		v.Field(i).Set(reflect.ValueOf(proc{addr, strings.TrimSuffix(symbol, "_v2"), since}))
+	}
+	return nil
+}
+
+// call is a C call with integers and pointers. The directive keeps what the pointers point to alive, and on the heap,
+// where it does not move; it works only where unsafe.Pointer is converted in the argument list itself.
+//
+//go:uintptrescapes
+func (p *proc) call(args ...uintptr) uintptr {
+	r, _, _ := purego.SyscallN(p.addr, args...)
+	return r
+}
+
+// cuda is the real driver.
+type cuda struct {
+	cudaAPI
+	path    string
+	version int
+	devices []DeviceInfo
+}
+
+var bound struct {
+	sync.Mutex
+	cuda *cuda
+}
+
+// Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there is no such library,
+// and has the status NoDevice when there is no GPU that this process may use. The library stays loaded.
+func Open() (Driver, error) {
+	bound.Lock()
+	defer bound.Unlock()
+	if bound.cuda != nil {
+		return bound.cuda, nil
+	}
+	f := hostFinder()
+	c, tried := load(f, f.cuda(), 0, func(path string) (*cuda, error) {
+		library, err := openLibrary(path)
+		if err != nil {
+			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
+		}
+		c := &cuda{path: path}
+		return c, bind(library, path, &c.cudaAPI)
+	})
+	if c == nil {
+		help := "It comes with NVIDIA's display driver: install that, or give a container access to the GPU" +
+			" (docker run --gpus all). To use a library elsewhere, set " + cudaVariable + "."
+		if f.goos == "darwin" {
+			help = "CUDA does not exist for macOS."
+		}
+		return nil, &NotFoundError{"NVIDIA's driver library (libcuda)", tried, help}
+	}
+	if err := c.start(); err != nil {
+		return nil, err
+	}
+	bound.cuda = c
+	return c, nil
+}
+
+func (c *cuda) start() error {
+	if err := c.check(&c.Init, c.Init.call(0)); err != nil {
+		return noDevice(err)
+	}
+	var version, count int32
+	if err := c.check(&c.DriverGetVersion, c.DriverGetVersion.call(uintptr(unsafe.Pointer(&version)))); err != nil {
+		return err
+	}
+	if err := c.check(&c.DeviceGetCount, c.DeviceGetCount.call(uintptr(unsafe.Pointer(&count)))); err != nil {
+		return noDevice(err)
+	}
+	if count == 0 {
+		return noDevice(NewError("cuDeviceGetCount", NoDevice, "", ""))
+	}
+	c.version = int(version)
+	for i := range int(count) {
+		d, err := c.describe(i)
+		if err != nil {
+			return err
+		}
+		c.devices = append(c.devices, d)
+	}
+	return nil
+}
+
+// noDevice adds to an error of starting up what its reader can do about it.
+func noDevice(err error) error {
+	var e *Error
+	if !errors.As(err, &e) {
+		return err
+	}
+	switch e.Code {
+	case NoDevice:
+		e.Detail = "this process sees no NVIDIA GPU; nvidia-smi lists those of the machine"
+		if v, ok := os.LookupEnv("CUDA_VISIBLE_DEVICES"); ok {
+			e.Detail = fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q leaves no NVIDIA GPU visible", v)
+		}
+	case StubLibrary:
+		e.Detail = "the library found is the toolkit's stub for linking; put the real driver's folder before it in the search"
+	case SystemDriverMismatch:
+		e.Detail = "the driver was updated and is not yet loaded: restart the machine"
+	}
+	return e
+}
+
+func (c *cuda) describe(ordinal int) (DeviceInfo, error) {
+	d := DeviceInfo{Ordinal: ordinal}
+	var dev int32
+	var uuid [16]byte
+	var memory uintptr
+	name := make([]byte, 256)
+	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)), uintptr(ordinal))); err != nil {
+		return d, err
+	}
+	r := c.DeviceGetName.call(uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev))
+	if err := c.check(&c.DeviceGetName, r); err != nil {
+		return d, err
+	}
+	r = c.DeviceGetUuid.call(uintptr(unsafe.Pointer(&uuid)), uintptr(dev))
+	if err := c.check(&c.DeviceGetUuid, r); err != nil {
+		return d, err
+	}
+	r = c.DeviceTotalMem.call(uintptr(unsafe.Pointer(&memory)), uintptr(dev))
+	if err := c.check(&c.DeviceTotalMem, r); err != nil {
+		return d, err
+	}
+	d.Name, _, _ = strings.Cut(string(name), "\x00")
+	d.UUID = fmt.Sprintf("GPU-%x-%x-%x-%x-%x", uuid[:4], uuid[4:6], uuid[6:8], uuid[8:10], uuid[10:])
+	d.Memory = uint64(memory)
+	for _, a := range []struct {
+		attribute int
+		to        *int
+	}{
+		{75, &d.Major}, {76, &d.Minor}, {16, &d.SMs}, {38, &d.L2}, {97, &d.SharedPerBlock}, {81, &d.SharedPerSM},
+		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM}, {13, &d.Clock}, {36, &d.MemoryClock}, {37, &d.MemoryBusBits},
+	} {
+		var v int32
+		r := c.DeviceGetAttribute.call(uintptr(unsafe.Pointer(&v)), uintptr(a.attribute), uintptr(dev))
+		if err := c.check(&c.DeviceGetAttribute, r); err != nil {
+			return d, err
+		}
+		*a.to = int(v)
+	}
+	return d, nil
+}
+
+// check turns a returned CUresult into an error with the driver's own name and description of it.
+func (c *cuda) check(p *proc, result uintptr) error {
+	s := Status(int32(result))
+	if s == Success {
+		return nil
+	}
+	e := NewError(p.name, s, "", "")
+	var name, text *byte
+	if c.GetErrorName.call(uintptr(s), uintptr(unsafe.Pointer(&name))) == 0 {
+		e.Name = goString(name)
+	}
+	if c.GetErrorString.call(uintptr(s), uintptr(unsafe.Pointer(&text))) == 0 {
+		e.Text = goString(text)
+	}
+	return e
+}
+
+// goString copies a C string.
+func goString(p *byte) string {
+	if p == nil {
+		return ""
+	}
+	n := 0
+	for *(*byte)(unsafe.Add(unsafe.Pointer(p), n)) != 0 {
+		n++
+	}
+	return string(unsafe.Slice(p, n))
+}
+
+func (c *cuda) Version() int { return c.version }
+
+func (c *cuda) Devices() []DeviceInfo { return append([]DeviceInfo(nil), c.devices...) }
+
+func (c *cuda) Retain(ordinal int) (Context, error) {
+	if ordinal < 0 || ordinal >= len(c.devices) {
+		return nil, NewError("cuDeviceGet", InvalidDevice, "", fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
+			ordinal, len(c.devices)))
+	}
+	var dev int32
+	var handle uintptr
+	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)), uintptr(ordinal))); err != nil {
+		return nil, err
+	}
+	r := c.PrimaryCtxRetain.call(uintptr(unsafe.Pointer(&handle)), uintptr(dev))
+	if err := c.check(&c.PrimaryCtxRetain, r); err != nil {
+		return nil, err
+	}
+	release := func() error { return c.check(&c.PrimaryCtxRelease, c.PrimaryCtxRelease.call(uintptr(dev))) }
+	return &context{cuda: c, handle: handle, info: c.devices[ordinal], release: release}, nil
+}
+
+func (c *cuda) Adopt(handle uintptr) (Context, error) {
+	var dev int32
+	ctx := &context{cuda: c, handle: handle, release: func() error { return nil }}
+	if err := ctx.call(&c.CtxGetDevice, uintptr(unsafe.Pointer(&dev))); err != nil {
+		return nil, err
+	}
+	for ordinal, info := range c.devices {
+		var d int32
+		r := c.DeviceGet.call(uintptr(unsafe.Pointer(&d)), uintptr(ordinal))
+		if err := c.check(&c.DeviceGet, r); err != nil {
+			return nil, err
+		}
+		if d == dev {
+			ctx.info = info
+			return ctx, nil
+		}
+	}
+	return nil, NewError("cuCtxGetDevice", InvalidDevice, "", "the context's GPU is not among the visible ones")
+}

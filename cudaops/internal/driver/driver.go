@@ -1,0 +1,212 @@
+// Package driver is the narrow waist between this module and CUDA: everything above it talks to a [Context] and never to
+// a library. Open binds NVIDIA's driver (and, on demand, cuBLASLt) at run time, without cgo, toolkit or build tags; the
+// package fake stands in for it where there is no GPU.
+//
+// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads. Every call therefore
+// locks its goroutine to the thread, makes its context current, calls, and unlocks. Setting the context costs about as
+// much as one trivial driver call, far less than handing the call to a dedicated thread and waiting for it, and a call
+// that blocks blocks nobody else. So all methods of a Context may be called from any goroutine at any time, except that
+// Close must come last.
+//
+// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous: it returns at once, and
+// the memory must stay untouched until the stream has passed it. A copy with any other Go memory returns when that memory
+// may be reused. Inside a capture only pinned memory is allowed, since every replay reads it or writes it again.
+package driver
+
+import (
+	"fmt"
+	"time"
+	"unsafe"
+)
+
+// Driver is an implementation of CUDA: the one that Open binds, or a fake.
+type Driver interface {
+	// Version is the CUDA version that the driver supports: 1000·major + 10·minor.
+	Version() int
+	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an ordinal.
+	Devices() []DeviceInfo
+	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same process share.
+	Retain(ordinal int) (Context, error)
+	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context alone.
+	Adopt(handle uintptr) (Context, error)
+}
+
+// DeviceInfo describes a GPU. Memory sizes are in bytes, clocks in kHz.
+type DeviceInfo struct {
+	Ordinal        int
+	Name           string
+	UUID           string // GPU-xxxxxxxx-xxxx-..., as nvidia-smi prints it
+	Major, Minor   int    // compute capability
+	Memory         uint64
+	SMs            int
+	L2             int
+	SharedPerBlock int // the most that a block may opt in to
+	SharedPerSM    int
+	RegistersPerSM int
+	ThreadsPerSM   int
+	Clock          int
+	MemoryClock    int
+	MemoryBusBits  int
+}
+
+// Capability is the compute capability as nvcc writes it: 90 for 9.0.
+func (d DeviceInfo) Capability() int { return 10*d.Major + d.Minor }
+
+// Ptr is an address in device memory; zero is null.
+type Ptr uint64
+
+// Offset is the address n bytes further on.
+func (p Ptr) Offset(n int) Ptr { return p + Ptr(n) }
+
+// Handles of the driver's objects. The zero Stream is the default stream.
+type (
+	Stream uintptr
+	Event  uintptr
+	Module uintptr
+)
+
+// Graph is a captured and instantiated sequence of work, ready to be launched again and again.
+type Graph struct {
+	Handle uintptr
+	Nodes  int
+	Work   Stats // what one launch adds to the context's statistics
+}
+
+// Context is a GPU's context: all that is done with a GPU is done through it. Every method that names a stream only
+// enqueues work there, unless it says otherwise. Errors are *[Error], for which errors.Is finds the [Status].
+type Context interface {
+	Device() DeviceInfo
+	// Handle is the CUcontext, for sharing with other libraries.
+	Handle() uintptr
+	// Stats counts the work given to this context so far; work inside a capture counts when the graph is launched.
+	Stats() Stats
+	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a *NotFoundError when it is missing.
+	Blas() (Blas, error)
+	// Close lets go of the context. Device memory and other objects still alive are gone once nobody else holds it.
+	Close() error
+
+	Memory
+	Ordering
+	Code
+	Capture
+}
+
+// Memory is allocation and copying. Sizes are in bytes.
+type Memory interface {
+	// Alloc returns device memory, aligned to 256 bytes at least. Its content is undefined.
+	Alloc(bytes int) (Ptr, error)
+	Free(p Ptr) error
+	// AllocHost returns pinned host memory outside the Go heap, which lives until FreeHost gets the same slice.
+	AllocHost(bytes int) ([]byte, error)
+	FreeHost(b []byte) error
+	// MemInfo is the device memory that is free and that there is, all processes considered.
+	MemInfo() (free, total uint64, err error)
+
+	CopyToDevice(dst Ptr, src []byte, s Stream) error
+	CopyToHost(dst []byte, src Ptr, s Stream) error
+	CopyOnDevice(dst, src Ptr, bytes int, s Stream) error
+	// Memset8 sets n bytes, Memset32 n words of four bytes.
+	Memset8(dst Ptr, v byte, n int, s Stream) error
+	Memset32(dst Ptr, v uint32, n int, s Stream) error
+}
+
+// Ordering is streams, which run their work in order, and events, which order work between streams and time it.
+type Ordering interface {
+	NewStream() (Stream, error)
+	DestroyStream(s Stream) error
+	// SyncStream waits for all work of a stream, StreamDone asks whether it is done, Synchronize waits for everything.
+	SyncStream(s Stream) error
+	StreamDone(s Stream) (bool, error)
+	Synchronize() error
+
+	// NewEvent returns an event; only one with timing can be given to Elapsed.
+	NewEvent(timing bool) (Event, error)
+	DestroyEvent(e Event) error
+	// Record marks the present end of a stream's work; Wait holds a stream's later work back until a mark has passed.
+	Record(e Event, s Stream) error
+	Wait(s Stream, e Event) error
+	SyncEvent(e Event) error
+	EventDone(e Event) (bool, error)
+	// Elapsed is the time between two recorded events that have both passed, to about a microsecond.
+	Elapsed(start, end Event) (time.Duration, error)
+}
+
+// Code is modules, their functions, and launching them.
+type Code interface {
+	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries the compiler's log.
+	LoadModule(image []byte) (Module, error)
+	UnloadModule(m Module) error
+	Function(m Module, name string) (*Function, error)
+	FunctionAttribute(f *Function, a FunctionAttribute) (int, error)
+	SetFunctionAttribute(f *Function, a FunctionAttribute, v int) error
+	// Occupancy is the number of blocks that fit on a multiprocessor together.
+	Occupancy(f *Function, threads, shared int) (int, error)
+	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
+	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute capability 9.0 and later).
+	EncodeTiled(t TiledTensor) (TensorMap, error)
+}
+
+// Capture records work as a graph. A capture takes in its own stream and every stream that waits for an event recorded
+// inside it; those must be joined back by another event before the end.
+type Capture interface {
+	BeginCapture(s Stream) error
+	// EndCapture ends the capture, also when it failed, and instantiates the graph.
+	EndCapture(s Stream) (*Graph, error)
+	LaunchGraph(g *Graph, s Stream) error
+	DestroyGraph(g *Graph) error
+}
+
+// Copies is a number of copies and their bytes.
+type Copies struct{ Count, Bytes int64 }
+
+// Stats counts work. DeviceBytes and HostBytes are what is allocated now, in device and in pinned memory.
+type Stats struct {
+	ToDevice, ToHost, OnDevice                Copies
+	Memsets, Launches, Matmuls, GraphLaunches int64
+	DeviceBytes, HostBytes                    int64
+}
+
+// Sub is the difference s − o, for counting over a stretch of work.
+func (s Stats) Sub(o Stats) Stats { return s.plus(o, -1) }
+
+func (s Stats) plus(o Stats, sign int64) Stats {
+	add := func(a *Copies, b Copies) { a.Count += sign * b.Count; a.Bytes += sign * b.Bytes }
+	add(&s.ToDevice, o.ToDevice)
+	add(&s.ToHost, o.ToHost)
+	add(&s.OnDevice, o.OnDevice)
+	s.Memsets += sign * o.Memsets
+	s.Launches += sign * o.Launches
+	s.Matmuls += sign * o.Matmuls
+	s.GraphLaunches += sign * o.GraphLaunches
+	s.DeviceBytes += sign * o.DeviceBytes
+	s.HostBytes += sign * o.HostBytes
+	return s
+}
+
+// Bytes is the memory of a slice of numbers, and View is its inverse: neither copies.
+func Bytes[T Number](s []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(*new(T))))
+}
+
+// View is memory from AllocHost (aligned for every T) as a slice of as many numbers as fit.
+func View[T Number](b []byte) []T {
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/int(unsafe.Sizeof(*new(T))))
+}
+
+// Number is what device memory holds.
+type Number interface {
+	~int8 | ~int16 | ~int32 | ~int64 | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~float32 | ~float64
+}
+
+// Size writes a number of bytes for people: 1.50 GiB.
+func Size(bytes uint64) string {
+	const units = "KMGTPE"
+	if bytes < 1024 {
+		return fmt.Sprintf("%d bytes", bytes)
+	}
+	v, u := float64(bytes)/1024, 0
+	for v >= 1024 && u < len(units)-1 {
+		v, u = v/1024, u+1
+	}
+	return fmt.Sprintf("%.2f %ciB", v, units[u])
+}

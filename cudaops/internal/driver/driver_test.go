@@ -1,0 +1,435 @@
+package driver_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+func TestDevice(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		d := r.Device()
+		t.Logf("%+v", d)
+		if d.Name == "" || !strings.HasPrefix(d.UUID, "GPU-") || len(d.UUID) != 40 || d.Major < 3 || d.SMs < 1 ||
+			d.Memory < 1<<29 || d.SharedPerBlock < 48<<10 || d.SharedPerSM < d.SharedPerBlock || d.RegistersPerSM < 32<<10 ||
+			d.ThreadsPerSM < 1024 || d.L2 < 1<<17 || d.MemoryBusBits < 32 {
+			t.Errorf("implausible: %+v", d)
+		}
+		free, total, err := r.MemInfo()
+		ok(t, err)
+		if free == 0 || free > total || total > d.Memory+d.Memory/50 {
+			t.Errorf("%d of %d bytes free on a GPU of %d", free, total, d.Memory)
+		}
+		if r.Handle() == 0 {
+			t.Error("no handle")
+		}
+	})
+}
+
+func TestCopies(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		s := must[driver.Stream](t)(r.NewStream())
+		for _, n := range []int{1, 3, 255, 4097, 1<<20 + 7} {
+			for _, pinned := range []bool{false, true} {
+				before := r.Stats()
+				host := func() []byte {
+					if pinned {
+						return must[[]byte](t)(r.AllocHost(n))
+					}
+					return make([]byte, n)
+				}
+				in, out := host(), host()
+				copy(in, r.bytes(n))
+				a, b := r.alloc(t, n), r.alloc(t, n+5)
+				ok(t, r.CopyToDevice(a, in, s))
+				ok(t, r.Memset8(b, 0xA5, n+5, s))
+				ok(t, r.CopyOnDevice(b.Offset(5), a, n, s))
+				ok(t, r.CopyToHost(out, b.Offset(5), s))
+				ok(t, r.SyncStream(s))
+				if !bytes.Equal(in, out) {
+					t.Errorf("%d bytes, pinned %v: other bytes came back", n, pinned)
+				}
+				head := make([]byte, 5)
+				ok(t, r.CopyToHost(head, b, s)) // waits, as the memory is not pinned
+				if !bytes.Equal(head, bytes.Repeat([]byte{0xA5}, 5)) {
+					t.Errorf("%d bytes: % x before the copy", n, head)
+				}
+				work, bytes := r.Stats().Sub(before), int64(n)
+				if want := (driver.Stats{ToDevice: driver.Copies{Count: 1, Bytes: bytes}, ToHost: driver.Copies{Count: 2, Bytes: bytes + 5},
+					OnDevice: driver.Copies{Count: 1, Bytes: bytes}, Memsets: 1, DeviceBytes: 2*bytes + 5, HostBytes: work.HostBytes}); work != want ||
+					pinned != (work.HostBytes == 2*bytes) {
+					t.Errorf("%d bytes: counted %+v, want %+v", n, work, want)
+				}
+				ok(t, errors.Join(r.Free(a), r.Free(b)))
+				if pinned {
+					ok(t, errors.Join(r.FreeHost(in), r.FreeHost(out)))
+				}
+				if left := r.Stats().Sub(before); left.DeviceBytes != 0 || left.HostBytes != 0 {
+					t.Errorf("after freeing: %+v", left)
+				}
+			}
+		}
+		p := r.alloc(t, 4*1001)
+		ok(t, r.Memset32(p, 0xDEADBEEF, 1001, s))
+		words := make([]uint32, 1001)
+		ok(t, r.CopyToHost(driver.Bytes(words), p, s))
+		if slices.ContainsFunc(words, func(w uint32) bool { return w != 0xDEADBEEF }) {
+			t.Error("Memset32 left other words")
+		}
+		ok(t, errors.Join(r.CopyToDevice(p, nil, s), r.CopyToHost(nil, p, s), r.CopyOnDevice(p, p, 0, s),
+			r.Memset8(p, 0, 0, s), r.Memset32(p, 0, 0, s)))
+		for name, err := range map[string]error{
+			"negative length": r.Memset8(p, 0, -1, s), "no bytes": second(r.Alloc(0)), "negative bytes": second(r.Alloc(-1)),
+			"no pinned bytes": second(r.AllocHost(0)), "not pinned": r.FreeHost(make([]byte, 3)),
+			"odd word": r.Memset32(p+1, 0, 1, s), "past the end": r.CopyToDevice(p, make([]byte, 1<<26), s),
+		} {
+			if !errors.Is(err, driver.InvalidValue) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		ok(t, errors.Join(r.Free(p), r.Free(0), r.DestroyStream(s)))
+	})
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestOutOfMemory(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		_, total, err := r.MemInfo()
+		ok(t, err)
+		_, err = r.Alloc(2 * int(total))
+		var e *driver.Error
+		if !errors.As(err, &e) || !errors.Is(err, driver.OutOfMemory) || e.Sticky() {
+			t.Fatalf("got %v", err)
+		}
+		t.Log(err)
+		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)", driver.Size(2*total) + " asked for",
+			"of " + driver.Size(total) + " free"} {
+			if !strings.Contains(err.Error(), s) {
+				t.Errorf("%q lacks %q", err, s)
+			}
+		}
+		ok(t, r.Free(r.alloc(t, 1<<20))) // the context is well
+	})
+}
+
+func TestLaunch(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		axpy := r.kernel(t, m, "axpy")
+		s := must[driver.Stream](t)(r.NewStream())
+		for _, n := range []int{1, 31, 1000, 100003} {
+			a, b := r.floats(n), r.floats(n)
+			pa, pb, py := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n+4)
+			ok(t, errors.Join(r.CopyToDevice(pa, driver.Bytes(a), s), r.CopyToDevice(pb, driver.Bytes(b), s),
+				r.Memset8(py, 0xFF, 4*n+4, s)))
+			var args driver.Args
+			args.Ptr(py).Ptr(pa).Ptr(pb).Float32(-2.5).Int32(n)
+			ok(t, r.Launch(axpy, driver.LaunchConfig{Grid: driver.Dim{X: (n + 127) / 128}, Block: driver.Dim{X: 128}}, s, &args))
+			args.Reset().Uint32(0) // the launch has its own copy
+			y := make([]float32, n+1)
+			ok(t, r.CopyToHost(driver.Bytes(y), py, s))
+			for i := range n {
+				if want := float32(math.FMA(float64(b[i]), -2.5, float64(a[i]))); y[i] != want {
+					t.Fatalf("n = %d: y[%d] = %v, want %v", n, i, y[i], want)
+				}
+			}
+			if y[n] == y[n] {
+				t.Errorf("n = %d: wrote past the end", n)
+			}
+			ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(py)))
+		}
+		if regs := must[int](t)(r.FunctionAttribute(axpy, driver.Registers)); regs < 4 || regs > 255 {
+			t.Errorf("%d registers", regs)
+		}
+		if blocks := must[int](t)(r.Occupancy(axpy, 1024, 0)); blocks < 1 || blocks > 2 {
+			t.Errorf("%d blocks of 1024 threads on a multiprocessor", blocks)
+		}
+		_, err := r.Function(m, "absent")
+		if !errors.Is(err, driver.NotFound) || !strings.Contains(err.Error(), "absent") {
+			t.Errorf("absent kernel: %v", err)
+		}
+		if _, err := r.LoadModule(nil); !errors.Is(err, driver.InvalidImage) {
+			t.Errorf("empty image: %v", err)
+		}
+
+		one := driver.LaunchConfig{Grid: driver.Dim{X: 1}, Block: driver.Dim{X: 32}}
+		args := new(driver.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
+		for name, c := range map[string]driver.LaunchConfig{
+			"negative blocks":      {Block: driver.Dim{X: 1}, Grid: driver.Dim{X: -1}},
+			"too many threads":     {Grid: one.Grid, Block: driver.Dim{X: 1025}},
+			"too much shared":      {Grid: one.Grid, Block: one.Block, Shared: 100 << 10},
+			"grid, cluster differ": {Grid: driver.Dim{X: 3}, Block: one.Block, Cluster: driver.Dim{X: 2}},
+		} {
+			if err := r.Launch(axpy, c, s, args); err == nil || !strings.Contains(err.Error(), "cuLaunchKernel") ||
+				!strings.Contains(err.Error(), "(axpy)") || !strings.Contains(err.Error(), "block ") {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		ok(t, r.SetFunctionAttribute(axpy, driver.MaxDynamicShared, 100<<10))
+		one.Shared = 100 << 10
+		ok(t, r.Launch(axpy, one, s, args))
+		if err := r.SetFunctionAttribute(axpy, driver.MaxDynamicShared, 1<<20); !errors.Is(err, driver.InvalidValue) {
+			t.Errorf("1 MiB of shared memory: %v", err)
+		}
+		if axpy.Params != nil {
+			t.Logf("parameters: %v", axpy.Params)
+			for _, bad := range []*driver.Args{new(driver.Args).Ptr(0), new(driver.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
+				if err := r.Launch(axpy, one, s, bad); !errors.Is(err, driver.InvalidValue) {
+					t.Errorf("wrong arguments: %v", err)
+				} else {
+					t.Log(err)
+				}
+			}
+		}
+		ok(t, errors.Join(r.Synchronize(), r.UnloadModule(m), r.DestroyStream(s)))
+	})
+}
+
+func TestCluster(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		if r.Device().Major < 9 {
+			t.Skip("clusters need compute capability 9.0")
+		}
+		m := must[driver.Module](t)(r.LoadModule([]byte(clusterPTX)))
+		p := r.alloc(t, 4*12)
+		c := driver.LaunchConfig{Grid: driver.Dim{X: 12}, Block: driver.Dim{X: 32}, Cluster: driver.Dim{X: 4}}
+		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, new(driver.Args).Ptr(p)))
+		got := make([]uint32, 12)
+		ok(t, r.CopyToHost(driver.Bytes(got), p, 0))
+		if want := []uint32{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}; !slices.Equal(got, want) {
+			t.Errorf("ranks %v, want %v", got, want)
+		}
+
+		tensor := driver.TiledTensor{Type: driver.BFloat16, Address: p, Dims: []uint64{8, 3}, Strides: []uint64{16},
+			Box: []uint32{8, 2}, Promotion: 128}
+		if map128, err := r.EncodeTiled(tensor); err != nil || map128 == (driver.TensorMap{}) {
+			t.Errorf("tensor map: %v", err)
+		}
+		for name, change := range map[string]func(*driver.TiledTensor){
+			"address":   func(t *driver.TiledTensor) { t.Address += 2 },
+			"strides":   func(t *driver.TiledTensor) { t.Strides = nil },
+			"stride":    func(t *driver.TiledTensor) { t.Strides = []uint64{18} },
+			"box":       func(t *driver.TiledTensor) { t.Box = []uint32{257, 2} },
+			"row":       func(t *driver.TiledTensor) { t.Box = []uint32{4, 2} },
+			"swizzle":   func(t *driver.TiledTensor) { t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, driver.Swizzle32 },
+			"promotion": func(t *driver.TiledTensor) { t.Promotion = 100 },
+			"rank":      func(t *driver.TiledTensor) { t.Dims = nil },
+		} {
+			bad := tensor
+			bad.Dims = slices.Clone(tensor.Dims)
+			change(&bad)
+			if _, err := r.EncodeTiled(bad); !errors.Is(err, driver.InvalidValue) {
+				t.Errorf("bad %s: %v", name, err)
+			}
+		}
+		ok(t, errors.Join(r.Free(p), r.UnloadModule(m)))
+	})
+}
+
+func TestOrder(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		s1, s2 := must[driver.Stream](t)(r.NewStream()), must[driver.Stream](t)(r.NewStream())
+		start, mid, end := must[driver.Event](t)(r.NewEvent(true)), must[driver.Event](t)(r.NewEvent(false)),
+			must[driver.Event](t)(r.NewEvent(true))
+		const n = 16 << 20
+		a, b := r.alloc(t, n), r.alloc(t, n)
+		out := must[[]byte](t)(r.AllocHost(n))
+		if done := must[bool](t)(r.EventDone(mid)); !done {
+			t.Error("an event never recorded is not done")
+		}
+		// The second stream copies what the first writes, and the first overwrites it only after that.
+		ok(t, errors.Join(r.Record(start, s1), r.Memset8(a, 1, n, s1), r.Memset8(a, 2, n, s1), r.Record(mid, s1),
+			r.Wait(s2, mid), r.CopyOnDevice(b, a, n, s2), r.Record(end, s2),
+			r.Wait(s1, end), r.Memset8(a, 3, n, s1), r.CopyToHost(out, b, s1)))
+		polls := 0
+		for !must[bool](t)(r.StreamDone(s1)) {
+			polls++
+			time.Sleep(10 * time.Microsecond)
+		}
+		if !r.gpu && polls == 0 {
+			t.Error("work was done before anything waited")
+		}
+		ok(t, r.SyncEvent(end))
+		if slices.ContainsFunc(out, func(v byte) bool { return v != 2 }) {
+			t.Error("the streams were not ordered")
+		}
+		elapsed := must[time.Duration](t)(r.Elapsed(start, end))
+		if elapsed <= 0 || elapsed > 10*time.Second {
+			t.Errorf("elapsed %v", elapsed)
+		}
+		t.Logf("%d polls, %v", polls, elapsed)
+		if _, err := r.Elapsed(mid, end); err == nil {
+			t.Error("an event without timing was timed")
+		}
+		ok(t, errors.Join(r.Synchronize(), r.DestroyEvent(start), r.DestroyEvent(mid), r.DestroyEvent(end),
+			r.DestroyStream(s1), r.DestroyStream(s2), r.Free(a), r.Free(b), r.FreeHost(out)))
+	})
+}
+
+func TestCapture(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		const n = 1001
+		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		axpy := r.kernel(t, m, "axpy")
+		s, side := must[driver.Stream](t)(r.NewStream()), must[driver.Stream](t)(r.NewStream())
+		fork, join := must[driver.Event](t)(r.NewEvent(false)), must[driver.Event](t)(r.NewEvent(false))
+		in, out := must[[]byte](t)(r.AllocHost(4*n)), must[[]byte](t)(r.AllocHost(4*n))
+		x, y, z := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n)
+		ok(t, r.Memset8(y, 0, 4*n, s))
+		ok(t, r.SyncStream(s))
+		shape := driver.LaunchConfig{Grid: driver.Dim{X: 8}, Block: driver.Dim{X: 128}}
+
+		// z = x + (x + 2x) by way of a second stream, then back.
+		before := r.Stats()
+		ok(t, r.BeginCapture(s))
+		ok(t, errors.Join(r.CopyToDevice(x, in, s), r.Record(fork, s), r.Wait(side, fork)))
+		ok(t, r.Launch(axpy, shape, side, new(driver.Args).Ptr(y).Ptr(x).Ptr(x).Float32(2).Int32(n)))
+		ok(t, errors.Join(r.Record(join, side), r.Wait(s, join)))
+		ok(t, r.Launch(axpy, shape, s, new(driver.Args).Ptr(z).Ptr(x).Ptr(y).Float32(1).Int32(n)))
+		if err := r.CopyToHost(make([]byte, 4), z, s); !errors.Is(err, driver.CaptureUnsupported) ||
+			!strings.Contains(err.Error(), "pinned") {
+			t.Errorf("captured copy to memory that is not pinned: %v", err)
+		}
+		ok(t, r.CopyToHost(out, z, s))
+		g := must[*driver.Graph](t)(r.EndCapture(s))
+		if g.Nodes != 4 {
+			t.Errorf("%d nodes, want 4", g.Nodes)
+		}
+		if now := r.Stats(); now != before {
+			t.Errorf("the capture itself counted: %+v", now.Sub(before))
+		}
+		for range 3 {
+			v := driver.View[float32](in)
+			copy(v, r.floats(n))
+			ok(t, errors.Join(r.LaunchGraph(g, s), r.SyncStream(s)))
+			for i, got := range driver.View[float32](out) {
+				inner := float32(math.FMA(float64(v[i]), 2, float64(v[i])))
+				if want := inner + v[i]; got != want {
+					t.Fatalf("out[%d] = %v, want %v", i, got, want)
+				}
+			}
+		}
+		want := driver.Stats{ToDevice: driver.Copies{Count: 3, Bytes: 3 * 4 * n}, ToHost: driver.Copies{Count: 3, Bytes: 3 * 4 * n},
+			Launches: 6, GraphLaunches: 3}
+		if got := r.Stats().Sub(before); got != want {
+			t.Errorf("counted %+v, want %+v", got, want)
+		}
+		ok(t, r.DestroyGraph(g))
+
+		// A stream left outside at the end.
+		ok(t, errors.Join(r.BeginCapture(s), r.Record(fork, s), r.Wait(side, fork), r.Memset8(y, 0, n, side)))
+		if _, err := r.EndCapture(s); !errors.Is(err, driver.CaptureUnjoined) {
+			t.Errorf("unjoined stream: %v", err)
+		}
+		// Waiting spoils a capture.
+		ok(t, errors.Join(r.BeginCapture(s), r.Memset8(y, 0, n, s)))
+		if err := r.SyncStream(s); !errors.Is(err, driver.CaptureUnsupported) {
+			t.Errorf("waiting inside a capture: %v", err)
+		}
+		if _, err := r.EndCapture(s); !errors.Is(err, driver.CaptureInvalidated) {
+			t.Errorf("spoilt capture: %v", err)
+		}
+		if _, err := r.EndCapture(s); err == nil {
+			t.Error("ended a capture that was not begun")
+		}
+		if got := r.Stats().Sub(before); got != want {
+			t.Errorf("failed captures counted: %+v", got)
+		}
+		// The streams still work.
+		ok(t, errors.Join(r.Memset8(y, 0, n, s), r.Memset8(y, 0, n, side), r.Synchronize()))
+		ok(t, errors.Join(r.DestroyEvent(fork), r.DestroyEvent(join), r.DestroyStream(s), r.DestroyStream(side), r.Free(x),
+			r.Free(y), r.Free(z), r.FreeHost(in), r.FreeHost(out), r.UnloadModule(m)))
+	})
+}
+
+func TestGoroutines(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		axpy := r.kernel(t, m, "axpy")
+		const workers, rounds, n = 16, 20, 777
+		inputs := make([][]float32, workers)
+		for i := range inputs {
+			inputs[i] = r.floats(n)
+		}
+		work := func(in []float32) error {
+			s, err := r.NewStream()
+			if err != nil {
+				return err
+			}
+			x, err := r.Alloc(4 * n)
+			if err != nil {
+				return err
+			}
+			y := make([]float32, n)
+			for round := range rounds {
+				args := new(driver.Args).Ptr(x).Ptr(x).Ptr(x).Float32(float32(round)).Int32(n)
+				err := errors.Join(r.CopyToDevice(x, driver.Bytes(in), s),
+					r.Launch(axpy, driver.LaunchConfig{Grid: driver.Dim{X: 7}, Block: driver.Dim{X: 128}}, s, args),
+					r.CopyToHost(driver.Bytes(y), x, s))
+				if err != nil {
+					return err
+				}
+				for i := range y {
+					if want := float32(math.FMA(float64(in[i]), float64(round), float64(in[i]))); y[i] != want {
+						return fmt.Errorf("round %d: y[%d] = %v, want %v", round, i, y[i], want)
+					}
+				}
+			}
+			return errors.Join(r.Free(x), r.DestroyStream(s))
+		}
+		errs := make([]error, workers)
+		var wg sync.WaitGroup
+		for i := range workers {
+			wg.Go(func() { errs[i] = work(inputs[i]) })
+		}
+		wg.Wait()
+		ok(t, errors.Join(errs...))
+		ok(t, r.UnloadModule(m))
+	})
+}
+
+func TestClosed(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		ok(t, r.Close())
+		ok(t, r.Close())
+		if _, err := r.Alloc(1); !errors.Is(err, driver.ContextIsDestroyed) {
+			t.Errorf("after Close: %v", err)
+		}
+	})
+}
+
+func TestAdopt(t *testing.T) {
+	adopt := func(t *testing.T, d driver.Driver) {
+		own := must[driver.Context](t)(d.Retain(0))
+		p := must[driver.Ptr](t)(own.Alloc(8))
+		other := must[driver.Context](t)(d.Adopt(own.Handle()))
+		if other.Device() != own.Device() {
+			t.Errorf("adopted %+v, want %+v", other.Device(), own.Device())
+		}
+		v := []uint64{1234567890123}
+		ok(t, other.CopyToDevice(p, driver.Bytes(v), 0))
+		ok(t, other.Close())
+		got := []uint64{0}
+		ok(t, own.CopyToHost(driver.Bytes(got), p, 0))
+		if got[0] != v[0] {
+			t.Errorf("got %d", got[0])
+		}
+		ok(t, errors.Join(own.Free(p), own.Close()))
+	}
+	each(t, func(t *testing.T, r *rig) {
+		if r.gpu {
+			adopt(t, needGPU(t))
+		} else {
+			adopt(t, r.fake)
+		}
+	})
+}

@@ -1,0 +1,192 @@
+package driver
+
+import (
+	"fmt"
+	"strings"
+)
+
+// Status is a CUresult. It is an error, so that errors.Is(err, driver.OutOfMemory) asks for it.
+type Status int32
+
+// The statuses that code asks for by name, and those that a fake gives.
+const (
+	Success              Status = 0
+	InvalidValue         Status = 1
+	OutOfMemory          Status = 2
+	NotInitialized       Status = 3
+	Deinitialized        Status = 4
+	StubLibrary          Status = 34
+	DeviceUnavailable    Status = 46
+	NoDevice             Status = 100
+	InvalidDevice        Status = 101
+	InvalidImage         Status = 200
+	InvalidContext       Status = 201
+	NoBinaryForGPU       Status = 209
+	ECCUncorrectable     Status = 214
+	InvalidPTX           Status = 218
+	NVLinkUncorrectable  Status = 220
+	UnsupportedPTX       Status = 222
+	Contained            Status = 226
+	InvalidHandle        Status = 400
+	NotFound             Status = 500
+	NotReady             Status = 600
+	IllegalAddress       Status = 700
+	LaunchOutOfResources Status = 701
+	LaunchTimeout        Status = 702
+	ContextIsDestroyed   Status = 709
+	Assert               Status = 710
+	HardwareStackError   Status = 714
+	IllegalInstruction   Status = 715
+	MisalignedAddress    Status = 716
+	InvalidAddressSpace  Status = 717
+	InvalidPC            Status = 718
+	LaunchFailed         Status = 719
+	NotSupported         Status = 801
+	SystemDriverMismatch Status = 803
+	CaptureUnsupported   Status = 900
+	CaptureInvalidated   Status = 901
+	CaptureUnmatched     Status = 903
+	CaptureUnjoined      Status = 904
+	CaptureIsolation     Status = 905
+	CapturedEvent        Status = 907
+	Unknown              Status = 999
+)
+
+var statusNames = map[Status]string{
+	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
+	NotInitialized: "NOT_INITIALIZED", Deinitialized: "DEINITIALIZED", StubLibrary: "STUB_LIBRARY",
+	DeviceUnavailable: "DEVICE_UNAVAILABLE", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
+	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT", NoBinaryForGPU: "NO_BINARY_FOR_GPU",
+	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX", NVLinkUncorrectable: "NVLINK_UNCORRECTABLE",
+	UnsupportedPTX: "UNSUPPORTED_PTX_VERSION", Contained: "CONTAINED", InvalidHandle: "INVALID_HANDLE",
+	NotFound: "NOT_FOUND", NotReady: "NOT_READY", IllegalAddress: "ILLEGAL_ADDRESS",
+	LaunchOutOfResources: "LAUNCH_OUT_OF_RESOURCES", LaunchTimeout: "LAUNCH_TIMEOUT",
+	ContextIsDestroyed: "CONTEXT_IS_DESTROYED", Assert: "ASSERT", MisalignedAddress: "MISALIGNED_ADDRESS",
+	LaunchFailed: "LAUNCH_FAILED", NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
+	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED", CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
+	CaptureUnmatched: "STREAM_CAPTURE_UNMATCHED", CaptureUnjoined: "STREAM_CAPTURE_UNJOINED",
+	CaptureIsolation: "STREAM_CAPTURE_ISOLATION",
+	CapturedEvent:    "CAPTURED_EVENT", Unknown: "UNKNOWN",
+}
+
+// Error is CUDA's name of the status, as far as this package knows it.
+func (s Status) Error() string {
+	if s == Success {
+		return "CUDA_SUCCESS"
+	}
+	if name, ok := statusNames[s]; ok {
+		return "CUDA_ERROR_" + name
+	}
+	return fmt.Sprintf("CUresult %d", int32(s))
+}
+
+// Sticky reports whether the status means that the context is lost: every later call on it fails too, and only a new
+// process (or a reset of the primary context) helps.
+func (s Status) Sticky() bool {
+	switch s {
+	case ECCUncorrectable, NVLinkUncorrectable, Contained, IllegalAddress, LaunchTimeout, ContextIsDestroyed, Assert,
+		HardwareStackError, IllegalInstruction, MisalignedAddress, InvalidAddressSpace, InvalidPC, LaunchFailed:
+		return true
+	}
+	return false
+}
+
+// BlasStatus is a cublasStatus_t.
+type BlasStatus int32
+
+// The statuses of cuBLASLt that code asks for by name.
+const (
+	BlasNotInitialized BlasStatus = 1
+	BlasAllocFailed    BlasStatus = 3
+	BlasInvalidValue   BlasStatus = 7
+	BlasNotSupported   BlasStatus = 15
+)
+
+var blasStatusNames = map[BlasStatus]string{
+	1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
+	13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
+}
+
+// Error is cuBLAS's name of the status.
+func (s BlasStatus) Error() string {
+	if name, ok := blasStatusNames[s]; ok {
+		return "CUBLAS_STATUS_" + name
+	}
+	return fmt.Sprintf("cublasStatus_t %d", int32(s))
+}
+
+// Error is a failed call of CUDA or cuBLASLt.
+type Error struct {
+	Call   string // the C function, as CUDA's manual names it
+	Code   error  // a Status or a BlasStatus
+	Name   string // the library's name of the code, like CUDA_ERROR_OUT_OF_MEMORY
+	Text   string // the library's description of it
+	Detail string // what was asked for, the compiler's log, or what to do
+}
+
+// NewError is a failed call as the driver would report it; the name comes from the status.
+func NewError(call string, s Status, text, detail string) *Error {
+	return &Error{Call: call, Code: s, Name: s.Error(), Text: text, Detail: detail}
+}
+
+// NewBlasError is a failed call of cuBLASLt.
+func NewBlasError(call string, s BlasStatus, detail string) *Error {
+	return &Error{Call: call, Code: s, Name: s.Error(), Detail: detail}
+}
+
+// NewOutOfMemory is the error of an allocation that did not fit.
+func NewOutOfMemory(asked int, free, total uint64) *Error {
+	return NewError("cuMemAlloc", OutOfMemory, "out of memory",
+		fmt.Sprintf("%s asked for, %s of %s free", Size(uint64(asked)), Size(free), Size(total)))
+}
+
+func (e *Error) Error() string {
+	var number int32
+	switch c := e.Code.(type) {
+	case Status:
+		number = int32(c)
+	case BlasStatus:
+		number = int32(c)
+	}
+	msg := fmt.Sprintf("%s: %s (%d)", e.Call, e.Name, number)
+	for _, s := range []string{e.Text, e.Detail} {
+		if s != "" {
+			msg += ": " + s
+		}
+	}
+	if e.Sticky() {
+		msg += ": the GPU's context is lost; the fault may come from any kernel launched before this call"
+	}
+	return msg
+}
+
+// Unwrap gives the Status or BlasStatus.
+func (e *Error) Unwrap() error { return e.Code }
+
+// Sticky reports whether the context is lost.
+func (e *Error) Sticky() bool {
+	s, ok := e.Code.(Status)
+	return ok && s.Sticky()
+}
+
+// NotFoundError says that a library could not be loaded, and what was tried.
+type NotFoundError struct {
+	Library string
+	Tried   []Attempt
+	Help    string
+}
+
+// Attempt is a place where a library was looked for, and why that failed.
+type Attempt struct{ Place, Reason string }
+
+func (e *NotFoundError) Error() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s was not found. %s", e.Library, e.Help)
+	if len(e.Tried) > 0 {
+		b.WriteString("\nSearched, in this order:")
+	}
+	for _, t := range e.Tried {
+		fmt.Fprintf(&b, "\n  %s: %s", t.Place, t.Reason)
+	}
+	return b.String()
+}

@@ -1,0 +1,258 @@
+package fake
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Context is a fake context.
+type Context struct {
+	driver *Driver
+	info   driver.DeviceInfo
+	handle uintptr
+
+	mu      sync.Mutex
+	ledger  driver.Ledger
+	closed  bool
+	lost    *driver.Error // the fault after which every call fails
+	blocks  []*block
+	clock   time.Duration
+	next    uintptr // the last handle given out
+	streams map[driver.Stream]*stream
+	events  map[driver.Event]*event
+	modules map[driver.Module]bool
+	shared  map[uintptr]int // of a function: the most dynamic shared memory it may use
+	graphs  map[uintptr][]op
+	plans   int
+	trace   []Op
+}
+
+func newContext(d *Driver, info driver.DeviceInfo, handle uintptr) *Context {
+	c := &Context{driver: d, info: info, handle: handle, streams: map[driver.Stream]*stream{},
+		events: map[driver.Event]*event{}, modules: map[driver.Module]bool{}, shared: map[uintptr]int{},
+		graphs: map[uintptr][]op{}}
+	c.streams[0] = &stream{c: c}
+	return c
+}
+
+// begin starts every call: it fails when the context is closed or lost, or when a failure is due.
+func (c *Context) begin(call string) error {
+	if c.closed {
+		return driver.NewError(call, driver.ContextIsDestroyed, "", "the context is closed")
+	}
+	if c.lost != nil {
+		return c.lostError(call)
+	}
+	if err := c.driver.injected(call); err != nil {
+		if err.Sticky() {
+			c.lost = err
+		}
+		return err
+	}
+	return nil
+}
+
+func (c *Context) lostError(call string) error {
+	e := *c.lost
+	e.Call = call
+	return &e
+}
+
+func (c *Context) handleFor() uintptr {
+	c.next++
+	return c.next
+}
+
+// Device is the configured description.
+func (c *Context) Device() driver.DeviceInfo { return c.info }
+
+// Handle is a number that Adopt knows.
+func (c *Context) Handle() uintptr { return c.handle }
+
+// Stats counts as a real context does.
+func (c *Context) Stats() driver.Stats { return c.ledger.Stats() }
+
+// Close closes the context and reports what was left alive.
+func (c *Context) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil
+	}
+	c.closed = true
+	if left := c.leaks(); len(left) > 0 {
+		return errors.New("fake driver: still alive at Close: " + strings.Join(left, ", "))
+	}
+	return nil
+}
+
+// LoadModule takes any image: kernels are found among those registered.
+func (c *Context) LoadModule(image []byte) (driver.Module, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuModuleLoadDataEx"); err != nil {
+		return 0, err
+	}
+	if len(image) == 0 {
+		return 0, driver.NewError("cuModuleLoadDataEx", driver.InvalidImage, "", "the image is empty")
+	}
+	m := driver.Module(c.handleFor())
+	c.modules[m] = true
+	return m, nil
+}
+
+// UnloadModule forgets a module.
+func (c *Context) UnloadModule(m driver.Module) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuModuleUnload"); err != nil {
+		return err
+	}
+	if !c.modules[m] {
+		return driver.NewError("cuModuleUnload", driver.InvalidHandle, "", "")
+	}
+	delete(c.modules, m)
+	return nil
+}
+
+// Function finds a registered kernel.
+func (c *Context) Function(m driver.Module, name string) (*driver.Function, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuModuleGetFunction"); err != nil {
+		return nil, err
+	}
+	if !c.modules[m] {
+		return nil, driver.NewError("cuModuleGetFunction", driver.InvalidHandle, "", "")
+	}
+	if c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
+		return nil, driver.NewError("cuModuleGetFunction", driver.NotFound, "named symbol not found", "kernel "+name)
+	}
+	f := &driver.Function{Name: name, Handle: c.handleFor()}
+	c.shared[f.Handle] = 48 << 10
+	return f, nil
+}
+
+// FunctionAttribute gives plausible figures.
+func (c *Context) FunctionAttribute(f *driver.Function, a driver.FunctionAttribute) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuFuncGetAttribute"); err != nil {
+		return 0, err
+	}
+	switch a {
+	case driver.MaxThreadsPerBlock:
+		return 1024, nil
+	case driver.Registers:
+		return 32, nil
+	case driver.BinaryVersion:
+		return c.info.Capability(), nil
+	case driver.MaxDynamicShared:
+		return c.shared[f.Handle], nil
+	}
+	return 0, nil
+}
+
+// SetFunctionAttribute keeps the limit of dynamic shared memory and accepts the rest.
+func (c *Context) SetFunctionAttribute(f *driver.Function, a driver.FunctionAttribute, v int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuFuncSetAttribute"); err != nil {
+		return err
+	}
+	if a == driver.MaxDynamicShared {
+		if v < 0 || v > c.info.SharedPerBlock {
+			return driver.NewError("cuFuncSetAttribute", driver.InvalidValue, "", fmt.Sprintf(
+				"%d bytes of shared memory, a block has %d", v, c.info.SharedPerBlock))
+		}
+		c.shared[f.Handle] = v
+	}
+	return nil
+}
+
+// Occupancy counts by threads and shared memory.
+func (c *Context) Occupancy(_ *driver.Function, threads, shared int) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor"); err != nil {
+		return 0, err
+	}
+	return min(c.info.ThreadsPerSM/max(threads, 1), c.info.SharedPerSM/(shared+1024), 32), nil
+}
+
+// Launch checks the shape against the GPU's limits and enqueues the Go function.
+func (c *Context) Launch(f *driver.Function, l driver.LaunchConfig, s driver.Stream, a *driver.Args) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	call := "cuLaunchKernel(" + f.Name + ")"
+	if err := c.begin("cuLaunchKernel"); err != nil {
+		return err
+	}
+	if err := f.Check(a); err != nil {
+		return err
+	}
+	if why := c.unlaunchable(f, l); why != "" {
+		return driver.NewError(call, driver.InvalidValue, "invalid argument", why+": "+l.String())
+	}
+	kernel := c.driver.config.Kernels[f.Name]
+	args := append([]byte(nil), a.Packed()...)
+	return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
+		driver.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
+}
+
+func (c *Context) unlaunchable(f *driver.Function, l driver.LaunchConfig) string {
+	limit, known := c.shared[f.Handle]
+	cluster := l.Cluster
+	switch {
+	case !known:
+		return "the function is not from this context"
+	case min(l.Grid.X, l.Grid.Y, l.Grid.Z, l.Block.X, l.Block.Y, l.Block.Z) < 0:
+		return "a negative number of blocks or threads"
+	case l.Grid.Y > 65535 || l.Grid.Z > 65535:
+		return "more than 65535 blocks along y or z"
+	case l.Block.Count() > 1024 || l.Block.Z > 64:
+		return "more than 1024 threads in a block, or 64 along z"
+	case l.Shared < 0 || l.Shared > limit:
+		return fmt.Sprintf("more dynamic shared memory than the %d bytes allowed to the kernel", limit)
+	case cluster == driver.Dim{}:
+		return ""
+	case c.info.Major < 9 || cluster.Count() > 8:
+		return "clusters of up to 8 blocks need compute capability 9.0"
+	case max(l.Grid.X, 1)%max(cluster.X, 1) != 0 || max(l.Grid.Y, 1)%max(cluster.Y, 1) != 0 ||
+		max(l.Grid.Z, 1)%max(cluster.Z, 1) != 0:
+		return "the grid is not a multiple of the cluster"
+	}
+	return ""
+}
+
+// EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor holds its address.
+func (c *Context) EncodeTiled(t driver.TiledTensor) (driver.TensorMap, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	const call = "cuTensorMapEncodeTiled"
+	var m driver.TensorMap
+	if err := c.begin(call); err != nil {
+		return m, err
+	}
+	if c.info.Major < 9 {
+		return m, driver.NewError(call, driver.NotSupported, "", "tensor maps need compute capability 9.0")
+	}
+	if err := t.Check(); err != nil {
+		return m, err
+	}
+	extent := int(t.Dims[0]) * t.Type.Size()
+	for i, stride := range t.Strides {
+		extent += int(t.Dims[i+1]-1) * int(stride)
+	}
+	if _, why := c.resolve(t.Address, extent); why != "" {
+		return m, driver.NewError(call, driver.InvalidValue, "", why)
+	}
+	binary.LittleEndian.PutUint64(m[:], uint64(t.Address))
+	return m, nil
+}

@@ -1,0 +1,168 @@
+// Package fake is a CUDA without a GPU, for testing what is built on the driver package. Device memory is host memory
+// behind addresses of its own, so that every access is checked against the allocations alive at that moment; new memory
+// is filled with 0xFF bytes (NaN, or −1). A kernel is a Go function registered under its name. Nothing runs before
+// something waits for it: a program that forgets to wait, or changes pinned memory too early, sees stale or wrong data
+// here as it would on a GPU. Time is a clock that each operation moves by a microsecond.
+package fake
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Config says what the fake pretends to be.
+type Config struct {
+	Devices   []driver.DeviceInfo // default: one like an H200 with 1 GiB
+	Kernels   map[string]Kernel
+	AnyKernel bool // kernels that are not registered exist and do nothing
+	NoBlas    bool // cuBLASLt is missing
+}
+
+// Driver is the fake driver.
+type Driver struct {
+	config Config
+
+	mu       sync.Mutex
+	contexts []*Context
+	failures []*failure
+}
+
+type failure struct {
+	call string
+	left int
+	code error
+}
+
+// New returns a fake driver.
+func New(c Config) *Driver {
+	if c.Devices == nil {
+		c.Devices = []driver.DeviceInfo{{Name: "Fake GPU", UUID: "GPU-fa4e0000-0000-0000-0000-000000000000", Major: 9,
+			Memory: 1 << 30, SMs: 132, L2: 60 << 20, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
+			RegistersPerSM: 65536, ThreadsPerSM: 2048, Clock: 1980000, MemoryClock: 3201000, MemoryBusBits: 6144}}
+	}
+	c.Devices = slices.Clone(c.Devices)
+	for i := range c.Devices {
+		c.Devices[i].Ordinal = i
+	}
+	return &Driver{config: c}
+}
+
+// Fail makes the nth call from now of a function of CUDA or cuBLASLt, named as in the manual, fail with a Status or a
+// BlasStatus. A sticky status loses the context.
+func (d *Driver) Fail(call string, nth int, code error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.failures = append(d.failures, &failure{call, nth, code})
+}
+
+// injected counts a call and returns the failure that is due.
+func (d *Driver) injected(call string) *driver.Error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for i, f := range d.failures {
+		if f.call != call {
+			continue
+		}
+		if f.left--; f.left == 0 {
+			d.failures = slices.Delete(d.failures, i, i+1)
+			return &driver.Error{Call: call, Code: f.code, Name: f.code.Error(), Text: "injected failure"}
+		}
+	}
+	return nil
+}
+
+// Version is CUDA 13.0.
+func (d *Driver) Version() int { return 13000 }
+
+// Devices lists the configured GPUs.
+func (d *Driver) Devices() []driver.DeviceInfo { return slices.Clone(d.config.Devices) }
+
+// Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the same GPU.
+func (d *Driver) Retain(ordinal int) (driver.Context, error) {
+	if ordinal < 0 || ordinal >= len(d.config.Devices) {
+		return nil, driver.NewError("cuDeviceGet", driver.InvalidDevice, "", fmt.Sprintf("GPU %d of %d", ordinal,
+			len(d.config.Devices)))
+	}
+	if err := d.injected("cuDevicePrimaryCtxRetain"); err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	c := newContext(d, d.config.Devices[ordinal], uintptr(len(d.contexts)+1))
+	d.contexts = append(d.contexts, c)
+	return c, nil
+}
+
+// Adopt returns a context given out before, such that closing it leaves the context open.
+func (d *Driver) Adopt(handle uintptr) (driver.Context, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if handle < 1 || int(handle) > len(d.contexts) {
+		return nil, driver.NewError("cuCtxGetDevice", driver.InvalidContext, "", "")
+	}
+	return adopted{d.contexts[handle-1]}, nil
+}
+
+type adopted struct{ *Context }
+
+func (adopted) Close() error { return nil }
+
+// Op is a call that a context was given.
+type Op struct {
+	Call     string // the C function
+	Name     string // the kernel
+	Stream   driver.Stream
+	Captured bool
+	Dst, Src driver.Ptr
+	Bytes    int
+	Config   driver.LaunchConfig
+	Args     []byte
+}
+
+// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed again.
+func (c *Context) Trace() []Op {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.trace)
+}
+
+// ClearTrace empties the list.
+func (c *Context) ClearTrace() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.trace = nil
+}
+
+// Leaks names every object that is still alive.
+func (c *Context) Leaks() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.leaks()
+}
+
+func (c *Context) leaks() []string {
+	var found []string
+	for _, b := range c.blocks {
+		if !b.freed {
+			found = append(found, fmt.Sprintf("%d bytes of device memory at %#x", b.size, uint64(b.base)))
+		}
+	}
+	if n := c.ledger.Stats().HostBytes; n > 0 {
+		found = append(found, fmt.Sprintf("%d bytes of pinned host memory", n))
+	}
+	for _, k := range []struct {
+		n    int
+		what string
+	}{
+		{len(c.streams) - 1, "streams"}, {len(c.events), "events"}, {len(c.modules), "modules"}, {len(c.graphs), "graphs"},
+		{c.plans, "matmul plans"},
+	} {
+		if k.n > 0 {
+			found = append(found, fmt.Sprintf("%d %s", k.n, k.what))
+		}
+	}
+	return found
+}

@@ -1,0 +1,103 @@
+package fake
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"time"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Kernel does in Go what a kernel does on the GPU, for the whole grid at once. It takes its arguments from the launch in
+// the order of its parameters. It must not call the context.
+type Kernel func(*Launch)
+
+// Launch is one run of a kernel.
+type Launch struct {
+	driver.LaunchConfig
+	// Took is how far the run moves the clock; zero means a microsecond.
+	Took time.Duration
+
+	c    *Context
+	args []byte
+	at   int
+}
+
+// fault is what a kernel panics with inside this package.
+type fault struct {
+	status driver.Status
+	why    string
+}
+
+// Fault ends the kernel as a fault on the GPU would.
+func (l *Launch) Fault(s driver.Status, why string) { panic(fault{s, why}) }
+
+func (c *Context) run(kernel Kernel, call string, config driver.LaunchConfig, args []byte) (err error) {
+	if kernel == nil {
+		return nil
+	}
+	l := &Launch{LaunchConfig: config, c: c, args: args}
+	defer func() {
+		switch r := recover().(type) {
+		case nil:
+			if l.Took > 0 {
+				c.clock += l.Took - time.Microsecond
+			}
+		case fault:
+			err = driver.NewError(call, r.status, r.why, "")
+		default:
+			panic(r)
+		}
+	}()
+	kernel(l)
+	return nil
+}
+
+// Struct takes an argument of n bytes, passed by value with that C alignment.
+func (l *Launch) Struct(n, align int) []byte {
+	l.at = (l.at + align - 1) / align * align
+	if l.at+n > len(l.args) {
+		l.Fault(driver.LaunchFailed, "the kernel takes more arguments than the launch gives")
+	}
+	l.at += n
+	return l.args[l.at-n : l.at]
+}
+
+// Uint32 takes an unsigned int.
+func (l *Launch) Uint32() uint32 { return binary.LittleEndian.Uint32(l.Struct(4, 4)) }
+
+// Int32 takes an int.
+func (l *Launch) Int32() int { return int(int32(l.Uint32())) }
+
+// Uint64 takes an unsigned long long.
+func (l *Launch) Uint64() uint64 { return binary.LittleEndian.Uint64(l.Struct(8, 8)) }
+
+// Int64 takes a long long.
+func (l *Launch) Int64() int64 { return int64(l.Uint64()) }
+
+// Float32 takes a float.
+func (l *Launch) Float32() float32 { return math.Float32frombits(l.Uint32()) }
+
+// Float64 takes a double.
+func (l *Launch) Float64() float64 { return math.Float64frombits(l.Uint64()) }
+
+// Ptr takes a pointer.
+func (l *Launch) Ptr() driver.Ptr { return driver.Ptr(l.Uint64()) }
+
+// Slice is n numbers of device memory. Memory that is not there, or not aligned, is a fault.
+func Slice[T driver.Number](l *Launch, p driver.Ptr, n int) []T {
+	if n == 0 {
+		return nil
+	}
+	size := int(unsafe.Sizeof(*new(T)))
+	if p%driver.Ptr(size) != 0 {
+		l.Fault(driver.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
+	}
+	b, why := l.c.resolve(p, n*size)
+	if why != "" {
+		l.Fault(driver.IllegalAddress, why)
+	}
+	return driver.View[T](b)
+}

@@ -1,0 +1,227 @@
+package fake
+
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+type blas struct{ c *Context }
+
+// Blas returns a cuBLASLt that computes in float64.
+func (c *Context) Blas() (driver.Blas, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.driver.config.NoBlas {
+		return nil, &driver.NotFoundError{Library: "the fake cuBLASLt", Help: "The configuration leaves it out."}
+	}
+	if err := c.begin("cublasLtCreate"); err != nil {
+		return nil, err
+	}
+	return blas{c}, nil
+}
+
+func (blas) Version() int    { return 130000 }
+func (blas) Library() string { return "fake" }
+
+type plan struct {
+	c     *Context
+	spec  driver.MatmulSpec
+	algos []driver.Algo
+}
+
+// Plan offers up to three ways, which differ in their workspace.
+func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan, error) {
+	c := b.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	const call = "cublasLtMatmulAlgoGetHeuristic"
+	if err := c.begin(call); err != nil {
+		return nil, err
+	}
+	m, err := m.Normal()
+	if err != nil {
+		return nil, err
+	}
+	if m.A != m.B || m.A > driver.BFloat16 || m.D > driver.BFloat16 {
+		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake knows float32, float16 and bfloat16")
+	}
+	p := &plan{c: c, spec: m}
+	for i, need := range []int{1 << 20, 1 << 10, 0} {
+		if need <= workspace && len(p.algos) < want {
+			p.algos = append(p.algos, driver.Algo{Workspace: need, Waves: 1, ID: [8]uint64{uint64(i)}})
+		}
+	}
+	c.plans++
+	return p, nil
+}
+
+func (p *plan) Spec() driver.MatmulSpec { return p.spec }
+func (p *plan) Algos() []driver.Algo    { return append([]driver.Algo(nil), p.algos...) }
+
+func (p *plan) Close() error {
+	p.c.mu.Lock()
+	defer p.c.mu.Unlock()
+	p.c.plans--
+	return nil
+}
+
+func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
+	c := p.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	const call = "cublasLtMatmul"
+	if err := c.begin(call); err != nil {
+		return err
+	}
+	if err := p.spec.Check(p.algos, algo, a); err != nil {
+		return err
+	}
+	if a.C == 0 {
+		a.C = a.D
+	}
+	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, driver.Stats{Matmuls: 1}, func() error {
+		return c.run(func(l *Launch) { p.compute(l, a) }, call, driver.LaunchConfig{}, nil)
+	})
+}
+
+// compute is the definition of MatmulSpec, sum by sum.
+func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
+	m := p.spec
+	for i := range m.Batch {
+		at := func(base driver.Ptr, t driver.DType, stride, ld, rows, cols int) matrix {
+			return view(l, base.Offset(i*stride*t.Size()), t, ld, rows, cols)
+		}
+		rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
+		if m.TransA {
+			rowsA, colsA = colsA, rowsA
+		}
+		if m.TransB {
+			rowsB, colsB = colsB, rowsB
+		}
+		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
+		D := at(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
+		var C, bias matrix
+		if a.Beta != 0 {
+			C = at(a.C, m.D, m.StrideD, m.LDD, m.M, m.N)
+		}
+		if a.Bias != 0 {
+			bias = view(l, a.Bias, m.D, m.N, 1, m.N)
+		}
+		for r := range m.M {
+			for col := range m.N {
+				sum := 0.0
+				for k := range m.K {
+					sum += A.of(m.TransA, r, k) * B.of(m.TransB, k, col)
+				}
+				sum *= float64(a.Alpha)
+				if a.Beta != 0 {
+					sum += float64(a.Beta) * C.of(false, r, col)
+				}
+				if a.Bias != 0 {
+					sum += bias.of(false, 0, col)
+				}
+				D.set(r, col, activate(m.Epilogue, sum))
+			}
+		}
+	}
+}
+
+func activate(e driver.Epilogue, x float64) float64 {
+	switch e &^ driver.Bias {
+	case driver.ReLU:
+		return max(x, 0)
+	case driver.GELU:
+		return 0.5 * x * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x)))
+	}
+	return x
+}
+
+// matrix is a stored matrix of any element type.
+type matrix struct {
+	t   driver.DType
+	ld  int
+	f32 []float32
+	u16 []uint16
+}
+
+func view(l *Launch, p driver.Ptr, t driver.DType, ld, rows, cols int) matrix {
+	n := (rows-1)*ld + cols
+	if t == driver.Float32 {
+		return matrix{t: t, ld: ld, f32: Slice[float32](l, p, n)}
+	}
+	return matrix{t: t, ld: ld, u16: Slice[uint16](l, p, n)}
+}
+
+func (m matrix) of(transposed bool, r, c int) float64 {
+	if transposed {
+		r, c = c, r
+	}
+	switch i := r*m.ld + c; m.t {
+	case driver.Float32:
+		return float64(m.f32[i])
+	case driver.BFloat16:
+		return float64(math.Float32frombits(uint32(m.u16[i]) << 16))
+	default:
+		return fromHalf(m.u16[i])
+	}
+}
+
+func (m matrix) set(r, c int, v float64) {
+	switch i := r*m.ld + c; m.t {
+	case driver.Float32:
+		m.f32[i] = float32(v)
+	case driver.BFloat16:
+		m.u16[i] = toBrain(float32(v))
+	default:
+		m.u16[i] = toHalf(v)
+	}
+}
+
+// toBrain rounds to bfloat16, to even.
+func toBrain(v float32) uint16 {
+	b := math.Float32bits(v)
+	if v != v {
+		return uint16(b>>16) | 0x40
+	}
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+
+// fromHalf is the value of a float16: 1 bit of sign, 5 of exponent, 10 of mantissa.
+func fromHalf(h uint16) float64 {
+	exponent, mantissa := int(h>>10&31), float64(h&1023)/1024
+	var v float64
+	switch exponent {
+	case 0:
+		v = math.Ldexp(mantissa, -14)
+	case 31:
+		v = math.Inf(1)
+		if mantissa != 0 {
+			v = math.NaN()
+		}
+	default:
+		v = math.Ldexp(1+mantissa, exponent-15)
+	}
+	if h>>15 != 0 {
+		return -v
+	}
+	return v
+}
+
+// toHalf rounds to float16, to even.
+func toHalf(v float64) uint16 {
+	sign := uint16(math.Float64bits(v)>>48) & 0x8000
+	v = math.Abs(v)
+	switch {
+	case v != v:
+		return 0x7e00
+	case v >= 65520:
+		return sign | 0x7c00
+	case v == 0:
+		return sign
+	}
+	_, e := math.Frexp(v) // v = f·2^e with f in [0.5, 1)
+	e = max(e-1, -14)
+	steps := uint16(math.RoundToEven(math.Ldexp(v, 10-e))) // in units of the last place; 1024 and more are normal
+	return sign | (steps + uint16(e+14)<<10)
+}

@@ -1,0 +1,220 @@
+package driver
+
+import (
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"math"
+)
+
+// Function is a kernel of a module.
+type Function struct {
+	Name   string
+	Handle uintptr
+	Params []Param // the layout of its parameters; nil where the driver cannot tell (before CUDA 12.4)
+}
+
+// Param is where a parameter lies among a kernel's parameters, in bytes.
+type Param struct{ Offset, Size int }
+
+// FunctionAttribute is a CUfunction_attribute.
+type FunctionAttribute int32
+
+// The attributes that matter here; the last three can be set.
+const (
+	MaxThreadsPerBlock        FunctionAttribute = 0
+	StaticShared              FunctionAttribute = 1
+	LocalBytes                FunctionAttribute = 3 // per thread: spills and stack
+	Registers                 FunctionAttribute = 4
+	BinaryVersion             FunctionAttribute = 6 // 90 for code made for 9.0
+	MaxDynamicShared          FunctionAttribute = 8 // must be raised before a launch with more than 48 KiB
+	SharedCarveout            FunctionAttribute = 9 // percent of the L1 preferred as shared memory
+	NonPortableClusterAllowed FunctionAttribute = 14
+)
+
+// Dim counts blocks or threads along three axes; a zero counts as 1.
+type Dim struct{ X, Y, Z int }
+
+// Count is the product of the three.
+func (d Dim) Count() int {
+	d = d.ones()
+	return d.X * d.Y * d.Z
+}
+
+func (d Dim) ones() Dim { return Dim{cmp.Or(d.X, 1), cmp.Or(d.Y, 1), cmp.Or(d.Z, 1)} }
+
+func (d Dim) uint32s() [3]uint32 {
+	d = d.ones()
+	return [3]uint32{uint32(d.X), uint32(d.Y), uint32(d.Z)}
+}
+
+// LaunchConfig is the shape of a launch.
+type LaunchConfig struct {
+	Grid, Block Dim
+	Shared      int  // dynamic shared memory, in bytes
+	Cluster     Dim  // blocks that share a cluster; zero for none
+	Cooperative bool // all blocks run at once, so that they may wait for each other
+	// Overlap lets the kernel start before its predecessor in the stream has ended; it must then itself wait
+	// (griddepcontrol.wait) before touching what the predecessor wrote.
+	Overlap bool
+}
+
+func (c LaunchConfig) extended() bool { return c.Cluster != Dim{} || c.Cooperative || c.Overlap }
+
+func (c LaunchConfig) String() string {
+	g, b := c.Grid.ones(), c.Block.ones()
+	s := fmt.Sprintf("grid %dx%dx%d, block %dx%dx%d, %d bytes of dynamic shared memory", g.X, g.Y, g.Z, b.X, b.Y, b.Z,
+		c.Shared)
+	if (c.Cluster != Dim{}) {
+		k := c.Cluster.ones()
+		s += fmt.Sprintf(", cluster %dx%dx%d", k.X, k.Y, k.Z)
+	}
+	return s
+}
+
+// Args packs a kernel's arguments as C lays out its parameters: each at a multiple of its own size. A zero Args is
+// ready; Reset makes it reusable without new memory. Launch copies the bytes, so it may be changed right afterwards.
+type Args struct {
+	buf    []byte
+	params []Param
+}
+
+// Reset forgets all arguments.
+func (a *Args) Reset() *Args {
+	a.buf, a.params = a.buf[:0], a.params[:0]
+	return a
+}
+
+// Packed is the arguments' bytes, valid until the next change.
+func (a *Args) Packed() []byte { return a.buf }
+
+func (a *Args) next(size, align int) {
+	for len(a.buf)%align != 0 {
+		a.buf = append(a.buf, 0)
+	}
+	a.params = append(a.params, Param{len(a.buf), size})
+}
+
+// Ptr, Int32, Uint32, Int64, Uint64, Float32 and Float64 append an argument of that type.
+func (a *Args) Ptr(p Ptr) *Args { return a.Uint64(uint64(p)) }
+
+// Int32 appends an int.
+func (a *Args) Int32(v int) *Args { return a.Uint32(uint32(int32(v))) }
+
+// Uint32 appends an unsigned int.
+func (a *Args) Uint32(v uint32) *Args {
+	a.next(4, 4)
+	a.buf = binary.LittleEndian.AppendUint32(a.buf, v)
+	return a
+}
+
+// Int64 appends a long long.
+func (a *Args) Int64(v int64) *Args { return a.Uint64(uint64(v)) }
+
+// Uint64 appends an unsigned long long.
+func (a *Args) Uint64(v uint64) *Args {
+	a.next(8, 8)
+	a.buf = binary.LittleEndian.AppendUint64(a.buf, v)
+	return a
+}
+
+// Float32 appends a float.
+func (a *Args) Float32(v float32) *Args { return a.Uint32(math.Float32bits(v)) }
+
+// Float64 appends a double.
+func (a *Args) Float64(v float64) *Args { return a.Uint64(math.Float64bits(v)) }
+
+// Struct appends a structure passed by value, whose C alignment is align.
+func (a *Args) Struct(b []byte, align int) *Args {
+	a.next(len(b), align)
+	a.buf = append(a.buf, b...)
+	return a
+}
+
+// TensorMap appends a descriptor, which the kernel takes as a __grid_constant__ CUtensorMap.
+func (a *Args) TensorMap(m *TensorMap) *Args { return a.Struct(m[:], 64) }
+
+// Check compares the arguments with the kernel's own parameters: a mismatch would otherwise be garbage on the GPU.
+func (f *Function) Check(a *Args) error {
+	if f.Params == nil {
+		return nil
+	}
+	if len(f.Params) != len(a.params) {
+		return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "",
+			fmt.Sprintf("%d arguments given, the kernel takes %d", len(a.params), len(f.Params)))
+	}
+	for i, want := range f.Params {
+		if got := a.params[i]; got != want {
+			return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "",
+				fmt.Sprintf("argument %d has %d bytes at offset %d, the kernel takes %d bytes at offset %d",
+					i, got.Size, got.Offset, want.Size, want.Offset))
+		}
+	}
+	return nil
+}
+
+// TensorMap is a CUtensorMap: 128 opaque bytes.
+type TensorMap [128]byte
+
+// TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first, cut into boxes.
+type TiledTensor struct {
+	Type    DType
+	Address Ptr      // a multiple of 16
+	Dims    []uint64 // elements
+	Strides []uint64 // bytes from one index to the next, for all dimensions but the innermost; multiples of 16
+	Box     []uint32 // elements, at most 256 each
+	Swizzle Swizzle
+	// Promotion is how far L2 widens its reads: 0, 64, 128 or 256 bytes.
+	Promotion int
+}
+
+// Swizzle is how a box's 16-byte chunks are permuted in shared memory, so that columns do not fall on the same banks.
+type Swizzle int32
+
+// The span in bytes within which chunks are permuted; it bounds the box's innermost extent.
+const (
+	NoSwizzle Swizzle = iota
+	Swizzle32
+	Swizzle64
+	Swizzle128
+)
+
+// Check reports what is wrong with the description, where the driver would only say INVALID_VALUE.
+func (t TiledTensor) Check() error {
+	bad := func(format string, args ...any) error {
+		return NewError("cuTensorMapEncodeTiled", InvalidValue, "", fmt.Sprintf(format, args...))
+	}
+	rank := len(t.Dims)
+	switch {
+	case rank < 1 || rank > 5:
+		return bad("%d dimensions, want 1 to 5", rank)
+	case len(t.Strides) != rank-1 || len(t.Box) != rank:
+		return bad("%d dimensions need %d strides and %d box extents, have %d and %d", rank, rank-1, rank,
+			len(t.Strides), len(t.Box))
+	case t.Address == 0 || t.Address%16 != 0:
+		return bad("address %#x, want a multiple of 16", uint64(t.Address))
+	case t.Swizzle < NoSwizzle || t.Swizzle > Swizzle128:
+		return bad("unknown swizzle %d", t.Swizzle)
+	}
+	if _, ok := l2Promotions[t.Promotion]; !ok {
+		return bad("L2 promotion of %d bytes, want 0, 64, 128 or 256", t.Promotion)
+	}
+	for i, d := range t.Dims {
+		if d < 1 || d > 1<<32 || t.Box[i] < 1 || t.Box[i] > 256 {
+			return bad("dimension %d: %d elements in boxes of %d, want 1 to 2^32 and 1 to 256", i, d, t.Box[i])
+		}
+		if i > 0 && (t.Strides[i-1]%16 != 0 || t.Strides[i-1] >= 1<<40) {
+			return bad("dimension %d: stride of %d bytes, want a multiple of 16 below 2^40", i, t.Strides[i-1])
+		}
+	}
+	inner := int(t.Box[0]) * t.Type.Size()
+	if inner%16 != 0 {
+		return bad("a box row has %d bytes, want a multiple of 16", inner)
+	}
+	if span := 16 << t.Swizzle; t.Swizzle != NoSwizzle && inner > span {
+		return bad("a box row has %d bytes, a swizzle over %d bytes allows no more", inner, span)
+	}
+	return nil
+}
+
+var l2Promotions = map[int]uintptr{0: 0, 64: 1, 128: 2, 256: 3}

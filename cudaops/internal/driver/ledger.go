@@ -1,0 +1,178 @@
+package driver
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"unsafe"
+)
+
+// Ledger is what every implementation of Context keeps beside the calls themselves: statistics, which host memory is
+// pinned, and which streams a capture has taken in. A zero Ledger is ready. It is safe for concurrent use.
+type Ledger struct {
+	mu       sync.Mutex
+	stats    Stats
+	pinned   []span // sorted by start
+	captures map[Stream]*tally
+	events   map[Event]*tally // recorded inside a capture
+	device   map[Ptr]int      // sizes of live allocations
+}
+
+type span struct{ start, end uintptr }
+
+// tally is what one capture has recorded so far.
+type tally struct {
+	origin Stream
+	work   Stats
+}
+
+func spanOf(b []byte) span {
+	start := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+	return span{start, start + uintptr(len(b))}
+}
+
+// Stats is a copy of the statistics.
+func (l *Ledger) Stats() Stats {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.stats
+}
+
+// Add counts work that was enqueued on a stream: at once, or at every launch of the graph if the stream is captured.
+func (l *Ledger) Add(s Stream, work Stats) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.captures[s]; t != nil {
+		t.work = t.work.plus(work, 1)
+		return
+	}
+	l.stats = l.stats.plus(work, 1)
+}
+
+// Allocated and Freed keep the sum of device memory.
+func (l *Ledger) Allocated(p Ptr, bytes int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.device == nil {
+		l.device = map[Ptr]int{}
+	}
+	l.device[p] = bytes
+	l.stats.DeviceBytes += int64(bytes)
+}
+
+// Freed takes an allocation out again.
+func (l *Ledger) Freed(p Ptr) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.stats.DeviceBytes -= int64(l.device[p])
+	delete(l.device, p)
+}
+
+// Pin remembers pinned host memory.
+func (l *Ledger) Pin(b []byte) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s := spanOf(b)
+	i, _ := l.find(s.start)
+	l.pinned = slices.Insert(l.pinned, i, s)
+	l.stats.HostBytes += int64(len(b))
+}
+
+// Unpin forgets memory given to Pin, and reports whether it was there.
+func (l *Ledger) Unpin(b []byte) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	i := slices.Index(l.pinned, spanOf(b))
+	if i < 0 || len(b) == 0 {
+		return false
+	}
+	l.pinned = slices.Delete(l.pinned, i, i+1)
+	l.stats.HostBytes -= int64(len(b))
+	return true
+}
+
+// Pinned reports whether all of b is pinned.
+func (l *Ledger) Pinned(b []byte) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s := spanOf(b)
+	i, found := l.find(s.start)
+	if !found {
+		i--
+	}
+	return i >= 0 && s.end <= l.pinned[i].end
+}
+
+// find is the position of the first pinned span that starts at or after an address.
+func (l *Ledger) find(start uintptr) (int, bool) {
+	return slices.BinarySearchFunc(l.pinned, start, func(p span, at uintptr) int { return cmp.Compare(p.start, at) })
+}
+
+// BeginCapture notes that a stream is being captured.
+func (l *Ledger) BeginCapture(s Stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.captures == nil {
+		l.captures, l.events = map[Stream]*tally{}, map[Event]*tally{}
+	}
+	l.captures[s] = &tally{origin: s}
+}
+
+// EndCapture forgets the capture and returns the work in it.
+func (l *Ledger) EndCapture(s Stream) Stats {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	t := l.captures[s]
+	if t == nil {
+		return Stats{}
+	}
+	for stream, of := range l.captures {
+		if of == t {
+			delete(l.captures, stream)
+		}
+	}
+	for event, of := range l.events {
+		if of == t {
+			delete(l.events, event)
+		}
+	}
+	return t.work
+}
+
+// Capturing reports whether a capture has taken in the stream.
+func (l *Ledger) Capturing(s Stream) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.captures[s] != nil
+}
+
+// Recorded and Waited follow a capture from stream to stream.
+func (l *Ledger) Recorded(e Event, s Stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.captures[s]; t != nil {
+		l.events[e] = t
+	} else {
+		delete(l.events, e)
+	}
+}
+
+// Waited takes a stream into the capture in which the event was recorded.
+func (l *Ledger) Waited(s Stream, e Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.events[e]; t != nil {
+		l.captures[s] = t
+	}
+}
+
+// CheckHost refuses a captured copy with memory that is not pinned, and reports whether a copy is asynchronous.
+func (l *Ledger) CheckHost(call string, b []byte, s Stream) (async bool, err error) {
+	if l.Pinned(b) {
+		return true, nil
+	}
+	if l.Capturing(s) {
+		return false, NewError(call, CaptureUnsupported, "", "a captured copy needs pinned host memory, from AllocHost")
+	}
+	return false, nil
+}

@@ -1,0 +1,158 @@
+package driver
+
+import "fmt"
+
+// DType is a type of matrix elements.
+type DType uint8
+
+// The element types, by size and then range.
+const (
+	Float32 DType = iota
+	Float16
+	BFloat16
+	Float8E4M3
+	Float8E5M2
+)
+
+// Size is the bytes of an element.
+func (t DType) Size() int { return [...]int{4, 2, 2, 1, 1}[t] }
+
+func (t DType) String() string {
+	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "float8e5m2"}[t]
+}
+
+// Compute is how a product is computed; sums are in float32 always.
+type Compute uint8
+
+// FullPrecision multiplies the operands as they are. TF32 rounds float32 operands to 10 bits of mantissa.
+const (
+	FullPrecision Compute = iota
+	TF32
+)
+
+// Epilogue is what is done to the product before it is stored; GELU is the tanh approximation.
+type Epilogue uint32
+
+// The values are cuBLASLt's.
+const (
+	NoEpilogue Epilogue = 1
+	ReLU       Epilogue = 2
+	Bias       Epilogue = 4
+	BiasReLU   Epilogue = 6
+	GELU       Epilogue = 32
+	BiasGELU   Epilogue = 36
+)
+
+// MatmulSpec describes products of row-major matrices,
+//
+//	D = epilogue(alpha · op(A) op(B) + beta · C + bias)
+//
+// with op(A) [M, K], op(B) [K, N], C and D [M, N] and bias [N], which is added to every row. Zero values mean: no
+// transposition, rows without gaps, one product, full precision, no epilogue, pointers aligned to 256 bytes.
+type MatmulSpec struct {
+	M, N, K        int
+	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
+	A, B, D        DType // C and bias have D's type
+	LDA, LDB, LDD  int   // elements from one stored row to the next
+	Batch          int
+	// Elements from one product's matrix to the next; with a stride of 0 all products share the matrix.
+	StrideA, StrideB, StrideD int
+	Compute                   Compute
+	Epilogue                  Epilogue
+	Align                     int // bytes that every pointer is a multiple of
+}
+
+// Normal fills in what zero values mean and refuses what makes no sense.
+func (m MatmulSpec) Normal() (MatmulSpec, error) {
+	bad := func(format string, args ...any) (MatmulSpec, error) {
+		return m, NewBlasError("cublasLtMatmul", BlasInvalidValue, fmt.Sprintf(format, args...))
+	}
+	if m.M < 1 || m.N < 1 || m.K < 1 {
+		return bad("M, N, K = %d, %d, %d, want at least 1", m.M, m.N, m.K)
+	}
+	orFill := func(v *int, fallback int) {
+		if *v == 0 {
+			*v = fallback
+		}
+	}
+	colsA, colsB := m.K, m.N
+	if m.TransA {
+		colsA = m.M
+	}
+	if m.TransB {
+		colsB = m.K
+	}
+	orFill(&m.LDA, colsA)
+	orFill(&m.LDB, colsB)
+	orFill(&m.LDD, m.N)
+	orFill(&m.Batch, 1)
+	orFill(&m.Align, 256)
+	if m.Epilogue == 0 {
+		m.Epilogue = NoEpilogue
+	}
+	switch {
+	case m.LDA < colsA || m.LDB < colsB || m.LDD < m.N:
+		return bad("rows lie %d, %d, %d elements apart, shorter than their lengths %d, %d, %d", m.LDA, m.LDB, m.LDD,
+			colsA, colsB, m.N)
+	case m.Batch < 1:
+		return bad("batch of %d", m.Batch)
+	case m.Batch > 1 && m.StrideD < (m.M-1)*m.LDD+m.N:
+		return bad("results lie %d elements apart and would overlap", m.StrideD)
+	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
+		return bad("alignment of %d bytes", m.Align)
+	}
+	return m, nil
+}
+
+// MatmulArgs is the operands of one run. C may be zero, which means D.
+type MatmulArgs struct {
+	Alpha, Beta   float32
+	A, B, C, D    Ptr
+	Bias          Ptr
+	Workspace     Ptr
+	WorkspaceSize int
+}
+
+// Algo is a way to compute a product.
+type Algo struct {
+	Workspace int       // bytes it needs
+	Waves     float32   // how often it fills the GPU
+	ID        [8]uint64 // tells the same way again, for one version of the library
+}
+
+// Blas is cuBLASLt.
+type Blas interface {
+	Version() int    // 10000·major + 100·minor + patch
+	Library() string // where it was found
+	// Plan prepares a product and asks for up to want ways to compute it within a workspace of at most that many bytes,
+	// the one thought fastest first. None at all is an error with the status BlasNotSupported.
+	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
+}
+
+// MatmulPlan is a prepared product.
+type MatmulPlan interface {
+	Spec() MatmulSpec // with zero values filled in
+	Algos() []Algo
+	// Run enqueues the product, computed in the way with that index.
+	Run(algo int, a MatmulArgs, s Stream) error
+	Close() error
+}
+
+// Check refuses operands that do not go with a plan.
+func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
+	detail := ""
+	switch {
+	case algo < 0 || algo >= len(algos):
+		detail = fmt.Sprintf("algorithm %d of %d", algo, len(algos))
+	case a.WorkspaceSize < algos[algo].Workspace:
+		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize, algos[algo].Workspace)
+	case m.Epilogue&Bias != 0 != (a.Bias != 0):
+		detail = "a bias goes with a bias epilogue, and only with that"
+	case (a.A|a.B|a.C|a.D|a.Bias)%Ptr(m.Align) != 0:
+		detail = fmt.Sprintf("A, B, C, D, bias at %#x, %#x, %#x, %#x, %#x are not all aligned to %d bytes", uint64(a.A),
+			uint64(a.B), uint64(a.C), uint64(a.D), uint64(a.Bias), m.Align)
+	default:
+		return nil
+	}
+	return NewBlasError("cublasLtMatmul", BlasInvalidValue, detail)
+}

@@ -1,0 +1,170 @@
+package driver_test
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
+type stored struct {
+	bytes  []byte
+	values []float64
+}
+
+func (r *rig) matrix(t driver.DType, n int) stored {
+	f := r.floats(n)
+	m := stored{values: make([]float64, n)}
+	if t == driver.BFloat16 {
+		b := make([]uint16, n)
+		for i, v := range f {
+			b[i] = uint16(math.Float32bits(v) >> 16)
+			m.values[i] = float64(math.Float32frombits(uint32(b[i]) << 16))
+		}
+		m.bytes = driver.Bytes(b)
+		return m
+	}
+	for i, v := range f {
+		m.values[i] = float64(v)
+	}
+	m.bytes = driver.Bytes(f)
+	return m
+}
+
+func values(t driver.DType, b []byte) []float64 {
+	out := make([]float64, len(b)/t.Size())
+	for i := range out {
+		if t == driver.BFloat16 {
+			out[i] = float64(math.Float32frombits(uint32(driver.View[uint16](b)[i]) << 16))
+		} else {
+			out[i] = float64(driver.View[float32](b)[i])
+		}
+	}
+	return out
+}
+
+func TestMatmul(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		blas, err := r.Blas()
+		ok(t, err)
+		t.Logf("%s, version %d", blas.Library(), blas.Version())
+		if again, err := r.Blas(); err != nil || again != blas {
+			t.Errorf("second call: %v, %v", again, err)
+		}
+		const f32, b16 = driver.Float32, driver.BFloat16
+		for _, c := range []driver.MatmulSpec{
+			{M: 1, N: 1, K: 1},
+			{M: 37, N: 29, K: 61, Align: 4},
+			{M: 37, N: 29, K: 61, TransA: true, Align: 4},
+			{M: 37, N: 29, K: 61, TransB: true, Align: 4},
+			{M: 37, N: 29, K: 61, TransA: true, TransB: true, LDA: 40, LDB: 64, LDD: 33},
+			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
+			{M: 67, N: 35, K: 81, TransB: true, A: b16, B: b16, D: b16, Align: 2},
+			{M: 48, N: 40, K: 72, TransA: true, A: b16, B: b16, D: f32},
+			{M: 33, N: 24, K: 16, Epilogue: driver.Bias},
+			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true, Epilogue: driver.BiasGELU},
+			{M: 33, N: 24, K: 16, Epilogue: driver.ReLU},
+			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*24 + 8, A: b16, B: b16, D: b16},
+			{M: 16, N: 24, K: 32, Batch: 3, StrideA: 16 * 32, StrideD: 16 * 24},
+		} {
+			t.Run(fmt.Sprintf("%dx%dx%d %v%v%v e%d b%d", c.M, c.N, c.K, c.TransA, c.TransB, c.D, c.Epilogue, c.Batch),
+				func(t *testing.T) { r.matmul(t, blas, c, 1.5, 0); r.matmul(t, blas, c, 1, -0.75) })
+		}
+		for name, c := range map[string]driver.MatmulSpec{
+			"empty":   {M: 0, N: 1, K: 1},
+			"ld":      {M: 2, N: 2, K: 3, LDA: 2},
+			"overlap": {M: 2, N: 2, K: 2, Batch: 2, StrideA: 4, StrideB: 4, StrideD: 3},
+			"align":   {M: 2, N: 2, K: 2, Align: 3},
+		} {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasInvalidValue) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
+}
+
+func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha, beta float32) {
+	const limit = 4 << 20
+	p, err := blas.Plan(c, limit, 8)
+	ok(t, err)
+	c = p.Spec()
+	rowsA, rowsB := c.M, c.K
+	if c.TransA {
+		rowsA = c.K
+	}
+	if c.TransB {
+		rowsB = c.N
+	}
+	size := func(rows, ld, stride int) int { return rows*ld + (c.Batch-1)*stride }
+	a, b := r.matrix(c.A, size(rowsA, c.LDA, c.StrideA)), r.matrix(c.B, size(rowsB, c.LDB, c.StrideB))
+	d, bias := r.matrix(c.D, size(c.M, c.LDD, c.StrideD)), r.matrix(c.D, c.N)
+	want := append([]float64(nil), d.values...)
+	for batch := range c.Batch {
+		for i := range c.M {
+			for j := range c.N {
+				sum := 0.0
+				for k := range c.K {
+					ia, ib := i*c.LDA+k, k*c.LDB+j
+					if c.TransA {
+						ia = k*c.LDA + i
+					}
+					if c.TransB {
+						ib = j*c.LDB + k
+					}
+					sum += a.values[batch*c.StrideA+ia] * b.values[batch*c.StrideB+ib]
+				}
+				at := batch*c.StrideD + i*c.LDD + j
+				v := float64(alpha)*sum + float64(beta)*d.values[at]
+				switch c.Epilogue {
+				case driver.Bias:
+					v += bias.values[j]
+				case driver.ReLU:
+					v = max(v, 0)
+				case driver.BiasGELU:
+					v += bias.values[j]
+					v = 0.5 * v * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(v+0.044715*v*v*v)))
+				}
+				want[at] = v
+			}
+		}
+	}
+	up := func(m stored) driver.Ptr {
+		ptr := r.alloc(t, len(m.bytes)+c.Align)
+		ok(t, r.CopyToDevice(ptr.Offset(c.Align), m.bytes, 0)) // exactly as aligned as promised
+		return ptr
+	}
+	pa, pb, pd, pbias, work := up(a), up(b), up(d), up(bias), r.alloc(t, limit)
+	args := driver.MatmulArgs{Alpha: alpha, Beta: beta, A: pa.Offset(c.Align), B: pb.Offset(c.Align),
+		D: pd.Offset(c.Align), Workspace: work, WorkspaceSize: limit}
+	if c.Epilogue&driver.Bias != 0 {
+		args.Bias = pbias.Offset(c.Align)
+	}
+	tolerance := 1e-6
+	if c.A == driver.BFloat16 && c.D == driver.BFloat16 {
+		tolerance = 4e-3
+	}
+	if len(p.Algos()) == 0 {
+		t.Fatal("no algorithm")
+	}
+	for i := range p.Algos() {
+		ok(t, r.CopyToDevice(args.D, d.bytes, 0))
+		ok(t, p.Run(i, args, 0))
+		got := make([]byte, len(d.bytes))
+		ok(t, r.CopyToHost(got, args.D, 0))
+		if e := relative(values(c.D, got), want); !(e <= tolerance) {
+			t.Errorf("algorithm %d of %d: error %.2g, want at most %.2g", i, len(p.Algos()), e, tolerance)
+		}
+	}
+	bad := args
+	bad.WorkspaceSize = -1
+	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0), "workspace": p.Run(0, bad, 0)} {
+		if !errors.Is(err, driver.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(pbias), r.Free(work), p.Close()))
+}

@@ -1,0 +1,221 @@
+// What the attention kernels share: parameters, the order of work, and the vocabulary of tensor-core tiles.
+//
+//   y = softmax(scale·q·kᵀ)·v,  lse = log Σ exp(scale·q·kᵀ)
+//
+// for every sequence b and query head h on its own; query head h reads key-value head h/(heads/kvHeads). Element d of
+// head h at position t of sequence b is x[(b·seq + t)·stride + h·headDim + d]; lse is [batch, heads, seq].
+#pragma once
+#include "common.cuh"
+
+namespace attention {
+
+// The launcher fills it; strides are in elements from one row to the next. Those that a kernel does not name are unused.
+struct Params {
+  const void *q, *k, *v;
+  void *y;
+  const void *g;         // gradient of y
+  void *dq, *dk, *dv;
+  float *lse;
+  float2 *stats;         // [batch, heads, seq]: (lse·log₂e, Σ_d g·y), from attention_stats
+  int64_t qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride;
+  int batch, seq, heads, kvHeads, headDim, causal;
+  float scale;
+  int section;           // heads whose blocks are scheduled together, so that their keys and values stay in L2
+};
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Work is what one thread block does: tile `tile` of head `head` of sequence `batch`.
+struct Work {
+  int batch, head, tile;
+};
+
+// Blocks walk the heads a section at a time. Within a section they go tile by tile; under a causal mask the tiles with
+// the longest loops come first, so that no long one is left for the end.
+__device__ inline Work schedule(const Params &p, int heads, int tiles, bool lastFirst) {
+  int perSection = p.section * tiles;
+  int section = blockIdx.x / perSection;
+  int r = blockIdx.x % perSection;
+  int first = section * p.section;
+  int n = min(p.section, p.batch * heads - first);
+  int tile = r / n, head = first + r % n;
+  return {head / heads, head % heads, lastFirst ? tiles - 1 - tile : tile};
+}
+
+template <typename T> __device__ inline T *at(const void *base, int64_t stride, int seq, int batch, int row, int column) {
+  return (T *)base + ((int64_t)batch * seq + row) * stride + column;
+}
+
+__device__ inline float exp2Approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline uint32_t pack(float lo, float hi, bf16) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return *(uint32_t *)&v;
+}
+
+__device__ inline uint32_t pack(float lo, float hi, f16) {
+  __half2 v = __floats2half2_rn(lo, hi);
+  return *(uint32_t *)&v;
+}
+
+// Tiles in shared memory hold D elements (16-bit) a row, as chunks of 16 bytes; chunk c of row r lies where chunk
+// c ^ (r % 8) would: eight rows of one chunk, which is what ldmatrix reads, then fall on different banks.
+template <int D> __device__ inline uint32_t chunkAt(uint32_t tile, int row, int chunk) {
+  return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+}
+
+__device__ inline uint32_t sharedAddress(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+template <int Bytes> __device__ inline void copyAsync(uint32_t to, const void *from, bool valid) {
+  int n = valid ? Bytes : 0; // the rest is filled with zeros
+  if (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n));
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(Bytes), "r"(n));
+}
+
+__device__ inline void copyCommit() { asm volatile("cp.async.commit_group;"); }
+
+template <int N> __device__ inline void copyWait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
+
+// Starts the copy of Rows rows of one head, of which `rows` exist; other rows and columns from headDim on become zero.
+template <typename T, int D, int Rows, int Threads>
+__device__ inline void loadTile(uint32_t tile, const T *from, int64_t stride, int rows, int headDim) {
+  constexpr int chunks = D / 8, step = Threads / chunks;
+  static_assert(Threads % chunks == 0 && Rows % step == 0, "every thread copies the same chunk of each of its rows");
+  int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+  bool column = chunk * 8 < headDim;
+#pragma unroll
+  for (int i = 0; i < Rows / step; i++) {
+    int row = first + i * step;
+    bool valid = column && row < rows;
+    copyAsync<16>(chunkAt<D>(tile, row, chunk), valid ? from + row * stride + chunk * 8 : from, valid);
+  }
+}
+
+// One warp writes Rows rows of its tile from shared memory: 16 bytes a lane, whole rows at a time.
+template <typename T, int D, int Rows>
+__device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
+  constexpr int chunks = D / 8, step = 32 / chunks;
+  int lane = threadIdx.x % 32, chunk = lane % chunks;
+#pragma unroll
+  for (int i = 0; i < Rows / step; i++) {
+    int row = lane / chunks + i * step;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(chunkAt<D>(tile, tileRow + row, chunk)));
+    if (row < rows && chunk * 8 < headDim) *(uint4 *)(to + row * stride + chunk * 8) = v;
+  }
+}
+
+__device__ inline void loadMatrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+__device__ inline void loadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// c (16×8) += a (16×16) · b (16×8)
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, f16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An accumulator of a warp: 16·M rows by N columns. A lane holds, of every 16×8 piece, the columns 2·(lane%4) and the next
+// of the rows lane/4 (elements 0 and 1) and lane/4 + 8 (elements 2 and 3).
+template <int M, int N> struct Accumulator {
+  float c[M][N / 8][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[m][n][e] = 0;
+  }
+
+  // += A·Bᵀ for A, rows aRow... of a tile, and B, rows bRow... of another; both have D columns.
+  template <typename T, int D> __device__ void addNT(uint32_t aTile, int aRow, uint32_t bTile, int bRow) {
+    int lane = threadIdx.x % 32;
+    int ar = aRow + lane % 16, br = bRow + lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      uint32_t a[M][4];
+#pragma unroll
+      for (int m = 0; m < M; m++) loadMatrices(a[m], chunkAt<D>(aTile, ar + 16 * m, 2 * k + lane / 16));
+#pragma unroll
+      for (int n = 0; n < N / 16; n++) {
+        uint32_t b[4];
+        loadMatrices(b, chunkAt<D>(bTile, br + 16 * n, 2 * k + lane / 8 % 2));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          multiply(c[m][2 * n], a[m], b[0], b[1], T());
+          multiply(c[m][2 * n + 1], a[m], b[2], b[3], T());
+        }
+      }
+    }
+  }
+
+  // += A·B for A in registers and B, rows bRow... of a tile with N columns; A's accumulator layout is just that of an
+  // operand, once rounded.
+  template <typename T, int K> __device__ void addNN(const Accumulator<M, K> &a, uint32_t bTile, int bRow) {
+    int lane = threadIdx.x % 32;
+    int br = bRow + lane % 16;
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) {
+      uint32_t ra[M][4];
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          ra[m][i] = pack(a.c[m][2 * k + i / 2][i % 2 * 2], a.c[m][2 * k + i / 2][i % 2 * 2 + 1], T());
+#pragma unroll
+      for (int n = 0; n < N / 16; n++) {
+        uint32_t b[4];
+        loadMatricesTransposed(b, chunkAt<N>(bTile, br + 16 * k, 2 * n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          multiply(c[m][2 * n], ra[m], b[0], b[1], T());
+          multiply(c[m][2 * n + 1], ra[m], b[2], b[3], T());
+        }
+      }
+    }
+  }
+
+  // Writes the accumulator times a factor for each row half, f[m][lower], into rows row... of a tile with N columns.
+  template <typename T> __device__ void roundTo(uint32_t tile, int row, const float (&f)[M][2]) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+          uint32_t to = chunkAt<N>(tile, row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 4;
+          uint32_t v = pack(c[m][n][2 * half] * f[m][half], c[m][n][2 * half + 1] * f[m][half], T());
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v));
+        }
+  }
+};
+
+} // namespace attention

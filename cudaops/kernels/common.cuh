@@ -1,0 +1,101 @@
+// What every kernel is written with: storage types, 16-byte accesses, and reductions over warps and blocks.
+//
+// Numbers are stored as float, bfloat16 or half and computed with as float. Reductions add in an order that depends on the
+// launch's shape alone, so the same inputs give the same bits on every run: no atomics on floating-point numbers.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+using f32 = float;
+
+// FOR_STORAGE_TYPES(DEFINE) is DEFINE(f32) DEFINE(bf16) DEFINE(f16). A DEFINE(T) usually defines the extern "C" kernel
+// name_##T, by which the host finds it, with a call of the template that does the work.
+#define FOR_STORAGE_TYPES(DEFINE) DEFINE(f32) DEFINE(bf16) DEFINE(f16)
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// ---- Conversions: to storage, to nearest, ties to even ----
+
+__device__ __forceinline__ float toFloat(float v) { return v; }
+__device__ __forceinline__ float toFloat(bf16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float toFloat(f16 v) { return __half2float(v); }
+
+template <class T> __device__ __forceinline__ T fromFloat(float v);
+template <> __device__ __forceinline__ float fromFloat<float>(float v) { return v; }
+template <> __device__ __forceinline__ bf16 fromFloat<bf16>(float v) { return __float2bfloat16_rn(v); }
+template <> __device__ __forceinline__ f16 fromFloat<f16>(float v) { return __float2half_rn(v); }
+
+// ---- Vectors ----
+
+// Pack is N consecutive elements, moved in accesses of up to 16 bytes.
+template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+  T v[N];
+  __device__ __forceinline__ float get(int i) const { return toFloat(v[i]); }
+  __device__ __forceinline__ void set(int i, float x) { v[i] = fromFloat<T>(x); }
+};
+
+// kVec is how many elements fill 16 bytes.
+template <class T> constexpr int kVec = 16 / sizeof(T);
+
+// Word is the widest type that moves n bytes evenly.
+template <int n> struct WordOf { using type = uint4; };
+template <> struct WordOf<8> { using type = uint2; };
+template <> struct WordOf<4> { using type = uint32_t; };
+template <> struct WordOf<2> { using type = uint16_t; };
+
+// load and store move a pack; p must be aligned as Pack<T, N> is.
+template <int N, class T> __device__ __forceinline__ Pack<T, N> load(const T* p) {
+  using Word = typename WordOf<sizeof(T) * N>::type;
+  constexpr int words = sizeof(Pack<T, N>) / sizeof(Word);
+  Pack<T, N> r;
+#pragma unroll
+  for (int i = 0; i < words; i++) reinterpret_cast<Word*>(&r)[i] = reinterpret_cast<const Word*>(p)[i];
+  return r;
+}
+
+template <int N, class T> __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
+  using Word = typename WordOf<sizeof(T) * N>::type;
+  constexpr int words = sizeof(Pack<T, N>) / sizeof(Word);
+#pragma unroll
+  for (int i = 0; i < words; i++) reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&v)[i];
+}
+
+// aligned16 reports whether all pointers are multiples of 16 bytes; null is.
+template <class... P> __device__ __forceinline__ bool aligned16(const P*... p) {
+  return ((reinterpret_cast<uintptr_t>(p) | ...) & 15) == 0;
+}
+
+// ---- Reductions ----
+
+struct Sum {
+  static constexpr float identity = 0.0f;
+  __device__ static __forceinline__ float merge(float a, float b) { return a + b; }
+};
+
+// Max gives NaN when either side is NaN, so that none is hidden.
+struct Max {
+  static constexpr float identity = -INFINITY;
+  __device__ static __forceinline__ float merge(float a, float b) { return a > b || a != a ? a : b; }
+};
+
+// warpReduce gives every lane the reduction over a warp, all of whose lanes take part.
+template <class Op> __device__ __forceinline__ float warpReduce(float v) {
+#pragma unroll
+  for (int d = kWarp / 2; d > 0; d /= 2) v = Op::merge(v, __shfl_xor_sync(kAllLanes, v, d));
+  return v;
+}
+
+// blockReduce gives every thread the reduction over a block of whole warps, all of whose threads take part.
+template <class Op> __device__ __forceinline__ float blockReduce(float v) {
+  __shared__ float partial[kWarp];
+  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  v = warpReduce<Op>(v);
+  __syncthreads();  // the previous call's readers are done with partial
+  if (lane == 0) partial[warp] = v;
+  __syncthreads();
+  return warpReduce<Op>(lane < warps ? partial[lane] : Op::identity);
+}

@@ -1,0 +1,265 @@
+// Elementwise arithmetic.
+//
+//   unary:  y = f(a, p), p one number for all     binary:  y = f(a, b)     cast:  y = a in y's type
+//   axpby:  y = alpha·x + beta·y                  fill:    y = p
+//
+// An operand of binary is indexed as operand[(i / repeat) % period]: all of it (repeat 1, period n), one number for all
+// (period 1), a row for every row (period columns), or a column for every column (repeat columns, period rows).
+//
+// Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's width apart, so that a
+// warp's access is contiguous and several are in flight. A block works element by element where a pointer is not a multiple
+// of 16 bytes, at the ragged end, and for functions that training does not wait for.
+#include "common.cuh"
+
+// F(name, formula), in the order of the host's UnaryOp. The first list is compiled for speed, the second for size.
+#define FAST_UNARY(F)                                                  \
+  F(Identity, a)                                                       \
+  F(Neg, -a)                                                           \
+  F(Abs, fabsf(a))                                                     \
+  F(Square, a * a)                                                     \
+  F(Sqrt, sqrtf(a))                                                    \
+  F(InverseSqrt, 1.0f / sqrtf(a))                                      \
+  F(Inverse, 1.0f / a)                                                 \
+  F(Exp, expf(a))                                                      \
+  F(Log, logf(a))                                                      \
+  F(Tanh, tanhf(a))                                                    \
+  F(Sigmoid, sigmoid(a))                                               \
+  F(SiLU, a * sigmoid(a))                                              \
+  F(Relu, a < 0 ? 0.0f : a) /* NaN stays NaN */                        \
+  F(AddScalar, a + p)                                                  \
+  F(MulScalar, a * p)
+#define SMALL_UNARY(F)                                                 \
+  F(SubFrom, p - a)                                                    \
+  F(DivideInto, p / a)                                                 \
+  F(PowScalar, powf(a, p))                                             \
+  F(PowOf, powf(p, a))                                                 \
+  F(MaxScalar, a < p ? p : a)                                          \
+  F(MinScalar, a > p ? p : a)                                          \
+  F(Sign, a > 0 ? 1.0f : a < 0 ? -1.0f : a)                            \
+  F(Step, a > 0 ? 1.0f : 0.0f)                                         \
+  F(Cube, a * a * a)                                                   \
+  F(Expm1, expm1f(a))                                                  \
+  F(Log1p, log1pf(a))                                                  \
+  F(Log2, log2f(a))                                                    \
+  F(Sin, sinf(a))                                                      \
+  F(Cos, cosf(a))                                                      \
+  F(Softplus, fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a))))                \
+  F(Gelu, 0.5f * a * (1.0f + erff(a * 0.707106781f)))                  \
+  F(Ceil, ceilf(a))                                                    \
+  F(Floor, floorf(a))
+
+// F(name, formula), in the order of the host's BinaryOp. The gradients take the function's output, and its gradient as b.
+#define FAST_BINARY(F)                                                 \
+  F(Add, a + b)                                                        \
+  F(Sub, a - b)                                                        \
+  F(Mul, a* b)                                                         \
+  F(Div, a / b)                                                        \
+  F(TanhGrad, (1.0f - a * a) * b)                                      \
+  F(SigmoidGrad, a*(1.0f - a) * b)                                     \
+  F(ReluGrad, a > 0 ? b : 0.0f)
+#define SMALL_BINARY(F)                                                \
+  F(Pow, powf(a, b))                                                   \
+  F(Maximum, a > b || a != a ? a : b)                                  \
+  F(Minimum, a < b || a != a ? a : b)                                  \
+  F(Less, a < b)                                                       \
+  F(LessEqual, a <= b)                                                 \
+  F(Greater, a > b)                                                    \
+  F(GreaterEqual, a >= b)                                              \
+  F(Equal, a == b)                                                     \
+  F(NotEqual, a != b)
+
+#define NAME(name, formula) name,
+enum Unary { FAST_UNARY(NAME) SMALL_UNARY(NAME) };
+enum Binary { FAST_BINARY(NAME) SMALL_BINARY(NAME) };
+
+__device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
+
+#define CASE(name, formula) \
+  case name: return formula;
+
+__device__ __forceinline__ float unary(int op, float a, float p) {
+  switch (op) { FAST_UNARY(CASE) SMALL_UNARY(CASE) }
+  return a;
+}
+
+__device__ __forceinline__ float binary(int op, float a, float b) {
+  switch (op) { FAST_BINARY(CASE) SMALL_BINARY(CASE) }
+  return a;
+}
+
+constexpr int kThreads = 256, kUnroll = 2;
+
+// mapPacks calls read for each of the thread's packs of N elements and then write(i, what was read), if the block's span
+// lies within the n elements; it returns false otherwise.
+template <int N, class Read, class Write>
+__device__ __forceinline__ bool mapPacks(int64_t n, Read read, Write write) {
+  constexpr int64_t span = int64_t(kUnroll) * kThreads * N;
+  if ((blockIdx.x + 1) * span > n) return false;
+  int64_t i = blockIdx.x * span + threadIdx.x * N;
+  decltype(read(i)) got[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; u++) got[u] = read(i + u * kThreads * N);
+#pragma unroll
+  for (int u = 0; u < kUnroll; u++) write(i + u * kThreads * N, got[u]);
+  return true;
+}
+
+// mapElements calls f for each element of the block's span that lies within the n.
+template <int N, class F> __device__ __forceinline__ void mapElements(int64_t n, F f) {
+  constexpr int64_t span = int64_t(kUnroll) * kThreads * N;
+  int64_t end = min(n, (blockIdx.x + 1) * span);
+#pragma unroll 1
+  for (int64_t i = blockIdx.x * span + threadIdx.x; i < end; i += kThreads) f(i);
+}
+
+// ---- unary ----
+
+template <int op, class T> __device__ __forceinline__ bool fastUnary(T* y, const T* x, float p, int64_t n) {
+  constexpr int N = kVec<T>;
+  return mapPacks<N>(
+      n, [&](int64_t i) { return load<N>(x + i); },
+      [&](int64_t i, Pack<T, N> v) {
+#pragma unroll
+        for (int j = 0; j < N; j++) v.set(j, unary(op, v.get(j), p));
+        store(y + i, v);
+      });
+}
+
+// The parameter is p, or the number at *device where that is not null.
+template <class T>
+__device__ __forceinline__ void runUnary(T* y, const T* x, int op, float p, const T* device, int64_t n) {
+  if (device) p = toFloat(*device);
+  bool done = false;
+#define RUN(name, formula) \
+  case name: done = fastUnary<name>(y, x, p, n); break;
+  if (aligned16(y, x)) switch (op) { FAST_UNARY(RUN) }
+#undef RUN
+  if (!done) mapElements<kVec<T>>(n, [&](int64_t i) { y[i] = fromFloat<T>(unary(op, toFloat(x[i]), p)); });
+}
+
+#define DEFINE(T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      unary_##T(T* y, const T* x, int op, float p, const T* device, int64_t n) {                              \
+    runUnary(y, x, op, p, device, n);                                                                         \
+  }
+FOR_STORAGE_TYPES(DEFINE)
+#undef DEFINE
+
+// ---- binary ----
+
+// Operand says which of its elements belongs to element i.
+struct Operand {
+  int64_t repeat, period;
+  __device__ __forceinline__ int64_t at(int64_t i) const { return i / repeat % period; }
+};
+
+template <int op, class T> __device__ __forceinline__ bool fastBinary(T* y, const T* a, const T* b, int64_t n) {
+  constexpr int N = kVec<T>;
+  struct Two {
+    Pack<T, N> a, b;
+  };
+  return mapPacks<N>(
+      n, [&](int64_t i) { return Two{load<N>(a + i), load<N>(b + i)}; },
+      [&](int64_t i, Two v) {
+#pragma unroll
+        for (int j = 0; j < N; j++) v.a.set(j, binary(op, v.a.get(j), v.b.get(j)));
+        store(y + i, v.a);
+      });
+}
+
+template <class T>
+__device__ __forceinline__ void runBinary(T* y, const T* a, const T* b, int op, Operand ia, Operand ib, int64_t n) {
+  bool done = false;
+#define RUN(name, formula) \
+  case name: done = fastBinary<name>(y, a, b, n); break;
+  if (aligned16(y, a, b) && ia.period == n && ib.period == n) switch (op) { FAST_BINARY(RUN) }
+#undef RUN
+  if (!done)
+    mapElements<kVec<T>>(n, [&](int64_t i) {
+      y[i] = fromFloat<T>(binary(op, toFloat(a[ia.at(i)]), toFloat(b[ib.at(i)])));
+    });
+}
+
+#define DEFINE(T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      binary_##T(T* y, const T* a, const T* b, int op, int64_t repeatA, int64_t periodA, int64_t repeatB,     \
+                 int64_t periodB, int64_t n) {                                                                \
+    runBinary(y, a, b, op, Operand{repeatA, periodA}, Operand{repeatB, periodB}, n);                          \
+  }
+FOR_STORAGE_TYPES(DEFINE)
+#undef DEFINE
+
+// ---- cast, axpby, fill ----
+
+// Four elements an access on both sides, so that the side of four-byte elements moves 16 bytes.
+template <class Y, class X> __device__ __forceinline__ void runCast(Y* y, const X* x, int64_t n) {
+  constexpr int N = 4;
+  auto convert = [&](int64_t i, Pack<X, N> v) {
+    Pack<Y, N> r;
+#pragma unroll
+    for (int j = 0; j < N; j++) r.set(j, v.get(j));
+    store(y + i, r);
+  };
+  if (!aligned16(y, x) || !mapPacks<N>(n, [&](int64_t i) { return load<N>(x + i); }, convert))
+    mapElements<N>(n, [&](int64_t i) { y[i] = fromFloat<Y>(toFloat(x[i])); });
+}
+
+// y = alpha·x + beta·y; y is not read when beta is 0, so it may hold anything.
+template <class Y, class X>
+__device__ __forceinline__ void runAxpby(Y* y, const X* x, float alpha, float beta, int64_t n) {
+  constexpr int N = 4;
+  struct Two {
+    Pack<X, N> x;
+    Pack<Y, N> y;
+  };
+  auto read = [&](int64_t i) {
+    Two v;
+    v.x = load<N>(x + i);
+    if (beta != 0) v.y = load<N>(y + i);
+    return v;
+  };
+  auto write = [&](int64_t i, Two v) {
+    Pack<Y, N> r;
+#pragma unroll
+    for (int j = 0; j < N; j++) r.set(j, beta != 0 ? alpha * v.x.get(j) + beta * v.y.get(j) : alpha * v.x.get(j));
+    store(y + i, r);
+  };
+  if (!aligned16(y, x) || !mapPacks<N>(n, read, write))
+    mapElements<N>(n, [&](int64_t i) {
+      float v = alpha * toFloat(x[i]);
+      y[i] = fromFloat<Y>(beta != 0 ? v + beta * toFloat(y[i]) : v);
+    });
+}
+
+#define DEFINE(Y, X)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads) cast_##Y##_##X(Y* y, const X* x, int64_t n) {        \
+    runCast(y, x, n);                                                                                         \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      axpby_##Y##_##X(Y* y, const X* x, float alpha, float beta, int64_t n) {                                 \
+    runAxpby(y, x, alpha, beta, n);                                                                           \
+  }
+DEFINE(f32, f32)
+DEFINE(f32, bf16)
+DEFINE(f32, f16)
+DEFINE(bf16, f32)
+DEFINE(bf16, bf16)
+DEFINE(bf16, f16)
+DEFINE(f16, f32)
+DEFINE(f16, bf16)
+DEFINE(f16, f16)
+#undef DEFINE
+
+template <class T> __device__ __forceinline__ void runFill(T* y, float p, int64_t n) {
+  constexpr int N = kVec<T>;
+  Pack<T, N> v;
+#pragma unroll
+  for (int j = 0; j < N; j++) v.set(j, p);
+  if (!aligned16(y) || !mapPacks<N>(n, [&](int64_t) { return 0; }, [&](int64_t i, int) { store(y + i, v); }))
+    mapElements<N>(n, [&](int64_t i) { y[i] = v.v[0]; });
+}
+
+#define DEFINE(T) \
+  extern "C" __global__ void __launch_bounds__(kThreads) fill_##T(T* y, float p, int64_t n) { runFill(y, p, n); }
+FOR_STORAGE_TYPES(DEFINE)
+#undef DEFINE
