@@ -38,9 +38,9 @@ func needGPU(t testing.TB) driver.Driver {
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if d, err := driver.Open(); err == nil {
-		// Hold the GPU's context, so that it is not made and destroyed for every test.
-		if c, err := d.Retain(0); err == nil {
-			defer c.Close()
+		// Hold the GPU's context until the end, so that it is not made and destroyed for every test.
+		if _, err := d.Retain(0); err != nil {
+			panic(err)
 		}
 	}
 	os.Exit(m.Run())

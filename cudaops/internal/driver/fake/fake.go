@@ -62,16 +62,20 @@ func (d *Driver) Fail(call string, nth int, code error) {
 func (d *Driver) injected(call string) *driver.Error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for i, f := range d.failures {
+	var due *failure
+	for _, f := range d.failures {
 		if f.call != call {
 			continue
 		}
 		if f.left--; f.left == 0 {
-			d.failures = slices.Delete(d.failures, i, i+1)
-			return &driver.Error{Call: call, Code: f.code, Name: f.code.Error(), Text: "injected failure"}
+			due = f
 		}
 	}
-	return nil
+	if due == nil {
+		return nil
+	}
+	d.failures = slices.DeleteFunc(d.failures, func(f *failure) bool { return f == due })
+	return &driver.Error{Call: call, Code: due.code, Name: due.code.Error(), Text: "injected failure"}
 }
 
 // Version is CUDA 13.0.

@@ -1,0 +1,252 @@
+package fake
+
+import (
+	"errors"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+func open(t *testing.T, config Config) (*Driver, *Context) {
+	t.Helper()
+	d := New(config)
+	c, err := d.Retain(0)
+	check(t, err)
+	return d, c.(*Context)
+}
+
+func check(t *testing.T, errs ...error) {
+	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func get[T any](t *testing.T) func(T, error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		check(t, err)
+		return v
+	}
+}
+
+func TestInjectedFailures(t *testing.T) {
+	d, c := open(t, Config{AnyKernel: true})
+	d.Fail("cuMemAlloc", 3, driver.OutOfMemory)
+	d.Fail("cuMemAlloc", 4, driver.InvalidValue)
+	var got []error
+	for range 5 {
+		_, err := c.Alloc(1)
+		got = append(got, err)
+	}
+	for i, want := range []error{nil, nil, driver.OutOfMemory, driver.InvalidValue, nil} {
+		if !errors.Is(got[i], want) {
+			t.Errorf("call %d: %v, want %v", i+1, got[i], want)
+		}
+	}
+	blas := get[driver.Blas](t)(c.Blas())
+	plan := get[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: 1, N: 1, K: 1}, 0, 3))
+	d.Fail("cublasLtMatmul", 1, driver.BlasNotSupported)
+	if err := plan.Run(0, driver.MatmulArgs{}, 0); !errors.Is(err, driver.BlasNotSupported) {
+		t.Error(err)
+	}
+	d.Fail("cuStreamSynchronize", 1, driver.LaunchFailed)
+	for _, err := range []error{c.SyncStream(0), c.SyncStream(0), c.Memset8(0, 0, 1, 0)} {
+		if !errors.Is(err, driver.LaunchFailed) {
+			t.Errorf("a sticky failure stays: %v", err)
+		}
+	}
+}
+
+func TestLeaks(t *testing.T) {
+	_, c := open(t, Config{AnyKernel: true})
+	if left := c.Leaks(); len(left) != 0 {
+		t.Errorf("at the start: %v", left)
+	}
+	get[driver.Ptr](t)(c.Alloc(123))
+	get[[]byte](t)(c.AllocHost(45))
+	s := get[driver.Stream](t)(c.NewStream())
+	get[driver.Event](t)(c.NewEvent(false))
+	get[driver.Module](t)(c.LoadModule([]byte{1}))
+	check(t, c.BeginCapture(s))
+	get[*driver.Graph](t)(c.EndCapture(s))
+	get[driver.MatmulPlan](t)(get[driver.Blas](t)(c.Blas()).Plan(driver.MatmulSpec{M: 1, N: 1, K: 1}, 0, 1))
+	err := c.Close()
+	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events", "1 modules", "1 graphs",
+		"1 matmul plans"} {
+		if err == nil || !strings.Contains(err.Error(), s) {
+			t.Errorf("%v lacks %q", err, s)
+		}
+	}
+}
+
+// TestNothingRunsEarly is why the fake is worth testing with: forgotten waits show.
+func TestNothingRunsEarly(t *testing.T) {
+	_, c := open(t, Config{})
+	p := get[driver.Ptr](t)(c.Alloc(4))
+	fresh := []float32{0}
+	check(t, c.CopyToHost(driver.Bytes(fresh), p, 0))
+	if fresh[0] == fresh[0] {
+		t.Errorf("new memory holds %v, want NaN", fresh[0])
+	}
+	in, out := get[[]byte](t)(c.AllocHost(4)), get[[]byte](t)(c.AllocHost(4))
+	in[0] = 1
+	check(t, c.CopyToDevice(p, in, 0), c.CopyToHost(out, p, 0))
+	in[0] = 2 // too early: the copy is still to come
+	if out[0] != 0 {
+		t.Error("the copy ran before anything waited for it")
+	}
+	check(t, c.SyncStream(0))
+	if out[0] != 2 {
+		t.Errorf("got %d, want the changed 2", out[0])
+	}
+	check(t, c.Free(p), c.FreeHost(in))
+	if in[0] != 0xDD {
+		t.Error("freed pinned memory keeps its content")
+	}
+}
+
+func TestStrayAccess(t *testing.T) {
+	kernels := map[string]Kernel{
+		"read":       func(l *Launch) { Slice[float32](l, l.Ptr(), l.Int32()) },
+		"misaligned": func(l *Launch) { Slice[float32](l, l.Ptr()+1, 1) },
+		"greedy":     func(l *Launch) { l.Ptr(); l.Int32(); l.Int32() },
+	}
+	for _, test := range []struct {
+		kernel string
+		offset int
+		n      int
+		want   driver.Status
+		say    string
+	}{
+		{"read", 0, 25, driver.Success, ""},
+		{"read", 0, 26, driver.IllegalAddress, "104 bytes at offset 0 of an allocation of 100"},
+		{"read", 100, 1, driver.IllegalAddress, "4 bytes at offset 100"},
+		{"read", -4, 1, driver.IllegalAddress, "is not device memory"},
+		{"read", 1 << 30, 1, driver.IllegalAddress, "is not device memory"},
+		{"misaligned", 0, 1, driver.MisalignedAddress, "not a multiple of 4"},
+		{"greedy", 0, 1, driver.LaunchFailed, "more arguments than the launch gives"},
+	} {
+		_, c := open(t, Config{Kernels: kernels})
+		p := get[driver.Ptr](t)(c.Alloc(100))
+		f := get[*driver.Function](t)(c.Function(get[driver.Module](t)(c.LoadModule([]byte{1})), test.kernel))
+		check(t, c.Launch(f, driver.LaunchConfig{}, 0, new(driver.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
+		err := c.Synchronize()
+		if test.want == driver.Success {
+			check(t, err)
+		} else if !errors.Is(err, test.want) || !strings.Contains(err.Error(), test.say) {
+			t.Errorf("%s at %d, %d: %v", test.kernel, test.offset, test.n, err)
+		}
+	}
+}
+
+// TestReplayAfterFree launches a graph whose memory is gone.
+func TestReplayAfterFree(t *testing.T) {
+	_, c := open(t, Config{})
+	s := get[driver.Stream](t)(c.NewStream())
+	p := get[driver.Ptr](t)(c.Alloc(8))
+	check(t, c.BeginCapture(s), c.Memset32(p, 7, 2, s))
+	g := get[*driver.Graph](t)(c.EndCapture(s))
+	check(t, c.LaunchGraph(g, s), c.SyncStream(s), c.Free(p))
+	if err := c.Memset32(p, 7, 2, s); !errors.Is(err, driver.InvalidValue) || !strings.Contains(err.Error(), "was freed") {
+		t.Errorf("freed memory: %v", err)
+	}
+	q := get[driver.Ptr](t)(c.Alloc(8))
+	if q == p {
+		t.Error("an address was used again")
+	}
+	check(t, c.LaunchGraph(g, s))
+	if err := c.SyncStream(s); !errors.Is(err, driver.IllegalAddress) || !strings.Contains(err.Error(), "was freed") {
+		t.Errorf("replay: %v", err)
+	}
+}
+
+func TestTraceAndClock(t *testing.T) {
+	_, c := open(t, Config{AnyKernel: true, Kernels: map[string]Kernel{
+		"slow": func(l *Launch) { l.Took = time.Millisecond },
+	}})
+	m := get[driver.Module](t)(c.LoadModule([]byte{1}))
+	slow, other := get[*driver.Function](t)(c.Function(m, "slow")), get[*driver.Function](t)(c.Function(m, "other"))
+	s := get[driver.Stream](t)(c.NewStream())
+	from, to := get[driver.Event](t)(c.NewEvent(true)), get[driver.Event](t)(c.NewEvent(true))
+	p := get[driver.Ptr](t)(c.Alloc(8))
+	shape := driver.LaunchConfig{Grid: driver.Dim{X: 3}, Block: driver.Dim{X: 64}}
+	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(driver.Args).Ptr(p)), c.Memset8(p, 1, 8, s))
+	g := get[*driver.Graph](t)(c.EndCapture(s))
+	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(driver.Args)), c.Record(to, s))
+	if _, err := c.Elapsed(from, to); !errors.Is(err, driver.NotReady) {
+		t.Errorf("before it ran: %v", err)
+	}
+	check(t, c.SyncStream(s))
+	// A millisecond, and one microsecond each for the memset, the graph launch and the other kernel.
+	if d := get[time.Duration](t)(c.Elapsed(from, to)); d != time.Millisecond+3*time.Microsecond {
+		t.Errorf("elapsed %v", d)
+	}
+	var got []string
+	for _, o := range c.Trace() {
+		line := o.Call + " " + o.Name
+		if o.Captured {
+			line += " captured"
+		}
+		got = append(got, line)
+	}
+	want := []string{"cuLaunchKernel slow captured", "cuMemsetD8Async  captured", "cuGraphLaunch ", "cuLaunchKernel other"}
+	if !slices.Equal(got, want) || c.Trace()[0].Config != shape || c.Trace()[1].Dst != p {
+		t.Errorf("trace %q, want %q", got, want)
+	}
+	c.ClearTrace()
+	if len(c.Trace()) != 0 {
+		t.Error("not cleared")
+	}
+}
+
+func TestPlanningIsFree(t *testing.T) {
+	_, c := open(t, Config{Devices: []driver.DeviceInfo{{Name: "huge", Major: 9, Memory: 1 << 50}}})
+	p := get[driver.Ptr](t)(c.Alloc(1 << 45)) // more than any machine has
+	if free, total, err := c.MemInfo(); err != nil || total-free != 1<<45 {
+		t.Errorf("%d of %d free, %v", free, total, err)
+	}
+	check(t, c.Free(p), c.Close())
+}
+
+func TestNoBlas(t *testing.T) {
+	_, c := open(t, Config{NoBlas: true})
+	var missing *driver.NotFoundError
+	if _, err := c.Blas(); !errors.As(err, &missing) {
+		t.Error(err)
+	}
+}
+
+// TestHalf goes through every float16, and through numbers between them.
+func TestHalf(t *testing.T) {
+	for h := range 1 << 16 {
+		v := fromHalf(uint16(h))
+		if back := toHalf(v); back != uint16(h) && !(v != v && back&0x7fff > 0x7c00) {
+			t.Fatalf("%#04x is %v, which is %#04x", h, v, back)
+		}
+		next := fromHalf(uint16(h + 1))
+		if h&0x7fff >= 0x7bff { // the last finite one and beyond
+			continue
+		}
+		if mid := (v + next) / 2; toHalf(mid) != uint16(h+h&1) {
+			t.Fatalf("halfway after %#04x: %#04x, want the even one", h, toHalf(mid))
+		}
+		if third := (2*v + next) / 3; toHalf(third) != uint16(h) {
+			t.Fatalf("a third after %#04x: %#04x", h, toHalf(third))
+		}
+	}
+	for v, want := range map[float64]float64{65519: 65504, 65520: math.Inf(1), -1e9: math.Inf(-1), 1: 1, -0.1: -0.0999755859375} {
+		if got := fromHalf(toHalf(v)); got != want {
+			t.Errorf("%v becomes %v, want %v", v, got, want)
+		}
+	}
+	for v, want := range map[float32]uint16{1: 0x3f80, -2: 0xc000, 1 + 1.0/256: 0x3f80, 1 + 3.0/256: 0x3f82} {
+		if got := toBrain(v); got != want {
+			t.Errorf("%v is %#04x in bfloat16, want %#04x", v, got, want)
+		}
+	}
+}

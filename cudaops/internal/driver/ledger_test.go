@@ -1,0 +1,88 @@
+package driver
+
+import (
+	"errors"
+	"strings"
+	"testing"
+)
+
+func TestArgs(t *testing.T) {
+	var a Args
+	a.Int32(-2).Ptr(0x1122334455667788).Float32(1).Struct([]byte{1, 2, 3}, 1).Uint64(7).TensorMap(&TensorMap{9}).Float64(-1)
+	want := []Param{{0, 4}, {8, 8}, {16, 4}, {20, 3}, {24, 8}, {64, 128}, {192, 8}}
+	f := &Function{Name: "k", Params: want}
+	if err := f.Check(&a); err != nil {
+		t.Error(err)
+	}
+	b := a.Packed()
+	if len(b) != 200 || b[0] != 0xFE || b[3] != 0xFF || b[8] != 0x88 || b[15] != 0x11 || b[20] != 1 || b[24] != 7 || b[64] != 9 {
+		t.Errorf("packed % x", b)
+	}
+	f.Params = append([]Param(nil), want...)
+	f.Params[2].Size = 8
+	if err := f.Check(&a); !errors.Is(err, InvalidValue) ||
+		!strings.Contains(err.Error(), "cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): argument 2 has 4 bytes at offset 16, "+
+			"the kernel takes 8 bytes at offset 16") {
+		t.Error(err)
+	}
+	f.Params = []Param{}
+	if err := f.Check(&a); err == nil || !strings.Contains(err.Error(), "7 arguments given, the kernel takes 0") {
+		t.Error(err)
+	}
+	if err := f.Check(a.Reset()); err != nil {
+		t.Error(err)
+	}
+	n := testing.AllocsPerRun(100, func() { a.Reset().Ptr(1).Int32(2).Float32(3) })
+	if n != 0 {
+		t.Errorf("%v allocations for reused arguments", n)
+	}
+}
+
+func TestPinned(t *testing.T) {
+	var l Ledger
+	memory := make([]byte, 100)
+	a, b := memory[10:20], memory[20:50]
+	l.Pin(b)
+	l.Pin(a)
+	for _, c := range []struct {
+		b    []byte
+		want bool
+	}{{a, true}, {b, true}, {b[3:7], true}, {memory[9:12], false}, {memory[49:51], false}, {memory[50:60], false},
+		{memory[:5], false}, {memory[15:25], false}} {
+		if got := l.Pinned(c.b); got != c.want {
+			t.Errorf("Pinned at %d = %v", cap(memory)-cap(c.b), got)
+		}
+	}
+	if l.Unpin(b[1:]) || !l.Unpin(b) || l.Unpin(b) || l.Unpin(nil) || l.Pinned(b) || !l.Pinned(a) {
+		t.Error("Unpin takes exactly what Pin got")
+	}
+	if s := l.Stats(); s.HostBytes != 10 {
+		t.Errorf("%d bytes pinned, want 10", s.HostBytes)
+	}
+}
+
+func TestErrors(t *testing.T) {
+	if got, want := NewOutOfMemory(3<<30, 1<<20, 1<<40).Error(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: "+
+		"3.00 GiB asked for, 1.00 MiB of 1.00 TiB free"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345", IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
+		if s.Error() != want {
+			t.Errorf("%d is %q, want %q", int32(s), s.Error(), want)
+		}
+	}
+	err := error(NewBlasError("cublasLtCreate", BlasNotInitialized, ""))
+	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" || !errors.Is(err, BlasNotInitialized) || errors.Is(err, InvalidValue) {
+		t.Error(err)
+	}
+	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources, NotReady, CaptureUnjoined} {
+		if s.Sticky() {
+			t.Errorf("%v loses no context", s)
+		}
+	}
+	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1536: "1.50 KiB", 1 << 60: "1.00 EiB"} {
+		if got := Size(n); got != want {
+			t.Errorf("Size(%d) = %q, want %q", n, got, want)
+		}
+	}
+}

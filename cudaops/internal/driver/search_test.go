@@ -1,0 +1,141 @@
+package driver
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// finderAt searches below a folder that holds the given empty files.
+func finderAt(t *testing.T, env map[string]string, files ...string) (f finder, root string) {
+	t.Helper()
+	root = t.TempDir()
+	for _, file := range files {
+		path := filepath.Join(root, file)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, nil, 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f = finder{goos: "linux", goarch: "amd64",
+		getenv: func(name string) string { return strings.ReplaceAll(env[name], "~", root) },
+		lookPath: func(string) (string, error) {
+			return filepath.Join(root, "venv", "bin", "python3"), nil
+		},
+		glob: func(pattern string) ([]string, error) {
+			if !strings.HasPrefix(pattern, root) {
+				pattern = filepath.Join(root, pattern) // the system's folders, too
+			}
+			return filepath.Glob(pattern)
+		}}
+	return f, root
+}
+
+// candidates is the files that load would try, below root, and the names for the loader.
+func candidates(f finder, root string, newest int) (names []string, tried []Attempt) {
+	_, tried = load(f, f.cublasLt(), newest, func(path string) (int, error) {
+		rel, err := filepath.Rel(root, path)
+		if err != nil || place(path).isName() {
+			rel = path
+		}
+		names = append(names, filepath.ToSlash(rel))
+		return 0, errors.New("refused")
+	})
+	return names, tried
+}
+
+func TestSearchOrder(t *testing.T) {
+	env := map[string]string{"LD_LIBRARY_PATH": "~/ld:", "CUDA_HOME": "~/cuda", "HOME": "~/home", "VIRTUAL_ENV": ""}
+	f, root := finderAt(t, env,
+		"ld/libcublasLt.so.12", "ld/libcublasLt.so.13", "ld/libcublas.so.13", "cuda/lib64/libcublasLt.so.12",
+		"usr/local/cuda-12.4/lib64/libcublasLt.so.12", "usr/lib/x86_64-linux-gnu/libcublasLt.so.12",
+		"venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
+		"venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
+		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
+		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
+		"usr/lib64/libcublasLt.so.11.5") // too old a name
+	want := []string{
+		"ld/libcublasLt.so.13", "ld/libcublasLt.so.12", "cuda/lib64/libcublasLt.so.12", "libcublasLt.so.13",
+		"libcublasLt.so.12", "usr/local/cuda-12.4/lib64/libcublasLt.so.12", "usr/lib/x86_64-linux-gnu/libcublasLt.so.12",
+		"venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
+		"venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
+		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
+		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
+	}
+	got, tried := candidates(f, root, 13)
+	if !slices.Equal(got, want) {
+		t.Errorf("tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+	}
+	text := (&NotFoundError{"the library", tried, "Install it."}).Error()
+	for _, s := range []string{"the library was not found. Install it.", "Searched, in this order:",
+		"ld/libcublasLt.so.13: refused", "/opt/cuda/lib64/libcublasLt.so.1[0-9]: no such file"} {
+		if !strings.Contains(text, s) {
+			t.Errorf("the message lacks %q:\n%s", s, text)
+		}
+	}
+
+	// A driver for CUDA 12 cannot run what was made for 13.
+	got, tried = candidates(f, root, 12)
+	if slices.ContainsFunc(got, func(s string) bool { return strings.HasSuffix(s, ".13") }) || len(got) != 8 {
+		t.Errorf("for CUDA 12: %v", got)
+	}
+	if !slices.ContainsFunc(tried, func(a Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
+		t.Errorf("not said why: %v", tried)
+	}
+}
+
+func TestSearchOverride(t *testing.T) {
+	for value, want := range map[string]string{
+		"~/own":                      "own/libcublasLt.so.12",
+		"~/own/libcublasLt.so.12":    "own/libcublasLt.so.12",
+		"~/elsewhere/libcublasLt.so": "",
+	} {
+		f, root := finderAt(t, map[string]string{blasVariable: value, "LD_LIBRARY_PATH": "~/ld"}, "own/libcublasLt.so.12",
+			"ld/libcublasLt.so.12")
+		got, tried := candidates(f, root, 13)
+		if strings.Join(got, " ") != want || len(tried) != 1 {
+			t.Errorf("%s: tried %v, %v, want %q alone", value, got, tried, want)
+		}
+	}
+	f, _ := finderAt(t, map[string]string{cudaVariable: "libmine.so"})
+	if got := f.cuda(); !slices.Equal(got, []place{"./libmine.so"}) {
+		t.Errorf("a bare name: %v", got)
+	}
+}
+
+func TestSearchSystems(t *testing.T) {
+	for goos, want := range map[string]string{"linux": "libcuda.so.1", "windows": "nvcuda.dll", "darwin": ""} {
+		f, _ := finderAt(t, nil)
+		f.goos = goos
+		got := f.cuda()
+		if want == "" && len(got) != 0 || want != "" && got[0] != place(want) {
+			t.Errorf("%s: %v", goos, got)
+		}
+		if blas := f.cublasLt(); (len(blas) == 0) != (goos == "darwin") {
+			t.Errorf("%s: %v", goos, blas)
+		}
+	}
+	for path, want := range map[string]int{"/x/libcublasLt.so.13": 13, "cublasLt64_12.dll": 12, "libcublasLt.so": 0} {
+		if got := major(path); got != want {
+			t.Errorf("major(%s) = %d, want %d", path, got, want)
+		}
+	}
+}
+
+// TestLoadStops takes the first library that is accepted.
+func TestLoadStops(t *testing.T) {
+	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12", "b/libcublasLt.so.12")
+	var asked []string
+	got, tried := load(f, f.cublasLt(), 13, func(path string) (string, error) {
+		asked = append(asked, path)
+		if strings.Contains(path, "/a/") {
+			return "", errors.New("damaged")
+		}
+		return path, nil
+	})
+	if want := filepath.Join(root, "b/libcublasLt.so.12"); got != want || len(asked) != 2 || tried != nil {
+		t.Errorf("took %q after %v (%v), want %q", got, asked, tried, want)
+	}
+}

@@ -1,0 +1,190 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// UnaryOp is a function of one element, and for some of a number p that is the same for all.
+type UnaryOp int
+
+// The unary functions, in the order of elementwise.cu.
+const (
+	Identity UnaryOp = iota
+	Neg
+	Abs
+	Square
+	Sqrt
+	InverseSqrt
+	Inverse
+	Exp
+	Log
+	Tanh
+	Sigmoid
+	SiLU
+	Relu
+	AddScalar // a + p
+	MulScalar // a·p
+	SubFrom   // p − a
+	DivideInto
+	PowScalar // aᵖ
+	PowOf     // pᵃ
+	MaxScalar
+	MinScalar
+	Sign
+	Step // 1 where a > 0, else 0
+	Cube
+	Expm1
+	Log1p
+	Log2
+	Sin
+	Cos
+	Softplus // log(1 + eᵃ)
+	Gelu     // a·Φ(a), exactly
+	Ceil
+	Floor
+	unaryOps
+)
+
+// BinaryOp is a function of two elements.
+type BinaryOp int
+
+// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0. TanhGrad, SigmoidGrad and ReluGrad take the
+// function's output as a and its gradient as b.
+const (
+	Add BinaryOp = iota
+	Sub
+	Mul
+	Div
+	TanhGrad
+	SigmoidGrad
+	ReluGrad
+	Pow
+	Maximum
+	Minimum
+	Less
+	LessEqual
+	Greater
+	GreaterEqual
+	Equal
+	NotEqual
+	binaryOps
+)
+
+// What a block of elementwise.cu covers.
+const (
+	elementThreads  = 256
+	elementAccesses = 2
+)
+
+// elementwise launches a kernel over n elements, perAccess of which are one access.
+func (k *Kernels) elementwise(s driver.Stream, name string, n, perAccess int, a *driver.Args) error {
+	span := elementThreads * elementAccesses * perAccess
+	return k.launch(s, "elementwise", name, line(ceilDiv(n, span), elementThreads), a)
+}
+
+// Unary computes y[i] = f(x[i], p) for n elements. y may be x.
+func (k *Kernels) Unary(s driver.Stream, op UnaryOp, y, x driver.Ptr, p float64, n int, t driver.DType) error {
+	return k.unary(s, op, y, x, p, 0, n, t)
+}
+
+// UnaryAt is Unary with p read from device memory, where it is an element of type t.
+func (k *Kernels) UnaryAt(s driver.Stream, op UnaryOp, y, x, p driver.Ptr, n int, t driver.DType) error {
+	return k.unary(s, op, y, x, 0, p, n, t)
+}
+
+func (k *Kernels) unary(s driver.Stream, op UnaryOp, y, x driver.Ptr, p float64, at driver.Ptr, n int, t driver.DType) error {
+	suf, err := suffix("Unary", t)
+	if err != nil {
+		return err
+	}
+	if op < 0 || op >= unaryOps {
+		return fmt.Errorf("kernels.Unary: there is no function %d", op)
+	}
+	if empty, err := checkSizes("Unary", n); empty || err != nil {
+		return err
+	}
+	a := args().Ptr(y).Ptr(x).Int32(int(op)).Float32(float32(p)).Ptr(at).Int64(int64(n))
+	return k.elementwise(s, "unary"+suf, n, 16/t.Size(), a)
+}
+
+// Operand is an argument of [Kernels.Binary]: element i of the result takes element (i / Repeat) mod Period of it. A zero
+// Repeat means 1 and a zero Period the number of elements of the result. So {Ptr: p} is a tensor of the result's shape,
+// {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row for every row of the result, and
+// {Ptr: p, Repeat: columns, Period: rows} a column for every column.
+type Operand struct {
+	Ptr            driver.Ptr
+	Repeat, Period int
+}
+
+// Binary computes y[i] = f(a, b) for n elements. y may be an operand of the result's shape.
+func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operand, n int, t driver.DType) error {
+	suf, err := suffix("Binary", t)
+	if err != nil {
+		return err
+	}
+	if op < 0 || op >= binaryOps {
+		return fmt.Errorf("kernels.Binary: there is no function %d", op)
+	}
+	if empty, err := checkSizes("Binary", n, a.Repeat+1, a.Period+1, b.Repeat+1, b.Period+1); empty || err != nil {
+		return err
+	}
+	for _, o := range []*Operand{&a, &b} {
+		o.Repeat = max(o.Repeat, 1)
+		if o.Period == 0 {
+			o.Period = n
+		}
+	}
+	l := args().Ptr(y).Ptr(a.Ptr).Ptr(b.Ptr).Int32(int(op)).Int64(int64(a.Repeat)).Int64(int64(a.Period)).
+		Int64(int64(b.Repeat)).Int64(int64(b.Period)).Int64(int64(n))
+	return k.elementwise(s, "binary"+suf, n, 16/t.Size(), l)
+}
+
+// Cast computes y[i] = x[i] for n elements, rounded to nearest even where y's type is narrower.
+func (k *Kernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error {
+	name, err := suffixes("Cast", "cast", yt, xt)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("Cast", n); empty || err != nil {
+		return err
+	}
+	return k.elementwise(s, name, n, 4, args().Ptr(y).Ptr(x).Int64(int64(n)))
+}
+
+// Axpby computes y[i] = alpha·x[i] + beta·y[i] for n elements. With a beta of 0, y is not read and may hold anything.
+func (k *Kernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType,
+	beta float64, n int) error {
+	name, err := suffixes("Axpby", "axpby", yt, xt)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("Axpby", n); empty || err != nil {
+		return err
+	}
+	a := args().Ptr(y).Ptr(x).Float32(float32(alpha)).Float32(float32(beta)).Int64(int64(n))
+	return k.elementwise(s, name, n, 4, a)
+}
+
+// Fill sets n elements to v.
+func (k *Kernels) Fill(s driver.Stream, y driver.Ptr, v float64, n int, t driver.DType) error {
+	suf, err := suffix("Fill", t)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("Fill", n); empty || err != nil {
+		return err
+	}
+	return k.elementwise(s, "fill"+suf, n, 16/t.Size(), args().Ptr(y).Float32(float32(v)).Int64(int64(n)))
+}
+
+// suffixes is the name of a kernel that has one type for each of two arguments.
+func suffixes(op, kernel string, y, x driver.DType) (string, error) {
+	sy, err := suffix(op, y)
+	if err != nil {
+		return "", err
+	}
+	sx, err := suffix(op, x)
+	return kernel + sy + sx, err
+}

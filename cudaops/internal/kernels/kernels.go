@@ -1,0 +1,147 @@
+// Package kernels launches the CUDA kernels: one method for each family of ops, which takes device pointers, sizes and a
+// stream, chooses the variant that fits the type, shape and alignment, and enqueues it. Methods return before the work is
+// done. They refuse sizes and types that no kernel takes; pointers are the caller's business.
+//
+// Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs give the same bits on
+// every run on one model of GPU.
+package kernels
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/kernels"
+)
+
+// Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
+type Kernels struct {
+	ctx driver.Context
+	sms int
+
+	mu      sync.Mutex
+	modules map[string]driver.Module // by unit; a unit is loaded when its first kernel is asked for
+	kernels map[key]*kernel
+}
+
+type key struct{ unit, name string }
+
+// kernel is a function, and what launching it needs to know.
+type kernel struct {
+	*driver.Function
+	resident map[[2]int]int // blocks on the whole GPU at once, by threads and shared memory
+}
+
+// New returns the kernels for a context.
+func New(ctx driver.Context) *Kernels {
+	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]driver.Module{}, kernels: map[key]*kernel{}}
+}
+
+// Close unloads them. No kernel may be running.
+func (k *Kernels) Close() error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for unit, m := range k.modules {
+		if err := k.ctx.UnloadModule(m); err != nil {
+			return fmt.Errorf("kernels: unloading %s: %w", unit, err)
+		}
+		delete(k.modules, unit)
+	}
+	clear(k.kernels)
+	return nil
+}
+
+// kernel finds a unit's function, loading the unit at first. A function that needs more than 48 KiB of dynamic shared
+// memory is allowed that much.
+func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if f := k.kernels[key{unit, name}]; f != nil {
+		return f, nil
+	}
+	m, ok := k.modules[unit]
+	if !ok {
+		image, err := kernels.Image(unit)
+		if err != nil {
+			return nil, err
+		}
+		if m, err = k.ctx.LoadModule(image); err != nil {
+			return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
+				float64(k.ctx.Device().Capability())/10, err)
+		}
+		k.modules[unit] = m
+	}
+	fn, err := k.ctx.Function(m, name)
+	if err != nil {
+		return nil, fmt.Errorf("kernels: %s: %w", unit, err)
+	}
+	if shared > 48<<10 {
+		if err := k.ctx.SetFunctionAttribute(fn, driver.MaxDynamicShared, shared); err != nil {
+			return nil, fmt.Errorf("kernels: %s: %w", name, err)
+		}
+	}
+	f := &kernel{fn, map[[2]int]int{}}
+	k.kernels[key{unit, name}] = f
+	return f, nil
+}
+
+// launch enqueues a kernel.
+func (k *Kernels) launch(s driver.Stream, unit, name string, c driver.LaunchConfig, a *driver.Args) error {
+	f, err := k.kernel(unit, name, c.Shared)
+	if err != nil {
+		return err
+	}
+	return k.ctx.Launch(f.Function, c, s, a)
+}
+
+// resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that works in a loop.
+func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) {
+	f, err := k.kernel(unit, name, shared)
+	if err != nil {
+		return 0, err
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	n, ok := f.resident[[2]int{threads, shared}]
+	if !ok {
+		if n, err = k.ctx.Occupancy(f.Function, threads, shared); err != nil {
+			return 0, err
+		}
+		n = max(n, 1) * k.sms
+		f.resident[[2]int{threads, shared}] = n
+	}
+	return n, nil
+}
+
+// line is a one-dimensional launch.
+func line(blocks, threads int) driver.LaunchConfig {
+	return driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: threads}}
+}
+
+func args() *driver.Args { return new(driver.Args) }
+
+func ceilDiv(a, b int) int { return (a + b - 1) / b }
+
+// suffix is how the kernels of a storage type end.
+func suffix(op string, t driver.DType) (string, error) {
+	switch t {
+	case driver.Float32:
+		return "_f32", nil
+	case driver.Float16:
+		return "_f16", nil
+	case driver.BFloat16:
+		return "_bf16", nil
+	}
+	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16", op, t)
+}
+
+// checkSizes refuses a negative size and, as the first result, reports whether there is nothing to do since one is zero.
+func checkSizes(op string, sizes ...int) (empty bool, err error) {
+	for _, n := range sizes {
+		if n < 0 {
+			return false, fmt.Errorf("kernels.%s: a size is negative: %v", op, sizes)
+		}
+		empty = empty || n == 0
+	}
+	return empty, nil
+}

@@ -1,0 +1,319 @@
+// Flash attention on the tensor cores of every GPU since Ampere (mma.sync), for bf16 and f16: attention.cuh has the formulas.
+//
+// Scores exist a tile at a time, in registers. Forward: a block owns a tile of queries and walks over the keys, with a
+// running maximum and sum for each query (Dao, "FlashAttention-2", 2023). Backward: with P the softmax, formed again from
+// the forward pass's lse, and Δ = Σ_d g·y,
+//
+//   dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − Δ),  dq = scale·dS·k,  dk = scale·dSᵀ·q.
+//
+// One kernel owns queries and forms dq; another owns keys and forms dk and dv, from transposed scores, over all query heads
+// that read them. The scores are computed twice, in exchange for no atomics (the same bits on every run), no float32 copy
+// of dq, and operands that never leave their registers: a transposed score's accumulator is the next product's operand.
+//
+// While a tile is worked on, the next one is on its way (cp.async). Needs: headDim a multiple of 8 and at most D, pointers
+// and strides multiples of 16 bytes, scale > 0.
+#include "attention.cuh"
+
+namespace attention {
+
+// A warp holds 16·M rows of the block's own tile; Loop rows of the other operand are in shared memory at a time, of which
+// Step are multiplied at once (the width of the score accumulator).
+template <int D_, int Warps_, int M_, int Loop_, int Step_> struct Shape {
+  static constexpr int D = D_, Warps = Warps_, M = M_, Loop = Loop_, Step = Step_;
+  static constexpr int Threads = 32 * Warps, Own = 16 * M * Warps;
+  static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
+};
+
+// Hides scores of keys that do not exist or come after the query. Row and column are those of the accumulator's corner.
+template <int M, int N> __device__ inline void hide(Accumulator<M, N> &s, int query, int key, const Params &p) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        int i = query + 16 * m + lane / 4 + e / 2 * 8, j = key + 8 * n + lane % 4 * 2 + e % 2;
+        if (j >= p.seq || (p.causal && j > i)) s.c[m][n][e] = -INFINITY;
+      }
+}
+
+// Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q, and two stages of k and v.
+template <typename T, typename S> __device__ __forceinline__ void forward(const Params &p) {
+  constexpr int D = S::D, M = S::M;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const uint32_t qTile = sharedAddress(shared), stages = qTile + S::OwnBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
+  const Work w = schedule(p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
+  const int i0 = w.tile * S::Own, kvHead = w.head / (p.heads / p.kvHeads);
+  const T *q = at<const T>(p.q, p.qStride, p.seq, w.batch, i0, w.head * p.headDim);
+  const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, 0, kvHead * p.headDim);
+  const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, 0, kvHead * p.headDim);
+  const int keys = p.causal ? min(p.seq, i0 + S::Own) : p.seq;
+  const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;  // of this warp
+  const float c = p.scale * kLog2e;
+
+  auto fetch = [&](int j) {
+    uint32_t stage = stages + j % 2 * 2 * S::LoopBytes;
+    loadTile<T, D, S::Loop, S::Threads>(stage, k + (int64_t)j * S::Loop * p.kStride, p.kStride, p.seq - j * S::Loop, p.headDim);
+    loadTile<T, D, S::Loop, S::Threads>(stage + S::LoopBytes, v + (int64_t)j * S::Loop * p.vStride, p.vStride,
+                                        p.seq - j * S::Loop, p.headDim);
+    copyCommit();
+  };
+  loadTile<T, D, S::Own, S::Threads>(qTile, q, p.qStride, p.seq - i0, p.headDim);
+  fetch(0);
+
+  Accumulator<M, D> y;
+  y.clear();
+  float top[M][2], sum[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
+
+  const int n = (keys + S::Loop - 1) / S::Loop;
+  for (int j = 0; j < n; j++) {
+    copyWait<0>();
+    __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
+    if (j + 1 < n) fetch(j + 1);
+    const uint32_t kTile = stages + j % 2 * 2 * S::LoopBytes, vTile = kTile + S::LoopBytes;
+#pragma unroll
+    for (int step = 0; step < S::Loop; step += S::Step) {
+      const int j0 = j * S::Loop + step;
+      if (j0 >= keys || (p.causal && j0 > lastRow)) break;
+      Accumulator<M, S::Step> s;
+      s.clear();
+      s.template addNT<T, D>(qTile, row, kTile, step);
+      if (j0 + S::Step > p.seq || (p.causal && j0 + S::Step - 1 > i0 + row)) hide(s, i0 + row, j0, p);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          // The first key is visible to every query, so that top is finite from the first step on.
+          float highest = top[m][half];
+#pragma unroll
+          for (int x = 0; x < S::Step / 8; x++) highest = fmaxf(highest, fmaxf(s.c[m][x][2 * half], s.c[m][x][2 * half + 1]));
+          highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+          highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+          float shrink = exp2Approx((top[m][half] - highest) * c), zero = highest * c, total = 0;
+          top[m][half] = highest;
+#pragma unroll
+          for (int x = 0; x < S::Step / 8; x++)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; e++) total += s.c[m][x][e] = exp2Approx(fmaf(s.c[m][x][e], c, -zero));
+          sum[m][half] = sum[m][half] * shrink + total;
+#pragma unroll
+          for (int x = 0; x < D / 8; x++) y.c[m][x][2 * half] *= shrink, y.c[m][x][2 * half + 1] *= shrink;
+        }
+      y.template addNN<T>(s, vTile, step);
+    }
+  }
+
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float total = sum[m][half];
+      total += __shfl_xor_sync(kAllLanes, total, 1);
+      total += __shfl_xor_sync(kAllLanes, total, 2);
+      int i = i0 + row + 16 * m + 8 * half + lane / 4;
+      if (lane % 4 == 0 && i < p.seq)
+        p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + i] = top[m][half] * p.scale + logf(total);
+      sum[m][half] = 1 / total;
+    }
+  // The warp's own rows of q make room for its rows of y.
+  y.template roundTo<T>(qTile, row, sum);
+  __syncwarp();
+  T *out = at<T>(p.y, p.yStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
+  storeRows<T, D, 16 * M>(qTile, row, out, p.yStride, p.seq - i0 - row, p.headDim);
+}
+
+// dq. Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q and g, and two stages of k and v.
+template <typename T, typename S> __device__ __forceinline__ void backwardQ(const Params &p) {
+  constexpr int D = S::D, M = S::M;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const uint32_t qTile = sharedAddress(shared), gTile = qTile + S::OwnBytes, stages = gTile + S::OwnBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
+  const Work w = schedule(p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
+  const int i0 = w.tile * S::Own, kvHead = w.head / (p.heads / p.kvHeads);
+  const T *q = at<const T>(p.q, p.qStride, p.seq, w.batch, i0, w.head * p.headDim);
+  const T *g = at<const T>(p.g, p.gStride, p.seq, w.batch, i0, w.head * p.headDim);
+  const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, 0, kvHead * p.headDim);
+  const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, 0, kvHead * p.headDim);
+  const int keys = p.causal ? min(p.seq, i0 + S::Own) : p.seq;
+  const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;
+  const float c = p.scale * kLog2e;
+
+  auto fetch = [&](int j) {
+    uint32_t stage = stages + j % 2 * 2 * S::LoopBytes;
+    loadTile<T, D, S::Loop, S::Threads>(stage, k + (int64_t)j * S::Loop * p.kStride, p.kStride, p.seq - j * S::Loop, p.headDim);
+    loadTile<T, D, S::Loop, S::Threads>(stage + S::LoopBytes, v + (int64_t)j * S::Loop * p.vStride, p.vStride,
+                                        p.seq - j * S::Loop, p.headDim);
+    copyCommit();
+  };
+  loadTile<T, D, S::Own, S::Threads>(qTile, q, p.qStride, p.seq - i0, p.headDim);
+  loadTile<T, D, S::Own, S::Threads>(gTile, g, p.gStride, p.seq - i0, p.headDim);
+  fetch(0);
+
+  float2 stats[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int i = i0 + row + 16 * m + 8 * half + lane / 4;
+      stats[m][half] = i < p.seq ? p.stats[((int64_t)w.batch * p.heads + w.head) * p.seq + i] : float2{0, 0};
+    }
+  Accumulator<M, D> dq;
+  dq.clear();
+  const int n = (keys + S::Loop - 1) / S::Loop;
+  for (int j = 0; j < n; j++) {
+    copyWait<0>();
+    __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
+    if (j + 1 < n) fetch(j + 1);
+    const uint32_t kTile = stages + j % 2 * 2 * S::LoopBytes, vTile = kTile + S::LoopBytes;
+#pragma unroll
+    for (int step = 0; step < S::Loop; step += S::Step) {
+      const int j0 = j * S::Loop + step;
+      if (j0 >= keys || (p.causal && j0 > lastRow)) break;
+      Accumulator<M, S::Step> s, ds;
+      s.clear();
+      s.template addNT<T, D>(qTile, row, kTile, step);
+      if (j0 + S::Step > p.seq || (p.causal && j0 + S::Step - 1 > i0 + row)) hide(s, i0 + row, j0, p);
+      ds.clear();
+      ds.template addNT<T, D>(gTile, row, vTile, step);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int x = 0; x < S::Step / 8; x++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            float2 t = stats[m][e / 2];
+            ds.c[m][x][e] = exp2Approx(fmaf(s.c[m][x][e], c, -t.x)) * (ds.c[m][x][e] - t.y);
+          }
+      dq.template addNN<T>(ds, kTile, step);
+    }
+  }
+  float scale[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale;
+  dq.template roundTo<T>(qTile, row, scale);
+  __syncwarp();
+  T *out = at<T>(p.dq, p.dqStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
+  storeRows<T, D, 16 * M>(qTile, row, out, p.dqStride, p.seq - i0 - row, p.headDim);
+}
+
+// dk and dv. Launch: batch·kvHeads·⌈seq/Own⌉ blocks of Threads. Shared memory: k and v, and two stages of q, g and stats.
+template <typename T, typename S> __device__ __forceinline__ void backwardKV(const Params &p) {
+  constexpr int D = S::D, M = S::M;
+  extern __shared__ __align__(128) unsigned char shared[];
+  constexpr int stageBytes = 2 * S::LoopBytes + S::Loop * sizeof(float2);
+  const uint32_t kTile = sharedAddress(shared), vTile = kTile + S::OwnBytes, stages = vTile + S::OwnBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
+  const Work w = schedule(p, p.kvHeads, (p.seq + S::Own - 1) / S::Own, false);
+  const int j0 = w.tile * S::Own, group = p.heads / p.kvHeads;
+  const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, j0, w.head * p.headDim);
+  const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, j0, w.head * p.headDim);
+  const float c = p.scale * kLog2e;
+  // All tiles of queries that see a key of the block, of one query head after the other.
+  const int first = p.causal ? j0 / S::Loop : 0, tiles = (p.seq + S::Loop - 1) / S::Loop - first, n = group * tiles;
+
+  auto fetch = [&](int it) {
+    uint32_t stage = stages + it % 2 * stageBytes;
+    int head = w.head * group + it / tiles, i0 = (first + it % tiles) * S::Loop, rows = p.seq - i0;
+    const T *q = at<const T>(p.q, p.qStride, p.seq, w.batch, i0, head * p.headDim);
+    const T *g = at<const T>(p.g, p.gStride, p.seq, w.batch, i0, head * p.headDim);
+    loadTile<T, D, S::Loop, S::Threads>(stage, q, p.qStride, rows, p.headDim);
+    loadTile<T, D, S::Loop, S::Threads>(stage + S::LoopBytes, g, p.gStride, rows, p.headDim);
+    static_assert(S::Loop <= S::Threads, "a thread copies the statistics of one query");
+    if (threadIdx.x < S::Loop) {
+      bool valid = threadIdx.x < rows;
+      const float2 *stats = p.stats + ((int64_t)w.batch * p.heads + head) * p.seq + i0;
+      copyAsync<8>(stage + 2 * S::LoopBytes + threadIdx.x * 8, valid ? stats + threadIdx.x : stats, valid);
+    }
+    copyCommit();
+  };
+  loadTile<T, D, S::Own, S::Threads>(kTile, k, p.kStride, p.seq - j0, p.headDim);
+  loadTile<T, D, S::Own, S::Threads>(vTile, v, p.vStride, p.seq - j0, p.headDim);
+  fetch(0);
+
+  Accumulator<M, D> dk, dv;
+  dk.clear();
+  dv.clear();
+  for (int it = 0; it < n; it++) {
+    copyWait<0>();
+    __syncthreads();  // tile it is there, and nobody reads the one before it any more
+    if (it + 1 < n) fetch(it + 1);
+    const uint32_t qTile = stages + it % 2 * stageBytes, gTile = qTile + S::LoopBytes, statsRow = gTile + S::LoopBytes;
+    const int i0 = (first + it % tiles) * S::Loop;
+#pragma unroll
+    for (int step = 0; step < S::Loop; step += S::Step) {
+      const int i = i0 + step;
+      if (i >= p.seq) break;
+      if (p.causal && i + S::Step <= j0 + row) continue;  // all of these queries come before this warp's keys
+      Accumulator<M, S::Step> pt, ds;  // transposed: a row is a key, a column a query
+      pt.clear();
+      pt.template addNT<T, D>(kTile, row, qTile, step);
+      // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
+      // only spoils its own row, which is not stored.
+      float4 stats[S::Step / 8];  // of two neighbouring queries
+#pragma unroll
+      for (int x = 0; x < S::Step / 8; x++)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(stats[x].x), "=f"(stats[x].y), "=f"(stats[x].z), "=f"(stats[x].w)
+                     : "r"(statsRow + (step + 8 * x + lane % 4 * 2) * 8));
+      const bool diagonal = p.causal && i < j0 + row + 16 * M - 1;
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int x = 0; x < S::Step / 8; x++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            float t = exp2Approx(fmaf(pt.c[m][x][e], c, -(e % 2 ? stats[x].z : stats[x].x)));
+            int key = j0 + row + 16 * m + lane / 4 + e / 2 * 8, query = i + 8 * x + lane % 4 * 2 + e % 2;
+            pt.c[m][x][e] = diagonal && key > query ? 0 : t;
+          }
+      dv.template addNN<T>(pt, gTile, step);
+      ds.clear();
+      ds.template addNT<T, D>(vTile, row, gTile, step);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int x = 0; x < S::Step / 8; x++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) ds.c[m][x][e] = pt.c[m][x][e] * (ds.c[m][x][e] - (e % 2 ? stats[x].w : stats[x].y));
+      dk.template addNN<T>(ds, qTile, step);
+    }
+  }
+  float scale[M][2], one[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
+  dk.template roundTo<T>(kTile, row, scale);
+  dv.template roundTo<T>(vTile, row, one);
+  __syncwarp();
+  const int rows = p.seq - j0 - row;
+  storeRows<T, D, 16 * M>(kTile, row, at<T>(p.dk, p.dkStride, p.seq, w.batch, j0 + row, w.head * p.headDim), p.dkStride, rows, p.headDim);
+  storeRows<T, D, 16 * M>(vTile, row, at<T>(p.dv, p.dvStride, p.seq, w.batch, j0 + row, w.head * p.headDim), p.dvStride, rows, p.headDim);
+}
+
+// The host knows these figures too (mmaShapes).  D, Warps, M, Loop, Step; blocks on a multiprocessor
+using Forward64 = Shape<64, 4, 2, 64, 64>;
+using Forward128 = Shape<128, 4, 2, 64, 64>;
+using BackwardQ64 = Shape<64, 4, 2, 64, 32>;
+using BackwardQ128 = Shape<128, 4, 2, 32, 32>;
+using BackwardKV64 = Shape<64, 4, 2, 64, 32>;
+using BackwardKV128 = Shape<128, 8, 1, 64, 64>;
+
+}  // namespace attention
+
+#define KERNEL(name, body, S, T, blocks)                                                             \
+  extern "C" __global__ void __launch_bounds__(attention::S::Threads, blocks) name##_##T(            \
+      const __grid_constant__ attention::Params p) {                                                 \
+    attention::body<T, attention::S>(p);                                                             \
+  }
+#define KERNELS(T)                                                                                   \
+  KERNEL(attention_mma_forward_64, forward, Forward64, T, 2)                                         \
+  KERNEL(attention_mma_forward_128, forward, Forward128, T, 2)                                       \
+  KERNEL(attention_mma_backward_q_64, backwardQ, BackwardQ64, T, 2)                                  \
+  KERNEL(attention_mma_backward_q_128, backwardQ, BackwardQ128, T, 2)                                \
+  KERNEL(attention_mma_backward_kv_64, backwardKV, BackwardKV64, T, 2)                               \
+  KERNEL(attention_mma_backward_kv_128, backwardKV, BackwardKV128, T, 1)
+KERNELS(bf16)
+KERNELS(f16)
