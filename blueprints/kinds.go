@@ -122,7 +122,7 @@ func mlpExpansion[T Float]() Arithmetic[T] {
 		Forward: func(t, x, w []T, a T) {
 			x, w = x[:len(t)], w[:len(t)]
 			for i := range t {
-				t[i] = a * relu(x[i]*w[i])
+				t[i] = a * max(x[i]*w[i], 0)
 			}
 		},
 		Backward: func(dx, dp, g, x, w []T, a T) (da float64) {
@@ -139,14 +139,6 @@ func mlpExpansion[T Float]() Arithmetic[T] {
 			return da
 		},
 	}
-}
-
-// relu is max(v, 0) that lets NaN pass.
-func relu[T Float](v T) T {
-	if v <= 0 {
-		return 0
-	}
-	return v
 }
 
 // convFilter: t[i] = a·Σₖ w[k]·x[i−k] for k = 0, 1, 2 with i−k ≥ 0; dx[i] = a·Σₖ w[k]·g[i+k] with i+k < C,

@@ -442,10 +442,10 @@ func TestKasmina100000Seeds(t *testing.T) {
 	}
 	t.Logf("forward %v", time.Since(start))
 	k.backward()
-	got := floats(t, y)
+	got, reports := floats(t, y), l.Report().Seeds
 	for range 200 { // a sample, seed by seed through a lattice of one
 		s := r.IntN(seeds)
-		report := l.Report().Seeds[s]
+		report := reports[s]
 		one := newLattice(t, chunk, []seedSetting{{report.Stage.String(), report.Kind.String(), max(report.Slot, 1), 0.375}})
 		single := newKasminaLayer(t, r, tensor.Float32, rows, slots, one)
 		single.weights, single.scale = k.weights, k.scale

@@ -255,19 +255,16 @@ func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
 // shrink returns the power of two, at most 1, that takes the largest magnitude of x to adaptiveLimit or below. It is 1 for
 // transforms that cannot be scaled, and for a row that holds Inf or NaN, which no scale brings back.
 func (k *Kasmina[T]) shrink(x []T, s *KasminaSeed[T]) T {
-	var top T
+	var top float64
 	for _, v := range x {
-		if v < 0 {
-			v = -v
-		}
-		if v > top {
-			top = v
+		if a := math.Abs(float64(v)); a > top {
+			top = a
 		}
 	}
 	if !(top > adaptiveLimit) || top-top != 0 || s.Homogeneity == blueprints.NotHomogeneous {
 		return 1
 	}
-	_, exp := math.Frexp(float64(top) / adaptiveLimit)
+	_, exp := math.Frexp(top / adaptiveLimit)
 	return T(math.Ldexp(1, -exp))
 }
 
