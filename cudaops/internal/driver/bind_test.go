@@ -1,8 +1,55 @@
 package driver
 
 import (
+	"path/filepath"
+	"strings"
 	"testing"
 )
+
+// TestBind loads a library that every Linux has and calls it, as a stand-in for NVIDIA's.
+func TestBind(t *testing.T) {
+	var found []string
+	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6", "/usr/lib/libc.so.6"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		found = append(found, files...)
+	}
+	if len(found) == 0 {
+		t.Skip("needs a Linux with the GNU C library")
+	}
+	library, err := openLibrary(found[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	var api struct {
+		Abs    proc `c:"abs"`
+		Absent proc `c:"cuAbsent_v2" since:"99.0"`
+	}
+	if err := bind(library, found[0], &api); err != nil {
+		t.Fatal(err)
+	}
+	minus := int32(-7)
+	if r := api.Abs.call(uintptr(uint32(minus))); int32(r) != 7 {
+		t.Errorf("abs(-7) = %d", int32(r))
+	}
+	if api.Absent != (proc{0, "cuAbsent", "99.0"}) {
+		t.Errorf("absent: %+v", api.Absent)
+	}
+
+	t.Setenv(cudaVariable, found[0])
+	bound.Lock()
+	real := bound.cuda
+	bound.cuda = nil
+	bound.Unlock()
+	defer func() { bound.cuda = real }()
+	if d, err := Open(); err == nil {
+		t.Errorf("the C library passed for CUDA's: %v", d)
+	} else if !strings.Contains(err.Error(), found[0]+" has no cuGetErrorName: it is too old") {
+		t.Error(err)
+	}
+}
 
 // BenchmarkBinding takes one call apart: purego's call of a trivial function, and the same with the context set.
 func BenchmarkBinding(b *testing.B) {

@@ -13,10 +13,7 @@ const (
 	Success              Status = 0
 	InvalidValue         Status = 1
 	OutOfMemory          Status = 2
-	NotInitialized       Status = 3
-	Deinitialized        Status = 4
 	StubLibrary          Status = 34
-	DeviceUnavailable    Status = 46
 	NoDevice             Status = 100
 	InvalidDevice        Status = 101
 	InvalidImage         Status = 200
@@ -49,13 +46,11 @@ const (
 	CaptureUnjoined      Status = 904
 	CaptureIsolation     Status = 905
 	CapturedEvent        Status = 907
-	Unknown              Status = 999
 )
 
 var statusNames = map[Status]string{
 	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
-	NotInitialized: "NOT_INITIALIZED", Deinitialized: "DEINITIALIZED", StubLibrary: "STUB_LIBRARY",
-	DeviceUnavailable: "DEVICE_UNAVAILABLE", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
+	StubLibrary: "STUB_LIBRARY", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
 	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT", NoBinaryForGPU: "NO_BINARY_FOR_GPU",
 	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX", NVLinkUncorrectable: "NVLINK_UNCORRECTABLE",
 	UnsupportedPTX: "UNSUPPORTED_PTX_VERSION", Contained: "CONTAINED", InvalidHandle: "INVALID_HANDLE",
@@ -66,7 +61,7 @@ var statusNames = map[Status]string{
 	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED", CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
 	CaptureUnmatched: "STREAM_CAPTURE_UNMATCHED", CaptureUnjoined: "STREAM_CAPTURE_UNJOINED",
 	CaptureIsolation: "STREAM_CAPTURE_ISOLATION",
-	CapturedEvent:    "CAPTURED_EVENT", Unknown: "UNKNOWN",
+	CapturedEvent:    "CAPTURED_EVENT",
 }
 
 // Error is CUDA's name of the status, as far as this package knows it.
@@ -97,7 +92,6 @@ type BlasStatus int32
 // The statuses of cuBLASLt that code asks for by name.
 const (
 	BlasNotInitialized BlasStatus = 1
-	BlasAllocFailed    BlasStatus = 3
 	BlasInvalidValue   BlasStatus = 7
 	BlasNotSupported   BlasStatus = 15
 )
