@@ -16,10 +16,11 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
+// normal returns normal numbers that float32 holds exactly, so that both precisions start from the same ones.
 func normal(r *rand.Rand, n int) []float64 {
 	x := make([]float64, n)
 	for i := range x {
-		x[i] = r.NormFloat64()
+		x[i] = float64(float32(r.NormFloat64()))
 	}
 	return x
 }

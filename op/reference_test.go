@@ -124,6 +124,9 @@ func TestForward(t *testing.T) {
 				if strings.HasPrefix(c.name, "NewtonSchulz") && dt == tensor.Float32 {
 					tolerance = 1e-5 // five steps, each of which multiplies errors in small singular values by up to 3.4
 				}
+				if dt == tensor.Float32 && len(c.want()) < 16 {
+					tolerance = 2e-5 // a few sums, any of which may nearly cancel
+				}
 				if d := distance(floats(t, y.Value()), c.want()); d > tolerance {
 					t.Errorf("differs from the reference by %.2g, want at most %g", d, tolerance)
 				}
