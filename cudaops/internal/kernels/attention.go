@@ -1,0 +1,234 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// AttentionShape is the geometry of attention over rows of heads, and how to compute it.
+//
+//	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
+//
+// for every sequence and query head on its own; query head h reads key-value head h/(Heads/KVHeads). q, y and their
+// gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs [Batch·Seq, KVHeads·HeadDim]; lse is [Batch, Heads, Seq] of
+// float32.
+type AttentionShape struct {
+	Batch, Seq, Heads, KVHeads, HeadDim int
+	Causal                              bool    // a position sees itself and those before it
+	Scale                               float64 // 0 means 1/sqrt(HeadDim)
+	Variant                             AttentionVariant
+}
+
+// AttentionVariant is an implementation of attention.
+type AttentionVariant int
+
+// The variants. AttentionAuto is the fastest that takes the arguments.
+const (
+	AttentionAuto  AttentionVariant = iota
+	AttentionPlain                  // float32 arithmetic, any argument
+	AttentionMMA                    // tensor cores: 16-bit types, HeadDim a multiple of 8 up to 128, all aligned to 16 bytes, Scale > 0
+	attentionVariants
+)
+
+func (v AttentionVariant) String() string {
+	if v < 0 || v >= attentionVariants {
+		return fmt.Sprintf("AttentionVariant(%d)", int(v))
+	}
+	return [...]string{"auto", "plain", "mma"}[v]
+}
+
+// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
+type Rows struct {
+	Ptr    driver.Ptr
+	Stride int
+}
+
+// attentionParams is attention::Params of attention.cuh.
+type attentionParams struct {
+	q, k, v, y, g, dq, dk, dv, lse, stats                                     driver.Ptr
+	qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride int64
+	batch, seq, heads, kvHeads, headDim, causal                               int32
+	scale                                                                     float32
+	section                                                                   int32
+}
+
+func (p *attentionParams) set(to *driver.Ptr, stride *int64, r Rows) {
+	*to, *stride = r.Ptr, int64(r.Stride)
+}
+
+// Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
+func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse driver.Ptr, q, key, value Rows, t driver.DType) error {
+	c, err := k.attention("Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
+	if c == nil || err != nil {
+		return err
+	}
+	p := c.params
+	p.set(&p.q, &p.qStride, q)
+	p.set(&p.k, &p.kStride, key)
+	p.set(&p.v, &p.vStride, value)
+	p.set(&p.y, &p.yStride, y)
+	p.lse = lse
+	return c.launch(k, s, attentionForward)
+}
+
+// AttentionStatsBytes is the size of the workspace that AttentionBackward needs.
+func AttentionStatsBytes(a AttentionShape) int { return 8 * a.Batch * a.Heads * a.Seq }
+
+// AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
+// workspace of AttentionStatsBytes, aligned to 8.
+func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr, g, q, key, value, y Rows,
+	lse driver.Ptr, t driver.DType) error {
+	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
+	if c == nil || err != nil {
+		return err
+	}
+	p := c.params
+	p.set(&p.q, &p.qStride, q)
+	p.set(&p.k, &p.kStride, key)
+	p.set(&p.v, &p.vStride, value)
+	p.set(&p.y, &p.yStride, y)
+	p.set(&p.g, &p.gStride, g)
+	p.set(&p.dq, &p.dqStride, dq)
+	p.set(&p.dk, &p.dkStride, dk)
+	p.set(&p.dv, &p.dvStride, dv)
+	p.lse, p.stats = lse, stats
+	blocks := ceilDiv(a.Batch*a.Seq*a.Heads, 256/8)
+	if err := k.launch(s, "attention", "attention_stats"+c.suffix, line(blocks, 256), args().Struct(p.bytes(), 8)); err != nil {
+		return err
+	}
+	if err := c.launch(k, s, attentionBackwardQ); err != nil {
+		return err
+	}
+	return c.launch(k, s, attentionBackwardKV)
+}
+
+// operand is Rows with what they must hold.
+type operand struct {
+	Rows
+	width int
+}
+
+func (a AttentionShape) queryRows(r ...Rows) []operand { return operands(r, a.Heads*a.HeadDim) }
+func (a AttentionShape) keyRows(r ...Rows) []operand   { return operands(r, a.KVHeads*a.HeadDim) }
+
+func operands(r []Rows, width int) []operand {
+	o := make([]operand, len(r))
+	for i, r := range r {
+		o[i] = operand{r, width}
+	}
+	return o
+}
+
+// attentionCall is a checked call.
+type attentionCall struct {
+	AttentionShape // the variant chosen, the scale filled in
+	suffix         string
+	size           int // bytes of an element
+	params         *attentionParams
+}
+
+// attention checks the arguments and chooses the variant. It returns nil when there is nothing to do.
+func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries, keys []operand) (*attentionCall, error) {
+	suf, err := suffix(op, t)
+	if err != nil {
+		return nil, err
+	}
+	if empty, err := checkSizes(op, a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim); empty || err != nil {
+		return nil, err
+	}
+	if a.Heads%a.KVHeads != 0 {
+		return nil, fmt.Errorf("kernels.%s: %d query heads, want a multiple of the %d key-value heads", op, a.Heads, a.KVHeads)
+	}
+	if a.Scale == 0 {
+		a.Scale = 1 / math.Sqrt(float64(a.HeadDim))
+	}
+	all := append(queries, keys...)
+	for _, o := range all {
+		if o.Stride < o.width {
+			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
+		}
+	}
+	mma := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
+	for _, o := range all {
+		mma = mma && o.Ptr%16 == 0 && o.Stride%8 == 0
+	}
+	switch {
+	case a.Variant < 0 || a.Variant >= attentionVariants:
+		return nil, fmt.Errorf("kernels.%s: there is no variant %d", op, a.Variant)
+	case a.Variant == AttentionAuto && mma:
+		a.Variant = AttentionMMA
+	case a.Variant == AttentionAuto:
+		a.Variant = AttentionPlain
+	case a.Variant == AttentionMMA && !mma:
+		return nil, fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is a multiple of 8 up to 128, "+
+			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, a.Variant, t, a)
+	}
+	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads), kvHeads: int32(a.KVHeads),
+		headDim: int32(a.HeadDim), scale: float32(a.Scale)}
+	if a.Causal {
+		p.causal = 1
+	}
+	return &attentionCall{a, suf, t.Size(), p}, nil
+}
+
+// attentionPass is one of attention's kernels.
+type attentionPass int
+
+const (
+	attentionForward attentionPass = iota
+	attentionBackwardQ
+	attentionBackwardKV
+)
+
+var attentionPassNames = [...]string{"forward", "backward_q", "backward_kv"}
+
+// mmaShape is a Shape of attention_mma.cu.
+type mmaShape struct{ threads, own, loop int }
+
+var mmaShapes = map[int][3]mmaShape{ // by the head dimension that they are made for, then by pass
+	64:  {{128, 128, 64}, {128, 128, 64}, {128, 128, 64}},
+	128: {{128, 128, 64}, {128, 128, 32}, {256, 128, 64}},
+}
+
+// shared is the shared memory of a block: its own tiles and two stages of those that it walks over.
+func (m mmaShape) shared(pass attentionPass, dim int) int {
+	own, stats := 2, 0
+	switch pass {
+	case attentionForward:
+		own = 1
+	case attentionBackwardKV:
+		stats = 8 * m.loop
+	}
+	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
+}
+
+func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) error {
+	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
+	if pass == attentionBackwardKV {
+		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
+	}
+	name := "_" + attentionPassNames[pass]
+	if c.Variant == AttentionPlain {
+		l := line(heads*ceilDiv(c.Seq, 64)*ceilDiv(c.HeadDim, 128), 256)
+		return k.launch(s, "attention", "attention_plain"+name+c.suffix, l, args().Struct(c.params.bytes(), 8))
+	}
+	dim := 64
+	if c.HeadDim > 64 {
+		dim = 128
+	}
+	m := mmaShapes[dim][pass]
+	// What the blocks of a section read over and over should fit in half of the L2 cache.
+	each := 2 * c.Seq * c.HeadDim * c.size * others
+	c.params.section = int32(min(max(k.ctx.Device().L2/2/each, 1), heads))
+	l := line(heads*ceilDiv(c.Seq, m.own), m.threads)
+	l.Shared = m.shared(pass, dim)
+	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
+		args().Struct(c.params.bytes(), 8))
+}
+
+func (p *attentionParams) bytes() []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(p)), unsafe.Sizeof(*p))
+}

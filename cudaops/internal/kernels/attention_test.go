@@ -1,0 +1,303 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// attentionCase is attention on the GPU and, in float64, on the CPU.
+type attentionCase struct {
+	AttentionShape
+	dtype  driver.DType
+	packed bool // q, k and v are parts of one matrix, as dq, dk and dv are
+	skew   int  // elements past alignment
+}
+
+func (c attentionCase) String() string {
+	kind := "full"
+	if c.Causal {
+		kind = "causal"
+	}
+	if c.packed {
+		kind += "-packed"
+	}
+	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.Variant, c.dtype, kind, c.Batch, c.Seq, c.Heads, c.KVHeads, c.HeadDim, c.skew)
+}
+
+// matrix is rows in a buffer with other columns around them, which must stay as they are.
+type matrix struct {
+	Rows
+	buf          *buffer
+	first, width int // columns
+	rows         int
+}
+
+// matrices returns parts of one buffer side by side, or each in its own.
+func (c attentionCase) matrices(g *rig, widths ...int) []matrix {
+	rows := c.Batch * c.Seq
+	parts := make([]matrix, len(widths))
+	if !c.packed {
+		for i, w := range widths {
+			b := g.alloc(rows*w, c.dtype, c.skew)
+			parts[i] = matrix{Rows{b.Ptr, w}, b, 0, w, rows}
+		}
+		return parts
+	}
+	stride := 8 // columns of nobody's
+	for _, w := range widths {
+		stride += w
+	}
+	b := g.alloc(rows*stride, c.dtype, c.skew)
+	first := 0
+	for i, w := range widths {
+		parts[i] = matrix{Rows{b.Ptr.Offset(first * c.dtype.Size()), stride}, b, first, w, rows}
+		first += w
+	}
+	return parts
+}
+
+// fill writes normal numbers and returns them rounded.
+func (m matrix) fill(g *rig) []float64 {
+	all, x := g.read(m.buf), make([]float64, m.rows*m.width)
+	for r := range m.rows {
+		for j := range m.width {
+			all[r*m.Stride+m.first+j] = g.rand.NormFloat64()
+		}
+	}
+	raw := encode(all, m.buf.dtype)
+	g.must(g.ctx.CopyToDevice(m.buf.Ptr, raw, g.stream))
+	all = decode(raw, m.buf.dtype)
+	for r := range m.rows {
+		copy(x[r*m.width:], all[r*m.Stride+m.first:][:m.width])
+	}
+	return x
+}
+
+// near fails unless ‖got − want‖ ≤ tol.
+func (m matrix) near(g *rig, what string, want []float64, tol float64) {
+	g.Helper()
+	all, got := g.read(m.buf), make([]float64, m.rows*m.width)
+	for r := range m.rows {
+		copy(got[r*m.width:], all[r*m.Stride+m.first:][:m.width])
+		if last := all[r*m.Stride+m.Stride-1]; m.Stride > m.width && last == last {
+			g.Errorf("%s: a kernel wrote beside the rows", what)
+			break
+		}
+	}
+	diff := make([]float64, len(got))
+	for i := range got {
+		diff[i] = got[i] - want[i]
+	}
+	if e := norm(diff); !(e <= tol) {
+		g.Errorf("%s: off by %.3g in norm, want at most %.3g", what, e, tol)
+	}
+}
+
+func norm(x []float64) float64 {
+	var sum float64
+	for _, v := range x {
+		sum += v * v
+	}
+	return math.Sqrt(sum)
+}
+
+func (c attentionCase) check(g *rig) {
+	queryWidth, keyWidth, rows := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim, c.Batch*c.Seq
+	in := c.matrices(g, queryWidth, keyWidth, keyWidth)
+	d := c.matrices(g, queryWidth, keyWidth, keyWidth)
+	out := c.matrices(g, queryWidth)[0]
+	grad := c.matrices(g, queryWidth)[0]
+	lse, stats := g.alloc(rows*c.Heads, f32, 0), g.alloc(2*rows*c.Heads, f32, 0)
+	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
+
+	a := c.AttentionShape
+	g.must(g.Attention(g.stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
+	g.must(g.AttentionBackward(g.stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
+		in[2].Rows, out.Rows, lse.Ptr, c.dtype))
+
+	s := cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal,
+		Scale: a.Scale}
+	if s.Scale == 0 {
+		s.Scale = 1 / math.Sqrt(float64(a.HeadDim))
+	}
+	y, l := make([]float64, len(q)), make([]float64, rows*c.Heads)
+	cpu.Attention(y, l, q, k, v, s)
+	// The rounding of a score grows with it, and becomes that of its exponential.
+	spread := max(1, math.Abs(s.Scale)*math.Sqrt(float64(a.HeadDim))/4)
+	out.near(g, "y", y, forward(c.dtype)*spread*norm(y))
+	g.near("lse", lse, l, 1e-6)
+	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
+	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, l, s)
+	// Of a single key dq and dk vanish, but for rounding.
+	for i, want := range [][]float64{dq, dk, dv} {
+		size := norm(want)
+		if a.Seq == 1 {
+			size = norm(dv)
+		}
+		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want, backward(c.dtype)*spread*size)
+	}
+}
+
+// attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head dimensions of every
+// kernel, padded or not.
+func attentionCases(short bool) []attentionCase {
+	var cases []attentionCase
+	add := func(v AttentionVariant, t driver.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
+		cases = append(cases, attentionCase{AttentionShape{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal,
+			Variant: v}, t, packed, skew})
+	}
+	lengths := []int{1, 7, 64, 65, 127, 129, 200}
+	if short {
+		lengths = []int{1, 65, 129}
+	}
+	for _, t := range storageTypes {
+		for i, n := range lengths {
+			for j, d := range []int{64, 128, 96, 8} {
+				for _, causal := range []bool{false, true} {
+					h := 1 + (i+j)%3
+					kv := 1 + j%2*(h-1)
+					if t != f32 {
+						add(AttentionMMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
+					}
+					add(AttentionPlain, t, 2, n, h, kv, d+j, causal, (i+j)%2 == 1, j)
+				}
+			}
+		}
+	}
+	for _, v := range []AttentionVariant{AttentionMMA, AttentionPlain} {
+		if !short {
+			add(v, bf16, 1, 1000, 3, 1, 64, true, true, 0)
+			add(v, bf16, 1, 1000, 4, 2, 128, true, true, 0)
+			add(v, bf16, 1, 1000, 2, 2, 128, false, false, 0)
+		}
+	}
+	add(AttentionPlain, f32, 1, 130, 2, 1, 256, true, false, 0)
+	add(AttentionPlain, bf16, 1, 70, 2, 1, 200, true, true, 0)
+	return cases
+}
+
+func TestAttention(t *testing.T) {
+	g := newRig(t)
+	for _, c := range attentionCases(testing.Short()) {
+		g.scope(c.String(), c.check)
+	}
+}
+
+// Scores far apart, a negative scale, and sums over keys that are all alike.
+func TestAttentionScale(t *testing.T) {
+	g := newRig(t)
+	for _, scale := range []float64{5, -1, 1e-3} {
+		for _, dt := range []driver.DType{f32, bf16} {
+			c := attentionCase{AttentionShape{Batch: 1, Seq: 150, Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}, dt, false, 0}
+			g.scope(fmt.Sprintf("%v/%v", dt, scale), c.check)
+		}
+	}
+}
+
+func TestAttentionRepeatsBits(t *testing.T) {
+	g := newRig(t)
+	for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA} {
+		g.scope(v.String(), func(g *rig) {
+			c := attentionCase{AttentionShape{Batch: 3, Seq: 321, Heads: 6, KVHeads: 2, HeadDim: 64, Causal: true, Variant: v}, bf16, false, 0}
+			r := c.benchmark(g)
+			var first [4][]float64
+			for run := range 3 {
+				r.forward()
+				r.backward()
+				for i, b := range []*buffer{r.y, r.dq, r.dk, r.dv} {
+					got := g.read(b)
+					if run == 0 {
+						first[i] = got
+					} else if distance(got, first[i]) != 0 {
+						g.Errorf("array %d differs on run %d", i, run)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestAttentionRefusals(t *testing.T) {
+	g := newRig(t)
+	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
+	row, out := Rows{256, 16}, Rows{512, 16}
+	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *driver.DType){
+		"type":    func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
+		"heads":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
+		"size":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
+		"stride":  func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
+		"variant": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
+		"float32": func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
+		"dim":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
+		"aligned": func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, 514 },
+	} {
+		a, y, dt := ok, out, bf16
+		change(&a, &y, &dt)
+		if err := g.Attention(g.stream, a, y, 1024, row, row, row, dt); err == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+	ok.Batch = 0
+	g.must(g.Attention(g.stream, ok, out, 0, row, row, row, bf16))
+}
+
+// attentionRun is one set of arrays to time.
+type attentionRun struct {
+	forward, backward func()
+	y, dq, dk, dv     *buffer
+}
+
+// normalTiles returns n numbers on the GPU of which each million is alike: drawing them all would take longer than the tests.
+func (g *rig) normalTiles(n int, t driver.DType) *buffer {
+	b := g.alloc(n, t, 0)
+	tile, _ := g.normal(min(n, 1<<20), t, 0)
+	for i := 0; i < n; i += tile.n {
+		g.must(g.ctx.CopyOnDevice(b.Ptr.Offset(i*t.Size()), tile.Ptr, min(tile.n, n-i)*t.Size(), g.stream))
+	}
+	return b
+}
+
+func (c attentionCase) benchmark(g *rig) attentionRun {
+	n, m := c.Batch*c.Seq*c.Heads*c.HeadDim, c.Batch*c.Seq*c.KVHeads*c.HeadDim
+	queries, keys := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
+	q, k, v, dy := g.normalTiles(n, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(n, c.dtype)
+	r := attentionRun{y: g.alloc(n, c.dtype, 0), dq: g.alloc(n, c.dtype, 0), dk: g.alloc(m, c.dtype, 0), dv: g.alloc(m, c.dtype, 0)}
+	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(2*c.Batch*c.Seq*c.Heads, f32, 0)
+	r.forward = func() {
+		g.must(g.Attention(g.stream, c.AttentionShape, Rows{r.y.Ptr, queries}, lse.Ptr, Rows{q.Ptr, queries}, Rows{k.Ptr, keys},
+			Rows{v.Ptr, keys}, c.dtype))
+	}
+	r.backward = func() {
+		g.must(g.AttentionBackward(g.stream, c.AttentionShape, Rows{r.dq.Ptr, queries}, Rows{r.dk.Ptr, keys}, Rows{r.dv.Ptr, keys},
+			stats.Ptr, Rows{dy.Ptr, queries}, Rows{q.Ptr, queries}, Rows{k.Ptr, keys}, Rows{v.Ptr, keys}, Rows{r.y.Ptr, queries},
+			lse.Ptr, c.dtype))
+	}
+	return r
+}
+
+// TestAttentionSpeed counts operations as is usual: two products forward, five backward, half of each under a causal mask.
+func TestAttentionSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("a benchmark: set KASMINA_GPU_BENCH")
+	}
+	g := newRig(t)
+	for _, a := range []AttentionShape{
+		{Batch: 32, Seq: 1024, Heads: 12, KVHeads: 12, HeadDim: 64, Causal: true},
+		{Batch: 16, Seq: 2048, Heads: 16, KVHeads: 16, HeadDim: 128, Causal: true},
+		{Batch: 4, Seq: 8192, Heads: 16, KVHeads: 16, HeadDim: 128, Causal: true},
+	} {
+		for _, v := range []AttentionVariant{AttentionMMA} {
+			a.Variant = v
+			g.scope(fmt.Sprintf("%v-b%dh%ds%dd%d", v, a.Batch, a.Heads, a.Seq, a.HeadDim), func(g *rig) {
+				r := attentionCase{a, bf16, false, 0}.benchmark(g)
+				flops := 4 * float64(a.Batch*a.Heads*a.HeadDim) * float64(a.Seq*a.Seq) / 2
+				f, b := g.time([]func(){r.forward}).Seconds(), g.time([]func(){r.backward}).Seconds()
+				g.Logf("forward %8.1f µs %5.0f TFLOP/s   backward %8.1f µs %5.0f TFLOP/s", f*1e6, flops/f/1e12, b*1e6, 2.5*flops/b/1e12)
+			})
+		}
+	}
+}

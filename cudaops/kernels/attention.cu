@@ -1,0 +1,272 @@
+// Flash attention in plain float arithmetic, for any head dimension, stride and alignment, and the statistics that every
+// backward pass reads; attention.cuh has the formulas, attention_mma.cu those of the gradients.
+//
+// The reference on the GPU, and the way for float32, which keeps its precision: tensor cores would round operands. A block
+// of 256 threads (16×16) owns 64 rows and meets the other operand 64 rows at a time. The result's columns are dealt out in
+// chunks of 128 to blocks of their own, each of which forms the scores again: any head dimension fits.
+#include "attention.cuh"
+
+namespace attention {
+
+constexpr int kTile = 64, kSlice = 32, kChunk = 128, kThreads = 256;
+
+// Rows of one head: row r is from[r·stride ...], headDim elements; there are `rows`.
+template <class T> struct Rows {
+  const T *from;
+  int64_t stride;
+  int rows, headDim;
+  __device__ __forceinline__ float get(int row, int d) const {
+    return row < rows && d < headDim ? toFloat(from[row * stride + d]) : 0;
+  }
+};
+
+template <class T>
+__device__ Rows<T> rowsOf(const void *base, int64_t stride, const Params &p, int batch, int row, int head) {
+  return {at<const T>(base, stride, p.seq, batch, row, head * p.headDim), stride, p.seq - row, p.headDim};
+}
+
+struct Shared {
+  union {
+    struct { float a[kSlice][kTile + 1], b[kSlice][kTile + 1]; };
+    float c[kSlice][kChunk];
+  };
+  float p[kTile][kTile + 1];
+};
+
+// A thread's part of a 64×64 product: rows ty + 16i, columns tx + 16j.
+struct Scores { float v[4][4]; };
+// A thread's part of a 64×128 result: rows ty + 16i, columns tx + 16j.
+struct Result { float v[4][8]; };
+
+// A·Bᵀ of 64 rows each.
+template <class T> __device__ Scores multiplyNT(Shared &s, const Rows<T> &a, const Rows<T> &b) {
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  Scores r = {};
+  for (int d0 = 0; d0 < a.headDim; d0 += kSlice) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kTile * kSlice; i += kThreads) {
+      int row = i / kSlice, d = i % kSlice;
+      s.a[d][row] = a.get(row, d0 + d);
+      s.b[d][row] = b.get(row, d0 + d);
+    }
+    __syncthreads();
+#pragma unroll 8
+    for (int d = 0; d < kSlice; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) r.v[i][j] = fmaf(s.a[d][ty + 16 * i], s.b[d][tx + 16 * j], r.v[i][j]);
+  }
+  return r;
+}
+
+// r += x·B for x, 64×64, and columns chunk... of B, 64 rows.
+template <class T> __device__ void addNN(Result &r, Shared &s, const Scores &x, const Rows<T> &b, int chunk) {
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) s.p[ty + 16 * i][tx + 16 * j] = x.v[i][j];
+  for (int k0 = 0; k0 < kTile && k0 < b.rows; k0 += kSlice) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kSlice * kChunk; i += kThreads)
+      s.c[i / kChunk][i % kChunk] = b.get(k0 + i / kChunk, chunk + i % kChunk);
+    __syncthreads();
+#pragma unroll 4
+    for (int k = 0; k < kSlice; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) r.v[i][j] = fmaf(s.p[ty + 16 * i][k0 + k], s.c[k][tx + 16 * j], r.v[i][j]);
+  }
+}
+
+// Writes a result, times a factor for each row, into columns chunk... of a head's rows row... of a sequence.
+template <class T>
+__device__ void write(void *base, int64_t stride, const Params &p, int batch, int row, int head, int chunk, const Result &r,
+                      const float (&f)[4]) {
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  T *to = at<T>(base, stride, p.seq, batch, row, head * p.headDim);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      int t = ty + 16 * i, d = chunk + tx + 16 * j;
+      if (row + t < p.seq && d < p.headDim) to[t * stride + d] = fromFloat<T>(r.v[i][j] * f[i]);
+    }
+}
+
+// Reductions over the 16 threads that share rows.
+template <class Op> __device__ float reduceRow(float v) {
+#pragma unroll
+  for (int d = 8; d > 0; d /= 2) v = Op::merge(v, __shfl_xor_sync(kAllLanes, v, d));
+  return v;
+}
+
+// A block's place: one chunk of columns, one tile of rows, one head. The chunks of a tile are neighbours.
+struct Place {
+  int chunk, row, head, batch;
+};
+
+__device__ Place place(const Params &p, int heads) {
+  int chunks = (p.headDim + kChunk - 1) / kChunk, tiles = (p.seq + kTile - 1) / kTile, i = blockIdx.x;
+  return {i % chunks * kChunk, i / chunks % tiles * kTile, i / chunks / tiles % heads, i / chunks / tiles / heads};
+}
+
+// Launch: batch·heads·⌈seq/64⌉·⌈headDim/128⌉ blocks of 256 threads.
+template <class T> __device__ __forceinline__ void forward(const Params &p) {
+  __shared__ Shared s;
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  Place at = place(p, p.heads);
+  int kvHead = at.head / (p.heads / p.kvHeads);
+  Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, at.row, at.head);
+  int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
+  float top[4], sum[4];
+  for (int i = 0; i < 4; i++) top[i] = -INFINITY, sum[i] = 0;
+  Result y = {};
+  for (int j0 = 0; j0 < keys; j0 += kTile) {
+    Scores x = multiplyNT(s, q, rowsOf<T>(p.k, p.kStride, p, at.batch, j0, kvHead));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float highest = top[i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
+        bool hidden = key >= p.seq || (p.causal && key > query);
+        x.v[i][j] = hidden ? -INFINITY : x.v[i][j] * p.scale;
+        highest = Max::merge(x.v[i][j], highest);
+      }
+      highest = reduceRow<Max>(highest);
+      float shrink = expf(top[i] - highest), total = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) total += x.v[i][j] = expf(x.v[i][j] - highest);
+      top[i] = highest;
+      sum[i] = sum[i] * shrink + total;
+#pragma unroll
+      for (int j = 0; j < 8; j++) y.v[i][j] *= shrink;
+    }
+    addNN(y, s, x, rowsOf<T>(p.v, p.vStride, p, at.batch, j0, kvHead), at.chunk);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sum[i] = reduceRow<Sum>(sum[i]);
+    int query = at.row + ty + 16 * i;
+    if (tx == 0 && at.chunk == 0 && query < p.seq)
+      p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query] = top[i] + logf(sum[i]);
+    sum[i] = 1 / sum[i];
+  }
+  write<T>(p.y, p.yStride, p, at.batch, at.row, at.head, at.chunk, y, sum);
+}
+
+// dq. Launch: as forward.
+template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
+  __shared__ Shared s;
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  Place at = place(p, p.heads);
+  int kvHead = at.head / (p.heads / p.kvHeads);
+  Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, at.row, at.head);
+  Rows<T> g = rowsOf<T>(p.g, p.gStride, p, at.batch, at.row, at.head);
+  int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
+  float lse[4], delta[4], scale[4];
+  for (int i = 0; i < 4; i++) {
+    int64_t t = ((int64_t)at.batch * p.heads + at.head) * p.seq + min(at.row + ty + 16 * i, p.seq - 1);
+    lse[i] = p.lse[t], delta[i] = p.stats[t].y, scale[i] = p.scale;
+  }
+  Result dq = {};
+  for (int j0 = 0; j0 < keys; j0 += kTile) {
+    Rows<T> k = rowsOf<T>(p.k, p.kStride, p, at.batch, j0, kvHead);
+    Scores x = multiplyNT(s, q, k);
+    Scores ds = multiplyNT(s, g, rowsOf<T>(p.v, p.vStride, p, at.batch, j0, kvHead));
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
+        bool hidden = key >= p.seq || (p.causal && key > query);
+        ds.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse[i]) * (ds.v[i][j] - delta[i]);
+      }
+    addNN(dq, s, ds, k, at.chunk);
+  }
+  write<T>(p.dq, p.dqStride, p, at.batch, at.row, at.head, at.chunk, dq, scale);
+}
+
+// dk and dv. Launch: batch·kvHeads·⌈seq/64⌉·⌈headDim/128⌉ blocks of 256 threads.
+template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
+  __shared__ Shared s;
+  int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  Place at = place(p, p.kvHeads);
+  Rows<T> k = rowsOf<T>(p.k, p.kStride, p, at.batch, at.row, at.head);
+  Rows<T> v = rowsOf<T>(p.v, p.vStride, p, at.batch, at.row, at.head);
+  Result dk = {}, dv = {};
+  int group = p.heads / p.kvHeads;
+  for (int head = at.head * group; head < (at.head + 1) * group; head++)
+    for (int i0 = p.causal ? at.row : 0; i0 < p.seq; i0 += kTile) {
+      Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, i0, head), g = rowsOf<T>(p.g, p.gStride, p, at.batch, i0, head);
+      Scores x = multiplyNT(s, k, q);  // transposed: a row is a key, a column a query
+      float delta[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int query = i0 + tx + 16 * j;
+        int64_t t = ((int64_t)at.batch * p.heads + head) * p.seq + min(query, p.seq - 1);
+        float lse = p.lse[t];
+        delta[j] = p.stats[t].y;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          int key = at.row + ty + 16 * i;
+          bool hidden = query >= p.seq || key >= p.seq || (p.causal && key > query);
+          x.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse);
+        }
+      }
+      addNN(dv, s, x, g, at.chunk);
+      Scores ds = multiplyNT(s, v, g);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) ds.v[i][j] = x.v[i][j] * (ds.v[i][j] - delta[j]);
+      addNN(dk, s, ds, q, at.chunk);
+    }
+  const float one[4] = {1, 1, 1, 1}, scale[4] = {p.scale, p.scale, p.scale, p.scale};
+  write<T>(p.dk, p.dkStride, p, at.batch, at.row, at.head, at.chunk, dk, scale);
+  write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
+}
+
+// stats = (lse·log₂e, Σ_d g·y): eight lanes a row and head, which follow each other as in memory.
+// Launch: ⌈batch·seq·heads/32⌉ blocks of 256 threads.
+template <class T> __device__ __forceinline__ void statistics(const Params &p) {
+  int64_t unit = ((int64_t)blockIdx.x * kThreads + threadIdx.x) / 8, units = (int64_t)p.batch * p.seq * p.heads;
+  int lane = threadIdx.x % 8;
+  int64_t row = min(unit, units - 1) / p.heads;
+  int head = min(unit, units - 1) % p.heads;
+  const T *y = (const T *)p.y + row * p.yStride + head * p.headDim, *g = (const T *)p.g + row * p.gStride + head * p.headDim;
+  constexpr int V = kVec<T>;
+  float sum = 0;
+  if (p.headDim % V == 0 && p.yStride % V == 0 && p.gStride % V == 0 && aligned16(p.y, p.g)) {
+    for (int d = lane * V; d < p.headDim; d += 8 * V) {
+      Pack<T, V> a = load<V>(y + d), b = load<V>(g + d);
+#pragma unroll
+      for (int i = 0; i < V; i++) sum = fmaf(a.get(i), b.get(i), sum);
+    }
+  } else {
+    for (int d = lane; d < p.headDim; d += 8) sum = fmaf(toFloat(y[d]), toFloat(g[d]), sum);
+  }
+#pragma unroll
+  for (int d = 4; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+  if (lane == 0 && unit < units) {
+    int64_t t = (row / p.seq * p.heads + head) * p.seq + row % p.seq;
+    p.stats[t] = {p.lse[t] * kLog2e, sum};
+  }
+}
+
+}  // namespace attention
+
+#define KERNEL(name, body, T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads) name##_##T(const __grid_constant__ attention::Params p) { \
+    attention::body<T>(p);                                                                                                \
+  }
+#define KERNELS(T)                                 \
+  KERNEL(attention_plain_forward, forward, T)      \
+  KERNEL(attention_plain_backward_q, backwardQ, T) \
+  KERNEL(attention_plain_backward_kv, backwardKV, T) \
+  KERNEL(attention_stats, statistics, T)
+FOR_STORAGE_TYPES(KERNELS)
