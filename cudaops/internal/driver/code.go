@@ -3,6 +3,7 @@ package driver
 import (
 	"bytes"
 	"errors"
+	"math"
 	"runtime"
 	"sync"
 	"unsafe"
@@ -50,22 +51,37 @@ func (c *context) Function(m Module, name string) (*Function, error) {
 		}
 		return nil, err
 	}
+	f.Params, err = c.params(f.Handle)
+	return f, err
+}
+
+// params asks for the layout of a kernel's parameters. Before CUDA 13.2 their number is known only from the first
+// refusal, which compute-sanitizer lists as an API error unless it is told --report-api-errors no.
+func (c *context) params(function uintptr) ([]Param, error) {
 	if c.FuncGetParamInfo.addr == 0 {
-		return f, nil
+		return nil, nil
 	}
-	f.Params = []Param{}
-	for i := 0; ; i++ {
+	count := math.MaxInt
+	counted := c.FuncGetParamCount.addr != 0
+	if counted {
+		if err := c.call(&c.FuncGetParamCount, function, uintptr(unsafe.Pointer(&count))); err != nil {
+			return nil, err
+		}
+	}
+	params := []Param{}
+	for i := range count {
 		var p Param
-		err := c.call(&c.FuncGetParamInfo, f.Handle, uintptr(i), uintptr(unsafe.Pointer(&p.Offset)),
+		err := c.call(&c.FuncGetParamInfo, function, uintptr(i), uintptr(unsafe.Pointer(&p.Offset)),
 			uintptr(unsafe.Pointer(&p.Size)))
-		if errors.Is(err, InvalidValue) { // past the last one
-			return f, nil
+		if !counted && errors.Is(err, InvalidValue) {
+			break
 		}
 		if err != nil {
 			return nil, err
 		}
-		f.Params = append(f.Params, p)
+		params = append(params, p)
 	}
+	return params, nil
 }
 
 func (c *context) FunctionAttribute(f *Function, a FunctionAttribute) (int, error) {

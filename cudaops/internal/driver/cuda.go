@@ -64,6 +64,7 @@ type cudaAPI struct {
 	FuncGetAttribute   proc `c:"cuFuncGetAttribute"`
 	FuncSetAttribute   proc `c:"cuFuncSetAttribute"`
 	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo" since:"12.4"`
+	FuncGetParamCount  proc `c:"cuFuncGetParamCount" since:"13.2"`
 	Occupancy          proc `c:"cuOccupancyMaxActiveBlocksPerMultiprocessor"`
 	LaunchKernel       proc `c:"cuLaunchKernel"`
 	LaunchKernelEx     proc `c:"cuLaunchKernelEx" since:"11.8"`
