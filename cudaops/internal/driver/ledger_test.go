@@ -66,13 +66,15 @@ func TestErrors(t *testing.T) {
 		"3.00 GiB asked for, 1.00 MiB of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345", IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
+	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345",
+		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
 		if s.Error() != want {
 			t.Errorf("%d is %q, want %q", int32(s), s.Error(), want)
 		}
 	}
 	err := error(NewBlasError("cublasLtCreate", BlasNotInitialized, ""))
-	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" || !errors.Is(err, BlasNotInitialized) || errors.Is(err, InvalidValue) {
+	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" || !errors.Is(err, BlasNotInitialized) ||
+		errors.Is(err, InvalidValue) {
 		t.Error(err)
 	}
 	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources, NotReady, CaptureUnjoined} {
