@@ -1,0 +1,129 @@
+package cudaops
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// encode writes the n elements of a value to raw, stored as e.
+func encode(raw []byte, e elem, v gorgonia.Value, n int) error {
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return err
+	}
+	switch x := flat.(type) {
+	case []float32:
+		if len(x) == n && e != int64s {
+			encodeFloats(raw, e, x)
+			return nil
+		}
+	case []int:
+		if len(x) == n && e == int64s {
+			dst := driver.View[int64](raw)
+			for i, v := range x {
+				dst[i] = int64(v)
+			}
+			return nil
+		}
+	}
+	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v", v.Dtype(), v.Shape(), n, e)
+}
+
+func encodeFloats(raw []byte, e elem, x []float32) {
+	switch e {
+	case float32s:
+		copy(driver.View[float32](raw), x)
+	case bfloat16s:
+		dst := driver.View[uint16](raw)
+		for i, v := range x {
+			dst[i] = bfloat16(v)
+		}
+	}
+}
+
+// bfloat16 rounds to nearest, ties to even, and keeps NaN.
+func bfloat16(v float32) uint16 {
+	b := math.Float32bits(v)
+	if v != v {
+		return uint16(b>>16) | 0x40
+	}
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+
+// decode returns elements stored as e as a value of type dt.
+func decode(raw []byte, e elem, dt tensor.Dtype, shape tensor.Shape) (gorgonia.Value, error) {
+	n := size(shape)
+	switch {
+	case dt == tensor.Float32 && e == float32s, dt == tensor.Float32 && e == bfloat16s:
+		x := make([]float32, n)
+		if e == float32s {
+			copy(x, driver.View[float32](raw))
+		} else {
+			for i, b := range driver.View[uint16](raw)[:n] {
+				x[i] = math.Float32frombits(uint32(b) << 16)
+			}
+		}
+		if len(shape) == 0 {
+			return gorgonia.NewF32(x[0]), nil
+		}
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+	case dt == tensor.Int && e == int64s:
+		x := make([]int, n)
+		for i, v := range driver.View[int64](raw)[:n] {
+			x[i] = int(v)
+		}
+		if len(shape) == 0 {
+			return gorgonia.NewI(x[0]), nil
+		}
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+	}
+	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, e)
+}
+
+// onHost computes a node with its op's own Do, between two copies.
+func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
+	if c.m.config.strict {
+		return nil, fmt.Errorf("there is no kernel for %T, and WithStrict forbids computing it on the host", n.Op())
+	}
+	out := c.newArray(elemOf(n.Dtype()), n.Shape()...)
+	nodes := children(n)
+	m := c.m
+	m.warn(fmt.Sprintf("there is no kernel for %v (%T): it is computed on the host, which waits for the device and copies %d values there and back",
+		n.Op(), n.Op(), len(nodes)))
+	c.do(n, func() error {
+		values := make([]gorgonia.Value, len(in))
+		for i, a := range in {
+			v, err := m.fetch(a, nodes[i].Dtype())
+			if err != nil {
+				return err
+			}
+			values[i] = v
+		}
+		v, err := n.Op().Do(values...)
+		if err != nil {
+			return err
+		}
+		raw := make([]byte, out.len()*out.elem.size())
+		if err := encode(raw, out.elem, v, out.len()); err != nil {
+			return err
+		}
+		return m.device.ctx.CopyToDevice(out.ptr(), raw, m.stream)
+	}, append(slices.Clone(in), out)...)
+	c.tasks[len(c.tasks)-1].host = true
+	return out, nil
+}
+
+// elemOf is how values of a Gorgonia type are stored.
+func elemOf(dt tensor.Dtype) elem {
+	if dt == tensor.Int {
+		return int64s
+	}
+	return float32s
+}

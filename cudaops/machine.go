@@ -1,0 +1,392 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has gorgonia.NewTapeMachine(g), it can have
+// cudaops.NewMachine(dev, g) instead.
+//
+// The graph is compiled once, into kernel launches over memory that is planned before anything runs. Parameters (see
+// [WithParams]) go up once and stay on the device; other inputs go up before every run, and results come back when
+// [Machine.Value] asks for them. A node for which there is no kernel is computed on the host, between two copies, with one
+// warning that names it; [WithStrict] makes that an error.
+//
+// A Machine is not safe for use by several goroutines at once.
+type Machine struct {
+	device *Device
+	graph  *gorgonia.ExprGraph
+	config machineConfig
+	stream driver.Stream
+	k      kernelSet
+	blas   *matmuls
+
+	program  *program
+	arena    driver.Ptr
+	owned    []driver.Ptr
+	sent     driver.Event // the last run's inputs have left their staging memory
+	ran      bool
+	captured *driver.Graph
+	warned   map[string]bool
+	closed   bool
+}
+
+type machineConfig struct {
+	params  gorgonia.Nodes
+	outputs gorgonia.Nodes
+	strict  bool
+	logger  *slog.Logger
+	kernels func(driver.Context) (kernelSet, error)
+}
+
+// MachineOption is an option of NewMachine.
+type MachineOption func(*machineConfig) error
+
+// WithParams names inputs that are parameters: their values are copied to the device once, by NewMachine, and live there.
+// [Machine.Upload] copies a value that the host has changed, [Machine.Download] copies them back into their nodes.
+// Their gradients, if the graph has them, are kept for [Machine.Value].
+func WithParams(params ...*gorgonia.Node) MachineOption {
+	return func(c *machineConfig) error {
+		for i, n := range params {
+			if n == nil || n.Op() != nil {
+				return fmt.Errorf("WithParams: node %d is no input", i)
+			}
+		}
+		c.params = append(c.params, params...)
+		return nil
+	}
+}
+
+// WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no other node needs do so
+// anyway.
+func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
+	return func(c *machineConfig) error {
+		if slices.Contains(outputs, nil) {
+			return errors.New("WithOutputs: a node is nil")
+		}
+		c.outputs = append(c.outputs, outputs...)
+		return nil
+	}
+}
+
+// WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the host.
+func WithStrict() MachineOption {
+	return func(c *machineConfig) error {
+		c.strict = true
+		return nil
+	}
+}
+
+// WithLogger sets where warnings go. The default is slog.Default().
+func WithLogger(l *slog.Logger) MachineOption {
+	return func(c *machineConfig) error {
+		c.logger = l
+		return nil
+	}
+}
+
+// NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The graph's floats
+// must be float32. The caller closes the machine, before the device.
+func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("cudaops.NewMachine: %w", err)
+		}
+	}()
+	if d == nil || g == nil {
+		return nil, errors.New("device or graph is nil")
+	}
+	config := machineConfig{logger: slog.Default(), kernels: realKernels}
+	for _, opt := range opts {
+		if err := opt(&config); err != nil {
+			return nil, err
+		}
+	}
+	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.Close())
+		}
+	}()
+	if m.k, err = config.kernels(d.ctx); err != nil {
+		return nil, err
+	}
+	if m.stream, err = d.ctx.NewStream(); err != nil {
+		return nil, err
+	}
+	if m.sent, err = d.ctx.NewEvent(false); err != nil {
+		return nil, err
+	}
+	m.blas = newMatmuls(m)
+	if m.program, err = compile(m, m.keep()); err != nil {
+		return nil, err
+	}
+	if err := m.allocate(); err != nil {
+		return nil, err
+	}
+	for _, in := range m.program.inputs {
+		if in.constant {
+			if err := m.send(in); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return m, d.ctx.SyncStream(m.stream)
+}
+
+// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.
+func (m *Machine) keep() gorgonia.Nodes {
+	kept := slices.Clone(m.config.outputs)
+	used := map[*gorgonia.Node]bool{}
+	for _, n := range m.graph.AllNodes() {
+		for _, c := range children(n) {
+			used[c] = true
+		}
+	}
+	for _, n := range m.graph.AllNodes() {
+		if !used[n] && n.Op() != nil {
+			kept = append(kept, n)
+		}
+	}
+	for _, p := range m.config.params {
+		if g := p.Deriv(); g != nil {
+			kept = append(kept, g)
+		}
+	}
+	return kept
+}
+
+// allocate takes the memory that the program was planned for.
+func (m *Machine) allocate() error {
+	need := uint64(m.program.arena + m.program.resident())
+	alloc := func(bytes int, what string) (driver.Ptr, error) {
+		p, err := m.device.ctx.Alloc(bytes)
+		if err != nil {
+			return 0, fmt.Errorf("allocating %s for %s; the graph needs %s in all: %w", driver.Size(uint64(bytes)), what, driver.Size(need), err)
+		}
+		m.owned = append(m.owned, p)
+		return p, nil
+	}
+	if free, _, err := m.device.ctx.MemInfo(); err != nil {
+		return err
+	} else if need > free {
+		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
+			driver.Size(need), driver.Size(uint64(m.program.resident())), driver.Size(uint64(m.program.arena)), driver.Size(free), driver.OutOfMemory)
+	}
+	var err error
+	if m.program.arena > 0 {
+		if m.arena, err = alloc(m.program.arena, "a run"); err != nil {
+			return err
+		}
+	}
+	for _, b := range m.program.blocks {
+		if !b.resident {
+			b.base = m.arena.Offset(b.offset)
+		} else if b.base, err = alloc(b.bytes, "parameters and constants"); err != nil {
+			return err
+		}
+	}
+	for _, in := range m.program.inputs {
+		if in.staging, err = m.device.ctx.AllocHost(max(1, in.array.len()*in.array.elem.size())); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// PeakMemory returns the device memory in bytes that the machine has taken: for parameters and constants, and for a run.
+func (m *Machine) PeakMemory() (resident, run int) { return m.program.resident(), m.program.arena }
+
+// RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value] waits for it. An error
+// on the device may show in a later call.
+func (m *Machine) RunAll() error {
+	if err := m.run(); err != nil {
+		return fmt.Errorf("cudaops.Machine.RunAll: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) run() error {
+	if m.closed {
+		return errors.New("the machine is closed")
+	}
+	if m.ran {
+		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
+			return err
+		}
+	}
+	for _, in := range m.program.inputs {
+		if in.constant {
+			continue
+		}
+		if err := m.send(in); err != nil {
+			return err
+		}
+	}
+	if err := m.device.ctx.Record(m.sent, m.stream); err != nil {
+		return err
+	}
+	defer func() { m.ran = true }()
+	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
+	if !m.ran || slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host }) {
+		return m.enqueue()
+	}
+	if m.captured == nil {
+		if err := m.capture(); err != nil {
+			return err
+		}
+	}
+	return m.device.ctx.LaunchGraph(m.captured, m.stream)
+}
+
+func (m *Machine) enqueue() error {
+	for _, t := range m.program.tasks {
+		if err := t.run(); err != nil {
+			return fmt.Errorf("%s: %w", describe(t.node), err)
+		}
+	}
+	return nil
+}
+
+func (m *Machine) capture() error {
+	if err := m.device.ctx.BeginCapture(m.stream); err != nil {
+		return err
+	}
+	err := m.enqueue()
+	g, endErr := m.device.ctx.EndCapture(m.stream)
+	if err := errors.Join(err, endErr); err != nil {
+		return err
+	}
+	m.captured = g
+	return nil
+}
+
+// send copies an input's value to the device, by way of pinned memory.
+func (m *Machine) send(in *input) error {
+	v := in.node.Value()
+	if v == nil {
+		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", describe(in.node))
+	}
+	if err := encode(in.staging, in.array.elem, v, in.array.len()); err != nil {
+		return fmt.Errorf("%s: %w", describe(in.node), err)
+	}
+	return m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.len()*in.array.elem.size()], m.stream)
+}
+
+// Upload copies the values of parameters to the device again, after the host has changed them.
+func (m *Machine) Upload(params ...*gorgonia.Node) error {
+	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
+	}
+	for _, p := range params {
+		i := slices.IndexFunc(m.program.inputs, func(in *input) bool { return in.node == p })
+		if i < 0 {
+			return fmt.Errorf("cudaops.Machine.Upload: %s is no input of the graph", describe(p))
+		}
+		if err := m.send(m.program.inputs[i]); err != nil {
+			return fmt.Errorf("cudaops.Machine.Upload: %w", err)
+		}
+	}
+	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
+	}
+	return nil
+}
+
+// Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the
+// gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
+func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
+	v, err := m.value(n)
+	if err != nil {
+		return nil, fmt.Errorf("cudaops.Machine.Value: %w", err)
+	}
+	return v, nil
+}
+
+func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
+	a, ok := m.program.values[n]
+	switch {
+	case n == nil || !ok:
+		return nil, errors.New("the node is not part of the graph that the machine runs")
+	case a.block == nil:
+		return nil, fmt.Errorf("%s packs several values: ask for those", describe(n))
+	case !a.resident && a.last < len(m.program.tasks):
+		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", describe(n))
+	case !m.ran && n.Op() != nil:
+		return nil, errors.New("the machine has not run")
+	}
+	return m.fetch(a, n.Dtype())
+}
+
+// fetch copies an array back as a value of type dt.
+func (m *Machine) fetch(a *array, dt tensor.Dtype) (gorgonia.Value, error) {
+	raw := make([]byte, a.len()*a.elem.size())
+	if err := m.device.ctx.CopyToHost(raw, a.ptr(), m.stream); err != nil {
+		return nil, err
+	}
+	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+		return nil, err
+	}
+	return decode(raw, a.elem, dt, a.shape)
+}
+
+// Reset does nothing: every run begins anew. It is part of gorgonia.VM.
+func (m *Machine) Reset() {}
+
+// Close waits for the device and frees what the machine holds there.
+func (m *Machine) Close() error {
+	if m.closed {
+		return nil
+	}
+	m.closed = true
+	ctx := m.device.ctx
+	var errs []error
+	if m.stream != 0 {
+		errs = append(errs, ctx.SyncStream(m.stream))
+	}
+	if m.captured != nil {
+		errs = append(errs, ctx.DestroyGraph(m.captured))
+	}
+	if m.blas != nil {
+		errs = append(errs, m.blas.close())
+	}
+	for _, p := range m.owned {
+		errs = append(errs, ctx.Free(p))
+	}
+	if m.program != nil {
+		for _, in := range m.program.inputs {
+			if in.staging != nil {
+				errs = append(errs, ctx.FreeHost(in.staging))
+			}
+		}
+	}
+	if m.sent != 0 {
+		errs = append(errs, ctx.DestroyEvent(m.sent))
+	}
+	if m.stream != 0 {
+		errs = append(errs, ctx.DestroyStream(m.stream))
+	}
+	if m.k != nil {
+		errs = append(errs, m.k.Close())
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("cudaops.Machine.Close: %w", err)
+	}
+	return nil
+}
+
+// warn logs a message once.
+func (m *Machine) warn(message string) {
+	if !m.warned[message] {
+		m.warned[message] = true
+		m.config.logger.Warn("cudaops: " + message)
+	}
+}

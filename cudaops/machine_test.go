@@ -1,0 +1,287 @@
+package cudaops
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// batch is a model's graph and inputs for it.
+type batch struct {
+	*llm.Graph
+	ids, targets []int
+}
+
+func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch) {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 6, Kasmina: []int{0}, Seeds: 4}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := m.Graph(kind, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &batch{Graph: g}
+	b.draw(t, seed)
+	return m, b
+}
+
+// draw gives the graph other ids and targets.
+func (b *batch) draw(t testing.TB, seed uint64) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(seed, 3))
+	n := b.IDs.Shape()[0]
+	b.ids, b.targets = make([]int, n), make([]int, n)
+	for i := range n {
+		b.ids[i], b.targets[i] = r.IntN(19), r.IntN(19)
+	}
+	for node, x := range map[*gorgonia.Node][]int{b.IDs: b.ids, b.Targets: b.targets} {
+		if err := gorgonia.Let(node, tensor.New(tensor.WithShape(n), tensor.WithBacking(x))); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func distance(t testing.TB, got, want gorgonia.Value) float64 {
+	t.Helper()
+	a, b := flat(t, got), flat(t, want)
+	if len(a) != len(b) {
+		return math.Inf(1)
+	}
+	var diff, norm float64
+	for i := range a {
+		diff += float64(a[i]-b[i]) * float64(a[i]-b[i])
+		norm += float64(b[i]) * float64(b[i])
+	}
+	if diff == 0 {
+		return 0
+	}
+	return math.Sqrt(diff / norm)
+}
+
+func flat(t testing.TB, v gorgonia.Value) []float32 {
+	t.Helper()
+	switch x := v.Data().(type) {
+	case []float32:
+		return x
+	case float32:
+		return []float32{x}
+	}
+	t.Fatalf("a value of type %T", v.Data())
+	return nil
+}
+
+// TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several batches: the machine runs the
+// first as it is, records the second and replays it from then on.
+func TestMachineAgreesWithTapeMachine(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	m, b := newBatch(t, llm.ForTraining, seed)
+	var log bytes.Buffer
+	logger := slog.New(slog.NewTextHandler(&log, nil))
+	machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	_, same := newBatch(t, llm.ForTraining, seed)
+	tape := gorgonia.NewTapeMachine(same.G)
+	defer tape.Close()
+	for step := range uint64(4) {
+		b.draw(t, seed+step)
+		same.draw(t, seed+step)
+		tape.Reset()
+		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		nodes, want := gorgonia.Nodes{b.Loss}, gorgonia.Nodes{same.Loss}
+		for i, p := range b.Params {
+			nodes, want = append(nodes, p.Deriv()), append(want, same.Params[i].Deriv())
+		}
+		for i, n := range nodes {
+			v, err := machine.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, want[i].Value()); !(d < 1e-5) {
+				name := "loss"
+				if i > 0 {
+					name = "gradient of " + m.Params[i-1].Name
+				}
+				t.Errorf("step %d: %s differs by %.2g", step, name, d)
+			}
+		}
+	}
+	if lines := strings.Count(log.String(), "\n"); lines == 0 || lines != len(machine.warned) {
+		t.Errorf("%d warnings for %d different nodes without a kernel", lines, len(machine.warned))
+	}
+}
+
+// stockGraph is y = tanh(x·wᵀ) ⊙ x·wᵀ + 2·x·wᵀ, all of which has kernels.
+func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
+	t.Helper()
+	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		if err != nil {
+			t.Helper()
+			t.Fatal(err)
+		}
+		return n
+	}
+	g = gorgonia.NewGraph()
+	value := func(n int) []float32 {
+		x := make([]float32, n)
+		for i := range x {
+			x[i] = float32(rand.NormFloat64())
+		}
+		return x
+	}
+	x = gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(value(15))), gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5, 4), tensor.WithBacking(value(20))), gorgonia.WithName("w"))
+	h := must(gorgonia.Mul(x, w))
+	two := must(gorgonia.Mul(h, gorgonia.NewConstant(float32(2))))
+	y = must(gorgonia.Add(must(gorgonia.HadamardProd(must(gorgonia.Tanh(h)), h)), two))
+	return g, x, y
+}
+
+// TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but inputs to be copied.
+func TestCapture(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g, x, y := stockGraph(t)
+	machine, err := NewMachine(device, g, fakeOption, WithStrict())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	for step := range 4 {
+		fresh := make([]float32, 15)
+		for i := range fresh {
+			fresh[i] = float32(rand.NormFloat64())
+		}
+		if err := gorgonia.Let(x, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(fresh))); err != nil {
+			t.Fatal(err)
+		}
+		before := device.ctx.Stats()
+		if err := machine.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		work := device.ctx.Stats().Sub(before)
+		if step > 0 && (work.GraphLaunches != 1 || work.ToHost.Count != 0 || work.OnDevice.Count != 0) {
+			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of the inputs", step, work)
+		}
+		got, err := machine.Value(y)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tape := gorgonia.NewTapeMachine(g)
+		if err := tape.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if d := distance(t, got, y.Value()); !(d < 1e-6) {
+			t.Errorf("step %d: differs by %.2g", step, d)
+		}
+		tape.Close()
+	}
+}
+
+func TestMachineErrors(t *testing.T) {
+	device, fakeDriver, fakeOption := openFake(t, fake.Config{})
+	_, b := newBatch(t, llm.ForTraining, 1)
+	newMachine := func(opts ...MachineOption) error {
+		m, err := NewMachine(device, b.G, append(opts, fakeOption)...)
+		if err == nil {
+			m.Close()
+		}
+		return err
+	}
+	double := gorgonia.NewGraph()
+	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2), tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
+	if _, err := gorgonia.Square(double.AllNodes()[0]); err != nil {
+		t.Fatal(err)
+	}
+	_, doubleErr := NewMachine(device, double, fakeOption)
+	_, nilErr := NewMachine(nil, b.G)
+	for _, c := range []struct {
+		err  error
+		want string
+	}{
+		{newMachine(WithStrict()), "no kernel for"},
+		{newMachine(WithStrict()), "WithStrict"},
+		{newMachine(WithParams(b.Loss)), "WithParams"},
+		{newMachine(WithOutputs(nil)), "WithOutputs"},
+		{doubleErr, "float64"},
+		{nilErr, "nil"},
+	} {
+		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
+			t.Errorf("got %v, want an error that says %q", c.err, c.want)
+		}
+	}
+	g, x, y := stockGraph(t)
+	fakeDriver.Fail("cuMemAlloc_v2", 1, driver.OutOfMemory)
+	fakeDriver.Fail("cuMemAlloc", 1, driver.OutOfMemory)
+	if _, err := NewMachine(device, g, fakeOption); !errors.Is(err, driver.OutOfMemory) {
+		t.Errorf("got %v, want out of memory", err)
+	}
+	m, err := NewMachine(device, g, fakeOption)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.Value(y); err == nil || !strings.Contains(err.Error(), "has not run") {
+		t.Errorf("a value before the first run: %v", err)
+	}
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	var inner *gorgonia.Node
+	for _, n := range g.AllNodes() {
+		if fmt.Sprint(n.Op()) == "tanh" {
+			inner = n
+		}
+	}
+	if _, err := m.Value(inner); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
+		t.Errorf("a value that is not kept: %v", err)
+	}
+	if _, err := m.Value(b.Loss); err == nil {
+		t.Error("the value of a node of another graph is no error")
+	}
+	if err := m.Upload(y); err == nil || !strings.Contains(err.Error(), "no input") {
+		t.Errorf("an upload of what is no input: %v", err)
+	}
+	if _, err := m.Value(x); err != nil {
+		t.Errorf("the value of an input: %v", err)
+	}
+	if err := errors.Join(m.Close(), m.Close()); err != nil {
+		t.Error(err)
+	}
+	if err := m.RunAll(); err == nil {
+		t.Error("a closed machine runs")
+	}
+}
+
+// TestTooLarge wants a graph that does not fit to be refused before anything is allocated for it.
+func TestTooLarge(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{Devices: []driver.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096), gorgonia.WithName("x"))
+	if _, err := gorgonia.Square(x); err != nil {
+		t.Fatal(err)
+	}
+	_, err := NewMachine(device, g, fakeOption)
+	if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(fmt.Sprint(err), "128.00 MiB") {
+		t.Errorf("got %v, want an error that says how much is needed", err)
+	}
+}

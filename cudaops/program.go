@@ -1,0 +1,216 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// elem is what an array is stored as.
+type elem uint8
+
+const (
+	float32s elem = iota
+	float16s
+	bfloat16s
+	int64s
+)
+
+func (e elem) size() int { return [...]int{4, 2, 2, 8}[e] }
+
+func (e elem) String() string { return [...]string{"float32", "float16", "bfloat16", "int64"}[e] }
+
+// dtype is the driver's name of a float type.
+func (e elem) dtype() driver.DType {
+	return [...]driver.DType{driver.Float32, driver.Float16, driver.BFloat16}[e]
+}
+
+// block is a piece of device memory: in the arena for the steps of a run that need it, or resident, with an allocation of
+// its own, for as long as the machine lives.
+type block struct {
+	interval
+	resident bool
+	base     driver.Ptr // set before the first run
+}
+
+// array is the value of a node, or a part of one: elements in row-major order.
+type array struct {
+	*block
+	at    int // bytes into the block
+	elem  elem
+	shape tensor.Shape
+	// parts are the tensors of a packed result, in order. Their types may differ, so it has no elements of its own.
+	parts []*array
+}
+
+func (a *array) len() int { return size(a.shape) }
+
+func (a *array) ptr() driver.Ptr { return a.base.Offset(a.at) }
+
+// view is n elements of a in another shape, from the given element on.
+func (a *array) view(element int, shape ...int) *array {
+	return &array{block: a.block, at: a.at + element*a.elem.size(), elem: a.elem, shape: shape}
+}
+
+func size(s tensor.Shape) int {
+	n := 1
+	for _, d := range s {
+		n *= d
+	}
+	return n
+}
+
+// task enqueues the work of a node, or of a piece of it.
+type task struct {
+	node *gorgonia.Node
+	host bool // it waits for the device and computes on the host, so it cannot be captured
+	run  func() error
+}
+
+// program is a graph as a list of tasks over blocks of memory.
+type program struct {
+	tasks  []task
+	blocks []*block
+	values map[*gorgonia.Node]*array
+	inputs []*input
+	arena  int // bytes
+}
+
+// input is a node whose value the host provides.
+type input struct {
+	node     *gorgonia.Node
+	array    *array
+	constant bool // never sent again
+	staging  []byte
+}
+
+// compiler turns a graph into a program.
+type compiler struct {
+	*program
+	m     *Machine
+	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
+	kept  map[*gorgonia.Node]bool
+}
+
+// compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
+func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
+	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{}}
+	sorted, err := gorgonia.Sort(m.graph)
+	if err != nil {
+		return nil, fmt.Errorf("sorting the graph: %w", err)
+	}
+	// Gorgonia sorts from results to inputs.
+	slices.Reverse(sorted)
+	needed := map[*gorgonia.Node]bool{}
+	for _, n := range kept {
+		c.kept[n] = true
+		need(needed, n)
+	}
+	for _, n := range sorted {
+		if !needed[n] {
+			continue
+		}
+		if err := c.lower(n); err != nil {
+			return nil, fmt.Errorf("%s: %w", describe(n), err)
+		}
+	}
+	for n := range c.kept {
+		c.touch(c.values[n], len(c.tasks))
+	}
+	c.plan()
+	return c.program, nil
+}
+
+func need(needed map[*gorgonia.Node]bool, n *gorgonia.Node) {
+	if needed[n] {
+		return
+	}
+	needed[n] = true
+	for _, child := range children(n) {
+		need(needed, child)
+	}
+}
+
+// children returns a node's inputs in order, duplicates included.
+func children(n *gorgonia.Node) gorgonia.Nodes {
+	var nodes gorgonia.Nodes
+	for it := n.Graph().From(n.ID()); it.Next(); {
+		nodes = append(nodes, it.Node().(*gorgonia.Node))
+	}
+	return nodes
+}
+
+func describe(n *gorgonia.Node) string {
+	if n.Op() == nil {
+		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())
+	}
+	return fmt.Sprintf("node %d, %v %v", n.ID(), n.Op(), n.Shape())
+}
+
+// newArray returns an array in the arena, for the tasks that are given it.
+func (c *compiler) newArray(e elem, shape ...int) *array {
+	return c.allocate(&block{interval: interval{first: -1}}, e, shape)
+}
+
+// newResident returns an array that lives as long as the machine.
+func (c *compiler) newResident(e elem, shape ...int) *array {
+	return c.allocate(&block{resident: true}, e, shape)
+}
+
+func (c *compiler) allocate(b *block, e elem, shape []int) *array {
+	a := &array{block: b, elem: e, shape: slices.Clone(shape)}
+	b.bytes = max(1, a.len()*e.size())
+	c.blocks = append(c.blocks, b)
+	return a
+}
+
+// do adds a task that reads and writes the given arrays.
+func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
+	c.tasks = append(c.tasks, task{node: n, run: run})
+	for _, a := range touched {
+		c.touch(a, len(c.tasks)-1)
+	}
+}
+
+// touch makes an array's memory last over the given step.
+func (c *compiler) touch(a *array, step int) {
+	if a == nil {
+		return
+	}
+	for _, p := range a.parts {
+		c.touch(p, step)
+	}
+	if a.block == nil || a.resident {
+		return
+	}
+	if a.first < 0 {
+		a.first = step
+	}
+	a.last = max(a.last, step)
+}
+
+// plan packs the arena and notes the offsets in the blocks' bases, which become addresses once it is allocated.
+func (c *compiler) plan() {
+	var all []*interval
+	for _, b := range c.blocks {
+		if !b.resident && b.first >= 0 {
+			all = append(all, &b.interval)
+		}
+	}
+	c.arena = pack(all)
+}
+
+// resident returns the bytes of resident memory.
+func (p *program) resident() int {
+	n := 0
+	for _, b := range p.blocks {
+		if b.resident {
+			n += align(b.bytes)
+		}
+	}
+	return n
+}
