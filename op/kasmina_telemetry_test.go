@@ -176,6 +176,36 @@ func TestKasminaHealthIsOfTheInput(t *testing.T) {
 	}
 }
 
+// What is not watched is not reported, but the limits of the strict mode and of adaptive clipping are made of it all the same.
+func TestKasminaLimitsWithoutReports(t *testing.T) {
+	r := random(t)
+	for _, telemetry := range []state.Telemetry{{Mode: state.Off}, {Mode: state.Sampling, Every: 1000}} {
+		l := newLattice(t, 4, []seedSetting{{"Fossilized", "Residual", 1, 1}}, state.WithTelemetry(telemetry))
+		k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(op.Strict), op.WithAdaptiveGradClip(1))
+		k.weights = make([]float64, len(k.weights)) // the identity
+		k.x, k.g = mapped(k.x, func(float64) float64 { return 4 }), mapped(k.g, func(float64) float64 { return 1 })
+		k.forward() // the pass that the sampling reports
+		k.backward()
+		reported := l.Report().Seeds[0]
+		k.x, k.g = mapped(k.x, func(float64) float64 { return 5 }), mapped(k.g, func(float64) float64 { return 2 })
+		if y := k.forward(); y[0] != 4 {
+			t.Errorf("%+v: 5 is clamped to %v, want 4", telemetry, y[0])
+		}
+		if k.backward(); l.Report().Seeds[0].Clips != 3 {
+			t.Errorf("%+v: %d rows are clipped, want 3", telemetry, l.Report().Seeds[0].Clips)
+		}
+		if y := k.forward(); y[0] != 5 {
+			t.Errorf("%+v: 5 after 5 is clamped to %v", telemetry, y[0])
+		}
+		if now := l.Report().Seeds[0]; now.Health != reported.Health || now.Gradient != reported.Gradient {
+			t.Errorf("%+v: a pass that is not watched is reported: %+v", telemetry, now)
+		}
+		if telemetry.Mode == state.Off && reported.Health != (state.Health{}) {
+			t.Errorf("with telemetry off, %+v is reported", reported.Health)
+		}
+	}
+}
+
 // NaN and Inf are counted in every stage and mode, named, and stop the step when asked to. They do not spoil the figures.
 func TestKasminaNonFinite(t *testing.T) {
 	r := random(t)

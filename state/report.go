@@ -10,7 +10,7 @@ type SeedReport struct {
 	Stage         Stage
 	Slot          int // 0: none
 	Kind          blueprints.Kind
-	Alpha         float64 // with which the output blends; in Training, where the output is x, with which the gradient does
+	Alpha         float64 // with which the output blends: 0 where it is x
 	EpochsInStage int
 	LastUpdate    int // epoch of the last change of stage or α
 	Performance   float64
@@ -42,7 +42,7 @@ func (l *Lattice) Report() Report {
 		stage := Stage(s.stage[i])
 		r.Seeds[i] = SeedReport{
 			Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
-			Alpha:         float64(stage.weight(s.alpha[i])),
+			Alpha:         float64(stage.share(s.alpha[i])),
 			EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 			Performance: single(s.performance, i), Stability: single(s.stability, i), Drift: float64(s.drift[i]),
 			Health:     s.health(i),
@@ -102,7 +102,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 		f.stage = append(f.stage, uint8(stage))
 		f.slot = append(f.slot, p.Slot[i])
 		f.kind = append(f.kind, uint8(p.Kind[i]))
-		f.alpha = append(f.alpha, half(float64(p.Alpha[i])))
+		f.alpha = append(f.alpha, half(float64(stage.share(p.Alpha[i]))))
 	}
 	g := &f.figures
 	g.variance, g.deadRatio = append(g.variance[:0], s.variance...), append(g.deadRatio[:0], s.deadRatio...)

@@ -67,7 +67,8 @@ func (s Stage) Learns() bool {
 // Ended reports whether the blueprint's life is over, so that only recycling leads on.
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 
-// weight is the α with which the arithmetic of the stage blends, given the seed's own.
+// weight is the α with which the arithmetic of the stage blends, given the seed's own: of the output, or in Training, where
+// the output is x, of the gradients of weights and scale.
 func (s Stage) weight(alpha float32) float32 {
 	switch s {
 	case Training, FineTuning, Fossilized:
@@ -76,4 +77,12 @@ func (s Stage) weight(alpha float32) float32 {
 		return alpha
 	}
 	return 0
+}
+
+// share is the α with which the output blends.
+func (s Stage) share(alpha float32) float32 {
+	if !s.Blends() {
+		return 0
+	}
+	return s.weight(alpha)
 }

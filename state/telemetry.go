@@ -177,7 +177,7 @@ type Pass struct {
 	Stage     []Stage
 	Slot      []uint16
 	Kind      []blueprints.Kind
-	Alpha     []float32 // with which the stage blends: 1 where the stage says so, whatever the seed's own
+	Alpha     []float32 // the seed's own in Grafting to Evaluating, 1 in Training (for gradients), FineTuning and Fossilized
 	Watch     []bool    // whether the figures of this pass are reported
 	Input     []Moments // of the chunk in the pass before this one; Count 0 when there was none
 	Norms     []Moments // running moments of the chunk's gradient norm over rows

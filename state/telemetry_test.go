@@ -148,6 +148,26 @@ func TestHistory(t *testing.T) {
 	}
 }
 
+// A backward pass completes the report of its own forward pass, and of no other.
+func TestHistoryOfInterleavedPasses(t *testing.T) {
+	l := lattice(t, 1, 1)
+	var first, second state.Pass
+	m := state.Moments{Count: 1}
+	health := func(int) state.HealthSample { return state.HealthSample{Moments: m} }
+	gradient := func(int) state.GradientSample {
+		return state.GradientSample{Gradient: state.Gradient{Norm: 3}, Norms: m}
+	}
+	l.Begin(&first, true)
+	err := l.RecordHealth(&first, health)
+	l.Begin(&second, true)
+	if err := errors.Join(err, l.RecordHealth(&second, health), l.RecordGradient(&first, gradient)); err != nil {
+		t.Fatal(err)
+	}
+	if h := l.History(); len(h) != 2 || h[1].Seeds[0].Gradient.Norm != 0 {
+		t.Errorf("history %+v, want no gradient in the second report", h)
+	}
+}
+
 func TestNonFiniteEvents(t *testing.T) {
 	l := lattice(t, 3, 3)
 	report := func(seed int) {

@@ -284,7 +284,7 @@ func (k *Kasmina[T]) clamp(out, x []T, s *KasminaSeed[T]) {
 	}
 }
 
-// bites reports whether clamp changes v, or would whatever v's neighbours are.
+// bites reports whether clamp takes v to a value that does not depend on v.
 func (k *Kasmina[T]) bites(v T, s *KasminaSeed[T]) bool {
 	return math.Abs(float64(v)) < k.Eps || v < s.Low || v > s.High
 }
