@@ -25,18 +25,15 @@ struct Params {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Work is what one thread block does: tile `tile` of head `head` of sequence `batch`.
+// Work is tile `tile` of head `head` of sequence `batch`, which one thread block does.
 struct Work {
   int batch, head, tile;
 };
 
-// Blocks walk the heads a section at a time. Within a section they go tile by tile; under a causal mask the tiles with
-// the longest loops come first, so that no long one is left for the end.
-__device__ inline Work schedule(const Params &p, int heads, int tiles, bool lastFirst) {
-  int perSection = p.section * tiles;
-  int section = blockIdx.x / perSection;
-  int r = blockIdx.x % perSection;
-  int first = section * p.section;
+// Work is handed out a section of the heads at a time. Within a section it goes tile by tile; under a causal mask the
+// tiles with the longest loops come first, so that no long one is left for the end.
+__device__ inline Work schedule(int index, const Params &p, int heads, int tiles, bool lastFirst) {
+  int perSection = p.section * tiles, first = index / perSection * p.section, r = index % perSection;
   int n = min(p.section, p.batch * heads - first);
   int tile = r / n, head = first + r % n;
   return {head / heads, head % heads, lastFirst ? tiles - 1 - tile : tile};
@@ -218,4 +215,18 @@ template <int M, int N> struct Accumulator {
   }
 };
 
-} // namespace attention
+// Hides scores of keys that do not exist or come after the query. Row and column are those of the accumulator's corner.
+template <int M, int N> __device__ inline void hide(Accumulator<M, N> &s, int query, int key, const Params &p) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        int i = query + 16 * m + lane / 4 + e / 2 * 8, j = key + 8 * n + lane % 4 * 2 + e % 2;
+        if (j >= p.seq || (p.causal && j > i)) s.c[m][n][e] = -INFINITY;
+      }
+}
+
+}  // namespace attention

@@ -24,27 +24,13 @@ template <int D_, int Warps_, int M_, int Loop_, int Step_> struct Shape {
   static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
 };
 
-// Hides scores of keys that do not exist or come after the query. Row and column are those of the accumulator's corner.
-template <int M, int N> __device__ inline void hide(Accumulator<M, N> &s, int query, int key, const Params &p) {
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        int i = query + 16 * m + lane / 4 + e / 2 * 8, j = key + 8 * n + lane % 4 * 2 + e % 2;
-        if (j >= p.seq || (p.causal && j > i)) s.c[m][n][e] = -INFINITY;
-      }
-}
-
 // Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q, and two stages of k and v.
 template <typename T, typename S> __device__ __forceinline__ void forward(const Params &p) {
   constexpr int D = S::D, M = S::M;
   extern __shared__ __align__(128) unsigned char shared[];
   const uint32_t qTile = sharedAddress(shared), stages = qTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
-  const Work w = schedule(p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
+  const Work w = schedule(blockIdx.x, p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
   const int i0 = w.tile * S::Own, kvHead = w.head / (p.heads / p.kvHeads);
   const T *q = at<const T>(p.q, p.qStride, p.seq, w.batch, i0, w.head * p.headDim);
   const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, 0, kvHead * p.headDim);
@@ -132,7 +118,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
   extern __shared__ __align__(128) unsigned char shared[];
   const uint32_t qTile = sharedAddress(shared), gTile = qTile + S::OwnBytes, stages = gTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
-  const Work w = schedule(p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
+  const Work w = schedule(blockIdx.x, p, p.heads, (p.seq + S::Own - 1) / S::Own, p.causal);
   const int i0 = w.tile * S::Own, kvHead = w.head / (p.heads / p.kvHeads);
   const T *q = at<const T>(p.q, p.qStride, p.seq, w.batch, i0, w.head * p.headDim);
   const T *g = at<const T>(p.g, p.gStride, p.seq, w.batch, i0, w.head * p.headDim);
@@ -207,7 +193,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
   constexpr int stageBytes = 2 * S::LoopBytes + S::Loop * sizeof(float2);
   const uint32_t kTile = sharedAddress(shared), vTile = kTile + S::OwnBytes, stages = vTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
-  const Work w = schedule(p, p.kvHeads, (p.seq + S::Own - 1) / S::Own, false);
+  const Work w = schedule(blockIdx.x, p, p.kvHeads, (p.seq + S::Own - 1) / S::Own, false);
   const int j0 = w.tile * S::Own, group = p.heads / p.kvHeads;
   const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, j0, w.head * p.headDim);
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, j0, w.head * p.headDim);

@@ -27,9 +27,10 @@ type AttentionVariant int
 
 // The variants. AttentionAuto is the fastest that takes the arguments.
 const (
-	AttentionAuto  AttentionVariant = iota
-	AttentionPlain                  // float32 arithmetic, any argument
-	AttentionMMA                    // tensor cores: 16-bit types, HeadDim a multiple of 8 up to 128, all aligned to 16 bytes, Scale > 0
+	AttentionAuto   AttentionVariant = iota
+	AttentionPlain                   // float32 arithmetic, any argument
+	AttentionMMA                     // tensor cores: 16-bit types, HeadDim a multiple of 8 up to 128, all aligned to 16 bytes, Scale > 0
+	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
 	attentionVariants
 )
 
@@ -37,7 +38,7 @@ func (v AttentionVariant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper"}[v]
 }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
@@ -126,7 +127,7 @@ func operands(r []Rows, width int) []operand {
 type attentionCall struct {
 	AttentionShape // the variant chosen, the scale filled in
 	suffix         string
-	size           int // bytes of an element
+	dtype          driver.DType
 	params         *attentionParams
 }
 
@@ -151,27 +152,33 @@ func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries
 			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
 		}
 	}
-	mma := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
+	tensorCores := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
 	for _, o := range all {
-		mma = mma && o.Ptr%16 == 0 && o.Stride%8 == 0
+		tensorCores = tensorCores && o.Ptr%16 == 0 && o.Stride%8 == 0
 	}
-	switch {
-	case a.Variant < 0 || a.Variant >= attentionVariants:
-		return nil, fmt.Errorf("kernels.%s: there is no variant %d", op, a.Variant)
-	case a.Variant == AttentionAuto && mma:
-		a.Variant = AttentionMMA
-	case a.Variant == AttentionAuto:
+	hopper := k.ctx.Device().Capability() == 90
+	switch v := a.Variant; {
+	case v < 0 || v >= attentionVariants:
+		return nil, fmt.Errorf("kernels.%s: there is no variant %d", op, v)
+	case v == AttentionAuto && !tensorCores:
 		a.Variant = AttentionPlain
-	case a.Variant == AttentionMMA && !mma:
+	case v == AttentionAuto && hopper:
+		a.Variant = AttentionHopper
+	case v == AttentionAuto:
+		a.Variant = AttentionMMA
+	case v != AttentionPlain && !tensorCores:
 		return nil, fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is a multiple of 8 up to 128, "+
-			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, a.Variant, t, a)
+			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, v, t, a)
+	case v == AttentionHopper && !hopper:
+		return nil, fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has %.1f", op, v,
+			float64(k.ctx.Device().Capability())/10)
 	}
 	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads), kvHeads: int32(a.KVHeads),
 		headDim: int32(a.HeadDim), scale: float32(a.Scale)}
 	if a.Causal {
 		p.causal = 1
 	}
-	return &attentionCall{a, suf, t.Size(), p}, nil
+	return &attentionCall{a, suf, t, p}, nil
 }
 
 // attentionPass is one of attention's kernels.
@@ -219,14 +226,58 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	if c.HeadDim > 64 {
 		dim = 128
 	}
-	m := mmaShapes[dim][pass]
 	// What the blocks of a section read over and over should fit in half of the L2 cache.
-	each := 2 * c.Seq * c.HeadDim * c.size * others
+	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
 	c.params.section = int32(min(max(k.ctx.Device().L2/2/each, 1), heads))
+	if c.Variant == AttentionHopper && pass == attentionForward {
+		return c.launchHopper(k, s, pass, dim)
+	}
+	m := mmaShapes[dim][pass]
 	l := line(heads*ceilDiv(c.Seq, m.own), m.threads)
 	l.Shared = m.shared(pass, dim)
 	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
 		args().Struct(c.params.bytes(), 8))
+}
+
+// hopperShape is a Shape of attention_hopper.cu.
+type hopperShape struct{ workers, loop int }
+
+var hopperShapes = map[int][1]hopperShape{64: {{3, 128}}, 128: {{2, 128}}}
+
+func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int) error {
+	h := hopperShapes[dim][pass]
+	p := c.params
+	a := args().Struct(p.bytes(), 8)
+	for _, t := range []struct {
+		ptr    driver.Ptr
+		stride int64
+		heads  int
+	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}} {
+		m, err := c.tensorMap(k, t.ptr, int(t.stride), t.heads)
+		if err != nil {
+			return err
+		}
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
+		// is the next offset, although it is only a multiple of 16.
+		a.Struct(m[:], 16)
+	}
+	l := line(k.sms, 128*(h.workers+1))
+	l.Shared = 2*dim*(2*64*h.workers+4*h.loop) + 80
+	return k.launch(s, "attention_hopper", fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
+}
+
+// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head.
+func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (driver.TensorMap, error) {
+	row := uint64(stride * c.dtype.Size())
+	return k.ctx.EncodeTiled(driver.TiledTensor{
+		Type:      c.dtype,
+		Address:   p,
+		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
+		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
+		Box:       []uint32{64, 64, 1, 1},
+		Swizzle:   driver.Swizzle128,
+		Promotion: 256,
+	})
 }
 
 func (p *attentionParams) bytes() []byte {

@@ -162,13 +162,14 @@ func attentionCases(short bool) []attentionCase {
 					kv := 1 + j%2*(h-1)
 					if t != f32 {
 						add(AttentionMMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
+						add(AttentionHopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
 					}
 					add(AttentionPlain, t, 2, n, h, kv, d+j, causal, (i+j)%2 == 1, j)
 				}
 			}
 		}
 	}
-	for _, v := range []AttentionVariant{AttentionMMA, AttentionPlain} {
+	for _, v := range []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain} {
 		if !short {
 			add(v, bf16, 1, 1000, 3, 1, 64, true, true, 0)
 			add(v, bf16, 1, 1000, 4, 2, 128, true, true, 0)
@@ -183,6 +184,9 @@ func attentionCases(short bool) []attentionCase {
 func TestAttention(t *testing.T) {
 	g := newRig(t)
 	for _, c := range attentionCases(testing.Short()) {
+		if c.Variant == AttentionHopper && g.ctx.Device().Capability() != 90 {
+			continue
+		}
 		g.scope(c.String(), c.check)
 	}
 }
@@ -200,7 +204,7 @@ func TestAttentionScale(t *testing.T) {
 
 func TestAttentionRepeatsBits(t *testing.T) {
 	g := newRig(t)
-	for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA} {
+	for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA, AttentionAuto} {
 		g.scope(v.String(), func(g *rig) {
 			c := attentionCase{AttentionShape{Batch: 3, Seq: 321, Heads: 6, KVHeads: 2, HeadDim: 64, Causal: true, Variant: v}, bf16, false, 0}
 			r := c.benchmark(g)
@@ -290,7 +294,7 @@ func TestAttentionSpeed(t *testing.T) {
 		{Batch: 16, Seq: 2048, Heads: 16, KVHeads: 16, HeadDim: 128, Causal: true},
 		{Batch: 4, Seq: 8192, Heads: 16, KVHeads: 16, HeadDim: 128, Causal: true},
 	} {
-		for _, v := range []AttentionVariant{AttentionMMA} {
+		for _, v := range []AttentionVariant{AttentionMMA, AttentionAuto} {
 			a.Variant = v
 			g.scope(fmt.Sprintf("%v-b%dh%ds%dd%d", v, a.Batch, a.Heads, a.Seq, a.HeadDim), func(g *rig) {
 				r := attentionCase{a, bf16, false, 0}.benchmark(g)

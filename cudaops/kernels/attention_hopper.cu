@@ -1,0 +1,240 @@
+// Flash attention on Hopper's own instructions, for bf16 and f16; attention.cuh has the formulas and attention_mma.cu the
+// gradients. (After Shah et al., "FlashAttention-3", 2024.)
+//
+// One warp copies tiles into shared memory, two stages deep; the other warpgroups each own 64 rows and multiply them with
+// every tile. Blocks stay on their multiprocessor and take work until there is none, so that the next tiles are already on
+// their way while results are written. A warpgroup starts the next scores before the present product with v, and forms the
+// softmax while the tensor cores are busy.
+//
+// Needs: headDim a multiple of 8 and at most D, pointers and strides multiples of 16 bytes, scale > 0.
+#include "attention_hopper.cuh"
+
+namespace attention {
+
+// Workers warpgroups own 64 rows each and walk over Loop rows at a time.
+template <int D_, int Workers_, int Loop_> struct Shape {
+  static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Own = 64 * Workers;
+  static constexpr int Threads = 128 * (Workers + 1), CopierRegisters = Workers == 2 ? 24 : 32,
+                       WorkerRegisters = Workers == 2 ? 240 : 160;
+  static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
+};
+
+using Forward64 = Shape<64, 3, 128>;
+using Forward128 = Shape<128, 2, 128>;
+
+#ifdef HOPPER
+
+// Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
+__device__ inline int workOf(int turn) {
+  return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+// Shared memory: q, results on their way out, two stages of k and v, then the barriers.
+template <class S> struct ForwardMemory {
+  uint32_t q, y, k, v, barriers;
+  __device__ ForwardMemory(uint32_t base)
+      : q(base), y(base + S::OwnBytes), k(base + 2 * S::OwnBytes), v(k + 2 * S::LoopBytes), barriers(v + 2 * S::LoopBytes) {}
+  __device__ uint32_t qFull() const { return barriers; }
+  __device__ uint32_t qFree() const { return barriers + 8; }
+  __device__ uint32_t kFull(int i) const { return barriers + 16 + i % 2 * 8; }
+  __device__ uint32_t kFree(int i) const { return barriers + 32 + i % 2 * 8; }
+  __device__ uint32_t vFull(int i) const { return barriers + 48 + i % 2 * 8; }
+  __device__ uint32_t vFree(int i) const { return barriers + 64 + i % 2 * 8; }
+  __device__ uint32_t kTile(int i) const { return k + i % 2 * S::LoopBytes; }
+  __device__ uint32_t vTile(int i) const { return v + i % 2 * S::LoopBytes; }
+};
+
+// The tiles of keys that queries up to `last` see.
+template <class S> __device__ inline int keyTiles(const Params &p, int last) {
+  return (min(p.causal ? last + 1 : p.seq, p.seq) + S::Loop - 1) / S::Loop;
+}
+
+template <class S>
+__device__ inline void copyForward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                                   const ForwardMemory<S> &m, int works, int tiles) {
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.heads, tiles, p.causal);
+    const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
+    barrierWait(m.qFree(), turn + 1 & 1);
+    barrierExpect(m.qFull(), S::OwnBytes);
+    copyTile<S::D, S::Own>(m.q, q, m.qFull(), w.tile * S::Own, w.head, w.batch);
+    for (int j = 0; j < n; j++, i++) {
+      const int parity = i / 2 + 1 & 1;
+      barrierWait(m.kFree(i), parity);
+      barrierExpect(m.kFull(i), S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.kTile(i), k, m.kFull(i), j * S::Loop, kvHead, w.batch);
+      barrierWait(m.vFree(i), parity);
+      barrierExpect(m.vFull(i), S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.vTile(i), v, m.vFull(i), j * S::Loop, kvHead, w.batch);
+    }
+  }
+}
+
+// The running softmax of the two rows that a thread has a part of.
+struct Softmax {
+  float top[2], sum[2];
+
+  // Turns scores into exponentials; what was summed under the previous maxima must be multiplied by shrink. The first key
+  // is visible to every query, so that top is finite from the first step on.
+  template <int N> __device__ void step(Accumulator<1, N> &s, float c, float (&shrink)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float highest = top[half];
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) highest = fmaxf(highest, fmaxf(s.c[0][x][2 * half], s.c[0][x][2 * half + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+      shrink[half] = exp2Approx((top[half] - highest) * c);
+      top[half] = highest;
+      float zero = highest * c, total = 0;
+#pragma unroll
+      for (int x = 0; x < N / 8; x++)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; e++) total += s.c[0][x][e] = exp2Approx(fmaf(s.c[0][x][e], c, -zero));
+      sum[half] = sum[half] * shrink[half] + total;
+    }
+  }
+};
+
+template <typename T, class S>
+__device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, int works, int tiles) {
+  constexpr int D = S::D, N = S::Loop;
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const float c = p.scale * kLog2e;
+  auto release = [&](uint32_t barrier) {
+    if (lane == 0) barrierArrive(barrier);
+  };
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.heads, tiles, p.causal);
+    const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = keyTiles<S>(p, row + 63);
+    Accumulator<1, N> s;
+    Accumulator<1, D> y;
+    Operand<N> e;
+    Softmax softmax = {{-INFINITY, -INFINITY}, {0, 0}};
+    float shrink[2];
+    y.clear();
+    auto hideTile = [&](int j) {
+      if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
+    };
+
+    barrierWait(m.qFull(), turn & 1);
+    barrierWait(m.kFull(i), i / 2 & 1);
+    productsBegin();
+    startNT<T, D, S::Own>(s, m.q, 64 * group, m.kTile(i));
+    productsCommit();
+    productsWait<0>();
+    hold(s);
+    release(m.kFree(i));
+    if (mine == 1) release(m.qFree());
+    hideTile(0);
+    softmax.step(s, c, shrink);
+    e.set(s, T());
+    barrierWait(m.vFull(i), i / 2 & 1);
+    for (int j = 1; j < mine; j++) {
+      const int next = i + j, now = next - 1;
+      barrierWait(m.kFull(next), next / 2 & 1);
+      hold(s);
+      hold(y);
+      productsBegin();
+      startNT<T, D, S::Own>(s, m.q, 64 * group, m.kTile(next));
+      productsCommit();
+      startNN<T, D>(y, e, m.vTile(now));
+      productsCommit();
+      productsWait<1>();
+      hold(s);
+      release(m.kFree(next));
+      if (j == mine - 1) release(m.qFree());
+      hideTile(j);
+      softmax.step(s, c, shrink);
+      hold(s);
+      // The assembler would move a wait for products ahead of the exponentials, but not across this loop.
+      barrierWait(m.vFull(next), next / 2 & 1);
+      productsWait<0>();
+      hold(y);
+      release(m.vFree(now));
+#pragma unroll
+      for (int x = 0; x < D / 8; x++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) y.c[0][x][f] *= shrink[f / 2];
+      e.set(s, T());
+    }
+    const int last = i + mine - 1;
+    hold(y);
+    productsBegin();
+    startNN<T, D>(y, e, m.vTile(last));
+    productsCommit();
+    productsWait<0>();
+    hold(y);
+    release(m.vFree(last));
+    for (int j = i + mine; j < i + n; j++) {  // tiles that only another group's queries see
+      barrierWait(m.kFull(j), j / 2 & 1);
+      release(m.kFree(j));
+      barrierWait(m.vFull(j), j / 2 & 1);
+      release(m.vFree(j));
+    }
+    i += n;
+
+    float factor[1][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float total = softmax.sum[half];
+      total += __shfl_xor_sync(kAllLanes, total, 1);
+      total += __shfl_xor_sync(kAllLanes, total, 2);
+      int t = own + 8 * half + lane / 4;
+      if (lane % 4 == 0 && t < p.seq)
+        p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + t] = softmax.top[half] * p.scale + logf(total);
+      factor[0][half] = 1 / total;
+    }
+    __syncwarp();  // the previous results have been read
+    y.template roundTo<T>(m.y, 64 * group + 16 * warp, factor);
+    __syncwarp();
+    T *out = at<T>(p.y, p.yStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
+  }
+}
+
+template <typename T, class S>
+__device__ inline void forward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const ForwardMemory<S> m(sharedAddress(shared));
+  const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
+  if (threadIdx.x == 0) {
+    barrierInit(m.qFull(), 1);
+    barrierInit(m.qFree(), 4 * S::Workers);
+    for (int i = 0; i < 2; i++) {
+      barrierInit(m.kFull(i), 1);
+      barrierInit(m.vFull(i), 1);
+      barrierInit(m.kFree(i), 4 * S::Workers);
+      barrierInit(m.vFree(i), 4 * S::Workers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    giveRegisters<S::CopierRegisters>();
+    if (threadIdx.x == 0) copyForward<S>(p, q, k, v, m, works, tiles);
+  } else {
+    takeRegisters<S::WorkerRegisters>();
+    workForward<T, S>(p, m, works, tiles);
+  }
+}
+
+#endif  // HOPPER
+}  // namespace attention
+
+// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: 2·OwnBytes + 4·LoopBytes + 80.
+#ifdef HOPPER
+#define BODY(...) attention::__VA_ARGS__
+#else
+#define BODY(...)
+#endif
+#define FORWARD(D, T)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1) attention_hopper_forward_##D##_##T(   \
+      const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
+      const __grid_constant__ TensorMap v) {                                                                            \
+    BODY(forward<T, attention::Forward##D>(p, q, k, v));                                                              \
+  }
+#define KERNELS(T) FORWARD(64, T) FORWARD(128, T)
+KERNELS(bf16)
+KERNELS(f16)

@@ -1,0 +1,171 @@
+// The vocabulary of kernels for Hopper (sm_90a): barriers in shared memory, tiles copied by the tensor memory accelerator,
+// and products that a warpgroup of four warps starts and waits for.
+//
+// A tile of R rows by D columns (16-bit) is D/64 panels, each R rows of 64 columns: 128 bytes a row, whose 16-byte chunks
+// are swizzled in groups of eight rows as both the copies and the products understand it. Tiles begin at multiples of 1 KiB.
+#pragma once
+#include "attention.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER 1
+#endif
+
+// What the driver calls a CUtensorMap.
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+
+#ifdef HOPPER
+namespace attention {
+
+// ---- Barriers: a phase ends when `count` arrivals have come, and all bytes that were announced ----
+
+__device__ inline void barrierInit(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ inline void barrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void barrierExpect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of a phase of this parity; on a new barrier parity 1 passes at once.
+__device__ inline void barrierWait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- Copies ----
+
+// Rows of one head go into a tile of Rows rows, 64 at a time; what lies outside the sequence or the head becomes zero.
+template <int D, int Rows>
+__device__ inline void copyTile(uint32_t tile, const TensorMap &map, uint32_t barrier, int row, int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < D / 64; panel++)
+#pragma unroll
+    for (int r = 0; r < Rows; r += 64)
+      asm volatile(
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+              tile + panel * Rows * 128 + r * 128),
+          "l"(&map), "r"(barrier), "r"(panel * 64), "r"(row + r), "r"(head), "r"(batch)
+          : "memory");
+}
+
+__device__ inline void copyBytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// ---- Products ----
+
+// An operand in a tile: `along` is the distance in bytes between groups of eight rows, `across` that between panels where
+// the product runs over rows.
+__device__ inline uint64_t operandAt(uint32_t address, int across, int along) {
+  return (uint64_t)(address >> 4) | (uint64_t)(across >> 4) << 16 | (uint64_t)(along >> 4) << 32 | 1ull << 62;
+}
+
+#define REGISTERS_32                                                                                       \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define REGISTERS_64                                                                                       \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
+  "%62, %63}"
+#define FOUR(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
+#define OUTPUTS_32 SIXTEEN(0), SIXTEEN(4)
+#define OUTPUTS_64 SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
+
+// startSS: c (64×N) = or += A·B with both in shared memory; startRS has A in registers. With Transpose, the product runs over
+// 16 rows of B's tile, otherwise over 16 of its columns. The operands' numbers come after those of the registers of c.
+#define DEFINE_START(N, R, a, b, add, transpose, T, name)                                                      \
+  template <int Transpose> __device__ inline void startSS(float (&c)[N / 8][4], uint64_t x, uint64_t y, bool more, T) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R             \
+                 ", " a ", " b ", p, 1, 1, 0, " transpose ";\n}\n"                                             \
+                 : OUTPUTS_##R                                                                                 \
+                 : "l"(x), "l"(y), "r"((int)more), "n"(Transpose));                                            \
+  }
+#define DEFINE_START_RS(N, R, a, b, add, transpose, T, name)                                                   \
+  template <int Transpose>                                                                                     \
+  __device__ inline void startRS(float (&c)[N / 8][4], const uint32_t (&x)[4], uint64_t y, bool more, T) {     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R             \
+                 ", " a ", " b ", p, 1, 1, " transpose ";\n}\n"                                                \
+                 : OUTPUTS_##R                                                                                 \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"((int)more), "n"(Transpose));        \
+  }
+#define DEFINE_STARTS(T, name)                                                                         \
+  DEFINE_START(64, 32, "%32", "%33", "%34", "%35", T, name)                                            \
+  DEFINE_START(128, 64, "%64", "%65", "%66", "%67", T, name)                                           \
+  DEFINE_START_RS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38", T, name)                        \
+  DEFINE_START_RS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70", T, name)
+DEFINE_STARTS(bf16, "bf16")
+DEFINE_STARTS(f16, "f16")
+
+// Registers that products read or write may be touched by other instructions only before productsBegin and after
+// productsWait; hold keeps the compiler from moving such instructions across.
+__device__ inline void productsBegin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void productsCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Pending> __device__ inline void productsWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+template <int N> __device__ inline void hold(Accumulator<1, N> &a) {
+#pragma unroll
+  for (int n = 0; n < N / 8; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) asm volatile("" : "+f"(a.c[0][n][e])::"memory");
+}
+
+// A 64×K operand in registers: an accumulator, rounded.
+template <int K> struct Operand {
+  uint32_t r[K / 16][4];
+
+  template <typename T> __device__ void set(const Accumulator<1, K> &a, T) {
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[k][i] = pack(a.c[0][2 * k + i / 2][i % 2 * 2], a.c[0][2 * k + i / 2][i % 2 * 2 + 1], T());
+  }
+};
+
+// Starts c = A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
+template <typename T, int D, int ARows, int N>
+__device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    int panel = k / 4, column = k % 4 * 32;
+    startSS<0>(c.c[0], operandAt(aTile + panel * ARows * 128 + aRow * 128 + column, 16, 1024),
+               operandAt(bTile + panel * N * 128 + column, 16, 1024), k > 0, T());
+  }
+}
+
+// Starts c += A·B for A in registers and the K rows of a tile with D columns.
+template <typename T, int D, int K>
+__device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32_t bTile) {
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) startRS<1>(c.c[0], a.r[k], operandAt(bTile + k * 2048, K * 128, 1024), true, T());
+}
+
+template <int Registers> __device__ inline void takeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers> __device__ inline void giveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+}  // namespace attention
+#endif
