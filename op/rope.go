@@ -59,6 +59,10 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	if c.Base == 0 {
 		c.Base = 10000
 	}
+	if c.Scaling != nil { // the gradient is built later: what the caller does with his in between must not matter
+		s := *c.Scaling
+		c.Scaling = &s
+	}
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("op.%s: %w", name, err)
 	}
@@ -118,15 +122,29 @@ func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, erro
 }
 
 func fillTables[T cpu.Float](o *RoPEOp) {
-	c, h := o.Config, o.Config.HeadDim/2
-	cos, sin := opbase.AuxSlice[T](&o.cos, c.Seq*h), opbase.AuxSlice[T](&o.sin, c.Seq*h)
+	n := o.Config.Seq * o.Config.HeadDim / 2
+	o.Config.fill(func(i int, c, s float64) {
+		opbase.AuxSlice[T](&o.cos, n)[i], opbase.AuxSlice[T](&o.sin, n)[i] = T(c), T(s)
+	})
+}
+
+// fill calls set with the cosine and sine of the angle of pair i at position p, for index p·HeadDim/2 + i.
+func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
+	h := c.HeadDim / 2
 	for i := range h {
 		f := c.frequency(i)
 		for p := range c.Seq {
-			s, c := math.Sincos(float64(p) * f)
-			sin[p*h+i], cos[p*h+i] = T(s), T(c)
+			sin, cos := math.Sincos(float64(p) * f)
+			set(p*h+i, cos, sin)
 		}
 	}
+}
+
+// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each.
+func (c RoPEConfig) Tables() (cos, sin []float32) {
+	cos, sin = make([]float32, c.Seq*c.HeadDim/2), make([]float32, c.Seq*c.HeadDim/2)
+	c.fill(func(i int, x, y float64) { cos[i], sin[i] = float32(x), float32(y) })
+	return cos, sin
 }
 
 func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
