@@ -57,12 +57,38 @@ template <int N, class T> __device__ __forceinline__ Pack<T, N> load(const T* p)
   return r;
 }
 
+// loadOnce is load for data that this block does not read again: it leaves the L1 to what is shared, such as weights.
+template <int N, class T> __device__ __forceinline__ Pack<T, N> loadOnce(const T* p) {
+  static_assert(sizeof(T) * N % 16 == 0, "16-byte accesses only");
+  Pack<T, N> r;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(r)) / 16; i++) {
+    uint4& u = reinterpret_cast<uint4*>(&r)[i];
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w)
+                 : "l"(reinterpret_cast<const uint4*>(p) + i)
+                 : "memory");
+  }
+  return r;
+}
+
 template <int N, class T> __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
   using Word = typename WordOf<sizeof(T) * N>::type;
   constexpr int words = sizeof(Pack<T, N>) / sizeof(Word);
 #pragma unroll
   for (int i = 0; i < words; i++) reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&v)[i];
 }
+
+// copyAsync starts a copy of 16 bytes to shared memory, of zeros when not wanted; src must be a valid address either way.
+// commitAsync makes a group of the copies started since the last call, and awaitAsync<n> waits until at most the n latest
+// groups of this thread are still on their way. Other threads see the data after a barrier.
+__device__ __forceinline__ void copyAsync(void* dst, const void* src, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(dst))), "l"(src),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int n> __device__ __forceinline__ void awaitAsync() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 
 // aligned16 reports whether all pointers are multiples of 16 bytes; null is.
 template <class... P> __device__ __forceinline__ bool aligned16(const P*... p) {

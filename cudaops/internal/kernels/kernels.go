@@ -29,6 +29,7 @@ type key struct{ unit, name string }
 // kernel is a function, and what launching it needs to know.
 type kernel struct {
 	*driver.Function
+	shared   int            // the dynamic shared memory that it may have
 	resident map[[2]int]int // blocks on the whole GPU at once, by threads and shared memory
 }
 
@@ -51,38 +52,49 @@ func (k *Kernels) Close() error {
 	return nil
 }
 
-// kernel finds a unit's function, loading the unit at first. A function that needs more than 48 KiB of dynamic shared
-// memory is allowed that much.
+// kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared memory, where that is more
+// than the 48 KiB that need no leave.
 func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if f := k.kernels[key{unit, name}]; f != nil {
-		return f, nil
-	}
-	m, ok := k.modules[unit]
-	if !ok {
-		image, err := kernels.Image(unit)
+	f := k.kernels[key{unit, name}]
+	if f == nil {
+		m, err := k.module(unit)
 		if err != nil {
 			return nil, err
 		}
-		if m, err = k.ctx.LoadModule(image); err != nil {
-			return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
-				float64(k.ctx.Device().Capability())/10, err)
+		fn, err := k.ctx.Function(m, name)
+		if err != nil {
+			return nil, fmt.Errorf("kernels: %s: %w", unit, err)
 		}
-		k.modules[unit] = m
+		f = &kernel{fn, 48 << 10, map[[2]int]int{}}
+		k.kernels[key{unit, name}] = f
 	}
-	fn, err := k.ctx.Function(m, name)
-	if err != nil {
-		return nil, fmt.Errorf("kernels: %s: %w", unit, err)
-	}
-	if shared > 48<<10 {
-		if err := k.ctx.SetFunctionAttribute(fn, driver.MaxDynamicShared, shared); err != nil {
-			return nil, fmt.Errorf("kernels: %s: %w", name, err)
+	if shared > f.shared {
+		if err := k.ctx.SetFunctionAttribute(f.Function, driver.MaxDynamicShared, shared); err != nil {
+			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared, err)
 		}
+		f.shared = shared
 	}
-	f := &kernel{fn, map[[2]int]int{}}
-	k.kernels[key{unit, name}] = f
 	return f, nil
+}
+
+// module loads a unit, unless it is loaded. The caller holds the lock.
+func (k *Kernels) module(unit string) (driver.Module, error) {
+	if m, ok := k.modules[unit]; ok {
+		return m, nil
+	}
+	image, err := kernels.Image(unit)
+	if err != nil {
+		return 0, err
+	}
+	m, err := k.ctx.LoadModule(image)
+	if err != nil {
+		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
+			float64(k.ctx.Device().Capability())/10, err)
+	}
+	k.modules[unit] = m
+	return m, nil
 }
 
 // launch enqueues a kernel.
@@ -117,6 +129,25 @@ func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) 
 func line(blocks, threads int) driver.LaunchConfig {
 	return driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: threads}}
 }
+
+// vector is how many elements fill 16 bytes.
+func vector(t driver.DType) int { return 16 / t.Size() }
+
+// aligned reports whether all addresses are multiples of 16; null is.
+func aligned(ps ...driver.Ptr) bool {
+	for _, p := range ps {
+		if p%16 != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
+func packed(t driver.DType, n int, ps ...driver.Ptr) bool { return n%vector(t) == 0 && aligned(ps...) }
+
+// rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
+func rowThreads(d int) int { return min(512, ceilDiv(d, 32)*32) }
 
 func args() *driver.Args { return new(driver.Args) }
 

@@ -1,0 +1,79 @@
+package kernels
+
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Ints is an array of int32 or int64 on the device.
+type Ints struct {
+	Ptr  driver.Ptr
+	Wide bool // int64
+}
+
+func (i Ints) size() int {
+	if i.Wide {
+		return 8
+	}
+	return 4
+}
+
+// CrossEntropyScale sets the float32 at scale to 1/(number of the targets that are at least 0), which the other functions
+// multiply by.
+func (k *Kernels) CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets Ints, rows int) error {
+	if _, err := checkSizes("CrossEntropyScale", rows); err != nil {
+		return err
+	}
+	l := args().Ptr(scale).Ptr(targets.Ptr).Int32(targets.size()).Int64(int64(rows))
+	return k.launch(s, "crossentropy", "cross_entropy_scale", line(1, classifierThreads), l)
+}
+
+const classifierThreads = 512
+
+// CrossEntropy computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ exp(Logits[r]); it
+// is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the logits are replaced by their gradient,
+// Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)), where a null Grad counts as 1. All but Logits are float32. The rows
+// may be some of a batch's: Scale is for the batch.
+type CrossEntropy struct {
+	Logits, Losses, LSE driver.Ptr
+	Targets             Ints
+	Scale, Grad         driver.Ptr
+	Rows, V             int
+	Type                driver.DType
+}
+
+// CrossEntropy launches one kernel.
+func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
+	suf, err := suffix("CrossEntropy", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("CrossEntropy", a.Rows, a.V); empty || err != nil {
+		return err
+	}
+	l := args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).
+		Int32(a.V)
+	return k.launch(s, "crossentropy", "cross_entropy"+suf, line(a.Rows, classifierThreads), l)
+}
+
+// CrossEntropyMean sets the float32 at mean to scale[0]·Σ losses over all rows of the batch.
+func (k *Kernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error {
+	if _, err := checkSizes("CrossEntropyMean", rows); err != nil {
+		return err
+	}
+	l := args().Ptr(mean).Ptr(losses).Ptr(scale).Int64(int64(rows))
+	return k.launch(s, "crossentropy", "cross_entropy_mean", line(1, classifierThreads), l)
+}
+
+// CrossEntropyBackward writes to out the gradient that [Kernels.CrossEntropy] leaves in a.Logits, from a.LSE; out may be
+// a.Logits. a.Losses is not used.
+func (k *Kernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a CrossEntropy) error {
+	suf, err := suffix("CrossEntropyBackward", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("CrossEntropyBackward", a.Rows, a.V); empty || err != nil {
+		return err
+	}
+	l := args().Ptr(out).Ptr(a.Logits).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
+	return k.launch(s, "crossentropy", "cross_entropy_backward"+suf, line(a.Rows, classifierThreads), l)
+}

@@ -1,0 +1,121 @@
+package kernels
+
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
+// X becomes X + Residual first. Rstd [Rows] and W [D] are float32, the others of the same type; Rstd may be null.
+type RMSNorm struct {
+	Y, Rstd, X, Residual, W driver.Ptr
+	Rows, D                 int
+	Eps                     float64
+	Type                    driver.DType
+}
+
+// RMSNorm launches one kernel.
+func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
+	suf, err := suffix("RMSNorm", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("RMSNorm", a.Rows, a.D); empty || err != nil {
+		return err
+	}
+	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
+	perLane := ceilDiv(a.D, 32*vector(a.Type))
+	if packed(a.Type, a.D, a.Y, a.X, a.Residual, a.W) && perLane <= 16 {
+		variant := "rmsnorm_warp2"
+		switch {
+		case perLane > 8:
+			variant = "rmsnorm_warp16"
+		case perLane > 4:
+			variant = "rmsnorm_warp8"
+		case perLane > 2:
+			variant = "rmsnorm_warp4"
+		}
+		const warps = 4
+		l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps))
+		return k.launch(s, "norm", variant+suf, line(ceilDiv(a.Rows, warps), 32*warps), l)
+	}
+	return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
+}
+
+// RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
+//
+//	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
+//
+// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's. DW [D] is of type DWType.
+// Workspace is memory of [Kernels.RMSNormWorkspace] bytes.
+type RMSNormBackward struct {
+	DX, DW, G, X, W, Rstd, Add driver.Ptr
+	Rows, D                    int
+	Type, DWType               driver.DType
+	Workspace                  driver.Ptr
+}
+
+// normStages is kStages of norm.cu, and normBlocks the most blocks a multiprocessor that leave partial sums.
+const (
+	normStages = 4
+	normBlocks = 4
+)
+
+// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements takes.
+func (k *Kernels) RMSNormWorkspace(d int) int { return 4 * d * normBlocks * k.sms }
+
+// RMSNormBackward launches a kernel for DX and partial sums of DW, and one that adds them up.
+func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
+	suf, err := suffix("RMSNormBackward", a.Type)
+	if err != nil {
+		return err
+	}
+	sum, err := suffix("RMSNormBackward", a.DWType)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
+		return err
+	} else if empty {
+		return k.Fill(s, a.DW, 0, a.D, a.DWType)
+	}
+	blocks, err := k.normBackward(s, a, suf)
+	if err != nil {
+		return err
+	}
+	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 32)}, Block: driver.Dim{X: 32, Y: 32}}
+	return k.launch(s, "norm", "rmsnorm_weight_sum"+sum, c, args().Ptr(a.DW).Ptr(a.Workspace).Int32(blocks).Int32(a.D))
+}
+
+// normBackward computes DX and returns how many rows of partial sums it left.
+func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
+	across := ceilDiv(ceilDiv(a.D, vector(a.Type)), 32) * 32 // threads for a row
+	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || across > 1024 {
+		return k.normBackwardAny(s, a, suf)
+	}
+	down := max(1, 512/across)
+	arrays := 2
+	if a.Add != 0 {
+		arrays = 3
+	}
+	shared := max(normStages*arrays*16*across*down, 4*a.D*down)
+	blocks, err := k.resident("norm", "rmsnorm_backward"+suf, across*down, shared)
+	if err != nil {
+		return 0, err
+	}
+	blocks = min(blocks, normBlocks*k.sms, ceilDiv(a.Rows, down))
+	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: across, Y: down}, Shared: shared}
+	l := args().Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
+	return blocks, k.launch(s, "norm", "rmsnorm_backward"+suf, c, l)
+}
+
+// normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
+func (k *Kernels) normBackwardAny(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
+	blocks := min(normBlocks*k.sms, ceilDiv(a.Rows, 16))
+	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 256), Y: blocks}, Block: driver.Dim{X: 256}}
+	l := args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(int64(a.Rows)).Int32(a.D)
+	if err := k.launch(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {
+		return 0, err
+	}
+	l = args().Ptr(a.DX).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int32(a.D)
+	return blocks, k.launch(s, "norm", "rmsnorm_backward_any"+suf, line(a.Rows, rowThreads(a.D)), l)
+}

@@ -1,0 +1,84 @@
+package kernels
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func TestRMSNorm(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048}, {17, 4096}, {3, 8192}, {2, 8200}, {3, 4099}}
+	for i, shape := range shapes {
+		for _, dt := range storageTypes {
+			for _, residual := range []bool{false, true} {
+				rows, d := shape[0], shape[1]
+				g.scope(fmt.Sprintf("%dx%d/%v/%v", rows, d, dt, residual), func(g *rig) {
+					skew := i % 2
+					x, xr := g.normal(rows*d, dt, skew)
+					w, wr := g.normal(d, f32, 0)
+					y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
+					a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
+					if residual {
+						r, rr := g.normal(rows*d, dt, skew)
+						a.Residual = r.Ptr
+						for i := range xr {
+							xr[i] += rr[i]
+						}
+						xr = decode(encode(xr, dt), dt)
+					}
+					g.must(g.RMSNorm(g.stream, a))
+					wantY, wantR := make([]float64, rows*d), make([]float64, rows)
+					cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
+					g.near("x", x, xr, 0)
+					g.near("y", y, wantY, forward(dt))
+					g.near("rstd", rstd, wantR, 1e-6)
+				})
+			}
+		}
+	}
+}
+
+func TestRMSNormBackward(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {1500, 4096}, {30, 8192}, {2, 8200}, {700, 4099}}
+	for i, shape := range shapes {
+		for _, dt := range storageTypes {
+			for _, add := range []bool{false, true} {
+				rows, d := shape[0], shape[1]
+				g.scope(fmt.Sprintf("%dx%d/%v/%v", rows, d, dt, add), func(g *rig) {
+					skew := i % 2
+					x, xr := g.normal(rows*d, dt, skew)
+					dy, gr := g.normal(rows*d, dt, skew)
+					w, wr := g.normal(d, f32, 0)
+					wantRstd, discard := make([]float64, rows), make([]float64, rows*d)
+					cpu.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
+					rstd, rr := g.upload(wantRstd, f32, 0)
+					wantX, wantW := make([]float64, rows*d), make([]float64, d)
+					cpu.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
+
+					dwType := f32
+					if i%3 == 0 {
+						dwType = dt
+					}
+					work := g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+					a := RMSNormBackward{DX: g.alloc(rows*d, dt, skew).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
+						Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}
+					dx, dw := g.bufs[len(g.bufs)-1], g.alloc(d, dwType, 0)
+					a.DW = dw.Ptr
+					if add {
+						b, br := g.normal(rows*d, dt, skew)
+						a.Add, a.DX, dx = b.Ptr, b.Ptr, b
+						for i, v := range br {
+							wantX[i] += v
+						}
+					}
+					g.must(g.RMSNormBackward(g.stream, a))
+					g.near("dx", dx, wantX, backward(dt))
+					g.near("dw", dw, wantW, backward(dwType))
+				})
+			}
+		}
+	}
+}

@@ -1,0 +1,222 @@
+package kernels
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// OptimTensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
+type OptimTensor struct {
+	Param  driver.Ptr // float32
+	Copy   driver.Ptr // the parameter in CopyType, written with every update; may be null
+	Grad   driver.Ptr // of GradType
+	First  driver.Ptr // float32: AdamW's first moment, Muon's momentum
+	Second driver.Ptr // float32: AdamW's second moment
+	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix products made of it; both
+	// are of DirectionType.
+	Direction, Result driver.Ptr
+
+	Size         int
+	LRScale      float64 // times the learning rate
+	ShapeScale   float64 // Muon: times the rate of the update, not of the decay
+	Decay        float64
+	Beta1, Beta2 float64 // Muon's momentum is Beta1
+	Step         int64   // updates so far
+
+	CopyType, GradType, DirectionType driver.DType
+}
+
+// deviceTensor is Tensor of optim.cuh.
+type deviceTensor struct {
+	param, copy, grad, first, second, direction, result driver.Ptr
+	size                                                int64
+	lrScale, shapeScale, decay, beta1, beta2            float64
+	step                                                int64
+	copyType, gradType, directionType                   int32
+	firstChunk, chunks                                  int32
+	_                                                   int32
+}
+
+// What optim.cuh says of chunks and updates.
+const (
+	optimThreads = 256
+	optimChunk   = optimThreads * 4 * 8
+	updateBytes  = 6 * 4
+)
+
+// Table is tensors laid out on the device, so that one launch updates them all. Its memory is its own.
+type Table struct {
+	ctx                      driver.Context
+	tensors, updates, chunks driver.Ptr
+	count                    int
+	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
+	Chunks int
+}
+
+// NewTable lays out tensors. What it says of them is fixed from then on, but for Step, which the device counts up.
+func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
+	if len(tensors) == 0 {
+		return nil, errors.New("kernels.NewTable: no tensors")
+	}
+	rows := make([]deviceTensor, len(tensors))
+	var chunks []byte
+	for i, t := range tensors {
+		if t.Size < 1 {
+			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
+		}
+		if !aligned(t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result) {
+			return nil, fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
+		}
+		for _, dt := range []driver.DType{t.CopyType, t.GradType, t.DirectionType} {
+			if _, err := suffix("NewTable", dt); err != nil {
+				return nil, err
+			}
+		}
+		n := ceilDiv(t.Size, optimChunk)
+		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result, int64(t.Size), t.LRScale,
+			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType), int32(t.DirectionType),
+			int32(len(chunks) / 8), int32(n), 0}
+		for j := range n {
+			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
+			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(j))
+		}
+	}
+	t := &Table{ctx: k.ctx, count: len(rows), Chunks: len(chunks) / 8}
+	for _, part := range []struct {
+		at    *driver.Ptr
+		bytes []byte
+	}{{&t.tensors, bytesOf(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
+		var err error
+		if *part.at, err = k.ctx.Alloc(len(part.bytes)); err == nil {
+			err = k.ctx.CopyToDevice(*part.at, part.bytes, 0)
+		}
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("kernels.NewTable: %w", err), t.Free())
+		}
+	}
+	return t, nil
+}
+
+// Free gives the table's memory back.
+func (t *Table) Free() error {
+	err := errors.Join(t.ctx.Free(t.tensors), t.ctx.Free(t.updates), t.ctx.Free(t.chunks))
+	t.tensors, t.updates, t.chunks = 0, 0, 0
+	return err
+}
+
+// Steps reads how many updates each tensor has had, once the stream's work is done.
+func (t *Table) Steps(s driver.Stream) ([]int64, error) {
+	rows := make([]deviceTensor, t.count)
+	if err := t.ctx.CopyToHost(bytesOf(rows), t.tensors, s); err != nil {
+		return nil, err
+	}
+	if err := t.ctx.SyncStream(s); err != nil {
+		return nil, err
+	}
+	steps := make([]int64, len(rows))
+	for i, r := range rows {
+		steps[i] = r.step
+	}
+	return steps, nil
+}
+
+func bytesOf(rows []deviceTensor) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
+}
+
+// Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured step finds this step's
+// figures there. The host writes the first part ([Control.Bytes]), the kernels the second.
+type Control struct {
+	LR, Eps       float64
+	MaxNorm       float64 // of all gradients together; 0 for no clipping
+	GradScale     float64 // what gradients are multiplied by first: 1, or 1/loss scale
+	SkipNonFinite bool    // change nothing in a step with a gradient that is NaN or infinite
+
+	Skipped bool
+	Norm    float32 // of the gradients, scaled but not clipped
+}
+
+// ControlBytes is the size of a control block, ControlLR where in it the learning rate is, a float64.
+const (
+	ControlBytes = 48
+	ControlLR    = 0
+)
+
+// Bytes is the control block as the host writes it.
+func (c Control) Bytes() []byte {
+	b := make([]byte, 0, ControlBytes)
+	for _, v := range []float64{c.LR, c.Eps, c.MaxNorm, c.GradScale} {
+		b = binary.LittleEndian.AppendUint64(b, math.Float64bits(v))
+	}
+	skip := uint32(0)
+	if c.SkipNonFinite {
+		skip = 1
+	}
+	return binary.LittleEndian.AppendUint32(b, skip)[:ControlBytes]
+}
+
+// DecodeControl is the control block as a step leaves it.
+func DecodeControl(b []byte) Control {
+	f := func(i int) float64 { return math.Float64frombits(binary.LittleEndian.Uint64(b[i:])) }
+	w := func(i int) uint32 { return binary.LittleEndian.Uint32(b[i:]) }
+	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40))}
+}
+
+// GradSquares sets squares [t.Chunks], float32, to sums of squares of the gradients.
+func (k *Kernels) GradSquares(s driver.Stream, squares driver.Ptr, t *Table) error {
+	return k.launch(s, "optim", "optim_squares", line(t.Chunks, optimThreads), args().Ptr(squares).Ptr(t.tensors).Ptr(t.chunks))
+}
+
+// GradNorm finishes a control block: the norm of the gradients from count sums of squares, which may be of several tables,
+// whether the step is skipped, and what clipping multiplies gradients by. With a count of 0 the norm is 0 and nothing is
+// clipped or skipped.
+func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count int) error {
+	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count))
+}
+
+// AdamW updates the table's parameters, moments and copies by a control block that GradNorm has finished. It launches two
+// kernels: one works out each tensor's figures of this step, one goes over all elements.
+func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table) error {
+	if err := k.begin(s, "adamw", control, t); err != nil {
+		return err
+	}
+	return k.launch(s, "adamw", "adamw", line(t.Chunks, optimThreads), t.args(control))
+}
+
+func (k *Kernels) begin(s driver.Stream, unit string, control driver.Ptr, t *Table) error {
+	l := args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Int32(t.count)
+	return k.launch(s, unit, unit+"_begin", line(ceilDiv(t.count, optimThreads), optimThreads), l)
+}
+
+// args is the arguments of a kernel over all chunks.
+func (t *Table) args(control driver.Ptr) *driver.Args {
+	return args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks)
+}
+
+// MuonDirection updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction, where u is the momentum or,
+// with nesterov, the gradient advanced by it. squares is workspace of t.Chunks float32. Three kernels.
+func (k *Kernels) MuonDirection(s driver.Stream, control, squares driver.Ptr, t *Table, nesterov bool) error {
+	if err := k.begin(s, "muon", control, t); err != nil {
+		return err
+	}
+	n := 0
+	if nesterov {
+		n = 1
+	}
+	l := args().Ptr(squares).Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks).Int32(n)
+	if err := k.launch(s, "muon", "muon_momentum", line(t.Chunks, optimThreads), l); err != nil {
+		return err
+	}
+	l = args().Ptr(squares).Ptr(control).Ptr(t.tensors).Ptr(t.chunks).Int32(n)
+	return k.launch(s, "muon", "muon_direction", line(t.Chunks, optimThreads), l)
+}
+
+// MuonApply updates the table's parameters and copies from every tensor's Result.
+func (k *Kernels) MuonApply(s driver.Stream, control driver.Ptr, t *Table) error {
+	return k.launch(s, "muon", "muon_apply", line(t.Chunks, optimThreads), t.args(control))
+}

@@ -1,0 +1,131 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Reduction is what Reduce does.
+type Reduction string
+
+// Max gives NaN where there is one.
+const (
+	Sum Reduction = "sum"
+	Max Reduction = "max"
+)
+
+// Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for the rows of a matrix,
+// Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale of 1/N. A zero Scale counts as 1. The types
+// are equal, or one of them is float32. Workspace is memory of [Kernels.ReduceWorkspace] bytes.
+type Reduce struct {
+	Op              Reduction
+	Y, X, Workspace driver.Ptr
+	Outer, N, Inner int
+	Scale           float64
+	YType, XType    driver.DType
+}
+
+// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows.
+const (
+	rowPart    = 1 << 15
+	columnPart = 64
+)
+
+// parts is into how many parts the middle is cut: enough to fill the GPU twice, but none smaller than pays.
+func (k *Kernels) parts(a Reduce) int {
+	wanted := 2 * 8 * k.sms // eight blocks of 256 threads fit on a multiprocessor
+	if a.Inner == 1 {
+		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(wanted, a.Outer)))
+	}
+	blocks := a.Outer * ceilDiv(a.Inner, 32*vector(a.XType))
+	return max(1, min(ceilDiv(a.N, columnPart), ceilDiv(wanted, blocks)))
+}
+
+// ReduceWorkspace is the bytes of workspace that a reduction takes; it may be 0.
+func (k *Kernels) ReduceWorkspace(a Reduce) int {
+	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
+		return 0
+	}
+	if p := k.parts(a); p > 1 {
+		return 4 * a.Outer * p * a.Inner
+	}
+	return 0
+}
+
+// Reduce launches one kernel, or two for a reduction that is wide.
+func (k *Kernels) Reduce(s driver.Stream, a Reduce) error {
+	if a.Op != Sum && a.Op != Max {
+		return fmt.Errorf("kernels.Reduce: there is no reduction %q", a.Op)
+	}
+	if _, err := suffixes("Reduce", "", a.YType, a.XType); err != nil {
+		return err
+	}
+	if a.YType != a.XType && a.YType != driver.Float32 && a.XType != driver.Float32 {
+		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side", a.XType, a.YType)
+	}
+	if _, err := checkSizes("Reduce", a.Outer, a.N, a.Inner); err != nil || a.Outer == 0 || a.Inner == 0 {
+		return err
+	}
+	if a.N == 0 {
+		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
+	}
+	if a.Scale == 0 {
+		a.Scale = 1
+	}
+	parts := k.parts(a)
+	if parts == 1 {
+		return k.reduce(s, a, 1)
+	}
+	first, second := a, a
+	first.Y, first.YType, first.Scale = a.Workspace, driver.Float32, 1
+	second.X, second.XType, second.N = a.Workspace, driver.Float32, parts
+	if err := k.reduce(s, first, parts); err != nil {
+		return err
+	}
+	return k.reduce(s, second, 1)
+}
+
+func (k *Kernels) reduce(s driver.Stream, a Reduce, parts int) error {
+	name, err := suffixes("Reduce", "", a.YType, a.XType)
+	if err != nil {
+		return err
+	}
+	blocks := a.Outer * parts
+	if blocks >= 1<<31 {
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts are too many for one launch", a.Outer, parts)
+	}
+	l := args().Ptr(a.Y).Ptr(a.X).Float32(float32(a.Scale)).Int64(int64(a.N))
+	n := vector(a.XType)
+	if a.Inner == 1 {
+		perPart := ceilDiv(ceilDiv(a.N, parts), n) * n
+		return k.launch(s, "reduce", string(a.Op)+"_rows"+name, line(blocks, 256), l.Int32(parts).Int64(int64(perPart)))
+	}
+	variant := "_columns"
+	if packed(a.XType, a.Inner, a.X) {
+		variant = "_packs"
+	} else {
+		n = 1
+	}
+	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks, Y: ceilDiv(a.Inner, 32*n)}, Block: driver.Dim{X: 32, Y: 8}}
+	if c.Grid.Y > 65535 {
+		return fmt.Errorf("kernels.Reduce: %d columns are too many for one launch", a.Inner)
+	}
+	return k.launch(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts))
+}
+
+// FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements, or −1.
+func (k *Kernels) FirstNonFinite(s driver.Stream, first, x driver.Ptr, n int, t driver.DType) error {
+	suf, err := suffix("FirstNonFinite", t)
+	if err != nil {
+		return err
+	}
+	if _, err := checkSizes("FirstNonFinite", n); err != nil {
+		return err
+	}
+	if err := k.ctx.Memset8(first, 0xff, 8, s); err != nil || n == 0 { // −1 is the greatest as an unsigned number
+		return err
+	}
+	blocks := min(ceilDiv(n, 256*vector(t)), 8*k.sms)
+	return k.launch(s, "reduce", "first_nonfinite"+suf, line(blocks, 256), args().Ptr(first).Ptr(x).Int64(int64(n)))
+}

@@ -1,0 +1,61 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// RoPE turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows, Heads·HeadDim] by the angle whose
+// cosine and sine stand at [position·h + i] of the float32 tables, position = row mod Seq; with Inverse it turns them back,
+// which is the gradient. Y may be X. XStride and YStride are the elements from one row to the next, 0 for no gaps, so that a
+// tensor may be part of a wider one.
+type RoPE struct {
+	Y, X, Cos, Sin      driver.Ptr
+	Rows                int
+	Seq, Heads, HeadDim int
+	XStride, YStride    int
+	Inverse             bool
+	Type                driver.DType
+}
+
+// RoPE launches one kernel.
+func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
+	suf, err := suffix("RoPE", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride, a.YStride); err != nil {
+		return err
+	} else if a.HeadDim%2 != 0 || a.Seq < 1 {
+		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even and a positive number",
+			a.HeadDim, a.Seq)
+	} else if empty && (a.Rows == 0 || a.Heads == 0 || a.HeadDim == 0) {
+		return nil
+	}
+	width, h, n := a.Heads*a.HeadDim, a.HeadDim/2, vector(a.Type)
+	if a.XStride == 0 {
+		a.XStride = width
+	}
+	if a.YStride == 0 {
+		a.YStride = width
+	}
+	variant, perThread := "rope_pairs", 1
+	if h%n == 0 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
+		variant, perThread = "rope_heads1", n
+		if a.Heads%4 == 0 {
+			variant, perThread = "rope_heads4", 4*n
+		}
+	}
+	sign := float32(1)
+	if a.Inverse {
+		sign = -1
+	}
+	threads := a.Rows * a.Heads * h / perThread
+	if threads >= 1<<31 {
+		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows, a.Heads)
+	}
+	l := args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(int64(a.Rows)).Int32(a.Heads).Int32(h).
+		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
+	return k.launch(s, "rope", variant+suf, line(ceilDiv(threads, 256), 256), l)
+}

@@ -1,0 +1,61 @@
+package kernels
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func TestRoPE(t *testing.T) {
+	g := newRig(t)
+	for i, c := range []struct{ batch, seq, heads, headDim int }{
+		{1, 1, 1, 2}, {2, 5, 3, 6}, {3, 7, 4, 10}, {2, 33, 12, 64}, {1, 9, 3, 128}, {2, 17, 32, 128}, {1, 5, 8, 80},
+	} {
+		for _, dt := range storageTypes {
+			for _, inverse := range []bool{false, true} {
+				g.scope(fmt.Sprintf("%+v/%v/%v", c, dt, inverse), func(g *rig) {
+					rows, d := c.batch*c.seq, c.heads*c.headDim
+					x, xr := g.normal(rows*d, dt, i%2)
+					n := c.seq * c.headDim / 2
+					cos, cr := g.normal(n, f32, 0)
+					sin, sr := g.normal(n, f32, 0)
+					y := x
+					if inverse {
+						y = g.alloc(rows*d, dt, i%2)
+					}
+					a := RoPE{Y: y.Ptr, X: x.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows, Seq: c.seq, Heads: c.heads,
+						HeadDim: c.headDim, Inverse: inverse, Type: dt}
+					g.must(g.RoPE(g.stream, a))
+					want := make([]float64, rows*d)
+					cpu.RoPE(want, xr, cr, sr, c.seq, c.heads, c.headDim, inverse)
+					g.near("y", y, want, forward(dt))
+				})
+			}
+		}
+	}
+}
+
+// TestRoPEInPlaceOfPart turns the middle third of wider rows and leaves the rest alone.
+func TestRoPEInPlaceOfPart(t *testing.T) {
+	g := newRig(t)
+	const rows, seq, heads, headDim, d = 12, 6, 4, 32, 4 * 32
+	for _, dt := range storageTypes {
+		g.scope(dt.String(), func(g *rig) {
+			x, xr := g.normal(rows*3*d, dt, 0)
+			cos, cr := g.normal(seq*headDim/2, f32, 0)
+			sin, sr := g.normal(seq*headDim/2, f32, 0)
+			part := x.Offset(d * dt.Size())
+			g.must(g.RoPE(g.stream, RoPE{Y: part, X: part, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows, Seq: seq, Heads: heads,
+				HeadDim: headDim, XStride: 3 * d, YStride: 3 * d, Type: dt}))
+			for r := range rows {
+				row := xr[(3*r+1)*d:][:d]
+				at := r % seq * headDim / 2
+				turned := make([]float64, d)
+				cpu.RoPE(turned, row, cr[at:], sr[at:], 1, heads, headDim, false)
+				copy(row, turned)
+			}
+			g.near("y", x, xr, forward(dt))
+		})
+	}
+}

@@ -1,0 +1,75 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// SiLUMul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one row of A to the next,
+// and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F elements.
+type SiLUMul struct {
+	H, A, B         driver.Ptr
+	Rows, F, Stride int
+	Type            driver.DType
+}
+
+// SiLUMul launches one kernel.
+func (k *Kernels) SiLUMul(s driver.Stream, a SiLUMul) error {
+	l := args().Ptr(a.H).Ptr(a.A).Ptr(a.B)
+	return k.silu(s, "SiLUMul", "silu_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
+}
+
+// SiLUMulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and H again unless it
+// is null. DA may be the memory of A or DH, and DB that of B. Stride is as in [SiLUMul], GradStride the same for DA and DB.
+type SiLUMulBackward struct {
+	H, DA, DB, DH, A, B         driver.Ptr
+	Rows, F, Stride, GradStride int
+	Type                        driver.DType
+}
+
+// SiLUMulBackward launches one kernel.
+func (k *Kernels) SiLUMulBackward(s driver.Stream, a SiLUMulBackward) error {
+	l := args().Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
+	shape := siluShape{a.Rows, a.F, a.Stride, a.GradStride, a.Type}
+	return k.silu(s, "SiLUMulBackward", "silu_mul_backward", shape, true, l, a.H, a.DA, a.DB, a.DH, a.A, a.B)
+}
+
+type siluShape struct {
+	rows, f, stride, gradStride int
+	dtype                       driver.DType
+}
+
+func (k *Kernels) silu(s driver.Stream, op, kernel string, a siluShape, backward bool, l *driver.Args, ps ...driver.Ptr) error {
+	suf, err := suffix(op, a.dtype)
+	if err != nil {
+		return err
+	}
+	if _, err := checkSizes(op, a.rows, a.f, a.stride, a.gradStride); err != nil || a.rows == 0 || a.f == 0 {
+		return err
+	}
+	if a.stride == 0 {
+		a.stride = a.f
+	}
+	if a.gradStride == 0 {
+		a.gradStride = a.f
+	}
+	if a.stride == a.f && a.gradStride == a.f { // without gaps it is one long row
+		if n := a.rows * a.f; n < 1<<31 {
+			a.rows, a.f, a.stride, a.gradStride = 1, n, n, n
+		}
+	}
+	variant, n := "_elements", 1
+	if v := vector(a.dtype); packed(a.dtype, a.f, ps...) && a.stride%v == 0 && a.gradStride%v == 0 {
+		variant, n = "_packs", v
+	}
+	packs := a.rows * a.f / n
+	if packs >= 1<<31 {
+		return fmt.Errorf("kernels.%s: %d rows of %d elements are too many for one launch", op, a.rows, a.f)
+	}
+	l.Int64(int64(a.rows)).Int32(a.f).Int64(int64(a.stride))
+	if backward {
+		l.Int64(int64(a.gradStride))
+	}
+	return k.launch(s, "silu", kernel+variant+suf, line(ceilDiv(packs, 2*256), 256), l)
+}

@@ -1,0 +1,28 @@
+package kernels
+
+import "github.com/kasmina-go/kasmina/cudaops/internal/driver"
+
+// Softmax computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
+func (k *Kernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error {
+	return k.softmax(s, "Softmax", "softmax", args().Ptr(y).Ptr(x), rows, n, t)
+}
+
+// SoftmaxBackward computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Softmax and its gradient g. dx may be
+// either of them.
+func (k *Kernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, t driver.DType) error {
+	return k.softmax(s, "SoftmaxBackward", "softmax_backward", args().Ptr(dx).Ptr(g).Ptr(y), rows, n, t)
+}
+
+func (k *Kernels) softmax(s driver.Stream, op, name string, l *driver.Args, rows, n int, t driver.DType) error {
+	suf, err := suffix(op, t)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes(op, rows, n); empty || err != nil {
+		return err
+	}
+	if n <= 1024 {
+		return k.launch(s, "softmax", name+"_warp"+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
+	}
+	return k.launch(s, "softmax", name+"_block"+suf, line(rows, 512), l.Int32(n))
+}

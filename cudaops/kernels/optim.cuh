@@ -1,0 +1,109 @@
+// How a launch goes over many tensors at once. The host lays out two tables in device memory: the tensors, and the chunks of
+// at most kChunk elements that they are cut into, one for each block.
+#pragma once
+#include "common.cuh"
+
+enum Storage { kF32, kF16, kBF16 };  // the host's driver.DType
+
+// Tensor is a parameter and what an optimiser keeps for it. Addresses are multiples of 16.
+struct Tensor {
+  float* param;
+  void* copy;         // the parameter in a narrower type, or null
+  const void* grad;
+  float* first;       // AdamW's first moment, Muon's momentum
+  float* second;      // AdamW's second moment
+  void* direction;    // Muon: the normalised update before the iteration
+  const void* result; // and after it
+  int64_t size;
+  double lrScale, shapeScale, decay, beta1, beta2;
+  int64_t step;       // how many updates there were
+  int copyType, gradType, directionType;
+  int firstChunk, chunks;
+  int unused;
+};
+
+// Control is what one step has for all tensors. The host sets the first part, the kernels the second.
+struct Control {
+  double lr, eps;
+  double maxNorm;      // of the gradients together; 0 for no clipping
+  double gradScale;    // what the gradients are multiplied by, such as 1/loss scale
+  int skipNonFinite;   // change nothing when a gradient is NaN or infinite
+
+  int skipped;         // whether this step changed nothing
+  float norm;          // of the scaled gradients, before clipping
+  float multiplier;    // gradScale, and what clipping adds to it
+};
+
+// Update is what follows from a tensor's figures and the step's: p ← keep·p − rate·..., root = sqrt(1 − β2ᵗ).
+struct Update {
+  float keep, rate, root, gain1, beta2, gain2;
+};
+
+struct Chunk {
+  int tensor, index;
+};
+
+constexpr int kThreads = 256, kPerAccess = 4, kRounds = 8;
+constexpr int kChunk = kThreads * kPerAccess * kRounds;
+
+// Four consecutive numbers in one of the storage types.
+__device__ __forceinline__ Pack<float, 4> loadAs(const void* p, int type, int64_t i) {
+  Pack<float, 4> r;
+  if (type == kF32) return load<4>(static_cast<const float*>(p) + i);
+  if (type == kBF16) {
+    auto v = load<4>(static_cast<const bf16*>(p) + i);
+#pragma unroll
+    for (int j = 0; j < 4; j++) r.v[j] = v.get(j);
+    return r;
+  }
+  auto v = load<4>(static_cast<const f16*>(p) + i);
+#pragma unroll
+  for (int j = 0; j < 4; j++) r.v[j] = v.get(j);
+  return r;
+}
+
+__device__ __forceinline__ float loadOneAs(const void* p, int type, int64_t i) {
+  if (type == kF32) return static_cast<const float*>(p)[i];
+  if (type == kBF16) return toFloat(static_cast<const bf16*>(p)[i]);
+  return toFloat(static_cast<const f16*>(p)[i]);
+}
+
+template <class T> __device__ __forceinline__ void storeNarrow(void* p, int64_t i, const Pack<float, 4>& v) {
+  Pack<T, 4> r;
+#pragma unroll
+  for (int j = 0; j < 4; j++) r.set(j, v.v[j]);
+  store(static_cast<T*>(p) + i, r);
+}
+
+__device__ __forceinline__ void storeAs(void* p, int type, int64_t i, const Pack<float, 4>& v) {
+  if (type == kF32) store(static_cast<float*>(p) + i, v);
+  if (type == kBF16) storeNarrow<bf16>(p, i, v);
+  if (type == kF16) storeNarrow<f16>(p, i, v);
+}
+
+__device__ __forceinline__ void storeOneAs(void* p, int type, int64_t i, float v) {
+  if (type == kF32) static_cast<float*>(p)[i] = v;
+  if (type == kBF16) static_cast<bf16*>(p)[i] = fromFloat<bf16>(v);
+  if (type == kF16) static_cast<f16*>(p)[i] = fromFloat<f16>(v);
+}
+
+// forChunk goes over a chunk: got = read(i) for two times four elements that belong to the thread, then write(i, got), and
+// one(i) for each element of a ragged end.
+template <class Read, class Write, class One>
+__device__ __forceinline__ void forChunk(int64_t size, int index, Read read, Write write, One one) {
+  constexpr int step = kThreads * kPerAccess;
+  int64_t base = int64_t(index) * kChunk, i = base + threadIdx.x * kPerAccess;
+  if (base + kChunk <= size) {
+#pragma unroll 1
+    for (int round = 0; round < kRounds; round += 2, i += 2 * step) {
+      auto a = read(i);
+      auto b = read(i + step);
+      write(i, a);
+      write(i + step, b);
+    }
+    return;
+  }
+  int64_t whole = size / kPerAccess * kPerAccess;
+  for (; i < whole; i += step) write(i, read(i));
+  if (whole + threadIdx.x < size) one(whole + threadIdx.x);
+}

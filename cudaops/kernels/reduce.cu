@@ -1,0 +1,125 @@
+// Sums and maxima. x is [outer, n, inner], and the middle is reduced: y[o, i] = scale·Σ_k x[o, k, i], or the maximum. So
+// inner = 1 reduces rows, outer = 1 reduces columns, and both all of it.
+//
+// Wide reductions take two steps: the middle is cut into parts, whose results [outer, parts, inner] in float32 the same
+// kernels reduce again. The parts depend on the shape alone, and every part is added up in one order.
+#include "common.cuh"
+
+constexpr int kThreads = 256, kUnroll = 4;
+
+// inner = 1. part p takes the elements [p·perPart, (p+1)·perPart) of a row; perPart is a multiple of kVec unless there is
+// one part. Launch: a block a part, outer·parts blocks.
+template <class Op, class Y, class X>
+__device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {
+  constexpr int N = kVec<X>;
+  int64_t row = blockIdx.x / parts, lo = blockIdx.x % parts * perPart, hi = min(n, lo + perPart);
+  x += row * n;
+  float r = Op::identity;
+  int64_t i = lo + threadIdx.x;
+  if (aligned16(x + lo)) {
+    int64_t end = lo + (hi - lo) / N * N;
+    i = lo + threadIdx.x * N;
+    for (; i + (kUnroll - 1) * kThreads * N < end; i += kUnroll * kThreads * N) {
+      Pack<X, N> v[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++) v[u] = load<N>(x + i + u * kThreads * N);
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++)
+#pragma unroll
+        for (int j = 0; j < N; j++) r = Op::merge(r, v[u].get(j));
+    }
+    for (; i < end; i += kThreads * N) {
+      Pack<X, N> v = load<N>(x + i);
+#pragma unroll
+      for (int j = 0; j < N; j++) r = Op::merge(r, v.get(j));
+    }
+    i = end + threadIdx.x;
+  }
+  for (; i < hi; i += kThreads) r = Op::merge(r, toFloat(x[i]));
+  r = blockReduce<Op>(r);
+  if (threadIdx.x == 0) y[blockIdx.x] = fromFloat<Y>(scale * r);
+}
+
+// inner > 1. part p takes the rows p, p + parts, ... Launch: blocks of 32 by 8 threads, a thread for each N columns of inner
+// and eight to share the rows; blockIdx.x counts outer·parts, blockIdx.y blocks of 32·N columns.
+template <class Op, class Y, class X, int N>
+__device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {
+  constexpr int rows = kThreads / kWarp;
+  __shared__ float partial[rows][kWarp * N];
+  int64_t o = blockIdx.x / parts, part = blockIdx.x % parts, col = (int64_t(blockIdx.y) * kWarp + threadIdx.x) * N;
+  x += o * n * inner + col;
+  float r[N];
+#pragma unroll
+  for (int j = 0; j < N; j++) r[j] = Op::identity;
+  if (col < inner) {
+#pragma unroll 4
+    for (int64_t k = part + int64_t(threadIdx.y) * parts; k < n; k += int64_t(rows) * parts) {
+      Pack<X, N> v = load<N>(x + k * inner);
+#pragma unroll
+      for (int j = 0; j < N; j++) r[j] = Op::merge(r[j], v.get(j));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; j++) partial[threadIdx.y][threadIdx.x * N + j] = r[j];
+  __syncthreads();
+  int64_t first = int64_t(blockIdx.y) * kWarp * N;
+  for (int i = threadIdx.y * kWarp + threadIdx.x; i < kWarp * N && first + i < inner; i += kThreads) {
+    float v = partial[0][i];
+    for (int k = 1; k < rows; k++) v = Op::merge(v, partial[k][i]);
+    y[int64_t(blockIdx.x) * inner + first + i] = fromFloat<Y>(scale * v);
+  }
+}
+
+#define DEFINE_OP(name, Op, Y, X)                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      name##_rows_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {           \
+    reduceRows<Op>(y, x, scale, n, parts, perPart);                                                           \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      name##_columns_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {          \
+    reduceColumns<Op, Y, X, 1>(y, x, scale, n, inner, parts);                                                 \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      name##_packs_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {            \
+    reduceColumns<Op, Y, X, kVec<X>>(y, x, scale, n, inner, parts);                                           \
+  }
+#define DEFINE(Y, X)          \
+  DEFINE_OP(sum, Sum, Y, X)   \
+  DEFINE_OP(max, Max, Y, X)
+DEFINE(f32, f32)
+DEFINE(f32, bf16)
+DEFINE(f32, f16)
+DEFINE(bf16, bf16)
+DEFINE(bf16, f32)
+DEFINE(f16, f16)
+DEFINE(f16, f32)
+#undef DEFINE
+
+// first[0] = the least index of a NaN or infinity, if it is below what is there already. Launch: blocks of 256 threads in a
+// loop over the array.
+template <class T> __device__ __forceinline__ void firstNonFinite(unsigned long long* first, const T* x, int64_t n) {
+  constexpr int N = kVec<T>;
+  int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, threads = int64_t(gridDim.x) * kThreads;
+  auto check = [&](int64_t i, float v) {
+    if (!(v - v == 0)) atomicMin(first, static_cast<unsigned long long>(i));
+  };
+  int64_t whole = aligned16(x) ? n / N : 0;
+#pragma unroll 4
+  for (int64_t i = thread; i < whole; i += threads) {
+    Pack<T, N> v = load<N>(x + i * N);
+    float sum = 0;  // finite only if all are, or nearly so: then every element is looked at
+#pragma unroll
+    for (int j = 0; j < N; j++) sum += fabsf(v.get(j));
+    if (sum - sum == 0) continue;
+#pragma unroll
+    for (int j = 0; j < N; j++) check(i * N + j, v.get(j));
+  }
+  for (int64_t i = whole * N + thread; i < n; i += threads) check(i, toFloat(x[i]));
+}
+
+#define DEFINE(T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      first_nonfinite_##T(unsigned long long* first, const T* x, int64_t n) {                                 \
+    firstNonFinite(first, x, n);                                                                              \
+  }
+FOR_STORAGE_TYPES(DEFINE)

@@ -1,0 +1,79 @@
+// The gate of a SiLU MLP, over [rows, f]:
+//
+//   forward:   h = silu(a) ⊙ b,  silu(a) = a·σ(a)
+//   backward:  da = dh ⊙ b ⊙ σ(a)(1 + a(1 − σ(a))),  db = dh ⊙ silu(a),  and h again where it is wanted
+//
+// a and b share a row stride, as do da and db: in [a | b] side by side it is 2f, and b starts f behind a. h and dh have no
+// gaps. da may be a's memory or dh's, db may be b's.
+//
+// Launch: blocks of 256 threads, each with kUnroll packs that lie a block's width apart.
+#include "common.cuh"
+
+constexpr int kThreads = 256, kUnroll = 2;
+
+// forPacks calls f with the position in h and in a of each of the thread's packs: N elements, f a multiple of N. Fewer
+// than 2³¹ packs.
+template <int N, class F> __device__ __forceinline__ void forPacks(int64_t rows, int f, int64_t stride, F body) {
+  unsigned perRow = f / N;
+  int64_t total = rows * perRow;
+#pragma unroll
+  for (int u = 0; u < kUnroll; u++) {
+    unsigned i = (blockIdx.x * kUnroll + u) * kThreads + threadIdx.x;
+    if (i < total) body(u, int64_t(i) * N, i / perRow * stride + i % perRow * N);
+  }
+}
+
+__device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
+
+template <class T, int N>
+__device__ __forceinline__ void siluForward(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {
+  Pack<T, N> va[kUnroll], vb[kUnroll];
+  forPacks<N>(rows, f, stride, [&](int u, int64_t, int64_t at) {
+    va[u] = load<N>(a + at);
+    vb[u] = load<N>(b + at);
+  });
+  forPacks<N>(rows, f, stride, [&](int u, int64_t i, int64_t) {
+#pragma unroll
+    for (int j = 0; j < N; j++) va[u].set(j, va[u].get(j) * sigmoid(va[u].get(j)) * vb[u].get(j));
+    store(h + i, va[u]);
+  });
+}
+
+template <class T, int N>
+__device__ __forceinline__ void siluBackward(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows, int f,
+                                             int64_t stride, int64_t outStride) {
+  Pack<T, N> va[kUnroll], vb[kUnroll], vg[kUnroll];
+  forPacks<N>(rows, f, stride, [&](int u, int64_t i, int64_t at) {
+    va[u] = load<N>(a + at);
+    vb[u] = load<N>(b + at);
+    vg[u] = load<N>(dh + i);
+  });
+  forPacks<N>(rows, f, outStride, [&](int u, int64_t i, int64_t at) {
+    Pack<T, N> vh;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      float aj = va[u].get(j), bj = vb[u].get(j), gj = vg[u].get(j), s = sigmoid(aj), silu = aj * s;
+      vh.set(j, silu * bj);
+      va[u].set(j, gj * bj * (s * (1.0f + aj * (1.0f - s))));
+      vb[u].set(j, gj * silu);
+    }
+    store(da + at, va[u]);
+    store(db + at, vb[u]);
+    if (h) store(h + i, vh);
+  });
+}
+
+#define DEFINE_VARIANT(T, name, N)                                                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      silu_mul_##name##_##T(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {              \
+    siluForward<T, N>(h, a, b, rows, f, stride);                                                              \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      silu_mul_backward_##name##_##T(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows,   \
+                                     int f, int64_t stride, int64_t outStride) {                              \
+    siluBackward<T, N>(h, da, db, dh, a, b, rows, f, stride, outStride);                                      \
+  }
+#define DEFINE(T)                     \
+  DEFINE_VARIANT(T, packs, kVec<T>)   \
+  DEFINE_VARIANT(T, elements, 1)
+FOR_STORAGE_TYPES(DEFINE)
