@@ -20,6 +20,21 @@ type kernelSet interface {
 	Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, k, v kernels.Rows, t driver.DType) error
 	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
 		lse driver.Ptr, t driver.DType) error
+	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
+	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
+	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
+	RMSNormWorkspace(d int) int
+	RoPE(s driver.Stream, a kernels.RoPE) error
+	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
+	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
+	Embedding(s driver.Stream, a kernels.Embedding) error
+	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
+	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
+	CrossEntropy(s driver.Stream, a kernels.CrossEntropy) error
+	CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error
+	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
+	Reduce(s driver.Stream, a kernels.Reduce) error
+	ReduceWorkspace(a kernels.Reduce) int
 	Close() error
 }
 
@@ -34,11 +49,22 @@ var lowerings map[reflect.Type]lowering
 
 func init() {
 	lowerings = map[reflect.Type]lowering{
-		reflect.TypeFor[*opbase.PartOp]():      lowerPart,
-		reflect.TypeFor[*op.LinearOp]():        lowerLinear,
-		reflect.TypeFor[*op.LinearGradOp]():    lowerLinearGrad,
-		reflect.TypeFor[*op.AttentionOp]():     lowerAttention,
-		reflect.TypeFor[*op.AttentionGradOp](): lowerAttentionGrad,
+		reflect.TypeFor[*opbase.PartOp]():               lowerPart,
+		reflect.TypeFor[*op.RMSNormOp]():                lowerRMSNorm,
+		reflect.TypeFor[*op.RMSNormGradOp]():            lowerRMSNormGrad,
+		reflect.TypeFor[*op.RoPEOp]():                   lowerRoPE,
+		reflect.TypeFor[*op.SiLUMLPOp]():                lowerSiLUMLP,
+		reflect.TypeFor[*op.SiLUMLPGradOp]():            lowerSiLUMLPGrad,
+		reflect.TypeFor[*op.EmbeddingOp]():              lowerEmbedding,
+		reflect.TypeFor[*op.EmbeddingGradOp]():          lowerEmbeddingGrad,
+		reflect.TypeFor[*op.CrossEntropyOp]():           lowerCrossEntropy,
+		reflect.TypeFor[*op.CrossEntropyGradOp]():       lowerCrossEntropyGrad,
+		reflect.TypeFor[*op.LinearCrossEntropyOp]():     lowerLinearCrossEntropy,
+		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): lowerLinearCrossEntropyGrad,
+		reflect.TypeFor[*op.LinearOp]():                 lowerLinear,
+		reflect.TypeFor[*op.LinearGradOp]():             lowerLinearGrad,
+		reflect.TypeFor[*op.AttentionOp]():              lowerAttention,
+		reflect.TypeFor[*op.AttentionGradOp]():          lowerAttentionGrad,
 	}
 }
 
@@ -85,6 +111,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 		in.constant = in.constant || p == n
 	}
 	c.inputs = append(c.inputs, in)
+	c.inputOf[a.block] = in
 	return nil
 }
 
@@ -101,57 +128,4 @@ func lowerPart(_ *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		offset -= p.len()
 	}
 	return nil, fmt.Errorf("no part of the packed result begins at element %d", n.Op().(*opbase.PartOp).Offset)
-}
-
-// packed is a result that consists of several arrays.
-func packed(parts ...*array) *array { return &array{parts: parts} }
-
-func lowerLinear(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	y := c.newArray(in[0].elem, n.Shape()...)
-	return y, c.matmul(n, product{d: y, a: in[0], b: in[1], transB: true})
-}
-
-func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	x, w, g := in[0], in[1], in[2]
-	dx, dw := c.newArray(x.elem, x.shape...), c.newArray(float32s, w.shape...)
-	if err := c.matmul(n, product{d: dx, a: g, b: w}); err != nil {
-		return nil, err
-	}
-	return packed(dx, dw), c.matmul(n, product{d: dw, a: g, b: x, transA: true})
-}
-
-func rowsOf(a *array) kernels.Rows { return kernels.Rows{Ptr: a.ptr(), Stride: a.shape[1]} }
-
-func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
-	c := o.Config
-	return kernels.AttentionShape{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
-		Causal: c.Causal, Scale: c.Scale}
-}
-
-func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	q, k, v := in[0], in[1], in[2]
-	o := n.Op().(*op.AttentionOp)
-	s := attentionShape(o, q.shape[0])
-	y, lse := c.newArray(q.elem, q.shape...), c.newArray(float32s, s.Batch, s.Heads, s.Seq)
-	c.saved[o] = lse
-	m := c.m
-	c.do(n, func() error {
-		return m.k.Attention(m.stream, s, rowsOf(y), lse.ptr(), rowsOf(q), rowsOf(k), rowsOf(v), q.elem.dtype())
-	}, y, lse, q, k, v)
-	return y, nil
-}
-
-func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	q, k, v, y, g := in[0], in[1], in[2], in[3], in[4]
-	o := n.Op().(*op.AttentionGradOp).Forward
-	s := attentionShape(o, q.shape[0])
-	lse := c.saved[o].(*array)
-	dq, dk, dv := c.newArray(q.elem, q.shape...), c.newArray(k.elem, k.shape...), c.newArray(v.elem, v.shape...)
-	stats := c.newArray(float32s, kernels.AttentionStatsBytes(s)/4)
-	m := c.m
-	c.do(n, func() error {
-		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
-			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
-	}, q, k, v, y, g, lse, dq, dk, dv, stats)
-	return packed(dq, dk, dv), nil
 }

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has gorgonia.NewTapeMachine(g), it can have
@@ -43,6 +44,7 @@ type machineConfig struct {
 	params  gorgonia.Nodes
 	outputs gorgonia.Nodes
 	strict  bool
+	act     elem
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
 }
@@ -81,6 +83,32 @@ func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
 func WithStrict() MachineOption {
 	return func(c *machineConfig) error {
 		c.strict = true
+		return nil
+	}
+}
+
+// Precision is how a machine stores and computes what a graph says in float32.
+type Precision uint8
+
+// The precisions. Parameters, their gradients, sums and losses are float32 in all of them.
+const (
+	// Float32 stores everything as float32 and rounds no operand of a product: for checking.
+	Float32 Precision = iota
+	// BFloat16 stores activations and the operands of products as bfloat16: for training.
+	BFloat16
+)
+
+// WithPrecision sets the precision. The default is Float32.
+func WithPrecision(p Precision) MachineOption {
+	return func(c *machineConfig) error {
+		switch p {
+		case Float32:
+			c.act = float32s
+		case BFloat16:
+			c.act = bfloat16s
+		default:
+			return fmt.Errorf("WithPrecision: got %d, want Float32 or BFloat16", p)
+		}
 		return nil
 	}
 }
@@ -131,6 +159,11 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 	if err := m.allocate(); err != nil {
 		return nil, err
+	}
+	for _, t := range m.program.tables {
+		if err := d.ctx.CopyToDevice(t.ptr(), driver.Bytes(t.data), m.stream); err != nil {
+			return nil, err
+		}
 	}
 	for _, in := range m.program.inputs {
 		if in.constant {
@@ -278,8 +311,39 @@ func (m *Machine) send(in *input) error {
 	if err := encode(in.staging, in.array.elem, v, in.array.len()); err != nil {
 		return fmt.Errorf("%s: %w", describe(in.node), err)
 	}
-	return m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.len()*in.array.elem.size()], m.stream)
+	for _, r := range in.ids {
+		if err := r.check(driver.View[int64](in.staging)[:in.array.len()]); err != nil {
+			return err
+		}
+	}
+	if err := m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.len()*in.array.elem.size()], m.stream); err != nil {
+		return err
+	}
+	for _, c := range in.copies {
+		if err := c.renew(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
+
+// check says of ids what the op would say on the CPU; a kernel cannot.
+func (r idRange) check(ids []int64) error {
+	counted := false
+	for i, id := range ids {
+		if id >= int64(r.vocab) || id < 0 && !r.negative {
+			return fmt.Errorf("%s: %s[%d] is %d, want an id of the vocabulary, 0 to %d", r.op, r.argument, i, id, r.vocab-1)
+		}
+		counted = counted || id >= 0
+	}
+	if !counted {
+		return fmt.Errorf("%s: all %d %s are negative: %w", r.op, len(ids), r.argument, op.ErrNoTargets)
+	}
+	return nil
+}
+
+// activations is how the machine stores activations.
+func (m *Machine) activations() elem { return m.config.act }
 
 // Upload copies the values of parameters to the device again, after the host has changed them.
 func (m *Machine) Upload(params ...*gorgonia.Node) error {

@@ -85,16 +85,42 @@ func flat(t testing.TB, v gorgonia.Value) []float32 {
 	return nil
 }
 
+// openGPU returns the GPU, and skips the test where there is none.
+func openGPU(t testing.TB) *Device {
+	t.Helper()
+	device, err := Open()
+	if errors.Is(err, ErrNoDevice) {
+		t.Skip("needs an NVIDIA GPU: ", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := device.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return device
+}
+
 // TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several batches: the machine runs the
 // first as it is, records the second and replays it from then on.
 func TestMachineAgreesWithTapeMachine(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testAgainstTapeMachine(t, device, 1e-5, fakeOption)
+	})
+	t.Run("float32", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 1e-4) })
+	t.Run("bfloat16", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 3e-2, WithPrecision(BFloat16)) })
+}
+
+func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	m, b := newBatch(t, llm.ForTraining, seed)
 	var log bytes.Buffer
 	logger := slog.New(slog.NewTextHandler(&log, nil))
-	machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,7 +144,7 @@ func TestMachineAgreesWithTapeMachine(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if d := distance(t, v, want[i].Value()); !(d < 1e-5) {
+			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
 				name := "loss"
 				if i > 0 {
 					name = "gradient of " + m.Params[i-1].Name
@@ -160,9 +186,16 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 
 // TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but inputs to be copied.
 func TestCapture(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testCapture(t, device, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { testCapture(t, openGPU(t)) })
+}
+
+func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 	g, x, y := stockGraph(t)
-	machine, err := NewMachine(device, g, fakeOption, WithStrict())
+	machine, err := NewMachine(device, g, append(opts, WithStrict())...)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // elem is what an array is stored as.
@@ -77,6 +78,7 @@ type program struct {
 	blocks []*block
 	values map[*gorgonia.Node]*array
 	inputs []*input
+	tables []table
 	arena  int // bytes
 }
 
@@ -84,8 +86,36 @@ type program struct {
 type input struct {
 	node     *gorgonia.Node
 	array    *array
-	constant bool // never sent again
+	constant bool // sent once: a constant or a parameter
 	staging  []byte
+	copies   []shadow  // of a parameter, in other types
+	ids      []idRange // what the ops that use it ask of it
+}
+
+// shadow is a parameter in another type, and the work that makes it from the parameter.
+type shadow struct {
+	*array
+	renew func() error
+}
+
+// idRange is what an op asks of an input that holds ids.
+type idRange struct {
+	op, argument string
+	vocab        int
+	negative     bool // a negative id means that the row does not count; one must not be negative
+}
+
+// table is a constant that no node stands for.
+type table struct {
+	*array
+	data []float32
+}
+
+// converted is an array in another type.
+type converted struct {
+	*block
+	at int
+	elem
 }
 
 // compiler turns a graph into a program.
@@ -94,11 +124,18 @@ type compiler struct {
 	m     *Machine
 	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
 	kept  map[*gorgonia.Node]bool
+
+	inputOf   map[*block]*input
+	copies    map[converted]*array
+	rotations map[rotation][2]*array
+	gradients map[gorgonia.Op]bool // forward ops whose backward op the graph has
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
 func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
-	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{}}
+	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
+		kept: map[*gorgonia.Node]bool{}, inputOf: map[*block]*input{}, copies: map[converted]*array{},
+		rotations: map[rotation][2]*array{}, gradients: map[gorgonia.Op]bool{}}
 	sorted, err := gorgonia.Sort(m.graph)
 	if err != nil {
 		return nil, fmt.Errorf("sorting the graph: %w", err)
@@ -109,6 +146,11 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	for _, n := range kept {
 		c.kept[n] = true
 		need(needed, n)
+	}
+	for n := range needed {
+		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
+			c.gradients[o.Forward] = true
+		}
 	}
 	for _, n := range sorted {
 		if !needed[n] {
@@ -192,6 +234,23 @@ func (c *compiler) touch(a *array, step int) {
 	}
 	a.last = max(a.last, step)
 }
+
+// constant returns a resident array that holds data.
+func (c *compiler) constant(data []float32) *array {
+	a := c.newResident(float32s, len(data))
+	c.program.tables = append(c.program.tables, table{a, data})
+	return a
+}
+
+// bound makes the ids of an input be checked when they are sent.
+func (c *compiler) bound(a *array, r idRange) {
+	if in := c.inputOf[a.block]; in != nil {
+		in.ids = append(in.ids, r)
+	}
+}
+
+// hasGradient reports whether the graph holds the backward op of n's op.
+func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op()] }
 
 // plan packs the arena and notes the offsets in the blocks' bases, which become addresses once it is allocated.
 func (c *compiler) plan() {

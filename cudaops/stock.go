@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
@@ -42,8 +43,9 @@ func stock(n *gorgonia.Node) lowering {
 	case "gorgonia.linAlgBinOp":
 		if t, ok := products[name]; ok && n.Dims() == 2 {
 			return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-				y := c.newArray(in[0].elem, n.Shape()...)
-				return y, c.matmul(n, product{d: y, a: in[0], b: in[1], transA: t.transA, transB: t.transB})
+				x, w := c.lowerPair(n, in[0], in[1])
+				y := c.newArray(x.elem, n.Shape()...)
+				return y, c.matmul(n, product{d: y, a: x, b: w, transA: t.transA, transB: t.transB})
 			}
 		}
 	}
@@ -56,9 +58,22 @@ func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *array) (*array,
 	return y, nil
 }
 
-// binary computes elementwise; an operand of one element goes with every element of the other.
+// binary computes elementwise; an operand of one element goes with every element of the other. Where the operands' types
+// differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*array, error) {
-	y, m := c.newArray(a.elem, n.Shape()...), c.m
+	e := a.elem
+	switch {
+	case len(a.shape) == 0 && len(b.shape) > 0:
+		e = b.elem
+	case len(b.shape) > 0 && b.elem == float32s:
+		e = float32s
+	}
+	return c.elementwise(n, f, c.as(n, a, e), c.as(n, b, e), n.Shape())
+}
+
+// elementwise is binary for operands of one type.
+func (c *compiler) elementwise(n *gorgonia.Node, f kernels.BinaryOp, a, b *array, shape tensor.Shape) (*array, error) {
+	y, m := c.newArray(a.elem, shape...), c.m
 	c.do(n, func() error {
 		return m.k.Binary(m.stream, f, y.ptr(), operand(a, y), operand(b, y), y.len(), y.elem.dtype())
 	}, a, b, y)

@@ -1,0 +1,345 @@
+package cudaops
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Activations, their gradients and the operands of matrix products are of the machine's activation type. Weights of norms,
+// losses, what a forward op leaves for its backward op, and gradients of parameters are float32.
+
+// packed is a result that consists of several arrays.
+func packed(parts ...*array) *array { return &array{parts: parts} }
+
+// aux is float32 memory that no node stands for.
+func (c *compiler) aux(shape ...int) *array { return c.newArray(float32s, shape...) }
+
+// bytes is workspace.
+func (c *compiler) bytes(n int) *array { return c.newArray(float32s, (n+3)/4) }
+
+// like is a new array of a's type and shape.
+func (c *compiler) like(a *array) *array { return c.newArray(a.elem, a.shape...) }
+
+// as returns a's values in another type: a itself, or a copy that is made once, or for a parameter one that is kept beside
+// it and renewed with it.
+func (c *compiler) as(n *gorgonia.Node, a *array, e elem) *array {
+	if a.elem == e {
+		return a
+	}
+	key := converted{a.block, a.at, e}
+	if b := c.copies[key]; b != nil {
+		return b.view(0, a.shape...)
+	}
+	m := c.m
+	cast := func(b *array) func() error {
+		return func() error { return m.k.Cast(m.stream, b.ptr(), b.elem.dtype(), a.ptr(), a.elem.dtype(), a.len()) }
+	}
+	if in := c.inputOf[a.block]; in != nil && in.constant {
+		b := c.newResident(e, a.shape...)
+		in.copies = append(in.copies, shadow{b, cast(b)})
+		c.copies[key] = b
+		return b
+	}
+	b := c.newArray(e, a.shape...)
+	c.do(n, cast(b), a, b)
+	c.copies[key] = b
+	return b
+}
+
+// act returns a's values as activations.
+func (c *compiler) act(n *gorgonia.Node, a *array) *array { return c.as(n, a, c.m.activations()) }
+
+func (c *compiler) lowerPair(n *gorgonia.Node, a, b *array) (*array, *array) {
+	return c.act(n, a), c.act(n, b)
+}
+
+func lowerLinear(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, w := c.lowerPair(n, in[0], in[1])
+	y := c.newArray(x.elem, n.Shape()...)
+	return y, c.matmul(n, product{d: y, a: x, b: w, transB: true})
+}
+
+func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, w := c.lowerPair(n, in[0], in[1])
+	g := c.act(n, in[2])
+	dx, dw := c.like(x), c.aux(w.shape...)
+	if err := c.matmul(n, product{d: dx, a: g, b: w}); err != nil {
+		return nil, err
+	}
+	return packed(dx, dw), c.matmul(n, product{d: dw, a: g, b: x, transA: true})
+}
+
+func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*op.RMSNormOp)
+	x, w := c.act(n, in[0]), c.as(n, in[1], float32s)
+	y, rstd, m := c.like(x), c.aux(x.shape[0]), c.m
+	c.saved[o] = rstd
+	c.do(n, func() error {
+		return m.k.RMSNorm(m.stream, kernels.RMSNorm{Y: y.ptr(), Rstd: rstd.ptr(), X: x.ptr(), W: w.ptr(),
+			Rows: x.shape[0], D: x.shape[1], Eps: o.Eps, Type: x.elem.dtype()})
+	}, x, w, y, rstd)
+	return y, nil
+}
+
+func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, w, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.act(n, in[3])
+	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*array)
+	m := c.m
+	dx, dw, workspace := c.like(x), c.aux(w.shape...), c.bytes(m.k.RMSNormWorkspace(x.shape[1]))
+	c.do(n, func() error {
+		return m.k.RMSNormBackward(m.stream, kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(),
+			Rstd: rstd.ptr(), Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr()})
+	}, x, w, g, rstd, dx, dw, workspace)
+	return packed(dx, dw), nil
+}
+
+func lowerRoPE(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*op.RoPEOp)
+	x, m := c.act(n, in[0]), c.m
+	y := c.like(x)
+	cos, sin := c.tables(o)
+	c.do(n, func() error {
+		return m.k.RoPE(m.stream, kernels.RoPE{Y: y.ptr(), X: x.ptr(), Cos: cos.ptr(), Sin: sin.ptr(), Rows: x.shape[0],
+			Seq: o.Config.Seq, Heads: o.Config.Heads, HeadDim: o.Config.HeadDim, Inverse: o.Inverse, Type: x.elem.dtype()})
+	}, x, y)
+	return y, nil
+}
+
+// tables returns the cosines and sines of a rotation, which ops with the same angles share.
+func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
+	config := o.Config
+	config.Heads, config.Scaling = 0, nil
+	key := rotation{config, op.RoPEScaling{}}
+	if o.Config.Scaling != nil {
+		key.scaling = *o.Config.Scaling
+	}
+	if t, ok := c.rotations[key]; ok {
+		return t[0], t[1]
+	}
+	cosines, sines := o.Config.Tables()
+	t := [2]*array{c.constant(cosines), c.constant(sines)}
+	c.rotations[key] = t
+	return t[0], t[1]
+}
+
+type rotation struct {
+	config  op.RoPEConfig
+	scaling op.RoPEScaling
+}
+
+func rowsOf(a *array) kernels.Rows { return kernels.Rows{Ptr: a.ptr(), Stride: a.shape[1]} }
+
+func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
+	c := o.Config
+	return kernels.AttentionShape{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
+		Causal: c.Causal, Scale: c.Scale}
+}
+
+func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	q, k := c.lowerPair(n, in[0], in[1])
+	v := c.act(n, in[2])
+	o := n.Op().(*op.AttentionOp)
+	s := attentionShape(o, q.shape[0])
+	y, lse, m := c.like(q), c.aux(s.Batch, s.Heads, s.Seq), c.m
+	c.saved[o] = lse
+	c.do(n, func() error {
+		return m.k.Attention(m.stream, s, rowsOf(y), lse.ptr(), rowsOf(q), rowsOf(k), rowsOf(v), q.elem.dtype())
+	}, y, lse, q, k, v)
+	return y, nil
+}
+
+func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	q, k := c.lowerPair(n, in[0], in[1])
+	v, y, g := c.act(n, in[2]), c.act(n, in[3]), c.act(n, in[4])
+	o := n.Op().(*op.AttentionGradOp).Forward
+	s := attentionShape(o, q.shape[0])
+	lse := c.saved[o].(*array)
+	dq, dk, dv, stats, m := c.like(q), c.like(k), c.like(v), c.bytes(kernels.AttentionStatsBytes(s)), c.m
+	c.do(n, func() error {
+		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
+			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
+	}, q, k, v, y, g, lse, dq, dk, dv, stats)
+	return packed(dq, dk, dv), nil
+}
+
+// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ.
+type gated struct{ a, b *array }
+
+func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, down := c.lowerPair(n, in[0], in[3])
+	gate, up := c.lowerPair(n, in[1], in[2])
+	rows, f := x.shape[0], gate.shape[0]
+	a, b, h := c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f)
+	c.saved[n.Op()] = gated{a, b}
+	for _, p := range []product{{d: a, a: x, b: gate, transB: true}, {d: b, a: x, b: up, transB: true}} {
+		if err := c.matmul(n, p); err != nil {
+			return nil, err
+		}
+	}
+	m := c.m
+	c.do(n, func() error {
+		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h.ptr(), A: a.ptr(), B: b.ptr(), Rows: rows, F: f, Type: x.elem.dtype()})
+	}, a, b, h)
+	y := c.like(x)
+	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true})
+}
+
+func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, g := c.lowerPair(n, in[0], in[5])
+	gate, up := c.lowerPair(n, in[1], in[2])
+	down := c.act(n, in[3])
+	saved := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
+	a, b, m := saved.a, saved.b, c.m
+	dh, da, db, h := c.like(a), c.like(a), c.like(a), c.like(a)
+	if err := c.matmul(n, product{d: dh, a: g, b: down}); err != nil {
+		return nil, err
+	}
+	c.do(n, func() error {
+		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h.ptr(), DA: da.ptr(), DB: db.ptr(), DH: dh.ptr(),
+			A: a.ptr(), B: b.ptr(), Rows: a.shape[0], F: a.shape[1], Type: a.elem.dtype()})
+	}, h, da, db, dh, a, b)
+	dx, dgate, dup, ddown := c.like(x), c.aux(gate.shape...), c.aux(up.shape...), c.aux(down.shape...)
+	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dgate, a: da, b: x, transA: true},
+		{d: dup, a: db, b: x, transA: true}, {d: dx, a: da, b: gate}, {d: dx, a: db, b: up, beta: 1}} {
+		if err := c.matmul(n, p); err != nil {
+			return nil, err
+		}
+	}
+	return packed(dx, dgate, dup, ddown), nil
+}
+
+func intsOf(a *array) kernels.Ints { return kernels.Ints{Ptr: a.ptr(), Wide: true} }
+
+func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	ids, table := in[0], c.act(n, in[1])
+	c.bound(ids, idRange{op: "Embedding", argument: "ids", vocab: table.shape[0]})
+	y, m := c.newArray(table.elem, n.Shape()...), c.m
+	c.do(n, func() error {
+		return m.k.Embedding(m.stream, kernels.Embedding{Y: y.ptr(), IDs: intsOf(ids), Table: table.ptr(), Rows: y.shape[0],
+			Vocab: table.shape[0], D: table.shape[1], Type: y.elem.dtype(), TableType: table.elem.dtype()})
+	}, ids, table, y)
+	return y, nil
+}
+
+func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	ids, g := in[0], c.act(n, in[1])
+	dt, m := c.aux(n.Shape()...), c.m
+	workspace := c.bytes(kernels.EmbeddingWorkspace(g.shape[0], dt.shape[0]))
+	c.do(n, func() error {
+		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: dt.ptr(), IDs: intsOf(ids), G: g.ptr(), Rows: g.shape[0],
+			Vocab: dt.shape[0], D: dt.shape[1], DTType: driver.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr()})
+	}, ids, g, dt, workspace)
+	return dt, nil
+}
+
+// classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for the fused op, the
+// gradients for a gradient of 1.
+type classified struct{ scale, lse, dx, dw *array }
+
+func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	logits, targets := c.act(n, in[0]), in[1]
+	rows, v, m := logits.shape[0], logits.shape[1], c.m
+	c.bound(targets, idRange{op: "CrossEntropy", argument: "targets", vocab: v, negative: true})
+	loss, losses, saved := c.aux(), c.aux(rows), classified{scale: c.aux(1), lse: c.aux(rows)}
+	c.saved[n.Op()] = saved
+	c.do(n, func() error {
+		if err := m.k.CrossEntropyScale(m.stream, saved.scale.ptr(), intsOf(targets), rows); err != nil {
+			return err
+		}
+		if err := m.k.CrossEntropy(m.stream, kernels.CrossEntropy{Logits: logits.ptr(), Losses: losses.ptr(), LSE: saved.lse.ptr(),
+			Targets: intsOf(targets), Rows: rows, V: v, Type: logits.elem.dtype()}); err != nil {
+			return err
+		}
+		return m.k.CrossEntropyMean(m.stream, loss.ptr(), losses.ptr(), saved.scale.ptr(), rows)
+	}, logits, targets, loss, losses, saved.scale, saved.lse)
+	return loss, nil
+}
+
+func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	logits, targets, g := c.act(n, in[0]), in[1], in[3]
+	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
+	d, m := c.like(logits), c.m
+	c.do(n, func() error {
+		return m.k.CrossEntropyBackward(m.stream, d.ptr(), kernels.CrossEntropy{Logits: logits.ptr(), LSE: saved.lse.ptr(),
+			Targets: intsOf(targets), Scale: saved.scale.ptr(), Grad: g.ptr(), Rows: logits.shape[0], V: logits.shape[1], Type: logits.elem.dtype()})
+	}, logits, targets, g, saved.scale, saved.lse, d)
+	return d, nil
+}
+
+// logitBytes is about how much of the logits the fused output layer holds at a time. Large enough for a full GPU, small
+// beside the activations of a model with such a vocabulary.
+const logitBytes = 256 << 20
+
+// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss gradient of 1: the
+// logits then need to be formed only once.
+func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, w := c.lowerPair(n, in[0], in[1])
+	targets, m := in[2], c.m
+	rows, v, d := x.shape[0], w.shape[0], x.shape[1]
+	c.bound(targets, idRange{op: "LinearCrossEntropy", argument: "targets", vocab: v, negative: true})
+	loss, losses, saved := c.aux(), c.aux(rows), classified{scale: c.aux(1)}
+	if c.hasGradient(n) {
+		saved.dx, saved.dw = c.like(x), c.aux(w.shape...)
+	}
+	c.saved[n.Op()] = saved
+	c.do(n, func() error { return m.k.CrossEntropyScale(m.stream, saved.scale.ptr(), intsOf(targets), rows) }, targets, saved.scale)
+	chunk := min(rows, max(128, logitBytes/(v*x.elem.size())/128*128))
+	logits := c.newArray(x.elem, chunk, v)
+	for lo := 0; lo < rows; lo += chunk {
+		here := min(chunk, rows-lo)
+		part, l := x.view(lo*d, here, d), logits.view(0, here, v)
+		if err := c.matmul(n, product{d: l, a: part, b: w, transB: true}); err != nil {
+			return nil, err
+		}
+		call := func() error {
+			a := kernels.CrossEntropy{Logits: l.ptr(), Losses: losses.ptr().Offset(4 * lo), Rows: here, V: v, Type: l.elem.dtype(),
+				Targets: kernels.Ints{Ptr: targets.ptr().Offset(8 * lo), Wide: true}}
+			if saved.dx != nil {
+				a.Scale = saved.scale.ptr()
+			}
+			return m.k.CrossEntropy(m.stream, a)
+		}
+		c.do(n, call, l, losses, targets, saved.scale)
+		if saved.dx == nil {
+			continue
+		}
+		beta := float32(1)
+		if lo == 0 {
+			beta = 0
+		}
+		for _, p := range []product{{d: saved.dx.view(lo*d, here, d), a: l, b: w}, {d: saved.dw, a: l, b: part, transA: true, beta: beta}} {
+			if err := c.matmul(n, p); err != nil {
+				return nil, err
+			}
+		}
+	}
+	c.do(n, func() error { return m.k.CrossEntropyMean(m.stream, loss.ptr(), losses.ptr(), saved.scale.ptr(), rows) }, loss, losses, saved.scale)
+	return loss, nil
+}
+
+func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
+	if g := children(n)[4]; isConstant(g) && isOne(g.Value()) {
+		return packed(saved.dx, saved.dw), nil
+	}
+	var scaled []*array
+	for _, d := range []*array{saved.dx, saved.dw} {
+		g := c.as(n, in[4], d.elem)
+		y, err := c.elementwise(n, kernels.Mul, d, g, d.shape)
+		if err != nil {
+			return nil, err
+		}
+		scaled = append(scaled, y)
+	}
+	return packed(scaled...), nil
+}
+
+func isOne(v gorgonia.Value) bool {
+	x, err := opbase.Flat(v)
+	one, ok := x.([]float32)
+	return err == nil && ok && len(one) == 1 && one[0] == 1
+}
