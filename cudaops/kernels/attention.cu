@@ -170,8 +170,9 @@ template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
   int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
   float lse[4], delta[4], scale[4];
   for (int i = 0; i < 4; i++) {
-    int64_t t = ((int64_t)at.batch * p.heads + at.head) * p.seq + min(at.row + ty + 16 * i, p.seq - 1);
-    lse[i] = p.lse[t], delta[i] = p.stats[t].y, scale[i] = p.scale;
+    int query = min(at.row + ty + 16 * i, p.seq - 1);
+    lse[i] = p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query];
+    delta[i] = statsOf(p, at.batch, at.head)[query].y, scale[i] = p.scale;
   }
   Result dq = {};
   for (int j0 = 0; j0 < keys; j0 += kTile) {
@@ -207,10 +208,9 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
       float delta[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        int query = i0 + tx + 16 * j;
-        int64_t t = ((int64_t)at.batch * p.heads + head) * p.seq + min(query, p.seq - 1);
-        float lse = p.lse[t];
-        delta[j] = p.stats[t].y;
+        int query = i0 + tx + 16 * j, there = min(query, p.seq - 1);
+        float lse = p.lse[((int64_t)at.batch * p.heads + head) * p.seq + there];
+        delta[j] = statsOf(p, at.batch, head)[there].y;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           int key = at.row + ty + 16 * i;
@@ -231,13 +231,14 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = (lse·log₂e, Σ_d g·y): eight lanes a row and head, which follow each other as in memory.
-// Launch: ⌈batch·seq·heads/32⌉ blocks of 256 threads.
+// stats = (lse·log₂e, Σ_d g·y): eight lanes a position and head, which follow each other as in memory.
+// Launch: ⌈batch·⌈seq/128⌉·128·heads/32⌉ blocks of 256 threads.
 template <class T> __device__ __forceinline__ void statistics(const Params &p) {
-  int64_t unit = ((int64_t)blockIdx.x * kThreads + threadIdx.x) / 8, units = (int64_t)p.batch * p.seq * p.heads;
-  int lane = threadIdx.x % 8;
-  int64_t row = min(unit, units - 1) / p.heads;
-  int head = min(unit, units - 1) % p.heads;
+  const int rows = statsRows(p), lane = threadIdx.x % 8;
+  const int64_t unit = ((int64_t)blockIdx.x * kThreads + threadIdx.x) / 8;
+  const int head = unit % p.heads, t = unit / p.heads % rows, batch = unit / p.heads / rows;
+  const bool there = batch < p.batch && t < p.seq;
+  const int64_t row = there ? (int64_t)batch * p.seq + t : 0;
   const T *y = (const T *)p.y + row * p.yStride + head * p.headDim, *g = (const T *)p.g + row * p.gStride + head * p.headDim;
   constexpr int V = kVec<T>;
   float sum = 0;
@@ -252,10 +253,9 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p) {
   }
 #pragma unroll
   for (int d = 4; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
-  if (lane == 0 && unit < units) {
-    int64_t t = (row / p.seq * p.heads + head) * p.seq + row % p.seq;
-    p.stats[t] = {p.lse[t] * kLog2e, sum};
-  }
+  if (lane == 0 && batch < p.batch)
+    statsOf(p, batch, head)[t] =
+        there ? float2{p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e, sum} : float2{0, 0};
 }
 
 }  // namespace attention

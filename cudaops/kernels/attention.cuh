@@ -16,7 +16,7 @@ struct Params {
   const void *g;         // gradient of y
   void *dq, *dk, *dv;
   float *lse;
-  float2 *stats;         // [batch, heads, seq]: (lse·log₂e, Σ_d g·y), from attention_stats
+  float2 *stats;         // (lse·log₂e, Σ_d g·y) of every query, from attention_stats; statsOf finds them
   int64_t qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride;
   int batch, seq, heads, kvHeads, headDim, causal;
   float scale;
@@ -41,6 +41,13 @@ __device__ inline Work schedule(int index, const Params &p, int heads, int tiles
 
 template <typename T> __device__ inline T *at(const void *base, int64_t stride, int seq, int batch, int row, int column) {
   return (T *)base + ((int64_t)batch * seq + row) * stride + column;
+}
+
+// The statistics of a head: a multiple of 128 of them, zero where there is no query.
+constexpr int kStatsTile = 128;
+__device__ inline int statsRows(const Params &p) { return (p.seq + kStatsTile - 1) / kStatsTile * kStatsTile; }
+__device__ inline float2 *statsOf(const Params &p, int batch, int head) {
+  return p.stats + ((int64_t)batch * p.heads + head) * statsRows(p);
 }
 
 __device__ inline float exp2Approx(float x) {

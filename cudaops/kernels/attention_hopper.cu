@@ -11,23 +11,10 @@
 
 namespace attention {
 
-// Workers warpgroups own 64 rows each and walk over Loop rows at a time.
-template <int D_, int Workers_, int Loop_> struct Shape {
-  static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Own = 64 * Workers;
-  static constexpr int Threads = 128 * (Workers + 1), CopierRegisters = Workers == 2 ? 24 : 32,
-                       WorkerRegisters = Workers == 2 ? 240 : 160;
-  static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
-};
-
 using Forward64 = Shape<64, 3, 128>;
 using Forward128 = Shape<128, 2, 128>;
 
 #ifdef HOPPER
-
-// Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
-__device__ inline int workOf(int turn) {
-  return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
 
 // Shared memory: q, results on their way out, two stages of k and v, then the barriers.
 template <class S> struct ForwardMemory {
@@ -43,11 +30,6 @@ template <class S> struct ForwardMemory {
   __device__ uint32_t kTile(int i) const { return k + i % 2 * S::LoopBytes; }
   __device__ uint32_t vTile(int i) const { return v + i % 2 * S::LoopBytes; }
 };
-
-// The tiles of keys that queries up to `last` see.
-template <class S> __device__ inline int keyTiles(const Params &p, int last) {
-  return (min(p.causal ? last + 1 : p.seq, p.seq) + S::Loop - 1) / S::Loop;
-}
 
 template <class S>
 __device__ inline void copyForward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
@@ -224,11 +206,6 @@ __device__ inline void forward(const Params &p, const TensorMap &q, const Tensor
 }  // namespace attention
 
 // Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: 2·OwnBytes + 4·LoopBytes + 80.
-#ifdef HOPPER
-#define BODY(...) attention::__VA_ARGS__
-#else
-#define BODY(...)
-#endif
 #define FORWARD(D, T)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1) attention_hopper_forward_##D##_##T(   \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

@@ -8,6 +8,10 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER 1
+// What a kernel does where it can; other GPUs never launch it.
+#define BODY(...) attention::__VA_ARGS__
+#else
+#define BODY(...)
 #endif
 
 // What the driver calls a CUtensorMap.
@@ -15,8 +19,27 @@ struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
 
-#ifdef HOPPER
 namespace attention {
+
+// Workers warpgroups own 64 rows each and walk over Loop rows at a time.
+template <int D_, int Workers_, int Loop_, int Stages_ = 2> struct Shape {
+  static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Stages = Stages_, Own = 64 * Workers;
+  static constexpr int Threads = 128 * (Workers + 1), CopierRegisters = Workers == 2 ? 24 : 32,
+                       WorkerRegisters = Workers == 2 ? 240 : 160;
+  static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
+};
+
+#ifdef HOPPER
+
+// Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
+__device__ inline int workOf(int turn) {
+  return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+// The tiles of keys that queries up to `last` see.
+template <class S> __device__ inline int keyTiles(const Params &p, int last) {
+  return (min(p.causal ? last + 1 : p.seq, p.seq) + S::Loop - 1) / S::Loop;
+}
 
 // ---- Barriers: a phase ends when `count` arrivals have come, and all bytes that were announced ----
 
@@ -167,5 +190,5 @@ template <int Registers> __device__ inline void giveRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
+#endif  // HOPPER
 }  // namespace attention
-#endif

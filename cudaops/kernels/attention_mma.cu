@@ -115,6 +115,7 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
 // dq. Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q and g, and two stages of k and v.
 template <typename T, typename S> __device__ __forceinline__ void backwardQ(const Params &p) {
   constexpr int D = S::D, M = S::M;
+  static_assert(S::Own <= kStatsTile, "the statistics of all rows of the tile exist");
   extern __shared__ __align__(128) unsigned char shared[];
   const uint32_t qTile = sharedAddress(shared), gTile = qTile + S::OwnBytes, stages = gTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
@@ -145,7 +146,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int i = i0 + row + 16 * m + 8 * half + lane / 4;
-      stats[m][half] = i < p.seq ? p.stats[((int64_t)w.batch * p.heads + w.head) * p.seq + i] : float2{0, 0};
+      stats[m][half] = statsOf(p, w.batch, w.head)[i];
     }
   Accumulator<M, D> dq;
   dq.clear();
@@ -209,11 +210,8 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
     loadTile<T, D, S::Loop, S::Threads>(stage, q, p.qStride, rows, p.headDim);
     loadTile<T, D, S::Loop, S::Threads>(stage + S::LoopBytes, g, p.gStride, rows, p.headDim);
     static_assert(S::Loop <= S::Threads, "a thread copies the statistics of one query");
-    if (threadIdx.x < S::Loop) {
-      bool valid = threadIdx.x < rows;
-      const float2 *stats = p.stats + ((int64_t)w.batch * p.heads + head) * p.seq + i0;
-      copyAsync<8>(stage + 2 * S::LoopBytes + threadIdx.x * 8, valid ? stats + threadIdx.x : stats, valid);
-    }
+    if (threadIdx.x < S::Loop)
+      copyAsync<8>(stage + 2 * S::LoopBytes + threadIdx.x * 8, statsOf(p, w.batch, head) + i0 + threadIdx.x, true);
     copyCommit();
   };
   loadTile<T, D, S::Own, S::Threads>(kTile, k, p.kStride, p.seq - j0, p.headDim);

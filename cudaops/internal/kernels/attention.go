@@ -75,11 +75,18 @@ func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse drive
 	return c.launch(k, s, attentionForward)
 }
 
+// attentionStatsTile is kStatsTile of attention.cuh.
+const attentionStatsTile = 128
+
 // AttentionStatsBytes is the size of the workspace that AttentionBackward needs.
-func AttentionStatsBytes(a AttentionShape) int { return 8 * a.Batch * a.Heads * a.Seq }
+func AttentionStatsBytes(a AttentionShape) int { return 8 * a.Batch * a.Heads * a.statsRows() }
+
+func (a AttentionShape) statsRows() int {
+	return ceilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
+}
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of AttentionStatsBytes, aligned to 8.
+// workspace of AttentionStatsBytes, aligned to 16.
 func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr, g, q, key, value, y Rows,
 	lse driver.Ptr, t driver.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -96,7 +103,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	blocks := ceilDiv(a.Batch*a.Seq*a.Heads, 256/8)
+	blocks := ceilDiv(a.Batch*a.statsRows()*a.Heads, 256/8)
 	if err := k.launch(s, "attention", "attention_stats"+c.suffix, line(blocks, 256), args().Struct(p.bytes(), 8)); err != nil {
 		return err
 	}
@@ -229,7 +236,7 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	// What the blocks of a section read over and over should fit in half of the L2 cache.
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
 	c.params.section = int32(min(max(k.ctx.Device().L2/2/each, 1), heads))
-	if c.Variant == AttentionHopper && pass == attentionForward {
+	if c.Variant == AttentionHopper {
 		return c.launchHopper(k, s, pass, dim)
 	}
 	m := mmaShapes[dim][pass]
@@ -239,21 +246,41 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 		args().Struct(c.params.bytes(), 8))
 }
 
-// hopperShape is a Shape of attention_hopper.cu.
-type hopperShape struct{ workers, loop int }
+// hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
+type hopperShape struct{ workers, loop, stages int }
 
-var hopperShapes = map[int][1]hopperShape{64: {{3, 128}}, 128: {{2, 128}}}
+var hopperShapes = map[int][3]hopperShape{
+	64:  {{3, 128, 2}, {2, 128, 3}, {2, 64, 3}},
+	128: {{2, 128, 2}, {2, 64, 3}, {2, 64, 3}},
+}
+
+// shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
+func (h hopperShape) shared(pass attentionPass, dim int) int {
+	row := 2 * dim
+	switch pass {
+	case attentionForward:
+		return row*(2*64*h.workers+2*h.loop*h.stages) + 16 + 32*h.stages
+	case attentionBackwardKV:
+		return row*(3*64*h.workers+2*h.loop*h.stages) + 8*h.loop*h.stages + 16 + 16*h.stages
+	}
+	return row*(3*64*h.workers+2*h.loop*h.stages) + 16 + 16*h.stages
+}
 
 func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int) error {
-	h := hopperShapes[dim][pass]
 	p := c.params
-	a := args().Struct(p.bytes(), 8)
-	for _, t := range []struct {
+	type operand struct {
 		ptr    driver.Ptr
 		stride int64
 		heads  int
-	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}} {
-		m, err := c.tensorMap(k, t.ptr, int(t.stride), t.heads)
+	}
+	operands := []operand{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}}
+	unit := "attention_hopper"
+	if pass != attentionForward {
+		unit, operands = "attention_hopper_backward", append(operands, operand{p.g, p.gStride, c.Heads})
+	}
+	a := args().Struct(p.bytes(), 8)
+	for _, o := range operands {
+		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
 		if err != nil {
 			return err
 		}
@@ -261,9 +288,10 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 		// is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
 	}
+	h := hopperShapes[dim][pass]
 	l := line(k.sms, 128*(h.workers+1))
-	l.Shared = 2*dim*(2*64*h.workers+4*h.loop) + 80
-	return k.launch(s, "attention_hopper", fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
+	l.Shared = h.shared(pass, dim)
+	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
 }
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head.

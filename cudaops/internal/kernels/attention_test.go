@@ -111,7 +111,7 @@ func (c attentionCase) check(g *rig) {
 	d := c.matrices(g, queryWidth, keyWidth, keyWidth)
 	out := c.matrices(g, queryWidth)[0]
 	grad := c.matrices(g, queryWidth)[0]
-	lse, stats := g.alloc(rows*c.Heads, f32, 0), g.alloc(2*rows*c.Heads, f32, 0)
+	lse, stats := g.alloc(rows*c.Heads, f32, 0), g.alloc(AttentionStatsBytes(c.AttentionShape)/4, f32, 0)
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
 
 	a := c.AttentionShape
@@ -270,7 +270,7 @@ func (c attentionCase) benchmark(g *rig) attentionRun {
 	queries, keys := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
 	q, k, v, dy := g.normalTiles(n, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(n, c.dtype)
 	r := attentionRun{y: g.alloc(n, c.dtype, 0), dq: g.alloc(n, c.dtype, 0), dk: g.alloc(m, c.dtype, 0), dv: g.alloc(m, c.dtype, 0)}
-	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(2*c.Batch*c.Seq*c.Heads, f32, 0)
+	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(AttentionStatsBytes(c.AttentionShape)/4, f32, 0)
 	r.forward = func() {
 		g.must(g.Attention(g.stream, c.AttentionShape, Rows{r.y.Ptr, queries}, lse.Ptr, Rows{q.Ptr, queries}, Rows{k.Ptr, keys},
 			Rows{v.Ptr, keys}, c.dtype))

@@ -1,0 +1,315 @@
+// The backward pass of attention on Hopper's own instructions, for bf16 and f16: attention_mma.cu has the gradients and why
+// two kernels form them, attention_hopper.cu the manner of working and what it needs.
+//
+// Both kernels start the scores and g·vᵀ of a tile together, form the softmax while the second product runs, and leave the
+// products with the gradients running into the next tile.
+#include "attention_hopper.cuh"
+
+namespace attention {
+
+using BackwardQ64 = Shape<64, 2, 128, 3>;
+using BackwardQ128 = Shape<128, 2, 64, 3>;
+using BackwardKV64 = Shape<64, 2, 64, 3>;
+using BackwardKV128 = Shape<128, 2, 64, 3>;
+
+#ifdef HOPPER
+
+// Shared memory: the block's two own tiles, results on their way out, stages of two tiles and statistics, then the barriers.
+template <class S, int StatsBytes> struct BackwardMemory {
+  static constexpr int stageBytes = 2 * S::LoopBytes + StatsBytes;
+  uint32_t first, second, out, stages, barriers;
+  __device__ BackwardMemory(uint32_t base)
+      : first(base), second(base + S::OwnBytes), out(base + 2 * S::OwnBytes), stages(base + 3 * S::OwnBytes),
+        barriers(base + 3 * S::OwnBytes + S::Stages * stageBytes) {}
+  __device__ uint32_t ownFull() const { return barriers; }
+  __device__ uint32_t ownFree() const { return barriers + 8; }
+  __device__ uint32_t full(int i) const { return barriers + 16 + i % S::Stages * 8; }
+  __device__ uint32_t free(int i) const { return barriers + 16 + (S::Stages + i % S::Stages) * 8; }
+  __device__ uint32_t firstTile(int i) const { return stages + i % S::Stages * 2 * S::LoopBytes; }
+  __device__ uint32_t secondTile(int i) const { return firstTile(i) + S::LoopBytes; }
+  __device__ uint32_t stats(int i) const { return stages + S::Stages * 2 * S::LoopBytes + i % S::Stages * StatsBytes; }
+
+  __device__ void init() const {
+    if (threadIdx.x == 0) {
+      barrierInit(ownFull(), 1);
+      barrierInit(ownFree(), 4 * S::Workers);
+      for (int i = 0; i < S::Stages; i++) {
+        barrierInit(full(i), 1);
+        barrierInit(free(i), 4 * S::Workers);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+  }
+};
+
+// The parity of the phase in which tile i fills its stage.
+template <class S> __device__ inline int fillOf(int i) { return i / S::Stages & 1; }
+
+__device__ inline void release(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) barrierArrive(barrier);
+}
+
+template <class S>
+__device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
+                             const BackwardMemory<S, 0> &m, int works, int tiles) {
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.heads, tiles, p.causal);
+    const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
+    barrierWait(m.ownFree(), turn + 1 & 1);
+    barrierExpect(m.ownFull(), 2 * S::OwnBytes);
+    copyTile<S::D, S::Own>(m.first, q, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.second, g, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    for (int j = 0; j < n; j++, i++) {
+      barrierWait(m.free(i), fillOf<S>(i) ^ 1);
+      barrierExpect(m.full(i), 2 * S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.firstTile(i), k, m.full(i), j * S::Loop, kvHead, w.batch);
+      copyTile<S::D, S::Loop>(m.secondTile(i), v, m.full(i), j * S::Loop, kvHead, w.batch);
+    }
+  }
+}
+
+template <typename T, class S>
+__device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int works, int tiles) {
+  constexpr int D = S::D, N = S::Loop;
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const float c = p.scale * kLog2e;
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.heads, tiles, p.causal);
+    const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = keyTiles<S>(p, row + 63);
+    static_assert(S::Own <= kStatsTile, "the statistics of all rows of the tile exist");
+    const float2 *stats = statsOf(p, w.batch, w.head) + own + lane / 4;
+    const float2 t[2] = {stats[0], stats[8]};
+    Accumulator<1, D> dq;
+    Accumulator<1, N> s, ds;
+    Operand<N> e;
+    dq.clear();
+    barrierWait(m.ownFull(), turn & 1);
+    for (int j = 0; j < mine; j++, i++) {
+      barrierWait(m.full(i), fillOf<S>(i));
+      hold(s);
+      hold(ds);
+      productsBegin();
+      startNT<T, D, S::Own>(s, m.first, 64 * group, m.firstTile(i));
+      productsCommit();
+      startNT<T, D, S::Own>(ds, m.second, 64 * group, m.secondTile(i));
+      productsCommit();
+      productsWait<1>();
+      hold(s);
+      hold(dq);
+      if (j > 0) release(m.free(i - 1));
+      if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
+#pragma unroll
+      for (int x = 0; x < N / 8; x++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -t[f / 2].x));
+      hold(s);
+      barrierWait(m.full(i), fillOf<S>(i));  // long past; but no wait for products moves ahead of the exponentials across it
+      productsWait<0>();
+      hold(ds);
+#pragma unroll
+      for (int x = 0; x < N / 8; x++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - t[f / 2].y);
+      e.set(ds, T());
+      productsBegin();
+      startNN<T, D>(dq, e, m.firstTile(i));
+      productsCommit();
+    }
+    release(m.ownFree());
+    productsWait<0>();
+    hold(dq);
+    release(m.free(i - 1));
+    for (int j = mine; j < n; j++, i++) {  // tiles that only another group's queries see
+      barrierWait(m.full(i), fillOf<S>(i));
+      release(m.free(i));
+    }
+    const float factor[1][2] = {{p.scale, p.scale}};
+    __syncwarp();  // the previous results have been read
+    dq.template roundTo<T>(m.out, 64 * group + 16 * warp, factor);
+    __syncwarp();
+    T *out = at<T>(p.dq, p.dqStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.out, 64 * group + 16 * warp, out, p.dqStride, p.seq - own, p.headDim);
+  }
+}
+
+// The tiles of queries that see a key of the block's: `count` from `first` on, for each query head of the group.
+template <class S> struct QueryTiles {
+  int first, count, n;
+  __device__ QueryTiles(const Params &p, int j0)
+      : first(p.causal ? j0 / S::Loop : 0), count((p.seq + S::Loop - 1) / S::Loop - first), n(p.heads / p.kvHeads * count) {}
+};
+
+template <class S> constexpr int kStatsBytes = S::Loop * sizeof(float2);
+
+template <class S>
+__device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
+                              const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.kvHeads, tiles, false);
+    barrierWait(m.ownFree(), turn + 1 & 1);
+    barrierExpect(m.ownFull(), 2 * S::OwnBytes);
+    copyTile<S::D, S::Own>(m.first, k, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.second, v, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    const QueryTiles<S> queries(p, w.tile * S::Own);
+    for (int j = 0; j < queries.n; j++, i++) {
+      const int head = w.head * (p.heads / p.kvHeads) + j / queries.count, i0 = (queries.first + j % queries.count) * S::Loop;
+      barrierWait(m.free(i), fillOf<S>(i) ^ 1);
+      barrierExpect(m.full(i), 2 * S::LoopBytes + kStatsBytes<S>);
+      copyTile<S::D, S::Loop>(m.firstTile(i), q, m.full(i), i0, head, w.batch);
+      copyTile<S::D, S::Loop>(m.secondTile(i), g, m.full(i), i0, head, w.batch);
+      copyBytes(m.stats(i), statsOf(p, w.batch, head) + i0, kStatsBytes<S>, m.full(i));
+    }
+  }
+}
+
+template <typename T, class S>
+__device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
+  constexpr int D = S::D, N = S::Loop;
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const float c = p.scale * kLog2e;
+  for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
+    const Work w = schedule(work, p, p.kvHeads, tiles, false);
+    const int j0 = w.tile * S::Own, row = j0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
+    const QueryTiles<S> queries(p, j0);
+    Accumulator<1, D> dk, dv;
+    Accumulator<1, N> s, ds;  // transposed: a row is a key, a column a query
+    Operand<N> e, f;
+    dk.clear();
+    dv.clear();
+    bool busy = false;  // products with tile i - 1 may still be running
+    auto finish = [&] {
+      hold(dk);
+      hold(dv);
+      if (busy) release(m.free(i - 1));
+      busy = false;
+    };
+    barrierWait(m.ownFull(), turn & 1);
+    for (int j = 0; j < queries.n; j++, i++) {
+      const int i0 = (queries.first + j % queries.count) * S::Loop;
+      barrierWait(m.full(i), fillOf<S>(i));
+      if (p.causal && i0 + N <= row) {  // all of these queries come before this group's keys
+        productsWait<0>();
+        finish();
+        release(m.free(i));
+        continue;
+      }
+      hold(s);
+      productsBegin();
+      startNT<T, D, S::Own>(s, m.first, 64 * group, m.firstTile(i));
+      productsCommit();
+      productsWait<0>();  // registers would not suffice for more at once
+      hold(s);
+      finish();
+      hold(ds);
+      productsBegin();
+      startNT<T, D, S::Own>(ds, m.second, 64 * group, m.secondTile(i));
+      productsCommit();
+      // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
+      // only spoils its own row, which is not stored.
+      const bool diagonal = p.causal && i0 < own + 15;
+      const uint32_t stats = m.stats(i) + lane % 4 * 16;
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) {
+        float t[2];
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[0]) : "r"(stats + x * 64));
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[1]) : "r"(stats + x * 64 + 8));
+#pragma unroll
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -t[f % 2]));
+      }
+      if (diagonal) {
+#pragma unroll
+        for (int x = 0; x < N / 8; x++)
+#pragma unroll
+          for (int f = 0; f < 4; f++)
+            if (own + lane / 4 + f / 2 * 8 > i0 + 8 * x + lane % 4 * 2 + f % 2) s.c[0][x][f] = 0;
+      }
+      e.set(s, T());
+      productsBegin();
+      startNN<T, D>(dv, e, m.secondTile(i));
+      productsCommit();
+      productsWait<1>();
+      hold(ds);
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) {
+        float t[2];
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[0]) : "r"(stats + x * 64 + 4));
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[1]) : "r"(stats + x * 64 + 12));
+#pragma unroll
+        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - t[f % 2]);
+      }
+      f.set(ds, T());
+      productsBegin();
+      startNN<T, D>(dk, f, m.firstTile(i));
+      productsCommit();
+      busy = true;
+    }
+    release(m.ownFree());
+    productsWait<0>();
+    finish();
+    const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
+    const int outRow = 64 * group + 16 * warp;
+    __syncwarp();  // the previous results have been read
+    dv.template roundTo<T>(m.out, outRow, one);
+    __syncwarp();
+    storeRows<T, D, 16>(m.out, outRow, at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim), p.dvStride, p.seq - own,
+                        p.headDim);
+    __syncwarp();
+    dk.template roundTo<T>(m.out, outRow, scale);
+    __syncwarp();
+    storeRows<T, D, 16>(m.out, outRow, at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim), p.dkStride, p.seq - own,
+                        p.headDim);
+  }
+}
+
+template <typename T, class S>
+__device__ inline void backwardQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                                 const TensorMap &g) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const BackwardMemory<S, 0> m(sharedAddress(shared));
+  const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
+  m.init();
+  if (threadIdx.x < 128) {
+    giveRegisters<S::CopierRegisters>();
+    if (threadIdx.x == 0) copyQ<S>(p, q, k, v, g, m, works, tiles);
+  } else {
+    takeRegisters<S::WorkerRegisters>();
+    workQ<T, S>(p, m, works, tiles);
+  }
+}
+
+template <typename T, class S>
+__device__ inline void backwardKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                                  const TensorMap &g) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const BackwardMemory<S, kStatsBytes<S>> m(sharedAddress(shared));
+  const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.kvHeads * tiles;
+  m.init();
+  if (threadIdx.x < 128) {
+    giveRegisters<S::CopierRegisters>();
+    if (threadIdx.x == 0) copyKV<S>(p, q, k, v, g, m, works, tiles);
+  } else {
+    takeRegisters<S::WorkerRegisters>();
+    workKV<T, S>(p, m, works, tiles);
+  }
+}
+
+#endif  // HOPPER
+}  // namespace attention
+
+// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: 3·OwnBytes + Stages·(2·LoopBytes +
+// 16) + 16 and, for keys, 8·Loop·Stages.
+#define BACKWARD(kernel, body, S, T)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1) attention_hopper_backward_##kernel##_##T(         \
+      const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
+      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g) {                                          \
+    BODY(body<T, attention::S>(p, q, k, v, g));                                                                            \
+  }
+#define KERNELS(T)                                \
+  BACKWARD(q_64, backwardQ, BackwardQ64, T)       \
+  BACKWARD(q_128, backwardQ, BackwardQ128, T)     \
+  BACKWARD(kv_64, backwardKV, BackwardKV64, T)    \
+  BACKWARD(kv_128, backwardKV, BackwardKV128, T)
+KERNELS(bf16)
+KERNELS(f16)
