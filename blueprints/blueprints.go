@@ -50,6 +50,9 @@ const (
 
 // Arithmetic is the transform of a blueprint and its gradient in one element type. All slices hold the C elements of one
 // chunk row; none overlap. p stands for what the transform uses of the weights: w itself, or what Prepare makes of it.
+//
+// The functions run on several goroutines at once, and must keep nothing from one call to the next. A panic in one of them
+// ends the run of the graph with an error.
 type Arithmetic[T Float] struct {
 	// Prepare writes p, computed from w once for each seed and call rather than once a row. When nil, p is w.
 	Prepare func(p, w []T)

@@ -14,6 +14,10 @@ import (
 // ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets NaN or Inf.
 var ErrNonFinite = errors.New("NaN or Inf")
 
+// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked. The error names the seed
+// and the kind, and shows the stack.
+var ErrBlueprint = errors.New("panic")
+
 // Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint computes.
 type Stability uint8
 

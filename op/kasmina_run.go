@@ -22,11 +22,28 @@ type kasminaRun struct {
 
 var errNotRun = errors.New("the layer's forward pass has not run")
 
+// catch turns the panic of a blueprint's function into an error. Gorgonia's machine runs ops on a goroutine of its own, on
+// which nobody could recover from what somebody's blueprint does. Other panics are this module's mistakes, and pass.
+func (r *kasminaRun) catch(err *error) {
+	cause := recover()
+	if cause == nil {
+		return
+	}
+	if p, ok := cause.(*cpu.Panic); ok {
+		if rule, ok := p.Value.(cpu.RulePanic); ok {
+			*err = fmt.Errorf("seed %d: %w in %v: %v\n\n%s", rule.Seed, ErrBlueprint, r.pass.Kind[rule.Seed], rule.Value, p.Stack)
+			return
+		}
+	}
+	panic(cause)
+}
+
 // kasmina is the forward pass.
-func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) error {
+func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	r := o.run
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	defer r.catch(&err)
 	if o.Replaying && !r.begun {
 		return errNotRun
 	}
@@ -58,10 +75,11 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) error {
 }
 
 // kasminaGrad is the backward pass.
-func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) error {
+func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err error) {
 	o, r := b.Forward, b.Forward.run
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	defer r.catch(&err)
 	if !r.begun {
 		return errNotRun
 	}

@@ -7,7 +7,9 @@
 package cpu
 
 import (
+	"fmt"
 	"runtime"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 )
@@ -18,6 +20,9 @@ type Float interface{ float32 | float64 }
 // Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as many goroutines as there
 // are cores. It returns when all calls have. Spans begin at multiples of grain, whatever the number of cores, so that a
 // caller may keep one partial result a span and add them up in order.
+//
+// When a call of f panics, no further ones begin, and once those under way have ended Parallel panics, on the calling
+// goroutine: with a [*Panic] if it was on another one.
 func Parallel(n, grain int, f func(lo, hi int)) {
 	if n <= 0 {
 		return
@@ -41,11 +46,22 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 			go help(t)
 		}
 	}
-	t.work()
-	t.helpers.Wait()
+	t.lead()
+	if p := t.panicked.Load(); p != nil {
+		panic(p)
+	}
 	t.f = nil
 	teams.Put(t)
 }
+
+// Panic is what a function has panicked with on a goroutine that is not its caller's, and the stack of that goroutine.
+type Panic struct {
+	Value any
+	Stack []byte
+}
+
+// String returns the value and the stack.
+func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stack) }
 
 // team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for the next call, so that
 // a steady state allocates nothing.
@@ -54,6 +70,7 @@ type team struct {
 	n, grain int
 	next     atomic.Int64
 	helpers  sync.WaitGroup
+	panicked atomic.Pointer[Panic] // a helper's; a team that has one is not used again
 }
 
 var (
@@ -71,13 +88,48 @@ func (t *team) work() {
 	}
 }
 
+// lead works for t and waits for its helpers, even when f panics: they still use what f does.
+func (t *team) lead() {
+	done := false
+	defer func() {
+		if !done {
+			t.stop()
+		}
+		t.helpers.Wait()
+	}()
+	t.work()
+	done = true
+}
+
+// stop lets no further span begin.
+func (t *team) stop() { t.next.Store(int64((t.n + t.grain - 1) / t.grain)) }
+
 // help works for t and then for whoever calls next.
 func help(t *team) {
 	for {
-		t.work()
-		t.helpers.Done()
+		t.help()
 		t = <-idle
 	}
+}
+
+func (t *team) help() {
+	defer t.helpers.Done()
+	defer func() {
+		if r := recover(); r != nil {
+			t.stop()
+			t.panicked.CompareAndSwap(nil, asPanic(r))
+		}
+	}()
+	t.work()
+}
+
+// asPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
+// call of Parallel has passed on keeps its own stack.
+func asPanic(r any) *Panic {
+	if p, ok := r.(*Panic); ok {
+		return p
+	}
+	return &Panic{r, debug.Stack()}
 }
 
 // grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.

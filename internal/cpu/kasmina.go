@@ -63,6 +63,28 @@ type Kasmina[T Float] struct {
 	scratch  sync.Pool
 }
 
+// RulePanic is the Value of the [Panic] that Forward and Backward panic with when the rule of a seed does.
+type RulePanic struct {
+	Seed  int
+	Value any
+}
+
+// noSeed stands for the seed while no rule runs.
+const noSeed = -1
+
+// attribute is deferred by what runs rules, and seed says whose. It names the seed in a panic that passes.
+func attribute(seed *int) {
+	r := recover()
+	if r == nil {
+		return
+	}
+	if *seed != noSeed {
+		p := asPanic(r)
+		r = &Panic{RulePanic{*seed, p.Value}, p.Stack}
+	}
+	panic(r)
+}
+
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
 // within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
 const (
@@ -123,8 +145,11 @@ func (k *Kasmina[T]) prepare(weights, scales []T) {
 		}
 	}
 	Parallel(len(k.Active), grain(64*c), func(lo, hi int) {
+		seed := noSeed
+		defer attribute(&seed)
 		for i := lo; i < hi; i++ {
 			if s := &k.Active[i]; s.Rule.Prepare != nil {
+				seed = s.Seed
 				s.Rule.Prepare(s.p, s.w)
 			}
 		}
@@ -156,6 +181,8 @@ func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
 	k.prepare(weights, scales)
 	c, d := k.Chunk, k.Seeds*k.Chunk
 	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
+		seed := noSeed
+		defer attribute(&seed)
 		figures := k.partial[block*k.Seeds+s0 : block*k.Seeds+s1]
 		for i := range figures {
 			figures[i] = newFigures(k.Reduce)
@@ -168,7 +195,9 @@ func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
 			for i := range active {
 				if s := &active[i]; s.Blend {
 					at := (s.Seed - s0) * c
+					seed = s.Seed
 					k.blend(yr[at:][:c], xr[at:][:c], s, scratch)
+					seed = noSeed
 				}
 			}
 		}

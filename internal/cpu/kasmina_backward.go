@@ -14,6 +14,8 @@ func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) 
 	k.prepareLearning()
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, len(k.learning)
 	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
+		seed := noSeed
+		defer attribute(&seed)
 		figures := k.partial[block*k.Seeds+s0 : block*k.Seeds+s1]
 		for i := range figures {
 			figures[i] = newFigures(k.Reduce)
@@ -34,11 +36,13 @@ func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) 
 				s := &active[i]
 				at := (s.Seed - s0) * c
 				in := x[r*d+s.Seed*c:][:c]
+				seed = s.Seed
 				if s.Learn {
 					da[s.learn] += k.blendBackward(dr[at:][:c], dp[s.learn*c:][:c], in, s, scratch)
 				} else {
 					k.blendBackward(dr[at:][:c], scratch[3*c:4*c], in, s, scratch)
 				}
+				seed = noSeed
 			}
 		}
 	})
@@ -139,6 +143,8 @@ func (k *Kasmina[T]) prepareLearning() {
 func (k *Kasmina[T]) reduceLearning(blocks int, dweights, dscales []T) {
 	c, n := k.Chunk, len(k.learning)
 	Parallel(n, grain(4*blocks*c), func(lo, hi int) {
+		seed := noSeed
+		defer attribute(&seed)
 		for i := lo; i < hi; i++ {
 			total := k.dp[i*c:][:c]
 			for j := range total {
@@ -152,7 +158,9 @@ func (k *Kasmina[T]) reduceLearning(blocks int, dweights, dscales []T) {
 				k.da[i] += k.da[b*n+i]
 			}
 			if s := &k.Active[k.learning[i]]; s.Rule.Finish != nil {
+				seed = s.Seed
 				s.Rule.Finish(total, s.p)
+				seed = noSeed
 			}
 		}
 	})

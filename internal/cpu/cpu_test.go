@@ -1,0 +1,119 @@
+package cpu
+
+import (
+	"bytes"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+// recovered returns what f panics with.
+func recovered(f func()) (r any) {
+	defer func() { r = recover() }()
+	f()
+	return nil
+}
+
+// everywhere calls f on the calling goroutine and on a helper of Parallel at the same time, and tells f which is which.
+func everywhere(f func(caller bool)) {
+	var both sync.WaitGroup // a rendezvous, so that neither takes both spans
+	both.Add(2)
+	caller := goroutine()
+	Parallel(2, 1, func(int, int) {
+		both.Done()
+		both.Wait()
+		f(goroutine() == caller)
+	})
+}
+
+// A panic on a helper reaches the caller with the helper's stack, one on the calling goroutine reaches it as it is, and
+// both leave the pool in working order.
+func TestParallelPanics(t *testing.T) {
+	atLeastTwoCores(t)
+	for range 50 {
+		r := recovered(func() {
+			everywhere(func(caller bool) {
+				if !caller {
+					panicsOnHelper()
+				}
+			})
+		})
+		if p, ok := r.(*Panic); !ok || p.Value != "boom" || !strings.Contains(p.String(), "panicsOnHelper") {
+			t.Fatalf("a panic on a helper arrives as %v", r)
+		}
+		if r := recovered(func() {
+			everywhere(func(caller bool) {
+				if caller {
+					panic("bang")
+				}
+			})
+		}); r != "bang" {
+			t.Fatalf("a panic on the calling goroutine arrives as %v", r)
+		}
+		var sum atomic.Int64
+		Parallel(1000, 1, func(lo, hi int) { sum.Add(int64(lo)) })
+		if sum.Load() != 999*1000/2 {
+			t.Fatalf("after panics, the sum of the spans' starts is %d", sum.Load())
+		}
+	}
+}
+
+// goroutine identifies the calling goroutine, as its stack's first line does: "goroutine 7 [running]:".
+func goroutine() string {
+	line := make([]byte, 64)
+	line = line[:runtime.Stack(line, false)]
+	return string(line[:bytes.IndexByte(line, '[')])
+}
+
+// atLeastTwoCores makes Parallel use helpers on a machine with a single core too.
+func atLeastTwoCores(t *testing.T) {
+	cores := runtime.GOMAXPROCS(0)
+	runtime.GOMAXPROCS(max(2, cores))
+	t.Cleanup(func() { runtime.GOMAXPROCS(cores) })
+}
+
+func panicsOnHelper() { panic("boom") }
+
+// No call is under way when Parallel panics, and those that have not begun by then never do.
+func TestParallelStopsAtPanic(t *testing.T) {
+	atLeastTwoCores(t)
+	const n = 1 << 20
+	var calls, running atomic.Int64
+	r := recovered(func() {
+		Parallel(n, 1, func(lo, _ int) {
+			calls.Add(1)
+			running.Add(1)
+			defer running.Add(-1)
+			if lo == 100 {
+				panic(lo)
+			}
+		})
+	})
+	if r == nil || running.Load() != 0 {
+		t.Errorf("recovered %v with %d calls under way", r, running.Load())
+	}
+	if calls.Load() == n {
+		t.Error("all spans were worked off after a panic in one of the first")
+	}
+}
+
+// A panic below two levels of Parallel keeps the stack of the goroutine where it began.
+func TestNestedParallelPanics(t *testing.T) {
+	atLeastTwoCores(t)
+	r := recovered(func() {
+		everywhere(func(caller bool) {
+			if !caller {
+				everywhere(func(caller bool) {
+					if !caller {
+						panicsOnHelper()
+					}
+				})
+			}
+		})
+	})
+	if p, ok := r.(*Panic); !ok || p.Value != "boom" || !strings.Contains(p.String(), "panicsOnHelper") {
+		t.Errorf("a nested panic arrives as %v", r)
+	}
+}
