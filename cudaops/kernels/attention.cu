@@ -172,7 +172,7 @@ template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
   for (int i = 0; i < 4; i++) {
     int query = min(at.row + ty + 16 * i, p.seq - 1);
     lse[i] = p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query];
-    delta[i] = statsOf(p, at.batch, at.head)[query].y, scale[i] = p.scale;
+    delta[i] = statsOf(p, at.batch, at.head)[statsRows(p) + query], scale[i] = p.scale;
   }
   Result dq = {};
   for (int j0 = 0; j0 < keys; j0 += kTile) {
@@ -210,7 +210,7 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
       for (int j = 0; j < 4; j++) {
         int query = i0 + tx + 16 * j, there = min(query, p.seq - 1);
         float lse = p.lse[((int64_t)at.batch * p.heads + head) * p.seq + there];
-        delta[j] = statsOf(p, at.batch, head)[there].y;
+        delta[j] = statsOf(p, at.batch, head)[statsRows(p) + there];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           int key = at.row + ty + 16 * i;
@@ -231,7 +231,7 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = (lse·log₂e, Σ_d g·y): eight lanes a position and head, which follow each other as in memory.
+// stats = lse·log₂e and Σ_d g·y: eight lanes a position and head, which follow each other as in memory.
 // Launch: ⌈batch·⌈seq/128⌉·128·heads/32⌉ blocks of 256 threads.
 template <class T> __device__ __forceinline__ void statistics(const Params &p) {
   const int rows = statsRows(p), lane = threadIdx.x % 8;
@@ -253,9 +253,11 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p) {
   }
 #pragma unroll
   for (int d = 4; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
-  if (lane == 0 && batch < p.batch)
-    statsOf(p, batch, head)[t] =
-        there ? float2{p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e, sum} : float2{0, 0};
+  if (lane == 0 && batch < p.batch) {
+    float *stats = statsOf(p, batch, head) + t;
+    stats[0] = there ? p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e : 0;
+    stats[rows] = there ? sum : 0;
+  }
 }
 
 }  // namespace attention

@@ -16,7 +16,7 @@ struct Params {
   const void *g;         // gradient of y
   void *dq, *dk, *dv;
   float *lse;
-  float2 *stats;         // (lse·log₂e, Σ_d g·y) of every query, from attention_stats; statsOf finds them
+  float *stats;          // lse·log₂e and Σ_d g·y of every query, from attention_stats; statsOf finds them
   int64_t qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride;
   int batch, seq, heads, kvHeads, headDim, causal;
   float scale;
@@ -43,11 +43,11 @@ template <typename T> __device__ inline T *at(const void *base, int64_t stride, 
   return (T *)base + ((int64_t)batch * seq + row) * stride + column;
 }
 
-// The statistics of a head: a multiple of 128 of them, zero where there is no query.
+// The statistics of a head: statsRows of lse·log₂e, a multiple of 128, then as many of Σ_d g·y; zero where there is no query.
 constexpr int kStatsTile = 128;
 __device__ inline int statsRows(const Params &p) { return (p.seq + kStatsTile - 1) / kStatsTile * kStatsTile; }
-__device__ inline float2 *statsOf(const Params &p, int batch, int head) {
-  return p.stats + ((int64_t)batch * p.heads + head) * statsRows(p);
+__device__ inline float *statsOf(const Params &p, int batch, int head) {
+  return p.stats + ((int64_t)batch * p.heads + head) * 2 * statsRows(p);
 }
 
 __device__ inline float exp2Approx(float x) {
@@ -115,6 +115,10 @@ __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stri
                      : "r"(chunkAt<D>(tile, tileRow + row, chunk)));
     if (row < rows && chunk * 8 < headDim) *(uint4 *)(to + row * stride + chunk * 8) = v;
   }
+}
+
+__device__ inline void loadPair(float (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address));
 }
 
 __device__ inline void loadMatrices(uint32_t (&r)[4], uint32_t address) {
@@ -224,16 +228,19 @@ template <int M, int N> struct Accumulator {
 
 // Hides scores of keys that do not exist or come after the query. Row and column are those of the accumulator's corner.
 template <int M, int N> __device__ inline void hide(Accumulator<M, N> &s, int query, int key, const Params &p) {
-  int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, first = key + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int n = 0; n < N / 8; n++)
+    for (int half = 0; half < 2; half++) {
+      const int i = query + 16 * m + 8 * half + lane / 4;
+      const int seen = (p.causal ? min(i + 1, p.seq) : p.seq) - first;  // of the columns from the lane's first on
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        int i = query + 16 * m + lane / 4 + e / 2 * 8, j = key + 8 * n + lane % 4 * 2 + e % 2;
-        if (j >= p.seq || (p.causal && j > i)) s.c[m][n][e] = -INFINITY;
-      }
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (8 * n + e >= seen) s.c[m][n][2 * half + e] = -INFINITY;
+    }
 }
 
 }  // namespace attention

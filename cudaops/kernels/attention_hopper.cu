@@ -81,15 +81,20 @@ struct Softmax {
 template <typename T, class S>
 __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
   auto release = [&](uint32_t barrier) {
     if (lane == 0) barrierArrive(barrier);
   };
+  // Warpgroups start products one after the other, so that the scores of one are ready, and its softmax is under way, while
+  // the tensor cores serve the next.
+  auto waitTurn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
+  auto passTurn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % S::Workers) : "memory"); };
+  if (group == S::Workers - 1) passTurn();
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
-    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = keyTiles<S>(p, row + 63);
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row < p.seq ? keyTiles<S>(p, row + 63) : 1;
     Accumulator<1, N> s;
     Accumulator<1, D> y;
     Operand<N> e;
@@ -102,9 +107,11 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
 
     barrierWait(m.qFull(), turn & 1);
     barrierWait(m.kFull(i), i / 2 & 1);
+    waitTurn();
     productsBegin();
     startNT<T, D, S::Own>(s, m.q, 64 * group, m.kTile(i));
     productsCommit();
+    passTurn();
     productsWait<0>();
     hold(s);
     release(m.kFree(i));
@@ -116,6 +123,7 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     for (int j = 1; j < mine; j++) {
       const int next = i + j, now = next - 1;
       barrierWait(m.kFull(next), next / 2 & 1);
+      waitTurn();
       hold(s);
       hold(y);
       productsBegin();
@@ -123,6 +131,7 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
       productsCommit();
       startNN<T, D>(y, e, m.vTile(now));
       productsCommit();
+      passTurn();
       productsWait<1>();
       hold(s);
       release(m.kFree(next));
@@ -150,6 +159,8 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     hold(y);
     release(m.vFree(last));
     for (int j = i + mine; j < i + n; j++) {  // tiles that only another group's queries see
+      waitTurn();
+      passTurn();
       barrierWait(m.kFull(j), j / 2 & 1);
       release(m.kFree(j));
       barrierWait(m.vFull(j), j / 2 & 1);

@@ -31,6 +31,9 @@ template <int D_, int Workers_, int Loop_, int Stages_ = 2> struct Shape {
 
 #ifdef HOPPER
 
+// Tells the compiler that a value is the same in all lanes: what follows from it then costs no vector instructions.
+__device__ inline int uniform(int v) { return __shfl_sync(kAllLanes, v, 0); }
+
 // Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
 __device__ inline int workOf(int turn) {
   return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -92,11 +95,16 @@ __device__ inline void copyBytes(uint32_t to, const void *from, int bytes, uint3
 
 // ---- Products ----
 
-// An operand in a tile: `along` is the distance in bytes between groups of eight rows, `across` that between panels where
-// the product runs over rows.
-__device__ inline uint64_t operandAt(uint32_t address, int across, int along) {
-  return (uint64_t)(address >> 4) | (uint64_t)(across >> 4) << 16 | (uint64_t)(along >> 4) << 32 | 1ull << 62;
-}
+// An operand in a tile: `across` is the distance in bytes between panels where the product runs over rows; groups of eight
+// rows are 1 KiB apart. Plus moves it by bytes.
+struct Place {
+  uint32_t low;
+  __device__ Place(uint32_t address, int across) : low(address >> 4 | across >> 4 << 16) {}
+  __device__ uint64_t plus(int bytes) const {
+    constexpr uint32_t rows = 1024 >> 4, swizzle = 1u << 30;
+    return (uint64_t)(rows | swizzle) << 32 | (low + (bytes >> 4));
+  }
+};
 
 #define REGISTERS_32                                                                                       \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
@@ -168,19 +176,20 @@ template <int K> struct Operand {
 // Starts c = A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
 template <typename T, int D, int ARows, int N>
 __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
+  const Place a(aTile + aRow * 128, 16), b(bTile, 16);
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    int panel = k / 4, column = k % 4 * 32;
-    startSS<0>(c.c[0], operandAt(aTile + panel * ARows * 128 + aRow * 128 + column, 16, 1024),
-               operandAt(bTile + panel * N * 128 + column, 16, 1024), k > 0, T());
+    const int panel = k / 4, column = k % 4 * 32;
+    startSS<0>(c.c[0], a.plus(panel * ARows * 128 + column), b.plus(panel * N * 128 + column), k > 0, T());
   }
 }
 
 // Starts c += A·B for A in registers and the K rows of a tile with D columns.
 template <typename T, int D, int K>
 __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32_t bTile) {
+  const Place b(bTile, K * 128);
 #pragma unroll
-  for (int k = 0; k < K / 16; k++) startRS<1>(c.c[0], a.r[k], operandAt(bTile + k * 2048, K * 128, 1024), true, T());
+  for (int k = 0; k < K / 16; k++) startRS<1>(c.c[0], a.r[k], b.plus(k * 2048), true, T());
 }
 
 template <int Registers> __device__ inline void takeRegisters() {

@@ -72,15 +72,15 @@ __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMa
 template <typename T, class S>
 __device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
     const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = keyTiles<S>(p, row + 63);
     static_assert(S::Own <= kStatsTile, "the statistics of all rows of the tile exist");
-    const float2 *stats = statsOf(p, w.batch, w.head) + own + lane / 4;
-    const float2 t[2] = {stats[0], stats[8]};
+    const float *stats = statsOf(p, w.batch, w.head) + own + lane / 4;
+    const float lse[2] = {stats[0], stats[8]}, delta[2] = {stats[statsRows(p)], stats[statsRows(p) + 8]};
     Accumulator<1, D> dq;
     Accumulator<1, N> s, ds;
     Operand<N> e;
@@ -103,7 +103,7 @@ __device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -t[f / 2].x));
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[f / 2]));
       hold(s);
       barrierWait(m.full(i), fillOf<S>(i));  // long past; but no wait for products moves ahead of the exponentials across it
       productsWait<0>();
@@ -111,7 +111,7 @@ __device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - t[f / 2].y);
+        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - delta[f / 2]);
       e.set(ds, T());
       productsBegin();
       startNN<T, D>(dq, e, m.firstTile(i));
@@ -141,7 +141,7 @@ template <class S> struct QueryTiles {
       : first(p.causal ? j0 / S::Loop : 0), count((p.seq + S::Loop - 1) / S::Loop - first), n(p.heads / p.kvHeads * count) {}
 };
 
-template <class S> constexpr int kStatsBytes = S::Loop * sizeof(float2);
+template <class S> constexpr int kStatsBytes = 2 * S::Loop * sizeof(float);
 
 template <class S>
 __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
@@ -159,7 +159,9 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
       barrierExpect(m.full(i), 2 * S::LoopBytes + kStatsBytes<S>);
       copyTile<S::D, S::Loop>(m.firstTile(i), q, m.full(i), i0, head, w.batch);
       copyTile<S::D, S::Loop>(m.secondTile(i), g, m.full(i), i0, head, w.batch);
-      copyBytes(m.stats(i), statsOf(p, w.batch, head) + i0, kStatsBytes<S>, m.full(i));
+      const float *stats = statsOf(p, w.batch, head) + i0;
+      copyBytes(m.stats(i), stats, kStatsBytes<S> / 2, m.full(i));
+      copyBytes(m.stats(i) + kStatsBytes<S> / 2, stats + statsRows(p), kStatsBytes<S> / 2, m.full(i));
     }
   }
 }
@@ -167,7 +169,7 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
 template <typename T, class S>
 __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
@@ -186,8 +188,9 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       busy = false;
     };
     barrierWait(m.ownFull(), turn & 1);
-    for (int j = 0; j < queries.n; j++, i++) {
-      const int i0 = (queries.first + j % queries.count) * S::Loop;
+    for (int j = 0, t = queries.first; j < queries.n; j++, i++) {
+      const int i0 = t * S::Loop;
+      t = t + 1 < queries.first + queries.count ? t + 1 : queries.first;
       barrierWait(m.full(i), fillOf<S>(i));
       if (p.causal && i0 + N <= row) {  // all of these queries come before this group's keys
         productsWait<0>();
@@ -209,21 +212,21 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
       // only spoils its own row, which is not stored.
       const bool diagonal = p.causal && i0 < own + 15;
-      const uint32_t stats = m.stats(i) + lane % 4 * 16;
+      const uint32_t stats = m.stats(i) + lane % 4 * 8;
 #pragma unroll
       for (int x = 0; x < N / 8; x++) {
-        float t[2];
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[0]) : "r"(stats + x * 64));
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[1]) : "r"(stats + x * 64 + 8));
+        float lse[2];
+        loadPair(lse, stats + x * 32);
 #pragma unroll
-        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -t[f % 2]));
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[f % 2]));
       }
       if (diagonal) {
+        const int before = own + lane / 4 - i0 - lane % 4 * 2;  // queries before the first key, from the lane's first on
 #pragma unroll
         for (int x = 0; x < N / 8; x++)
 #pragma unroll
           for (int f = 0; f < 4; f++)
-            if (own + lane / 4 + f / 2 * 8 > i0 + 8 * x + lane % 4 * 2 + f % 2) s.c[0][x][f] = 0;
+            if (8 * x + f % 2 < before + f / 2 * 8) s.c[0][x][f] = 0;
       }
       e.set(s, T());
       productsBegin();
@@ -233,11 +236,10 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       hold(ds);
 #pragma unroll
       for (int x = 0; x < N / 8; x++) {
-        float t[2];
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[0]) : "r"(stats + x * 64 + 4));
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[1]) : "r"(stats + x * 64 + 12));
+        float delta[2];
+        loadPair(delta, stats + kStatsBytes<S> / 2 + x * 32);
 #pragma unroll
-        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - t[f % 2]);
+        for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - delta[f % 2]);
       }
       f.set(ds, T());
       productsBegin();

@@ -146,7 +146,8 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int i = i0 + row + 16 * m + 8 * half + lane / 4;
-      stats[m][half] = statsOf(p, w.batch, w.head)[i];
+      const float *of = statsOf(p, w.batch, w.head) + i;
+      stats[m][half] = {of[0], of[statsRows(p)]};
     }
   Accumulator<M, D> dq;
   dq.clear();
@@ -191,7 +192,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
 template <typename T, typename S> __device__ __forceinline__ void backwardKV(const Params &p) {
   constexpr int D = S::D, M = S::M;
   extern __shared__ __align__(128) unsigned char shared[];
-  constexpr int stageBytes = 2 * S::LoopBytes + S::Loop * sizeof(float2);
+  constexpr int stageBytes = 2 * S::LoopBytes + 2 * S::Loop * sizeof(float);
   const uint32_t kTile = sharedAddress(shared), vTile = kTile + S::OwnBytes, stages = vTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
   const Work w = schedule(blockIdx.x, p, p.kvHeads, (p.seq + S::Own - 1) / S::Own, false);
@@ -210,8 +211,11 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
     loadTile<T, D, S::Loop, S::Threads>(stage, q, p.qStride, rows, p.headDim);
     loadTile<T, D, S::Loop, S::Threads>(stage + S::LoopBytes, g, p.gStride, rows, p.headDim);
     static_assert(S::Loop <= S::Threads, "a thread copies the statistics of one query");
-    if (threadIdx.x < S::Loop)
-      copyAsync<8>(stage + 2 * S::LoopBytes + threadIdx.x * 8, statsOf(p, w.batch, head) + i0 + threadIdx.x, true);
+    if (threadIdx.x < S::Loop) {
+      const float *stats = statsOf(p, w.batch, head) + i0 + threadIdx.x;
+      copyAsync<4>(stage + 2 * S::LoopBytes + threadIdx.x * 4, stats, true);
+      copyAsync<4>(stage + 2 * S::LoopBytes + (S::Loop + threadIdx.x) * 4, stats + statsRows(p), true);
+    }
     copyCommit();
   };
   loadTile<T, D, S::Own, S::Threads>(kTile, k, p.kStride, p.seq - j0, p.headDim);
@@ -237,32 +241,33 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
       pt.template addNT<T, D>(kTile, row, qTile, step);
       // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
       // only spoils its own row, which is not stored.
-      float4 stats[S::Step / 8];  // of two neighbouring queries
-#pragma unroll
-      for (int x = 0; x < S::Step / 8; x++)
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(stats[x].x), "=f"(stats[x].y), "=f"(stats[x].z), "=f"(stats[x].w)
-                     : "r"(statsRow + (step + 8 * x + lane % 4 * 2) * 8));
+      const uint32_t stats = statsRow + (step + lane % 4 * 2) * 4;  // of two neighbouring queries
       const bool diagonal = p.causal && i < j0 + row + 16 * M - 1;
 #pragma unroll
-      for (int m = 0; m < M; m++)
+      for (int x = 0; x < S::Step / 8; x++) {
+        float lse[2];
+        loadPair(lse, stats + x * 32);
 #pragma unroll
-        for (int x = 0; x < S::Step / 8; x++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            float t = exp2Approx(fmaf(pt.c[m][x][e], c, -(e % 2 ? stats[x].z : stats[x].x)));
+            float t = exp2Approx(fmaf(pt.c[m][x][e], c, -lse[e % 2]));
             int key = j0 + row + 16 * m + lane / 4 + e / 2 * 8, query = i + 8 * x + lane % 4 * 2 + e % 2;
             pt.c[m][x][e] = diagonal && key > query ? 0 : t;
           }
+      }
       dv.template addNN<T>(pt, gTile, step);
       ds.clear();
       ds.template addNT<T, D>(vTile, row, gTile, step);
 #pragma unroll
-      for (int m = 0; m < M; m++)
+      for (int x = 0; x < S::Step / 8; x++) {
+        float delta[2];
+        loadPair(delta, stats + (S::Loop + 8 * x) * 4);
 #pragma unroll
-        for (int x = 0; x < S::Step / 8; x++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
-          for (int e = 0; e < 4; e++) ds.c[m][x][e] = pt.c[m][x][e] * (ds.c[m][x][e] - (e % 2 ? stats[x].w : stats[x].y));
+          for (int e = 0; e < 4; e++) ds.c[m][x][e] = pt.c[m][x][e] * (ds.c[m][x][e] - delta[e % 2]);
+      }
       dk.template addNN<T>(ds, qTile, step);
     }
   }
