@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Schema is the version of the seed state's layout that this package writes.
-const Schema = 1
+// Schema is the version of the seed state's layout that this package writes. Version 1 had no "finished".
+const Schema = 2
 
 // seedState holds all seeds, one array per field. Float16 figures are stored as their bits.
 type seedState struct {
@@ -54,6 +54,7 @@ type seedState struct {
 
 	embargoUntil             []uint32 // epoch from which an ended seed may be recycled
 	memory0, memory1         []float32
+	finished                 []uint8   // 1 once the strategy has taken α to where it ends
 	trainingError            []float64 // NaN: not reported
 	entryLoss                []float64 // the host's loss when first reported in this stage; NaN: not yet
 	entryPerformance         []float64 // the seed's, likewise
@@ -86,7 +87,7 @@ func (s *seedState) columns() []column {
 		{"epoch_mean", &s.epochMean}, {"epoch_variance", &s.epochVariance}, {"drift", &s.drift},
 		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance}, {"norm_count", &s.normCount},
 		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG}, {"nonfinite_told", &s.nonFiniteTold},
-		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1},
+		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1}, {"finished", &s.finished},
 		{"training_error", &s.trainingError}, {"entry_loss", &s.entryLoss},
 		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
 		{"delta", &s.delta}, {"improvement", &s.improvement}, {"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},

@@ -29,10 +29,10 @@ type EventKind uint8
 // The kinds of event.
 const (
 	GateOpened     EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
-	RampFinished                        // the strategy has taken α, now Value, to where it leads
+	RampFinished                        // the strategy has ended, and α is Value; told once
 	EmbargoOver                         // the seed may be recycled
 	NonFinite                           // Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
-	StrategyFailed                      // the seed's strategy returned NaN, so α stays as it is
+	StrategyFailed                      // the seed's strategy gave no answer, for the Reason given, so α stays as it is
 )
 
 var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished", EmbargoOver: "EmbargoOver",
@@ -53,6 +53,7 @@ type Event struct {
 	Epoch    int     // the epoch that has ended, counted from 1
 	From, To Stage   // GateOpened: the transition; otherwise both are the seed's stage
 	Value    float64 // RampFinished, NonFinite
+	Reason   string  // StrategyFailed
 }
 
 // StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed that is being grafted, and
@@ -156,9 +157,10 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 	}
 	l.endStatistics(i, renormalize)
 	if stage == Grafting {
-		switch ok, finished := l.advance(i); {
-		case !ok:
+		switch finished, failure := l.advance(i); {
+		case failure != "":
 			tell(StrategyFailed, stage, 0)
+			e[len(e)-1].Reason = failure
 		case finished:
 			tell(RampFinished, stage, float64(s.alpha[i]))
 		}
@@ -198,11 +200,14 @@ func (l *Lattice) endStatistics(i int, renormalize bool) {
 	}
 }
 
-// advance moves the α of a seed that is being grafted. It reports whether the strategy had an answer, and whether that
-// took α to where the strategy leads.
-func (l *Lattice) advance(i int) (ok, finished bool) {
+// advance moves the α of a seed that is being grafted. It reports whether the strategy has ended with this epoch, or why it
+// had no answer.
+func (l *Lattice) advance(i int) (finished bool, failure string) {
 	s := l.seeds
-	alpha, memory, done := l.strategies[s.strategy[i]].Advance(Graft{
+	if s.finished[i] != 0 {
+		return false, ""
+	}
+	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]], Graft{
 		Seed:        i,
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),
@@ -211,16 +216,30 @@ func (l *Lattice) advance(i int) (ok, finished bool) {
 		GradNorm:    float64(s.gradNorm[i]),
 		Memory:      [2]float32{s.memory0[i], s.memory1[i]},
 	})
-	if alpha != alpha {
-		return false, false
+	if failure != "" {
+		return false, failure
 	}
 	s.memory0[i], s.memory1[i] = memory[0], memory[1]
-	next := float32(min(1, max(0, alpha)))
-	if next <= s.alpha[i] {
-		return true, false
+	if next := float32(min(1, max(0, alpha))); next > s.alpha[i] {
+		s.alpha[i], s.lastUpdate[i] = next, l.epoch
 	}
-	s.alpha[i], s.lastUpdate[i] = next, l.epoch
-	return true, done
+	if done {
+		s.finished[i] = 1
+	}
+	return done, ""
+}
+
+// ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end for all seeds.
+func ask(s Strategy, g Graft) (alpha float64, memory [2]float32, done bool, failure string) {
+	defer func() {
+		if r := recover(); r != nil {
+			failure = fmt.Sprintf("panic: %v", r)
+		}
+	}()
+	if alpha, memory, done = s.Advance(g); alpha != alpha {
+		failure = "α is NaN"
+	}
+	return alpha, memory, done, failure
 }
 
 // onward is the stage that follows in a life without failures, where a gate leads to it.

@@ -116,6 +116,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 	s.lastUpdate[seed] = l.epoch
 	s.entryLoss[seed], s.entryPerformance[seed], s.delta[seed] = nan, nan, nan
 	s.stageErrors[seed], s.stageTrials[seed] = 0, 0
+	s.finished[seed] = 0
 	switch {
 	case to == Germinated:
 		s.alpha[seed] = 0
@@ -152,9 +153,10 @@ func (l *Lattice) Recycle(seed int) error {
 	return nil
 }
 
-// SetAlpha sets a seed's α, for grafting by hand. Stages Grafting, Stabilization and Evaluating blend with it; the other
-// stages have an α of their own. In stage Grafting the seed's strategy goes on from there. It returns an error when alpha
-// is not in [0, 1].
+// SetAlpha sets a seed's own α, for grafting by hand. Stages Grafting, Stabilization and Evaluating blend with it, and in
+// Grafting the seed's strategy, unless it has finished, goes on from there. Set in Germinated or Training, it is where
+// grafting will begin. The other stages have an α of their own, 0 or 1, and there it changes nothing but
+// [SeedReport.LastUpdate]. It returns an error when alpha is not in [0, 1].
 func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -292,7 +292,7 @@ func TestStrategyWithoutAnswer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if e := epochs(t, l, 1); len(e) != 1 || e[0].Kind != state.StrategyFailed || e[0].Seed != 0 {
+	if e := epochs(t, l, 1); len(e) != 1 || e[0].Kind != state.StrategyFailed || e[0].Seed != 0 || e[0].Reason != "α is NaN" {
 		t.Errorf("events %v, want StrategyFailed", e)
 	}
 	if got := l.Report().Seeds[0].Alpha; got != 0.5 {

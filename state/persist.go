@@ -3,6 +3,7 @@ package state
 import (
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"math"
@@ -223,8 +224,11 @@ func (h *header) image(stored []column) (*image, error) {
 	}
 	for _, s := range h.Strategies {
 		strategy, err := s.load()
+		if errors.Is(err, errUnknown) {
+			return nil, fmt.Errorf("%w: %w", ErrArgument, err)
+		}
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 		}
 		img.strategies = append(img.strategies, strategy)
 	}

@@ -2,6 +2,7 @@ package state
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"reflect"
@@ -12,7 +13,7 @@ import (
 type Graft struct {
 	Seed        int
 	Alpha       float64    // so far
-	Epochs      int        // in Grafting, the epoch that ends included: 1, 2, ...
+	Epochs      int        // in Grafting, the epoch that ends included: 1, 2, ... up to 65535, where the count stops
 	Performance float64    // as last reported in Metrics
 	Drift       float64    // relative change of the chunk's running moments over the epoch
 	GradNorm    float64    // last gradient norm of the seed's chunk
@@ -21,12 +22,15 @@ type Graft struct {
 
 // Strategy decides how α rises while a seed is grafted. The lattice keeps α in [0, 1] and never lets it fall.
 //
-// The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back by the function that
-// [RegisterStrategy] has for the name.
+// The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back as the type that
+// [RegisterStrategy] has for the name. The lattice works with what it reads back, and refuses a strategy that comes back
+// as something else, because a parameter is in an unexported field for example.
 type Strategy interface {
 	Name() string
 	Check() error // whether the parameters make sense
-	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is where it shall end.
+	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is where it shall end; then
+	// it is not asked again until the next grafting. It is called by several goroutines at once, for different seeds, while
+	// the lattice is locked: it must not call the lattice's methods, which would wait for ever.
 	Advance(Graft) (alpha float64, memory [2]float32, done bool)
 }
 
@@ -53,13 +57,13 @@ var defaultStrategy = FixedRamp{Linear, 50, 1}
 // Name returns "FixedRamp".
 func (FixedRamp) Name() string { return "FixedRamp" }
 
-// Check returns an error unless Ramp is known, Epochs is positive and Target is in (0, 1].
+// Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice counts, and Target is in (0, 1].
 func (s FixedRamp) Check() error {
 	switch {
 	case s.Ramp > Sigmoid:
 		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
-	case s.Epochs < 1:
-		return fmt.Errorf("FixedRamp: Epochs is %d, want at least 1", s.Epochs)
+	case s.Epochs < 1 || s.Epochs > math.MaxUint16:
+		return fmt.Errorf("FixedRamp: Epochs is %d, want 1 to %d", s.Epochs, math.MaxUint16)
 	case !(s.Target > 0 && s.Target <= 1):
 		return fmt.Errorf("FixedRamp: Target is %v, want a number above 0 and at most 1", s.Target)
 	}
@@ -120,35 +124,52 @@ type tableStrategy struct {
 	saved savedStrategy
 }
 
-// newTableStrategy returns an error unless s can be stored and loaded.
+// newTableStrategy returns an error unless s can be stored and loaded. The strategy in the result is what would be loaded,
+// which the caller of s cannot change.
 func newTableStrategy(s Strategy) (tableStrategy, error) {
+	if v := reflect.ValueOf(s); v.Kind() == reflect.Pointer {
+		if v.IsNil() {
+			return tableStrategy{}, fmt.Errorf("it is a nil %T", s)
+		}
+		if held, ok := v.Elem().Interface().(Strategy); ok {
+			s = held
+		}
+	}
 	if err := s.Check(); err != nil {
 		return tableStrategy{}, err
 	}
-	strategyMu.RLock()
-	_, known := strategies[s.Name()]
-	strategyMu.RUnlock()
-	if !known {
-		return tableStrategy{}, fmt.Errorf("strategy %q (%T) is not known: register it with RegisterStrategy, so that the lattice can be loaded",
-			s.Name(), s)
-	}
 	params, err := json.Marshal(s)
-	return tableStrategy{s, savedStrategy{s.Name(), params}}, err
+	if err != nil {
+		return tableStrategy{}, fmt.Errorf("strategy %q: %w", s.Name(), err)
+	}
+	entry, err := savedStrategy{s.Name(), params}.load()
+	if err != nil {
+		return tableStrategy{}, err
+	}
+	if !reflect.DeepEqual(entry.Strategy, s) {
+		return tableStrategy{}, fmt.Errorf("strategy %q: the %T %+v is stored as %s, which is loaded as the %T %+v: "+
+			"its parameters must be exported fields that JSON keeps", s.Name(), s, s, params, entry.Strategy, entry.Strategy)
+	}
+	return entry, nil
 }
 
+// load returns the strategy that is stored as s, or an error wrapping errUnknown when its name is not registered.
 func (s savedStrategy) load() (tableStrategy, error) {
 	strategyMu.RLock()
 	decode, known := strategies[s.Name]
 	strategyMu.RUnlock()
 	if !known {
-		return tableStrategy{}, fmt.Errorf("%w: strategy %q is not known: register it with RegisterStrategy", ErrArgument, s.Name)
+		return tableStrategy{}, fmt.Errorf("strategy %q is %w: register it with RegisterStrategy, so that lattices with it can be loaded",
+			s.Name, errUnknown)
 	}
 	strategy, err := decode(s.Params)
 	if err == nil {
 		err = strategy.Check()
 	}
 	if err != nil {
-		return tableStrategy{}, fmt.Errorf("%w: strategy %q: %w", ErrCorrupt, s.Name, err)
+		return tableStrategy{}, fmt.Errorf("strategy %q: %w", s.Name, err)
 	}
 	return tableStrategy{strategy, s}, nil
 }
+
+var errUnknown = errors.New("not known")

@@ -82,7 +82,7 @@ func (t Telemetry) watches(seed int, step uint64) bool {
 		}
 		if t.Share > 0 && t.Share < 1 {
 			const unit = 1 << 32
-			share, turn := uint64(t.Share*unit), step/uint64(max(1, t.Every))
+			share, turn := max(1, uint64(t.Share*unit)), step/uint64(max(1, t.Every))
 			return (uint64(seed)+turn)*share%unit < share
 		}
 	}

@@ -106,6 +106,11 @@ func TestSampling(t *testing.T) {
 			t.Errorf("telemetry is %+v, want %+v", l.Telemetry(), c.t)
 		}
 	}
+	// The smallest share there can be still gives every seed its turn: they come one after the other.
+	tiny := lattice(t, 3, 3, state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Share: 5e-324}))
+	if p := pass(t, tiny, true, state.HealthSample{}, state.GradientSample{}); !p.Watch[0] || p.Watch[1] || p.Watch[2] {
+		t.Errorf("the first pass of a tiny share watches %v, want the first seed", p.Watch)
+	}
 	if err := lattice(t, 1, 1).SetTelemetry(state.Telemetry{Share: math.NaN()}); !errors.Is(err, state.ErrArgument) {
 		t.Errorf("a share of NaN: error %v", err)
 	}
@@ -233,7 +238,10 @@ func TestRunningStatistics(t *testing.T) {
 
 // 100,000 seeds cross an epoch boundary in well under 100 ms.
 func TestEpochOf100000Seeds(t *testing.T) {
-	const n = 100_000
+	n := 100_000
+	if testing.Short() {
+		n = 10_000
+	}
 	l := lattice(t, n, 4*n, state.WithoutGates())
 	for seed := range n {
 		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed%60000, Kind: blueprints.Kind(seed % 4)}); err != nil {

@@ -1,0 +1,203 @@
+package state_test
+
+import (
+	"errors"
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// graft gives a dormant seed a strategy and takes it to stage Grafting.
+func graft(t testing.TB, l *state.Lattice, seed int, s state.Strategy) {
+	t.Helper()
+	err := errors.Join(l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: s}),
+		l.Transition(seed, state.Training), l.Transition(seed, state.Grafting))
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// reloaded returns the lattice as it is after a round trip through its binary form.
+func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
+	t.Helper()
+	var copied state.Lattice
+	if err := copied.UnmarshalBinary([]byte(bytesOf(t, l))); err != nil {
+		t.Fatal(err)
+	}
+	return &copied
+}
+
+// The end of a ramp is told of in the epoch in which it ends and in no other: also where the last epochs are too short to
+// raise a float32, where α has been there since it was set by hand, and across files.
+func TestRampFinishedIsToldOnce(t *testing.T) {
+	for _, c := range []struct {
+		ramp  state.FixedRamp
+		set   float64 // by hand at first, unless 0
+		alpha float64 // in the end
+	}{
+		{state.FixedRamp{Ramp: state.Linear, Epochs: 1, Target: 1}, 0, 1},
+		{state.FixedRamp{Ramp: state.Cosine, Epochs: 12000, Target: 1}, 0, 1},
+		{state.FixedRamp{Ramp: state.Sigmoid, Epochs: math.MaxUint16, Target: 0.75}, 0, 0.75},
+		{state.FixedRamp{Ramp: state.Linear, Epochs: 10, Target: 0.5}, 0.5, 0.5},
+		{state.FixedRamp{Ramp: state.Linear, Epochs: 10, Target: 0.5}, 0.625, 0.625},
+	} {
+		l := lattice(t, 1, 1, state.WithoutGates(), state.WithEmbargo(0))
+		for life := range 2 { // what one blueprint's strategy has said is not said for the next one
+			graft(t, l, 0, c.ramp)
+			if c.set > 0 {
+				if err := l.SetAlpha(0, c.set); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if e := epochs(t, l, c.ramp.Epochs-1); len(e) != 0 {
+				t.Errorf("%+v: the events %v come before its end", c.ramp, e)
+			}
+			l = reloaded(t, l)
+			e := epochs(t, l, 1)
+			if len(e) != 1 || e[0].Kind != state.RampFinished || e[0].Value != c.alpha {
+				t.Errorf("%+v set to %v, life %d: its end gives the events %v", c.ramp, c.set, life, e)
+			}
+			l = reloaded(t, l)
+			if e := epochs(t, l, 3); len(e) != 0 || l.Report().Seeds[0].Alpha != c.alpha {
+				t.Errorf("%+v: the events %v come after its end, and α is %v", c.ramp, e, l.Report().Seeds[0].Alpha)
+			}
+			if err := errors.Join(l.SetAlpha(0, 0.25), l.Verify()); err != nil {
+				t.Fatal(err)
+			}
+			if epochs(t, l, 1); l.Report().Seeds[0].Alpha != 0.25 {
+				t.Errorf("%+v: a strategy that has finished moves α to %v", c.ramp, l.Report().Seeds[0].Alpha)
+			}
+			if err := errors.Join(l.Transition(0, state.RolledBack), l.Recycle(0)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
+// α set while the blueprint is trained is where grafting begins, and where the strategy goes on.
+func TestSetAlphaBeforeGrafting(t *testing.T) {
+	l := lattice(t, 1, 1, state.WithoutGates())
+	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 8, Target: 1}}),
+		l.Transition(0, state.Training), l.SetAlpha(0, 0.1875), l.Transition(0, state.Grafting))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for e, want := range []float64{0.1875, 0.1875, 0.25} {
+		if got := l.Report().Seeds[0].Alpha; got != want {
+			t.Errorf("α is %v after %d epochs, want %v", got, e, want)
+		}
+		epochs(t, l, 1)
+	}
+}
+
+// A lattice takes no strategy that its file would not give back.
+func TestStrategyThatCannotBeStored(t *testing.T) {
+	if errHidden != nil || errNarrow != nil {
+		t.Fatal(errHidden, errNarrow)
+	}
+	l := lattice(t, 1, 1)
+	before := bytesOf(t, l)
+	for name, c := range map[string]struct {
+		strategy state.Strategy
+		text     string
+	}{
+		"an unexported parameter":           {hidden{0.25}, `is stored as {}`},
+		"a nil pointer":                     {(*state.FixedRamp)(nil), "nil *state.FixedRamp"},
+		"another type of a known name":      {impostor{9, 1}, "loaded as the state.FixedRamp"},
+		"a parameter that JSON lacks":       {erratic{[]float64{math.NaN()}}, "NaN"},
+		"a parameter that JSON abbreviates": {narrow{0.1}, "is stored as"},
+		"an endless ramp":                   {state.FixedRamp{Epochs: math.MaxUint16 + 1, Target: 1}, "Epochs is 65536, want 1 to 65535"},
+	} {
+		err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: c.strategy})
+		if !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), "seed 0: Strategy: ") || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: error %v, want one with %q", name, err, c.text)
+		}
+		if bytesOf(t, l) != before {
+			t.Errorf("%s: the refused request changed the lattice", name)
+		}
+	}
+}
+
+// hidden is a strategy whose parameter is lost in its JSON.
+type hidden struct{ rate float64 }
+
+func (hidden) Name() string { return "hidden" }
+func (hidden) Check() error { return nil }
+func (h hidden) Advance(g state.Graft) (float64, [2]float32, bool) {
+	return g.Alpha + h.rate, g.Memory, false
+}
+
+// narrow loses digits in its JSON.
+type narrow struct{ Rate float64 }
+
+func (narrow) Name() string                                      { return "narrow" }
+func (narrow) Check() error                                      { return nil }
+func (narrow) Advance(g state.Graft) (float64, [2]float32, bool) { return 1, g.Memory, true }
+func (n narrow) MarshalJSON() ([]byte, error)                    { return []byte(`{"Rate":0}`), nil }
+
+// impostor has the name of another strategy.
+type impostor struct {
+	Epochs int
+	Target float64
+}
+
+func (impostor) Name() string                                      { return "FixedRamp" }
+func (impostor) Check() error                                      { return nil }
+func (impostor) Advance(g state.Graft) (float64, [2]float32, bool) { return 1, g.Memory, true }
+
+var (
+	errHidden = state.RegisterStrategy[hidden]()
+	errNarrow = state.RegisterStrategy[narrow]()
+)
+
+// A strategy given by pointer is taken as it is then; what happens to it later is its owner's business.
+func TestStrategyByPointer(t *testing.T) {
+	ramp := &state.FixedRamp{Epochs: 4, Target: 1}
+	l := lattice(t, 1, 1, state.WithoutGates())
+	graft(t, l, 0, ramp)
+	ramp.Epochs, ramp.Target = 2, 0.5
+	loaded := reloaded(t, l)
+	epochs(t, l, 1)
+	epochs(t, loaded, 1)
+	if a, b := l.Report().Seeds[0].Alpha, loaded.Report().Seeds[0].Alpha; a != 0.25 || b != 0.25 {
+		t.Errorf("α is %v here and %v in the loaded lattice, want 0.25 in both", a, b)
+	}
+}
+
+// panicking is a strategy that panics for one seed.
+type panicking struct{ Seed int }
+
+func (panicking) Name() string { return "panicking" }
+func (panicking) Check() error { return nil }
+func (p panicking) Advance(g state.Graft) (float64, [2]float32, bool) {
+	if g.Seed == p.Seed {
+		panic("no idea")
+	}
+	return 1, g.Memory, true
+}
+
+var errPanicking = state.RegisterStrategy[panicking]()
+
+// A strategy that panics fails for its seed alone: the epoch ends for all of them.
+func TestPanickingStrategy(t *testing.T) {
+	if errPanicking != nil {
+		t.Fatal(errPanicking)
+	}
+	const n, bad = 5000, 4321 // seeds enough for every core
+	l := lattice(t, n, n, state.WithoutGates())
+	for seed := range n {
+		graft(t, l, seed, panicking{bad})
+	}
+	e := epochs(t, l, 1)
+	if len(e) != n || e[bad].Kind != state.StrategyFailed || e[bad].Reason != "panic: no idea" || e[bad-1].Kind != state.RampFinished {
+		t.Errorf("%d events, of seed %d: %+v", len(e), bad, e[bad])
+	}
+	if r := l.Report(); r.Epoch != 1 || r.Seeds[bad].Alpha != 0 || r.Seeds[bad+1].Alpha != 1 || r.Seeds[bad].EpochsInStage != 1 {
+		t.Errorf("epoch %d leaves %+v", r.Epoch, r.Seeds[bad])
+	}
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+}
