@@ -84,7 +84,10 @@ func WithSeed(seed uint64) CheckOption {
 // difference where nothing is wrong. Choose values away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport, error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}
-	for _, opt := range opts {
+	for i, opt := range opts {
+		if opt == nil {
+			return CheckReport{}, fmt.Errorf("autodiff.CheckGradients: option %d is nil", i)
+		}
 		if err := opt(c); err != nil {
 			return CheckReport{}, fmt.Errorf("autodiff.CheckGradients: %w", err)
 		}

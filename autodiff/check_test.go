@@ -374,6 +374,7 @@ func TestCheckGradientsRefuses(t *testing.T) {
 		{"no value elsewhere", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{x}, nil, "\"empty\" has no value"},
 		{"noise", must(gorgonia.Sum(drop)), gorgonia.Nodes{g.ByName("d")[0]}, nil, "differences of it mean nothing"},
 		{"no derivative", must(gorgonia.Sum(must(gorgonia.Gt(x, x, true)))), gorgonia.Nodes{x}, nil, "deriving the gradient"},
+		{"nil option", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(1), nil}, "option 1 is nil"},
 		{"step", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(0)}, "WithStep: got 0"},
 		{"tolerance", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithTolerance(math.NaN())}, "WithTolerance: got NaN"},
 		{"samples", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithSamples(-1)}, "WithSamples: got -1"},

@@ -28,7 +28,7 @@ var _ Optimizer = (*AdamW)(nil)
 // NewAdamW returns an AdamW; its defaults are PyTorch's.
 func NewAdamW(opts ...AdamWOption) (*AdamW, error) {
 	a := &AdamW{lr: 1e-3, eps: 1e-8, base: hyper{scale: 1, decay: 0.01, beta1: 0.9, beta2: 0.999}}
-	a.store = newStore("exp_avg", "exp_avg_sq")
+	a.store = newStore(adamWFields...)
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, fmt.Errorf("optim.NewAdamW: an option is nil")

@@ -66,6 +66,9 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 		return g, fmt.Errorf("WithGroup: match is nil, want a function such as optim.Vectors")
 	}
 	for _, opt := range opts {
+		if opt == nil {
+			return g, fmt.Errorf("WithGroup: an option is nil")
+		}
 		if err := opt(&g); err != nil {
 			return g, fmt.Errorf("WithGroup: %w", err)
 		}

@@ -59,7 +59,7 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 	}
 	m := &Muon{lr: 0.02, momentum: 0.95, nesterov: true, iterations: 5, base: hyper{scale: 1}, rest: rest}
 	m.match = NameContains("embed", "head", "kasmina")
-	m.store = newStore("momentum_buffer")
+	m.store = newStore(muonFields...)
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, fmt.Errorf("optim.NewMuon: an option is nil")
@@ -69,6 +69,7 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 		}
 	}
 	m.restShare = m.rest.lr / m.lr
+	m.rest.groups = slices.Concat(m.groups, m.rest.groups)
 	return m, nil
 }
 

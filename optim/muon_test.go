@@ -95,6 +95,40 @@ func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	}
 }
 
+// A group given to Muon holds for the parameters that it leaves to AdamW too, before the groups given to that.
+func TestMuonGroups(t *testing.T) {
+	m, err := optim.NewMuon(optim.WithLR(0.5), optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.NameContains("frozen"), optim.LRScale(0)),
+		optim.WithGroup(optim.NameContains("half"), optim.LRScale(0.5), optim.Decay(0.2)),
+		optim.WithAdamW(optim.WithLR(0.1), optim.WithWeightDecay(0.3),
+			optim.WithGroup(optim.NameContains("frozen", "quarter"), optim.LRScale(0.25))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name  string
+		shape []int
+		want  float64 // of 2, by decay alone: the gradient is zero
+	}{
+		{"w", []int{1, 2}, 2 * (1 - 0.5*0.1)},
+		{"w.frozen", []int{1, 2}, 2},
+		{"w.half", []int{1, 2}, 2 * (1 - 0.25*0.2)},
+		{"embed", []int{1, 2}, 2 * (1 - 0.1*0.3)},
+		{"embed.frozen", []int{1, 2}, 2},
+		{"embed.half", []int{1, 2}, 2 * (1 - 0.05*0.2)},
+		{"norm.half", []int{2}, 2 * (1 - 0.05*0.2)},
+		{"embed.quarter", []int{1, 2}, 2 * (1 - 0.025*0.3)},
+	} {
+		p := newParam(c.name, []float64{2, 2}, c.shape...)
+		if err := m.Step(model(p)); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.data()[0]; math.Abs(got-c.want) > 1e-12 {
+			t.Errorf("%s %v: 2 becomes %v, want %v", c.name, c.shape, got, c.want)
+		}
+	}
+}
+
 func TestMuonFloat32AgreesWithFloat64(t *testing.T) {
 	r := freshRand(t)
 	m, err := optim.NewMuon()

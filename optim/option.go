@@ -27,7 +27,8 @@ type option struct {
 	muonOption
 }
 
-// WithLR sets the learning rate, above 0. Default 1e-3 for AdamW, 0.02 for Muon.
+// WithLR sets the learning rate, above 0: Muon's for matrices, beside which [WithAdamW] sets that of the rest. Default 1e-3
+// for AdamW, 0.02 for Muon.
 func WithLR(lr float64) Option {
 	err := positive("WithLR", lr)
 	return option{
@@ -37,7 +38,8 @@ func WithLR(lr float64) Option {
 }
 
 // WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 − lr·decay. Parameters with fewer
-// than two dimensions have none unless a group says otherwise. Default 0.01 for AdamW, 0 for Muon.
+// than two dimensions have none unless a group says otherwise; Muon's is that of matrices, and [WithAdamW] sets that of the
+// rest. Default 0.01 for AdamW, 0 for Muon.
 func WithWeightDecay(d float64) Option {
 	err := notNegative("WithWeightDecay", d)
 	return option{
@@ -47,13 +49,14 @@ func WithWeightDecay(d float64) Option {
 }
 
 // WithGroup changes the learning rate, decay or betas of the parameters that match. The first group that matches counts.
+// Muon's groups hold for all its parameters, those that it leaves to AdamW included, and come before the ones in [WithAdamW].
 func WithGroup(match Match, opts ...GroupOption) Option {
 	g, err := newGroup(match, opts)
 	return option{
 		func(a *AdamW) error { a.groups = append(a.groups, g); return err },
 		func(m *Muon) error {
 			if err == nil && g.betas {
-				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give it to WithAdamW")
+				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the group to WithAdamW")
 			}
 			m.groups = append(m.groups, g)
 			return err

@@ -159,8 +159,12 @@ func TestSetStateRefuses(t *testing.T) {
 		}
 	}
 	for from, to := range map[string]string{"AdamW": "Muon", "Muon": "AdamW"} {
-		if err := os[to].SetState(os[from].State()); err == nil {
-			t.Errorf("%s takes the state of %s", to, from)
+		for range 10 { // whatever the order in which a map gives the fields
+			err := os[to].SetState(os[from].State())
+			want := fmt.Sprintf("which %s keeps: the state is that of another optimiser", to)
+			if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "which "+from+" keeps, where") {
+				t.Fatalf("%s is given the state of %s: error %v, want one with %q", to, from, err, want)
+			}
 		}
 	}
 }

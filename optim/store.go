@@ -17,6 +17,13 @@ import (
 // stepField is the suffix of the tensor that counts a parameter's steps.
 const stepField = "step"
 
+// What the update rules keep of a parameter beside its count of steps.
+var (
+	adamWFields = []string{"exp_avg", "exp_avg_sq"}
+	muonFields  = []string{"momentum_buffer"}
+	keptBy      = map[string]string{"exp_avg": "AdamW", "exp_avg_sq": "AdamW", "momentum_buffer": "Muon"}
+)
+
 // store holds what an optimiser remembers of each parameter, by name.
 type store struct {
 	fields  []string // names of the moments
@@ -187,6 +194,12 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		}
 	}
 	fields := fieldsOf(e.shape)
+	for _, f := range slices.Sorted(maps.Keys(parts)) {
+		if owner := keptBy[f]; owner != "" && !slices.Contains(fields, f) {
+			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s keeps: the state is that of another "+
+				"optimiser, or of one with other options", f, owner, strings.Join(fields, " and "), keptBy[fields[0]])
+		}
+	}
 	for _, f := range fields {
 		t, ok := parts[f]
 		dtype, n := dtypeOf(t.Data)
