@@ -1,0 +1,453 @@
+package kernels
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all combinations.
+type kasminaCase struct {
+	rows, seeds, chunk, slots int
+	dtype                     driver.DType
+	stability                 KasminaStability
+	reduction                 KasminaReduction
+	clip, telemetry           bool
+	skew                      int
+	mean, deviation           float64 // of x and g
+}
+
+func (c kasminaCase) String() string {
+	return fmt.Sprintf("%dx%dx%d slots=%d %v stability=%d reduction=%d clip=%v telemetry=%v skew=%d", c.rows, c.seeds, c.chunk,
+		c.slots, c.dtype, c.stability, c.reduction, c.clip, c.telemetry, c.skew)
+}
+
+// kasminaRun is a layer on the GPU and its reference.
+type kasminaRun struct {
+	*rig
+	kasminaCase
+	layer            KasminaLayer
+	states           []KasminaSeed
+	x, g, y, dx      *buffer
+	dw, ds           *buffer
+	health, gradient *buffer
+	counts           *buffer // bad of x, bad of g, clipped
+	bins             *buffer
+	forwardSpace     *buffer
+	backwardSpace    *buffer
+	xr, gr           []float64
+	weights, scales  []float64
+	wantY, wantDX    []float64
+	wantDW, wantDS   []float64
+	wantHealth       []cpu.ChunkFigures
+	wantGradient     []cpu.ChunkFigures
+	reference        *cpu.Kasmina[float64]
+	wantBins         [][cpu.Exponents]uint32
+}
+
+const (
+	kasminaStages = 11
+	slotOfNone    = 0
+)
+
+func (g *rig) kasminaSeeds(c kasminaCase) []KasminaSeed {
+	seeds := make([]KasminaSeed, c.seeds)
+	for i := range seeds {
+		stage := state.Stage(i % kasminaStages)
+		alpha := float32(g.rand.Float64())
+		switch i % 7 {
+		case 5:
+			alpha = 0
+		case 6:
+			alpha = 1
+		}
+		if stage == state.Training || stage == state.FineTuning || stage == state.Fossilized {
+			alpha = 1
+		}
+		low, high := c.mean-c.deviation*(0.5+g.rand.Float64()), c.mean+c.deviation*(0.5+g.rand.Float64())
+		seeds[i] = KasminaSeed{
+			Kind: uint8(i / kasminaStages % kasminaKinds), Slot: uint16(g.rand.IntN(c.slots)), Alpha: alpha,
+			Blend: stage.Blends(), Learn: stage.Learns(), Low: float32(low), High: float32(high),
+			Limit: float32(math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.rand.Float64()/2)),
+		}
+	}
+	return seeds
+}
+
+// newKasmina uploads a random layer. spoil, if not nil, puts special values into x and g.
+func (g *rig) newKasmina(c kasminaCase, spoil func(i int, v float64) float64) *kasminaRun {
+	g.Helper()
+	r := &kasminaRun{rig: g, kasminaCase: c, states: g.kasminaSeeds(c)}
+	n := c.rows * c.seeds * c.chunk
+	tensor := func() (*buffer, []float64) {
+		v := make([]float64, n)
+		for i := range v {
+			if v[i] = c.mean + c.deviation*g.rand.NormFloat64(); spoil != nil {
+				v[i] = spoil(i, v[i])
+			}
+		}
+		return g.upload(v, c.dtype, c.skew)
+	}
+	r.x, r.xr = tensor()
+	r.g, r.gr = tensor()
+	w, weights := g.normal(c.slots*c.chunk, f32, 0)
+	s, scales := g.normal(c.slots, f32, 0)
+	r.weights, r.scales = weights, scales
+	st := KasminaState{Seeds: c.seeds, Slots: c.slots}
+	raw := make([]byte, st.Bytes())
+	g.must(st.Encode(raw, func(i int) KasminaSeed { return r.states[i] }))
+	b := g.alloc(len(raw)/4, f32, 0)
+	g.must(g.ctx.CopyToDevice(b.Ptr, raw, g.stream))
+	st.Ptr = b.Ptr
+	r.layer = KasminaLayer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows, Chunk: c.chunk, Eps: 1e-8,
+		Stability: c.stability, Type: c.dtype}
+	r.y, r.dx = g.alloc(n, c.dtype, c.skew), g.alloc(n, c.dtype, c.skew)
+	r.dw, r.ds = g.alloc(c.slots*c.chunk, f32, 0), g.alloc(c.slots, f32, 0)
+	r.health, r.gradient = g.alloc(KasminaForwardFigures*c.seeds, f32, 0), g.alloc(KasminaBackwardFigures*c.seeds, f32, 0)
+	r.counts = g.alloc(3*c.seeds, f32, 0)
+	r.bins = g.alloc(KasminaBins*c.seeds, f32, 0)
+	g.must(g.ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.stream))
+	r.forwardSpace = g.alloc(g.KasminaForwardWorkspace(r.layer)/4, f32, 0)
+	r.backwardSpace = g.alloc(g.KasminaBackwardWorkspace(r.layer, c.clip)/4, f32, 0)
+	return r
+}
+
+func (r *kasminaRun) count(i int) driver.Ptr { return r.counts.Offset(4 * i * r.seeds) }
+
+func (r *kasminaRun) launchForward() {
+	r.Helper()
+	f := KasminaForward{KasminaLayer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.health.Ptr,
+		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+	if r.telemetry {
+		f.Histogram = r.bins.Ptr
+	}
+	r.must(r.KasminaForward(r.stream, f))
+}
+
+func (r *kasminaRun) launchBackward() {
+	r.Helper()
+	r.must(r.KasminaBackward(r.stream, KasminaBackward{KasminaLayer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr, DScales: r.ds.Ptr,
+		G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
+		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}))
+}
+
+// refer computes what is wanted in float64.
+func (r *kasminaRun) refer() {
+	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Eps: r.layer.Eps,
+		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[r.stability],
+		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r.reduction],
+		Measure:   slices.Repeat([]bool{true}, r.seeds)}
+	for i, s := range r.states {
+		if s.Slot == slotOfNone || !s.Blend && !s.Learn {
+			continue
+		}
+		b, err := blueprints.Lookup(blueprints.Kind(s.Kind))
+		r.must(err)
+		k.Active = append(k.Active, cpu.KasminaSeed[float64]{Seed: i, Slot: int(s.Slot), Blend: s.Blend, Learn: s.Learn, Alpha: float64(s.Alpha),
+			Rule: blueprints.For[float64](b), Homogeneity: b.Homogeneity, Low: float64(s.Low), High: float64(s.High)})
+	}
+	r.reference = k
+	n := len(r.xr)
+	r.wantY, r.wantDX = make([]float64, n), make([]float64, n)
+	r.wantDW, r.wantDS = make([]float64, len(r.weights)), make([]float64, len(r.scales))
+	k.Forward(r.wantY, r.xr, r.weights, r.scales)
+	r.wantHealth = slices.Clone(k.Figures)
+	r.wantBins = k.Exponents(r.xr)
+	if r.clip {
+		for _, s := range r.states {
+			k.Limit = append(k.Limit, float64(s.Limit))
+		}
+	}
+	k.Backward(r.wantDX, r.wantDW, r.wantDS, r.gr, r.xr, r.weights, r.scales)
+	r.wantGradient = slices.Clone(k.Figures)
+}
+
+func (g *rig) readWords(b *buffer) []uint32 {
+	g.Helper()
+	raw := make([]byte, b.bytes())
+	g.must(g.ctx.CopyToHost(raw, b.Ptr, g.stream))
+	words := make([]uint32, len(raw)/4)
+	for i := range words {
+		words[i] = binary.LittleEndian.Uint32(raw[4*i:])
+	}
+	return words
+}
+
+// checkCounts compares the counts after so many runs.
+func (r *kasminaRun) checkCounts(runs int) {
+	r.Helper()
+	got := r.readWords(r.counts)
+	for s := range r.seeds {
+		for i, want := range [...]int{r.wantHealth[s].Bad, r.wantGradient[s].Bad, r.wantGradient[s].Clipped} {
+			if got := int(got[i*r.seeds+s]); got != runs*want {
+				r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g", "clipped"}[i], got, runs*want)
+				return
+			}
+		}
+	}
+}
+
+// checkFigures compares the figures of every seed: each to tol of the scale that it is known to.
+func (r *kasminaRun) checkFigures(tol float64) {
+	r.Helper()
+	health, gradient, bins := r.read(r.health), r.read(r.gradient), r.readWords(r.bins)
+	failures := 0
+	check := func(s int, name string, got, want, scale float64) {
+		if math.Abs(got-want) <= tol*scale || got == want {
+			return
+		}
+		if failures++; failures < 5 {
+			r.Errorf("seed %d: %s is %.9g, want %.9g", s, name, got, want)
+		}
+	}
+	for s := range r.seeds {
+		h := r.wantHealth[s].Health(r.reference.Reduce, r.layer.Eps)
+		m := r.wantHealth[s].Moments
+		deviation := math.Sqrt(m.Variance())
+		size := math.Abs(m.Mean) + deviation
+		at := func(figures []float64, i int) float64 { return figures[i*r.seeds+s] }
+		// A row's variance is formed of few elements, whose differences are only as exact as float32.
+		check(s, "variance", at(health, 0), h[0], h[0])
+		check(s, "mean", at(health, 1), h[1], size)
+		check(s, "min", at(health, 2), h[2], size)
+		check(s, "max", at(health, 3), h[3], size)
+		check(s, "dead ratio", at(health, 4), h[4], 1)
+		check(s, "signal-to-noise ratio", at(health, 5), h[5], 10*(1+h[5]))
+		check(s, "moments' mean", at(health, KasminaMoments), m.Mean, size)
+		check(s, "moments' variance", at(health, KasminaMoments+1), m.Variance(), m.Variance())
+		g := r.wantGradient[s].Gradient(r.reference.Reduce)
+		norms := r.wantGradient[s].Norms
+		for i, name := range [...]string{"gradient's norm", "gradient's variance", "largest gradient"} {
+			check(s, name, at(gradient, i), g[i], g[i])
+		}
+		check(s, "norms' mean", at(gradient, KasminaNorms), norms.Mean, norms.Mean)
+		check(s, "norms' variance", at(gradient, KasminaNorms+1), norms.Variance(), norms.Variance()+1e-2*norms.Mean*norms.Mean)
+		check(s, "norms' count", at(gradient, KasminaNorms+2), norms.N, 0)
+		for i, want := range r.wantBins[s] {
+			check(s, fmt.Sprintf("bin %d", i), float64(bins[s*KasminaBins+i]), float64(want), 0)
+		}
+	}
+}
+
+// check runs both passes twice, with different garbage in the outputs, and compares.
+func (r *kasminaRun) check() {
+	r.Helper()
+	r.refer()
+	r.launchForward()
+	r.launchBackward()
+	r.near("y", r.y, r.wantY, forward(r.dtype))
+	r.near("dx", r.dx, r.wantDX, backward(r.dtype))
+	r.near("dweights", r.dw, r.wantDW, 1e-5)
+	r.near("dscales", r.ds, r.wantDS, 1e-5)
+	if r.telemetry {
+		r.checkFigures(2e-6)
+	}
+	outputs := []*buffer{r.y, r.dx, r.dw, r.ds}
+	if r.telemetry {
+		outputs = append(outputs, r.health, r.gradient, r.bins)
+	}
+	first := make([][]byte, len(outputs))
+	for i, b := range outputs {
+		first[i] = make([]byte, b.bytes())
+		r.must(r.ctx.CopyToHost(first[i], b.Ptr, r.stream))
+		r.must(r.ctx.Memset8(b.Ptr, 0xee, b.bytes(), r.stream))
+	}
+	for _, b := range []*buffer{r.forwardSpace, r.backwardSpace} {
+		r.must(r.ctx.Memset8(b.Ptr, 0xee, b.bytes(), r.stream))
+	}
+	r.launchForward()
+	r.launchBackward()
+	for i, b := range outputs {
+		again := make([]byte, b.bytes())
+		r.must(r.ctx.CopyToHost(again, b.Ptr, r.stream))
+		if !slices.Equal(first[i], again) {
+			r.Errorf("output %d has other bits in the second run", i)
+		}
+	}
+	r.checkCounts(2)
+}
+
+func TestKasmina(t *testing.T) {
+	g := newRig(t)
+	shapes := [][4]int{ // rows, seeds, chunk, slots
+		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20}, {7, 50, 5, 51}, {33, 44, 16, 45},
+		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
+	}
+	if testing.Short() {
+		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}}
+	} else {
+		shapes = append(shapes, [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
+	}
+	for i, s := range shapes {
+		for j, dt := range storageTypes {
+			for stability := KasminaFast; stability <= KasminaAdaptive; stability++ {
+				n := i + j + int(stability)
+				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], dtype: dt, stability: stability,
+					reduction: KasminaReduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+				g.scope(c.String(), func(g *rig) { g.newKasmina(c, nil).check() })
+			}
+		}
+	}
+}
+
+// TestKasminaIllConditioned has data that share all but their last digits.
+func TestKasminaIllConditioned(t *testing.T) {
+	g := newRig(t)
+	for reduction := range kasminaReductions {
+		for _, chunk := range []int{4, 16, 3} {
+			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: f32, stability: KasminaFast, reduction: reduction,
+				telemetry: true, mean: 1e4, deviation: 1e-2}
+			g.scope(c.String(), func(g *rig) {
+				r := g.newKasmina(c, nil)
+				r.refer()
+				r.launchForward()
+				r.launchBackward()
+				r.checkFigures(1e-6)
+			})
+		}
+	}
+}
+
+// TestKasminaExtremes has NaN, Inf and very large numbers: those are counted and left out of the figures, these evaluated
+// scaled down, and what does not blend keeps its bits.
+func TestKasminaExtremes(t *testing.T) {
+	g := newRig(t)
+	for _, dt := range storageTypes {
+		for _, chunk := range []int{4, 16, 5} {
+			c := kasminaCase{rows: 130, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: KasminaAdaptive, telemetry: true,
+				deviation: 1}
+			large := map[driver.DType]float64{f32: 1e15, bf16: 1e15, f16: 6e4}[dt]
+			g.scope(fmt.Sprintf("large %v", c), func(g *rig) {
+				g.newKasmina(c, func(i int, v float64) float64 {
+					if i%29 == 0 {
+						return large * v / 4
+					}
+					return v
+				}).check()
+			})
+			g.scope(fmt.Sprintf("not finite %v", c), func(g *rig) {
+				r := g.newKasmina(c, func(i int, v float64) float64 {
+					switch i % 71 {
+					case 0:
+						return math.NaN()
+					case 13:
+						return math.Inf(1)
+					case 40:
+						return math.Inf(-1)
+					}
+					return v
+				})
+				r.refer()
+				r.launchForward()
+				r.launchBackward()
+				r.checkFigures(2e-6)
+				r.checkCounts(1)
+				y, dx := r.read(r.y), r.read(r.dx)
+				for i := range y {
+					s := r.states[i/chunk%c.seeds]
+					if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
+						if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
+							t.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
+						}
+					} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
+						finite(r.wantY[i]) && !finite(y[i]) {
+						t.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
+					}
+				}
+			})
+		}
+	}
+}
+
+func finite(v float64) bool { return v-v == 0 }
+
+// TestKasminaState needs no GPU.
+func TestKasminaState(t *testing.T) {
+	st := KasminaState{Seeds: 5, Slots: 4}
+	raw := make([]byte, st.Bytes())
+	seeds := []KasminaSeed{
+		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: 9, Slot: 0, Blend: true}, {Kind: 2, Slot: 1, Learn: true, Blend: true},
+		{Kind: 3, Slot: 3, Learn: true}, {Kind: 9, Slot: 2},
+	}
+	encode := func() error { return st.Encode(raw, func(i int) KasminaSeed { return seeds[i] }) }
+	for range 2 { // into what the first left
+		if err := encode(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	words := driver.View[uint32](raw)
+	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0}; !slices.Equal(words[:5], want) {
+		t.Errorf("words are %x, want %x", words[:5], want)
+	}
+	if want := []uint32{0, 0, 1, 1, 3, 2, 0, 3}; !slices.Equal(words[25:33], want) {
+		t.Errorf("seeds by slot are %v, want %v", words[25:33], want)
+	}
+	seeds[4].Blend = true
+	if err := encode(); !errors.Is(err, ErrKasminaKind) {
+		t.Errorf("an unknown kind: %v", err)
+	}
+	seeds[4] = KasminaSeed{Slot: 4, Blend: true}
+	if err := encode(); err == nil || errors.Is(err, ErrKasminaKind) {
+		t.Errorf("an unknown slot: %v", err)
+	}
+}
+
+func TestKasminaRefusals(t *testing.T) {
+	g := newRig(t)
+	l := KasminaLayer{Rows: 1, Chunk: 4, State: KasminaState{Seeds: 1, Slots: 2}, Type: f32}
+	for what, change := range map[string]func(*KasminaForward){
+		"type":      func(f *KasminaForward) { f.Type = driver.Float8E4M3 },
+		"size":      func(f *KasminaForward) { f.Rows = -1 },
+		"columns":   func(f *KasminaForward) { f.Chunk = 1 << 30 },
+		"stability": func(f *KasminaForward) { f.Stability = 3 },
+		"reduction": func(f *KasminaForward) { f.Reduction = 3 },
+	} {
+		f := KasminaForward{KasminaLayer: l}
+		change(&f)
+		if g.KasminaForward(g.stream, f) == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+}
+
+// TestKasminaBandwidth runs on several sets of arrays in turn.
+func TestKasminaBandwidth(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
+	}
+	g := newRig(t)
+	for _, c := range []kasminaCase{
+		{rows: 32768, seeds: 1024, chunk: 4, slots: 1025, dtype: bf16},
+		{rows: 32768, seeds: 256, chunk: 16, slots: 257, dtype: bf16},
+		{rows: 32768, seeds: 1024, chunk: 4, slots: 1025, dtype: f32},
+		{rows: 64, seeds: 1000, chunk: 4, slots: 1001, dtype: bf16},
+	} {
+		c.deviation, c.stability = 1, KasminaAdaptive
+		for _, c.telemetry = range []bool{true, false} {
+			g.scope(fmt.Sprintf("%dx%dx%d %v telemetry=%v", c.rows, c.seeds, c.chunk, c.dtype, c.telemetry), func(g *rig) {
+				var forward, backward []func()
+				for range 2 {
+					r := g.newKasmina(c, nil)
+					forward, backward = append(forward, r.forwardOnly), append(backward, r.launchBackward)
+				}
+				n := c.rows * c.seeds * c.chunk * c.dtype.Size()
+				g.bench("forward", 2*n, forward)
+				g.bench("backward", 3*n, backward)
+			})
+		}
+	}
+}
+
+// forwardOnly leaves out the histogram.
+func (r *kasminaRun) forwardOnly() {
+	r.must(r.KasminaForward(r.stream, KasminaForward{KasminaLayer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
+		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}))
+}
