@@ -102,7 +102,8 @@ func StopOnNonFinite() KasminaOption {
 }
 
 // WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it, for evaluation, sampling and gradient
-// checks: running it does not change what it computes. NaN and Inf are counted all the same.
+// checks: running it does not change what it computes. Only NaN and Inf, which are never hidden, are added to the lattice's
+// counts; a run that meets none leaves no trace.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true

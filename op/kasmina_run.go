@@ -136,9 +136,11 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 		if err != nil {
 			return nil, fmt.Errorf("seed %d: %w", seed, err)
 		}
+		alpha := T(p.Alpha[seed])
+		learn := stage.Learns() && alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
 		low, high := clampLimits(p.Input[seed])
 		k.Active = append(k.Active, cpu.KasminaSeed[T]{
-			Seed: seed, Slot: int(p.Slot[seed]), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: T(p.Alpha[seed]),
+			Seed: seed, Slot: int(p.Slot[seed]), Blend: stage.Blends(), Learn: learn, Alpha: alpha,
 			Rule: blueprints.For[T](b), Homogeneity: b.Homogeneity, Low: T(low), High: T(high),
 		})
 	}

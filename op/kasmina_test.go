@@ -471,6 +471,28 @@ func cubic[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
+// At α = 0 the transform has no part in anything, not even as 0·NaN.
+func TestKasminaAtAlphaZero(t *testing.T) {
+	r := random(t)
+	for _, kind := range kasminaKinds {
+		for _, stage := range []string{"Grafting", "Stabilization", "Evaluating"} {
+			for stability := op.Adaptive; stability <= op.Strict; stability++ {
+				l := newLattice(t, 5, []seedSetting{{stage, kind, 1, 0}})
+				k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(stability))
+				k.x = mapped(k.x, away)
+				k.x[7] = 1e7 // which the adaptive mode scales
+				k.weights, k.scale = mapped(k.weights, func(float64) float64 { return math.NaN() }), []float64{math.NaN(), math.Inf(1)}
+				if y := k.forward(); !sameBits(y, k.x) {
+					t.Errorf("%s in %s, %v: y is %v, want %v", kind, stage, stability, y, k.x)
+				}
+				if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 10)) || !sameBits(d.scales, make([]float64, 2)) {
+					t.Errorf("%s in %s, %v: gradients are %v", kind, stage, stability, d)
+				}
+			}
+		}
+	}
+}
+
 func TestKasminaSlotBeyondWeights(t *testing.T) {
 	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Training", "Residual", 7, 0}, {"Dormant", "Residual", 1, 0}})
 	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 7, l)
