@@ -90,8 +90,8 @@ func checkFigure(t *testing.T, what string, got, want float64, critical bool) {
 func TestKasminaTelemetry(t *testing.T) {
 	r := random(t)
 	const eps = 0.01
-	for _, size := range []struct{ rows, seeds, chunk int }{{1, 1, 1}, {1, 3, 5}, {7, 1, 300}, {600, 5, 3}, {33, 70, 1}, {5, 2, 2048}} {
-		for _, data := range []struct {
+	for i, size := range []struct{ rows, seeds, chunk int }{{1, 1, 1}, {1, 3, 5}, {7, 1, 300}, {600, 5, 3}, {33, 70, 1}, {5, 2, 2048}} {
+		for j, data := range []struct {
 			dt              tensor.Dtype
 			mean, deviation float64
 		}{
@@ -99,6 +99,9 @@ func TestKasminaTelemetry(t *testing.T) {
 			{tensor.Float32, 0, 1e-3}, {tensor.Float32, 1e4, 1e4},
 		} {
 			for reduction := state.Hierarchical; reduction <= state.MaxOfRows; reduction++ {
+				if testing.Short() && (i+j+int(reduction))%3 != 0 {
+					continue // every size and every kind of data meets one reduction
+				}
 				settings := make([]seedSetting, size.seeds)
 				for i := range settings {
 					settings[i] = seedSetting{state.Stage(i % 11).String(), kasminaKinds[i%4], 1, 0.375}
@@ -450,7 +453,11 @@ func TestKasminaInAGraph(t *testing.T) {
 // 100,000 seeds run in one call, in mixed stages, and their figures are recorded.
 func TestKasmina100000Seeds(t *testing.T) {
 	r := random(t)
-	const seeds, chunk, rows, slots = 100_000, 4, 8, 1000
+	const chunk, rows, slots = 4, 8, 1000
+	seeds, sample := 100_000, 200
+	if testing.Short() {
+		seeds, sample = 10_000, 50
+	}
 	l, err := state.NewLattice(seeds, seeds*chunk, state.WithoutGates(), state.WithHistory(0))
 	if err != nil {
 		t.Fatal(err)
@@ -473,7 +480,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 	t.Logf("forward %v", time.Since(start))
 	k.backward()
 	got, reports := floats(t, y), l.Report().Seeds
-	for range 200 { // a sample, seed by seed through a lattice of one
+	for range sample { // seed by seed through a lattice of one
 		s := r.IntN(seeds)
 		report := reports[s]
 		one := newLattice(t, chunk, []seedSetting{{report.Stage.String(), report.Kind.String(), max(report.Slot, 1), 0.375}})

@@ -330,7 +330,7 @@ func TestKasminaAdaptiveGradClip(t *testing.T) {
 // Results have the same bits however many cores work, and from run to run.
 func TestKasminaIsDeterministic(t *testing.T) {
 	r := random(t)
-	for _, size := range []struct{ rows, seeds, chunk, slots int }{{700, 1, 96, 2}, {300, 40, 3, 5}, {3, 5000, 1, 3}, {1030, 2, 700, 2}} {
+	for _, size := range []struct{ rows, seeds, chunk, slots int }{{300, 1, 96, 2}, {300, 40, 3, 5}, {3, 5000, 1, 3}, {270, 2, 700, 2}} {
 		settings := make([]seedSetting, size.seeds)
 		for i := range settings {
 			settings[i] = seedSetting{state.Stage(i % 8).String(), kasminaKinds[i%4], 1 + i%(size.slots-1), 0.375}
