@@ -27,6 +27,9 @@ type Order2 struct {
 // TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the bytes read so far.
 // Counts are 32 bits wide and stop growing when full.
 func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
+	if r == nil {
+		return nil, fmt.Errorf("llm: TrainOrder2: the reader is nil")
+	}
 	m := new(Order2)
 	contexts := 1
 	for order := range m.counts {

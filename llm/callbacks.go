@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -8,27 +9,80 @@ import (
 
 // due reports whether a callback that acts every so many steps, and after the last one, should act on this event.
 func due(e Event, every int) bool {
-	return e.Kind == StepEnd && (e.Step == e.Steps || every > 0 && e.Step%every == 0)
+	return e.Kind == Complete || e.Kind == StepEnd && (e.Step == e.Steps || every > 0 && e.Step%every == 0)
 }
 
-// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and tells the callbacks.
-func Evaluate(t *Trainer, text *Evaluation, every int) Callback {
+// refuse returns the callback of arguments that no run can use: it ends the run with an error before the first step.
+func refuse(format string, args ...any) Callback {
+	err := fmt.Errorf("llm: "+format, args...)
+	return func(e Event) error {
+		if e.Kind == RunStart {
+			return err
+		}
+		return nil
+	}
+}
+
+// An EvaluateOption changes what Evaluate does.
+type EvaluateOption func(*evaluateConfig)
+
+type evaluateConfig struct{ quick *Evaluation }
+
+// WithQuick scores another text, such as a part of the held-out text, before the last step.
+func WithQuick(text *Evaluation) EvaluateOption {
+	return func(c *evaluateConfig) { c.quick = text }
+}
+
+// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and tells the callbacks. Of a
+// run whose context ends it scores nothing more.
+func Evaluate(t *Trainer, text *Evaluation, every int, opts ...EvaluateOption) Callback {
+	c := evaluateConfig{quick: text}
+	for _, opt := range opts {
+		if opt == nil {
+			return refuse("Evaluate: an option is nil")
+		}
+		opt(&c)
+	}
+	if t == nil {
+		return refuse("Evaluate: the trainer is nil")
+	}
+	for _, text := range []*Evaluation{text, c.quick} {
+		if err := t.canEvaluate(text); err != nil {
+			return refuse("Evaluate: %w", err)
+		}
+	}
 	return func(e Event) error {
 		if !due(e, every) {
 			return nil
 		}
-		loss, bpb, err := t.Evaluate(text)
+		scored := text
+		if e.Step < e.Steps {
+			scored = c.quick
+		}
+		loss, bpb, err := t.Evaluate(scored)
 		if err != nil {
-			return err
+			return t.unlessStopped(err)
 		}
 		t.last.ValLoss, t.last.ValBPB = loss, bpb
 		return t.emit(EvalEnd, nil)
 	}
 }
 
+// unlessStopped drops an error that only says that the run's context has ended: all callbacks have to see a step's end
+// before the run is interrupted, those that change the model before the one that saves it.
+func (t *Trainer) unlessStopped(err error) error {
+	if stopped := t.stopped(); stopped != nil && errors.Is(err, stopped) {
+		return nil
+	}
+	return err
+}
+
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
 // when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one.
 func Checkpoint(t *Trainer, path string, every int) Callback {
+	if t == nil {
+		return refuse("Checkpoint: the trainer is nil")
+	}
 	return func(e Event) error {
 		if !due(e, every) && e.Kind != Interrupted {
 			return nil
@@ -42,23 +96,30 @@ func Checkpoint(t *Trainer, path string, every int) Callback {
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last step, tells the callbacks,
 // and writes the text of the latest sample to the file at path, unless that is empty. Every sample starts from the same
-// random seed.
+// random seed. Arguments that cannot be used end the run before its first step.
 func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig, path string, every int) Callback {
+	switch _, err := NewSampler(c); {
+	case err != nil:
+		return refuse("SampleText: %w", err)
+	case t == nil || tok == nil:
+		return refuse("SampleText: trainer and tokenizer must not be nil")
+	case len(tok.Encode([]byte(prompt))) == 0:
+		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)
+	case n < 0:
+		return refuse("SampleText: asked for %d tokens, want at least 0", n)
+	}
 	return func(e Event) error {
 		if !due(e, every) {
 			return nil
 		}
 		text, err := t.sample(tok, prompt, n, c)
-		if err != nil {
-			return fmt.Errorf("llm: sample: %w", err)
+		if err == nil && path != "" {
+			if err = os.MkdirAll(filepath.Dir(path), 0o777); err == nil {
+				err = os.WriteFile(path, []byte(text), 0o666)
+			}
 		}
-		if path != "" {
-			if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-				return fmt.Errorf("llm: sample: %w", err)
-			}
-			if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
-				return fmt.Errorf("llm: sample: %w", err)
-			}
+		if err != nil {
+			return t.unlessStopped(fmt.Errorf("llm: sample: %w", err))
 		}
 		return t.emit(Sampled, func(e *Event) { e.Text = text })
 	}
@@ -75,7 +136,7 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 			return "", err
 		}
 	}
-	tokens, err := t.generator.Generate(tok.Encode([]byte(prompt)), n, s)
+	tokens, err := t.generator.generate(tok.Encode([]byte(prompt)), n, s, t.stopped)
 	if err != nil {
 		return "", err
 	}

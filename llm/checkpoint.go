@@ -10,6 +10,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -26,11 +27,13 @@ const (
 
 	configKey   = "kasmina.config"
 	trainingKey = "kasmina.training"
+	notesKey    = "kasmina.notes"
 )
 
 // training is the part of a run's state that is not a tensor.
 type training struct {
 	Step         int         `json:"step"`
+	Settings     settings    `json:"settings"`
 	Loader       LoaderState `json:"loader"`
 	Loss         number      `json:"loss"`
 	LearningRate float64     `json:"learning_rate"`
@@ -40,7 +43,8 @@ type training struct {
 }
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
-// any moment leaves the old file or the new one.
+// any moment leaves the old file or the new one. A model with a parameter that is not finite is refused with ErrDiverged,
+// and the old file stays.
 func (m *Model) Save(path string) error {
 	tensors, metadata, err := m.tensors()
 	if err != nil {
@@ -49,13 +53,20 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save.
+// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
+// also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
 	tensors, metadata, err := t.Model.tensors()
 	if err != nil {
 		return err
 	}
+	if err := t.probe(); err != nil {
+		return fmt.Errorf("llm: saving the run: %w", err)
+	}
 	for _, s := range t.Optimizer.State() {
+		if !finite(s.Data) {
+			return fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, s.Name)
+		}
 		x, err := safetensors.New(optimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
 			return fmt.Errorf("llm: saving the optimiser: %w", err)
@@ -63,13 +74,48 @@ func (t *Trainer) Save(path string) error {
 		tensors = append(tensors, x)
 	}
 	e := t.last
-	run, err := json.Marshal(training{Step: e.Step, Loader: t.Loader.State(), Loss: number(e.Loss), LearningRate: e.LearningRate,
-		GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)})
-	if err != nil {
-		return fmt.Errorf("llm: saving the run: %w", err)
+	for key, v := range map[string]any{
+		trainingKey: training{Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: number(e.Loss),
+			LearningRate: e.LearningRate, GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)},
+		notesKey: t.Config.Notes,
+	} {
+		text, err := json.Marshal(v)
+		if err != nil {
+			return fmt.Errorf("llm: saving the run: %w", err)
+		}
+		metadata[key] = string(text)
 	}
-	metadata[trainingKey] = string(run)
 	return safetensors.Save(path, tensors, metadata)
+}
+
+// ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads the file's header alone.
+func ReadNotes(path string) (map[string]string, error) {
+	file, err := safetensors.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("llm: %w", err)
+	}
+	defer file.Close()
+	f := checkpoint{path: path, metadata: file.Metadata()}
+	var notes map[string]string
+	text, ok := f.metadata[notesKey]
+	if !ok {
+		return nil, f.errorf("it has no notes of a run")
+	}
+	if err := json.Unmarshal([]byte(text), &notes); err != nil {
+		return nil, f.errorf("the notes: %w", err)
+	}
+	return notes, nil
+}
+
+// finite reports whether no number in a slice of them is NaN or infinite.
+func finite(data any) bool {
+	switch x := data.(type) {
+	case []float32:
+		return cpu.FirstNonFinite(x) < 0
+	case []float64:
+		return cpu.FirstNonFinite(x) < 0
+	}
+	return true
 }
 
 // tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
@@ -88,6 +134,9 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 		return nil
 	}
 	for _, p := range m.Params {
+		if !finite(p.Value.Data()) {
+			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite", ErrDiverged, p.Name)
+		}
 		if err := add(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
 			return nil, nil, err
 		}
@@ -107,9 +156,9 @@ func (m *Model) latticeName(i int) string {
 	return fmt.Sprintf("%s%d.", latticePrefix, m.Config.Kasmina[i])
 }
 
-// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote; its lattices get the given options. A damaged
-// file is an error that says where.
-func LoadModel(path string, lattice ...state.Option) (*Model, error) {
+// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included: what they were made
+// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where.
+func LoadModel(path string) (*Model, error) {
 	f, err := readCheckpoint(path)
 	if err != nil {
 		return nil, err
@@ -120,13 +169,17 @@ func LoadModel(path string, lattice ...state.Option) (*Model, error) {
 	}
 	embed, ok := f.tensors[embedName]
 	if !ok {
-		return nil, f.errorf("tensor %s is missing", embedName)
+		return nil, f.errorf("%w: tensor %s is missing", ErrArchitecture, embedName)
 	}
 	dt := tensor.Float32
 	if embed.DType == safetensors.F64 {
 		dt = tensor.Float64
 	}
-	m, err := NewModel(c, dt, 0, lattice...)
+	// Before memory for a model is taken, the file must hold one: a configuration can ask for any amount.
+	if err := f.fits(c, dt); err != nil {
+		return nil, err
+	}
+	m, err := NewModel(c, dt, 0)
 	if err != nil {
 		return nil, f.errorf("%w", err)
 	}
@@ -137,10 +190,19 @@ func LoadModel(path string, lattice ...state.Option) (*Model, error) {
 	return m, load()
 }
 
-// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path. A file that is damaged,
-// of another architecture (ErrArchitecture), another optimiser or other data is an error, after which the trainer is as
-// before.
-func (t *Trainer) Resume(path string) error {
+// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
+// as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
+// architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
+// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed) or beyond TrainConfig.Steps is an
+// error, after which the trainer is as before.
+func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
+	var r resumption
+	for _, opt := range opts {
+		if opt == nil {
+			return errors.New("llm: Resume: an option is nil")
+		}
+		opt(&r)
+	}
 	f, err := readCheckpoint(path)
 	if err != nil {
 		return err
@@ -149,8 +211,8 @@ func (t *Trainer) Resume(path string) error {
 	if err != nil {
 		return err
 	}
-	if diff := t.Model.Config.differs(c); diff != "" {
-		return f.errorf("%w: %s", ErrArchitecture, diff)
+	if diff := differences(t.Model.Config, c); len(diff) > 0 {
+		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown} // null in the file
 	text, ok := f.metadata[trainingKey]
@@ -160,8 +222,18 @@ func (t *Trainer) Resume(path string) error {
 	if err := json.Unmarshal([]byte(text), &run); err != nil {
 		return f.errorf("the state of the run: %w", err)
 	}
-	if run.Step < 0 {
-		return f.errorf("the state of the run: step %d", run.Step)
+	if run.Step < 0 || run.Step > t.Config.Steps {
+		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d", run.Step, t.Config.Steps)
+	}
+	diff := t.differs(run.Settings)
+	if len(diff) > 0 && !r.newSettings {
+		return f.errorf("%w: %s", ErrSettings, strings.Join(diff, "; "))
+	}
+	if seed := t.Loader.config.Seed; run.Settings.Seed != seed {
+		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
+	}
+	if err := f.fits(t.Model.Config, t.Model.Dtype()); err != nil {
+		return err
 	}
 	loadModel, err := f.model(t.Model)
 	if err != nil {
@@ -187,6 +259,9 @@ func (t *Trainer) Resume(path string) error {
 	}
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	if len(diff) > 0 && r.report != nil {
+		r.report(diff)
+	}
 	return nil
 }
 
@@ -230,19 +305,28 @@ func (f *checkpoint) config() (Config, error) {
 	return c, nil
 }
 
-// model checks that the file fits m, and returns what copies its parameters and lattices into m. On an error that returns,
-// m is as before.
-func (f *checkpoint) model(m *Model) (load func() error, err error) {
-	for _, p := range m.Params {
-		x, ok := f.tensors[p.Name]
+// fits checks that the file holds the parameters of a model.
+func (f *checkpoint) fits(c Config, dt tensor.Dtype) error {
+	want := safetensors.F32
+	if dt == tensor.Float64 {
+		want = safetensors.F64
+	}
+	for p := range c.params() {
+		x, ok := f.tensors[p.name]
 		if !ok {
-			return nil, f.errorf("%w: tensor %s is missing", ErrArchitecture, p.Name)
+			return f.errorf("%w: tensor %s is missing", ErrArchitecture, p.name)
 		}
-		if !slices.Equal(x.Shape, p.Value.Shape()) || fmt.Sprintf("%T", x.Data) != fmt.Sprintf("%T", p.Value.Data()) {
-			return nil, f.errorf("%w: tensor %s is %s of shape %v, the model's is %v of shape %v",
-				ErrArchitecture, p.Name, x.DType, x.Shape, p.Value.Dtype(), p.Value.Shape())
+		if !slices.Equal(x.Shape, p.shape) || x.DType != want {
+			return f.errorf("%w: tensor %s is %s of shape %v, the model's is %s of shape %v",
+				ErrArchitecture, p.name, x.DType, x.Shape, want, p.shape)
 		}
 	}
+	return nil
+}
+
+// model checks the lattices of a file that fits m, and returns what copies its parameters and lattices into m. On an error
+// that returns, m is as before.
+func (f *checkpoint) model(m *Model) (load func() error, err error) {
 	lattices := make([][]state.Array, len(m.Lattices))
 	for i := range m.Lattices {
 		// A lattice that is thrown away takes the arrays first, so that the fault of one leaves the model's as they are.
@@ -250,6 +334,9 @@ func (f *checkpoint) model(m *Model) (load func() error, err error) {
 		trial, err := m.newLattice()
 		if err == nil {
 			err = trial.SetArrays(lattices[i])
+		}
+		if err == nil && trial.Slots() != m.Config.Slots {
+			err = fmt.Errorf("%w: the lattice has %d slots, the model %d", ErrArchitecture, trial.Slots(), m.Config.Slots)
 		}
 		if err != nil {
 			return nil, f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)

@@ -2,7 +2,7 @@ package llm
 
 import (
 	"fmt"
-	"reflect"
+	"math"
 	"slices"
 )
 
@@ -25,8 +25,8 @@ type Config struct {
 	Slots   int     `json:"slots,omitempty"`   // rows of each Kasmina layer's weights; slot 0 stays unused
 }
 
-// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim, FF (8/3·Dim, rounded up to 32), Base, Eps
-// and, if there are Kasmina layers, Slots (one for each seed).
+// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where that is whole), FF (8/3·Dim,
+// rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots (one for each seed).
 func (c Config) Default() Config {
 	set := func(v *int, to int) {
 		if *v == 0 {
@@ -34,7 +34,7 @@ func (c Config) Default() Config {
 		}
 	}
 	set(&c.KVHeads, c.Heads)
-	if c.Heads > 0 {
+	if c.Heads > 0 && c.Dim%c.Heads == 0 {
 		set(&c.HeadDim, c.Dim/c.Heads)
 	}
 	set(&c.FF, (c.Dim*8/3+31)/32*32)
@@ -50,15 +50,24 @@ func (c Config) Default() Config {
 	return c
 }
 
+// Limits that keep what is derived from a configuration inside the range of int.
+const (
+	maxField  = 1 << 24
+	maxParams = 1 << 36
+)
+
 // Check returns an error that names the first field that does not fit, what it holds and what it could.
 func (c Config) Check() error {
+	if c.HeadDim == 0 && c.Heads > 0 && c.Dim%c.Heads != 0 {
+		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of its own", c.Dim, c.Heads)
+	}
 	for _, f := range []struct {
 		name  string
 		value int
 	}{{"Vocab", c.Vocab}, {"Dim", c.Dim}, {"Layers", c.Layers}, {"Heads", c.Heads}, {"KVHeads", c.KVHeads},
 		{"HeadDim", c.HeadDim}, {"FF", c.FF}, {"Seq", c.Seq}} {
-		if f.value < 1 {
-			return fmt.Errorf("llm: Config.%s is %d, want a positive number", f.name, f.value)
+		if f.value < 1 || f.value > maxField {
+			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d", f.name, f.value, maxField)
 		}
 	}
 	switch {
@@ -66,10 +75,10 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
 	case c.HeadDim%2 != 0:
 		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions turn features in pairs", c.HeadDim)
-	case !(c.Base > 1):
-		return fmt.Errorf("llm: Config.Base is %v, want more than 1", c.Base)
-	case !(c.Eps >= 0):
-		return fmt.Errorf("llm: Config.Eps is %v, want at least 0", c.Eps)
+	case !(c.Base > 1) || math.IsInf(c.Base, 0):
+		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
+	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
+		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}
 	for i, b := range c.Kasmina {
 		if b < 0 || b >= c.Layers {
@@ -87,16 +96,10 @@ func (c Config) Check() error {
 			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536", c.Slots)
 		}
 	}
-	return nil
-}
-
-// differs names the first field in which the two configs differ, with both values, and is empty if they are the same.
-func (c Config) differs(o Config) string {
-	a, b := reflect.ValueOf(c), reflect.ValueOf(o)
-	for i := range a.NumField() {
-		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
-			return fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x, y)
-		}
+	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
+	block := dim*(2*heads+3*float64(c.FF)+2) + float64(c.Slots)*dim
+	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
+		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n, float64(maxParams))
 	}
-	return ""
+	return nil
 }

@@ -108,6 +108,9 @@ func WithMaxBytes(n int64) CorpusOption {
 func OpenCorpus(path string, options ...CorpusOption) (*Corpus, error) {
 	c := corpusConfig{heldOut: 0.05}
 	for _, o := range options {
+		if o == nil {
+			return nil, errors.New("llm: OpenCorpus: an option is nil")
+		}
 		if err := o(&c); err != nil {
 			return nil, fmt.Errorf("llm: OpenCorpus: %w", err)
 		}

@@ -9,6 +9,7 @@ type EventKind uint8
 // whether it succeeded or not.
 const (
 	RunStart    EventKind = iota + 1 // before the first step
+	Complete                         // after RunStart when all steps were done before: a chance to evaluate and to save
 	StepEnd                          // the optimiser has updated the parameters
 	EvalEnd                          // the held-out text has been scored: ValLoss and ValBPB are set
 	Saved                            // a checkpoint has been written: Path is set

@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"errors"
 	"fmt"
 
 	"gorgonia.org/gorgonia"
@@ -17,6 +18,9 @@ type Generator struct {
 
 // NewGenerator returns a generator that uses the model's parameters as they are at each call.
 func NewGenerator(m *Model) (*Generator, error) {
+	if m == nil {
+		return nil, errors.New("llm: NewGenerator: the model is nil")
+	}
 	g, err := m.Graph(ForLogits, 1)
 	if err != nil {
 		return nil, err
@@ -29,14 +33,24 @@ func (g *Generator) Close() error { return g.machine.Close() }
 
 // Generate returns n tokens that s draws to continue the prompt, which needs at least one token.
 func (g *Generator) Generate(prompt []int, n int, s *Sampler) ([]int, error) {
-	if len(prompt) == 0 {
-		return nil, fmt.Errorf("llm: Generate: the prompt is empty, want at least one token")
-	}
-	if n < 0 {
-		return nil, fmt.Errorf("llm: Generate: asked for %d tokens", n)
+	return g.generate(prompt, n, s, func() error { return nil })
+}
+
+// generate asks stopped before each token whether to go on.
+func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() error) ([]int, error) {
+	switch {
+	case len(prompt) == 0:
+		return nil, errors.New("llm: Generate: the prompt is empty, want at least one token")
+	case n < 0:
+		return nil, fmt.Errorf("llm: Generate: asked for %d tokens, want at least 0", n)
+	case s == nil:
+		return nil, errors.New("llm: Generate: the sampler is nil")
 	}
 	all := append(make([]int, 0, len(prompt)+n), prompt...)
 	for range n {
+		if err := stopped(); err != nil {
+			return nil, err
+		}
 		next, err := g.next(all, s)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Generate: token %d: %w", len(all)-len(prompt)+1, err)

@@ -17,8 +17,8 @@ type GraphKind uint8
 // The kinds of graph.
 const (
 	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
-	ForLoss                          // the loss alone, leaving no trace in the lattices
-	ForLogits                        // the logits, leaving no trace in the lattices
+	ForLoss                          // the loss alone; lattices only count what is not finite
+	ForLogits                        // the logits; lattices only count what is not finite
 )
 
 // Graph is a model's computation on one batch. Every graph of a model shares the memory of its parameters.
@@ -51,6 +51,9 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	}
 	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, nodes: map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("llm: Graph: an option is nil")
+		}
 		opt(b)
 	}
 	g, err := b.build(batch)

@@ -14,6 +14,9 @@ import (
 // the vocabulary of the tokenizer that made them.
 type Tokens interface {
 	Len() int64
+	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
+	Tokenizer() string
+	VocabSize() int
 	// ReadTokens fills dst with the tokens from the given offset on.
 	ReadTokens(dst []int, offset int64) error
 	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other data.
@@ -24,11 +27,14 @@ type Tokens interface {
 // tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
 // tokens are kept in memory at four bytes each.
 func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
+	if text == nil || tok == nil {
+		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
+	}
 	if _, ok := tok.(ByteTokenizer); ok {
-		return byteTokens{text}, nil
+		return byteTokens{text: text}, nil
 	}
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s", tok.Name(), text.Fingerprint()))
-	t := &memoryTokens{fingerprint: fmt.Sprintf("%x", sum[:8])}
+	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fmt.Sprintf("%x", sum[:8])}
 	piece := make([]byte, 1<<20)
 	for offset := int64(0); offset < text.Size(); {
 		n := int(min(int64(len(piece)), text.Size()-offset))
@@ -57,8 +63,12 @@ func checkID(id, vocabSize int) error {
 }
 
 // byteTokens are the tokens of a ByteTokenizer.
-type byteTokens struct{ text *Text }
+type byteTokens struct {
+	ByteTokenizer
+	text *Text
+}
 
+func (b byteTokens) Tokenizer() string   { return b.Name() }
 func (b byteTokens) Len() int64          { return b.text.Size() }
 func (b byteTokens) Fingerprint() string { return b.text.Fingerprint() }
 
@@ -73,9 +83,13 @@ func (b byteTokens) ReadTokens(dst []int, offset int64) error {
 
 type memoryTokens struct {
 	ids         []uint32
+	tokenizer   string
+	vocabSize   int
 	fingerprint string
 }
 
+func (m *memoryTokens) Tokenizer() string   { return m.tokenizer }
+func (m *memoryTokens) VocabSize() int      { return m.vocabSize }
 func (m *memoryTokens) Len() int64          { return int64(len(m.ids)) }
 func (m *memoryTokens) Fingerprint() string { return m.fingerprint }
 
@@ -133,6 +147,9 @@ type readAhead struct {
 // NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not suffice for one
 // sequence and the target of its last token.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
+	if tokens == nil {
+		return nil, fmt.Errorf("llm: NewLoader: the tokens are nil")
+	}
 	if c.Batch < 1 || c.Seq < 1 {
 		return nil, fmt.Errorf("llm: NewLoader: batches of %d sequences of %d tokens, want at least 1 of each", c.Batch, c.Seq)
 	}
@@ -277,6 +294,9 @@ type Evaluation struct {
 // NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
 // two tokens.
 func NewEvaluation(text []byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
+	if tok == nil {
+		return nil, fmt.Errorf("llm: NewEvaluation: the tokenizer is nil")
+	}
 	if batch < 1 || seq < 1 {
 		return nil, fmt.Errorf("llm: NewEvaluation: batches of %d sequences of %d tokens, want at least 1 of each", batch, seq)
 	}

@@ -114,6 +114,21 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 	}
 }
 
+// The boundaries of the windows must move, so that no token is always the first of its sequence.
+func TestLoaderMovesItsWindows(t *testing.T) {
+	s := LoaderState{Seed: newRand(t).Uint64(), Seq: 50}
+	seen := map[int64]int{}
+	for s.Epoch < 20 {
+		offset := s.advance(1000)
+		if s.Next == 1 {
+			seen[offset%50]++
+		}
+	}
+	if len(seen) < 8 {
+		t.Errorf("20 epochs have windows at %v, by offset in 50 tokens", seen)
+	}
+}
+
 func TestLoaderOrder(t *testing.T) {
 	first := func(seed uint64, skip int) []int {
 		l := mustLoader(t, upTo(1001), LoaderConfig{Batch: 20, Seq: 5, Seed: seed})
@@ -306,6 +321,9 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 	if err := tokens.ReadTokens(make([]int, 2), tokens.Len()-1); err == nil {
 		t.Error("reading beyond the last token is accepted")
+	}
+	if tokens.Tokenizer() != tok.Name() || tokens.VocabSize() != tok.VocabSize() {
+		t.Errorf("tokenizer %q of %d tokens, want %q of %d", tokens.Tokenizer(), tokens.VocabSize(), tok.Name(), tok.VocabSize())
 	}
 	if tokens.Fingerprint() == text.Fingerprint() {
 		t.Error("the fingerprint does not tell tokenizers apart")

@@ -16,6 +16,7 @@ import (
 // "elapsed_s", the seconds since this process started the run, and by event:
 //
 //	start   steps, params, seeds
+//	complete
 //	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
 //	saved   path
@@ -100,6 +101,8 @@ func newLogRecord(e Event) logRecord {
 	switch e.Kind {
 	case RunStart:
 		r.Event, r.Steps, r.Params, r.Seeds = "start", &e.Steps, &e.Params, &e.Seeds
+	case Complete:
+		r.Event = "complete"
 	case StepEnd:
 		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
 		r.TokensPerS = &tokensPerS

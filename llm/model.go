@@ -2,6 +2,7 @@ package llm
 
 import (
 	"fmt"
+	"iter"
 	"math"
 	"math/rand/v2"
 
@@ -24,14 +25,13 @@ type Model struct {
 	Params   []Param          // in the order in which the model uses them
 	Lattices []*state.Lattice // one for each entry of Config.Kasmina
 
-	byName         map[string]int
-	latticeOptions []state.Option
+	byName map[string]int
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that
 // write to the residual stream divided by sqrt(2·Layers) (Radford et al., "Language Models are Unsupervised Multitask
 // Learners", 2019), norms at 1, and Kasmina slots at the Residual kind's identity. The same seed gives the same parameters.
-// The lattices get the given options.
+// The lattices get the given options; Config.Slots is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -39,52 +39,76 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 	if dt != tensor.Float32 && dt != tensor.Float64 {
 		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
 	}
-	m := &Model{Config: c, byName: map[string]int{}, latticeOptions: lattice}
-	normal := func(deviation float64) func(*rand.Rand) float64 {
-		return func(r *rand.Rand) float64 { return deviation * r.NormFloat64() }
-	}
-	constant := func(v float64) func(*rand.Rand) float64 { return func(*rand.Rand) float64 { return v } }
-	add := func(name string, fill func(*rand.Rand) float64, shape ...int) {
+	m := &Model{Config: c, byName: map[string]int{}}
+	for p := range c.params() {
 		// Each parameter has a stream of its own, so that adding one does not change the others.
 		r := rand.New(rand.NewPCG(seed, uint64(len(m.Params))))
-		m.byName[name] = len(m.Params)
-		m.Params = append(m.Params, Param{name, newParam(dt, shape, func() float64 { return fill(r) })})
-	}
-	in, out := normal(0.02), normal(0.02/math.Sqrt(2*float64(c.Layers)))
-	qd, kd := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
-	add(embedName, in, c.Vocab, c.Dim)
-	for i := range c.Layers {
-		p := blockPrefix(i)
-		add(p+"input_layernorm.weight", constant(1), c.Dim)
-		add(p+"self_attn.q_proj.weight", in, qd, c.Dim)
-		add(p+"self_attn.k_proj.weight", in, kd, c.Dim)
-		add(p+"self_attn.v_proj.weight", in, kd, c.Dim)
-		add(p+"self_attn.o_proj.weight", out, c.Dim, qd)
-		add(p+"post_attention_layernorm.weight", constant(1), c.Dim)
-		add(p+"mlp.gate_proj.weight", in, c.FF, c.Dim)
-		add(p+"mlp.up_proj.weight", in, c.FF, c.Dim)
-		add(p+"mlp.down_proj.weight", out, c.Dim, c.FF)
+		m.byName[p.name] = len(m.Params)
+		m.Params = append(m.Params, Param{p.name, newParam(dt, p.shape, func() float64 { return p.start + p.deviation*r.NormFloat64() })})
 	}
 	for _, b := range c.Kasmina {
-		p := blockPrefix(b)
-		add(p+kasminaWeights, constant(0), c.Slots, c.Dim/c.Seeds)
-		add(p+kasminaScales, constant(1), c.Slots)
-		l, err := m.newLattice()
+		l, err := m.newLattice(lattice...)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", b, err)
 		}
 		m.Lattices = append(m.Lattices, l)
 	}
-	add(normName, constant(1), c.Dim)
-	if c.Untied {
-		add(headName, in, c.Vocab, c.Dim)
-	}
 	return m, nil
 }
 
-func (m *Model) newLattice() (*state.Lattice, error) {
-	opts := append([]state.Option{state.WithSlots(m.Config.Slots)}, m.latticeOptions...)
-	return state.NewLattice(m.Config.Seeds, m.Config.Dim, opts...)
+// paramSpec describes a parameter: its values start normal around start.
+type paramSpec struct {
+	name             string
+	shape            []int
+	start, deviation float64
+}
+
+// params yields the parameters of a model in the order in which the model uses them.
+func (c Config) params() iter.Seq[paramSpec] {
+	const in = 0.02
+	out := in / math.Sqrt(2*float64(c.Layers))
+	qd, kd := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
+	return func(yield func(paramSpec) bool) {
+		if !yield(paramSpec{embedName, []int{c.Vocab, c.Dim}, 0, in}) {
+			return
+		}
+		for i := range c.Layers {
+			block := []paramSpec{
+				{"input_layernorm.weight", []int{c.Dim}, 1, 0},
+				{"self_attn.q_proj.weight", []int{qd, c.Dim}, 0, in},
+				{"self_attn.k_proj.weight", []int{kd, c.Dim}, 0, in},
+				{"self_attn.v_proj.weight", []int{kd, c.Dim}, 0, in},
+				{"self_attn.o_proj.weight", []int{c.Dim, qd}, 0, out},
+				{"post_attention_layernorm.weight", []int{c.Dim}, 1, 0},
+				{"mlp.gate_proj.weight", []int{c.FF, c.Dim}, 0, in},
+				{"mlp.up_proj.weight", []int{c.FF, c.Dim}, 0, in},
+				{"mlp.down_proj.weight", []int{c.Dim, c.FF}, 0, out},
+			}
+			for _, p := range block {
+				p.name = blockPrefix(i) + p.name
+				if !yield(p) {
+					return
+				}
+			}
+		}
+		for _, b := range c.Kasmina {
+			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, []int{c.Slots, c.Dim / c.Seeds}, 0, 0}) ||
+				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0}) {
+				return
+			}
+		}
+		if yield(paramSpec{normName, []int{c.Dim}, 1, 0}) && c.Untied {
+			yield(paramSpec{headName, []int{c.Vocab, c.Dim}, 0, in})
+		}
+	}
+}
+
+func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
+	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(m.Config.Slots)}, opts...)...)
+	if err == nil && l.Slots() != m.Config.Slots {
+		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), m.Config.Slots)
+	}
+	return l, err
 }
 
 // Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
@@ -93,15 +117,33 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	if i < 0 || i >= len(m.Lattices) {
 		return fmt.Errorf("llm: Germinate: Kasmina layer %d, want one of %d", i, len(m.Lattices))
 	}
-	if err := m.Lattices[i].RequestGermination(seed, r); err != nil {
-		return fmt.Errorf("llm: Germinate: Kasmina layer %d: %w", i, err)
-	}
 	p := blockPrefix(m.Config.Kasmina[i])
 	w, s := m.Param(p+kasminaWeights), m.Param(p+kasminaScales)
+	var err error
 	if m.Dtype() == tensor.Float32 {
-		return blueprints.Identity(r.Kind, r.Slot, w.Float32s(), s.Float32s())
+		err = germinate(m.Lattices[i], seed, r, w.Float32s(), s.Float32s())
+	} else {
+		err = germinate(m.Lattices[i], seed, r, w.Float64s(), s.Float64s())
 	}
-	return blueprints.Identity(r.Kind, r.Slot, w.Float64s(), s.Float64s())
+	if err != nil {
+		return fmt.Errorf("llm: Germinate: Kasmina layer %d: %w", i, err)
+	}
+	return nil
+}
+
+// germinate computes the identity start aside, so that the seed stays dormant and the slot as it is if either is refused.
+func germinate[T float32 | float64](l *state.Lattice, seed int, r state.GerminationRequest, weights, scales []T) error {
+	c := len(weights) / len(scales)
+	w, s := make([]T, 2*c), make([]T, 2)
+	if err := blueprints.Identity(r.Kind, 1, w, s); err != nil {
+		return err
+	}
+	if err := l.RequestGermination(seed, r); err != nil { // which knows the number of slots
+		return err
+	}
+	copy(weights[r.Slot*c:], w[c:])
+	scales[r.Slot] = s[1]
+	return nil
 }
 
 // Names of parameters are those of the Llama weights that circulate as safetensors files.

@@ -31,6 +31,9 @@ func WithLogSteps() CurveOption {
 func LossCurve(path, logPath string, options ...CurveOption) Callback {
 	var c lossCurve
 	for _, o := range options {
+		if o == nil {
+			return refuse("LossCurve: an option is nil")
+		}
 		o(&c)
 	}
 	return c.callback(path, logPath)

@@ -145,7 +145,7 @@ func TestKillWhileSaving(t *testing.T) {
 		if _, err := os.Stat(path); errors.Is(err, os.ErrNotExist) && last == 0 {
 			continue // killed before the first checkpoint was complete
 		}
-		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, optimizer: adamW})
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30, optimizer: adamW})
 		if err := tr.Resume(path); err != nil {
 			t.Fatalf("kill %d: %v", i, err)
 		}
@@ -217,7 +217,7 @@ func TestResumeErrors(t *testing.T) {
 		"other sequence":   {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seq = 6; return c }()}, want: "Seq is 6 here and 12 there", is: ErrArchitecture},
 		"other layers":     {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Layers = 3; return c }()}, want: "Layers is 3 here and 2 there", is: ErrArchitecture},
 		"other seeds":      {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seeds, c.Slots = 8, 9; return c }()}, want: "Seeds is 8 here and 4 there", is: ErrArchitecture},
-		"other type":       {path: path, o: trainerOptions{dt: tensor.Float64}, want: "F32|float64", is: ErrArchitecture},
+		"other type":       {path: path, o: trainerOptions{dt: tensor.Float64}, want: "F32|F64", is: ErrArchitecture},
 		"other optimiser":  {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
 		"model alone":      {path: modelOnly, want: "LoadModel"},
 		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor, m map[string]string) { delete(m, configKey) }), want: configKey, is: ErrArchitecture},
@@ -237,7 +237,13 @@ func TestResumeErrors(t *testing.T) {
 		}, some},
 		"bad config":     {func(_ map[string]safetensors.Tensor, m map[string]string) { m[configKey] = "{" }, "configuration"},
 		"hostile config": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[configKey] = `{"vocab":-5}` }, "Vocab is -5"},
-		"negative step":  {func(_ map[string]safetensors.Tensor, m map[string]string) { m[trainingKey] = `{"step":-1}` }, "step -1"},
+		"huge config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[configKey] = strings.Replace(m[configKey], `"ff":`, `"ff":1`+strings.Repeat("0", 15), 1)
+		}, "FF is 1000000000000000"},
+		"negative step": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[trainingKey] = `{"step":-1}` }, "step -1"},
+		"no settings": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[trainingKey] = strings.Replace(m[trainingKey], `"settings"`, `"others"`, 1)
+		}, "Batch is 3 here and 0 there"},
 		"other data": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[trainingKey] = strings.Replace(m[trainingKey], `"data":"words"`, `"data":"others"`, 1)
 		}, "fingerprint"},
@@ -280,6 +286,7 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 			t.Fatal(err)
 		}
 	}
+	tr.Config.Steps = 100 // for a checkpoint of a later step than both are at
 	err := tr.Resume(path)
 	if err == nil {
 		t.Fatal("no error")
@@ -295,6 +302,35 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 	checkSame(t, same, tr)
 }
 
+// TestLoadModelKeepsLatticeOptions wants the file to say whether there are gates.
+func TestLoadModelKeepsLatticeOptions(t *testing.T) {
+	for name, c := range map[string]struct {
+		opts []state.Option
+		want error
+	}{"gates": {nil, state.ErrGate}, "no gates": {[]state.Option{state.WithoutGates()}, nil}} {
+		m, err := NewModel(tiny(), tensor.Float32, 1, c.opts...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(t.TempDir(), "model.safetensors")
+		if err := m.Save(path); err != nil {
+			t.Fatal(err)
+		}
+		if m, err = LoadModel(path); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Germinate(0, 0, state.GerminationRequest{Slot: 1}); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Lattices[0].Transition(0, state.Training); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Lattices[0].Transition(0, state.Grafting); !errors.Is(err, c.want) {
+			t.Errorf("%s: the transition to Grafting gives %v, want %v", name, err, c.want)
+		}
+	}
+}
+
 // TestLoadModel wants a model from a file to be the one that was saved.
 func TestLoadModel(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -304,7 +340,7 @@ func TestLoadModel(t *testing.T) {
 		if err := tr.Run(context.Background()); err != nil {
 			t.Fatal(err)
 		}
-		m, err := LoadModel(path, state.WithoutGates())
+		m, err := LoadModel(path)
 		if err != nil {
 			t.Fatal(err)
 		}

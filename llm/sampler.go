@@ -51,6 +51,9 @@ func NewSampler(c SamplerConfig) (*Sampler, error) {
 // Sample draws the id of the next token from the logits, which it leaves as they are. It is an error when a logit is NaN
 // or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
 func Sample[T float32 | float64](s *Sampler, logits []T) (int, error) {
+	if s == nil {
+		return 0, fmt.Errorf("llm: Sample: the sampler is nil")
+	}
 	s.choices = s.choices[:0]
 	for i, logit := range logits {
 		l := float64(logit)

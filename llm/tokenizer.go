@@ -6,8 +6,8 @@ import "fmt"
 // any bytes, valid UTF-8 or not. The number of bytes that some tokens cover, which bits per byte are measured by, is thus
 // the length of what they decode to. A Tokenizer may be used by several goroutines at once.
 type Tokenizer interface {
-	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every text. Checkpoints
-	// record it.
+	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every text. The
+	// checkpoints of a Trainer record it.
 	Name() string
 	VocabSize() int
 	Encode(text []byte) []int

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrDiverged is wrapped by the error of a run whose loss or gradients are no longer finite. The parameters are those
-// before the step that failed, and nothing has been saved since.
+// ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer finite. Parameters are
+// those before the step that failed, unless its update overflowed; such ones are never saved.
 var ErrDiverged = errors.New("training diverged")
 
 // TrainConfig says how a model is trained.
@@ -28,6 +28,8 @@ type TrainConfig struct {
 	Clip       float64        // limit of the global gradient norm; 0 for none
 	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute  bool           // save memory: compute the inside of each block again for its gradient
+
+	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption
 }
 
 func (c *TrainConfig) check() error {
@@ -46,8 +48,8 @@ func (c *TrainConfig) check() error {
 		return fmt.Errorf("llm: TrainConfig.Accumulate is %d, want at least 1", c.Accumulate)
 	case c.Schedule == nil:
 		return errors.New("llm: TrainConfig.Schedule is nil, want one such as optim.WarmupCosine")
-	case !(c.Clip >= 0):
-		return fmt.Errorf("llm: TrainConfig.Clip is %v, want at least 0", c.Clip)
+	case !(c.Clip >= 0) || math.IsInf(c.Clip, 0):
+		return fmt.Errorf("llm: TrainConfig.Clip is %v, want a finite number of at least 0", c.Clip)
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
 	}
@@ -68,15 +70,28 @@ type Trainer struct {
 	callbacks []Callback
 	last      Event
 	started   time.Time
+	ctx       context.Context // of Run; nil outside
 
-	evaluator *runner // built when first needed
+	losses    map[int]*runner // by batch size, built when first needed
 	generator *Generator
 }
 
-// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's.
+// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
+// model's vocabulary.
 func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
+	switch {
+	case m == nil:
+		return nil, errors.New("llm: NewTrainer: the model is nil")
+	case l == nil:
+		return nil, errors.New("llm: NewTrainer: the loader is nil")
+	case o == nil:
+		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as optim.NewAdamW returns")
+	}
 	if err := c.check(); err != nil {
 		return nil, err
+	}
+	if v := l.tokens.VocabSize(); v > m.Config.Vocab {
+		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most Config.Vocab, %d", v, m.Config.Vocab)
 	}
 	if l.config.Seq != m.Config.Seq || l.config.Batch != c.Batch {
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
@@ -91,7 +106,8 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	if err != nil {
 		return nil, err
 	}
-	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, graph: g, grads: gorgonia.NodesToValueGrads(g.Params)}
+	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, graph: g, grads: gorgonia.NodesToValueGrads(g.Params),
+		losses: map[int]*runner{}}
 	if err := o.Declare(t.grads); err != nil {
 		return nil, fmt.Errorf("llm: %w", err)
 	}
@@ -114,8 +130,8 @@ func (t *Trainer) Last() Event { return t.last }
 // Close frees the machines. The model stays as it is.
 func (t *Trainer) Close() error {
 	err := t.machine.Close()
-	if t.evaluator != nil {
-		err = errors.Join(err, t.evaluator.machine.Close())
+	for _, r := range t.losses {
+		err = errors.Join(err, r.machine.Close())
 	}
 	if t.generator != nil {
 		err = errors.Join(err, t.generator.Close())
@@ -123,40 +139,60 @@ func (t *Trainer) Close() error {
 	return err
 }
 
-// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd.
+// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error the rest hear only of
+// events that are a last chance to save and to close files.
 func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	t.last.Kind, t.last.Elapsed = kind, time.Since(t.started)
 	e := t.last
 	if set != nil {
 		set(&e)
 	}
+	var errs error
 	for _, c := range t.callbacks {
-		if err := c(e); err != nil {
-			return err
+		errs = errors.Join(errs, c(e))
+		if errs != nil && kind != Interrupted && kind != RunEnd {
+			return errs
 		}
 	}
-	return nil
+	return errs
 }
 
 // Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which is checked between
-// steps; in every case the callbacks see RunEnd.
+// steps and within evaluations and samples; in every case the callbacks see RunEnd.
 func (t *Trainer) Run(ctx context.Context) error {
+	for i, c := range t.callbacks {
+		if c == nil {
+			return fmt.Errorf("llm: Trainer.Run: callback %d is nil", i)
+		}
+	}
+	t.ctx = ctx
+	defer func() { t.ctx = nil }()
 	t.started, t.last.RunTokens = time.Now(), 0
 	err := t.emit(RunStart, nil)
-	for err == nil && t.last.Step < t.Config.Steps {
-		if err = context.Cause(ctx); err != nil {
-			err = errors.Join(err, t.emit(Interrupted, nil))
-			break
-		}
+	if err == nil && t.last.Step >= t.Config.Steps {
+		err = t.emit(Complete, nil)
+	}
+	for err == nil && t.stopped() == nil && t.last.Step < t.Config.Steps {
 		if err = t.step(); err == nil {
 			err = t.emit(StepEnd, nil)
 		}
 	}
+	if err == nil && t.stopped() != nil {
+		err = errors.Join(t.stopped(), t.emit(Interrupted, nil))
+	}
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
-// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before, and the
-// gradients gathered so far are dropped.
+// stopped returns why the run's context has ended, if it has.
+func (t *Trainer) stopped() error {
+	if t.ctx == nil {
+		return nil
+	}
+	return context.Cause(t.ctx)
+}
+
+// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before, unless the
+// update itself overflowed, and the gradients gathered so far are dropped.
 func (t *Trainer) step() error {
 	step := t.last.Step + 1
 	fail := func(err error) error {
@@ -196,6 +232,9 @@ func (t *Trainer) step() error {
 	}
 	if err := t.Optimizer.Step(t.grads); err != nil {
 		return fail(err)
+	}
+	if _, _, found := autodiff.FirstNonFinite(t.grads); found {
+		return fail(t.diverged("the update overflowed"))
 	}
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, rate, norm
 	t.last.RunTokens += int64(t.last.StepTokens)
@@ -248,19 +287,53 @@ type runner struct {
 	machine gorgonia.VM
 }
 
-// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
-// the model.
-func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
-	if t.evaluator == nil || t.evaluator.Batch != e.batch {
-		g, err := t.Model.Graph(ForLoss, e.batch)
+// loss returns the model's mean loss on a batch, without a trace in the model.
+func (t *Trainer) loss(b Batch) (float64, error) {
+	sequences := len(b.Inputs) / t.Model.Config.Seq
+	r := t.losses[sequences]
+	if r == nil {
+		g, err := t.Model.Graph(ForLoss, sequences)
 		if err != nil {
-			return 0, 0, err
+			return 0, err
 		}
-		t.evaluator = &runner{g, gorgonia.NewTapeMachine(g.G)}
+		r = &runner{g, gorgonia.NewTapeMachine(g.G)}
+		t.losses[sequences] = r
+	}
+	l, err := r.run(r.machine, b)
+	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
+		err = t.diverged(fmt.Sprintf("the loss is %v", l))
+	}
+	return l, err
+}
+
+// probe returns an error unless the model gives a finite loss, so that its next step can succeed.
+func (t *Trainer) probe() error {
+	_, err := t.loss(t.Loader.inUse)
+	return err
+}
+
+func (t *Trainer) canEvaluate(e *Evaluation) error {
+	switch seq := t.Model.Config.Seq; {
+	case e == nil:
+		return errors.New("the held-out text is nil")
+	case e.seq != seq:
+		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.seq, seq)
+	}
+	return nil
+}
+
+// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
+// the model. A loss that is not finite is an ErrDiverged.
+func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
+	if err := t.canEvaluate(e); err != nil {
+		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 	var sum float64
 	for b := range e.Batches() {
-		l, err := t.evaluator.run(t.evaluator.machine, b)
+		if err := t.stopped(); err != nil {
+			return 0, 0, err
+		}
+		l, err := t.loss(b)
 		if err != nil {
 			return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 		}

@@ -15,6 +15,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -79,7 +80,7 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	for _, b := range words(3, 5000) {
 		tokens = append(tokens, uint32(b))
 	}
-	loader, err := NewLoader(&memoryTokens{ids: tokens, fingerprint: "words"}, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
+	loader, err := NewLoader(&memoryTokens{ids: tokens, tokenizer: "bytes", vocabSize: 256, fingerprint: "words"}, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
 	fail(err)
 	optimizer, err := o.optimizer()
 	fail(err)
@@ -349,6 +350,264 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
+// TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take time: they do nothing more,
+// those behind them see the step, the state is saved, and the run says that it did not do all it should.
+func TestInterruptBetweenCallbacks(t *testing.T) {
+	for _, at := range []int{3, 6} { // in mid-run and at the last step
+		dir := t.TempDir()
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+		ctx, cancel := context.WithCancel(context.Background())
+		var kinds []EventKind
+		tr.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Step == at {
+				cancel()
+			}
+			return nil
+		}, Evaluate(tr, heldOut(t, 100, 2), at), SampleText(tr, ByteTokenizer{}, "x", 5, SamplerConfig{}, filepath.Join(dir, "s"), at),
+			func(e Event) error {
+				if e.Step == at {
+					kinds = append(kinds, e.Kind)
+				}
+				return nil
+			}, Checkpoint(tr, filepath.Join(dir, "m"), 0))
+		if err := tr.Run(ctx); !errors.Is(err, context.Canceled) {
+			t.Errorf("step %d: got %v, want context.Canceled", at, err)
+		}
+		want := []EventKind{StepEnd, Interrupted, Saved, RunEnd}
+		if at == 6 {
+			want = []EventKind{StepEnd, Saved, Interrupted, Saved, RunEnd}
+		}
+		if !slices.Equal(kinds, want) {
+			t.Errorf("step %d: events %v, want %v", at, kinds, want)
+		}
+		if _, err := os.Stat(filepath.Join(dir, "s")); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("a sample was written after the interrupt: %v", err)
+		}
+		again := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+		if err := again.Resume(filepath.Join(dir, "m")); err != nil || again.Step() != at {
+			t.Errorf("resumed at step %d, %v, want %d", again.Step(), err, at)
+		}
+	}
+}
+
+// TestGenerateStops wants a sample to end within a token once its run has ended.
+func TestGenerateStops(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	g, err := NewGenerator(tr.Model)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	s, err := NewSampler(SamplerConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	asked, stop := 0, errors.New("stop")
+	_, err = g.generate([]int{1}, 1000, s, func() error {
+		if asked++; asked == 4 {
+			return stop
+		}
+		return nil
+	})
+	if err != stop || asked != 4 {
+		t.Errorf("asked %d times, %v, want 4 and the error", asked, err)
+	}
+}
+
+// TestRunEndReachesAll wants a callback that fails at the end, or when the run is interrupted, to hide that from no other.
+func TestRunEndReachesAll(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	first, second := errors.New("first"), errors.New("second")
+	seen := 0
+	tr.On(func(e Event) error {
+		if e.Kind == RunEnd || e.Kind == Interrupted {
+			return first
+		}
+		return nil
+	}, func(e Event) error {
+		if e.Kind == RunEnd || e.Kind == Interrupted {
+			seen++
+			return second
+		}
+		return nil
+	})
+	if err := tr.Run(ctx); seen != 2 || !errors.Is(err, first) || !errors.Is(err, second) || !errors.Is(err, context.Canceled) {
+		t.Errorf("the second callback saw %d of 2 events, and the run returned %v", seen, err)
+	}
+}
+
+// TestRunTokens wants the tokens of this call of Run alone.
+func TestRunTokens(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5, accumulate: 2})
+	stop := errors.New("stop")
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 3 {
+			return stop
+		}
+		return nil
+	})
+	for _, steps := range []int64{3, 2} {
+		if err := tr.Run(context.Background()); err != nil && !errors.Is(err, stop) {
+			t.Fatal(err)
+		}
+		if got, want := tr.Last().RunTokens, steps*3*12*2; got != want {
+			t.Errorf("%d tokens in %d steps of 2 batches of 3 sequences of 12, want %d", got, steps, want)
+		}
+	}
+}
+
+// TestEpochs wants an epoch of the lattices to be Epoch steps.
+func TestEpochs(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+	tr.On(func(e Event) error {
+		if got, want := tr.Model.Lattices[0].Epoch(), e.Step/3; e.Kind == StepEnd && got != want {
+			t.Errorf("after step %d, %d epochs have ended, want %d", e.Step, got, want)
+		}
+		return nil
+	})
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// normSpy is an optimiser that keeps the norm of the gradients that it gets.
+type normSpy struct {
+	optim.Optimizer
+	norm float64
+}
+
+func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
+	if s.norm, err = autodiff.GlobalNorm(model); err != nil {
+		return err
+	}
+	return s.Optimizer.Step(model)
+}
+
+// TestClip wants the optimiser's gradients to have at most the norm Clip, and events to tell the norm before.
+func TestClip(t *testing.T) {
+	for _, clip := range []float64{0.01, 1e6, 0} {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
+		s := &normSpy{Optimizer: tr.Optimizer}
+		tr.Optimizer, tr.Config.Clip = s, clip
+		tr.On(func(e Event) error {
+			want := e.GradNorm
+			if clip > 0 {
+				want = min(want, clip)
+			}
+			if e.Kind == StepEnd && (e.GradNorm < 0.1 || math.Abs(s.norm-want) > 1e-4*want) {
+				t.Errorf("Clip %v: a gradient of norm %v became one of %v, want %v", clip, e.GradNorm, s.norm, want)
+			}
+			return nil
+		})
+		if err := tr.Run(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestEvaluateCountsTargets wants the same score however the text falls into batches.
+func TestEvaluateCountsTargets(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20, dt: tensor.Float64})
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	want, _, err := tr.Evaluate(heldOut(t, 12*4+5, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, batch := range []int{2, 3, 7} {
+		if got, _, err := tr.Evaluate(heldOut(t, 12*4+5, batch)); err != nil || math.Abs(got-want) > 1e-12*want {
+			t.Errorf("in batches of %d: %v nats per token, %v, want %v", batch, got, err, want)
+		}
+	}
+}
+
+// TestQuickEvaluation wants the other text before the last step, and the whole text there.
+func TestQuickEvaluation(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	whole, quick := heldOut(t, 100, 2), heldOut(t, 50, 2)
+	scored := 0
+	tr.On(Evaluate(tr, whole, 2, WithQuick(quick)), func(e Event) error {
+		if e.Kind != EvalEnd {
+			return nil
+		}
+		scored++
+		text := whole
+		if e.Step < 4 {
+			text = quick
+		}
+		if want, _, err := tr.Evaluate(text); err != nil || e.ValLoss != want {
+			t.Errorf("step %d: loss %v, want %v, %v", e.Step, e.ValLoss, want, err)
+		}
+		return nil
+	})
+	if err := tr.Run(context.Background()); err != nil || scored != 2 {
+		t.Errorf("%d evaluations, want 2; %v", scored, err)
+	}
+}
+
+// TestConfigReachesTheModel wants the loss to depend on fields that no shape shows.
+func TestConfigReachesTheModel(t *testing.T) {
+	loss := func(change func(*Config)) float64 {
+		c := tiny()
+		c.Seq = 12
+		change(&c)
+		tr := newTrainer(t, trainerOptions{config: c, steps: 30, dt: tensor.Float64})
+		if err := tr.Run(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		return tr.Last().Loss
+	}
+	usual := loss(func(*Config) {})
+	for name, change := range map[string]func(*Config){"Base": func(c *Config) { c.Base = 10 }, "Eps": func(c *Config) { c.Eps = 0.1 }} {
+		if got := loss(change); math.Abs(got-usual) < 1e-9 {
+			t.Errorf("another %s gives the loss %v all the same", name, got)
+		}
+	}
+}
+
+// TestGerminateErrors wants a refused request to change neither the seed nor the slot.
+func TestGerminateErrors(t *testing.T) {
+	m, err := NewModel(tiny(), tensor.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
+	w[2*4] = 7
+	if err := m.Germinate(0, 1, state.GerminationRequest{Slot: 1}); err != nil {
+		t.Fatal(err)
+	}
+	before, seeds := slices.Clone(w), m.Lattices[0].Report().Seeds
+	for name, c := range map[string]struct {
+		seed int
+		r    state.GerminationRequest
+	}{
+		"slot 0":          {0, state.GerminationRequest{Slot: 0}},
+		"a slot too many": {0, state.GerminationRequest{Slot: 5}},
+		"an unknown kind": {0, state.GerminationRequest{Slot: 2, Kind: 200}},
+		"a seed too many": {4, state.GerminationRequest{Slot: 2}},
+		"a seed in use":   {1, state.GerminationRequest{Slot: 2}},
+		"a ramp of 0":     {0, state.GerminationRequest{Slot: 2, Strategy: state.FixedRamp{}}},
+		"a negative slot": {0, state.GerminationRequest{Slot: -1}},
+	} {
+		if err := m.Germinate(0, c.seed, c.r); err == nil || !strings.Contains(err.Error(), "Kasmina layer 0") {
+			t.Errorf("%s: got %v", name, err)
+		}
+		if !slices.Equal(w, before) || !slices.Equal(m.Lattices[0].Report().Seeds, seeds) {
+			t.Errorf("%s: the refused request changed something", name)
+		}
+	}
+}
+
+func TestNewModelWithOtherSlots(t *testing.T) {
+	if _, err := NewModel(tiny(), tensor.Float32, 1, state.WithSlots(100)); err == nil ||
+		!strings.Contains(err.Error(), "100 slots, want Config.Slots, 5") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestCallbackError(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	full := errors.New("disk full")
@@ -384,11 +643,16 @@ func TestConfigErrors(t *testing.T) {
 		"Seeds is 0":              func(c *Config) { c.Seeds = 0 },
 		"Slots is 1":              func(c *Config) { c.Slots = 1 },
 		"Slots is 70000":          func(c *Config) { c.Slots = 70000 },
+		"multiple of Heads, 3":    func(c *Config) { *c = Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 3, Seq: 4}.Default() },
+		"FF is 16777217":          func(c *Config) { c.FF = 1<<24 + 1 },
+		"2.6e+13 parameters":      func(c *Config) { c.Dim, c.FF, c.Seeds = 1<<20, 1<<22, 4 },
+		"Base is +Inf":            func(c *Config) { c.Base = math.Inf(1) },
 		"float32 or float64":      nil,
 		"Config.Seq":              nil,
 		"TrainConfig.Steps is 0":  nil,
 		"TrainConfig.Schedule":    nil,
 		"TrainConfig.Clip is NaN": nil,
+		"vocabulary of 300":       nil,
 		"TrainConfig.Epoch is -1": nil,
 		"TrainConfig.Batch is 0":  nil,
 		"Accumulate is -1":        nil,
@@ -451,6 +715,9 @@ func otherError(t *testing.T, want string) error {
 		return train(func(c *TrainConfig) { c.Schedule = nil })
 	case "TrainConfig.Clip is NaN":
 		return train(func(c *TrainConfig) { c.Clip = math.NaN() })
+	case "vocabulary of 300":
+		tr.Loader.tokens.(*memoryTokens).vocabSize = 300
+		return train(func(*TrainConfig) {})
 	case "TrainConfig.Epoch is -1":
 		return train(func(c *TrainConfig) { c.Epoch = -1 })
 	case "TrainConfig.Batch is 0":

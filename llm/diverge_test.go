@@ -1,0 +1,90 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"math"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestDivergedIsNotSaved saves after every step, breaks the model in different ways after step 5, and wants an error and
+// the checkpoint of the last good step.
+func TestDivergedIsNotSaved(t *testing.T) {
+	const name = "model.layers.1.mlp.up_proj.weight"
+	at5 := func(f func(*Trainer) error) func(*Trainer) {
+		return func(tr *Trainer) {
+			tr.On(func(e Event) error {
+				if e.Kind == StepEnd && e.Step == 5 {
+					return f(tr)
+				}
+				return nil
+			})
+		}
+	}
+	overflow := func(tr *Trainer) {
+		tr.Config.Schedule = func(step int) float64 {
+			if step == 4 {
+				return 1e39
+			}
+			return 0.01
+		}
+	}
+	for what, c := range map[string]struct {
+		steps    int
+		breaking func(*Trainer)
+		words    string
+	}{
+		"an update that overflows":              {10, overflow, "step 5|the update overflowed|value|model."},
+		"an update that overflows at the end":   {5, overflow, "step 5|the update overflowed"},
+		"a parameter that another callback set": {5, at5(func(tr *Trainer) error { tr.Model.Param(name).Float32s()[17] = float32(math.Inf(-1)); return nil }), name},
+		"parameters that make the loss overflow": {5, at5(func(tr *Trainer) error {
+			x := tr.Model.Param(embedName).Float32s()
+			for i := range x {
+				x[i] = 3e38
+			}
+			return nil
+		}), "the loss is"},
+		"a moment that overflowed": {5, at5(func(tr *Trainer) error {
+			s := tr.Optimizer.State()
+			for _, x := range s {
+				if x.Name == name+".exp_avg_sq" {
+					x.Data.([]float32)[3] = float32(math.Inf(1))
+				}
+			}
+			return tr.Optimizer.SetState(s)
+		}), name + ".exp_avg_sq"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: c.steps})
+			c.breaking(tr)
+			tr.On(Checkpoint(tr, path, 1))
+			err := tr.Run(context.Background())
+			if !errors.Is(err, ErrDiverged) {
+				t.Fatalf("got %v, want ErrDiverged", err)
+			}
+			for _, word := range strings.Split(c.words, "|") {
+				if !strings.Contains(err.Error(), word) {
+					t.Errorf("error %q does not say %q", err, word)
+				}
+			}
+			again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+			if err := again.Resume(path, WithNewSettings(nil)); err != nil || again.Step() != 4 {
+				t.Errorf("the checkpoint gives step %d, %v, want 4", again.Step(), err)
+			}
+		})
+	}
+}
+
+func TestEvaluateDiverged(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
+	tr.Model.Param(normName).Float32s()[2] = float32(math.NaN())
+	if _, _, err := tr.Evaluate(heldOut(t, 50, 1)); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), normName) {
+		t.Errorf("got %v, want ErrDiverged in %s", err, normName)
+	}
+	if err := tr.Model.Save(filepath.Join(t.TempDir(), "m")); !errors.Is(err, ErrDiverged) {
+		t.Errorf("Model.Save: got %v, want ErrDiverged", err)
+	}
+}

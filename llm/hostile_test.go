@@ -1,0 +1,197 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// TestNil wants an error from each constructor and function that gets a nil.
+func TestNil(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	second := func(_ any, err error) error { return err }
+	run := func(c Callback) error {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+		tr.On(c)
+		return tr.Run(context.Background())
+	}
+	e := heldOut(t, 50, 1)
+	for name, f := range map[string]func() error{
+		"NewTrainer model":     func() error { return second(NewTrainer(nil, tr.Loader, tr.Optimizer, tr.Config)) },
+		"NewTrainer loader":    func() error { return second(NewTrainer(tr.Model, nil, tr.Optimizer, tr.Config)) },
+		"NewTrainer optimiser": func() error { return second(NewTrainer(tr.Model, tr.Loader, nil, tr.Config)) },
+		"NewLoader":            func() error { return second(NewLoader(nil, LoaderConfig{Batch: 1, Seq: 1})) },
+		"NewModel option":      func() error { return second(NewModel(tiny(), tensor.Float32, 1, nil)) },
+		"Graph option":         func() error { return second(tr.Model.Graph(ForLoss, 1, nil)) },
+		"Resume option":        func() error { return tr.Resume("nowhere", nil) },
+		"OpenCorpus option":    func() error { return second(OpenCorpus(".", nil)) },
+		"Tokenize text":        func() error { return second(Tokenize(nil, ByteTokenizer{})) },
+		"Tokenize tokenizer":   func() error { return second(Tokenize(&Text{}, nil)) },
+		"NewEvaluation":        func() error { return second(NewEvaluation([]byte("abc"), nil, 1, 1)) },
+		"Trainer.Evaluate":     func() error { _, _, err := tr.Evaluate(nil); return err },
+		"NewGenerator":         func() error { return second(NewGenerator(nil)) },
+		"Sample":               func() error { return second(Sample(nil, []float32{1})) },
+		"TrainOrder2":          func() error { return second(TrainOrder2(nil, nil)) },
+		"callback":             func() error { return run(nil) },
+		"Evaluate trainer":     func() error { return run(Evaluate(nil, e, 1)) },
+		"Evaluate text":        func() error { return run(Evaluate(tr, nil, 1)) },
+		"Evaluate quick text":  func() error { return run(Evaluate(tr, e, 1, WithQuick(nil))) },
+		"Evaluate option":      func() error { return run(Evaluate(tr, e, 1, nil)) },
+		"Checkpoint":           func() error { return run(Checkpoint(nil, "x", 1)) },
+		"SampleText trainer":   func() error { return run(SampleText(nil, ByteTokenizer{}, "a", 1, SamplerConfig{}, "", 0)) },
+		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, SamplerConfig{}, "", 0)) },
+		"LossCurve option":     func() error { return run(LossCurve("x", "", nil)) },
+		"Generate sampler": func() error {
+			g, err := NewGenerator(tr.Model)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer g.Close()
+			return second(g.Generate([]int{1}, 1, nil))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if err := f(); err == nil || !strings.Contains(err.Error(), "nil") {
+				t.Errorf("got %v, want an error that says nil", err)
+			}
+		})
+	}
+}
+
+// TestCallbackArguments wants callbacks that no run can use to end it before its first step.
+func TestCallbackArguments(t *testing.T) {
+	sample := func(prompt string, n int, c SamplerConfig) func(*Trainer) Callback {
+		return func(tr *Trainer) Callback { return SampleText(tr, ByteTokenizer{}, prompt, n, c, "", 0) }
+	}
+	for want, callback := range map[string]func(*Trainer) Callback{
+		"Temperature is -1": sample("x", 3, SamplerConfig{Temperature: -1}),
+		"makes no token":    sample("", 3, SamplerConfig{}),
+		"for -1 tokens":     sample("x", -1, SamplerConfig{}),
+		"sequences of 7": func(tr *Trainer) Callback {
+			e, err := NewEvaluation(words(1, 50), ByteTokenizer{}, 1, 7)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return Evaluate(tr, e, 0)
+		},
+	} {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
+		tr.On(callback(tr))
+		if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || strings.Count(err.Error(), want) != 1 {
+			t.Errorf("after step %d: %v, want %q once at step 0", tr.Step(), err, want)
+		}
+	}
+}
+
+// smallCheckpoint returns the contents of a checkpoint of a small run.
+func smallCheckpoint(t testing.TB) ([]safetensors.Tensor, map[string]string) {
+	t.Helper()
+	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
+	tr := smallTrainer(t, c)
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	if err := tr.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	tensors, metadata, err := safetensors.Load(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tensors, metadata
+}
+
+func smallTrainer(t testing.TB, c Config) *Trainer {
+	t.Helper()
+	m, err := NewModel(c, tensor.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := NewLoader(&memoryTokens{ids: []uint32{0, 1, 2, 1, 0}, vocabSize: 3}, LoaderConfig{Batch: 1, Seq: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := optim.NewAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tr, err := NewTrainer(m, l, o, TrainConfig{Steps: 2, Batch: 1, Schedule: optim.Constant(0.1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { tr.Close() })
+	return tr
+}
+
+// TestHostileConfig wants configurations that ask for more than memory holds, in files whose checksums are right, to be
+// refused before anything is allocated.
+func TestHostileConfig(t *testing.T) {
+	tensors, metadata := smallCheckpoint(t)
+	whole := metadata[configKey]
+	for what, edit := range map[string][2]string{
+		"ff":       {`"ff":1`, `"ff":16777216`},
+		"layers":   {`"layers":1`, `"layers":16777216`},
+		"vocab":    {`"vocab":3`, `"vocab":4611686018427387904`},
+		"overflow": {`"heads":2,"kv_heads":2,"head_dim":2`, `"heads":4294967296,"kv_heads":4294967296,"head_dim":4294967296`},
+		"slots":    {`"slots":3`, `"slots":65536`},
+		"seeds":    {`"seeds":2`, `"seeds":4`},
+	} {
+		t.Run(what, func(t *testing.T) {
+			metadata[configKey] = strings.Replace(whole, edit[0], edit[1], 1)
+			if metadata[configKey] == whole {
+				t.Fatalf("%s has no %s", whole, edit[0])
+			}
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			if err := safetensors.Save(path, tensors, metadata); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := LoadModel(path); err == nil {
+				t.Error("no error")
+			}
+		})
+	}
+}
+
+// FuzzLoad gives LoadModel, ReadNotes and Resume files that are whole, with altered metadata and one altered tensor.
+func FuzzLoad(f *testing.F) {
+	tensors, metadata := smallCheckpoint(f)
+	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
+	f.Add(metadata[configKey], metadata[trainingKey], metadata[notesKey], uint8(0), []byte(nil))
+	f.Add(strings.Replace(metadata[configKey], `"ff":1`, `"ff":1000000000000000`, 1), "{", "[]", uint8(3), []byte{1})
+	f.Add(metadata[configKey], strings.Replace(metadata[trainingKey], `"steps":2`, `"steps":-9`, 1), "", uint8(20), []byte{0, 0, 128, 127})
+	f.Fuzz(func(t *testing.T, config, training, notes string, which uint8, data []byte) {
+		altered := append([]safetensors.Tensor(nil), tensors...)
+		if len(data) > 0 {
+			x, err := safetensors.New(altered[int(which)%len(altered)].Name, []int{len(data)}, data)
+			if err != nil {
+				t.Fatal(err)
+			}
+			altered[int(which)%len(altered)] = x
+		}
+		path := filepath.Join(t.TempDir(), "m.safetensors")
+		if err := safetensors.Save(path, altered, map[string]string{configKey: config, trainingKey: training, notesKey: notes}); err != nil {
+			return // no JSON string
+		}
+		if m, err := LoadModel(path); err == nil {
+			if err := m.Save(path + "2"); err != nil && !errors.Is(err, ErrDiverged) {
+				t.Error(err)
+			}
+			os.Remove(path + "2")
+		}
+		_, _ = ReadNotes(path)
+		tr := smallTrainer(t, c)
+		if err := tr.Resume(path, WithNewSettings(nil)); err == nil {
+			if err := tr.Run(context.Background()); err != nil {
+				t.Log(err)
+			}
+		} else if tr.Step() != 0 {
+			t.Errorf("refused with %v, the trainer is at step %d", err, tr.Step())
+		}
+	})
+}

@@ -1,0 +1,111 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the trainer, so that its
+// continuation would not have the bits of an uninterrupted run.
+var ErrSettings = errors.New("checkpoint of a run with other settings")
+
+// settings are what decides the bits of a run besides the model's shape and the data.
+type settings struct {
+	plainSettings
+	Rules map[string]optim.Rule `json:"rules,omitempty"` // what the optimiser does with each parameter
+	Steps int                   `json:"steps"`
+	Rates []number              `json:"rates"` // the schedule at step i·Steps/len(Rates)
+}
+
+type plainSettings struct {
+	Batch      int     `json:"batch"`
+	Accumulate int     `json:"accumulate"`
+	Clip       float64 `json:"clip"`
+	Epoch      int     `json:"epoch"`
+	Seed       uint64  `json:"seed"` // of the loader
+	Tokenizer  string  `json:"tokenizer"`
+	Optimizer  string  `json:"optimizer"`
+}
+
+// ratePoints is how many values of the schedule stand for it.
+const ratePoints = 32
+
+// ratePoint returns the step of value i of the schedule of a run of the given number of steps.
+func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / ratePoints) }
+
+func (t *Trainer) settings() settings {
+	c := t.Config
+	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
+		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer)},
+		Steps: c.Steps}
+	if o, ok := t.Optimizer.(interface {
+		Rule(name string, shape []int) optim.Rule
+	}); ok {
+		s.Rules = map[string]optim.Rule{}
+		for _, p := range t.Model.Params {
+			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())
+		}
+	}
+	for i := range ratePoints {
+		s.Rates = append(s.Rates, number(c.Schedule(ratePoint(i, c.Steps))))
+	}
+	return s
+}
+
+// differs says in what the trainer's settings are not those of a checkpoint. Steps alone is no difference: it only says
+// where a run ends, unless the schedule follows it.
+func (t *Trainer) differs(there settings) []string {
+	here := t.settings()
+	diff := differences(here.plainSettings, there.plainSettings)
+	if here.Optimizer == there.Optimizer {
+		for _, name := range slices.Sorted(maps.Keys(here.Rules)) {
+			for _, d := range differences(here.Rules[name], there.Rules[name]) {
+				diff = append(diff, fmt.Sprintf("%s of the optimiser for %s", d, name))
+			}
+		}
+	}
+	if len(there.Rates) != ratePoints {
+		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d", len(there.Rates), ratePoints))
+	}
+	for i, rate := range there.Rates {
+		// A schedule need not have values outside the run.
+		if step := ratePoint(i, there.Steps); step >= 0 && step < t.Config.Steps {
+			if r := t.Config.Schedule(step); r != float64(rate) {
+				return append(diff, fmt.Sprintf("the learning rate of step %d is %v here and %v there", step+1, r, rate))
+			}
+		}
+	}
+	return diff
+}
+
+// differences names the fields in which two structs of one type differ, with both values.
+func differences(here, there any) []string {
+	var diff []string
+	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
+	for i := range a.NumField() {
+		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
+			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x, y))
+		}
+	}
+	return diff
+}
+
+// A ResumeOption changes what Resume accepts.
+type ResumeOption func(*resumption)
+
+type resumption struct {
+	newSettings bool
+	report      func(differences []string)
+}
+
+// WithNewSettings goes on with the trainer's settings where they are not those of the run that wrote the checkpoint,
+// instead of refusing it with ErrSettings. If there are such, report, unless it is nil, is told of them once everything is
+// loaded. A loader of another seed begins its next epoch.
+func WithNewSettings(report func(differences []string)) ResumeOption {
+	return func(r *resumption) { r.newSettings, r.report = true, report }
+}
