@@ -11,24 +11,22 @@
 
 namespace attention {
 
-using Forward64 = Shape<64, 3, 128>;
-using Forward128 = Shape<128, 2, 128>;
+using Forward64 = Shape<64, 3, 128, 2, 3>;
+using Forward128 = Shape<128, 2, 128, 1, 2>;
 
 #ifdef HOPPER
 
-// Shared memory: q, results on their way out, two stages of k and v, then the barriers.
+// Shared memory: q of Turns turns, results on their way out, Stages of k and v, then the barriers.
 template <class S> struct ForwardMemory {
-  uint32_t q, y, k, v, barriers;
+  uint32_t q, y, k, v;
+  Ring<S::Turns> qs;
+  Ring<S::Stages> ks, vs;
   __device__ ForwardMemory(uint32_t base)
-      : q(base), y(base + S::OwnBytes), k(base + 2 * S::OwnBytes), v(k + 2 * S::LoopBytes), barriers(v + 2 * S::LoopBytes) {}
-  __device__ uint32_t qFull() const { return barriers; }
-  __device__ uint32_t qFree() const { return barriers + 8; }
-  __device__ uint32_t kFull(int i) const { return barriers + 16 + i % 2 * 8; }
-  __device__ uint32_t kFree(int i) const { return barriers + 32 + i % 2 * 8; }
-  __device__ uint32_t vFull(int i) const { return barriers + 48 + i % 2 * 8; }
-  __device__ uint32_t vFree(int i) const { return barriers + 64 + i % 2 * 8; }
-  __device__ uint32_t kTile(int i) const { return k + i % 2 * S::LoopBytes; }
-  __device__ uint32_t vTile(int i) const { return v + i % 2 * S::LoopBytes; }
+      : q(base), y(q + S::Turns * S::OwnBytes), k(y + S::OwnBytes), v(k + S::Stages * S::LoopBytes),
+        qs{v + S::Stages * S::LoopBytes}, ks{qs.barriers + qs.bytes}, vs{ks.barriers + ks.bytes} {}
+  __device__ uint32_t qTile(int turn) const { return q + qs.slot(turn) * S::OwnBytes; }
+  __device__ uint32_t kTile(int i) const { return k + ks.slot(i) * S::LoopBytes; }
+  __device__ uint32_t vTile(int i) const { return v + vs.slot(i) * S::LoopBytes; }
 };
 
 template <class S>
@@ -37,17 +35,13 @@ __device__ inline void copyForward(const Params &p, const TensorMap &q, const Te
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
-    barrierWait(m.qFree(), turn + 1 & 1);
-    barrierExpect(m.qFull(), S::OwnBytes);
-    copyTile<S::D, S::Own>(m.q, q, m.qFull(), w.tile * S::Own, w.head, w.batch);
+    uint32_t barrier = m.qs.fill(turn, S::OwnBytes);
+    copyTile<S::D, S::Own>(m.qTile(turn), q, barrier, w.tile * S::Own, w.head, w.batch);
     for (int j = 0; j < n; j++, i++) {
-      const int parity = i / 2 + 1 & 1;
-      barrierWait(m.kFree(i), parity);
-      barrierExpect(m.kFull(i), S::LoopBytes);
-      copyTile<S::D, S::Loop>(m.kTile(i), k, m.kFull(i), j * S::Loop, kvHead, w.batch);
-      barrierWait(m.vFree(i), parity);
-      barrierExpect(m.vFull(i), S::LoopBytes);
-      copyTile<S::D, S::Loop>(m.vTile(i), v, m.vFull(i), j * S::Loop, kvHead, w.batch);
+      barrier = m.ks.fill(i, S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.kTile(i), k, barrier, j * S::Loop, kvHead, w.batch);
+      barrier = m.vs.fill(i, S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.vTile(i), v, barrier, j * S::Loop, kvHead, w.batch);
     }
   }
 }
@@ -83,9 +77,6 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
-  auto release = [&](uint32_t barrier) {
-    if (lane == 0) barrierArrive(barrier);
-  };
   // Warpgroups start products one after the other, so that the scores of one are ready, and its softmax is under way, while
   // the tensor cores serve the next.
   auto waitTurn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
@@ -105,45 +96,45 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
       if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
     };
 
-    barrierWait(m.qFull(), turn & 1);
-    barrierWait(m.kFull(i), i / 2 & 1);
+    m.qs.wait(turn);
+    m.ks.wait(i);
     waitTurn();
     productsBegin();
-    startNT<T, D, S::Own>(s, m.q, 64 * group, m.kTile(i));
+    startNT<T, D, S::Own>(s, m.qTile(turn), 64 * group, m.kTile(i));
     productsCommit();
     passTurn();
     productsWait<0>();
     hold(s);
-    release(m.kFree(i));
-    if (mine == 1) release(m.qFree());
+    m.ks.release(i);
+    if (mine == 1) m.qs.release(turn);
     hideTile(0);
     softmax.step(s, c, shrink);
     e.set(s, T());
-    barrierWait(m.vFull(i), i / 2 & 1);
+    m.vs.wait(i);
     for (int j = 1; j < mine; j++) {
       const int next = i + j, now = next - 1;
-      barrierWait(m.kFull(next), next / 2 & 1);
+      m.ks.wait(next);
       waitTurn();
       hold(s);
       hold(y);
       productsBegin();
-      startNT<T, D, S::Own>(s, m.q, 64 * group, m.kTile(next));
+      startNT<T, D, S::Own>(s, m.qTile(turn), 64 * group, m.kTile(next));
       productsCommit();
       startNN<T, D>(y, e, m.vTile(now));
       productsCommit();
       passTurn();
       productsWait<1>();
       hold(s);
-      release(m.kFree(next));
-      if (j == mine - 1) release(m.qFree());
+      m.ks.release(next);
+      if (j == mine - 1) m.qs.release(turn);
       hideTile(j);
       softmax.step(s, c, shrink);
       hold(s);
       // The assembler would move a wait for products ahead of the exponentials, but not across this loop.
-      barrierWait(m.vFull(next), next / 2 & 1);
+      m.vs.wait(next);
       productsWait<0>();
       hold(y);
-      release(m.vFree(now));
+      m.vs.release(now);
 #pragma unroll
       for (int x = 0; x < D / 8; x++)
 #pragma unroll
@@ -157,14 +148,14 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     productsCommit();
     productsWait<0>();
     hold(y);
-    release(m.vFree(last));
+    m.vs.release(last);
     for (int j = i + mine; j < i + n; j++) {  // tiles that only another group's queries see
       waitTurn();
       passTurn();
-      barrierWait(m.kFull(j), j / 2 & 1);
-      release(m.kFree(j));
-      barrierWait(m.vFull(j), j / 2 & 1);
-      release(m.vFree(j));
+      m.ks.wait(j);
+      m.ks.release(j);
+      m.vs.wait(j);
+      m.vs.release(j);
     }
     i += n;
 
@@ -193,14 +184,9 @@ __device__ inline void forward(const Params &p, const TensorMap &q, const Tensor
   const ForwardMemory<S> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
   if (threadIdx.x == 0) {
-    barrierInit(m.qFull(), 1);
-    barrierInit(m.qFree(), 4 * S::Workers);
-    for (int i = 0; i < 2; i++) {
-      barrierInit(m.kFull(i), 1);
-      barrierInit(m.vFull(i), 1);
-      barrierInit(m.kFree(i), 4 * S::Workers);
-      barrierInit(m.vFree(i), 4 * S::Workers);
-    }
+    m.qs.init(S::Workers);
+    m.ks.init(S::Workers);
+    m.vs.init(S::Workers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -216,7 +202,8 @@ __device__ inline void forward(const Params &p, const TensorMap &q, const Tensor
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: 2·OwnBytes + 4·LoopBytes + 80.
+// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (Turns + 1)·OwnBytes +
+// Stages·(2·LoopBytes + 32) + 16·Turns.
 #define FORWARD(D, T)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1) attention_hopper_forward_##D##_##T(   \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

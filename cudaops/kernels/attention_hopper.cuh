@@ -21,9 +21,10 @@ struct alignas(64) TensorMap {
 
 namespace attention {
 
-// Workers warpgroups own 64 rows each and walk over Loop rows at a time.
-template <int D_, int Workers_, int Loop_, int Stages_ = 2> struct Shape {
-  static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Stages = Stages_, Own = 64 * Workers;
+// Workers warpgroups own 64 rows each and walk over Loop rows at a time. There is room for the own tiles of Turns turns and
+// for Stages of the others.
+template <int D_, int Workers_, int Loop_, int Turns_, int Stages_> struct Shape {
+  static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Turns = Turns_, Stages = Stages_, Own = 64 * Workers;
   static constexpr int Threads = 128 * (Workers + 1), CopierRegisters = Workers == 2 ? 24 : 32,
                        WorkerRegisters = Workers == 2 ? 240 : 160;
   static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
@@ -70,6 +71,33 @@ __device__ inline void barrierWait(uint32_t barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+
+// A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`; fill i goes into slot
+// i % Slots, whose barriers these are.
+template <int Slots> struct Ring {
+  uint32_t barriers;
+  static constexpr int bytes = 16 * Slots;
+  __device__ uint32_t filled(int i) const { return barriers + i % Slots * 16; }
+  __device__ uint32_t freed(int i) const { return filled(i) + 8; }
+  __device__ static int slot(int i) { return i % Slots; }
+
+  __device__ void init(int workers) const {
+    for (int i = 0; i < Slots; i++) {
+      barrierInit(filled(i), 1);
+      barrierInit(freed(i), 4 * workers);  // one arrival a warp
+    }
+  }
+  // The copier waits for the slot of fill i to be free and announces that many bytes; they arrive at the returned barrier.
+  __device__ uint32_t fill(int i, int bytes) const {
+    barrierWait(freed(i), i / Slots + 1 & 1);
+    barrierExpect(filled(i), bytes);
+    return filled(i);
+  }
+  __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
+  __device__ void release(int i) const {
+    if (threadIdx.x % 32 == 0) barrierArrive(freed(i));
+  }
+};
 
 // ---- Copies ----
 

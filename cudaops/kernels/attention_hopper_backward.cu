@@ -7,48 +7,37 @@
 
 namespace attention {
 
-using BackwardQ64 = Shape<64, 2, 128, 3>;
-using BackwardQ128 = Shape<128, 2, 64, 3>;
-using BackwardKV64 = Shape<64, 2, 64, 3>;
-using BackwardKV128 = Shape<128, 2, 64, 3>;
+using BackwardQ64 = Shape<64, 2, 128, 2, 4>;
+using BackwardQ128 = Shape<128, 2, 64, 1, 4>;
+using BackwardKV64 = Shape<64, 2, 64, 2, 6>;
+using BackwardKV128 = Shape<128, 2, 64, 1, 3>;
 
 #ifdef HOPPER
 
-// Shared memory: the block's two own tiles, results on their way out, stages of two tiles and statistics, then the barriers.
+// Shared memory: the block's two own tiles of Turns turns, results on their way out, Stages of two tiles and their statistics,
+// then the barriers.
 template <class S, int StatsBytes> struct BackwardMemory {
-  static constexpr int stageBytes = 2 * S::LoopBytes + StatsBytes;
-  uint32_t first, second, out, stages, barriers;
+  uint32_t own, out, tiles;
+  Ring<S::Turns> turns;
+  Ring<S::Stages> stages;
   __device__ BackwardMemory(uint32_t base)
-      : first(base), second(base + S::OwnBytes), out(base + 2 * S::OwnBytes), stages(base + 3 * S::OwnBytes),
-        barriers(base + 3 * S::OwnBytes + S::Stages * stageBytes) {}
-  __device__ uint32_t ownFull() const { return barriers; }
-  __device__ uint32_t ownFree() const { return barriers + 8; }
-  __device__ uint32_t full(int i) const { return barriers + 16 + i % S::Stages * 8; }
-  __device__ uint32_t free(int i) const { return barriers + 16 + (S::Stages + i % S::Stages) * 8; }
-  __device__ uint32_t firstTile(int i) const { return stages + i % S::Stages * 2 * S::LoopBytes; }
-  __device__ uint32_t secondTile(int i) const { return firstTile(i) + S::LoopBytes; }
-  __device__ uint32_t stats(int i) const { return stages + S::Stages * 2 * S::LoopBytes + i % S::Stages * StatsBytes; }
+      : own(base), out(own + S::Turns * 2 * S::OwnBytes), tiles(out + S::OwnBytes),
+        turns{tiles + S::Stages * (2 * S::LoopBytes + StatsBytes)}, stages{turns.barriers + turns.bytes} {}
+  __device__ uint32_t ownFirst(int turn) const { return own + turns.slot(turn) * 2 * S::OwnBytes; }
+  __device__ uint32_t ownSecond(int turn) const { return ownFirst(turn) + S::OwnBytes; }
+  __device__ uint32_t first(int i) const { return tiles + stages.slot(i) * 2 * S::LoopBytes; }
+  __device__ uint32_t second(int i) const { return first(i) + S::LoopBytes; }
+  __device__ uint32_t stats(int i) const { return tiles + S::Stages * 2 * S::LoopBytes + stages.slot(i) * StatsBytes; }
 
   __device__ void init() const {
     if (threadIdx.x == 0) {
-      barrierInit(ownFull(), 1);
-      barrierInit(ownFree(), 4 * S::Workers);
-      for (int i = 0; i < S::Stages; i++) {
-        barrierInit(full(i), 1);
-        barrierInit(free(i), 4 * S::Workers);
-      }
+      turns.init(S::Workers);
+      stages.init(S::Workers);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
   }
 };
-
-// The parity of the phase in which tile i fills its stage.
-template <class S> __device__ inline int fillOf(int i) { return i / S::Stages & 1; }
-
-__device__ inline void release(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) barrierArrive(barrier);
-}
 
 template <class S>
 __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
@@ -56,15 +45,13 @@ __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMa
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
-    barrierWait(m.ownFree(), turn + 1 & 1);
-    barrierExpect(m.ownFull(), 2 * S::OwnBytes);
-    copyTile<S::D, S::Own>(m.first, q, m.ownFull(), w.tile * S::Own, w.head, w.batch);
-    copyTile<S::D, S::Own>(m.second, g, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    uint32_t barrier = m.turns.fill(turn, 2 * S::OwnBytes);
+    copyTile<S::D, S::Own>(m.ownFirst(turn), q, barrier, w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.ownSecond(turn), g, barrier, w.tile * S::Own, w.head, w.batch);
     for (int j = 0; j < n; j++, i++) {
-      barrierWait(m.free(i), fillOf<S>(i) ^ 1);
-      barrierExpect(m.full(i), 2 * S::LoopBytes);
-      copyTile<S::D, S::Loop>(m.firstTile(i), k, m.full(i), j * S::Loop, kvHead, w.batch);
-      copyTile<S::D, S::Loop>(m.secondTile(i), v, m.full(i), j * S::Loop, kvHead, w.batch);
+      barrier = m.stages.fill(i, 2 * S::LoopBytes);
+      copyTile<S::D, S::Loop>(m.first(i), k, barrier, j * S::Loop, kvHead, w.batch);
+      copyTile<S::D, S::Loop>(m.second(i), v, barrier, j * S::Loop, kvHead, w.batch);
     }
   }
 }
@@ -85,27 +72,27 @@ __device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int
     Accumulator<1, N> s, ds;
     Operand<N> e;
     dq.clear();
-    barrierWait(m.ownFull(), turn & 1);
+    m.turns.wait(turn);
     for (int j = 0; j < mine; j++, i++) {
-      barrierWait(m.full(i), fillOf<S>(i));
+      m.stages.wait(i);
       hold(s);
       hold(ds);
       productsBegin();
-      startNT<T, D, S::Own>(s, m.first, 64 * group, m.firstTile(i));
+      startNT<T, D, S::Own>(s, m.ownFirst(turn), 64 * group, m.first(i));
       productsCommit();
-      startNT<T, D, S::Own>(ds, m.second, 64 * group, m.secondTile(i));
+      startNT<T, D, S::Own>(ds, m.ownSecond(turn), 64 * group, m.second(i));
       productsCommit();
       productsWait<1>();
       hold(s);
       hold(dq);
-      if (j > 0) release(m.free(i - 1));
+      if (j > 0) m.stages.release(i - 1);
       if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
         for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[f / 2]));
       hold(s);
-      barrierWait(m.full(i), fillOf<S>(i));  // long past; but no wait for products moves ahead of the exponentials across it
+      m.stages.wait(i);  // long past; but no wait for products moves ahead of the exponentials across it
       productsWait<0>();
       hold(ds);
 #pragma unroll
@@ -114,16 +101,16 @@ __device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int
         for (int f = 0; f < 4; f++) ds.c[0][x][f] = s.c[0][x][f] * (ds.c[0][x][f] - delta[f / 2]);
       e.set(ds, T());
       productsBegin();
-      startNN<T, D>(dq, e, m.firstTile(i));
+      startNN<T, D>(dq, e, m.first(i));
       productsCommit();
     }
-    release(m.ownFree());
+    m.turns.release(turn);
     productsWait<0>();
     hold(dq);
-    release(m.free(i - 1));
+    m.stages.release(i - 1);
     for (int j = mine; j < n; j++, i++) {  // tiles that only another group's queries see
-      barrierWait(m.full(i), fillOf<S>(i));
-      release(m.free(i));
+      m.stages.wait(i);
+      m.stages.release(i);
     }
     const float factor[1][2] = {{p.scale, p.scale}};
     __syncwarp();  // the previous results have been read
@@ -148,20 +135,18 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
                               const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
-    barrierWait(m.ownFree(), turn + 1 & 1);
-    barrierExpect(m.ownFull(), 2 * S::OwnBytes);
-    copyTile<S::D, S::Own>(m.first, k, m.ownFull(), w.tile * S::Own, w.head, w.batch);
-    copyTile<S::D, S::Own>(m.second, v, m.ownFull(), w.tile * S::Own, w.head, w.batch);
+    uint32_t barrier = m.turns.fill(turn, 2 * S::OwnBytes);
+    copyTile<S::D, S::Own>(m.ownFirst(turn), k, barrier, w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.ownSecond(turn), v, barrier, w.tile * S::Own, w.head, w.batch);
     const QueryTiles<S> queries(p, w.tile * S::Own);
     for (int j = 0; j < queries.n; j++, i++) {
       const int head = w.head * (p.heads / p.kvHeads) + j / queries.count, i0 = (queries.first + j % queries.count) * S::Loop;
-      barrierWait(m.free(i), fillOf<S>(i) ^ 1);
-      barrierExpect(m.full(i), 2 * S::LoopBytes + kStatsBytes<S>);
-      copyTile<S::D, S::Loop>(m.firstTile(i), q, m.full(i), i0, head, w.batch);
-      copyTile<S::D, S::Loop>(m.secondTile(i), g, m.full(i), i0, head, w.batch);
+      barrier = m.stages.fill(i, 2 * S::LoopBytes + kStatsBytes<S>);
+      copyTile<S::D, S::Loop>(m.first(i), q, barrier, i0, head, w.batch);
+      copyTile<S::D, S::Loop>(m.second(i), g, barrier, i0, head, w.batch);
       const float *stats = statsOf(p, w.batch, head) + i0;
-      copyBytes(m.stats(i), stats, kStatsBytes<S> / 2, m.full(i));
-      copyBytes(m.stats(i) + kStatsBytes<S> / 2, stats + statsRows(p), kStatsBytes<S> / 2, m.full(i));
+      copyBytes(m.stats(i), stats, kStatsBytes<S> / 2, barrier);
+      copyBytes(m.stats(i) + kStatsBytes<S> / 2, stats + statsRows(p), kStatsBytes<S> / 2, barrier);
     }
   }
 }
@@ -184,30 +169,30 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
     auto finish = [&] {
       hold(dk);
       hold(dv);
-      if (busy) release(m.free(i - 1));
+      if (busy) m.stages.release(i - 1);
       busy = false;
     };
-    barrierWait(m.ownFull(), turn & 1);
+    m.turns.wait(turn);
     for (int j = 0, t = queries.first; j < queries.n; j++, i++) {
       const int i0 = t * S::Loop;
       t = t + 1 < queries.first + queries.count ? t + 1 : queries.first;
-      barrierWait(m.full(i), fillOf<S>(i));
+      m.stages.wait(i);
       if (p.causal && i0 + N <= row) {  // all of these queries come before this group's keys
         productsWait<0>();
         finish();
-        release(m.free(i));
+        m.stages.release(i);
         continue;
       }
       hold(s);
       productsBegin();
-      startNT<T, D, S::Own>(s, m.first, 64 * group, m.firstTile(i));
+      startNT<T, D, S::Own>(s, m.ownFirst(turn), 64 * group, m.first(i));
       productsCommit();
-      productsWait<0>();  // registers would not suffice for more at once
+      productsWait<0>();
       hold(s);
       finish();
       hold(ds);
-      productsBegin();
-      startNT<T, D, S::Own>(ds, m.second, 64 * group, m.secondTile(i));
+      productsBegin();  // only now: registers would not suffice for all products of two tiles at once
+      startNT<T, D, S::Own>(ds, m.ownSecond(turn), 64 * group, m.second(i));
       productsCommit();
       // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
       // only spoils its own row, which is not stored.
@@ -230,7 +215,7 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       }
       e.set(s, T());
       productsBegin();
-      startNN<T, D>(dv, e, m.secondTile(i));
+      startNN<T, D>(dv, e, m.second(i));
       productsCommit();
       productsWait<1>();
       hold(ds);
@@ -243,11 +228,11 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       }
       f.set(ds, T());
       productsBegin();
-      startNN<T, D>(dk, f, m.firstTile(i));
+      startNN<T, D>(dk, f, m.first(i));
       productsCommit();
       busy = true;
     }
-    release(m.ownFree());
+    m.turns.release(turn);
     productsWait<0>();
     finish();
     const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
@@ -300,8 +285,8 @@ __device__ inline void backwardKV(const Params &p, const TensorMap &q, const Ten
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: 3·OwnBytes + Stages·(2·LoopBytes +
-// 16) + 16 and, for keys, 8·Loop·Stages.
+// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (2·Turns + 1)·OwnBytes +
+// Stages·(2·LoopBytes + 16) + 16·Turns and, for keys, 8·Loop·Stages.
 #define BACKWARD(kernel, body, S, T)                                                                                       \
   extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1) attention_hopper_backward_##kernel##_##T(         \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

@@ -103,8 +103,8 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	blocks := ceilDiv(a.Batch*a.statsRows()*a.Heads, 256/8)
-	if err := k.launch(s, "attention", "attention_stats"+c.suffix, line(blocks, 256), args().Struct(p.bytes(), 8)); err != nil {
+	l := line(ceilDiv(a.Batch*a.statsRows()*a.Heads, 256/8), 256)
+	if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 		return err
 	}
 	if err := c.launch(k, s, attentionBackwardQ); err != nil {
@@ -233,40 +233,63 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	if c.HeadDim > 64 {
 		dim = 128
 	}
-	// What the blocks of a section read over and over should fit in half of the L2 cache.
-	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
-	c.params.section = int32(min(max(k.ctx.Device().L2/2/each, 1), heads))
+	m, h := mmaShapes[dim][pass], hopperShapes[dim][pass]
+	own := m.own
 	if c.Variant == AttentionHopper {
-		return c.launchHopper(k, s, pass, dim)
+		own = 64 * h.workers
 	}
-	m := mmaShapes[dim][pass]
-	l := line(heads*ceilDiv(c.Seq, m.own), m.threads)
+	tiles := ceilDiv(c.Seq, own)
+	c.params.section = int32(c.section(k, heads, tiles, others))
+	if c.Variant == AttentionHopper {
+		return c.launchHopper(k, s, pass, dim, h)
+	}
+	l := line(heads*tiles, m.threads)
 	l.Shared = m.shared(pass, dim)
 	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
 		args().Struct(c.params.bytes(), 8))
 }
 
+// section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare,
+// and their work should fill an even number of turns of the multiprocessors: Hopper's kernels take turns, every second one in
+// reverse, which evens out under a causal mask when they come in pairs.
+func (c *attentionCall) section(k *Kernels, heads, tiles, others int) int {
+	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
+	limit := min(max(k.ctx.Device().L2*5/8/each, 1), heads)
+	if even := 2 * k.sms / gcd(2*k.sms, tiles); limit > even {
+		limit -= limit % even
+	}
+	return limit
+}
+
+func gcd(a, b int) int {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
-type hopperShape struct{ workers, loop, stages int }
+type hopperShape struct{ workers, loop, turns, stages int }
 
 var hopperShapes = map[int][3]hopperShape{
-	64:  {{3, 128, 2}, {2, 128, 3}, {2, 64, 3}},
-	128: {{2, 128, 2}, {2, 64, 3}, {2, 64, 3}},
+	64:  {{3, 128, 2, 3}, {2, 128, 2, 4}, {2, 64, 2, 6}},
+	128: {{2, 128, 1, 2}, {2, 64, 1, 4}, {2, 64, 1, 3}},
 }
 
 // shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
 func (h hopperShape) shared(pass attentionPass, dim int) int {
-	row := 2 * dim
+	own, rings, stats := 2, 1, 0
 	switch pass {
 	case attentionForward:
-		return row*(2*64*h.workers+2*h.loop*h.stages) + 16 + 32*h.stages
+		own, rings = 1, 2
 	case attentionBackwardKV:
-		return row*(3*64*h.workers+2*h.loop*h.stages) + 8*h.loop*h.stages + 16 + 16*h.stages
+		stats = 8 * h.loop
 	}
-	return row*(3*64*h.workers+2*h.loop*h.stages) + 16 + 16*h.stages
+	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
+	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
 }
 
-func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int) error {
+func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
 	p := c.params
 	type operand struct {
 		ptr    driver.Ptr
@@ -288,7 +311,6 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 		// is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
 	}
-	h := hopperShapes[dim][pass]
 	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
 	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
