@@ -211,7 +211,7 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.checkPass("RecordHealth", p); err != nil {
+	if err := l.checkPass("RecordHealth", p, sample != nil); err != nil {
 		return err
 	}
 	if p.Record {
@@ -248,7 +248,7 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.checkPass("RecordGradient", p); err != nil {
+	if err := l.checkPass("RecordGradient", p, sample != nil); err != nil {
 		return err
 	}
 	l.mutate(256, func(lo, hi int) {
@@ -278,7 +278,10 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 
 func half(v float64) uint16 { return uint16(NewFloat16(v)) }
 
-func (l *Lattice) checkPass(method string, p *Pass) error {
+func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
+	if !sampled {
+		return fmt.Errorf("state.%s: %w: sample is nil, want a function", method, ErrArgument)
+	}
 	if p == nil || l.n == 0 || len(p.Stage) != l.n {
 		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds", method, ErrArgument, l.n)
 	}

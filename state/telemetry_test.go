@@ -3,6 +3,7 @@ package state_test
 import (
 	"errors"
 	"math"
+	"strings"
 	"testing"
 	"time"
 
@@ -170,6 +171,28 @@ func TestHistoryOfInterleavedPasses(t *testing.T) {
 	}
 	if h := l.History(); len(h) != 2 || h[1].Seeds[0].Gradient.Norm != 0 {
 		t.Errorf("history %+v, want no gradient in the second report", h)
+	}
+}
+
+func TestRecordErrors(t *testing.T) {
+	l, other := lattice(t, 2, 2), lattice(t, 3, 3)
+	var mine, others state.Pass
+	l.Begin(&mine, true)
+	other.Begin(&others, true)
+	before := bytesOf(t, l)
+	health, gradient := func(int) state.HealthSample { return state.HealthSample{} }, func(int) state.GradientSample { return state.GradientSample{} }
+	for i, err := range []error{l.RecordHealth(nil, health), l.RecordGradient(nil, gradient), l.RecordHealth(&others, health),
+		l.RecordGradient(&others, gradient), l.RecordHealth(&mine, nil), l.RecordGradient(&mine, nil)} {
+		want := "was not begun on this lattice of 2 seeds"
+		if i >= 4 {
+			want = "sample is nil"
+		}
+		if !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), want) {
+			t.Errorf("call %d: error %v, want one with %q", i, err, want)
+		}
+	}
+	if bytesOf(t, l) != before {
+		t.Error("refused records changed the lattice")
 	}
 }
 
