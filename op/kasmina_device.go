@@ -1,0 +1,117 @@
+package op
+
+import (
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// KasminaPass is a pass of a Kasmina layer whose arithmetic somebody else does, such as a machine on a GPU: it takes the
+// snapshot of the lattice that the arithmetic goes by, and hands the lattice what was measured, as the op's own run does.
+type KasminaPass struct {
+	op     *KasminaOp
+	limits []float64
+}
+
+// NewPass returns a pass that has not begun. It is independent of the op's own runs.
+func (o *KasminaOp) NewPass() *KasminaPass {
+	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}}}
+}
+
+// SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a third.
+func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return o.run == p.run }
+
+// Begin takes the snapshot.
+func (p *KasminaPass) Begin() {
+	p.op.Lattice.Begin(&p.op.run.pass, !p.op.Config.NoTelemetry)
+	p.limits = gradLimits(p.op, p.limits)
+}
+
+// Snapshot is what Begin has found. It is not to be changed.
+func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
+
+// KasminaSeed is a seed as a pass finds it.
+type KasminaSeed struct {
+	Kind         blueprints.Kind
+	Slot         uint16
+	Blend, Learn bool
+	Alpha        float32 // of the output; 1 in Training, where it is that of the gradients
+	Low, High    float64 // clamp limits; 0 unless the mode is Strict
+	Limit        float64 // largest norm of a row's gradient; 0 unless the layer clips
+}
+
+// Seed returns what arithmetic needs to know of a seed.
+func (p *KasminaPass) Seed(i int) KasminaSeed {
+	s := &p.op.run.pass
+	k := KasminaSeed{Kind: s.Kind[i], Slot: s.Slot[i], Blend: s.Stage[i].Blends(), Learn: s.Stage[i].Learns(), Alpha: s.Alpha[i]}
+	if p.op.Config.Stability == Strict {
+		k.Low, k.High = clampLimits(s.Input[i])
+	}
+	if p.limits != nil {
+		k.Limit = p.limits[i]
+	}
+	return k
+}
+
+// Measures reports whether the lattice wants to know anything but the number of NaN and Inf.
+func (p *KasminaPass) Measures() bool {
+	s := &p.op.run.pass
+	return s.Record && (s.Telemetry.Mode != state.Off || p.NeedsLast())
+}
+
+// NeedsLast reports whether what the pass before this one has measured must be in the lattice before this one begins,
+// since its limits are made of it.
+func (p *KasminaPass) NeedsLast() bool {
+	return p.op.Config.Stability == Strict || p.op.Config.AdaptiveClip > 0
+}
+
+// RecordHealth gives the lattice what a forward pass has measured; sample is called for every seed, from several goroutines.
+// The error wraps [ErrNonFinite] when the layer shall stop at what was met.
+func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) error {
+	s := &p.op.run.pass
+	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
+	if s.Record || bad.elements > 0 {
+		err := p.op.Lattice.RecordHealth(s, func(seed int) state.HealthSample {
+			h := sample(seed)
+			if !s.Watch[seed] && p.op.Config.Stability != Strict {
+				h = state.HealthSample{NonFinite: h.NonFinite}
+			}
+			return h
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return bad.error(p.op, "x")
+}
+
+// RecordGradient does the same for a backward pass.
+func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample) error {
+	s := &p.op.run.pass
+	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
+	if s.Record || bad.elements > 0 {
+		err := p.op.Lattice.RecordGradient(s, func(seed int) state.GradientSample {
+			g := sample(seed)
+			if !s.Watch[seed] && p.op.Config.AdaptiveClip == 0 {
+				g = state.GradientSample{NonFinite: g.NonFinite, Clipped: g.Clipped}
+			}
+			return g
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return bad.error(p.op, "the gradient of y")
+}
+
+func (p *KasminaPass) countNonFinite(of func(seed int) int) (n nonFinite) {
+	for seed := range p.op.run.pass.Stage {
+		if bad := of(seed); bad > 0 {
+			if n.seeds == 0 {
+				n.seed = seed
+			}
+			n.seeds++
+			n.elements += bad
+		}
+	}
+	return n
+}
