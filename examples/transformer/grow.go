@@ -24,15 +24,16 @@ var growth = []struct {
 }
 
 // grow takes all seeds of a model through their lives on a fixed timetable: at the same step of the same run the same
-// happens, whether the run was interrupted or not. A program that decides by what the seeds report would do so here.
+// happens, whether the run was interrupted or not. A seed that is late, in a run of a few steps or one that was resumed with
+// more of them, catches up. A program that decides by what the seeds report would do so here.
 func grow(m *llm.Model, epoch int) llm.Callback {
 	return func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
 			return nil
 		}
 		for _, g := range growth {
-			if e.Step != int(g.share*float64(e.Steps)) {
-				continue
+			if e.Step < int(g.share*float64(e.Steps)) {
+				break
 			}
 			for layer := range m.Lattices {
 				if err := advance(m, layer, g.stage, e.Steps/(4*epoch)); err != nil {

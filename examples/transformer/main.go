@@ -7,19 +7,25 @@
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results.
-// An interrupt (Ctrl-C) saves a checkpoint before it ends the run.
+//
+// An interrupt (Ctrl-C) saves a checkpoint before it ends the run; a second one ends it at once. With -resume, options that
+// are not given are those of the checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are
+// given may differ, which the program then says: a run planned for 20 steps goes on with -resume -steps 40, but with
+// the learning rates and the growth of the longer plan, so that it does not end where 40 steps at a stretch do.
 package main
 
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"os/signal"
 	"path/filepath"
-	"strconv"
+	"syscall"
 	"time"
 
 	"gorgonia.org/tensor"
@@ -29,116 +35,27 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-type options struct {
-	data, out, optimizer, prompt string
-	resume                       resumeFlag
-	kasmina                      bool
-	model                        llm.Config
-	train                        llm.TrainConfig
-	lr                           float64
-	seed                         uint64
-	maxBytes, heldOut            int64
-	evalEvery, saveEvery         int
-	sample                       int
-	sampler                      llm.SamplerConfig
-}
-
-// resumeFlag is -resume, which goes on from the checkpoint in -out, or -resume=FILE.
-type resumeFlag struct {
-	set  bool
-	path string
-}
-
-func (r *resumeFlag) String() string   { return r.path }
-func (r *resumeFlag) IsBoolFlag() bool { return true }
-
-func (r *resumeFlag) Set(s string) error {
-	if on, err := strconv.ParseBool(s); err == nil {
-		*r = resumeFlag{set: on}
-	} else {
-		*r = resumeFlag{true, s}
-	}
-	return nil
-}
-
-func parse(args []string) (options, error) {
-	var o options
-	f := flag.NewFlagSet("transformer", flag.ExitOnError)
-	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
-	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
-	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE")
-	f.IntVar(&o.train.Steps, "steps", 1000, "optimiser steps in all")
-	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
-	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
-	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
-	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
-	f.IntVar(&o.model.Heads, "heads", 4, "query heads")
-	f.IntVar(&o.model.KVHeads, "kvheads", 0, "key-value heads (default: as many as query heads)")
-	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptron (default: 8/3 of -dim)")
-	f.IntVar(&o.model.Seq, "seq", 256, "bytes in a sequence")
-	f.BoolVar(&o.model.Untied, "untied", false, "give the output layer its own weight")
-	f.IntVar(&o.train.Batch, "batch", 8, "sequences in a batch")
-	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches in a step")
-	f.BoolVar(&o.train.Recompute, "recompute", false, "compute blocks again in the backward pass: less memory, more work")
-	f.StringVar(&o.optimizer, "optimizer", "muon", "adamw or muon")
-	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.003 for adamw, 0.02 for muon)")
-	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm, 0 for none")
-	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters, data order and sample")
-	f.Int64Var(&o.maxBytes, "max-bytes", 0, "use no more than about this much of the data (default: all)")
-	f.Int64Var(&o.heldOut, "heldout", 256<<10, "bytes of held-out text to score")
-	f.IntVar(&o.evalEvery, "eval-every", 200, "steps between evaluations, 0 for the last step alone")
-	f.IntVar(&o.saveEvery, "save-every", 200, "steps between checkpoints, 0 for the last step alone")
-	f.IntVar(&o.sample, "sample", 400, "bytes of text to draw at the end")
-	f.StringVar(&o.prompt, "prompt", "func ", "start of the drawn text")
-	f.Float64Var(&o.sampler.Temperature, "temperature", 0.7, "of the drawn text; 0 always takes the likeliest byte")
-	f.IntVar(&o.sampler.TopK, "top-k", 0, "draw from the k likeliest bytes, 0 for all")
-	f.Float64Var(&o.sampler.TopP, "top-p", 0.95, "draw from the likeliest bytes that together reach this probability")
-	if err := f.Parse(args); err != nil {
-		return o, err
-	}
-	if rest := f.Args(); len(rest) == 1 && o.resume.set && o.resume.path == "" {
-		o.resume.path = rest[0]
-	} else if len(rest) > 0 {
-		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash; -help lists them", rest)
-	}
-	if o.resume.set && o.resume.path == "" {
-		o.resume.path = filepath.Join(o.out, "model.safetensors")
-	}
-	o.model.Vocab = llm.ByteTokenizer{}.VocabSize()
-	if o.kasmina {
-		for i := range o.model.Layers {
-			o.model.Kasmina = append(o.model.Kasmina, i)
-		}
-	} else {
-		o.model.Seeds = 0
-	}
-	o.model = o.model.Default()
-	o.sampler.Seed = o.seed
-	return o, o.model.Check()
-}
+const (
+	checkpointName = "model.safetensors"
+	quickBytes     = 64 << 10 // of held-out text, for evaluations before the last step
+)
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
-	defer stop()
-	o, err := parse(os.Args[1:])
-	if err == nil {
-		err = run(ctx, o)
-	}
-	if err != nil {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // the next signal does what it does to other programs
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, "transformer:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, o options) error {
-	if err := os.MkdirAll(o.out, 0o777); err != nil {
-		return err
-	}
-	train, heldOut, err := openData(o)
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	o, err := parse(args, stderr)
 	if err != nil {
 		return err
 	}
-	baselines, err := score(train, heldOut)
+	train, heldOut, err := openData(o, stderr)
 	if err != nil {
 		return err
 	}
@@ -148,41 +65,55 @@ func run(ctx context.Context, o options) error {
 	}
 	defer t.Close()
 	if o.resume.set {
-		if err := t.Resume(o.resume.path); err != nil {
+		var settings []string
+		if err := t.Resume(o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
 			return err
 		}
+		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
 	}
-	evaluation, err := llm.NewEvaluation(heldOut, llm.ByteTokenizer{}, o.train.Batch, o.model.Seq)
+	baselines, err := score(ctx, train, heldOut, stderr)
 	if err != nil {
 		return err
 	}
-	in := func(name string) string { return filepath.Join(o.out, name) }
-	var sample string
+	if err := os.MkdirAll(o.out, 0o777); err != nil {
+		return err
+	}
+	if err := addCallbacks(t, o, heldOut, stderr); err != nil {
+		return err
+	}
+	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
+		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
+	} else if err != nil {
+		return err
+	}
+	return report(o, t.Last(), baselines, stdout)
+}
+
+func addCallbacks(t *llm.Trainer, o options, heldOut []byte, stderr io.Writer) error {
+	var texts [2]*llm.Evaluation
+	for i, text := range [][]byte{heldOut, heldOut[:min(len(heldOut), quickBytes)]} {
+		var err error
+		if texts[i], err = llm.NewEvaluation(text, llm.ByteTokenizer{}, o.train.Batch, o.model.Seq); err != nil {
+			return err
+		}
+	}
 	if o.kasmina {
 		t.On(grow(t.Model, t.Config.Epoch))
 	}
+	in := func(name string) string { return filepath.Join(o.out, name) }
 	t.On(
-		llm.Progress(os.Stderr),
+		llm.Progress(stderr),
 		llm.JSONLog(in("log.jsonl")),
 		llm.LossCurve(in("loss.png"), in("log.jsonl")),
-		llm.Evaluate(t, evaluation, o.evalEvery),
-		llm.Checkpoint(t, in("model.safetensors"), o.saveEvery),
+		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
+		llm.Checkpoint(t, in(checkpointName), o.saveEvery),
 		llm.SampleText(t, llm.ByteTokenizer{}, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
-		func(e llm.Event) error {
-			if e.Kind == llm.Sampled {
-				sample = e.Text
-			}
-			return nil
-		},
 	)
-	if err := t.Run(ctx); err != nil {
-		return err
-	}
-	return report(o, t.Last(), baselines, sample)
+	return nil
 }
 
 // openData returns the text to train on and the held-out text to score.
-func openData(o options) (*llm.Text, []byte, error) {
+func openData(o options, stderr io.Writer) (*llm.Text, []byte, error) {
 	path := o.data
 	opts := []llm.CorpusOption{}
 	if path == "" {
@@ -203,16 +134,29 @@ func openData(o options) (*llm.Text, []byte, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	fmt.Fprintf(os.Stderr, "data      %s: %.1f MB in %d files to train on, %.0f kB held out\n",
+	fmt.Fprintf(stderr, "data      %s: %.1f MB in %d files to train on, %.0f kB held out\n",
 		path, float64(corpus.Train.Size())/1e6, corpus.Train.Documents(), float64(len(heldOut))/1e3)
 	return corpus.Train, heldOut, nil
 }
 
 type baselines struct{ order2, gzip float64 }
 
+// untilDone reads until the context ends.
+type untilDone struct {
+	ctx context.Context
+	io.Reader
+}
+
+func (r untilDone) Read(p []byte) (int, error) {
+	if err := context.Cause(r.ctx); err != nil {
+		return 0, err
+	}
+	return r.Reader.Read(p)
+}
+
 // score measures what simpler models make of the held-out text, in bits per byte.
-func score(train *llm.Text, heldOut []byte) (b baselines, err error) {
-	m, err := llm.TrainOrder2(train.Reader(), nil)
+func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
+	m, err := llm.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
 	if err != nil {
 		return b, err
 	}
@@ -222,7 +166,7 @@ func score(train *llm.Text, heldOut []byte) (b baselines, err error) {
 	if b.gzip, err = llm.GzipBitsPerByte(heldOut); err != nil {
 		return b, err
 	}
-	fmt.Fprintf(os.Stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
+	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
 	return b, nil
 }
 
@@ -257,25 +201,20 @@ func newOptimizer(o options) (optim.Optimizer, float64, error) {
 		}
 		return usual
 	}
-	adamw := []optim.AdamWOption{optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1), optim.WithGroup(optim.NameContains("norm", "kasmina"), optim.Decay(0))}
-	switch o.optimizer {
-	case "adamw":
+	adamw := []optim.AdamWOption{optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.NameContains("norm", "kasmina"), optim.Decay(0))}
+	if o.optimizer == "adamw" {
 		lr := rate(3e-3)
 		a, err := optim.NewAdamW(append(adamw, optim.WithLR(lr))...)
 		return a, lr, err
-	case "muon":
-		lr := rate(0.02)
-		m, err := optim.NewMuon(optim.WithLR(lr), optim.WithAdamW(append(adamw, optim.WithLR(lr*0.15))...))
-		return m, lr, err
 	}
-	return nil, 0, fmt.Errorf("-optimizer is %q, want adamw or muon", o.optimizer)
+	lr := rate(0.02)
+	m, err := optim.NewMuon(optim.WithLR(lr), optim.WithAdamW(append(adamw, optim.WithLR(lr*0.15))...))
+	return m, lr, err
 }
 
-// report prints the sample, the comparison and, on the last line, the results as JSON.
-func report(o options, e llm.Event, b baselines, sample string) error {
-	fmt.Printf("\n%s\n\n", sample)
-	fmt.Printf("%-28s %s\n", "on the same held-out text", "bits per byte")
-	fmt.Printf("%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n", "this model", e.ValBPB, "order-2 byte model", b.order2, "gzip -9", b.gzip)
+// report prints the comparison and, on the last line, the results as JSON.
+func report(o options, e llm.Event, b baselines, stdout io.Writer) error {
 	tokensPerS := 0.0
 	if e.RunTokens > 0 {
 		tokensPerS = math.Round(float64(e.RunTokens) / e.Elapsed.Seconds())
@@ -287,6 +226,7 @@ func report(o options, e llm.Event, b baselines, sample string) error {
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Println(string(line))
+	_, err = fmt.Fprintf(stdout, "\n%-28s %s\n%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n%s\n", "on the same held-out text", "bits per byte",
+		"this model", e.ValBPB, "order-2 byte model", b.order2, "gzip -9", b.gzip, line)
 	return err
 }

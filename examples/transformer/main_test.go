@@ -1,0 +1,234 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// textFolder returns a folder of small files.
+func textFolder(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	r := rand.New(rand.NewPCG(1, 2))
+	for i := range 30 {
+		var text strings.Builder
+		for range 200 {
+			text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n", "x := y\n"}[r.IntN(5)])
+		}
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i, ".txt")), []byte(text.String()), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// small returns the arguments of a run that takes a moment.
+func small(data, out string, more ...string) []string {
+	return append([]string{"-data", data, "-out", out, "-dim", "16", "-layers", "2", "-heads", "2", "-seq", "16", "-batch", "2",
+		"-seeds", "4", "-sample", "10", "-heldout", "500"}, more...)
+}
+
+// train runs the program and returns its last line and what it told the user.
+func train(t *testing.T, args ...string) (result map[string]any, told string) {
+	t.Helper()
+	var stdout, stderr bytes.Buffer
+	if err := run(context.Background(), args, &stdout, &stderr); err != nil {
+		t.Fatalf("%v\n%s", err, stderr.String())
+	}
+	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
+	if err := json.Unmarshal([]byte(lines[len(lines)-1]), &result); err != nil {
+		t.Fatalf("the last line: %v\n%s", err, stdout.String())
+	}
+	return result, stderr.String()
+}
+
+func read(t *testing.T, elements ...string) []byte {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join(elements...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestRun(t *testing.T) {
+	for _, kasmina := range []bool{true, false} {
+		out := filepath.Join(t.TempDir(), "a", "b")
+		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina))...)
+		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb", "gzip_bpb", "params"} {
+			if v, ok := result[key].(float64); !ok || v <= 0 {
+				t.Errorf("%s is %v, want a positive number", key, result[key])
+			}
+		}
+		seeds := 0.0
+		if kasmina {
+			seeds = 8
+		}
+		if result["steps"] != 20.0 || result["seeds"] != seeds {
+			t.Errorf("steps %v and seeds %v, want 20 and %v", result["steps"], result["seeds"], seeds)
+		}
+		if sample := string(read(t, out, "sample.txt")); !strings.HasPrefix(sample, "func ") || len(sample) != 15 {
+			t.Errorf("sample %q", sample)
+		}
+		if strings.Count(told, "val ") < 3 {
+			t.Errorf("3 evaluations do not show:\n%s", told)
+		}
+		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) || bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
+			t.Error("no loss curve or log")
+		}
+		if _, err := llm.LoadModel(filepath.Join(out, checkpointName)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// endsAfter is a context that ends once it has been asked n times.
+type endsAfter struct {
+	context.Context
+	n *int
+}
+
+func (c endsAfter) Err() error {
+	if *c.n--; *c.n < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// TestResume wants a run that is interrupted and resumed, with no option but -out repeated, to leave the same checkpoint as
+// one in which nothing happened, byte for byte, and to be complete after that.
+func TestResume(t *testing.T) {
+	data, dir := textFolder(t), t.TempDir()
+	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
+	options := []string{"-steps", "40", "-optimizer", "adamw", "-clip", "0.5", "-accumulate", "2", "-seed", "9", "-prompt", "if"}
+	train(t, small(data, straight, options...)...)
+	n := 25
+	err := run(endsAfter{context.Background(), &n}, small(data, broken, options...), io.Discard, io.Discard)
+	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "-resume") {
+		t.Fatalf("got %v, want context.Canceled and a hint", err)
+	}
+	result, told := train(t, "-resume", "-out", broken)
+	if result["steps"] != 40.0 || strings.Contains(told, "changed") || strings.Contains(told, "settings") || !strings.Contains(told, "at step 2") {
+		t.Errorf("result %v\n%s", result, told)
+	}
+	if !bytes.Equal(read(t, straight, checkpointName), read(t, broken, checkpointName)) {
+		t.Error("the checkpoints differ")
+	}
+	if a, b := read(t, straight, "sample.txt"), read(t, broken, "sample.txt"); !bytes.Equal(a, b) {
+		t.Errorf("samples %q and %q", a, b)
+	}
+	again, _ := train(t, "-resume="+filepath.Join(broken, checkpointName), "-out", filepath.Join(dir, "again"))
+	if again["val_bpb"] != result["val_bpb"] || again["steps"] != 40.0 {
+		t.Errorf("the complete run gives %v, want %v", again, result)
+	}
+}
+
+// TestResumeWithMoreSteps wants a run that has ended to go on by its new plan, and the user to hear what that means.
+func TestResumeWithMoreSteps(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	train(t, small(textFolder(t), out, "-steps", "20")...)
+	checkpoint := filepath.Join(out, checkpointName)
+	result, told := train(t, "-out", out, "-resume", checkpoint, "-steps", "30")
+	for _, words := range []string{"at step 20", "-steps from 20 to 30", "another model", "learning rate of step"} {
+		if !strings.Contains(told, words) {
+			t.Errorf("the user does not hear %q:\n%s", words, told)
+		}
+	}
+	if result["steps"] != 30.0 {
+		t.Errorf("result %v", result)
+	}
+	err := run(context.Background(), []string{"-out", out, "-resume", "-steps", "10"}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "step 30, want 0 to TrainConfig.Steps, which is 10") {
+		t.Errorf("fewer steps than were done: %v", err)
+	}
+}
+
+// TestShortRunsGrow wants all seeds of a run of any length to have fossilized at its end.
+func TestShortRunsGrow(t *testing.T) {
+	data := textFolder(t)
+	for _, steps := range []string{"1", "5", "21"} {
+		out := filepath.Join(t.TempDir(), "out")
+		train(t, small(data, out, "-steps", steps)...)
+		m, err := llm.LoadModel(filepath.Join(out, checkpointName))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range m.Lattices {
+			for i, s := range l.Report().Seeds {
+				if s.Stage != state.Fossilized {
+					t.Errorf("%s steps: seed %d is in stage %v", steps, i, s.Stage)
+				}
+			}
+		}
+	}
+}
+
+// TestBadOptions wants an error that names the option or what it sets, and nothing left behind.
+func TestBadOptions(t *testing.T) {
+	data := textFolder(t)
+	for args, want := range map[string]string{
+		"-steps 0":              "-steps is 0",
+		"-steps x":              "steps",
+		"-heads 3":              "multiple of Heads",
+		"-heads 5 -dim 192":     "Dim is 192, want a multiple of Heads, 5",
+		"-seeds 5":              "Seeds is 5",
+		"-prompt=":              `-prompt is "", want some text`,
+		"-temperature -1":       "Temperature is -1",
+		"-top-p 2":              "TopP is 2",
+		"-sample -1":            "-sample is -1",
+		"-max-bytes -5":         "-max-bytes is -5",
+		"-heldout 0":            "-heldout is 0",
+		"-optimizer foo":        `-optimizer is "foo", want adamw or muon`,
+		"-lr -1":                "WithLR: got -1",
+		"-batch 0":              "batches of 0 sequences",
+		"-accumulate -1":        "Accumulate is -1",
+		"-clip -1":              "Clip is -1",
+		"model.safetensors":     "-resume=FILE",
+		"-resume a b":           "unexpected arguments",
+		"-resume=no-file":       "no-file",
+		"-resume":               checkpointName,
+		"-data no-such-folder":  "no-such-folder",
+		"-unknown":              "unknown",
+		"-resume no-file -seed": "-seed",
+	} {
+		t.Run(args, func(t *testing.T) {
+			out := filepath.Join(t.TempDir(), "out")
+			err := run(context.Background(), small(data, out, strings.Fields(args)...), io.Discard, io.Discard)
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("got %v, want %q", err, want)
+			}
+			if _, err := os.Stat(out); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("the run that was refused left %s: %v", out, err)
+			}
+		})
+	}
+	if err := run(context.Background(), []string{"-help"}, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
+		t.Errorf("-help: %v", err)
+	}
+}
+
+// TestStopsWhileScanning wants an interrupt to end the baseline's pass over the data.
+func TestStopsWhileScanning(t *testing.T) {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	out := filepath.Join(t.TempDir(), "out")
+	if err := run(ctx, small(textFolder(t), out), io.Discard, io.Discard); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+	if _, err := os.Stat(out); !errors.Is(err, os.ErrNotExist) {
+		t.Error("the run began")
+	}
+}

@@ -1,0 +1,193 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+type options struct {
+	data, out, optimizer, prompt string
+	resume                       resumeFlag
+	kasmina                      bool
+	model                        llm.Config
+	train                        llm.TrainConfig
+	lr                           float64
+	seed                         uint64
+	maxBytes, heldOut            int64
+	evalEvery, saveEvery         int
+	sample                       int
+	sampler                      llm.SamplerConfig
+
+	changed []string // what a resumed run is told to do otherwise than before
+}
+
+// resumeFlag is -resume, which goes on from the checkpoint in -out, or -resume=FILE.
+type resumeFlag struct {
+	set  bool
+	path string
+}
+
+func (r *resumeFlag) String() string   { return r.path }
+func (r *resumeFlag) IsBoolFlag() bool { return true }
+
+func (r *resumeFlag) Set(s string) error {
+	if on, err := strconv.ParseBool(s); err == nil {
+		*r = resumeFlag{set: on}
+	} else {
+		*r = resumeFlag{true, s}
+	}
+	return nil
+}
+
+// parse reads the command line. Of a run that is resumed, options that are not given are those of the checkpoint.
+func parse(args []string, stderr io.Writer) (options, error) {
+	var o options
+	f := o.flags(stderr)
+	if err := f.Parse(args); err != nil {
+		return o, err
+	}
+	if rest := f.Args(); len(rest) > 0 && o.resume.set && o.resume.path == "" { // -resume FILE
+		o.resume.path = rest[0]
+		if err := f.Parse(rest[1:]); err != nil {
+			return o, err
+		}
+	}
+	if f.NArg() > 0 {
+		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash, and a checkpoint is named with "+
+			"-resume=FILE; -help lists the options", f.Args())
+	}
+	if o.resume.set {
+		if o.resume.path == "" {
+			o.resume.path = filepath.Join(o.out, checkpointName)
+		}
+		if err := o.restore(f); err != nil {
+			return o, err
+		}
+	}
+	if o.data != "" {
+		var err error
+		if o.data, err = filepath.Abs(o.data); err != nil { // a resumed run may start in another folder
+			return o, err
+		}
+	}
+	o.train.Notes = map[string]string{}
+	f.VisitAll(func(f *flag.Flag) {
+		if f.Name != "out" && f.Name != "resume" {
+			o.train.Notes[f.Name] = f.Value.String()
+		}
+	})
+	return o, o.finish()
+}
+
+func (o *options) flags(stderr io.Writer) *flag.FlagSet {
+	f := flag.NewFlagSet("transformer", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
+	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
+	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
+	f.IntVar(&o.train.Steps, "steps", 650, "optimiser steps in all; learning rate and growth follow them")
+	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
+	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
+	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
+	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
+	f.IntVar(&o.model.Heads, "heads", 4, "query heads")
+	f.IntVar(&o.model.KVHeads, "kvheads", 0, "key-value heads (default: as many as query heads)")
+	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptron (default: 8/3 of -dim)")
+	f.IntVar(&o.model.Seq, "seq", 256, "bytes in a sequence")
+	f.BoolVar(&o.model.Untied, "untied", false, "give the output layer its own weight")
+	f.IntVar(&o.train.Batch, "batch", 8, "sequences in a batch")
+	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches in a step")
+	f.BoolVar(&o.train.Recompute, "recompute", false, "compute blocks again in the backward pass: less memory, more work")
+	f.StringVar(&o.optimizer, "optimizer", "muon", "adamw or muon")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.003 for adamw, 0.02 for muon)")
+	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm, 0 for none")
+	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters, data order and sample")
+	f.Int64Var(&o.maxBytes, "max-bytes", 0, "use no more than about this much of the data, 0 for all")
+	f.Int64Var(&o.heldOut, "heldout", 256<<10, "bytes of held-out text to score at the end; evaluations before it score 64 KiB at most")
+	f.IntVar(&o.evalEvery, "eval-every", 200, "steps between evaluations, 0 for the last step alone")
+	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints, 0 for the last step alone")
+	f.IntVar(&o.sample, "sample", 300, "bytes of text to draw at the end")
+	f.StringVar(&o.prompt, "prompt", "func ", "start of the drawn text")
+	f.Float64Var(&o.sampler.Temperature, "temperature", 0.7, "of the drawn text; 0 always takes the likeliest byte")
+	f.IntVar(&o.sampler.TopK, "top-k", 0, "draw from the k likeliest bytes, 0 for all")
+	f.Float64Var(&o.sampler.TopP, "top-p", 0.95, "draw from the likeliest bytes that together reach this probability")
+	return f
+}
+
+// restore sets the options that were not given to those of the checkpoint, and notes which of the others differ.
+func (o *options) restore(f *flag.FlagSet) error {
+	notes, err := llm.ReadNotes(o.resume.path)
+	if err != nil {
+		return err
+	}
+	given := map[string]bool{}
+	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	var errs []error
+	f.VisitAll(func(fl *flag.Flag) {
+		was, known := notes[fl.Name]
+		switch {
+		case !known:
+		case !given[fl.Name]:
+			if err := fl.Value.Set(was); err != nil {
+				errs = append(errs, fmt.Errorf("-%s of %s is %q: %w", fl.Name, o.resume.path, was, err))
+			}
+		case fl.Value.String() != was:
+			o.changed = append(o.changed, fmt.Sprintf("-%s from %s to %s", fl.Name, was, fl.Value))
+		}
+	})
+	return errors.Join(errs...)
+}
+
+// finish derives what the options leave open, and refuses what would otherwise fail only after the training.
+func (o *options) finish() error {
+	o.model.Vocab = llm.ByteTokenizer{}.VocabSize()
+	if o.kasmina {
+		for i := range o.model.Layers {
+			o.model.Kasmina = append(o.model.Kasmina, i)
+		}
+	} else {
+		o.model.Seeds = 0
+	}
+	o.model = o.model.Default()
+	o.sampler.Seed = o.seed
+	if _, err := llm.NewSampler(o.sampler); err != nil {
+		return err
+	}
+	for _, c := range []struct {
+		ok         bool
+		name, want string
+		value      any
+	}{
+		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
+		{o.prompt != "", "prompt", "some text", `""`},
+		{o.sample >= 0, "sample", "at least 0", o.sample},
+		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
+		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
+		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
+	} {
+		if !c.ok {
+			return fmt.Errorf("-%s is %v, want %s", c.name, c.value, c.want)
+		}
+	}
+	return o.model.Check()
+}
+
+// explain says what becomes of a resumed run with other options. settings are the differences that change its results.
+func (o *options) explain(settings []string) string {
+	var s strings.Builder
+	for _, c := range o.changed {
+		fmt.Fprintf(&s, "changed   %s\n", c)
+	}
+	if len(settings) > 0 {
+		fmt.Fprintf(&s, "from here on the run follows its new settings, and ends with another model than one that followed them\n"+
+			"from the start: %s\n", strings.Join(settings, "; "))
+	}
+	return s.String()
+}
