@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   struct Four {
     Pack<float, 4> p, g, m, v;
   };
-  forChunk(
+  forChunk<2>(
       t.size, c.index,
       [&](int64_t i) {
         return Four{load<4>(t.param + i), loadAs(t.grad, t.gradType, i), load<4>(t.first + i), load<4>(t.second + i)};

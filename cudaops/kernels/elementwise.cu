@@ -44,7 +44,7 @@
   F(Sin, sinf(a))                                                      \
   F(Cos, cosf(a))                                                      \
   F(Softplus, fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a))))                \
-  F(Gelu, 0.5f * a * (1.0f + erff(a * 0.707106781f)))                  \
+  F(Gelu, 0.5f * a * erfcf(a * -0.707106781f))                         \
   F(Ceil, ceilf(a))                                                    \
   F(Floor, floorf(a))
 
@@ -148,35 +148,61 @@ FOR_STORAGE_TYPES(DEFINE)
 // ---- binary ----
 
 // Operand says which of its elements belongs to element i.
-struct Operand {
+template <class T> struct Operand {
+  const T* p;
   int64_t repeat, period;
-  __device__ __forceinline__ int64_t at(int64_t i) const { return i / repeat % period; }
+
+  __device__ __forceinline__ int64_t at(int64_t i, int64_t n) const {
+    if (n < (int64_t(1) << 31)) return unsigned(i) / unsigned(repeat) % unsigned(period);  // several times faster
+    return i / repeat % period;
+  }
+  // packs reports whether N elements belong to N in a row, aligned, or to one; the same for all threads.
+  template <int N> __device__ __forceinline__ bool packs() const {
+    return one<N>() || (repeat == 1 && period % N == 0 && aligned16(p));
+  }
+  template <int N> __device__ __forceinline__ bool one() const { return period == 1 || repeat % N == 0; }
+  template <int N> __device__ __forceinline__ Pack<T, N> get(int64_t i, int64_t n) const {
+    if (!one<N>()) return load<N>(p + at(i, n));
+    Pack<T, N> v;
+    T x = p[at(i, n)];
+#pragma unroll
+    for (int j = 0; j < N; j++) v.v[j] = x;
+    return v;
+  }
 };
 
-template <int op, class T> __device__ __forceinline__ bool fastBinary(T* y, const T* a, const T* b, int64_t n) {
-  constexpr int N = kVec<T>;
-  struct Two {
-    Pack<T, N> a, b;
-  };
-  return mapPacks<N>(
-      n, [&](int64_t i) { return Two{load<N>(a + i), load<N>(b + i)}; },
-      [&](int64_t i, Two v) {
+template <class T> struct Two {
+  Pack<T, kVec<T>> a, b;
+};
+
+template <int op, class T, class Read> __device__ __forceinline__ bool fastBinary(T* y, int64_t n, Read read) {
+  return mapPacks<kVec<T>>(n, read, [&](int64_t i, Two<T> v) {
 #pragma unroll
-        for (int j = 0; j < N; j++) v.a.set(j, binary(op, v.a.get(j), v.b.get(j)));
-        store(y + i, v.a);
-      });
+    for (int j = 0; j < kVec<T>; j++) v.a.set(j, binary(op, v.a.get(j), v.b.get(j)));
+    store(y + i, v.a);
+  });
 }
 
-template <class T>
-__device__ __forceinline__ void runBinary(T* y, const T* a, const T* b, int op, Operand ia, Operand ib, int64_t n) {
+// Operands of y's own shape take a path of their own: without branches between them, all loads are in flight at once.
+template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Operand<T> a, Operand<T> b, int64_t n) {
+  constexpr int N = kVec<T>;
   bool done = false;
+  auto whole = [&](int64_t i) { return Two<T>{load<N>(a.p + i), load<N>(b.p + i)}; };
+  auto part = [&](int64_t i) { return Two<T>{a.template get<N>(i, n), b.template get<N>(i, n)}; };
+  if (aligned16(y, a.p, b.p) && a.period == n && b.period == n) {
 #define RUN(name, formula) \
-  case name: done = fastBinary<name>(y, a, b, n); break;
-  if (aligned16(y, a, b) && ia.period == n && ib.period == n) switch (op) { FAST_BINARY(RUN) }
+  case name: done = fastBinary<name>(y, n, whole); break;
+    switch (op) { FAST_BINARY(RUN) }
 #undef RUN
+  } else if (aligned16(y) && a.template packs<N>() && b.template packs<N>()) {
+#define RUN(name, formula) \
+  case name: done = fastBinary<name>(y, n, part); break;
+    switch (op) { FAST_BINARY(RUN) }
+#undef RUN
+  }
   if (!done)
-    mapElements<kVec<T>>(n, [&](int64_t i) {
-      y[i] = fromFloat<T>(binary(op, toFloat(a[ia.at(i)]), toFloat(b[ib.at(i)])));
+    mapElements<N>(n, [&](int64_t i) {
+      y[i] = fromFloat<T>(binary(op, toFloat(a.p[a.at(i, n)]), toFloat(b.p[b.at(i, n)])));
     });
 }
 
@@ -184,7 +210,7 @@ __device__ __forceinline__ void runBinary(T* y, const T* a, const T* b, int op, 
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
       binary_##T(T* y, const T* a, const T* b, int op, int64_t repeatA, int64_t periodA, int64_t repeatB,     \
                  int64_t periodB, int64_t n) {                                                                \
-    runBinary(y, a, b, op, Operand{repeatA, periodA}, Operand{repeatB, periodB}, n);                          \
+    runBinary(y, op, Operand<T>{a, repeatA, periodA}, Operand<T>{b, repeatB, periodB}, n);                    \
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

@@ -5,7 +5,9 @@
 //
 // Backward first groups the rows by id: count the rows of each id, sum the counts up to where each id's group starts, put
 // each row into its group in any order, and move it to the place that the number of smaller rows in the group gives. Only
-// whole numbers are added atomically, so the groups are the same on every run. Then a block adds up each id's rows.
+// whole numbers are added atomically, so the groups are the same on every run. Then the groups, one behind the other, are cut
+// into tiles of kTile rows, which blocks add up; what a tile has of a group that goes on in another one is left as a partial
+// sum, and a last kernel joins those. So a group of any length is spread over the GPU.
 #include "common.cuh"
 
 __device__ __forceinline__ int64_t idOf(const void* ids, int bytes, int64_t r) {
@@ -66,15 +68,17 @@ extern "C" __global__ void __launch_bounds__(256)
   if (id >= 0 && id < vocab) atomicAdd(counts + id, 1);
 }
 
-// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and cursors[v] = starts[v]. Launch: one block of 1024 threads, each of which
-// takes a stretch of ids.
-extern "C" __global__ void __launch_bounds__(1024)
-    embedding_starts(int* starts, int* cursors, const int* counts, int vocab) {
+// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and counts becomes the same for v < vocab. counts has room for a multiple of
+// four, zero behind vocab. Launch: one block of 1024 threads, each of which takes a stretch of ids.
+extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts, int* counts, int vocab) {
   __shared__ int warpSums[kWarp];
-  int stretch = (vocab + 1023) / 1024, lo = min(vocab, int(threadIdx.x) * stretch), hi = min(vocab, lo + stretch);
+  int quads = (vocab + 3) / 4, stretch = (quads + 1023) / 1024;
+  int lo = min(quads, int(threadIdx.x) * stretch), hi = min(quads, lo + stretch);
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int4* quad = reinterpret_cast<int4*>(counts);
   int own = 0;
-  for (int v = lo; v < hi; v++) own += counts[v];
+#pragma unroll 8
+  for (int i = lo; i < hi; i++) own += quad[i].x + quad[i].y + quad[i].z + quad[i].w;
   auto inclusive = [&](int x) {
 #pragma unroll
     for (int d = 1; d < kWarp; d *= 2) {
@@ -89,11 +93,14 @@ extern "C" __global__ void __launch_bounds__(1024)
   if (warp == 0) warpSums[lane] = inclusive(warpSums[lane]);
   __syncthreads();
   int at = upTo - own + (warp > 0 ? warpSums[warp - 1] : 0);
-  for (int v = lo; v < hi; v++) {
-    int n = counts[v];  // cursors may be the memory of counts
-    starts[v] = cursors[v] = at;
-    at += n;
+#pragma unroll 8
+  for (int i = lo; i < hi; i++) {
+    int4 n = quad[i], s = {at, at + n.x, at + n.x + n.y, at + n.x + n.y + n.z};
+    at = s.w + n.w;
+    quad[i] = s;
+    reinterpret_cast<int4*>(starts)[i] = s;
   }
+  __syncthreads();  // the last quad may have written there
   if (threadIdx.x == 1023) starts[vocab] = at;
 }
 
@@ -113,66 +120,123 @@ extern "C" __global__ void __launch_bounds__(256)
   if (p >= starts[vocab]) return;
   int r = members[p];
   int64_t id = idOf(ids, idBytes, r);
-  int lo = starts[id], hi = starts[id + 1], smaller = 0;
-  for (int q = lo; q < hi; q++) smaller += members[q] < r;
+  int lo = starts[id], hi = starts[id + 1], smaller = 0, q = lo;
+  for (; q < hi && q % 4 != 0; q++) smaller += members[q] < r;
+#pragma unroll 4
+  for (; q + 4 <= hi; q += 4) {
+    int4 m = *reinterpret_cast<const int4*>(members + q);
+    smaller += (m.x < r) + (m.y < r) + (m.z < r) + (m.w < r);
+  }
+  for (; q < hi; q++) smaller += members[q] < r;
   sorted[lo + smaller] = r;
 }
 
 // ---- Backward ----
 
-// dt[v] = Σ g over the group, or dt[v] += with accumulate, for which ids that do not occur cost nothing. Launch: a block an id;
-// blockDim.x threads, each with N columns, take turns at the columns, and blockDim.y ≤ 8 of them share the rows.
-// Dynamic shared memory: blockDim.y·blockDim.x·N floats.
-template <class Y, class X, int N>
-__device__ __forceinline__ void sumGroups(Y* dt, const X* g, const int* sorted, const int* starts, int d, int accumulate) {
-  extern __shared__ float sums[];
-  int64_t v = blockIdx.x;
-  int lo = starts[v], hi = starts[v + 1];
-  if (lo == hi && accumulate) return;
-  for (int base = 0; base < d; base += blockDim.x * N) {
-    int col = base + threadIdx.x * N;
-    float sum[N] = {};
-    if (col < d) {
-#pragma unroll 4
-      for (int p = lo + threadIdx.y; p < hi; p += blockDim.y) {
-        Pack<X, N> in = load<N>(g + int64_t(sorted[p]) * d + col);
+constexpr int kTile = 32, kAhead = 8;  // rows of a tile, and of those that are loaded at once
+
+// Launch of both: a thread for each N columns, blockIdx.x a tile. dt is set, or added to; ids that do not occur are left alone.
+// heads and tails [tiles, d] are the partial sums of the groups that reach into a tile, and that begin in one and reach on.
+template <class Y, int N>
+__device__ __forceinline__ void put(Y* dt, int64_t at, const float (&sum)[N], int accumulate) {
+  Pack<Y, N> out;
+  if (accumulate) out = load<N>(dt + at);
 #pragma unroll
-        for (int j = 0; j < N; j++) sum[j] += in.get(j);
-      }
-    }
-    if (hi - lo > 1 && blockDim.y > 1) {  // the same for the whole block
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < N; j++) sums[(threadIdx.y * blockDim.x + threadIdx.x) * N + j] = sum[j];
-      __syncthreads();
-      if (threadIdx.y == 0)
-        for (int y = 1; y < blockDim.y; y++)
-#pragma unroll
-          for (int j = 0; j < N; j++) sum[j] += sums[(y * blockDim.x + threadIdx.x) * N + j];
-    }
-    if (threadIdx.y == 0 && col < d) {
-      Pack<Y, N> out;
-      if (accumulate) out = load<N>(dt + v * d + col);
-#pragma unroll
-      for (int j = 0; j < N; j++) out.set(j, accumulate ? out.get(j) + sum[j] : sum[j]);
-      store(dt + v * d + col, out);
-    }
-  }
+  for (int j = 0; j < N; j++) out.set(j, accumulate ? out.get(j) + sum[j] : sum[j]);
+  store(dt + at, out);
 }
 
-#define DEFINE(Y, X)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      embedding_backward_packs_##Y##_##X(Y* dt, const X* g, const int* sorted, const int* starts, int d,      \
-                                         int accumulate) {                                                    \
-    sumGroups<Y, X, 4>(dt, g, sorted, starts, d, accumulate);                                                 \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      embedding_backward_elements_##Y##_##X(Y* dt, const X* g, const int* sorted, const int* starts, int d,   \
-                                            int accumulate) {                                                 \
-    sumGroups<Y, X, 1>(dt, g, sorted, starts, d, accumulate);                                                 \
+template <class Y, class X, int N>
+__device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, const X* g, const int* sorted, const int* starts,
+                                         const void* ids, int idBytes, int64_t vocab, int d, int accumulate) {
+  __shared__ int rows[kTile];
+  __shared__ int64_t groups[kTile];
+  int lo = blockIdx.x * kTile, n = min(kTile, starts[vocab] - lo), hi = lo + n;
+  if (n <= 0) return;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    rows[i] = sorted[lo + i];
+    groups[i] = idOf(ids, idBytes, rows[i]);
   }
+  __syncthreads();
+  int col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+  if (col >= d) return;
+
+  float sum[N] = {};
+  auto finish = [&](int64_t id) {
+    if (starts[id] < lo || starts[id + 1] > hi) {
+      Pack<float, N> out;
+#pragma unroll
+      for (int j = 0; j < N; j++) out.v[j] = sum[j];
+      store((starts[id] < lo ? heads : tails) + int64_t(blockIdx.x) * d + col, out);
+    } else {
+      put(dt, id * d + col, sum, accumulate);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j] = 0;
+  };
+  for (int base = 0; base < n; base += kAhead) {
+    Pack<X, N> v[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; u++)
+      if (base + u < n) v[u] = load<N>(g + int64_t(rows[base + u]) * d + col);
+#pragma unroll
+    for (int u = 0; u < kAhead; u++) {
+      int i = base + u;
+      if (i >= n) break;
+      if (i > 0 && groups[i] != groups[i - 1]) finish(groups[i - 1]);
+#pragma unroll
+      for (int j = 0; j < N; j++) sum[j] += v[u].get(j);
+    }
+  }
+  finish(groups[n - 1]);
+}
+
+template <class Y, int N>
+__device__ __forceinline__ void joinTiles(Y* dt, const float* heads, const float* tails, const int* sorted, const int* starts,
+                                          const void* ids, int idBytes, int64_t vocab, int d, int accumulate) {
+  int lo = blockIdx.x * kTile, hi = min(lo + kTile, starts[vocab]);
+  if (lo >= hi) return;
+  int64_t id = idOf(ids, idBytes, sorted[hi - 1]);
+  int begin = starts[id], end = starts[id + 1];
+  int col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+  if (begin < lo || end <= hi || col >= d) return;  // only where a group begins and reaches on
+  float sum[N];
+  Pack<float, N> tail = load<N>(tails + int64_t(blockIdx.x) * d + col);
+#pragma unroll
+  for (int j = 0; j < N; j++) sum[j] = tail.v[j];
+#pragma unroll 8
+  for (int tile = blockIdx.x + 1; tile <= (end - 1) / kTile; tile++) {
+    Pack<float, N> head = load<N>(heads + int64_t(tile) * d + col);
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j] += head.v[j];
+  }
+  put(dt, id * d + col, sum, accumulate);
+}
+
+#define DEFINE_VARIANT(Y, X, name, N)                                                                         \
+  extern "C" __global__ void __launch_bounds__(256)                                                           \
+      embedding_tiles_##name##_##Y##_##X(Y* dt, float* heads, float* tails, const X* g, const int* sorted,    \
+                                         const int* starts, const void* ids, int idBytes, int64_t vocab,      \
+                                         int d, int accumulate) {                                             \
+    sumTiles<Y, X, N>(dt, heads, tails, g, sorted, starts, ids, idBytes, vocab, d, accumulate);               \
+  }
+#define DEFINE_JOIN(Y, name, N)                                                                               \
+  extern "C" __global__ void __launch_bounds__(256)                                                           \
+      embedding_join_##name##_##Y(Y* dt, const float* heads, const float* tails, const int* sorted,           \
+                                  const int* starts, const void* ids, int idBytes, int64_t vocab, int d,      \
+                                  int accumulate) {                                                           \
+    joinTiles<Y, N>(dt, heads, tails, sorted, starts, ids, idBytes, vocab, d, accumulate);                    \
+  }
+#define DEFINE(Y, X)                       \
+  DEFINE_VARIANT(Y, X, packs, 4)           \
+  DEFINE_VARIANT(Y, X, elements, 1)
 DEFINE(f32, f32)
 DEFINE(f32, bf16)
 DEFINE(f32, f16)
 DEFINE(bf16, bf16)
 DEFINE(f16, f16)
+#undef DEFINE
+#define DEFINE(Y)            \
+  DEFINE_JOIN(Y, packs, 4)   \
+  DEFINE_JOIN(Y, elements, 1)
+FOR_STORAGE_TYPES(DEFINE)

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   struct Two {
     Pack<float, 4> m, g;
   };
-  forChunk(
+  forChunk<2>(
       t.size, c.index, [&](int64_t i) { return Two{load<4>(t.first + i), loadAs(t.grad, t.gradType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   struct Two {
     Pack<float, 4> m, g;
   };
-  forChunk(
+  forChunk<2>(
       t.size, c.index, [&](int64_t i) { return Two{load<4>(t.first + i), loadAs(t.grad, t.gradType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   struct Two {
     Pack<float, 4> p, o;
   };
-  forChunk(
+  forChunk<2>(
       t.size, c.index, [&](int64_t i) { return Two{load<4>(t.param + i), loadAs(t.result, t.directionType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll

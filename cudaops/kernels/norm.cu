@@ -5,22 +5,78 @@
 //
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that reaches x past the norm.
 //
-// Forward reads and writes each element once: a warp holds a row in registers, all its loads in flight at once. Backward
-// keeps a pack of columns in each thread and walks down the rows, so that dw adds up in registers; while it reduces one group
-// of rows it loads the next. Blocks leave partial sums of dw, which a second kernel adds up in order. Rows that do not fit,
-// or are not aligned to 16 bytes, take kernels that read them twice.
+// Each element is read and written once. Short rows are held by a warp, in registers. For longer ones, and backward, each
+// thread keeps a pack of columns and its weights and walks down the rows, while the next ones are on their way to shared memory;
+// so dw adds up in registers, each block leaves a partial sum, and a second kernel adds those up in order. Rows that do not
+// fit, or are not aligned to 16 bytes, take kernels that read them twice.
 #include "common.cuh"
+
+// ---- Walking down the rows ----
+
+constexpr int kStages = 4;  // rows on their way from memory at once, in each group of threads
+
+// Walk is a thread's place in such a kernel. Launch: blockDim.x threads, whole warps, hold a row of d elements, d a multiple of
+// kVec and at most blockDim.x·kVec; blockDim.y such groups a block, at most 1024 threads; any number of blocks.
+// Dynamic shared memory: kStages·16 bytes a thread for each array.
+template <class T> struct Walk {
+  static constexpr int N = kVec<T>;
+  using V = Pack<T, N>;
+
+  int64_t rows, row, blockRow, step;  // all threads of a block run the same number of rounds
+  int d, col, threads, thread, warps, firstWarp, round = 0;
+  bool active;
+  V* slots;
+  float (*sums)[kWarp];
+
+  __device__ __forceinline__ Walk(int64_t rows, int d, uint4* shared, float (*sums)[kWarp])
+      : rows(rows), d(d), slots(reinterpret_cast<V*>(shared)), sums(sums) {
+    threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    warps = blockDim.x / kWarp, firstWarp = threadIdx.y * warps;
+    col = threadIdx.x * N, active = col < d;
+    step = int64_t(gridDim.x) * blockDim.y, blockRow = int64_t(blockIdx.x) * blockDim.y, row = blockRow + threadIdx.y;
+  }
+  __device__ __forceinline__ bool more() const { return blockRow < rows; }
+  __device__ __forceinline__ bool here() const { return active && row < rows; }
+  __device__ __forceinline__ int64_t at() const { return row * d + col; }
+  __device__ __forceinline__ void next() { row += step, blockRow += step, round++; }
+
+  // fetch starts to copy what this thread will read of an array, some rounds ahead: zeros where there is nothing.
+  __device__ __forceinline__ void fetch(int array, const T* x, int ahead) const {
+    int64_t r = row + ahead * step;
+    bool wanted = active && r < rows;
+    copyAsync(&slot(array, ahead), x + (wanted ? r * d + col : 0), wanted);
+  }
+  __device__ __forceinline__ V& slot(int array, int ahead = 0) const {
+    return slots[(array * kStages + (round + ahead) % kStages) * threads + thread];
+  }
+
+  // rowSum is the sum over the threads that hold a row. One barrier, as two rounds use different memory.
+  __device__ __forceinline__ float rowSum(float v) const {
+    int lane = threadIdx.x % kWarp;
+    v = warpReduce<Sum>(v);
+    if (lane == 0) sums[round % 2][thread / kWarp] = v;
+    __syncthreads();
+    return warpReduce<Sum>(lane < warps ? sums[round % 2][firstWarp + lane] : 0.0f);
+  }
+};
 
 // ---- Forward ----
 
-constexpr int kForwardWarps = 4;
+// forget makes the compiler convert a pack to float again where it is next used, since holding both takes three times the
+// registers.
+template <class V> __device__ __forceinline__ void forget(V& v) {
+  unsigned* words = reinterpret_cast<unsigned*>(&v);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
+}
 
-// K packs a lane: rows of up to 32·K·kVec elements, d a multiple of kVec. Launch: a warp a row, kForwardWarps a block.
+// K packs a lane: rows of up to 32·K·kVec elements, d a multiple of kVec; with 16 packs there are no registers for a residual.
+// Launch: a warp a row, at most four a block.
 template <class T, int K>
 __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,
                                             float eps) {
   constexpr int N = kVec<T>;
-  int64_t row = int64_t(blockIdx.x) * kForwardWarps + threadIdx.x / kWarp;
+  int64_t row = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
   int lane = threadIdx.x % kWarp;
   if (row >= rows) return;
   x += row * d, y += row * d;
@@ -32,16 +88,26 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* re
     v[k] = {};
     if (i < d) v[k] = loadOnce<N>(x + i);
   }
-  if (residual) {
+  if (K < 16 && residual) {
     residual += row * d;
+    constexpr int some = K < 8 ? K : 4;  // at once, as registers allow
 #pragma unroll
-    for (int k = 0; k < K; k++) {
-      int i = (k * kWarp + lane) * N;
-      if (i >= d) break;
-      Pack<T, N> r = loadOnce<N>(residual + i);
+    for (int first = 0; first < K; first += some) {
+      Pack<T, N> r[some];
 #pragma unroll
-      for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) + r.get(j));
-      store(x + i, v[k]);
+      for (int k = 0; k < some; k++) {
+        int i = ((first + k) * kWarp + lane) * N;
+        if (i < d) r[k] = loadOnce<N>(residual + i);
+      }
+#pragma unroll
+      for (int k = 0; k < some; k++) {
+        int i = ((first + k) * kWarp + lane) * N;
+        if (i < d) {
+#pragma unroll
+          for (int j = 0; j < N; j++) v[first + k].set(j, v[first + k].get(j) + r[k].get(j));
+          store(x + i, v[first + k]);
+        }
+      }
     }
   }
   float sum = 0;
@@ -49,17 +115,59 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* re
   for (int k = 0; k < K; k++)
 #pragma unroll
     for (int j = 0; j < N; j++) sum += v[k].get(j) * v[k].get(j);
+#pragma unroll
+  for (int k = 0; k < K; k++) forget(v[k]);
   float s = rsqrtf(warpReduce<Sum>(sum) / d + eps);
   if (rstd && lane == 0) rstd[row] = s;
 #pragma unroll
   for (int k = 0; k < K; k++) {
     int i = (k * kWarp + lane) * N;
-    if (i >= d) break;
-    Pack<float, N> wk = load<N>(w + i);
+    if (i < d) {
+      Pack<float, N> wk = load<N>(w + i);
 #pragma unroll
-    for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * wk.v[j]);
-    store(y + i, v[k]);
+      for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * wk.v[j]);
+      store(y + i, v[k]);
+    }
   }
+}
+
+// Launch: see Walk; two arrays with residual, else one.
+template <class T>
+__device__ __forceinline__ void forwardRows(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,
+                                            float eps) {
+  constexpr int N = kVec<T>;
+  __shared__ float sums[2][kWarp];
+  extern __shared__ uint4 shared[];
+  Walk<T> walk(rows, d, shared, sums);
+  auto fetch = [&](int ahead) {
+    walk.fetch(0, x, ahead);
+    if (residual) walk.fetch(1, residual, ahead);
+    commitAsync();
+  };
+  for (int i = 0; i < kStages - 1; i++) fetch(i);
+  Pack<float, N> wc = {};
+  if (walk.active) wc = load<N>(w + walk.col);
+  for (; walk.more(); walk.next()) {
+    fetch(kStages - 1);
+    awaitAsync<kStages - 1>();
+    Pack<T, N> v = walk.slot(0);
+    if (residual) {
+      Pack<T, N> r = walk.slot(1);
+#pragma unroll
+      for (int j = 0; j < N; j++) v.set(j, v.get(j) + r.get(j));
+      if (walk.here()) store(x + walk.at(), v);
+    }
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) sum += v.get(j) * v.get(j);
+    float s = rsqrtf(walk.rowSum(sum) / d + eps);
+    if (!walk.here()) continue;
+    if (rstd && threadIdx.x == 0) rstd[walk.row] = s;
+#pragma unroll
+    for (int j = 0; j < N; j++) v.set(j, v.get(j) * s * wc.v[j]);
+    store(y + walk.at(), v);
+  }
+  awaitAsync<0>();
 }
 
 // Any d. Launch: a block a row.
@@ -79,7 +187,7 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* x, const T* res
 }
 
 #define DEFINE_WARP(T, K)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(kForwardWarps* kWarp)                                          \
+  extern "C" __global__ void __launch_bounds__(4 * kWarp, K == 16 ? 6 : 1) \
       rmsnorm_warp##K##_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,  \
                             float eps) {                                                                      \
     forwardWarp<T, K>(y, rstd, x, residual, w, rows, d, eps);                                                 \
@@ -89,6 +197,11 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* x, const T* res
   DEFINE_WARP(T, 4)                                                                                           \
   DEFINE_WARP(T, 8)                                                                                           \
   DEFINE_WARP(T, 16)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(1024)                                                          \
+      rmsnorm_rows_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,       \
+                       float eps) {                                                                           \
+    forwardRows(y, rstd, x, residual, w, rows, d, eps);                                                       \
+  }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       rmsnorm_any_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int d, float eps) {         \
     forwardAny(y, rstd, x, residual, w, d, eps);                                                              \
@@ -98,75 +211,53 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // ---- Backward ----
 
-constexpr int kStages = 4;  // rows on their way from memory at once, in each group of threads
-
-// d a multiple of kVec, at most blockDim.x·kVec. Launch: blockDim.x threads, whole warps, hold a row; blockDim.y such groups
-// a block, at most 1024 threads; any number of blocks, each of which writes a row of partial [blocks, d].
-// Dynamic shared memory: kStages·3·16 bytes a thread (2 instead of 3 without add), and at least blockDim.y·d floats.
+// Launch: see Walk; three arrays with add, else two, and at least blockDim.y·d floats. Each block writes a row of partial
+// [blocks, d].
 template <class T>
 __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, const T* x, const float* w,
                                              const float* rstd, const T* add, int64_t rows, int d) {
   constexpr int N = kVec<T>;
-  using V = Pack<T, N>;
   __shared__ float dots[2][kWarp];
   extern __shared__ uint4 shared[];
-  int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-  int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, firstWarp = threadIdx.y * warps, warp = thread / kWarp;
-  int col = threadIdx.x * N;
-  bool active = col < d;
-  auto slot = [&](int array, int stage) {
-    return reinterpret_cast<V*>(shared) + (array * kStages + stage) * threads + thread;
-  };
-
-  int64_t step = int64_t(gridDim.x) * blockDim.y;
-  int64_t blockRow = int64_t(blockIdx.x) * blockDim.y;  // all threads run the same number of rounds
-  int64_t row = blockRow + threadIdx.y;
-  auto fetch = [&](int64_t row, int stage) {  // each thread fetches what it will itself read
-    bool wanted = active && row < rows;
-    int64_t at = wanted ? row * d + col : 0;
-    copyAsync(slot(0, stage), x + at, wanted);
-    copyAsync(slot(1, stage), g + at, wanted);
-    if (add) copyAsync(slot(2, stage), add + at, wanted);
+  Walk<T> walk(rows, d, shared, dots);
+  auto fetch = [&](int ahead) {
+    walk.fetch(0, x, ahead);
+    walk.fetch(1, g, ahead);
+    if (add) walk.fetch(2, add, ahead);
     commitAsync();
   };
-  for (int i = 0; i < kStages - 1; i++) fetch(row + i * step, i);
-
+  auto rstdOf = [&](int64_t row) { return row < rows ? rstd[row] : 0.0f; };
+  for (int i = 0; i < kStages - 1; i++) fetch(i);
   Pack<float, N> wc = {};
-  if (active) wc = load<N>(w + col);
-  float dw[N] = {};
-  float nextRstd = row < rows ? rstd[row] : 0.0f;
-  for (int round = 0; blockRow < rows; round++, blockRow += step, row += step) {
-    int stage = round % kStages;
-    fetch(row + (kStages - 1) * step, (round + kStages - 1) % kStages);
+  if (walk.active) wc = load<N>(w + walk.col);
+  float dw[N] = {}, nextRstd = rstdOf(walk.row);
+  for (; walk.more(); walk.next()) {
+    fetch(kStages - 1);
     float s = nextRstd;
-    nextRstd = row + step < rows ? rstd[row + step] : 0.0f;
+    nextRstd = rstdOf(walk.row + walk.step);
     awaitAsync<kStages - 1>();
-    V xr = *slot(0, stage), gr = *slot(1, stage);
+    Pack<T, N> xr = walk.slot(0), gr = walk.slot(1);
     float dot = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) dot += gr.get(j) * wc.v[j] * xr.get(j);
-    dot = warpReduce<Sum>(dot);
-    if (lane == 0) dots[round % 2][warp] = dot;
-    __syncthreads();
-    dot = warpReduce<Sum>(lane < warps ? dots[round % 2][firstWarp + lane] : 0.0f);
-    float m = dot / d * s * s;
+    float m = walk.rowSum(dot) / d * s * s;
 #pragma unroll
     for (int j = 0; j < N; j++) {
       float gj = gr.get(j), xj = xr.get(j);
       dw[j] += gj * (xj * s);
-      xr.set(j, s * (gj * wc.v[j] - xj * m) + (add ? slot(2, stage)->get(j) : 0.0f));
+      xr.set(j, s * (gj * wc.v[j] - xj * m) + (add ? walk.slot(2).get(j) : 0.0f));
     }
-    if (active && row < rows) store(dx + row * d + col, xr);
+    if (walk.here()) store(dx + walk.at(), xr);
   }
   awaitAsync<0>();
 
   float* sums = reinterpret_cast<float*>(shared);
   __syncthreads();
-  if (active)
+  if (walk.active)
 #pragma unroll
-    for (int j = 0; j < N; j++) sums[threadIdx.y * d + col + j] = dw[j];
+    for (int j = 0; j < N; j++) sums[threadIdx.y * d + walk.col + j] = dw[j];
   __syncthreads();
-  for (int i = thread; i < d; i += threads) {
+  for (int i = walk.thread; i < d; i += walk.threads) {
     float sum = 0;
     for (int y = 0; y < blockDim.y; y++) sum += sums[y * d + i];
     partial[int64_t(blockIdx.x) * d + i] = sum;

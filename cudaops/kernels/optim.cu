@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const void* grad = t.grad;
   int type = t.gradType;
   float sum = 0;
-  forChunk(
+  forChunk<8>(
       t.size, c.index, [&](int64_t i) { return loadAs(grad, type, i); },
       [&](int64_t, Pack<float, 4> g) {
 #pragma unroll

@@ -43,7 +43,7 @@ struct Chunk {
   int tensor, index;
 };
 
-constexpr int kThreads = 256, kPerAccess = 4, kRounds = 8;
+constexpr int kThreads = 256, kPerAccess = 4, kRounds = 16;
 constexpr int kChunk = kThreads * kPerAccess * kRounds;
 
 // Four consecutive numbers in one of the storage types.
@@ -87,19 +87,20 @@ __device__ __forceinline__ void storeOneAs(void* p, int type, int64_t i, float v
   if (type == kF16) static_cast<f16*>(p)[i] = fromFloat<f16>(v);
 }
 
-// forChunk goes over a chunk: got = read(i) for two times four elements that belong to the thread, then write(i, got), and
+// forChunk goes over a chunk: got = read(i) for U times four elements that belong to the thread, then write(i, got), and
 // one(i) for each element of a ragged end.
-template <class Read, class Write, class One>
+template <int U, class Read, class Write, class One>
 __device__ __forceinline__ void forChunk(int64_t size, int index, Read read, Write write, One one) {
   constexpr int step = kThreads * kPerAccess;
   int64_t base = int64_t(index) * kChunk, i = base + threadIdx.x * kPerAccess;
   if (base + kChunk <= size) {
 #pragma unroll 1
-    for (int round = 0; round < kRounds; round += 2, i += 2 * step) {
-      auto a = read(i);
-      auto b = read(i + step);
-      write(i, a);
-      write(i + step, b);
+    for (int round = 0; round < kRounds; round += U, i += U * step) {
+      decltype(read(i)) got[U];
+#pragma unroll
+      for (int u = 0; u < U; u++) got[u] = read(i + u * step);
+#pragma unroll
+      for (int u = 0; u < U; u++) write(i + u * step, got[u]);
     }
     return;
   }

@@ -2,86 +2,126 @@
 //
 //   forward:   y = exp(x − max) / Σ exp(x − max)         backward:  dx = y ⊙ (g − Σ g ⊙ y)
 //
-// y may be x, dx may be g or y. Launch: a warp a row, four rows a block, for rows of up to 1024 elements, which it holds in
-// registers; else a block of 512 threads a row, which finds it in the cache the second and third time.
-#include "common.cuh"
+// y may be x, dx may be g or y. A warp holds a row of up to 1024 elements in registers; a longer row takes a block, which finds
+// it in the cache the second time.
+#include "rows.cuh"
 
-constexpr int kRowsPerBlock = 4, kThreads = 512, kPerLane = 32;
+constexpr int kRowsPerBlock = 4, kPerLane = 32;
 
-template <class T> __device__ __forceinline__ void softmaxWarp(T* y, const T* x, int64_t rows, int n) {
-  int64_t row = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
-  int lane = threadIdx.x % kWarp;
-  if (row >= rows) return;
-  x += row * n, y += row * n;
+// WarpRow is a row in a warp's registers, N elements an access: N = 1, or rows of a multiple of N elements that are aligned.
+// Launch: a warp a row, kRowsPerBlock rows a block.
+template <class T, int N> struct WarpRow {
+  static constexpr int K = kPerLane / N;
+  int64_t row;
+  int lane, n;
+  __device__ __forceinline__ explicit WarpRow(int n)
+      : row(int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp), lane(threadIdx.x % kWarp), n(n) {}
+  __device__ __forceinline__ int at(int k) const { return (k * kWarp + lane) * N; }
+
+  __device__ __forceinline__ void read(float (&v)[kPerLane], const T* x, float outside) const {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      Pack<T, N> p;
+      if (at(k) < n) p = load<N>(x + row * n + at(k));
+#pragma unroll
+      for (int j = 0; j < N; j++) v[k * N + j] = at(k) < n ? p.get(j) : outside;
+    }
+  }
+  __device__ __forceinline__ void write(T* y, const float (&v)[kPerLane]) const {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      if (at(k) >= n) break;
+      Pack<T, N> p;
+#pragma unroll
+      for (int j = 0; j < N; j++) p.set(j, v[k * N + j]);
+      store(y + row * n + at(k), p);
+    }
+  }
+};
+
+template <class T, int N> __device__ __forceinline__ void softmaxWarp(T* y, const T* x, int64_t rows, int n) {
+  WarpRow<T, N> r(n);
+  if (r.row >= rows) return;
   float v[kPerLane], max = -INFINITY, sum = 0;
+  r.read(v, x, -INFINITY);
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    v[k] = k * kWarp + lane < n ? toFloat(x[k * kWarp + lane]) : -INFINITY;
-    max = Max::merge(max, v[k]);
-  }
-  max = warpReduce<Max>(max);
+  for (int k = 0; k < kPerLane; k++) max = Max::merge(max, v[k]);
+  Shifted<T> e(warpReduce<Max>(max));
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    if (k * kWarp >= n) break;
-    v[k] = expf(v[k] - max);
-    sum += v[k];
-  }
+  for (int k = 0; k < kPerLane; k++) sum += v[k] = e.exp(v[k]);
   float inverse = 1.0f / warpReduce<Sum>(sum);
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++)
-    if (k * kWarp + lane < n) y[k * kWarp + lane] = fromFloat<T>(v[k] * inverse);
+  for (int k = 0; k < kPerLane; k++) v[k] *= inverse;
+  r.write(y, v);
 }
 
-template <class T> __device__ __forceinline__ void softmaxBlock(T* y, const T* x, int n) {
-  int64_t row = blockIdx.x;
-  x += row * n, y += row * n;
-  float max = -INFINITY, sum = 0;
-  for (int i = threadIdx.x; i < n; i += kThreads) max = Max::merge(max, toFloat(x[i]));
-  max = blockReduce<Max>(max);
-  for (int i = threadIdx.x; i < n; i += kThreads) sum += expf(toFloat(x[i]) - max);
-  float inverse = 1.0f / blockReduce<Sum>(sum);
-  for (int i = threadIdx.x; i < n; i += kThreads) y[i] = fromFloat<T>(expf(toFloat(x[i]) - max) * inverse);
-}
-
-template <class T> __device__ __forceinline__ void backwardWarp(T* dx, const T* g, const T* y, int64_t rows, int n) {
-  int64_t row = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
-  int lane = threadIdx.x % kWarp;
-  if (row >= rows) return;
-  dx += row * n, g += row * n, y += row * n;
+template <class T, int N>
+__device__ __forceinline__ void backwardWarp(T* dx, const T* g, const T* y, int64_t rows, int n) {
+  WarpRow<T, N> r(n);
+  if (r.row >= rows) return;
   float vg[kPerLane], vy[kPerLane], dot = 0;
+  r.read(vg, g, 0);
+  r.read(vy, y, 0);
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    bool in = k * kWarp + lane < n;
-    vg[k] = in ? toFloat(g[k * kWarp + lane]) : 0.0f;
-    vy[k] = in ? toFloat(y[k * kWarp + lane]) : 0.0f;
-    dot += vg[k] * vy[k];
-  }
+  for (int k = 0; k < kPerLane; k++) dot += vg[k] * vy[k];
   dot = warpReduce<Sum>(dot);
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++)
-    if (k * kWarp + lane < n) dx[k * kWarp + lane] = fromFloat<T>(vy[k] * (vg[k] - dot));
+  for (int k = 0; k < kPerLane; k++) vy[k] *= vg[k] - dot;
+  r.write(dx, vy);
+}
+
+// Launch: a block a row.
+template <class T> __device__ __forceinline__ void softmaxBlock(T* y, const T* x, int n) {
+  x += int64_t(blockIdx.x) * n, y += int64_t(blockIdx.x) * n;
+  RowSum<T> s;
+  forRow(x, n, [&](int, auto p) { s.add(p); });
+  s.reduce();
+  float inverse = 1.0f / s.sum;
+  Shifted<T> e(s.max);
+  bool together = aligned16(y);
+  forRow(x, n, [&](int i, auto p) {
+    constexpr int N = sizeof(p) / sizeof(T);
+#pragma unroll
+    for (int j = 0; j < N; j++) p.set(j, e.exp(p.get(j)) * inverse);
+    put(y + i, p, together);
+  });
 }
 
 template <class T> __device__ __forceinline__ void backwardBlock(T* dx, const T* g, const T* y, int n) {
   int64_t row = blockIdx.x;
   dx += row * n, g += row * n, y += row * n;
+  bool together = aligned16(dx, g);
   float dot = 0;
-  for (int i = threadIdx.x; i < n; i += kThreads) dot += toFloat(g[i]) * toFloat(y[i]);
+  forRow(y, n, [&](int i, auto p) {
+    constexpr int N = sizeof(p) / sizeof(T);
+    Pack<T, N> q = fetch<N>(g + i, together);
+#pragma unroll
+    for (int j = 0; j < N; j++) dot += p.get(j) * q.get(j);
+  });
   dot = blockReduce<Sum>(dot);
-  for (int i = threadIdx.x; i < n; i += kThreads) dx[i] = fromFloat<T>(toFloat(y[i]) * (toFloat(g[i]) - dot));
+  forRow(y, n, [&](int i, auto p) {
+    constexpr int N = sizeof(p) / sizeof(T);
+    Pack<T, N> q = fetch<N>(g + i, together);
+#pragma unroll
+    for (int j = 0; j < N; j++) p.set(j, p.get(j) * (q.get(j) - dot));
+    put(dx + i, p, together);
+  });
 }
 
-#define DEFINE(T)                                                                                             \
+#define DEFINE_WARP(T, name, N)                                                                               \
   extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
-      softmax_warp_##T(T* y, const T* x, int64_t rows, int n) {                                               \
-    softmaxWarp(y, x, rows, n);                                                                               \
+      softmax_##name##_##T(T* y, const T* x, int64_t rows, int n) {                                           \
+    softmaxWarp<T, N>(y, x, rows, n);                                                                         \
   }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
+      softmax_backward_##name##_##T(T* dx, const T* g, const T* y, int64_t rows, int n) {                     \
+    backwardWarp<T, N>(dx, g, y, rows, n);                                                                    \
+  }
+#define DEFINE(T)                                                                                             \
+  DEFINE_WARP(T, packs, kVec<T>)                                                                              \
+  DEFINE_WARP(T, elements, 1)                                                                                 \
   extern "C" __global__ void __launch_bounds__(kThreads) softmax_block_##T(T* y, const T* x, int n) {         \
     softmaxBlock(y, x, n);                                                                                    \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
-      softmax_backward_warp_##T(T* dx, const T* g, const T* y, int64_t rows, int n) {                         \
-    backwardWarp(dx, g, y, rows, n);                                                                          \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
       softmax_backward_block_##T(T* dx, const T* g, const T* y, int n) {                                      \

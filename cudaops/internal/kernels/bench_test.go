@@ -16,10 +16,14 @@ func TestBandwidth(t *testing.T) {
 	}
 	g := newRig(t)
 	g.copyRate()
-	for _, b := range []func(*rig, driver.DType){benchElementwise, benchNorm, benchRoPE, benchSiLU, benchCrossEntropy, benchEmbedding,
-		benchLayout, benchReduce, benchOptim} {
+	for _, b := range []struct {
+		name string
+		run  func(*rig, driver.DType)
+	}{{"elementwise", benchElementwise}, {"norm", benchNorm}, {"rope", benchRoPE}, {"silu", benchSiLU},
+		{"cross-entropy", benchCrossEntropy}, {"embedding", benchEmbedding}, {"layout", benchLayout}, {"reduce", benchReduce},
+		{"optim", benchOptim}} {
 		for _, dt := range []driver.DType{bf16, f32} {
-			g.scope(dt.String(), func(g *rig) { b(g, dt) })
+			g.scope(b.name+"/"+dt.String(), func(g *rig) { b.run(g, dt) })
 		}
 	}
 }
@@ -187,7 +191,7 @@ func benchEmbedding(g *rig, t driver.DType) {
 		ids[i] = int(math.Exp(g.rand.Float64()*math.Log(vocab))) - 1
 	}
 	dids := Ints{Ptr: g.uploadInts(ids, 4)}
-	work := g.alloc(EmbeddingWorkspace(rows, vocab)/4, f32, 0)
+	work := g.alloc(EmbeddingWorkspace(rows, vocab, d)/4, f32, 0)
 	table := g.sets(f32, vocab*d)
 	sets := g.sets(t, rows*d)
 	g.bench("embedding 32768 of 50304x768", rows*d*(t.Size()+4), over(sets, func(p []driver.Ptr) {

@@ -24,10 +24,8 @@ func (k *Kernels) CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets I
 		return err
 	}
 	l := args().Ptr(scale).Ptr(targets.Ptr).Int32(targets.size()).Int64(int64(rows))
-	return k.launch(s, "crossentropy", "cross_entropy_scale", line(1, classifierThreads), l)
+	return k.launch(s, "crossentropy", "cross_entropy_scale", line(1, 512), l)
 }
-
-const classifierThreads = 512
 
 // CrossEntropy computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ exp(Logits[r]); it
 // is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the logits are replaced by their gradient,
@@ -52,7 +50,12 @@ func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
 	}
 	l := args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).
 		Int32(a.V)
-	return k.launch(s, "crossentropy", "cross_entropy"+suf, line(a.Rows, classifierThreads), l)
+	c := line(a.Rows, longRowThreads(a.V, a.Type))
+	if row := a.V * a.Type.Size(); a.Scale != 0 && packed(a.Type, a.V, a.Logits) && row <= k.ctx.Device().SharedPerBlock-1024 {
+		c.Shared = row // beside what the kernel itself declares
+		return k.launch(s, "crossentropy", "cross_entropy_shared"+suf, c, l)
+	}
+	return k.launch(s, "crossentropy", "cross_entropy"+suf, c, l)
 }
 
 // CrossEntropyMean sets the float32 at mean to scale[0]·Σ losses over all rows of the batch.
@@ -61,7 +64,7 @@ func (k *Kernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.P
 		return err
 	}
 	l := args().Ptr(mean).Ptr(losses).Ptr(scale).Int64(int64(rows))
-	return k.launch(s, "crossentropy", "cross_entropy_mean", line(1, classifierThreads), l)
+	return k.launch(s, "crossentropy", "cross_entropy_mean", line(1, 512), l)
 }
 
 // CrossEntropyBackward writes to out the gradient that [Kernels.CrossEntropy] leaves in a.Logits, from a.LSE; out may be
@@ -75,5 +78,5 @@ func (k *Kernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a CrossE
 		return err
 	}
 	l := args().Ptr(out).Ptr(a.Logits).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
-	return k.launch(s, "crossentropy", "cross_entropy_backward"+suf, line(a.Rows, classifierThreads), l)
+	return k.launch(s, "crossentropy", "cross_entropy_backward"+suf, line(a.Rows, longRowThreads(a.V, a.Type)), l)
 }

@@ -120,7 +120,7 @@ func TestEmbedding(t *testing.T) {
 				grad := make([]float64, c.vocab*c.d)
 				cpu.EmbeddingBackward(grad, ids, gr, c.d)
 				dt := g.alloc(c.vocab*c.d, tt, i%2)
-				work := g.alloc(EmbeddingWorkspace(c.rows, c.vocab)/4, f32, 0)
+				work := g.alloc(EmbeddingWorkspace(c.rows, c.vocab, c.d)/4, f32, 0)
 				a := EmbeddingBackward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d, DTType: tt, GType: yt,
 					Workspace: work.Ptr}
 				g.must(g.EmbeddingBackward(g.stream, a))
@@ -146,7 +146,7 @@ func TestEmbeddingUnknownIDs(t *testing.T) {
 	g := newRig(t)
 	ids := Ints{Ptr: g.uploadInts([]int{0, -1, 2, 1, 1 << 30}, 4)}
 	table, tr := g.normal(2*3, f32, 0)
-	y, dt, work := g.alloc(5*3, f32, 0), g.alloc(2*3, f32, 0), g.alloc(EmbeddingWorkspace(5, 2)/4, f32, 0)
+	y, dt, work := g.alloc(5*3, f32, 0), g.alloc(2*3, f32, 0), g.alloc(EmbeddingWorkspace(5, 2, 3)/4, f32, 0)
 	g.must(g.Embedding(g.stream, Embedding{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2, D: 3}))
 	nan := math.NaN()
 	want := []float64{tr[0], tr[1], tr[2], nan, nan, nan, nan, nan, nan, tr[3], tr[4], tr[5], nan, nan, nan}

@@ -120,8 +120,11 @@ func TestUnary(t *testing.T) {
 }
 
 func TestBinary(t *testing.T) {
-	g := newRig(t)
-	const rows, cols = 13, 331
+	t.Run("odd", func(t *testing.T) { testBinary(newRig(t), 13, 331) })
+	t.Run("even", func(t *testing.T) { testBinary(newRig(t), 24, 512) })
+}
+
+func testBinary(g *rig, rows, cols int) {
 	n := rows * cols
 	shapes := []Operand{{}, {Period: 1}, {Period: cols}, {Repeat: cols, Period: rows}}
 	at := func(o Operand, i int) int {

@@ -50,10 +50,25 @@ type EmbeddingBackward struct {
 	Workspace      driver.Ptr
 }
 
-// EmbeddingWorkspace is the bytes of workspace that an EmbeddingBackward takes.
-func EmbeddingWorkspace(rows, vocab int) int { return 4 * (2*(vocab+1) + 2*rows) }
+// embeddingTile is kTile of embedding.cu.
+const embeddingTile = 32
 
-// EmbeddingBackward launches five kernels, four of which group the rows by id.
+// embeddingParts is the parts of an EmbeddingBackward's workspace, one behind the other, in bytes.
+type embeddingParts struct{ starts, cursors, members, sorted, heads, tails int }
+
+func partsOf(rows, vocab, d int) embeddingParts {
+	ids, list := 4*(vocab/4*4+4), 4*ceilDiv(rows, 4)*4
+	sums := 4 * ceilDiv(ceilDiv(rows, embeddingTile)*d, 4) * 4
+	return embeddingParts{ids, ids, list, list, sums, sums}
+}
+
+// EmbeddingWorkspace is the bytes of workspace that an EmbeddingBackward takes.
+func EmbeddingWorkspace(rows, vocab, d int) int {
+	p := partsOf(rows, vocab, d)
+	return p.starts + p.cursors + p.members + p.sorted + p.heads + p.tails
+}
+
+// EmbeddingBackward launches six kernels, four of which group the rows by id.
 func (k *Kernels) EmbeddingBackward(s driver.Stream, a EmbeddingBackward) error {
 	name, err := suffixes("EmbeddingBackward", "", a.DTType, a.GType)
 	if err != nil {
@@ -69,51 +84,62 @@ func (k *Kernels) EmbeddingBackward(s driver.Stream, a EmbeddingBackward) error 
 	if a.Rows >= 1<<31 || a.Vocab >= 1<<31 {
 		return fmt.Errorf("kernels.EmbeddingBackward: %d rows and %d ids, want fewer than 2³¹", a.Rows, a.Vocab)
 	}
+	if !a.Accumulate {
+		if err := k.ctx.Memset8(a.DT, 0, a.Vocab*a.D*a.DTType.Size(), s); err != nil {
+			return err
+		}
+	}
+	if a.Rows == 0 {
+		return nil
+	}
+	return k.sumGroups(s, a, name)
+}
+
+func (k *Kernels) sumGroups(s driver.Stream, a EmbeddingBackward, types string) error {
+	p := partsOf(a.Rows, a.Vocab, a.D)
 	starts := a.Workspace
-	sorted, err := k.groupRows(s, a)
-	if err != nil {
+	cursors := starts.Offset(p.starts)
+	members := cursors.Offset(p.cursors)
+	sorted := members.Offset(p.members)
+	heads := sorted.Offset(p.sorted)
+	tails := heads.Offset(p.heads)
+	if err := k.ctx.Memset8(cursors, 0, p.cursors, s); err != nil {
 		return err
 	}
-	variant, n := "embedding_backward_elements", 1
+	variant, n, accumulate := "_elements", 1, 0
 	if a.D%4 == 0 && aligned(a.DT, a.G) {
-		variant, n = "embedding_backward_packs", 4
+		variant, n = "_packs", 4
 	}
-	across := min(256, ceilDiv(ceilDiv(a.D, n), 32)*32)
-	down := min(8, 512/across)
-	c := driver.LaunchConfig{Grid: driver.Dim{X: a.Vocab}, Block: driver.Dim{X: across, Y: down}, Shared: 4 * n * across * down}
-	accumulate := 0
 	if a.Accumulate {
 		accumulate = 1
 	}
-	l := args().Ptr(a.DT).Ptr(a.G).Ptr(sorted).Ptr(starts).Int32(a.D).Int32(accumulate)
-	return k.launch(s, "embedding", variant+name, c, l)
-}
-
-// groupRows leaves where each id's group of rows starts, vocab + 1 ints, at the start of the workspace, and returns where the
-// rows themselves are.
-func (k *Kernels) groupRows(s driver.Stream, a EmbeddingBackward) (sorted driver.Ptr, err error) {
-	starts := a.Workspace
-	cursors := starts.Offset(4 * (a.Vocab + 1))
-	members := cursors.Offset(4 * (a.Vocab + 1))
-	sorted = members.Offset(4 * a.Rows)
-	if err := k.ctx.Memset32(cursors, 0, a.Vocab, s); err != nil {
-		return 0, err
-	}
-	rows := line(max(1, ceilDiv(a.Rows, 256)), 256)
+	rows := line(ceilDiv(a.Rows, 256), 256)
+	threads := min(256, ceilDiv(a.D, 32*n)*32)
+	tiles := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, embeddingTile), Y: ceilDiv(a.D, threads*n)},
+		Block: driver.Dim{X: threads}}
 	ids := func(l *driver.Args) *driver.Args { return l.Ptr(a.IDs.Ptr).Int32(a.IDs.size()) }
+	last := func(l *driver.Args) *driver.Args {
+		return ids(l.Ptr(sorted).Ptr(starts)).Int64(int64(a.Vocab)).Int32(a.D).Int32(accumulate)
+	}
+	dt, err := suffix("EmbeddingBackward", a.DTType)
+	if err != nil {
+		return err
+	}
 	for _, step := range []struct {
 		name   string
 		config driver.LaunchConfig
 		args   *driver.Args
 	}{
 		{"embedding_count", rows, ids(args().Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
-		{"embedding_starts", line(1, 1024), args().Ptr(starts).Ptr(cursors).Ptr(cursors).Int32(a.Vocab)},
+		{"embedding_starts", line(1, 1024), args().Ptr(starts).Ptr(cursors).Int32(a.Vocab)},
 		{"embedding_fill", rows, ids(args().Ptr(members).Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
 		{"embedding_sort", rows, ids(args().Ptr(sorted).Ptr(members).Ptr(starts)).Int64(int64(a.Vocab))},
+		{"embedding_tiles" + variant + types, tiles, last(args().Ptr(a.DT).Ptr(heads).Ptr(tails).Ptr(a.G))},
+		{"embedding_join" + variant + dt, tiles, last(args().Ptr(a.DT).Ptr(heads).Ptr(tails))},
 	} {
 		if err := k.launch(s, "embedding", step.name, step.config, step.args); err != nil {
-			return 0, err
+			return err
 		}
 	}
-	return sorted, nil
+	return nil
 }

@@ -149,6 +149,10 @@ func packed(t driver.DType, n int, ps ...driver.Ptr) bool { return n%vector(t) =
 // rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
 func rowThreads(d int) int { return min(512, ceilDiv(d, 32)*32) }
 
+// longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does: whole warps, at most 512, with
+// four accesses each where the row is short.
+func longRowThreads(n int, t driver.DType) int { return min(512, ceilDiv(n, 4*32*vector(t))*32) }
+
 func args() *driver.Args { return new(driver.Args) }
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }

@@ -20,8 +20,11 @@ type Copy struct {
 	Size                     int
 }
 
-// copyDims is kDims of layout.cu.
-const copyDims = 6
+// copyDims and copyTile are kDims and kTile of layout.cu.
+const (
+	copyDims = 6
+	copyTile = 64
+)
 
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
@@ -122,7 +125,7 @@ func transposition(dims []layout) (driver.Dim, []byte, bool) {
 			others *= d.n
 		}
 	}
-	tiles := driver.Dim{X: ceilDiv(dims[iy].n, 32), Y: ceilDiv(dims[ix].n, 32), Z: others}
+	tiles := driver.Dim{X: ceilDiv(dims[iy].n, copyTile), Y: ceilDiv(dims[ix].n, copyTile), Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return driver.Dim{}, nil, false
 	}

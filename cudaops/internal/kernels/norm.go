@@ -1,6 +1,8 @@
 package kernels
 
 import (
+	"fmt"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
@@ -23,22 +25,37 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 		return err
 	}
 	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
-	perLane := ceilDiv(a.D, 32*vector(a.Type))
-	if packed(a.Type, a.D, a.Y, a.X, a.Residual, a.W) && perLane <= 16 {
-		variant := "rmsnorm_warp2"
-		switch {
-		case perLane > 8:
-			variant = "rmsnorm_warp16"
-		case perLane > 4:
-			variant = "rmsnorm_warp8"
-		case perLane > 2:
-			variant = "rmsnorm_warp4"
-		}
-		const warps = 4
-		l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps))
-		return k.launch(s, "norm", variant+suf, line(ceilDiv(a.Rows, warps), 32*warps), l)
+	if !packed(a.Type, a.D, a.Y, a.X, a.Residual, a.W) || a.D > 1024*vector(a.Type) {
+		return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
 	}
-	return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
+	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps))
+	for _, packs := range []int{2, 4, 8, 16} {
+		if a.D <= packs*32*vector(a.Type) && (packs < 16 || a.Residual == 0) {
+			warps := min(4, max(1, 8/packs)) // a block's place is free for the next one only when all its warps are done
+			return k.launch(s, "norm", fmt.Sprintf("rmsnorm_warp%d%s", packs, suf), line(ceilDiv(a.Rows, warps), 32*warps), l)
+		}
+	}
+	arrays := 1
+	if a.Residual != 0 {
+		arrays = 2
+	}
+	c, err := k.walk("rmsnorm_rows"+suf, a.Rows, a.D, arrays, 0, a.Type)
+	if err != nil {
+		return err
+	}
+	return k.launch(s, "norm", "rmsnorm_rows"+suf, c, l)
+}
+
+// walk is the launch of a kernel of norm.cu that walks down the rows, d a multiple of a vector and at most 1024 vectors. shared
+// is floats of shared memory for each element of a row that it takes at least.
+func (k *Kernels) walk(name string, rows, d, arrays, shared int, t driver.DType) (driver.LaunchConfig, error) {
+	const stages = 4
+	across := ceilDiv(d, 32*vector(t)) * 32
+	down := max(1, 512/across)
+	c := driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*arrays*16*across, 4*shared*d) * down}
+	blocks, err := k.resident("norm", name, across*down, c.Shared)
+	c.Grid.X = min(blocks, normBlocks*k.sms, ceilDiv(rows, down))
+	return c, err
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -54,11 +71,8 @@ type RMSNormBackward struct {
 	Workspace                  driver.Ptr
 }
 
-// normStages is kStages of norm.cu, and normBlocks the most blocks a multiprocessor that leave partial sums.
-const (
-	normStages = 4
-	normBlocks = 4
-)
+// normBlocks is the most blocks a multiprocessor that leave partial sums.
+const normBlocks = 4
 
 // RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements takes.
 func (k *Kernels) RMSNormWorkspace(d int) int { return 4 * d * normBlocks * k.sms }
@@ -88,24 +102,19 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 
 // normBackward computes DX and returns how many rows of partial sums it left.
 func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
-	across := ceilDiv(ceilDiv(a.D, vector(a.Type)), 32) * 32 // threads for a row
-	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || across > 1024 {
+	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || a.D > 1024*vector(a.Type) {
 		return k.normBackwardAny(s, a, suf)
 	}
-	down := max(1, 512/across)
 	arrays := 2
 	if a.Add != 0 {
 		arrays = 3
 	}
-	shared := max(normStages*arrays*16*across*down, 4*a.D*down)
-	blocks, err := k.resident("norm", "rmsnorm_backward"+suf, across*down, shared)
+	c, err := k.walk("rmsnorm_backward"+suf, a.Rows, a.D, arrays, 1, a.Type)
 	if err != nil {
 		return 0, err
 	}
-	blocks = min(blocks, normBlocks*k.sms, ceilDiv(a.Rows, down))
-	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: across, Y: down}, Shared: shared}
 	l := args().Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
-	return blocks, k.launch(s, "norm", "rmsnorm_backward"+suf, c, l)
+	return c.Grid.X, k.launch(s, "norm", "rmsnorm_backward"+suf, c, l)
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.

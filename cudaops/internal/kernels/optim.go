@@ -45,7 +45,7 @@ type deviceTensor struct {
 // What optim.cuh says of chunks and updates.
 const (
 	optimThreads = 256
-	optimChunk   = optimThreads * 4 * 8
+	optimChunk   = optimThreads * 4 * 16
 	updateBytes  = 6 * 4
 )
 

@@ -68,7 +68,7 @@ func (g *rig) readControl(p driver.Ptr) Control {
 
 // parameters are of all types and sizes around a chunk's.
 func (g *rig) parameters() []*parameter {
-	sizes := [][2]int{{1, 1}, {3, 1}, {64, 128}, {91, 91}, {300, 257}, {1, 8195}}
+	sizes := [][2]int{{3, 3}, {7, 1}, {64, 128}, {91, 91}, {300, 257}, {1, 8195}}
 	var qs []*parameter
 	for i, s := range sizes {
 		q := g.parameter(s[0], s[1], storageTypes[i%3], storageTypes[(i+1)%3])

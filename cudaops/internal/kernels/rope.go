@@ -40,18 +40,18 @@ func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 	if a.YStride == 0 {
 		a.YStride = width
 	}
-	variant, perThread := "rope_pairs", 1
-	if h%n == 0 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
-		variant, perThread = "rope_heads1", n
+	variant, threads := "rope_pairs", a.Rows*a.Heads*h
+	if lanes := h / n; h%n == 0 && lanes&(lanes-1) == 0 && lanes <= 16 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) &&
+		a.YStride%n == 0 {
+		variant, threads = "rope_heads1", a.Rows*a.Heads*2*lanes
 		if a.Heads%4 == 0 {
-			variant, perThread = "rope_heads4", 4*n
+			variant, threads = "rope_heads4", threads/4
 		}
 	}
 	sign := float32(1)
 	if a.Inverse {
 		sign = -1
 	}
-	threads := a.Rows * a.Heads * h / perThread
 	if threads >= 1<<31 {
 		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows, a.Heads)
 	}

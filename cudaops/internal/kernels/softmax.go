@@ -4,16 +4,16 @@ import "github.com/kasmina-go/kasmina/cudaops/internal/driver"
 
 // Softmax computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
 func (k *Kernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error {
-	return k.softmax(s, "Softmax", "softmax", args().Ptr(y).Ptr(x), rows, n, t)
+	return k.softmax(s, "Softmax", "softmax", []driver.Ptr{y, x}, rows, n, t)
 }
 
 // SoftmaxBackward computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Softmax and its gradient g. dx may be
 // either of them.
 func (k *Kernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, t driver.DType) error {
-	return k.softmax(s, "SoftmaxBackward", "softmax_backward", args().Ptr(dx).Ptr(g).Ptr(y), rows, n, t)
+	return k.softmax(s, "SoftmaxBackward", "softmax_backward", []driver.Ptr{dx, g, y}, rows, n, t)
 }
 
-func (k *Kernels) softmax(s driver.Stream, op, name string, l *driver.Args, rows, n int, t driver.DType) error {
+func (k *Kernels) softmax(s driver.Stream, op, name string, ps []driver.Ptr, rows, n int, t driver.DType) error {
 	suf, err := suffix(op, t)
 	if err != nil {
 		return err
@@ -21,8 +21,16 @@ func (k *Kernels) softmax(s driver.Stream, op, name string, l *driver.Args, rows
 	if empty, err := checkSizes(op, rows, n); empty || err != nil {
 		return err
 	}
-	if n <= 1024 {
-		return k.launch(s, "softmax", name+"_warp"+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
+	l := args()
+	for _, p := range ps {
+		l.Ptr(p)
 	}
-	return k.launch(s, "softmax", name+"_block"+suf, line(rows, 512), l.Int32(n))
+	if n <= 1024 {
+		variant := "_elements"
+		if packed(t, n, ps...) {
+			variant = "_packs"
+		}
+		return k.launch(s, "softmax", name+variant+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
+	}
+	return k.launch(s, "softmax", name+"_block"+suf, line(rows, longRowThreads(n, t)), l.Int32(n))
 }
