@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // TestNil wants an error from each constructor and function that gets a nil.
@@ -155,6 +156,32 @@ func TestHostileConfig(t *testing.T) {
 				t.Error("no error")
 			}
 		})
+	}
+}
+
+// TestLatticeOfOtherSlots wants the number of slots that a lattice's header states to be the model's, whose weights a seed of
+// a slot beyond them would be looked up in.
+func TestLatticeOfOtherSlots(t *testing.T) {
+	tensors, metadata := smallCheckpoint(t)
+	l, err := state.NewLattice(2, 4, state.WithSlots(9))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range l.Arrays() {
+		for i, x := range tensors {
+			if x.Name == "lattice.0."+a.Name {
+				if tensors[i], err = safetensors.New(x.Name, a.Shape, a.Data); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := LoadModel(path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the lattice has 9 slots, the model 3") {
+		t.Errorf("got %v", err)
 	}
 }
 
