@@ -1,7 +1,9 @@
 package cudaops
 
 import (
+	"encoding/binary"
 	"math"
+	"slices"
 	"sync"
 	"testing"
 
@@ -19,6 +21,8 @@ type fakeKernels struct {
 
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
+
+	tables map[*kernels.Table][]kernels.OptimTensor
 }
 
 // openFake returns a device of a fake driver, and the option that makes machines on it use fakeKernels.
@@ -85,18 +89,97 @@ func unaryReference(op kernels.UnaryOp, v, p float64) float64 {
 	switch op {
 	case kernels.Neg:
 		return -v
+	case kernels.Abs:
+		return math.Abs(v)
 	case kernels.Square:
 		return v * v
+	case kernels.Cube:
+		return v * v * v
+	case kernels.Sqrt:
+		return math.Sqrt(v)
+	case kernels.Inverse:
+		return 1 / v
+	case kernels.InverseSqrt:
+		return 1 / math.Sqrt(v)
 	case kernels.Exp:
 		return math.Exp(v)
+	case kernels.Expm1:
+		return math.Expm1(v)
+	case kernels.Log:
+		return math.Log(v)
+	case kernels.Log1p:
+		return math.Log1p(v)
+	case kernels.Log2:
+		return math.Log2(v)
 	case kernels.Tanh:
 		return math.Tanh(v)
 	case kernels.Sigmoid:
 		return 1 / (1 + math.Exp(-v))
+	case kernels.Softplus:
+		return math.Log1p(math.Exp(v))
+	case kernels.Sin:
+		return math.Sin(v)
+	case kernels.Cos:
+		return math.Cos(v)
+	case kernels.Ceil:
+		return math.Ceil(v)
+	case kernels.Floor:
+		return math.Floor(v)
+	case kernels.Sign:
+		return truth(v > 0) - truth(v < 0)
+	case kernels.AddScalar:
+		return v + p
 	case kernels.MulScalar:
 		return v * p
+	case kernels.SubFrom:
+		return p - v
+	case kernels.DivideInto:
+		return p / v
+	case kernels.PowScalar:
+		return math.Pow(v, p)
+	case kernels.PowOf:
+		return math.Pow(p, v)
 	}
 	return math.NaN() // the tests use no others
+}
+
+func truth(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func binaryReference(op kernels.BinaryOp, a, b float64) float64 {
+	switch op {
+	case kernels.Add:
+		return a + b
+	case kernels.Sub:
+		return a - b
+	case kernels.Mul:
+		return a * b
+	case kernels.Div:
+		return a / b
+	case kernels.Pow:
+		return math.Pow(a, b)
+	case kernels.Maximum:
+		return math.Max(a, b)
+	case kernels.Minimum:
+		return math.Min(a, b)
+	case kernels.Less:
+		return truth(a < b)
+	case kernels.LessEqual:
+		return truth(a <= b)
+	case kernels.Greater:
+		return truth(a > b)
+	case kernels.GreaterEqual:
+		return truth(a >= b)
+	case kernels.Equal:
+		return truth(a == b)
+	case kernels.NotEqual:
+		return truth(a != b)
+	}
+	return math.NaN()
 }
 
 func (k *fakeKernels) Binary(s driver.Stream, op kernels.BinaryOp, y driver.Ptr, a, b kernels.Operand, n int, _ driver.DType) error {
@@ -112,19 +195,62 @@ func (k *fakeKernels) Binary(s driver.Stream, op kernels.BinaryOp, y driver.Ptr,
 		}
 		x, z := element(a), element(b)
 		for i := range out {
-			switch op {
-			case kernels.Add:
-				out[i] = x(i) + z(i)
-			case kernels.Sub:
-				out[i] = x(i) - z(i)
-			case kernels.Mul:
-				out[i] = x(i) * z(i)
-			case kernels.Div:
-				out[i] = x(i) / z(i)
-			default:
-				out[i] = float32(math.NaN())
+			out[i] = float32(binaryReference(op, float64(x(i)), float64(z(i))))
+		}
+	})
+}
+
+func (k *fakeKernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, _ driver.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		in, out := floatsAt(l, x, rows*n), floatsAt(l, y, rows*n)
+		for r := range rows {
+			largest, sum := slices.Max(in[r*n:][:n]), 0.0
+			for _, v := range in[r*n:][:n] {
+				sum += math.Exp(float64(v - largest))
+			}
+			for i := r * n; i < r*n+n; i++ {
+				out[i] = float32(math.Exp(float64(in[i]-largest)) / sum)
 			}
 		}
+	})
+}
+
+func (k *fakeKernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, _ driver.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		up, out, d := floatsAt(l, g, rows*n), floatsAt(l, y, rows*n), floatsAt(l, dx, rows*n)
+		for r := range rows {
+			dot := 0.0
+			for i := r * n; i < r*n+n; i++ {
+				dot += float64(up[i] * out[i])
+			}
+			for i := r * n; i < r*n+n; i++ {
+				d[i] = out[i] * (up[i] - float32(dot))
+			}
+		}
+	})
+}
+
+func (k *fakeKernels) Copy(s driver.Stream, a kernels.Copy) error {
+	return k.launch(s, func(l *fake.Launch) {
+		extent := func(strides []int) int {
+			last := 0
+			for i, d := range a.Dims {
+				last += (d - 1) * strides[i]
+			}
+			return (last + 1) * a.Size
+		}
+		y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)), fake.Slice[byte](l, a.X, extent(a.XStrides))
+		var walk func(dim, to, from int)
+		walk = func(dim, to, from int) {
+			if dim == len(a.Dims) {
+				copy(y[to*a.Size:][:a.Size], x[from*a.Size:])
+				return
+			}
+			for i := range a.Dims[dim] {
+				walk(dim+1, to+i*a.YStrides[dim], from+i*a.XStrides[dim])
+			}
+		}
+		walk(0, 0, 0)
 	})
 }
 
@@ -140,6 +266,15 @@ func intsAt(l *fake.Launch, p kernels.Ints, n int) []int {
 
 func (k *fakeKernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error {
 	return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, y, n), floatsAt(l, x, n)) })
+}
+
+func (k *fakeKernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error {
+	return k.launch(s, func(l *fake.Launch) {
+		out := floatsAt(l, y, n)
+		for i, v := range floatsAt(l, x, n) {
+			out[i] = float32(alpha)*v + float32(beta)*out[i]
+		}
+	})
 }
 
 func (k *fakeKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
@@ -167,17 +302,35 @@ func (k *fakeKernels) RoPE(s driver.Stream, a kernels.RoPE) error {
 	})
 }
 
+// rowsAt is rows of f floats that lie stride apart, 0 for no gaps.
+func rowsAt(l *fake.Launch, p driver.Ptr, rows, f, stride int) [][]float32 {
+	if stride == 0 {
+		stride = f
+	}
+	r := make([][]float32, rows)
+	for i := range r {
+		r[i] = floatsAt(l, p.Offset(4*i*stride), f)
+	}
+	return r
+}
+
 func (k *fakeKernels) SiLUMul(s driver.Stream, a kernels.SiLUMul) error {
 	return k.launch(s, func(l *fake.Launch) {
-		n := a.Rows * a.F
-		cpu.SiLUMul(floatsAt(l, a.H, n), floatsAt(l, a.A, n), floatsAt(l, a.B, n))
+		h, x, y := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+		for i := range h {
+			cpu.SiLUMul(h[i], x[i], y[i])
+		}
 	})
 }
 
 func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		n := a.Rows * a.F
-		cpu.SiLUMulBackward(floatsAt(l, a.H, n), floatsAt(l, a.DA, n), floatsAt(l, a.DB, n), floatsAt(l, a.DH, n), floatsAt(l, a.A, n), floatsAt(l, a.B, n))
+		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
+		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride), rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
+		for i := range h {
+			cpu.SiLUMulBackward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
+		}
 	})
 }
 
@@ -189,7 +342,7 @@ func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
 
 func (k *fakeKernels) EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		fake.Slice[byte](l, a.Workspace, kernels.EmbeddingWorkspace(a.Rows, a.Vocab))
+		fake.Slice[byte](l, a.Workspace, kernels.EmbeddingWorkspace(a.Rows, a.Vocab, a.D))
 		cpu.EmbeddingBackward(floatsAt(l, a.DT, a.Vocab*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
 	})
 }
@@ -239,6 +392,126 @@ func (k *fakeKernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a ke
 		n := a.Rows * a.V
 		cpu.CrossEntropyBackward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
 			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
+	})
+}
+
+// NewTable remembers the tensors, whose steps the fake counts.
+func (k *fakeKernels) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error) {
+	t, err := kernels.New(k.ctx).NewTable(tensors)
+	if err == nil {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		if k.tables == nil {
+			k.tables = map[*kernels.Table][]kernels.OptimTensor{}
+		}
+		k.tables[t] = slices.Clone(tensors)
+	}
+	return t, err
+}
+
+func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error {
+	return k.launch(s, func(l *fake.Launch) {
+		out := floatsAt(l, squares, t.Chunks)
+		clear(out)
+		for _, p := range k.tables[t] {
+			for _, g := range floatsAt(l, p.Grad, p.Size) {
+				out[0] += g * g
+			}
+		}
+	})
+}
+
+// control is the block as the host wrote it, and what the kernels do with gradients.
+func control(l *fake.Launch, p driver.Ptr) (b []byte, c kernels.Control, scale float64) {
+	b = fake.Slice[byte](l, p, kernels.ControlBytes)
+	c = kernels.DecodeControl(b)
+	scale = c.GradScale
+	if c.MaxNorm > 0 {
+		scale *= min(1, c.MaxNorm/(float64(c.Norm)+1e-6))
+	}
+	return b, c, scale
+}
+
+func (k *fakeKernels) GradNorm(s driver.Stream, at, squares driver.Ptr, count int) error {
+	return k.launch(s, func(l *fake.Launch) {
+		b, c, _ := control(l, at)
+		var sum float64
+		for _, v := range floatsAt(l, squares, count) {
+			sum += float64(v)
+		}
+		norm := float32(math.Sqrt(sum) * c.GradScale)
+		skipped := uint32(0)
+		if c.SkipNonFinite && norm-norm != 0 {
+			skipped = 1
+		}
+		binary.LittleEndian.PutUint32(b[36:], skipped)
+		binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
+	})
+}
+
+func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
+	return k.launch(s, func(l *fake.Launch) {
+		_, c, scale := control(l, at)
+		if c.Skipped {
+			return
+		}
+		for i := range k.tables[t] {
+			p := &k.tables[t][i]
+			p.Step++
+			g := slices.Clone(floatsAt(l, p.Grad, p.Size))
+			cpu.ScaleBy(g, scale)
+			cpu.AdamW(floatsAt(l, p.Param, p.Size), g, floatsAt(l, p.First, p.Size), floatsAt(l, p.Second, p.Size),
+				cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+			writeCopy(l, *p)
+		}
+	})
+}
+
+func writeCopy(l *fake.Launch, p kernels.OptimTensor) {
+	if p.Copy != 0 {
+		copy(floatsAt(l, p.Copy, p.Size), floatsAt(l, p.Param, p.Size))
+	}
+}
+
+func (k *fakeKernels) MuonDirection(s driver.Stream, at, squares driver.Ptr, t *kernels.Table, nesterov bool) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, squares, t.Chunks)
+		_, c, scale := control(l, at)
+		if c.Skipped {
+			return
+		}
+		for _, p := range k.tables[t] {
+			g, m, u := floatsAt(l, p.Grad, p.Size), floatsAt(l, p.First, p.Size), floatsAt(l, p.Direction, p.Size)
+			mu := float32(p.Beta1)
+			var sum float64
+			for i, v := range g {
+				v *= float32(scale)
+				m[i] += (1 - mu) * (v - m[i])
+				u[i] = m[i]
+				if nesterov {
+					u[i] = v + mu*(m[i]-v)
+				}
+				sum += float64(u[i]) * float64(u[i])
+			}
+			cpu.ScaleBy(u, 1/(math.Sqrt(sum)+1e-7))
+		}
+	})
+}
+
+func (k *fakeKernels) MuonApply(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
+	return k.launch(s, func(l *fake.Launch) {
+		_, c, _ := control(l, at)
+		if c.Skipped {
+			return
+		}
+		for _, p := range k.tables[t] {
+			w, r := floatsAt(l, p.Param, p.Size), floatsAt(l, p.Result, p.Size)
+			lr := c.LR * p.LRScale
+			for i, v := range r {
+				w[i] = float32(1-lr*p.Decay)*w[i] - float32(lr*p.ShapeScale)*v
+			}
+			writeCopy(l, p)
+		}
 	})
 }
 

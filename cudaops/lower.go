@@ -21,6 +21,7 @@ type kernelSet interface {
 	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
 		lse driver.Ptr, t driver.DType) error
 	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
+	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
 	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
 	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
 	RMSNormWorkspace(d int) int
@@ -35,6 +36,19 @@ type kernelSet interface {
 	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
 	Reduce(s driver.Stream, a kernels.Reduce) error
 	ReduceWorkspace(a kernels.Reduce) int
+	Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error
+	SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, t driver.DType) error
+	Copy(s driver.Stream, a kernels.Copy) error
+	NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error)
+	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
+	GradNorm(s driver.Stream, control, squares driver.Ptr, count int) error
+	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table) error
+	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
+	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
+	KasminaForward(s driver.Stream, f kernels.KasminaForward) error
+	KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error
+	KasminaForwardWorkspace(l kernels.KasminaLayer) int
+	KasminaBackwardWorkspace(l kernels.KasminaLayer, clip bool) int
 	Close() error
 }
 
@@ -65,6 +79,8 @@ func init() {
 		reflect.TypeFor[*op.LinearGradOp]():             lowerLinearGrad,
 		reflect.TypeFor[*op.AttentionOp]():              lowerAttention,
 		reflect.TypeFor[*op.AttentionGradOp]():          lowerAttentionGrad,
+		reflect.TypeFor[*op.KasminaOp]():                lowerKasmina,
+		reflect.TypeFor[*op.KasminaGradOp]():            lowerKasminaGrad,
 	}
 }
 
@@ -104,6 +120,11 @@ func isConstant(n *gorgonia.Node) bool {
 
 // input gives a node whose value comes from the host a place on the device.
 func (c *compiler) input(n *gorgonia.Node) error {
+	if shared := c.m.config.share.param(n); shared != nil {
+		c.values[n] = shared.array
+		c.inputOf[shared.array.block] = shared
+		return nil
+	}
 	a := c.newResident(elemOf(n.Dtype()), n.Shape()...)
 	c.values[n] = a
 	in := &input{node: n, array: a, constant: isConstant(n)}
@@ -116,10 +137,10 @@ func (c *compiler) input(n *gorgonia.Node) error {
 }
 
 // lowerPart views a tensor of a packed result.
-func lowerPart(_ *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+func lowerPart(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	offset := n.Op().(*opbase.PartOp).Offset
 	if len(in[0].parts) == 0 {
-		return in[0].view(offset, n.Shape()...), nil
+		return c.aligned(n, in[0].view(offset, n.Shape()...)), nil
 	}
 	for _, p := range in[0].parts {
 		if offset == 0 {

@@ -38,7 +38,13 @@ func (c *compiler) as(n *gorgonia.Node, a *array, e elem) *array {
 	cast := func(b *array) func() error {
 		return func() error { return m.k.Cast(m.stream, b.ptr(), b.elem.dtype(), a.ptr(), a.elem.dtype(), a.len()) }
 	}
-	if in := c.inputOf[a.block]; in != nil && in.constant {
+	if in := c.inputOf[a.block]; in != nil && c.m.config.share.owns(in) {
+		for _, s := range in.copies {
+			if s.elem == e {
+				return s.array
+			}
+		}
+	} else if in != nil && in.constant {
 		b := c.newResident(e, a.shape...)
 		in.copies = append(in.copies, shadow{b, cast(b)})
 		c.copies[key] = b
@@ -166,50 +172,93 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 	return packed(dq, dk, dv), nil
 }
 
-// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ.
-type gated struct{ a, b *array }
+// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab [rows, 2F], and the weights
+// of both, one above the other [2F, D].
+type gated struct{ ab, weights *array }
 
 func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, down := c.lowerPair(n, in[0], in[3])
-	gate, up := c.lowerPair(n, in[1], in[2])
-	rows, f := x.shape[0], gate.shape[0]
-	a, b, h := c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f)
-	c.saved[n.Op()] = gated{a, b}
-	for _, p := range []product{{d: a, a: x, b: gate, transB: true}, {d: b, a: x, b: up, transB: true}} {
-		if err := c.matmul(n, p); err != nil {
-			return nil, err
-		}
+	rows, f := x.shape[0], in[1].shape[0]
+	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
+	c.saved[n.Op()] = s
+	if err := c.matmul(n, product{d: s.ab, a: x, b: s.weights, transB: true}); err != nil {
+		return nil, err
 	}
-	m := c.m
+	h, m := c.newArray(x.elem, rows, f), c.m
 	c.do(n, func() error {
-		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h.ptr(), A: a.ptr(), B: b.ptr(), Rows: rows, F: f, Type: x.elem.dtype()})
-	}, a, b, h)
+		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h.ptr(), A: s.ab.ptr(), B: s.ab.view(f).ptr(), Rows: rows, F: f, Stride: 2 * f,
+			Type: x.elem.dtype()})
+	}, s.ab, h)
 	y := c.like(x)
 	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true})
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, g := c.lowerPair(n, in[0], in[5])
-	gate, up := c.lowerPair(n, in[1], in[2])
 	down := c.act(n, in[3])
-	saved := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
-	a, b, m := saved.a, saved.b, c.m
-	dh, da, db, h := c.like(a), c.like(a), c.like(a), c.like(a)
+	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
+	rows, f, d, m := x.shape[0], in[1].shape[0], x.shape[1], c.m
+	dh, h, dab := c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f), c.like(s.ab)
 	if err := c.matmul(n, product{d: dh, a: g, b: down}); err != nil {
 		return nil, err
 	}
 	c.do(n, func() error {
-		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h.ptr(), DA: da.ptr(), DB: db.ptr(), DH: dh.ptr(),
-			A: a.ptr(), B: b.ptr(), Rows: a.shape[0], F: a.shape[1], Type: a.elem.dtype()})
-	}, h, da, db, dh, a, b)
-	dx, dgate, dup, ddown := c.like(x), c.aux(gate.shape...), c.aux(up.shape...), c.aux(down.shape...)
-	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dgate, a: da, b: x, transA: true},
-		{d: dup, a: db, b: x, transA: true}, {d: dx, a: da, b: gate}, {d: dx, a: db, b: up, beta: 1}} {
+		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h.ptr(), DA: dab.ptr(), DB: dab.view(f).ptr(), DH: dh.ptr(),
+			A: s.ab.ptr(), B: s.ab.view(f).ptr(), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: x.elem.dtype()})
+	}, h, dab, dh, s.ab)
+	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
+	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}, {d: dx, a: dab, b: s.weights}} {
 		if err := c.matmul(n, p); err != nil {
 			return nil, err
 		}
 	}
-	return packed(dx, dgate, dup, ddown), nil
+	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
+}
+
+// stack returns two matrices of the same shape as activations, one above the other, so that one product serves both. Of
+// parameters the stack is kept, and renewed with them; of others it is made in every run.
+func (c *compiler) stack(n *gorgonia.Node, a, b *array) *array {
+	key := stacked{converted{a.block, a.at, a.elem}, converted{b.block, b.at, b.elem}}
+	if s := c.stacks[key]; s != nil {
+		return s
+	}
+	e, m := c.m.activations(), c.m
+	shape := []int{2 * a.shape[0], a.shape[1]}
+	first, second := c.inputOf[a.block], c.inputOf[b.block]
+	kept := first != nil && second != nil && first.constant && second.constant && !m.config.share.owns(first) && !m.config.share.owns(second)
+	s := c.newArray(e, shape...)
+	if kept {
+		s = c.newResident(e, shape...)
+	}
+	c.stacks[key] = s
+	for i, half := range []*array{a, b} {
+		to := s.view(i*a.len(), a.shape...)
+		run := func() error {
+			return m.k.Cast(m.stream, to.ptr(), e.dtype(), half.ptr(), half.elem.dtype(), half.len())
+		}
+		if kept {
+			in := []*input{first, second}[i]
+			in.copies = append(in.copies, shadow{to, run})
+		} else {
+			c.do(n, run, to, half)
+		}
+	}
+	return s
+}
+
+type stacked struct{ a, b converted }
+
+// vectorBytes is what optimisers read at once.
+const vectorBytes = 16
+
+// aligned returns a, or a copy of it where it begins at an address that optimisers do not take.
+func (c *compiler) aligned(n *gorgonia.Node, a *array) *array {
+	if a.at%vectorBytes == 0 {
+		return a
+	}
+	b, m := c.like(a), c.m
+	c.do(n, func() error { return m.k.Cast(m.stream, b.ptr(), b.elem.dtype(), a.ptr(), a.elem.dtype(), a.len()) }, a, b)
+	return b
 }
 
 func intsOf(a *array) kernels.Ints { return kernels.Ints{Ptr: a.ptr(), Wide: true} }
@@ -228,7 +277,7 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	ids, g := in[0], c.act(n, in[1])
 	dt, m := c.aux(n.Shape()...), c.m
-	workspace := c.bytes(kernels.EmbeddingWorkspace(g.shape[0], dt.shape[0]))
+	workspace := c.bytes(kernels.EmbeddingWorkspace(g.shape[0], dt.shape[0], dt.shape[1]))
 	c.do(n, func() error {
 		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: dt.ptr(), IDs: intsOf(ids), G: g.ptr(), Rows: g.shape[0],
 			Vocab: dt.shape[0], D: dt.shape[1], DTType: driver.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr()})

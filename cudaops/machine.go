@@ -30,20 +30,34 @@ type Machine struct {
 	k      kernelSet
 	blas   *matmuls
 
-	program  *program
-	arena    driver.Ptr
-	owned    []driver.Ptr
-	sent     driver.Event // the last run's inputs have left their staging memory
-	ran      bool
-	captured *driver.Graph
-	warned   map[string]bool
-	closed   bool
+	program   *program
+	optimizer *optimizer
+	arena     driver.Ptr
+	owned     map[driver.Ptr]int // bytes of each allocation
+	sent      driver.Event       // the last run's inputs have left their staging memory
+	ran       bool
+	captured  *driver.Graph
+	warned    map[string]bool
+	closed    bool
+
+	attendants []attendant
+	loaded     bool // the program has run as it is, so that a capture loads no modules
+}
+
+// attendant has work of its own around every run, on the machine's stream but outside of what is captured.
+type attendant interface {
+	before() error // ahead of a run, when the last one's inputs have left their staging memory
+	after() error  // behind a run's work
+	settle() error // the stream is idle: take in what came back
+	close() error
 }
 
 type machineConfig struct {
 	params  gorgonia.Nodes
 	outputs gorgonia.Nodes
+	share   *Machine
 	strict  bool
+	gather  bool
 	act     elem
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
@@ -63,6 +77,19 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 			}
 		}
 		c.params = append(c.params, params...)
+		return nil
+	}
+}
+
+// WithParamsOf makes inputs that have the name and shape of another machine's parameters use its memory, without a copy: a
+// graph that evaluates a model, beside the one that trains it. The other machine must be on the same device and be closed
+// later. Runs of the two must not overlap: have a value of one before running the other.
+func WithParamsOf(other *Machine) MachineOption {
+	return func(c *machineConfig) error {
+		if other == nil || other.closed {
+			return errors.New("WithParamsOf: the machine is nil or closed")
+		}
+		c.share = other
 		return nil
 	}
 }
@@ -113,6 +140,15 @@ func WithPrecision(p Precision) MachineOption {
 	}
 }
 
+// WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update] has applied them. Without
+// it Update applies those of the last run.
+func WithAccumulation() MachineOption {
+	return func(c *machineConfig) error {
+		c.gather = true
+		return nil
+	}
+}
+
 // WithLogger sets where warnings go. The default is slog.Default().
 func WithLogger(l *slog.Logger) MachineOption {
 	return func(c *machineConfig) error {
@@ -138,7 +174,10 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			return nil, err
 		}
 	}
-	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}}
+	if config.share != nil && config.share.device != d {
+		return nil, errors.New("WithParamsOf: the other machine is on another device")
+	}
+	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, owned: map[driver.Ptr]int{}}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, m.Close())
@@ -172,6 +211,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			}
 		}
 	}
+	if err := m.clearSums(); err != nil {
+		return nil, err
+	}
 	return m, d.ctx.SyncStream(m.stream)
 }
 
@@ -197,17 +239,25 @@ func (m *Machine) keep() gorgonia.Nodes {
 	return kept
 }
 
+// alloc takes device memory that Close gives back.
+func (m *Machine) alloc(bytes int, what string) (driver.Ptr, error) {
+	p, err := m.device.ctx.Alloc(bytes)
+	if err != nil {
+		return 0, fmt.Errorf("allocating %s for %s: %w", driver.Size(uint64(bytes)), what, err)
+	}
+	m.owned[p] = bytes
+	return p, nil
+}
+
+// free gives back what alloc has taken.
+func (m *Machine) free(p driver.Ptr) error {
+	delete(m.owned, p)
+	return m.device.ctx.Free(p)
+}
+
 // allocate takes the memory that the program was planned for.
 func (m *Machine) allocate() error {
 	need := uint64(m.program.arena + m.program.resident())
-	alloc := func(bytes int, what string) (driver.Ptr, error) {
-		p, err := m.device.ctx.Alloc(bytes)
-		if err != nil {
-			return 0, fmt.Errorf("allocating %s for %s; the graph needs %s in all: %w", driver.Size(uint64(bytes)), what, driver.Size(need), err)
-		}
-		m.owned = append(m.owned, p)
-		return p, nil
-	}
 	if free, _, err := m.device.ctx.MemInfo(); err != nil {
 		return err
 	} else if need > free {
@@ -216,14 +266,14 @@ func (m *Machine) allocate() error {
 	}
 	var err error
 	if m.program.arena > 0 {
-		if m.arena, err = alloc(m.program.arena, "a run"); err != nil {
+		if m.arena, err = m.alloc(m.program.arena, "a run"); err != nil {
 			return err
 		}
 	}
 	for _, b := range m.program.blocks {
 		if !b.resident {
 			b.base = m.arena.Offset(b.offset)
-		} else if b.base, err = alloc(b.bytes, "parameters and constants"); err != nil {
+		} else if b.base, err = m.alloc(b.bytes, "parameters and constants"); err != nil {
 			return err
 		}
 	}
@@ -235,8 +285,15 @@ func (m *Machine) allocate() error {
 	return nil
 }
 
-// PeakMemory returns the device memory in bytes that the machine has taken: for parameters and constants, and for a run.
-func (m *Machine) PeakMemory() (resident, run int) { return m.program.resident(), m.program.arena }
+// Memory returns the device memory in bytes that the machine holds: parameters and constants, everything a run needs, the
+// optimiser's state and workspace.
+func (m *Machine) Memory() int {
+	held := 0
+	for _, n := range m.owned {
+		held += n
+	}
+	return held
+}
 
 // RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value] waits for it. An error
 // on the device may show in a later call.
@@ -256,6 +313,11 @@ func (m *Machine) run() error {
 			return err
 		}
 	}
+	for _, a := range m.attendants {
+		if err := a.before(); err != nil {
+			return err
+		}
+	}
 	for _, in := range m.program.inputs {
 		if in.constant {
 			continue
@@ -267,9 +329,23 @@ func (m *Machine) run() error {
 	if err := m.device.ctx.Record(m.sent, m.stream); err != nil {
 		return err
 	}
+	if err := m.compute(); err != nil {
+		return err
+	}
+	for _, a := range m.attendants {
+		if err := a.after(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// compute enqueues the program, or what was captured of it.
+func (m *Machine) compute() error {
 	defer func() { m.ran = true }()
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
-	if !m.ran || slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host }) {
+	if !m.loaded || slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host }) {
+		m.loaded = true
 		return m.enqueue()
 	}
 	if m.captured == nil {
@@ -300,6 +376,26 @@ func (m *Machine) capture() error {
 	}
 	m.captured = g
 	return nil
+}
+
+// forget drops what was captured, since the next run differs from it.
+func (m *Machine) forget() error {
+	m.loaded = false
+	if m.captured == nil {
+		return nil
+	}
+	g := m.captured
+	m.captured = nil
+	return errors.Join(m.device.ctx.SyncStream(m.stream), m.device.ctx.DestroyGraph(g))
+}
+
+// settle lets the attendants take in what came back. The stream is idle.
+func (m *Machine) settle() error {
+	var errs []error
+	for _, a := range m.attendants {
+		errs = append(errs, a.settle())
+	}
+	return errors.Join(errs...)
 }
 
 // send copies an input's value to the device, by way of pinned memory.
@@ -345,6 +441,23 @@ func (r idRange) check(ids []int64) error {
 // activations is how the machine stores activations.
 func (m *Machine) activations() elem { return m.config.act }
 
+// param returns the parameter that n is an image of in another graph, nil if there is none.
+func (m *Machine) param(n *gorgonia.Node) *input {
+	if m == nil {
+		return nil
+	}
+	for _, in := range m.program.inputs {
+		if slices.Contains(m.config.params, in.node) && in.node.Name() == n.Name() && n.Dtype() == in.node.Dtype() &&
+			slices.Equal(n.Shape(), in.node.Shape()) {
+			return in
+		}
+	}
+	return nil
+}
+
+// owns reports whether an input is this machine's.
+func (m *Machine) owns(in *input) bool { return m != nil && slices.Contains(m.program.inputs, in) }
+
 // Upload copies the values of parameters to the device again, after the host has changed them.
 func (m *Machine) Upload(params ...*gorgonia.Node) error {
 	if err := m.device.ctx.SyncStream(m.stream); err != nil {
@@ -387,7 +500,11 @@ func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 	case !m.ran && n.Op() != nil:
 		return nil, errors.New("the machine has not run")
 	}
-	return m.fetch(a, n.Dtype())
+	v, err := m.fetch(a, n.Dtype())
+	if err != nil {
+		return nil, err
+	}
+	return v, m.settle()
 }
 
 // fetch copies an array back as a value of type dt.
@@ -416,14 +533,21 @@ func (m *Machine) Close() error {
 	if m.stream != 0 {
 		errs = append(errs, ctx.SyncStream(m.stream))
 	}
+	errs = append(errs, m.settle())
+	for _, a := range m.attendants {
+		errs = append(errs, a.close())
+	}
 	if m.captured != nil {
 		errs = append(errs, ctx.DestroyGraph(m.captured))
+	}
+	if m.optimizer != nil {
+		errs = append(errs, m.optimizer.close(m))
 	}
 	if m.blas != nil {
 		errs = append(errs, m.blas.close())
 	}
-	for _, p := range m.owned {
-		errs = append(errs, ctx.Free(p))
+	for p := range m.owned {
+		errs = append(errs, m.free(p))
 	}
 	if m.program != nil {
 		for _, in := range m.program.inputs {

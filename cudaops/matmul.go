@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"errors"
-	"fmt"
 
 	"gorgonia.org/gorgonia"
 
@@ -36,10 +35,9 @@ func (b *matmuls) plan(spec driver.MatmulSpec) (driver.MatmulPlan, error) {
 		return nil, err
 	}
 	if b.workspace == 0 {
-		if b.workspace, err = b.m.device.ctx.Alloc(workspaceBytes); err != nil {
-			return nil, fmt.Errorf("cuBLASLt's workspace: %w", err)
+		if b.workspace, err = b.m.alloc(workspaceBytes, "cuBLASLt's workspace"); err != nil {
+			return nil, err
 		}
-		b.m.owned = append(b.m.owned, b.workspace)
 	}
 	p, err := blas.Plan(spec, workspaceBytes, 1)
 	if err != nil {
@@ -57,38 +55,46 @@ func (b *matmuls) close() error {
 	return errors.Join(errs...)
 }
 
-// product is d = alpha·op(a)·op(b) + beta·d, for row-major matrices without gaps; d's shape and a's give the sizes.
+// product is d = alpha·op(a)·op(b) + beta·c, for row-major matrices without gaps; d's shape and a's give the sizes. A zero
+// alpha counts as 1, and c is d where it is nil.
 type product struct {
-	d, a, b        *array
+	d, a, b, c     *array
 	transA, transB bool
 	alpha, beta    float32
 }
 
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
+	run, err := c.m.blas.product(p)
+	if err == nil {
+		c.do(n, run, p.d, p.a, p.b, p.c)
+	}
+	return err
+}
+
+// product plans a product and returns what enqueues it.
+func (b *matmuls) product(p product) (func() error, error) {
 	if p.alpha == 0 {
 		p.alpha = 1
+	}
+	if p.c == nil {
+		p.c = p.d
 	}
 	k := p.a.shape[1]
 	if p.transA {
 		k = p.a.shape[0]
 	}
 	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: k, TransA: p.transA, TransB: p.transB,
-		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 4}
-	for align := 256; align > 4; align /= 2 {
-		if (p.a.at|p.b.at|p.d.at)%align == 0 {
-			spec.Align = align
-			break
-		}
+		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
+	for spec.Align > 2 && (p.a.at|p.b.at|p.c.at|p.d.at)%spec.Align != 0 {
+		spec.Align /= 2
 	}
-	plan, err := c.m.blas.plan(spec)
+	plan, err := b.plan(spec)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	m := c.m
-	c.do(n, func() error {
-		return plan.Run(0, driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), D: p.d.ptr(),
-			Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes}, m.stream)
-	}, p.d, p.a, p.b)
-	return nil
+	return func() error {
+		return plan.Run(0, driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
+			Workspace: b.workspace, WorkspaceSize: workspaceBytes}, b.m.stream)
+	}, nil
 }

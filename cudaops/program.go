@@ -79,7 +79,8 @@ type program struct {
 	values map[*gorgonia.Node]*array
 	inputs []*input
 	tables []table
-	arena  int // bytes
+	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
+	arena  int                       // bytes
 }
 
 // input is a node whose value the host provides.
@@ -127,6 +128,7 @@ type compiler struct {
 
 	inputOf   map[*block]*input
 	copies    map[converted]*array
+	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
 	gradients map[gorgonia.Op]bool // forward ops whose backward op the graph has
 }
@@ -135,7 +137,7 @@ type compiler struct {
 func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, inputOf: map[*block]*input{}, copies: map[converted]*array{},
-		rotations: map[rotation][2]*array{}, gradients: map[gorgonia.Op]bool{}}
+		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, gradients: map[gorgonia.Op]bool{}}
 	sorted, err := gorgonia.Sort(m.graph)
 	if err != nil {
 		return nil, fmt.Errorf("sorting the graph: %w", err)
@@ -160,11 +162,30 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 			return nil, fmt.Errorf("%s: %w", describe(n), err)
 		}
 	}
+	if m.config.gather {
+		c.gather()
+	}
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}
 	c.plan()
 	return c.program, nil
+}
+
+// gather adds the gradient of each parameter to a sum that outlives runs.
+func (c *compiler) gather() {
+	c.sums = map[*gorgonia.Node]*array{}
+	for _, p := range c.m.config.params {
+		g := c.values[p.Deriv()]
+		if g == nil {
+			continue
+		}
+		sum, m := c.newResident(float32s, g.shape...), c.m
+		c.sums[p] = sum
+		c.do(p.Deriv(), func() error {
+			return m.k.Axpby(m.stream, sum.ptr(), driver.Float32, 1, g.ptr(), g.elem.dtype(), 1, g.len())
+		}, g, sum)
+	}
 }
 
 func need(needed map[*gorgonia.Node]bool, n *gorgonia.Node) {
@@ -199,11 +220,11 @@ func (c *compiler) newArray(e elem, shape ...int) *array {
 }
 
 // newResident returns an array that lives as long as the machine.
-func (c *compiler) newResident(e elem, shape ...int) *array {
+func (c *program) newResident(e elem, shape ...int) *array {
 	return c.allocate(&block{resident: true}, e, shape)
 }
 
-func (c *compiler) allocate(b *block, e elem, shape []int) *array {
+func (c *program) allocate(b *block, e elem, shape []int) *array {
 	a := &array{block: b, elem: e, shape: slices.Clone(shape)}
 	b.bytes = max(1, a.len()*e.size())
 	c.blocks = append(c.blocks, b)

@@ -1,0 +1,342 @@
+package cudaops
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// kasminaLayer is a Kasmina op with its replays and its backward op. The lattice's state is mirrored on the device, and sent
+// again before a run when it has changed. What a run measures comes back behind it, to pinned memory, and is given to the
+// lattice when the machine next meets it there: at [Machine.Value], at a later run, or at [Machine.Close]. Two runs may be
+// on their way, so no run waits for the figures of the one before, unless its limits are made of them.
+type kasminaLayer struct {
+	m          *Machine
+	op         *op.KasminaOp
+	rows       int
+	chunk      int
+	elem       elem
+	state      *array // kernels.KasminaState
+	report     *array // kasminaReport, in words
+	backward   bool   // the graph has the backward op
+	mode       kasminaMode
+	next, last []byte // the state as encoded for the run, and as the device has it
+	staging    []byte
+	flights    [2]kasminaFlight
+	runs       int
+	counts     []uint32 // as last seen
+}
+
+// kasminaMode is what a run measures. It is part of what is captured.
+type kasminaMode struct {
+	telemetry, histogram bool
+	reduction            kernels.KasminaReduction
+}
+
+// kasminaFlight is a run whose report may still be on its way.
+type kasminaFlight struct {
+	pass    *op.KasminaPass
+	mode    kasminaMode
+	report  []byte // pinned
+	arrived driver.Event
+	busy    bool
+}
+
+// kasminaReport is where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped rows,
+// and of what a replay counts, which nobody reads; figures; histograms.
+const (
+	kasminaBadX = iota
+	kasminaBadG
+	kasminaClipped
+	kasminaIgnored
+	kasminaHealth
+	kasminaGradient = kasminaHealth + kernels.KasminaForwardFigures
+	kasminaBins     = kasminaGradient + kernels.KasminaBackwardFigures
+	kasminaWords    = kasminaBins + kernels.KasminaBins
+)
+
+func (l *kasminaLayer) seeds() int { return len(l.counts) / kasminaHealth }
+
+func (l *kasminaLayer) latticeState() kernels.KasminaState {
+	return kernels.KasminaState{Ptr: l.state.ptr(), Seeds: l.seeds(), Slots: l.op.InputShape(1)[0]}
+}
+
+func (l *kasminaLayer) at(word int) driver.Ptr { return l.report.ptr().Offset(4 * word * l.seeds()) }
+
+// layer describes the layer to the kernels.
+func (l *kasminaLayer) layer(x, weights, scales *array) kernels.KasminaLayer {
+	k := l.shape()
+	k.X, k.Weights, k.Scales, k.State = x.ptr(), weights.ptr(), scales.ptr(), l.latticeState()
+	return k
+}
+
+// shape is the part of the description that does not depend on where things lie.
+func (l *kasminaLayer) shape() kernels.KasminaLayer {
+	c := l.op.Config
+	return kernels.KasminaLayer{
+		State: kernels.KasminaState{Seeds: l.seeds(), Slots: l.op.InputShape(1)[0]}, Rows: l.rows, Chunk: l.chunk, Eps: c.Epsilon,
+		Stability: map[op.Stability]kernels.KasminaStability{
+			op.Adaptive: kernels.KasminaAdaptive, op.Fast: kernels.KasminaFast, op.Strict: kernels.KasminaStrict,
+		}[c.Stability],
+		Type: l.elem.dtype(),
+	}
+}
+
+func (l *kasminaLayer) clips() bool { return l.op.Config.GradClip > 0 || l.op.Config.AdaptiveClip > 0 }
+
+// kasminaLayerOf returns the layer that o belongs to, nil if it must be computed on the host: a blueprint that somebody
+// registered has no kernel.
+func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
+	for _, a := range c.m.attendants {
+		if l, ok := a.(*kasminaLayer); ok && l.op.SharesRun(o) {
+			return l, nil
+		}
+	}
+	x, weights := o.InputShape(0), o.InputShape(1)
+	seeds := x[1] / weights[1]
+	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: weights[1], elem: c.m.activations(), counts: make([]uint32, kasminaHealth*seeds)}
+	l.next = driver.Bytes(make([]uint32, (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()/4))
+	pass := o.NewPass()
+	pass.Begin()
+	if err := l.encode(pass); errors.Is(err, kernels.ErrKasminaKind) {
+		c.m.warn(fmt.Sprintf("%v: %v", o, err))
+		return nil, nil
+	} else if err != nil {
+		return nil, err
+	}
+	l.state, l.report = c.newResident(float32s, len(l.next)/4), c.newResident(float32s, kasminaWords, seeds)
+	c.m.attendants = append(c.m.attendants, l)
+	return l, nil
+}
+
+func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*op.KasminaOp)
+	l, err := c.kasminaLayerOf(o)
+	if l == nil || err != nil {
+		return hostOr(c, n, in, err)
+	}
+	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
+	y, m := c.like(x), c.m
+	workspace := c.bytes(m.k.KasminaForwardWorkspace(l.shape()))
+	c.do(n, func() error {
+		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
+		if o.Replaying {
+			f.Bad = l.at(kasminaIgnored)
+			return m.k.KasminaForward(m.stream, f)
+		}
+		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
+		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
+		if l.mode.histogram {
+			f.Histogram = l.at(kasminaBins)
+		}
+		return m.k.KasminaForward(m.stream, f)
+	}, x, weights, scales, y, workspace)
+	return y, nil
+}
+
+func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	l, err := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
+	if l == nil || err != nil {
+		return hostOr(c, n, in, err)
+	}
+	l.backward = true
+	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
+	dx, dw, ds, m := c.like(x), c.aux(weights.shape...), c.aux(scales.shape...), c.m
+	workspace := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips()))
+	c.do(n, func() error {
+		return m.k.KasminaBackward(m.stream, kernels.KasminaBackward{KasminaLayer: l.layer(x, weights, scales),
+			DX: dx.ptr(), DWeights: dw.ptr(), DScales: ds.ptr(), G: g.ptr(), Clip: l.clips(), Telemetry: l.mode.telemetry,
+			Reduction: l.mode.reduction, Figures: l.at(kasminaGradient), Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped),
+			Workspace: workspace.ptr()})
+	}, x, weights, scales, g, dx, dw, ds, workspace)
+	return packed(dx, dw, ds), nil
+}
+
+// hostOr computes a node on the host unless there is an error.
+func hostOr(c *compiler, n *gorgonia.Node, in []*array, err error) (*array, error) {
+	if err != nil {
+		return nil, err
+	}
+	return c.onHost(n, in)
+}
+
+// encode writes the state for a pass to l.next.
+func (l *kasminaLayer) encode(pass *op.KasminaPass) error {
+	st := kernels.KasminaState{Seeds: l.seeds(), Slots: l.op.InputShape(1)[0]}
+	return st.Encode(l.next, func(i int) kernels.KasminaSeed {
+		s := pass.Seed(i)
+		return kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
+			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit)}
+	})
+}
+
+// open takes what the layer needs beside the arrays that the machine has allocated.
+func (l *kasminaLayer) open() error {
+	ctx := l.m.device.ctx
+	var err error
+	if l.staging, err = ctx.AllocHost(len(l.next)); err != nil {
+		return err
+	}
+	for i := range l.flights {
+		f := &l.flights[i]
+		f.pass = l.op.NewPass()
+		if f.report, err = ctx.AllocHost(4 * kasminaWords * l.seeds()); err != nil {
+			return err
+		}
+		if f.arrived, err = ctx.NewEvent(false); err != nil {
+			return err
+		}
+	}
+	return ctx.Memset32(l.report.ptr(), 0, l.report.len(), l.m.stream)
+}
+
+func (l *kasminaLayer) before() error {
+	if l.staging == nil {
+		if err := l.open(); err != nil {
+			return err
+		}
+	}
+	f := &l.flights[l.runs%2]
+	if err := l.receive(f, true); err != nil { // two runs ago
+		return err
+	}
+	if err := l.receive(&l.flights[(l.runs+1)%2], f.pass.NeedsLast()); err != nil {
+		return err
+	}
+	f.pass.Begin()
+	if err := l.encode(f.pass); err != nil {
+		return fmt.Errorf("%v: %w; a new machine can compute the layer", l.op, err)
+	}
+	ctx := l.m.device.ctx
+	if !bytes.Equal(l.next, l.last) {
+		copy(l.staging, l.next)
+		if err := ctx.CopyToDevice(l.state.ptr(), l.staging, l.m.stream); err != nil {
+			return err
+		}
+		l.last = append(l.last[:0], l.next...)
+	}
+	t := f.pass.Snapshot().Telemetry
+	f.mode = kasminaMode{telemetry: f.pass.Measures()}
+	if f.mode.telemetry {
+		f.mode.histogram = t.Mode == state.Debug
+		f.mode.reduction = map[state.Reduction]kernels.KasminaReduction{
+			state.Hierarchical: kernels.KasminaExact, state.MeanOfRows: kernels.KasminaMean, state.MaxOfRows: kernels.KasminaMax,
+		}[t.Reduction]
+	}
+	if f.mode != l.mode {
+		l.mode = f.mode
+		return l.m.forget()
+	}
+	return nil
+}
+
+func (l *kasminaLayer) after() error {
+	ctx, f := l.m.device.ctx, &l.flights[l.runs%2]
+	words := kasminaHealth
+	if f.mode.telemetry {
+		words = kasminaBins
+	}
+	if f.mode.histogram {
+		words = kasminaWords
+	}
+	if err := ctx.CopyToHost(f.report[:4*words*l.seeds()], l.report.ptr(), l.m.stream); err != nil {
+		return err
+	}
+	if err := ctx.Record(f.arrived, l.m.stream); err != nil {
+		return err
+	}
+	f.busy = true
+	l.runs++
+	return nil
+}
+
+func (l *kasminaLayer) settle() error {
+	return errors.Join(l.receive(&l.flights[l.runs%2], true), l.receive(&l.flights[(l.runs+1)%2], true))
+}
+
+// receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
+func (l *kasminaLayer) receive(f *kasminaFlight, wait bool) error {
+	ctx := l.m.device.ctx
+	switch {
+	case !f.busy:
+		return nil
+	case wait:
+		if err := ctx.SyncEvent(f.arrived); err != nil {
+			return err
+		}
+	default:
+		if done, err := ctx.EventDone(f.arrived); err != nil || !done {
+			return err
+		}
+	}
+	f.busy = false
+	if err := l.deliver(f); err != nil {
+		return fmt.Errorf("%v: %w", l.op, err)
+	}
+	return nil
+}
+
+func (l *kasminaLayer) deliver(f *kasminaFlight) error {
+	seeds := l.seeds()
+	words, figures := driver.View[uint32](f.report), driver.View[float32](f.report)
+	counted := slices.Clone(words[:len(l.counts)])
+	for i, v := range l.counts {
+		counted[i] -= v
+		l.counts[i] = words[i]
+	}
+	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
+	figure := func(what, i, seed int) float64 { return float64(figures[(what+i)*seeds+seed]) }
+	elements := float64(l.rows * l.chunk)
+
+	health := func(seed int) state.HealthSample {
+		h := state.HealthSample{NonFinite: count(kasminaBadX, seed)}
+		if !f.mode.telemetry {
+			return h
+		}
+		v := func(i int) float64 { return figure(kasminaHealth, i, seed) }
+		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)}
+		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kernels.KasminaMoments), Variance: v(kernels.KasminaMoments + 1)}
+		if f.mode.histogram {
+			h.Histogram = (*state.Histogram)(words[kasminaBins*seeds+seed*kernels.KasminaBins:])
+		}
+		return h
+	}
+	err := f.pass.RecordHealth(health)
+	if !l.backward {
+		return err
+	}
+	return errors.Join(err, f.pass.RecordGradient(func(seed int) state.GradientSample {
+		g := state.GradientSample{NonFinite: count(kasminaBadG, seed), Clipped: count(kasminaClipped, seed)}
+		if !f.mode.telemetry {
+			return g
+		}
+		v := func(i int) float64 { return figure(kasminaGradient, i, seed) }
+		g.Gradient = state.Gradient{Norm: v(0), Variance: v(1), Max: v(2)}
+		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms), Variance: v(kernels.KasminaNorms + 1)}
+		return g
+	}))
+}
+
+func (l *kasminaLayer) close() error {
+	ctx := l.m.device.ctx
+	var errs []error
+	for _, b := range [][]byte{l.staging, l.flights[0].report, l.flights[1].report} {
+		if b != nil {
+			errs = append(errs, ctx.FreeHost(b))
+		}
+	}
+	for _, f := range l.flights {
+		if f.arrived != 0 {
+			errs = append(errs, ctx.DestroyEvent(f.arrived))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,403 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"reflect"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+func (k *fakeKernels) KasminaForwardWorkspace(kernels.KasminaLayer) int        { return 4 }
+func (k *fakeKernels) KasminaBackwardWorkspace(kernels.KasminaLayer, bool) int { return 4 }
+
+// kasminaPlan reads the state of a layer from the device.
+func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, r kernels.KasminaReduction) (*cpu.Kasmina[float32], [][]float32) {
+	n := k.State.Seeds
+	words := fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4)
+	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
+	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Eps: k.Eps,
+		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[k.Stability],
+		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r],
+		Measure:   make([]bool, n)}
+	for i, w := range words[:n] {
+		p.Measure[i] = true
+		if w == 0 {
+			continue
+		}
+		b, err := blueprints.Lookup(blueprints.Kind(w & 0xff))
+		if err != nil {
+			panic(err)
+		}
+		p.Active = append(p.Active, cpu.KasminaSeed[float32]{Seed: i, Slot: int(w >> 16), Blend: w>>8&1 == 1, Learn: w>>9&1 == 1,
+			Alpha: field(1)[i], Low: field(2)[i], High: field(3)[i], Rule: blueprints.For[float32](b), Homogeneity: b.Homogeneity})
+	}
+	limits := field(4)
+	for _, v := range limits {
+		p.Limit = append(p.Limit, float64(v))
+	}
+	c := k.Chunk
+	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*c), floatsAt(l, k.Weights, k.State.Slots*c), floatsAt(l, k.Scales, k.State.Slots)}
+}
+
+func (k *fakeKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		p, in := kasminaPlan(l, f.KasminaLayer, f.Reduction)
+		p.Limit = nil
+		p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
+		n := p.Seeds
+		bad := fake.Slice[uint32](l, f.Bad, n)
+		for i := range p.Figures {
+			bad[i] += uint32(p.Figures[i].Bad)
+		}
+		if !f.Telemetry {
+			return
+		}
+		out := floatsAt(l, f.Figures, kernels.KasminaForwardFigures*n)
+		for i := range p.Figures {
+			m := p.Figures[i].Moments
+			h := p.Figures[i].Health(p.Reduce, p.Eps)
+			for j, v := range append(h[:], m.Mean, m.Variance()) {
+				out[j*n+i] = float32(v)
+			}
+		}
+		if f.Histogram != 0 {
+			bins := fake.Slice[uint32](l, f.Histogram, kernels.KasminaBins*n)
+			for i, h := range p.Exponents(in[0]) {
+				copy(bins[i*kernels.KasminaBins:], h[:])
+			}
+		}
+	})
+}
+
+func (k *fakeKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		p, in := kasminaPlan(l, b.KasminaLayer, b.Reduction)
+		if !b.Clip {
+			p.Limit = nil
+		}
+		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])), floatsAt(l, b.DScales, len(in[2])),
+			floatsAt(l, b.G, len(in[0])), in[0], in[1], in[2])
+		n := p.Seeds
+		bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
+		for i := range p.Figures {
+			bad[i] += uint32(p.Figures[i].Bad)
+			clipped[i] += uint32(p.Figures[i].Clipped)
+		}
+		if !b.Telemetry {
+			return
+		}
+		out := floatsAt(l, b.Figures, kernels.KasminaBackwardFigures*n)
+		for i := range p.Figures {
+			m := p.Figures[i].Norms
+			g := p.Figures[i].Gradient(p.Reduce)
+			for j, v := range append(g[:], m.Mean, m.Variance(), m.N) {
+				out[j*n+i] = float32(v)
+			}
+		}
+	})
+}
+
+// kasminaGraph is the cross-entropy of a Kasmina layer y of x, whose lattice has seeds in many stages.
+type kasminaGraph struct {
+	g                       *gorgonia.ExprGraph
+	x, weights, scales      *gorgonia.Node
+	loss                    *gorgonia.Node
+	lattice                 *state.Lattice
+	rows, seeds, chunk, dim int
+}
+
+const kasminaTestSlots = 9
+
+func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option, layer ...op.KasminaOption) *kasminaGraph {
+	t.Helper()
+	k := &kasminaGraph{g: gorgonia.NewGraph(), rows: 6, seeds: 8, chunk: 3}
+	k.dim = k.seeds * k.chunk
+	r := rand.New(rand.NewPCG(seed, 7))
+	values := func(n int) []float32 {
+		x := make([]float32, n)
+		for i := range x {
+			x[i] = float32(r.NormFloat64())
+		}
+		return x
+	}
+	matrix := func(name string, rows, cols int) *gorgonia.Node {
+		return gorgonia.NewMatrix(k.g, tensor.Float32, gorgonia.WithShape(rows, cols), gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, cols), tensor.WithBacking(values(rows*cols)))))
+	}
+	k.x, k.weights = matrix("x", k.rows, k.dim), matrix("weights", kasminaTestSlots, k.chunk)
+	k.scales = gorgonia.NewVector(k.g, tensor.Float32, gorgonia.WithShape(kasminaTestSlots), gorgonia.WithName("scales"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(kasminaTestSlots), tensor.WithBacking(values(kasminaTestSlots)))))
+	target := gorgonia.NewVector(k.g, tensor.Int, gorgonia.WithShape(k.rows), gorgonia.WithName("targets"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(k.rows), tensor.WithBacking([]int{1, 7, 22, 0, 9, 5}))))
+	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	var err error
+	if k.lattice, err = state.NewLattice(k.seeds, k.dim, append(opts, state.WithoutGates())...); err != nil {
+		t.Fatal(err)
+	}
+	path := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
+	for i := range k.seeds - 1 {
+		request := state.GerminationRequest{Slot: 1 + i%4, Kind: blueprints.Kind(i % 4)}
+		if err := k.lattice.RequestGermination(i, request); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range path[:min(i, len(path))] {
+			if err := k.lattice.Transition(i, s); err != nil {
+				t.Fatal(err)
+			}
+			if s == state.Grafting {
+				if err := k.lattice.SetAlpha(i, 0.1+0.1*float64(i)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	y := must(op.Kasmina(k.x, k.weights, k.scales, k.lattice, layer...))
+	k.loss = must(op.CrossEntropy(y, target))
+	if _, err := gorgonia.Grad(k.loss, k.x, k.weights, k.scales); err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+func (k *kasminaGraph) draw(t testing.TB, seed uint64, spoil func([]float32)) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(seed, 8))
+	x := make([]float32, k.rows*k.dim)
+	for i := range x {
+		x[i] = float32(r.NormFloat64())
+	}
+	if spoil != nil {
+		spoil(x)
+	}
+	if err := gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim), tensor.WithBacking(x))); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// open returns a machine for the graph.
+func (k *kasminaGraph) open(t testing.TB, device *Device, opts ...MachineOption) *Machine {
+	t.Helper()
+	m, err := NewMachine(device, k.g, append(opts, WithParams(k.weights, k.scales), WithOutputs(k.loss, k.x.Deriv()))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// TestKasminaMachine runs a layer on both machines, while the lattice moves on, and compares gradients and reports.
+func TestKasminaMachine(t *testing.T) {
+	for name, c := range map[string]struct {
+		lattice []state.Option
+		layer   []op.KasminaOption
+	}{
+		"default":  {},
+		"strict":   {layer: []op.KasminaOption{op.WithStability(op.Strict), op.WithGradClip(1.5)}},
+		"adaptive": {layer: []op.KasminaOption{op.WithAdaptiveGradClip(0.1)}},
+		"mean":     {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Reduction: state.MeanOfRows})}},
+		"debug":    {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Debug, Reduction: state.MaxOfRows})}},
+		"sampling": {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
+		"off":      {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Off})}},
+		"quiet":    {layer: []op.KasminaOption{op.WithoutTelemetry()}},
+	} {
+		t.Run(name+"/fake", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			compareKasmina(t, device, c.lattice, c.layer, WithStrict(), fakeOption)
+		})
+		t.Run(name+"/GPU", func(t *testing.T) { compareKasmina(t, openGPU(t), c.lattice, c.layer, WithStrict()) })
+	}
+}
+
+func compareKasmina(t *testing.T, device *Device, lattice []state.Option, layer []op.KasminaOption, opts ...MachineOption) {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
+	m := a.open(t, device, opts...)
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(b.g)
+	defer tape.Close()
+	for step := range uint64(7) {
+		for _, k := range []*kasminaGraph{a, b} {
+			k.draw(t, seed+step, nil)
+			if step == 3 {
+				if err := k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug, Reduction: state.MaxOfRows}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := k.lattice.StepEpoch(state.Metrics{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		tape.Reset()
+		if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
+		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+			v, err := m.Value(nodes[i])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, want.Value()); !(d < 1e-5) {
+				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
+			}
+		}
+		sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
+	}
+	sameReports(t, "history", a.lattice.History(), b.lattice.History())
+}
+
+// sameReports compares every number, whatever the structure, up to the precision of what the lattice keeps as float16.
+func sameReports(t testing.TB, at string, got, want any) {
+	t.Helper()
+	if where := differs(reflect.ValueOf(got), reflect.ValueOf(want), at); where != "" {
+		t.Errorf("the reports differ: %s", where)
+	}
+}
+
+func differs(a, b reflect.Value, at string) string {
+	switch a.Kind() {
+	case reflect.Float32, reflect.Float64:
+		if x, y := a.Float(), b.Float(); !(math.Abs(x-y) <= 2e-3*math.Abs(y)+1e-6) {
+			return fmt.Sprintf("%s: %v, want %v", at, x, y)
+		}
+	case reflect.Struct:
+		for i := range a.NumField() {
+			if s := differs(a.Field(i), b.Field(i), at+"."+a.Type().Field(i).Name); s != "" {
+				return s
+			}
+		}
+	case reflect.Slice, reflect.Array:
+		if a.Len() != b.Len() {
+			return fmt.Sprintf("%s: %d elements, want %d", at, a.Len(), b.Len())
+		}
+		for i := range a.Len() {
+			if s := differs(a.Index(i), b.Index(i), fmt.Sprintf("%s[%d]", at, i)); s != "" {
+				return s
+			}
+		}
+	case reflect.Pointer:
+		if a.IsNil() != b.IsNil() {
+			return fmt.Sprintf("%s: one is nil", at)
+		} else if !a.IsNil() {
+			return differs(a.Elem(), b.Elem(), at)
+		}
+	default:
+		if !a.Equal(b) {
+			return fmt.Sprintf("%s: %v, want %v", at, a, b)
+		}
+	}
+	return ""
+}
+
+// TestKasminaMachineCopies shows that the lattice's state goes up when it has changed, and only then, and that no run waits
+// for a report.
+func TestKasminaMachineCopies(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	k := newKasminaGraph(t, 1, nil)
+	m := k.open(t, device, fakeOption, WithStrict())
+	defer m.Close()
+	copies := func() int64 {
+		before := device.ctx.Stats()
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		return device.ctx.Stats().Sub(before).ToDevice.Count
+	}
+	first := copies()
+	for range 3 {
+		if n := copies(); n != first-1 {
+			t.Errorf("%d copies to the device in a run in which the lattice has not changed, %d in the first", n, first)
+		}
+	}
+	if err := k.lattice.SetAlpha(2, 0.9); err != nil {
+		t.Fatal(err)
+	}
+	if n := copies(); n != first {
+		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n, first)
+	}
+	if err := m.settle(); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(k.lattice.History()); n == 0 {
+		t.Error("no report has arrived")
+	}
+}
+
+func TestKasminaMachineNonFinite(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	k := newKasminaGraph(t, 2, nil, op.StopOnNonFinite())
+	m := k.open(t, device, fakeOption)
+	defer m.Close()
+	k.draw(t, 3, func(x []float32) { x[5] = float32(math.NaN()) })
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	_, err := m.Value(k.loss)
+	if !errors.Is(err, op.ErrNonFinite) {
+		t.Errorf("the error is %v, want one that wraps op.ErrNonFinite", err)
+	}
+	if _, err := m.Value(k.loss); err != nil {
+		t.Errorf("it is reported twice: %v", err)
+	}
+}
+
+// TestKasminaMachineOwnBlueprint has a registered blueprint, which has no kernel.
+func TestKasminaMachineOwnBlueprint(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	b, err := blueprints.Lookup(blueprints.MLPExpansion)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := *b
+	own.Name = "machine test's own"
+	kind, err := blueprints.Register(own)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := newKasminaGraph(t, 4, nil)
+	m := k.open(t, device, fakeOption, WithStrict())
+	defer m.Close()
+	if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5, Kind: kind}); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.RunAll(); err != nil {
+		t.Errorf("a seed that has only germinated: %v", err)
+	}
+	if err := k.lattice.Transition(k.seeds-1, state.Training); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.RunAll(); !errors.Is(err, kernels.ErrKasminaKind) {
+		t.Errorf("the error is %v, want one that wraps ErrKasminaKind", err)
+	}
+	host := k.open(t, device, fakeOption)
+	defer host.Close()
+	if len(host.warned) == 0 {
+		t.Error("no warning that the layer is computed on the host")
+	}
+	if err := host.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := host.Value(k.loss); err != nil {
+		t.Fatal(err)
+	}
+}

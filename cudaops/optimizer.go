@@ -1,0 +1,465 @@
+package cudaops
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/params"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing.
+var ErrNonFinite = errors.New("the gradients are not finite")
+
+// ruled is an optimiser that says what it does with each parameter, as those of the package optim do.
+type ruled interface {
+	optim.Optimizer
+	Rule(name string, shape []int) optim.Rule
+}
+
+// optimizer updates a machine's parameters on the device.
+type optimizer struct {
+	rules    ruled
+	states   []*paramState
+	adamw    *kernels.Table
+	muon     *kernels.Table
+	control  driver.Ptr // kernels.Control
+	staging  []byte     // the same, pinned
+	squares  driver.Ptr
+	chunks   int
+	settings kernels.Control
+	steps    int // updates on the device
+	captured *driver.Graph
+	owned    []driver.Ptr
+
+	newtonSchulz []func() error
+	renew        []func() error // copies of parameters that the update does not write
+}
+
+// paramState is a parameter and what the optimiser remembers of it, on the device.
+type paramState struct {
+	input   *input
+	grad    *array
+	rule    optim.Rule
+	moments []*array // AdamW: exp_avg and exp_avg_sq; Muon: momentum_buffer
+	step    int64    // updates before those that the device counts
+}
+
+// SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the device, where
+// [Machine.Update] applies it to the machine's parameters. maxNorm limits the global norm of the gradients; 0 means no limit.
+// An optimiser that the machine had before is let go of, with what it remembered there.
+func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) error {
+	if err := m.setOptimizer(o, maxNorm); err != nil {
+		return fmt.Errorf("cudaops.Machine.SetOptimizer: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
+	rules, ok := o.(ruled)
+	switch {
+	case !ok:
+		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
+	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
+		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
+	}
+	if old := m.optimizer; old != nil {
+		m.optimizer = nil
+		if err := errors.Join(m.device.ctx.SyncStream(m.stream), old.close(m)); err != nil {
+			return err
+		}
+	}
+	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}}
+	m.optimizer = x
+	for _, in := range m.program.inputs {
+		if d := in.node.Deriv(); d != nil && m.program.values[d] != nil && slices.Contains(m.config.params, in.node) {
+			p := &paramState{input: in, grad: m.program.values[d], rule: rules.Rule(in.node.Name(), in.node.Shape())}
+			if sum := m.program.sums[in.node]; sum != nil {
+				p.grad = sum
+			}
+			x.states = append(x.states, p)
+		}
+	}
+	if len(x.states) == 0 {
+		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
+	}
+	if err := m.loadState(x); err != nil {
+		return err
+	}
+	if err := m.buildTables(x); err != nil {
+		return err
+	}
+	var err error
+	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
+		return err
+	}
+	x.chunks = max(1, tableChunks(x.adamw)+tableChunks(x.muon))
+	if x.squares, err = x.alloc(m, 4*x.chunks, "the optimiser"); err != nil {
+		return err
+	}
+	x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes)
+	return err
+}
+
+// alloc takes device memory that close gives back.
+func (x *optimizer) alloc(m *Machine, bytes int, what string) (driver.Ptr, error) {
+	p, err := m.alloc(bytes, what)
+	if err == nil {
+		x.owned = append(x.owned, p)
+	}
+	return p, err
+}
+
+// newArray is an array in memory of its own.
+func (x *optimizer) newArray(m *Machine, e elem, what string, shape ...int) (*array, error) {
+	a := &array{block: &block{resident: true}, elem: e, shape: shape}
+	a.bytes = max(1, a.len()*e.size())
+	var err error
+	a.base, err = x.alloc(m, a.bytes, what)
+	return a, err
+}
+
+func tableChunks(t *kernels.Table) int {
+	if t == nil {
+		return 0
+	}
+	return t.Chunks
+}
+
+// stateNames are what package optim calls the moments.
+func (p *paramState) names() []string {
+	if p.rule.Muon {
+		return []string{"momentum_buffer"}
+	}
+	return []string{"exp_avg", "exp_avg_sq"}
+}
+
+// loadState copies what the optimiser remembers to the device.
+func (m *Machine) loadState(x *optimizer) error {
+	known := map[string]optim.Tensor{}
+	for _, t := range x.rules.State() {
+		known[t.Name] = t
+	}
+	for _, p := range x.states {
+		name := p.input.node.Name()
+		if t, ok := known[name+".step"]; ok {
+			p.step = t.Data.([]int64)[0]
+		}
+		for _, moment := range p.names() {
+			a, err := x.newArray(m, float32s, "the optimiser's state", p.input.array.shape...)
+			if err != nil {
+				return err
+			}
+			p.moments = append(p.moments, a)
+			t, ok := known[name+"."+moment]
+			if !ok {
+				err = m.device.ctx.Memset8(a.ptr(), 0, a.bytes, m.stream)
+			} else {
+				err = m.device.ctx.CopyToDevice(a.ptr(), driver.Bytes(t.Data.([]float32)), m.stream)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return m.device.ctx.SyncStream(m.stream)
+}
+
+// buildTables lays out the parameters for the kernels.
+func (m *Machine) buildTables(x *optimizer) error {
+	var adamw, muon []kernels.OptimTensor
+	for _, p := range x.states {
+		r := p.rule
+		t := kernels.OptimTensor{Param: p.input.array.ptr(), Grad: p.grad.ptr(), GradType: p.grad.elem.dtype(), First: p.moments[0].ptr(),
+			Size: p.grad.len(), LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.step}
+		for _, s := range p.input.copies {
+			if t.Copy == 0 && s.at%vectorBytes == 0 {
+				t.Copy, t.CopyType = s.ptr(), s.elem.dtype() // written along with the parameter
+			} else {
+				x.renew = append(x.renew, s.renew)
+			}
+		}
+		if !r.Muon {
+			x.settings.Eps = r.Eps
+			t.Second = p.moments[1].ptr()
+			adamw = append(adamw, t)
+			continue
+		}
+		if err := m.orthogonalise(x, p, &t); err != nil {
+			return err
+		}
+		muon = append(muon, t)
+	}
+	var err error
+	if len(adamw) > 0 {
+		if x.adamw, err = m.k.NewTable(adamw); err != nil {
+			return err
+		}
+	}
+	if len(muon) > 0 {
+		x.muon, err = m.k.NewTable(muon)
+	}
+	return err
+}
+
+// orthogonalise gives a matrix its place for Muon's direction, and adds the products that turn this into the update:
+//
+//	steps times:  A = X·Xᵀ,  B = b·A + c·A·A,  X ← a·X + B·X
+//
+// with Xᵀ·X and X·B instead where that is the smaller square.
+func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTensor) error {
+	const a, b, c = 3.4445, -4.7750, 2.0315
+	shape := p.input.array.shape
+	rows, columns, tall := shape[0], shape[1], shape[0] > shape[1]
+	side := min(rows, columns)
+	var arrays [4]*array
+	for i, s := range [][]int{{rows, columns}, {rows, columns}, {side, side}, {side, side}} {
+		var err error
+		if arrays[i], err = x.newArray(m, m.activations(), "Muon's directions", s...); err != nil {
+			return err
+		}
+	}
+	from, to, gram, poly := arrays[0], arrays[1], arrays[2], arrays[3]
+	t.Direction, t.DirectionType, t.ShapeScale = from.ptr(), from.elem.dtype(), p.rule.ShapeScale
+	for range p.rule.Iterations {
+		step := []product{
+			{d: gram, a: from, b: from, transA: tall, transB: !tall},
+			{d: poly, a: gram, b: gram, c: gram, alpha: c, beta: b},
+			{d: to, a: poly, b: from, c: from, beta: a},
+		}
+		if tall {
+			step[2].a, step[2].b = from, poly
+		}
+		for _, p := range step {
+			run, err := m.blas.product(p)
+			if err != nil {
+				return err
+			}
+			x.newtonSchulz = append(x.newtonSchulz, run)
+		}
+		from, to = to, from
+	}
+	t.Result = from.ptr()
+	return nil
+}
+
+// Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
+// for the device and returns the global norm of the gradients before clipping. If that is not finite, nothing changes and
+// the error wraps [ErrNonFinite].
+func (m *Machine) Update() (norm float64, err error) {
+	if norm, err = m.update(); err != nil {
+		return norm, fmt.Errorf("cudaops.Machine.Update: %w", err)
+	}
+	return norm, nil
+}
+
+func (m *Machine) update() (float64, error) {
+	x := m.optimizer
+	switch {
+	case m.closed:
+		return 0, errors.New("the machine is closed")
+	case x == nil:
+		return 0, errors.New("the machine has no optimiser: give it one with SetOptimizer")
+	case !m.ran:
+		return 0, errors.New("the machine has not run, so there are no gradients")
+	}
+	ctx := m.device.ctx
+	x.settings.LR = x.rules.LR()
+	copy(x.staging, x.settings.Bytes())
+	if err := ctx.CopyToDevice(x.control, x.staging, m.stream); err != nil {
+		return 0, err
+	}
+	if err := m.enqueueUpdate(x); err != nil {
+		return 0, err
+	}
+	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
+		return 0, err
+	}
+	if err := ctx.SyncStream(m.stream); err != nil {
+		return 0, err
+	}
+	done := kernels.DecodeControl(x.staging)
+	if done.Skipped {
+		return float64(done.Norm), fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm)
+	}
+	x.steps++
+	return float64(done.Norm), nil
+}
+
+// enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
+func (m *Machine) enqueueUpdate(x *optimizer) error {
+	ctx := m.device.ctx
+	if x.steps == 0 {
+		return m.launchUpdate(x)
+	}
+	if x.captured == nil {
+		if err := ctx.BeginCapture(m.stream); err != nil {
+			return err
+		}
+		err := m.launchUpdate(x)
+		g, endErr := ctx.EndCapture(m.stream)
+		if err := errors.Join(err, endErr); err != nil {
+			return err
+		}
+		x.captured = g
+	}
+	return ctx.LaunchGraph(x.captured, m.stream)
+}
+
+func (m *Machine) launchUpdate(x *optimizer) error {
+	at := 0
+	for _, t := range []*kernels.Table{x.adamw, x.muon} {
+		if t == nil {
+			continue
+		}
+		if err := m.k.GradSquares(m.stream, x.squares.Offset(4*at), t); err != nil {
+			return err
+		}
+		at += t.Chunks
+	}
+	if err := m.k.GradNorm(m.stream, x.control, x.squares, at); err != nil {
+		return err
+	}
+	if x.adamw != nil {
+		if err := m.k.AdamW(m.stream, x.control, x.adamw); err != nil {
+			return err
+		}
+	}
+	if x.muon != nil {
+		if err := m.launchMuon(x); err != nil {
+			return err
+		}
+	}
+	for _, run := range x.renew {
+		if err := run(); err != nil {
+			return err
+		}
+	}
+	return m.clearSums()
+}
+
+// DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the last update.
+func (m *Machine) DropGradients() error {
+	if err := m.clearSums(); err != nil {
+		return fmt.Errorf("cudaops.Machine.DropGradients: %w", err)
+	}
+	return nil
+}
+
+// clearSums sets gathered gradients to zero.
+func (m *Machine) clearSums() error {
+	for _, s := range m.program.sums {
+		if err := m.device.ctx.Memset8(s.ptr(), 0, s.bytes, m.stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (m *Machine) launchMuon(x *optimizer) error {
+	if err := m.k.MuonDirection(m.stream, x.control, x.squares, x.muon, x.nesterov()); err != nil {
+		return err
+	}
+	for _, run := range x.newtonSchulz {
+		if err := run(); err != nil {
+			return err
+		}
+	}
+	return m.k.MuonApply(m.stream, x.control, x.muon)
+}
+
+func (x *optimizer) nesterov() bool {
+	return slices.ContainsFunc(x.states, func(p *paramState) bool { return p.rule.Muon && p.rule.Nesterov })
+}
+
+// Download waits for the device and copies the parameters back into their nodes' values and, if there is an optimiser, what
+// it remembers into that.
+func (m *Machine) Download() error {
+	if err := m.download(); err != nil {
+		return fmt.Errorf("cudaops.Machine.Download: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) download() error {
+	for _, in := range m.program.inputs {
+		if !slices.Contains(m.config.params, in.node) {
+			continue
+		}
+		if err := m.copyBack(in); err != nil {
+			return err
+		}
+	}
+	x := m.optimizer
+	if x == nil || x.steps == 0 {
+		return nil
+	}
+	var state []optim.Tensor
+	for _, p := range x.states {
+		name := p.input.node.Name()
+		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.step + int64(x.steps)}})
+		for i, moment := range p.names() {
+			v, err := m.fetch(p.moments[i], p.input.node.Dtype())
+			if err != nil {
+				return err
+			}
+			data := v.Data()
+			if f, ok := data.(float32); ok {
+				data = []float32{f}
+			}
+			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.input.array.shape), Data: data})
+		}
+	}
+	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	return x.rules.SetState(state)
+}
+
+// copyBack copies a parameter into the memory of its node's value.
+func (m *Machine) copyBack(in *input) error {
+	v, err := m.fetch(in.array, in.node.Dtype())
+	if err != nil {
+		return err
+	}
+	return setValue(in.node, v)
+}
+
+func (x *optimizer) close(m *Machine) error {
+	ctx := m.device.ctx
+	var errs []error
+	for _, p := range x.owned {
+		errs = append(errs, m.free(p))
+	}
+	for _, t := range []*kernels.Table{x.adamw, x.muon} {
+		if t != nil {
+			errs = append(errs, t.Free())
+		}
+	}
+	if x.captured != nil {
+		errs = append(errs, ctx.DestroyGraph(x.captured))
+	}
+	if x.staging != nil {
+		errs = append(errs, ctx.FreeHost(x.staging))
+	}
+	return errors.Join(errs...)
+}
+
+// setValue copies v into the memory of the node's own value, which others may share.
+func setValue(n *gorgonia.Node, v gorgonia.Value) error {
+	to, err := params.Memory(n.Value())
+	if err != nil {
+		return fmt.Errorf("%s: its value %w", describe(n), err)
+	}
+	from, err := params.Memory(v)
+	if err != nil {
+		return err
+	}
+	copy(to.([]float32), from.([]float32))
+	return nil
+}

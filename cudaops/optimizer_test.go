@@ -1,0 +1,283 @@
+package cudaops
+
+import (
+	"errors"
+	"math"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+func newAdamW() (optim.Optimizer, error) {
+	return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(2)))
+}
+
+func newMuon() (optim.Optimizer, error) {
+	return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithAdamW(optim.WithLR(0.003)))
+}
+
+// TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is known in mid-run from the
+// host to the device, and wants the same losses, parameters and optimiser states.
+func TestUpdate(t *testing.T) {
+	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+		t.Run(name+"/fake", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, fakeOption)
+		})
+		t.Run(name+"/GPU", func(t *testing.T) { testUpdate(t, openGPU(t), newOptimizer) })
+	}
+}
+
+func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error), opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	model, b := newBatch(t, llm.ForTraining, seed)
+	sameModel, same := newBatch(t, llm.ForTraining, seed)
+	onDevice, err := newOptimizer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	onHost, err := newOptimizer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
+	defer tape.Close()
+	grads := gorgonia.NodesToValueGrads(same.Params)
+	const limit = 0.5
+	hostStep := func(i uint64, o optim.Optimizer) (loss, norm float64) {
+		same.draw(t, seed+i)
+		tape.Reset()
+		if err := tape.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		loss = float64(same.Loss.Value().Data().(float32))
+		norm, err := autodiff.ClipGlobalNorm(grads, limit)
+		if err == nil {
+			err = o.Step(grads)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return loss, norm
+	}
+	// Three steps on the host: what the device starts from is not empty.
+	for i := range uint64(3) {
+		hostStep(i, onHost)
+	}
+	for i, p := range sameModel.Params {
+		copy(model.Params[i].Value.Float32s(), p.Value.Float32s())
+	}
+	if err := onDevice.SetState(onHost.State()); err != nil {
+		t.Fatal(err)
+	}
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithOutputs(b.Loss))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	if err := machine.SetOptimizer(onDevice, limit); err != nil {
+		t.Fatal(err)
+	}
+	for i := uint64(3); i < 8; i++ {
+		rate := 0.01 / float64(i)
+		if err := errors.Join(onHost.SetLR(rate), onDevice.SetLR(rate)); err != nil {
+			t.Fatal(err)
+		}
+		loss, norm := hostStep(i, onHost)
+		b.draw(t, seed+i)
+		if err := machine.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		v, err := machine.Value(b.Loss)
+		if err != nil {
+			t.Fatal(err)
+		}
+		gotNorm, err := machine.Update()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := float64(v.Data().(float32)); math.Abs(got-loss) > 1e-4*loss || math.Abs(gotNorm-norm) > 1e-3*norm {
+			t.Errorf("step %d: loss %v and gradient norm %v, want %v and %v", i, got, gotNorm, loss, norm)
+		}
+	}
+	// A graph that scores the model uses the parameters where they are.
+	score, err := model.Graph(llm.ForLoss, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	scoring := &batch{Graph: score}
+	scoring.draw(t, seed)
+	scorer, err := NewMachine(device, score.G, append(opts, WithParamsOf(machine))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer scorer.Close()
+	if held, all := scorer.Memory(), machine.Memory(); held > all/2+workspaceBytes {
+		t.Errorf("the scoring machine holds %d bytes beside %d", held, all)
+	}
+	if err := scorer.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	scored, err := scorer.Value(score.Loss)
+	if err != nil {
+		t.Fatal(err)
+	}
+	same.draw(t, seed)
+	tape.Reset()
+	if err := tape.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	if d := distance(t, scored, same.Loss.Value()); !(d < 1e-4) {
+		t.Errorf("the loss of the updated model differs by %.2g", d)
+	}
+	if err := machine.Download(); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range model.Params {
+		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
+			t.Errorf("parameter %s differs by %.2g", p.Name, d)
+		}
+	}
+	got, want := onDevice.State(), onHost.State()
+	if len(got) != len(want) {
+		t.Fatalf("the optimiser remembers %d tensors, want %d", len(got), len(want))
+	}
+	for i, w := range want {
+		g := got[i]
+		if steps, ok := w.Data.([]int64); ok {
+			if g.Name != w.Name || g.Data.([]int64)[0] != steps[0] {
+				t.Errorf("%s: %v, want %s: %v", g.Name, g.Data, w.Name, steps)
+			}
+			continue
+		}
+		if d := distance(t, asTensor(g), asTensor(w)); g.Name != w.Name || !(d < 1e-3) {
+			t.Errorf("%s differs from %s by %.2g", g.Name, w.Name, d)
+		}
+	}
+}
+
+func asTensor(s optim.Tensor) *tensor.Dense {
+	return tensor.New(tensor.WithShape(s.Shape...), tensor.WithBacking(s.Data))
+}
+
+// TestAccumulation wants the gradients of two runs to add up to the update of their sum, and the next update to begin anew.
+func TestAccumulation(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testAccumulation(t, device, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { testAccumulation(t, openGPU(t)) })
+}
+
+func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
+	const seed = 4
+	model, b := newBatch(t, llm.ForTraining, seed)
+	sameModel, same := newBatch(t, llm.ForTraining, seed)
+	onDevice, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	onHost, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithAccumulation())...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	if err := machine.SetOptimizer(onDevice, 0); err != nil {
+		t.Fatal(err)
+	}
+	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
+	defer tape.Close()
+	for step := range uint64(6) {
+		b.draw(t, step)
+		same.draw(t, step)
+		tape.Reset()
+		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		if step%2 == 0 {
+			continue
+		}
+		if _, err := machine.Update(); err != nil {
+			t.Fatal(err)
+		}
+		if err := onHost.Step(gorgonia.NodesToValueGrads(same.Params)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := machine.Download(); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range model.Params {
+		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
+			t.Errorf("parameter %s differs by %.2g", p.Name, d)
+		}
+	}
+}
+
+// TestUpdateRefuses wants an update with gradients that are not finite to change nothing, and clear errors before one can be.
+func TestUpdateRefuses(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	model, b := newBatch(t, llm.ForTraining, 1)
+	adamw, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	wants := func(err error, want string) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error that says %q", err, want)
+		}
+	}
+	_, err = machine.Update()
+	wants(err, "no optimiser")
+	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
+	wants(machine.SetOptimizer(nil, 0), "no kernels")
+	if err := machine.SetOptimizer(adamw, 1); err != nil {
+		t.Fatal(err)
+	}
+	if held := machine.Memory(); machine.SetOptimizer(adamw, 1) != nil || machine.Memory() != held {
+		t.Errorf("an optimiser in the place of another takes %d bytes more", machine.Memory()-held)
+	}
+	_, err = machine.Update()
+	wants(err, "has not run")
+	model.Params[2].Value.Float32s()[3] = float32(math.Inf(1))
+	if err := machine.Upload(b.Params[2]); err != nil {
+		t.Fatal(err)
+	}
+	if err := machine.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	before := append([]float32(nil), model.Params[0].Value.Float32s()...)
+	if _, err := machine.Update(); !errors.Is(err, ErrNonFinite) {
+		t.Errorf("got %v, want ErrNonFinite", err)
+	}
+	if err := machine.Download(); err != nil {
+		t.Fatal(err)
+	}
+	for i, v := range model.Params[0].Value.Float32s() {
+		if v != before[i] {
+			t.Fatal("an update that was refused has changed a parameter")
+		}
+	}
+	if s := adamw.State(); len(s) != 0 {
+		t.Errorf("an update that was refused is remembered: %v", s)
+	}
+}

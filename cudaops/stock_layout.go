@@ -1,0 +1,341 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+)
+
+// dimension is one of a copy: its size, and the elements from one index to the next in the result and in what is copied.
+type dimension struct{ n, y, x int }
+
+// maxDimensions is how many a copy may have.
+const maxDimensions = 6
+
+// move copies elements from one layout to another.
+func (c *compiler) move(n *gorgonia.Node, y, x *array, dims ...dimension) {
+	a, m := kernels.Copy{Size: y.elem.size()}, c.m
+	for _, d := range dims {
+		a.Dims, a.YStrides, a.XStrides = append(a.Dims, d.n), append(a.YStrides, d.y), append(a.XStrides, d.x)
+	}
+	c.do(n, func() error {
+		a.Y, a.X = y.ptr(), x.ptr()
+		return m.k.Copy(m.stream, a)
+	}, y, x)
+}
+
+// stockReshape lowers Reshape: the same elements in another shape, without a copy.
+func stockReshape(n *gorgonia.Node) lowering {
+	if size(children(n)[0].Shape()) != size(n.Shape()) {
+		return nil
+	}
+	return func(_ *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		return in[0].view(0, n.Shape()...), nil
+	}
+}
+
+func stockTranspose(n *gorgonia.Node) lowering {
+	axes, x := integers(fmt.Sprint(n.Op())), children(n)[0].Shape()
+	if len(axes) > maxDimensions || len(axes) != len(x) || len(axes) != len(n.Shape()) {
+		return nil
+	}
+	for i, axis := range axes {
+		if axis >= len(x) || slices.Contains(axes[:i], axis) || n.Shape()[i] != x[axis] {
+			return nil
+		}
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		y := c.newArray(in[0].elem, n.Shape()...)
+		if c.isFactorAlone(n) {
+			return y, nil // nobody reads it
+		}
+		ys, xs := tensor.Shape(y.shape).CalcStrides(), x.CalcStrides()
+		var dims []dimension
+		for i, axis := range axes {
+			dims = append(dims, dimension{y.shape[i], ys[i], xs[axis]})
+		}
+		c.move(n, y, in[0], dims...)
+		return y, nil
+	}
+}
+
+// isMatrixTranspose reports whether n is the transpose of a matrix.
+func isMatrixTranspose(n *gorgonia.Node) bool {
+	return fmt.Sprintf("%T", n.Op()) == "gorgonia.transposeOp" && fmt.Sprint(n.Op()) == "Aᵀ{1, 0}"
+}
+
+// isFactorAlone reports whether a node is a transposed matrix that only products of matrices use, which transpose their
+// operands themselves.
+func (c *compiler) isFactorAlone(n *gorgonia.Node) bool {
+	if c.kept[n] || !isMatrixTranspose(n) {
+		return false
+	}
+	alone := false
+	for it := n.Graph().To(n.ID()); it.Next(); {
+		user := it.Node().(*gorgonia.Node)
+		p, ok := products[fmt.Sprint(user.Op())]
+		alone = ok && p.dims[0] == 2 && stock(user) != nil
+		if !alone {
+			return false
+		}
+	}
+	return alone
+}
+
+// part is what a slice takes: count indices of an axis, from the first on, every step-th.
+type part struct{ axis, first, count, step int }
+
+// stockSlice lowers Slice, and its gradient, whose inputs are what was sliced and the gradient of the part: zeros but for
+// the part.
+func stockSlice(n *gorgonia.Node) lowering {
+	name := fmt.Sprint(n.Op())
+	inside, _, ok := strings.Cut(strings.TrimPrefix(name, "T["), "...]")
+	gradient := strings.HasSuffix(name, "+=...")
+	nodes := children(n)
+	x := nodes[0].Shape()
+	p := part{axis: strings.Count(inside, ", "), step: 1}
+	if !ok || p.axis >= len(x) {
+		return nil
+	}
+	y := n.Shape()
+	if gradient {
+		y = nodes[1].Shape()
+	}
+	outer, along, inner := around(x, p.axis)
+	p.count = along
+	if limits := integers(inside); len(limits) == 3 {
+		p.first, p.step = limits[0], max(1, limits[2])
+		p.count = max(1, (min(limits[1], along)-p.first)/p.step) // as Gorgonia counts
+	} else if len(limits) != 0 {
+		return nil
+	}
+	if p.first+(p.count-1)*p.step >= along || outer*p.count*inner != size(y) || gradient && !slices.Equal(n.Shape(), x) {
+		return nil
+	}
+	dims := []dimension{{outer, p.count * inner, along * inner}, {p.count, inner, p.step * inner}, {inner, 1, 1}}
+	if gradient {
+		for i := range dims {
+			dims[i].x, dims[i].y = dims[i].y, dims[i].x
+		}
+		return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+			y := c.newArray(in[1].elem, n.Shape()...)
+			c.clear(n, y)
+			c.move(n, y.view(p.first*inner, y.len()-p.first*inner), in[1], dims...)
+			return y, nil
+		}
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		if p.count == along {
+			return in[0].view(0, n.Shape()...), nil
+		}
+		y := c.newArray(in[0].elem, n.Shape()...)
+		c.move(n, y, in[0].view(p.first*inner, in[0].len()-p.first*inner), dims...)
+		return y, nil
+	}
+}
+
+// clear fills an array with zeros.
+func (c *compiler) clear(n *gorgonia.Node, a *array) {
+	m := c.m
+	c.do(n, func() error { return m.device.ctx.Memset8(a.ptr(), 0, a.len()*a.elem.size(), m.stream) }, a)
+}
+
+func stockConcat(n *gorgonia.Node) lowering {
+	axes := integers(fmt.Sprint(n.Op()))
+	if len(axes) != 1 || axes[0] >= n.Dims() {
+		return nil
+	}
+	axis, total := axes[0], 0
+	for _, child := range children(n) {
+		s := child.Shape().Clone()
+		if len(s) != n.Dims() {
+			return nil
+		}
+		total += s[axis]
+		s[axis] = n.Shape()[axis]
+		if !slices.Equal(s, n.Shape()) {
+			return nil
+		}
+	}
+	if total != n.Shape()[axis] {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		e := in[0].elem
+		for _, a := range in {
+			if a.elem == float32s {
+				e = float32s
+			}
+		}
+		y := c.newArray(e, n.Shape()...)
+		outer, along, inner := around(n.Shape(), axis)
+		at := 0
+		for _, a := range in {
+			width := a.shape[axis] * inner
+			c.move(n, y.view(at, y.len()-at), c.as(n, a, e), dimension{outer, along * inner, width}, dimension{width, 1, 1})
+			at += width
+		}
+		return y, nil
+	}
+}
+
+// stockAt lowers At: one element.
+func stockAt(n *gorgonia.Node) lowering {
+	at, x := integers(fmt.Sprint(n.Op())), children(n)[0].Shape()
+	if len(at) != len(x) {
+		return nil
+	}
+	element := 0
+	for i, stride := range x.CalcStrides() {
+		if at[i] >= x[i] {
+			return nil
+		}
+		element += at[i] * stride
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		y := c.newArray(in[0].elem)
+		c.move(n, y, in[0].view(element), dimension{1, 1, 1})
+		return y, nil
+	}
+}
+
+// stockRepeat lowers repetition along an axis, each index as often as the second input says, which the shapes say too. A
+// vector may be repeated along an axis that it lacks, and counts as a column then.
+func stockRepeat(n *gorgonia.Node) lowering {
+	axes, y := integers(fmt.Sprint(n.Op())), n.Shape()
+	x := children(n)[0].Shape().Clone()
+	for len(x) < len(y) {
+		x = append(x, 1)
+	}
+	if len(axes) != 1 || axes[0] >= len(x) || len(x) != len(y) || y[axes[0]]%x[axes[0]] != 0 {
+		return nil
+	}
+	axis := axes[0]
+	outer, along, inner := around(x, axis)
+	times := y[axis] / along
+	if x[axis] *= times; !slices.Equal(x, y) {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		a := c.fed(n, in[0])
+		if times == 1 {
+			return a.view(0, y...), nil
+		}
+		r := c.newArray(a.elem, y...)
+		c.move(n, r, a, dimension{outer, along * times * inner, along * inner}, dimension{along, times * inner, inner},
+			dimension{times, inner, 0}, dimension{inner, 1, 1})
+		return r, nil
+	}
+}
+
+// stockSize lowers SizeOf, which is known beforehand.
+func stockSize(n *gorgonia.Node) lowering {
+	v, ok := sizeOf(n)
+	if !ok || n.Dtype() != tensor.Float32 {
+		return nil
+	}
+	return func(c *compiler, _ *gorgonia.Node, _ []*array) (*array, error) {
+		return c.constant([]float32{float32(v)}).view(0), nil
+	}
+}
+
+// sizeOf is the size of a dimension, if that is what a node is.
+func sizeOf(n *gorgonia.Node) (int, bool) {
+	if fmt.Sprintf("%T", n.Op()) != "gorgonia.sizeOp" {
+		return 0, false
+	}
+	name := fmt.Sprint(n.Op())
+	v := integers(name)
+	if len(v) != 1 {
+		return 0, false
+	}
+	if strings.Contains(name, "=") {
+		return v[0], true
+	}
+	x := children(n)[0].Shape()
+	switch {
+	case len(x) == 0:
+		return 1, true
+	case v[0] < len(x):
+		return x[v[0]], true
+	}
+	return 0, false
+}
+
+// stockByIndices lowers ByIndices, whose inputs are x and the indices, and its gradient, whose inputs are x, the gradient of
+// the result, and the indices. An index that does not exist gives NaN if it was computed; of those that are sent, the
+// machine lets none pass.
+func stockByIndices(n *gorgonia.Node) lowering {
+	nodes, name := children(n), fmt.Sprint(n.Op())
+	axes, x := integers(name), nodes[0].Shape()
+	gradient := strings.HasPrefix(name, "ByIndicesOpDiff")
+	indices, picked := nodes[len(nodes)-1], n.Shape().Clone()
+	if gradient {
+		picked = nodes[1].Shape().Clone()
+	}
+	if len(axes) != 1 || axes[0] >= len(x) || len(picked) != len(x) || nodes[0].Dtype() != tensor.Float32 ||
+		indices.Dtype() != tensor.Int || picked[axes[0]] != size(indices.Shape()) {
+		return nil
+	}
+	axis := axes[0]
+	if picked[axis] = x[axis]; !slices.Equal(picked, x) {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+		if gradient {
+			return c.unpick(n, in[1], in[2], axis), nil
+		}
+		return c.pick(n, c.fed(n, in[0]), in[1], axis), nil
+	}
+}
+
+// pick takes indices along an axis.
+func (c *compiler) pick(n *gorgonia.Node, x, ids *array, axis int) *array {
+	outer, vocab, inner := around(x.shape, axis)
+	c.bound(ids, idRange{op: "ByIndices", argument: "indices", vocab: vocab})
+	d, rows, m := outer*inner, ids.len(), c.m
+	table := x
+	if outer > 1 { // [vocab, outer, inner]
+		table = c.newArray(x.elem, vocab, d)
+		c.move(n, table, x, dimension{vocab, d, inner}, dimension{outer, inner, vocab * inner}, dimension{inner, 1, 1})
+	}
+	y := c.newArray(x.elem, rows, d)
+	c.do(n, func() error {
+		return m.k.Embedding(m.stream, kernels.Embedding{Y: y.ptr(), IDs: intsOf(ids), Table: table.ptr(), Rows: rows, Vocab: vocab, D: d,
+			Type: y.elem.dtype(), TableType: table.elem.dtype()})
+	}, y, ids, table)
+	if outer == 1 {
+		return y.view(0, n.Shape()...)
+	}
+	z := c.newArray(x.elem, n.Shape()...)
+	c.move(n, z, y, dimension{outer, rows * inner, inner}, dimension{rows, inner, d}, dimension{inner, 1, 1})
+	return z
+}
+
+// unpick adds up the gradients of what pick took.
+func (c *compiler) unpick(n *gorgonia.Node, g, ids *array, axis int) *array {
+	outer, vocab, inner := around(n.Shape(), axis)
+	d, rows, m := outer*inner, ids.len(), c.m
+	picked := g
+	if outer > 1 { // [rows, outer, inner]
+		picked = c.newArray(g.elem, rows, d)
+		c.move(n, picked, g, dimension{rows, d, inner}, dimension{outer, inner, rows * inner}, dimension{inner, 1, 1})
+	}
+	sums, workspace := c.aux(vocab, d), c.bytes(kernels.EmbeddingWorkspace(rows, vocab, d))
+	c.do(n, func() error {
+		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: sums.ptr(), IDs: intsOf(ids), G: picked.ptr(), Rows: rows,
+			Vocab: vocab, D: d, DTType: driver.Float32, GType: picked.elem.dtype(), Workspace: workspace.ptr()})
+	}, picked, ids, sums, workspace)
+	if outer == 1 {
+		return sums.view(0, n.Shape()...)
+	}
+	y := c.aux(n.Shape()...)
+	c.move(n, y, sums, dimension{outer, vocab * inner, inner}, dimension{vocab, inner, d}, dimension{inner, 1, 1})
+	return y
+}
