@@ -128,6 +128,14 @@ func (p *product[T]) run(f func(bool, bool, int, int, int, T, []T, int, []T, int
 	f(p.transA, p.transB, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta, p.c, p.ldc)
 }
 
+// transpositions returns which of the four forms of A and B case i is tested in: all, or under -short one in turn.
+func transpositions(i int) []int {
+	if testing.Short() {
+		return []int{i % 4}
+	}
+	return []int{0, 1, 2, 3}
+}
+
 func TestGemm(t *testing.T) {
 	eachISA(t, func(t *testing.T) {
 		t.Run("float32", func(t *testing.T) { testGemm[float32](t, 1.0/(1<<23)) })
@@ -146,8 +154,8 @@ func testGemm[T Float](t *testing.T, eps float64) {
 		shapes = append(shapes, [3]int{1 + r.IntN(80), 1 + r.IntN(80), 1 + r.IntN(300)})
 	}
 	scalars := []T{0, 1, -0.75}
-	for _, s := range shapes {
-		for trans := range 4 {
+	for i, s := range shapes {
+		for _, trans := range transpositions(i) {
 			transA, transB := trans&1 != 0, trans&2 != 0
 			alpha, beta := scalars[max(r.IntN(6)-3, 0)], scalars[r.IntN(3)]
 			if r.IntN(4) > 0 {
@@ -171,8 +179,8 @@ func testGemm[T Float](t *testing.T, eps float64) {
 func TestGemmCores(t *testing.T) {
 	eachISA(t, func(t *testing.T) {
 		r := newRand(t)
-		for _, s := range [][3]int{{130, 70, 515}, {16, 600, 300}, {60, 700, 300}, {100, 40, 700}} {
-			for trans := range 4 {
+		for i, s := range [][3]int{{130, 70, 515}, {16, 600, 300}, {60, 700, 300}, {100, 40, 700}} {
+			for _, trans := range transpositions(i) {
 				p := newProduct[float32](r, trans&1 != 0, trans&2 != 0, s[0], s[1], s[2], 1, 0.5)
 				p.run(GemmSerial[float32])
 				want := append([]float32(nil), p.buf...)
