@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -81,6 +82,8 @@ func init() {
 		reflect.TypeFor[*op.AttentionGradOp]():          lowerAttentionGrad,
 		reflect.TypeFor[*op.KasminaOp]():                lowerKasmina,
 		reflect.TypeFor[*op.KasminaGradOp]():            lowerKasminaGrad,
+		reflect.TypeFor[*autodiff.RecomputeOp]():        lowerRecompute,
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    lowerRecomputeGrad,
 	}
 }
 

@@ -138,29 +138,11 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, inputOf: map[*block]*input{}, copies: map[converted]*array{},
 		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, gradients: map[gorgonia.Op]bool{}}
-	sorted, err := gorgonia.Sort(m.graph)
-	if err != nil {
-		return nil, fmt.Errorf("sorting the graph: %w", err)
-	}
-	// Gorgonia sorts from results to inputs.
-	slices.Reverse(sorted)
-	needed := map[*gorgonia.Node]bool{}
 	for _, n := range kept {
 		c.kept[n] = true
-		need(needed, n)
 	}
-	for n := range needed {
-		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
-			c.gradients[o.Forward] = true
-		}
-	}
-	for _, n := range sorted {
-		if !needed[n] {
-			continue
-		}
-		if err := c.lower(n); err != nil {
-			return nil, fmt.Errorf("%s: %w", describe(n), err)
-		}
+	if err := c.lowerAll(kept); err != nil {
+		return nil, err
 	}
 	if m.config.gather {
 		c.gather()
@@ -170,6 +152,31 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	}
 	c.plan()
 	return c.program, nil
+}
+
+// lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those that have a value already.
+func (c *compiler) lowerAll(results gorgonia.Nodes) error {
+	if len(results) == 0 {
+		return nil
+	}
+	sorted, err := gorgonia.Sort(results[0].Graph().ExactSubgraphRoots(results...))
+	if err != nil {
+		return fmt.Errorf("sorting the graph: %w", err)
+	}
+	for _, n := range sorted {
+		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
+			c.gradients[o.Forward] = true
+		}
+	}
+	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
+		if c.values[n] != nil {
+			continue
+		}
+		if err := c.lower(n); err != nil {
+			return fmt.Errorf("%s: %w", describe(n), err)
+		}
+	}
+	return nil
 }
 
 // gather adds the gradient of each parameter to a sum that outlives runs.
@@ -188,20 +195,14 @@ func (c *compiler) gather() {
 	}
 }
 
-func need(needed map[*gorgonia.Node]bool, n *gorgonia.Node) {
-	if needed[n] {
-		return
-	}
-	needed[n] = true
-	for _, child := range children(n) {
-		need(needed, child)
-	}
-}
-
 // children returns a node's inputs in order, duplicates included.
 func children(n *gorgonia.Node) gorgonia.Nodes {
+	g := n.Graph()
+	if g.Node(n.ID()) != n { // Gorgonia has removed nodes, as it does in Log(Sigmoid(x)), and finds others in their places
+		g = g.ExactSubgraphRoots(n)
+	}
 	var nodes gorgonia.Nodes
-	for it := n.Graph().From(n.ID()); it.Next(); {
+	for it := g.From(n.ID()); it.Next(); {
 		nodes = append(nodes, it.Node().(*gorgonia.Node))
 	}
 	return nodes

@@ -89,7 +89,14 @@ func elementwiseCases() []stockCase {
 				build: func(in nodes) (*node, error) { return f(in[0], in[1], true) }})
 		}
 	}
-	return cases
+	// From the logarithm of a sigmoid Gorgonia makes a softplus, and removes nodes from the graph.
+	return append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true, build: func(in nodes) (*node, error) {
+		p, err := gorgonia.Sigmoid(in[0])
+		if err != nil {
+			return nil, err
+		}
+		return gorgonia.BinaryXent(p, in[1])
+	}})
 }
 
 // number1 is a constant of x's type.

@@ -1,0 +1,51 @@
+package cudaops
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+)
+
+// The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the result is used outside,
+// so the memory of what is in between serves other nodes as soon as the result is there. The graph within its backward op
+// has nodes of its own, which compute all that again.
+
+func lowerRecompute(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*autodiff.RecomputeOp)
+	out, err := c.inline(o.Inputs, in, gorgonia.Nodes{o.Output})
+	if err != nil {
+		return nil, err
+	}
+	return out[0], nil
+}
+
+func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*autodiff.RecomputeGradOp)
+	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
+	grads, err := c.inline(inputs, in[:len(inputs)], o.Grads)
+	if err != nil {
+		return nil, err
+	}
+	return packed(grads...), nil
+}
+
+// inline lowers what the results depend on, in a graph whose inputs have the given values. The graph's nodes lose their
+// values: an op that two nodes of the outer graph share is lowered for each.
+func (c *compiler) inline(inputs gorgonia.Nodes, values []*array, results gorgonia.Nodes) ([]*array, error) {
+	for i, n := range inputs {
+		c.values[n] = values[i]
+	}
+	for _, n := range results { // none may be left to those that use it
+		c.kept[n] = true
+	}
+	err := c.lowerAll(results)
+	var out []*array
+	for _, n := range results {
+		out = append(out, c.values[n])
+		delete(c.kept, n)
+	}
+	for _, n := range inputs[0].Graph().AllNodes() {
+		delete(c.values, n)
+	}
+	return out, err
+}
