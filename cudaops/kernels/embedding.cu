@@ -68,17 +68,14 @@ extern "C" __global__ void __launch_bounds__(256)
   if (id >= 0 && id < vocab) atomicAdd(counts + id, 1);
 }
 
-// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and counts becomes the same for v < vocab. counts has room for a multiple of
-// four, zero behind vocab. Launch: one block of 1024 threads, each of which takes a stretch of ids.
+// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and counts becomes the same for v < vocab. Both have room for a multiple of four
+// above vocab; counts is zero there. Launch: one block of 1024 threads, each warp of which takes a stretch of ids.
 extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts, int* counts, int vocab) {
-  __shared__ int warpSums[kWarp];
-  int quads = (vocab + 3) / 4, stretch = (quads + 1023) / 1024;
-  int lo = min(quads, int(threadIdx.x) * stretch), hi = min(quads, lo + stretch);
+  __shared__ int stretchSums[kWarp];
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int quads = vocab / 4 + 1, stretch = (quads + kWarp * kWarp - 1) / (kWarp * kWarp) * kWarp;
+  int lo = min(quads, warp * stretch), hi = min(quads, lo + stretch);
   int4* quad = reinterpret_cast<int4*>(counts);
-  int own = 0;
-#pragma unroll 8
-  for (int i = lo; i < hi; i++) own += quad[i].x + quad[i].y + quad[i].z + quad[i].w;
   auto inclusive = [&](int x) {
 #pragma unroll
     for (int d = 1; d < kWarp; d *= 2) {
@@ -87,21 +84,22 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts,
     }
     return x;
   };
-  int upTo = inclusive(own);
-  if (lane == kWarp - 1) warpSums[warp] = upTo;
-  __syncthreads();
-  if (warp == 0) warpSums[lane] = inclusive(warpSums[lane]);
-  __syncthreads();
-  int at = upTo - own + (warp > 0 ? warpSums[warp - 1] : 0);
+  int own = 0;
 #pragma unroll 8
-  for (int i = lo; i < hi; i++) {
-    int4 n = quad[i], s = {at, at + n.x, at + n.x + n.y, at + n.x + n.y + n.z};
-    at = s.w + n.w;
-    quad[i] = s;
-    reinterpret_cast<int4*>(starts)[i] = s;
+  for (int i = lo + lane; i < hi; i += kWarp) own += quad[i].x + quad[i].y + quad[i].z + quad[i].w;
+  int upTo = inclusive(own);
+  if (lane == kWarp - 1) stretchSums[warp] = upTo;
+  __syncthreads();
+  int before = stretchSums[lane];
+  before = __shfl_sync(kAllLanes, inclusive(before) - before, warp);  // the sum of the stretches in front
+#pragma unroll 4
+  for (int i = lo; i < hi; i += kWarp) {
+    int4 n = i + lane < hi ? quad[i + lane] : int4{};
+    int sum = n.x + n.y + n.z + n.w, to = inclusive(sum), at = before + to - sum;
+    before += __shfl_sync(kAllLanes, to, kWarp - 1);
+    int4 s = {at, at + n.x, at + n.x + n.y, at + n.x + n.y + n.z};
+    if (i + lane < hi) quad[i + lane] = reinterpret_cast<int4*>(starts)[i + lane] = s;
   }
-  __syncthreads();  // the last quad may have written there
-  if (threadIdx.x == 1023) starts[vocab] = at;
 }
 
 // Each row goes somewhere into its id's group of members. Launch: a thread a row.
@@ -113,22 +111,18 @@ extern "C" __global__ void __launch_bounds__(256)
   if (id >= 0 && id < vocab) members[atomicAdd(cursors + id, 1)] = r;
 }
 
-// sorted is members with every group in ascending order. Launch: a thread a member; those past the last one idle.
+// sorted is members with every group in ascending order. Launch: a warp a member, eight a block; those past the last one idle.
 extern "C" __global__ void __launch_bounds__(256)
     embedding_sort(int* sorted, const int* members, const int* starts, const void* ids, int idBytes, int64_t vocab) {
-  int p = blockIdx.x * blockDim.x + threadIdx.x;
+  int p = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (p >= starts[vocab]) return;
   int r = members[p];
   int64_t id = idOf(ids, idBytes, r);
-  int lo = starts[id], hi = starts[id + 1], smaller = 0, q = lo;
-  for (; q < hi && q % 4 != 0; q++) smaller += members[q] < r;
+  int lo = starts[id], hi = starts[id + 1], smaller = 0;
 #pragma unroll 4
-  for (; q + 4 <= hi; q += 4) {
-    int4 m = *reinterpret_cast<const int4*>(members + q);
-    smaller += (m.x < r) + (m.y < r) + (m.z < r) + (m.w < r);
-  }
-  for (; q < hi; q++) smaller += members[q] < r;
-  sorted[lo + smaller] = r;
+  for (int q = lo + lane; q < hi; q += kWarp) smaller += members[q] < r;
+  smaller = __reduce_add_sync(kAllLanes, smaller);
+  if (lane == 0) sorted[lo + smaller] = r;
 }
 
 // ---- Backward ----
@@ -149,27 +143,28 @@ __device__ __forceinline__ void put(Y* dt, int64_t at, const float (&sum)[N], in
 template <class Y, class X, int N>
 __device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, const X* g, const int* sorted, const int* starts,
                                          const void* ids, int idBytes, int64_t vocab, int d, int accumulate) {
-  __shared__ int rows[kTile];
+  __shared__ int rows[kTile], begins[kTile], ends[kTile];
   __shared__ int64_t groups[kTile];
   int lo = blockIdx.x * kTile, n = min(kTile, starts[vocab] - lo), hi = lo + n;
   if (n <= 0) return;
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     rows[i] = sorted[lo + i];
-    groups[i] = idOf(ids, idBytes, rows[i]);
+    int64_t id = groups[i] = idOf(ids, idBytes, rows[i]);
+    begins[i] = starts[id], ends[i] = starts[id + 1];
   }
   __syncthreads();
   int col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
   if (col >= d) return;
 
   float sum[N] = {};
-  auto finish = [&](int64_t id) {
-    if (starts[id] < lo || starts[id + 1] > hi) {
+  auto finish = [&](int i) {  // the group that ends with the tile's row i, here at least
+    if (begins[i] < lo || ends[i] > hi) {
       Pack<float, N> out;
 #pragma unroll
       for (int j = 0; j < N; j++) out.v[j] = sum[j];
-      store((starts[id] < lo ? heads : tails) + int64_t(blockIdx.x) * d + col, out);
+      store((begins[i] < lo ? heads : tails) + int64_t(blockIdx.x) * d + col, out);
     } else {
-      put(dt, id * d + col, sum, accumulate);
+      put(dt, groups[i] * d + col, sum, accumulate);
     }
 #pragma unroll
     for (int j = 0; j < N; j++) sum[j] = 0;
@@ -183,12 +178,12 @@ __device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, cons
     for (int u = 0; u < kAhead; u++) {
       int i = base + u;
       if (i >= n) break;
-      if (i > 0 && groups[i] != groups[i - 1]) finish(groups[i - 1]);
+      if (i > 0 && groups[i] != groups[i - 1]) finish(i - 1);
 #pragma unroll
       for (int j = 0; j < N; j++) sum[j] += v[u].get(j);
     }
   }
-  finish(groups[n - 1]);
+  finish(n - 1);
 }
 
 template <class Y, int N>

@@ -13,28 +13,23 @@ struct Layout {
   int64_t size[kDims], yStride[kDims], xStride[kDims];
 };
 
-// Launch: a thread for kUnroll elements, a block's width apart; total is all sizes' product.
-template <class T> __device__ __forceinline__ void copyStrided(T* y, const T* x, const Layout& l, int64_t total) {
+// Launch: a thread for kUnroll elements, a block's width apart; total is all sizes' product, below 2³¹.
+template <class T> __device__ __forceinline__ void copyStrided(T* y, const T* x, const Layout& l, unsigned total) {
   T v[kUnroll];
   int64_t to[kUnroll];
-  int64_t first = int64_t(blockIdx.x) * kUnroll * kThreads + threadIdx.x;
+  unsigned first = blockIdx.x * kUnroll * kThreads + threadIdx.x;
 #pragma unroll
   for (int u = 0; u < kUnroll; u++) {
-    int64_t rest = first + u * kThreads, from = 0;
+    unsigned rest = first + u * kThreads;
     to[u] = -1;
     if (rest >= total) continue;
-    int64_t at = 0;
+    int64_t from = 0, at = 0;
 #pragma unroll
     for (int k = kDims - 1; k >= 0; k--) {
-      int64_t size = l.size[k];
+      unsigned size = l.size[k];
       if (size == 1) continue;  // the same for all threads
-      int64_t index;
-      if (total < (int64_t(1) << 31)) {  // division is several times faster in 32 bits
-        unsigned r = rest, s = size;
-        index = r % s, rest = r / s;
-      } else {
-        index = rest % size, rest /= size;
-      }
+      unsigned index = rest % size;
+      rest /= size;
       from += index * l.xStride[k], at += index * l.yStride[k];
     }
     v[u] = x[from];
@@ -107,7 +102,7 @@ template <class T> __device__ __forceinline__ void copyTransposed(T* y, const T*
 
 #define DEFINE(name, T)                                                                                       \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      copy_strided_##name(T* y, const T* x, const __grid_constant__ Layout l, int64_t total) {                \
+      copy_strided_##name(T* y, const T* x, const __grid_constant__ Layout l, unsigned total) {               \
     copyStrided(y, x, l, total);                                                                              \
   }
 DEFINE(2, uint16_t)

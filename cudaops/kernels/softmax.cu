@@ -2,16 +2,15 @@
 //
 //   forward:   y = exp(x − max) / Σ exp(x − max)         backward:  dx = y ⊙ (g − Σ g ⊙ y)
 //
-// y may be x, dx may be g or y. A warp holds a row of up to 1024 elements in registers; a longer row takes a block, which finds
-// it in the cache the second time.
+// y may be x, dx may be g or y. A warp holds a row of up to 1024 elements in registers if it is aligned; another row takes a
+// block, which finds it in the cache the second time.
 #include "rows.cuh"
 
 constexpr int kRowsPerBlock = 4, kPerLane = 32;
 
-// WarpRow is a row in a warp's registers, N elements an access: N = 1, or rows of a multiple of N elements that are aligned.
-// Launch: a warp a row, kRowsPerBlock rows a block.
-template <class T, int N> struct WarpRow {
-  static constexpr int K = kPerLane / N;
+// WarpRow is a row of a multiple of kVec elements in a warp's registers. Launch: a warp a row, kRowsPerBlock rows a block.
+template <class T> struct WarpRow {
+  static constexpr int N = kVec<T>;
   int64_t row;
   int lane, n;
   __device__ __forceinline__ explicit WarpRow(int n)
@@ -20,7 +19,7 @@ template <class T, int N> struct WarpRow {
 
   __device__ __forceinline__ void read(float (&v)[kPerLane], const T* x, float outside) const {
 #pragma unroll
-    for (int k = 0; k < K; k++) {
+    for (int k = 0; k < kPerLane / N; k++) {
       Pack<T, N> p;
       if (at(k) < n) p = load<N>(x + row * n + at(k));
 #pragma unroll
@@ -29,7 +28,7 @@ template <class T, int N> struct WarpRow {
   }
   __device__ __forceinline__ void write(T* y, const float (&v)[kPerLane]) const {
 #pragma unroll
-    for (int k = 0; k < K; k++) {
+    for (int k = 0; k < kPerLane / N; k++) {
       if (at(k) >= n) break;
       Pack<T, N> p;
 #pragma unroll
@@ -39,8 +38,8 @@ template <class T, int N> struct WarpRow {
   }
 };
 
-template <class T, int N> __device__ __forceinline__ void softmaxWarp(T* y, const T* x, int64_t rows, int n) {
-  WarpRow<T, N> r(n);
+template <class T> __device__ __forceinline__ void softmaxWarp(T* y, const T* x, int64_t rows, int n) {
+  WarpRow<T> r(n);
   if (r.row >= rows) return;
   float v[kPerLane], max = -INFINITY, sum = 0;
   r.read(v, x, -INFINITY);
@@ -55,9 +54,8 @@ template <class T, int N> __device__ __forceinline__ void softmaxWarp(T* y, cons
   r.write(y, v);
 }
 
-template <class T, int N>
-__device__ __forceinline__ void backwardWarp(T* dx, const T* g, const T* y, int64_t rows, int n) {
-  WarpRow<T, N> r(n);
+template <class T> __device__ __forceinline__ void backwardWarp(T* dx, const T* g, const T* y, int64_t rows, int n) {
+  WarpRow<T> r(n);
   if (r.row >= rows) return;
   float vg[kPerLane], vy[kPerLane], dot = 0;
   r.read(vg, g, 0);
@@ -108,18 +106,15 @@ template <class T> __device__ __forceinline__ void backwardBlock(T* dx, const T*
   });
 }
 
-#define DEFINE_WARP(T, name, N)                                                                               \
+#define DEFINE(T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
-      softmax_##name##_##T(T* y, const T* x, int64_t rows, int n) {                                           \
-    softmaxWarp<T, N>(y, x, rows, n);                                                                         \
+      softmax_warp_##T(T* y, const T* x, int64_t rows, int n) {                                               \
+    softmaxWarp(y, x, rows, n);                                                                               \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
-      softmax_backward_##name##_##T(T* dx, const T* g, const T* y, int64_t rows, int n) {                     \
-    backwardWarp<T, N>(dx, g, y, rows, n);                                                                    \
-  }
-#define DEFINE(T)                                                                                             \
-  DEFINE_WARP(T, packs, kVec<T>)                                                                              \
-  DEFINE_WARP(T, elements, 1)                                                                                 \
+      softmax_backward_warp_##T(T* dx, const T* g, const T* y, int64_t rows, int n) {                         \
+    backwardWarp(dx, g, y, rows, n);                                                                          \
+  }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads) softmax_block_##T(T* y, const T* x, int n) {         \
     softmaxBlock(y, x, n);                                                                                    \
   }                                                                                                           \

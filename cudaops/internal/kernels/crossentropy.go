@@ -45,7 +45,7 @@ func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes("CrossEntropy", a.Rows, a.V); empty || err != nil {
+	if empty, err := checkInts("CrossEntropy", a.Rows, a.V); empty || err != nil {
 		return err
 	}
 	l := args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).
@@ -74,7 +74,7 @@ func (k *Kernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a CrossE
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes("CrossEntropyBackward", a.Rows, a.V); empty || err != nil {
+	if empty, err := checkInts("CrossEntropyBackward", a.Rows, a.V); empty || err != nil {
 		return err
 	}
 	l := args().Ptr(out).Ptr(a.Logits).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)

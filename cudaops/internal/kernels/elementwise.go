@@ -127,7 +127,7 @@ func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operan
 	if op < 0 || op >= binaryOps {
 		return fmt.Errorf("kernels.Binary: there is no function %d", op)
 	}
-	if empty, err := checkSizes("Binary", n, a.Repeat+1, a.Period+1, b.Repeat+1, b.Period+1); empty || err != nil {
+	if _, err := checkSizes("Binary", n, a.Repeat, a.Period, b.Repeat, b.Period); err != nil || n == 0 {
 		return err
 	}
 	for _, o := range []*Operand{&a, &b} {

@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"math"
 	"testing"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
 // elementCounts has nothing, less than an access, ragged ends, exactly a block and several blocks.
@@ -205,19 +203,4 @@ func TestCastAxpbyFill(t *testing.T) {
 			}
 		}
 	}
-}
-
-func TestRefusals(t *testing.T) {
-	g := newRig(t)
-	for what, err := range map[string]error{
-		"type":     g.Fill(g.stream, 0, 0, 1, driver.Float8E4M3),
-		"size":     g.Fill(g.stream, 0, 0, -1, f32),
-		"function": g.Unary(g.stream, unaryOps, 0, 0, 0, 1, f32),
-		"binary":   g.Binary(g.stream, -1, 0, Operand{}, Operand{}, 1, f32),
-	} {
-		if err == nil {
-			t.Errorf("%s: no error", what)
-		}
-	}
-	g.must(g.Fill(g.stream, 0, 0, 0, f32))
 }

@@ -25,7 +25,7 @@ func (k *Kernels) Embedding(s driver.Stream, a Embedding) error {
 	if a.Type != a.TableType && a.TableType != driver.Float32 {
 		return fmt.Errorf("kernels.Embedding: rows are %v and the table %v, want one type or a table of float32", a.Type, a.TableType)
 	}
-	if empty, err := checkSizes("Embedding", a.Rows, a.Vocab, a.D); err != nil || empty && a.Vocab > 0 {
+	if empty, err := checkInts("Embedding", a.Rows, a.Vocab, a.D); err != nil || empty && a.Vocab > 0 {
 		return err
 	}
 	variant := "embedding_elements"
@@ -78,11 +78,8 @@ func (k *Kernels) EmbeddingBackward(s driver.Stream, a EmbeddingBackward) error 
 		return fmt.Errorf("kernels.EmbeddingBackward: the gradient of the table is %v and that of the rows %v, want one type or "+
 			"float32 for the table", a.DTType, a.GType)
 	}
-	if _, err := checkSizes("EmbeddingBackward", a.Rows, a.Vocab, a.D); err != nil || a.Vocab == 0 || a.D == 0 {
+	if _, err := checkInts("EmbeddingBackward", a.Rows, a.Vocab, a.D); err != nil || a.Vocab == 0 || a.D == 0 {
 		return err
-	}
-	if a.Rows >= 1<<31 || a.Vocab >= 1<<31 {
-		return fmt.Errorf("kernels.EmbeddingBackward: %d rows and %d ids, want fewer than 2³¹", a.Rows, a.Vocab)
 	}
 	if !a.Accumulate {
 		if err := k.ctx.Memset8(a.DT, 0, a.Vocab*a.D*a.DTType.Size(), s); err != nil {
@@ -133,7 +130,7 @@ func (k *Kernels) sumGroups(s driver.Stream, a EmbeddingBackward, types string) 
 		{"embedding_count", rows, ids(args().Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
 		{"embedding_starts", line(1, 1024), args().Ptr(starts).Ptr(cursors).Int32(a.Vocab)},
 		{"embedding_fill", rows, ids(args().Ptr(members).Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
-		{"embedding_sort", rows, ids(args().Ptr(sorted).Ptr(members).Ptr(starts)).Int64(int64(a.Vocab))},
+		{"embedding_sort", line(ceilDiv(a.Rows, 8), 256), ids(args().Ptr(sorted).Ptr(members).Ptr(starts)).Int64(int64(a.Vocab))},
 		{"embedding_tiles" + variant + types, tiles, last(args().Ptr(a.DT).Ptr(heads).Ptr(tails).Ptr(a.G))},
 		{"embedding_join" + variant + dt, tiles, last(args().Ptr(a.DT).Ptr(heads).Ptr(tails))},
 	} {

@@ -8,6 +8,7 @@ package kernels
 
 import (
 	"fmt"
+	"math"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -179,4 +180,14 @@ func checkSizes(op string, sizes ...int) (empty bool, err error) {
 		empty = empty || n == 0
 	}
 	return empty, nil
+}
+
+// checkInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks, and what is in a row.
+func checkInts(op string, sizes ...int) (empty bool, err error) {
+	for _, n := range sizes {
+		if n > math.MaxInt32 {
+			return false, fmt.Errorf("kernels.%s: a size is above 2³¹ − 1: %v", op, sizes)
+		}
+	}
+	return checkSizes(op, sizes...)
 }

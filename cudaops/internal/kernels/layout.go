@@ -3,6 +3,7 @@ package kernels
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -29,7 +30,7 @@ const (
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
 
-// Copy launches one kernel, or a plain copy where both sides have no gaps.
+// Copy launches one kernel, or several for more than 2³¹ elements, or a plain copy where both sides have no gaps.
 func (k *Kernels) Copy(s driver.Stream, a Copy) error {
 	dims, err := a.merged()
 	if err != nil || dims == nil {
@@ -42,13 +43,33 @@ func (k *Kernels) Copy(s driver.Stream, a Copy) error {
 		c := driver.LaunchConfig{Grid: tiles, Block: driver.Dim{X: 32, Y: 8}}
 		return k.launch(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
 	}
-	size := a.widen(dims)
 	total := 1
 	for _, d := range dims {
 		total *= d.n
 	}
-	l := args().Ptr(a.Y).Ptr(a.X).Struct(encodeLayout(dims), 8).Int64(int64(total))
+	if total > math.MaxInt32 { // kernels count elements in 32 bits
+		return k.halves(s, a, dims)
+	}
+	size := a.widen(dims)
+	total /= size / a.Size
+	l := args().Ptr(a.Y).Ptr(a.X).Struct(encodeLayout(dims), 8).Uint32(uint32(total))
 	return k.launch(s, "layout", fmt.Sprintf("copy_strided_%d", size), line(ceilDiv(total, 4*256), 256), l)
+}
+
+// halves copies one half of the outermost dimension after the other.
+func (k *Kernels) halves(s driver.Stream, a Copy, dims []layout) error {
+	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
+	for _, d := range dims {
+		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n), append(half.YStrides, d.y), append(half.XStrides, d.x)
+	}
+	n := dims[0].n
+	half.Dims[0] = n / 2
+	if err := k.Copy(s, half); err != nil {
+		return err
+	}
+	half.Y, half.X = a.Y.Offset(n/2*dims[0].y*a.Size), a.X.Offset(n/2*dims[0].x*a.Size)
+	half.Dims = append([]int{n - n/2}, half.Dims[1:]...)
+	return k.Copy(s, half)
 }
 
 // merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch on both sides merged. It

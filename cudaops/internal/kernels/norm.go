@@ -21,7 +21,7 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes("RMSNorm", a.Rows, a.D); empty || err != nil {
+	if empty, err := checkInts("RMSNorm", a.Rows, a.D); empty || err != nil {
 		return err
 	}
 	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
@@ -87,7 +87,7 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
+	if empty, err := checkInts("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
 		return err
 	} else if empty {
 		return k.Fill(s, a.DW, 0, a.D, a.DWType)

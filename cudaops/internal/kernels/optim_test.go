@@ -203,14 +203,3 @@ func TestMuon(t *testing.T) {
 		})
 	}
 }
-
-func TestTableRefusals(t *testing.T) {
-	g := newRig(t)
-	for what, tensors := range map[string][]OptimTensor{
-		"nothing": nil, "no elements": {{}}, "address": {{Size: 1, Param: 4}}, "type": {{Size: 1, GradType: driver.Float8E4M3}},
-	} {
-		if _, err := g.NewTable(tensors); err == nil {
-			t.Errorf("%s: no error", what)
-		}
-	}
-}

@@ -304,7 +304,7 @@ func TestStorageTypesRoundTrip(t *testing.T) {
 var benchmark = os.Getenv("KASMINA_GPU_BENCH") != ""
 
 // bench reports the bandwidth of a launch that moves so many bytes, as a share of that of a copy in the same run. It runs
-// in turn on several sets of arrays, so that none is still in the cache.
+// in turn on several sets of arrays, so that none is still in the cache, and inside a CUDA graph, as a machine's step does.
 func (g *rig) bench(name string, bytes int, runs []func()) {
 	g.Helper()
 	d := g.time(runs)
@@ -314,36 +314,44 @@ func (g *rig) bench(name string, bytes int, runs []func()) {
 
 // time is the median time of a run, after each has run once.
 func (g *rig) time(runs []func()) time.Duration {
-	const repeats = 15
-	var events [repeats + 1]driver.Event
+	g.Helper()
+	const inner = 16
+	for _, run := range runs {
+		run()
+	}
+	g.must(g.ctx.BeginCapture(g.stream))
+	for i := range inner {
+		runs[i%len(runs)]()
+	}
+	graph, err := g.ctx.EndCapture(g.stream)
+	g.must(err)
+	defer g.ctx.DestroyGraph(graph)
+	return g.clock(func() { g.must(g.ctx.LaunchGraph(graph, g.stream)) }) / inner
+}
+
+// clock is the median time of a piece of work on the stream.
+func (g *rig) clock(work func()) time.Duration {
+	g.Helper()
+	var events [12]driver.Event
 	for i := range events {
 		var err error
 		events[i], err = g.ctx.NewEvent(true)
 		g.must(err)
 		defer g.ctx.DestroyEvent(events[i])
 	}
-	const inner = 8
-	for _, run := range runs {
-		run()
-	}
-	g.must(g.ctx.SyncStream(g.stream))
-	at := 0
-	for i := range events {
+	work()
+	for i, e := range events {
 		if i > 0 {
-			for range inner {
-				runs[at%len(runs)]()
-				at++
-			}
+			work()
 		}
-		g.must(g.ctx.Record(events[i], g.stream))
+		g.must(g.ctx.Record(e, g.stream))
 	}
 	g.must(g.ctx.SyncStream(g.stream))
-	times := make([]time.Duration, repeats)
+	times := make([]time.Duration, len(events)-1)
 	for i := range times {
 		var err error
 		times[i], err = g.ctx.Elapsed(events[i], events[i+1])
 		g.must(err)
-		times[i] /= inner
 	}
 	return median(times)
 }
@@ -364,7 +372,7 @@ func (g *rig) copyRate() float64 {
 		const n = 1 << 31
 		keep := len(g.bufs)
 		a, b := g.alloc(n/4, f32, 0), g.alloc(n/4, f32, 0)
-		d := g.time([]func(){func() { g.must(g.ctx.CopyOnDevice(a.Ptr, b.Ptr, n, g.stream)) }})
+		d := g.clock(func() { g.must(g.ctx.CopyOnDevice(a.Ptr, b.Ptr, n, g.stream)) })
 		copyRates.rate = 2 * n / d.Seconds() / 1e9
 		for _, b := range g.bufs[keep:] {
 			g.must(g.ctx.Free(b.base))

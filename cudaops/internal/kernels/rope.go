@@ -25,7 +25,7 @@ func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride, a.YStride); err != nil {
+	if empty, err := checkInts("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride, a.YStride); err != nil {
 		return err
 	} else if a.HeadDim%2 != 0 || a.Seq < 1 {
 		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even and a positive number",

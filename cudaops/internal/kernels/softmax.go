@@ -18,19 +18,15 @@ func (k *Kernels) softmax(s driver.Stream, op, name string, ps []driver.Ptr, row
 	if err != nil {
 		return err
 	}
-	if empty, err := checkSizes(op, rows, n); empty || err != nil {
+	if empty, err := checkInts(op, rows, n); empty || err != nil {
 		return err
 	}
 	l := args()
 	for _, p := range ps {
 		l.Ptr(p)
 	}
-	if n <= 1024 {
-		variant := "_elements"
-		if packed(t, n, ps...) {
-			variant = "_packs"
-		}
-		return k.launch(s, "softmax", name+variant+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
+	if n <= 1024 && packed(t, n, ps...) {
+		return k.launch(s, "softmax", name+"_warp"+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
 	}
 	return k.launch(s, "softmax", name+"_block"+suf, line(rows, longRowThreads(n, t)), l.Int32(n))
 }

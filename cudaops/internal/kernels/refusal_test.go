@@ -1,0 +1,118 @@
+package kernels
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+)
+
+// fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
+func fakeKernels(t *testing.T) (*Kernels, driver.Context) {
+	t.Helper()
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := New(ctx)
+	t.Cleanup(func() {
+		if err := k.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return k, ctx
+}
+
+func TestRefusals(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	const s, huge, fp8 = driver.Stream(0), 1 << 31, driver.Float8E4M3
+	seven := contiguous(slices.Repeat([]int{2}, 7))
+	table := func(tensors ...OptimTensor) error { _, err := k.NewTable(tensors); return err }
+	for want, err := range map[string]error{
+		"kernels.Fill: elements are of type float8e4m3":     k.Fill(s, 0, 0, 1, fp8),
+		"kernels.Fill: a size is negative":                  k.Fill(s, 0, 0, -1, f32),
+		"kernels.Cast: elements are of type float8e4m3":     k.Cast(s, 0, f32, 0, fp8, 1),
+		"kernels.Unary: there is no function":               k.Unary(s, unaryOps, 0, 0, 0, 1, f32),
+		"kernels.Binary: there is no function":              k.Binary(s, -1, 0, Operand{}, Operand{}, 1, f32),
+		"kernels.Binary: a size is negative":                k.Binary(s, Add, 0, Operand{Period: -1}, Operand{}, 1, f32),
+		"kernels.RMSNorm: a size is above":                  k.RMSNorm(s, RMSNorm{Rows: huge, D: 1}),
+		"kernels.RMSNormBackward: elements are of type":     k.RMSNormBackward(s, RMSNormBackward{Rows: 1, D: 1, DWType: fp8}),
+		"kernels.RoPE: head dimension 3":                    k.RoPE(s, RoPE{Rows: 1, Seq: 1, Heads: 1, HeadDim: 3}),
+		"kernels.RoPE: 2000000000 rows of 8 heads":          k.RoPE(s, RoPE{Rows: 2e9, Seq: 1, Heads: 8, HeadDim: 64}),
+		"kernels.SiLUMul: 2147483647 rows of 3 elements":    k.SiLUMul(s, SiLUMul{Rows: huge - 1, F: 3}),
+		"kernels.Embedding: rows are float32 and the table": k.Embedding(s, Embedding{TableType: bf16}),
+		"kernels.EmbeddingBackward: the gradient of":        k.EmbeddingBackward(s, EmbeddingBackward{DTType: bf16}),
+		"kernels.CrossEntropy: a size is above":             k.CrossEntropy(s, CrossEntropy{Rows: 1, V: huge}),
+		"kernels.Softmax: a size is negative":               k.Softmax(s, 0, 0, -1, 2, f32),
+		"kernels.Reduce: there is no reduction":             k.Reduce(s, Reduce{Op: "mean"}),
+		"kernels.Reduce: nothing to reduce":                 k.Reduce(s, Reduce{Op: Sum, Outer: 1, Inner: 1}),
+		"kernels.Reduce: from float16 to bfloat16":          k.Reduce(s, Reduce{Op: Sum, YType: bf16, XType: f16}),
+		"are 7 after merging, want at most 6":               k.Copy(s, Copy{Dims: slices.Repeat([]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}),
+		"kernels.Copy: elements of 3 bytes":                 k.Copy(s, Copy{Dims: []int{1}, YStrides: []int{1}, XStrides: []int{1}, Size: 3}),
+		"kernels.Copy: dimensions [1], strides [] and []":   k.Copy(s, Copy{Dims: []int{1}, Size: 4}),
+		"kernels.NewTable: no tensors":                      table(),
+		"kernels.NewTable: tensor 1 has 0 elements":         table(OptimTensor{Size: 1}, OptimTensor{}),
+		"kernels.NewTable: tensor 0: an address is not":     table(OptimTensor{Size: 1, Param: 4}),
+		"kernels.NewTable: elements are of type float8e4m3": table(OptimTensor{Size: 1, GradType: fp8}),
+	} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %s", err, want)
+		}
+	}
+	if n := ctx.Stats().Launches; n != 0 {
+		t.Errorf("%d kernels were launched", n)
+	}
+	if n := ctx.Stats().DeviceBytes; n != 0 {
+		t.Errorf("%d bytes are still allocated", n)
+	}
+}
+
+func backwards(s []int) []int {
+	s = slices.Clone(s)
+	slices.Reverse(s)
+	return s
+}
+
+// TestNothingToDo gives empty arrays, for which no kernel may be launched.
+func TestNothingToDo(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	const s = driver.Stream(0)
+	for what, err := range map[string]error{
+		"Fill":    k.Fill(s, 0, 0, 0, f32),
+		"Binary":  k.Binary(s, Add, 0, Operand{}, Operand{}, 0, f32),
+		"RMSNorm": k.RMSNorm(s, RMSNorm{D: 4}), "RoPE": k.RoPE(s, RoPE{Seq: 1, Heads: 1, HeadDim: 2}),
+		"SiLUMul": k.SiLUMul(s, SiLUMul{F: 4}), "Embedding": k.Embedding(s, Embedding{Vocab: 3, D: 1}),
+		"CrossEntropy": k.CrossEntropy(s, CrossEntropy{V: 3}), "Softmax": k.Softmax(s, 0, 0, 0, 5, f32),
+		"Copy": k.Copy(s, Copy{Dims: []int{3, 0}, YStrides: []int{1, 1}, XStrides: []int{1, 1}, Size: 4}),
+	} {
+		if err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if n := ctx.Stats().Launches; n != 0 {
+		t.Errorf("%d kernels were launched", n)
+	}
+}
+
+// TestFaults has the driver fail in every call that a launch makes.
+func TestFaults(t *testing.T) {
+	for _, call := range []string{"cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncSetAttribute",
+		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
+		d := fake.New(fake.Config{AnyKernel: true})
+		ctx, err := d.Retain(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.Fail(call, 1, driver.NotSupported)
+		k := New(ctx)
+		a := RMSNormBackward{Rows: 4096, D: 8192, Type: f16, Workspace: 256}
+		if err := k.RMSNormBackward(0, a); err == nil || !strings.Contains(err.Error(), call) {
+			t.Errorf("%s fails: got %v", call, err)
+		}
+		if err := k.RMSNormBackward(0, a); err != nil {
+			t.Errorf("after %s failed once: %v", call, err)
+		}
+	}
+}
