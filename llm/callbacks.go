@@ -131,12 +131,8 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 	if err != nil {
 		return "", err
 	}
-	if t.generator == nil {
-		if t.generator, err = NewGenerator(t.Model); err != nil {
-			return "", err
-		}
-	}
-	tokens, err := t.generator.generate(tok.Encode([]byte(prompt)), n, s, t.stopped)
+	g := &Generator{seq: t.Model.Config.Seq, logits: t.engine.Logits}
+	tokens, err := g.generate(tok.Encode([]byte(prompt)), n, s, t.stopped)
 	if err != nil {
 		return "", err
 	}

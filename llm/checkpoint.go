@@ -120,6 +120,9 @@ func finite(data any) bool {
 
 // tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
 func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
+	if err := m.pull(); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
+	}
 	config, err := json.Marshal(m.Config)
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)
@@ -247,6 +250,9 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
 	// back.
+	if err := t.engine.Pull(); err != nil {
+		return f.errorf("%w", err)
+	}
 	oldLoader, oldOptimizer := t.Loader.State(), t.Optimizer.State()
 	if err := t.Loader.SetState(run.Loader); err != nil {
 		return f.errorf("%w", err)
@@ -256,6 +262,9 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	if err := loadModel(); err != nil {
 		return f.errorf("%w", errors.Join(err, t.Optimizer.SetState(oldOptimizer), t.Loader.SetState(oldLoader)))
+	}
+	if err := t.engine.Push(); err != nil {
+		return f.errorf("%w", err)
 	}
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)

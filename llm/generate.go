@@ -3,17 +3,14 @@ package llm
 import (
 	"errors"
 	"fmt"
-
-	"gorgonia.org/gorgonia"
 )
 
 // Generator draws text from a model, token by token. Each token sees as many of the tokens before it as the model's
 // training sequences were long.
 type Generator struct {
-	config  Config
-	graph   *Graph
-	machine gorgonia.VM
-	window  []int
+	seq    int
+	logits func(tokens []int) (any, error)
+	close  func() error
 }
 
 // NewGenerator returns a generator that uses the model's parameters as they are at each call.
@@ -21,15 +18,15 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
 	}
-	g, err := m.Graph(ForLogits, 1)
+	r, err := newGeneratorRunner(m)
 	if err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config, g, gorgonia.NewTapeMachine(g.G), make([]int, m.Config.Seq)}, nil
+	return &Generator{m.Config.Seq, r.logits, r.machine.Close}, nil
 }
 
 // Close frees the generator's machine.
-func (g *Generator) Close() error { return g.machine.Close() }
+func (g *Generator) Close() error { return g.close() }
 
 // Generate returns n tokens that s draws to continue the prompt, which needs at least one token.
 func (g *Generator) Generate(prompt []int, n int, s *Sampler) ([]int, error) {
@@ -60,25 +57,14 @@ func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() err
 	return all[len(prompt):], nil
 }
 
-// next draws the token that follows. The window is filled up with zeros to the right, which the model, being causal, does
-// not see from the last token's position.
+// next draws the token that follows.
 func (g *Generator) next(tokens []int, s *Sampler) (int, error) {
-	tokens = tokens[max(0, len(tokens)-g.config.Seq):]
-	clear(g.window[copy(g.window, tokens):])
-	g.machine.Reset()
-	if err := gorgonia.Let(g.graph.IDs, ids(g.window)); err != nil {
+	logits, err := g.logits(tokens[max(0, len(tokens)-g.seq):])
+	if err != nil {
 		return 0, err
 	}
-	if err := g.machine.RunAll(); err != nil {
-		return 0, err
+	if x, ok := logits.([]float32); ok {
+		return Sample(s, x)
 	}
-	v, last := g.config.Vocab, len(tokens)-1
-	switch logits := g.graph.Logits.Value().Data().(type) {
-	case []float32:
-		return Sample(s, logits[last*v:][:v])
-	case []float64:
-		return Sample(s, logits[last*v:][:v])
-	default:
-		return 0, fmt.Errorf("the logits are a %T", logits)
-	}
+	return Sample(s, logits.([]float64))
 }

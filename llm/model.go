@@ -26,6 +26,7 @@ type Model struct {
 	Lattices []*state.Lattice // one for each entry of Config.Kasmina
 
 	byName map[string]int
+	mirror Engine // of the trainer that trains the model now, if it has a copy of the parameters
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that
@@ -119,16 +120,30 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	}
 	p := blockPrefix(m.Config.Kasmina[i])
 	w, s := m.Param(p+kasminaWeights), m.Param(p+kasminaScales)
-	var err error
+	err := m.pull()
+	if err != nil {
+		return fmt.Errorf("llm: Germinate: %w", err)
+	}
 	if m.Dtype() == tensor.Float32 {
 		err = germinate(m.Lattices[i], seed, r, w.Float32s(), s.Float32s())
 	} else {
 		err = germinate(m.Lattices[i], seed, r, w.Float64s(), s.Float64s())
 	}
+	if err == nil && m.mirror != nil {
+		err = m.mirror.Push(p+kasminaWeights, p+kasminaScales)
+	}
 	if err != nil {
 		return fmt.Errorf("llm: Germinate: Kasmina layer %d: %w", i, err)
 	}
 	return nil
+}
+
+// pull makes parameters on the host those that a trainer has elsewhere.
+func (m *Model) pull() error {
+	if m.mirror == nil {
+		return nil
+	}
+	return m.mirror.Pull()
 }
 
 // germinate computes the identity start aside, so that the seed stays dormant and the slot as it is if either is refused.

@@ -7,10 +7,6 @@ import (
 	"math"
 	"time"
 
-	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
-
-	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -28,6 +24,9 @@ type TrainConfig struct {
 	Clip       float64        // limit of the global gradient norm; 0 for none
 	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute  bool           // save memory: compute the inside of each block again for its gradient
+
+	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its defaults filled in.
+	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
 	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption
 }
@@ -64,16 +63,11 @@ type Trainer struct {
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
-	graph     *Graph
-	machine   gorgonia.VM
-	grads     []gorgonia.ValueGrad
+	engine    Engine
 	callbacks []Callback
 	last      Event
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
-
-	losses    map[int]*runner // by batch size, built when first needed
-	generator *Generator
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
@@ -97,21 +91,15 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
 			l.config.Batch, l.config.Seq, c.Batch, m.Config.Seq)
 	}
-	var opts []GraphOption
-	if c.Recompute {
-		opts = append(opts, WithRecompute())
+	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
+	if c.Engine == nil {
+		c.Engine = newTape
 	}
-	opts = append(opts, withLossShare(c.Accumulate))
-	g, err := m.Graph(ForTraining, c.Batch, opts...)
-	if err != nil {
+	var err error
+	if t.engine, err = c.Engine(m, o, c); err != nil {
 		return nil, err
 	}
-	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, graph: g, grads: gorgonia.NodesToValueGrads(g.Params),
-		losses: map[int]*runner{}}
-	if err := o.Declare(t.grads); err != nil {
-		return nil, fmt.Errorf("llm: %w", err)
-	}
-	t.machine = gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
+	m.mirror = t.engine
 	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq, Params: m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
@@ -127,16 +115,13 @@ func (t *Trainer) Step() int { return t.last.Step }
 // Last returns the latest event, with everything that is known of the run so far.
 func (t *Trainer) Last() Event { return t.last }
 
-// Close frees the machines. The model stays as it is.
+// Close frees the machines. The model is left as it was trained.
 func (t *Trainer) Close() error {
-	err := t.machine.Close()
-	for _, r := range t.losses {
-		err = errors.Join(err, r.machine.Close())
+	if t.Model.mirror != t.engine {
+		return nil // closed already, or the model has another trainer by now
 	}
-	if t.generator != nil {
-		err = errors.Join(err, t.generator.Close())
-	}
-	return err
+	t.Model.mirror = nil
+	return errors.Join(t.engine.Pull(), t.engine.Close())
 }
 
 // emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error the rest hear only of
@@ -196,12 +181,7 @@ func (t *Trainer) stopped() error {
 func (t *Trainer) step() error {
 	step := t.last.Step + 1
 	fail := func(err error) error {
-		for _, p := range t.grads {
-			if g, e := p.Grad(); e == nil && g != nil {
-				gorgonia.ZeroValue(g)
-			}
-		}
-		return fmt.Errorf("llm: step %d: %w", step, err)
+		return fmt.Errorf("llm: step %d: %w", step, errors.Join(err, t.engine.Drop()))
 	}
 	var loss float64
 	for range t.Config.Accumulate {
@@ -209,7 +189,7 @@ func (t *Trainer) step() error {
 		if err != nil {
 			return fail(err)
 		}
-		l, err := t.graph.run(t.machine, batch)
+		l, err := t.engine.Gradients(batch)
 		if err != nil {
 			return fail(err)
 		}
@@ -218,23 +198,16 @@ func (t *Trainer) step() error {
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
 		return fail(t.diverged(fmt.Sprintf("the loss is %v", loss)))
 	}
-	limit := t.Config.Clip
-	if limit == 0 {
-		limit = math.Inf(1)
-	}
-	norm, err := autodiff.ClipGlobalNorm(t.grads, limit)
-	if err != nil {
-		return fail(t.diverged("the gradient norm is not finite"))
-	}
 	rate := t.Config.Schedule(t.last.Step)
 	if err := t.Optimizer.SetLR(rate); err != nil {
 		return fail(err)
 	}
-	if err := t.Optimizer.Step(t.grads); err != nil {
-		return fail(err)
+	norm, err := t.engine.Update()
+	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
+		return fail(t.diverged(err.Error()))
 	}
-	if _, _, found := autodiff.FirstNonFinite(t.grads); found {
-		return fail(t.diverged("the update overflowed"))
+	if err != nil {
+		return fail(err)
 	}
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, rate, norm
 	t.last.RunTokens += int64(t.last.StepTokens)
@@ -251,55 +224,15 @@ func (t *Trainer) step() error {
 // diverged says what is no longer finite and where that shows first: in a parameter's value, or else in its gradient.
 func (t *Trainer) diverged(what string) error {
 	where := "all parameters and gradients are finite"
-	if name, kind, found := autodiff.FirstNonFinite(t.grads); found {
+	if name, kind, found := t.engine.FirstNonFinite(); found {
 		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
 	}
 	return fmt.Errorf("%w: %s: %s; resume from the last checkpoint with a lower learning rate, or clip gradients", ErrDiverged, what, where)
 }
 
-// run computes the graph on a batch and returns the loss.
-func (g *Graph) run(m gorgonia.VM, b Batch) (float64, error) {
-	m.Reset()
-	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
-		return 0, err
-	}
-	if err := gorgonia.Let(g.Targets, ids(b.Targets)); err != nil {
-		return 0, err
-	}
-	if err := m.RunAll(); err != nil {
-		return 0, err
-	}
-	switch v := g.Loss.Value().Data().(type) {
-	case float32:
-		return float64(v), nil
-	case float64:
-		return v, nil
-	default:
-		return 0, fmt.Errorf("the loss is a %T", v)
-	}
-}
-
-func ids(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
-
-// runner is a graph on its machine.
-type runner struct {
-	*Graph
-	machine gorgonia.VM
-}
-
 // loss returns the model's mean loss on a batch, without a trace in the model.
 func (t *Trainer) loss(b Batch) (float64, error) {
-	sequences := len(b.Inputs) / t.Model.Config.Seq
-	r := t.losses[sequences]
-	if r == nil {
-		g, err := t.Model.Graph(ForLoss, sequences)
-		if err != nil {
-			return 0, err
-		}
-		r = &runner{g, gorgonia.NewTapeMachine(g.G)}
-		t.losses[sequences] = r
-	}
-	l, err := r.run(r.machine, b)
+	l, err := t.engine.Loss(b)
 	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
 		err = t.diverged(fmt.Sprintf("the loss is %v", l))
 	}

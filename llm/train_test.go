@@ -43,6 +43,7 @@ type trainerOptions struct {
 	accumulate int
 	optimizer  func() (optim.Optimizer, error)
 	recompute  bool
+	clip       *float64 // nil for 1
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
@@ -84,8 +85,12 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	fail(err)
 	optimizer, err := o.optimizer()
 	fail(err)
+	clip := 1.0
+	if o.clip != nil {
+		clip = *o.clip
+	}
 	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch, Accumulate: o.accumulate,
-		Schedule: optim.Constant(optimizer.LR()), Clip: 1, Epoch: 3, Recompute: o.recompute})
+		Schedule: optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute})
 	fail(err)
 	t.Cleanup(func() { trainer.Close() })
 	return trainer
@@ -143,7 +148,7 @@ func TestAccumulation(t *testing.T) {
 		machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
 		defer machine.Close()
 		for lo := 0; lo < 6; lo += sequences {
-			if _, err := g.run(machine, batch(lo, lo+sequences)); err != nil {
+			if _, err := (&runner{g, machine}).run(batch(lo, lo+sequences)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -314,10 +319,10 @@ func TestNaNInGradient(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tr.graph.run(tr.machine, b); err != nil { // makes the gradients, without a step
+	if _, err := tr.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
-	g, err := tr.grads[3].Grad()
+	g, err := tr.engine.(*tape).grads[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -488,9 +493,11 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 // TestClip wants the optimiser's gradients to have at most the norm Clip, and events to tell the norm before.
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
-		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
-		s := &normSpy{Optimizer: tr.Optimizer}
-		tr.Optimizer, tr.Config.Clip = s, clip
+		s := &normSpy{}
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3, clip: &clip, optimizer: func() (_ optim.Optimizer, err error) {
+			s.Optimizer, err = adamW()
+			return s, err
+		}})
 		tr.On(func(e Event) error {
 			want := e.GradNorm
 			if clip > 0 {

@@ -1,0 +1,226 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's with copies of the
+// parameters and of what the optimiser remembers. Package llm/gpu has one for NVIDIA GPUs.
+type Engine interface {
+	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
+	Gradients(b Batch) (loss float64, err error)
+	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
+	// ErrGradients nothing has changed.
+	Update() (norm float64, err error)
+	// Drop forgets the gradients gathered so far.
+	Drop() error
+	// Loss returns the model's loss on a batch, without a trace in it.
+	Loss(b Batch) (float64, error)
+	// Logits returns those of the last of the given tokens, which fit the model's window: a []float32 or a []float64.
+	Logits(tokens []int) (any, error)
+	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
+	FirstNonFinite() (name, kind string, found bool)
+	// Pull makes the model's parameters and the optimiser's state on the host those of the engine.
+	Pull() error
+	// Push makes the engine's parameters of the given names those on the host, and without names all, and what it keeps of
+	// the optimiser.
+	Push(params ...string) error
+	Close() error
+}
+
+// Why an update cannot be trusted.
+var (
+	ErrGradients = errors.New("the gradient norm is not finite")
+	ErrOverflow  = errors.New("the update overflowed")
+)
+
+// tape is the engine on the CPU.
+type tape struct {
+	model     *Model
+	optimizer optim.Optimizer
+	limit     float64
+	train     *runner
+	grads     []gorgonia.ValueGrad
+	losses    map[int]*runner // by batch size, built when first needed
+	generator *runner
+}
+
+// runner is a graph on its machine.
+type runner struct {
+	*Graph
+	machine gorgonia.VM
+}
+
+func newTape(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+	g, err := c.Graph(m)
+	if err != nil {
+		return nil, err
+	}
+	t := &tape{model: m, optimizer: o, limit: c.Clip, grads: gorgonia.NodesToValueGrads(g.Params), losses: map[int]*runner{}}
+	if t.limit == 0 {
+		t.limit = math.Inf(1)
+	}
+	if err := o.Declare(t.grads); err != nil {
+		return nil, fmt.Errorf("llm: %w", err)
+	}
+	t.train = &runner{g, gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))}
+	return t, nil
+}
+
+func (t *tape) Gradients(b Batch) (float64, error) { return t.train.run(b) }
+
+func (t *tape) Update() (float64, error) {
+	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
+	if err != nil {
+		return 0, ErrGradients
+	}
+	if err := t.optimizer.Step(t.grads); err != nil {
+		return norm, err
+	}
+	if _, _, found := t.FirstNonFinite(); found {
+		return norm, ErrOverflow
+	}
+	return norm, nil
+}
+
+func (t *tape) Drop() error {
+	for _, p := range t.grads {
+		if g, err := p.Grad(); err == nil && g != nil {
+			gorgonia.ZeroValue(g)
+		}
+	}
+	return nil
+}
+
+func (t *tape) FirstNonFinite() (name, kind string, found bool) {
+	return autodiff.FirstNonFinite(t.grads)
+}
+
+func (t *tape) Loss(b Batch) (float64, error) {
+	sequences := len(b.Inputs) / t.model.Config.Seq
+	r := t.losses[sequences]
+	if r == nil {
+		g, err := t.model.Graph(ForLoss, sequences)
+		if err != nil {
+			return 0, err
+		}
+		r = &runner{g, gorgonia.NewTapeMachine(g.G)}
+		t.losses[sequences] = r
+	}
+	return r.run(b)
+}
+
+func (t *tape) Logits(tokens []int) (any, error) {
+	if t.generator == nil {
+		var err error
+		if t.generator, err = newGeneratorRunner(t.model); err != nil {
+			return nil, err
+		}
+	}
+	return t.generator.logits(tokens)
+}
+
+func newGeneratorRunner(m *Model) (*runner, error) {
+	g, err := m.Graph(ForLogits, 1)
+	if err != nil {
+		return nil, err
+	}
+	return &runner{g, gorgonia.NewTapeMachine(g.G)}, nil
+}
+
+func (t *tape) Pull() error          { return nil }
+func (t *tape) Push(...string) error { return nil }
+
+func (t *tape) Close() error {
+	err := t.train.machine.Close()
+	for _, r := range t.losses {
+		err = errors.Join(err, r.machine.Close())
+	}
+	if t.generator != nil {
+		err = errors.Join(err, t.generator.machine.Close())
+	}
+	return err
+}
+
+// Graph builds the graph of a model whose gradients c asks for.
+func (c TrainConfig) Graph(m *Model) (*Graph, error) {
+	opts := []GraphOption{withLossShare(c.Accumulate)}
+	if c.Recompute {
+		opts = append(opts, WithRecompute())
+	}
+	return m.Graph(ForTraining, c.Batch, opts...)
+}
+
+// Let gives a graph with a loss a batch.
+func (g *Graph) Let(b Batch) error {
+	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
+		return err
+	}
+	return gorgonia.Let(g.Targets, ids(b.Targets))
+}
+
+// LetTokens gives a graph for logits the tokens of one window, filled up with zeros to the right: the model, being causal,
+// does not see those from the last token's position.
+func (g *Graph) LetTokens(tokens []int) error {
+	window := make([]int, g.IDs.Shape()[0])
+	copy(window, tokens)
+	return gorgonia.Let(g.IDs, ids(window))
+}
+
+func ids(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
+
+// run computes the graph on a batch and returns the loss.
+func (r *runner) run(b Batch) (float64, error) {
+	r.machine.Reset()
+	if err := r.Let(b); err != nil {
+		return 0, err
+	}
+	if err := r.machine.RunAll(); err != nil {
+		return 0, err
+	}
+	return scalar(r.Loss.Value())
+}
+
+func scalar(v gorgonia.Value) (float64, error) {
+	switch x := v.Data().(type) {
+	case float32:
+		return float64(x), nil
+	case float64:
+		return x, nil
+	default:
+		return 0, fmt.Errorf("the loss is a %T", x)
+	}
+}
+
+// logits returns those of the last token.
+func (r *runner) logits(tokens []int) (any, error) {
+	r.machine.Reset()
+	if err := r.LetTokens(tokens); err != nil {
+		return nil, err
+	}
+	if err := r.machine.RunAll(); err != nil {
+		return nil, err
+	}
+	return LastRow(r.Logits.Value(), len(tokens))
+}
+
+// LastRow is row rows−1 of a matrix, a []float32 or a []float64.
+func LastRow(v gorgonia.Value, rows int) (any, error) {
+	columns := v.Shape()[1]
+	switch x := v.Data().(type) {
+	case []float32:
+		return x[(rows-1)*columns:][:columns], nil
+	case []float64:
+		return x[(rows-1)*columns:][:columns], nil
+	default:
+		return nil, fmt.Errorf("the logits are a %T", x)
+	}
+}

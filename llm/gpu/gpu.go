@@ -1,0 +1,221 @@
+// Package gpu trains the models of package llm on an NVIDIA GPU.
+//
+//	device, err := cudaops.Open()
+//	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{..., Engine: gpu.Engine(device, cudaops.BFloat16)})
+package gpu
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
+// float32 whatever the precision, and come back when a checkpoint is saved and when the trainer is closed. The device must
+// stay open until then.
+func Engine(device *cudaops.Device, precision cudaops.Precision) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
+	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+		e, err := newEngine(device, precision, m, o, c)
+		if err != nil {
+			return nil, fmt.Errorf("llm/gpu: %w", err)
+		}
+		return e, nil
+	}
+}
+
+// engine is an llm.Engine. Losses and logits come from machines that share the parameters' memory.
+type engine struct {
+	device    *cudaops.Device
+	precision cudaops.MachineOption
+	model     *llm.Model
+	optimizer optim.Optimizer
+	limit     float64
+	train     runner
+	losses    map[int]*runner
+	generator *runner
+	changed   bool // the device is ahead of the host
+}
+
+// runner is a graph on its machine.
+type runner struct {
+	*llm.Graph
+	machine *cudaops.Machine
+}
+
+func newEngine(device *cudaops.Device, precision cudaops.Precision, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+	if m.Dtype() != tensor.Float32 {
+		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
+	}
+	g, err := c.Graph(m)
+	if err != nil {
+		return nil, err
+	}
+	if err := o.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
+		return nil, err
+	}
+	e := &engine{device: device, precision: cudaops.WithPrecision(precision), model: m, optimizer: o, limit: c.Clip,
+		losses: map[int]*runner{}}
+	opts := []cudaops.MachineOption{e.precision, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss)}
+	if c.Accumulate > 1 {
+		opts = append(opts, cudaops.WithAccumulation())
+	}
+	machine, err := cudaops.NewMachine(device, g.G, opts...)
+	if err != nil {
+		return nil, err
+	}
+	e.train = runner{g, machine}
+	if err := machine.SetOptimizer(o, c.Clip); err != nil {
+		return nil, errors.Join(err, machine.Close())
+	}
+	return e, nil
+}
+
+func (e *engine) Gradients(b llm.Batch) (float64, error) { return e.train.run(b) }
+
+func (e *engine) Update() (float64, error) {
+	norm, err := e.train.machine.Update()
+	if errors.Is(err, cudaops.ErrNonFinite) {
+		return norm, llm.ErrGradients
+	}
+	e.changed = e.changed || err == nil
+	return norm, err
+}
+
+func (e *engine) Drop() error { return e.train.machine.DropGradients() }
+
+// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the last run.
+func (e *engine) FirstNonFinite() (name, kind string, found bool) {
+	if err := e.Pull(); err != nil {
+		return "", "", false
+	}
+	for i, p := range e.train.Params {
+		if !finite(e.model.Params[i].Value) {
+			return p.Name(), "value", true
+		}
+	}
+	for _, p := range e.train.Params {
+		if v, err := e.train.machine.Value(p.Deriv()); err == nil && !finite(v) {
+			return p.Name(), "gradient", true
+		}
+	}
+	return "", "", false
+}
+
+func (e *engine) Loss(b llm.Batch) (float64, error) {
+	sequences := len(b.Inputs) / e.model.Config.Seq
+	d := e.losses[sequences]
+	if d == nil {
+		var err error
+		if d, err = e.beside(llm.ForLoss, sequences); err != nil {
+			return 0, err
+		}
+		e.losses[sequences] = d
+	}
+	return d.run(b)
+}
+
+// beside returns a graph on a machine that uses the parameters of the one that trains.
+func (e *engine) beside(kind llm.GraphKind, batch int) (*runner, error) {
+	g, err := e.model.Graph(kind, batch)
+	if err != nil {
+		return nil, err
+	}
+	m, err := cudaops.NewMachine(e.device, g.G, e.precision, cudaops.WithParamsOf(e.train.machine))
+	if err != nil {
+		return nil, err
+	}
+	return &runner{g, m}, nil
+}
+
+func (e *engine) Logits(tokens []int) (any, error) {
+	if e.generator == nil {
+		var err error
+		if e.generator, err = e.beside(llm.ForLogits, 1); err != nil {
+			return nil, err
+		}
+	}
+	g := e.generator
+	if err := g.LetTokens(tokens); err != nil {
+		return nil, err
+	}
+	if err := g.machine.RunAll(); err != nil {
+		return nil, err
+	}
+	v, err := g.machine.Value(g.Logits)
+	if err != nil {
+		return nil, err
+	}
+	return llm.LastRow(v, len(tokens))
+}
+
+func (r *runner) run(b llm.Batch) (float64, error) {
+	if err := r.Let(b); err != nil {
+		return 0, err
+	}
+	if err := r.machine.RunAll(); err != nil {
+		return 0, err
+	}
+	v, err := r.machine.Value(r.Loss)
+	if err != nil {
+		return 0, err
+	}
+	x, ok := v.Data().(float32)
+	if !ok {
+		return 0, fmt.Errorf("the loss is a %T", v.Data())
+	}
+	return float64(x), nil
+}
+
+func (e *engine) Pull() error {
+	if !e.changed {
+		return nil
+	}
+	if err := e.train.machine.Download(); err != nil {
+		return err
+	}
+	e.changed = false
+	return nil
+}
+
+// Push sends the named parameters; without names all, and what the optimiser remembers.
+func (e *engine) Push(names ...string) error {
+	if len(names) == 0 {
+		return errors.Join(e.train.machine.Upload(e.train.Params...), e.train.machine.SetOptimizer(e.optimizer, e.limit))
+	}
+	var nodes gorgonia.Nodes
+	for _, p := range e.train.Params {
+		if slices.Contains(names, p.Name()) {
+			nodes = append(nodes, p)
+		}
+	}
+	return e.train.machine.Upload(nodes...)
+}
+
+func (e *engine) Close() error {
+	var err error
+	for _, r := range e.losses {
+		err = errors.Join(err, r.machine.Close())
+	}
+	if e.generator != nil {
+		err = errors.Join(err, e.generator.machine.Close())
+	}
+	return errors.Join(err, e.train.machine.Close())
+}
+
+func finite(v gorgonia.Value) bool {
+	switch x := v.Data().(type) {
+	case []float32:
+		return cpu.FirstNonFinite(x) < 0
+	case float32:
+		return x-x == 0
+	}
+	return true
+}

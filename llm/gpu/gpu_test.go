@@ -1,0 +1,184 @@
+package gpu_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+func must[T any](t *testing.T) func(v T, err error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+// open returns the GPU, and skips the test where there is none.
+func open(t *testing.T) *cudaops.Device {
+	t.Helper()
+	device, err := cudaops.Open()
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		t.Skip("needs an NVIDIA GPU: ", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := device.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return device
+}
+
+// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil, whose seeds are grafted in
+// during the run.
+func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool) *llm.Trainer {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "text")
+	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n", 100)
+	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	config := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}, Seeds: 8}.Default()
+	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, state.WithoutGates()))
+	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
+	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
+	loader := must[*llm.Loader](t)(llm.NewLoader(tokens, llm.LoaderConfig{Batch: 4, Seq: config.Seq, Seed: 1}))
+	var optimizer optim.Optimizer = must[*optim.AdamW](t)(optim.NewAdamW(optim.WithLR(3e-3)))
+	if muon {
+		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
+	}
+	c := llm.TrainConfig{Steps: 20, Batch: 4, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
+	if device != nil {
+		c.Engine = gpu.Engine(device, precision)
+	}
+	trainer := must[*llm.Trainer](t)(llm.NewTrainer(model, loader, optimizer, c))
+	t.Cleanup(func() {
+		if err := trainer.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	trainer.On(func(e llm.Event) error {
+		if e.Kind != llm.StepEnd || e.Step%4 != 0 {
+			return nil
+		}
+		for layer, l := range model.Lattices {
+			seed := e.Step/4 - 1
+			if err := errors.Join(
+				model.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: blueprints.Kind(seed % 4)}),
+				l.Transition(seed, state.Training), l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return trainer
+}
+
+// losses runs a trainer and returns the loss of every step.
+func losses(t *testing.T, tr *llm.Trainer) []float64 {
+	t.Helper()
+	var all []float64
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd {
+			all = append(all, e.Loss)
+		}
+		return nil
+	})
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	return all
+}
+
+// TestSameLosses trains a growing model on CPU and GPU from the same start and wants the same loss at every step.
+func TestSameLosses(t *testing.T) {
+	device := open(t)
+	for name, c := range map[string]struct {
+		precision  cudaops.Precision
+		accumulate int
+		muon       bool
+		tolerance  float64
+	}{
+		"float32":    {cudaops.Float32, 1, false, 1e-4},
+		"accumulate": {cudaops.Float32, 2, false, 1e-4},
+		"muon":       {cudaops.Float32, 1, true, 1e-3},
+		"bfloat16":   {cudaops.BFloat16, 1, false, 2e-2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			want := losses(t, newTrainer(t, nil, 0, c.accumulate, c.muon))
+			got := losses(t, newTrainer(t, device, c.precision, c.accumulate, c.muon))
+			for i, w := range want {
+				if math.Abs(got[i]-w) > c.tolerance*w {
+					t.Errorf("step %d: loss %v, want %v within %g", i+1, got[i], w, c.tolerance)
+				}
+			}
+		})
+	}
+}
+
+// TestResumeOnGPU wants 20 steps to give the same bits as 10 steps, a checkpoint and 10 steps of another trainer, and
+// what is measured and drawn from the model to agree with the CPU.
+func TestResumeOnGPU(t *testing.T) {
+	device := open(t)
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	straight := newTrainer(t, device, cudaops.Float32, 1, false)
+	straight.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd && e.Step == 10 {
+			return straight.Save(path)
+		}
+		return nil
+	})
+	losses(t, straight)
+	resumed := newTrainer(t, device, cudaops.Float32, 1, false)
+	if err := resumed.Resume(path); err != nil {
+		t.Fatal(err)
+	}
+	losses(t, resumed)
+	text := must[*llm.Evaluation](t)(llm.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)), llm.ByteTokenizer{}, 4, 32))
+	a, _, err := straight.Evaluate(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, _, err := resumed.Evaluate(text)
+	if err != nil || a != b {
+		t.Errorf("held-out loss %v straight and %v resumed, %v", a, b, err)
+	}
+	files := [2][]byte{}
+	for i, tr := range []*llm.Trainer{straight, resumed} {
+		p := filepath.Join(t.TempDir(), "end.safetensors")
+		if err := tr.Save(p); err != nil {
+			t.Fatal(err)
+		}
+		files[i] = must[[]byte](t)(os.ReadFile(p))
+	}
+	if !bytes.Equal(files[0], files[1]) {
+		t.Error("the checkpoints of a straight and a resumed run differ")
+	}
+	onCPU := newTrainer(t, nil, 0, 1, false)
+	if err := onCPU.Resume(path); err != nil {
+		t.Fatal(err)
+	}
+	losses(t, onCPU)
+	if c, _, err := onCPU.Evaluate(text); err != nil || math.Abs(c-a) > 1e-3*a {
+		t.Errorf("held-out loss %v on the CPU and %v on the GPU, %v", c, a, err)
+	}
+}
