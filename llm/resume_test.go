@@ -54,8 +54,14 @@ func TestChild(t *testing.T) {
 				return
 			}
 		}
-		fmt.Println("saving")
-		tr.On(Checkpoint(tr, path, 1))
+		said := false
+		tr.On(Checkpoint(tr, path, 1), func(e Event) error {
+			if e.Kind == Saved && !said {
+				said = true
+				fmt.Println("saving")
+			}
+			return nil
+		})
 	}
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
@@ -137,27 +143,29 @@ func TestKillWhileSaving(t *testing.T) {
 	}
 	r := newRand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
-	last := 0
+	last, during := 0, 0
 	for i := range kills {
 		c := startChild(t, "save adamw "+path, "saving")
 		time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
 		kill(t, c)
-		if _, err := os.Stat(path); errors.Is(err, os.ErrNotExist) && last == 0 {
-			continue // killed before the first checkpoint was complete
+		if half, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); err != nil {
+			t.Fatal(err)
+		} else if len(half) > 0 {
+			during++ // a file that the process was writing
 		}
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30, optimizer: adamW})
 		if err := tr.Resume(path); err != nil {
 			t.Fatalf("kill %d: %v", i, err)
 		}
-		if tr.Step() < last {
+		if tr.Step() <= last {
 			t.Fatalf("kill %d: the checkpoint is of step %d, and was of step %d before", i, tr.Step(), last)
 		}
 		last = tr.Step()
 	}
-	if last < kills/4 {
-		t.Errorf("the processes reached step %d only: the kills came before they could save", last)
+	if during < kills/20 {
+		t.Errorf("only %d of %d kills came while a file was being written", during, kills)
 	}
-	t.Logf("%d kills, step %d", kills, last)
+	t.Logf("%d kills, %d of them while a file was being written; step %d", kills, during, last)
 }
 
 // TestResumeErrors wants an error that says what is wrong, and a trainer that is as before.
