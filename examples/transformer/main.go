@@ -91,7 +91,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 
 func addCallbacks(t *llm.Trainer, o options, heldOut []byte, stderr io.Writer) error {
 	var texts [2]*llm.Evaluation
-	for i, text := range [][]byte{heldOut, heldOut[:min(len(heldOut), quickBytes)]} {
+	for i, text := range [][]byte{heldOut, thin(heldOut)} {
 		var err error
 		if texts[i], err = llm.NewEvaluation(text, llm.ByteTokenizer{}, o.train.Batch, o.model.Seq); err != nil {
 			return err
@@ -110,6 +110,20 @@ func addCallbacks(t *llm.Trainer, o options, heldOut []byte, stderr io.Writer) e
 		llm.SampleText(t, llm.ByteTokenizer{}, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
 	)
 	return nil
+}
+
+// thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over it.
+func thin(text []byte) []byte {
+	const piece, pieces = 4 << 10, quickBytes / (4 << 10)
+	if len(text) <= quickBytes {
+		return text
+	}
+	thinned := make([]byte, 0, quickBytes)
+	for i := range pieces {
+		at := i * (len(text) - piece) / (pieces - 1)
+		thinned = append(thinned, text[at:at+piece]...)
+	}
+	return thinned
 }
 
 // openData returns the text to train on and the held-out text to score.

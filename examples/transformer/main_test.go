@@ -220,6 +220,18 @@ func TestBadOptions(t *testing.T) {
 	}
 }
 
+// TestThin wants the first and the last byte of a long text, in order and no more than is said, and a short one whole.
+func TestThin(t *testing.T) {
+	for _, n := range []int{1, quickBytes, quickBytes + 1, 1000003} {
+		text := make([]byte, n)
+		text[0], text[n-1] = 1, 1
+		got := thin(text)
+		if len(got) != min(n, quickBytes) || got[0] != 1 || got[len(got)-1] != 1 {
+			t.Errorf("%d bytes become %d", n, len(got))
+		}
+	}
+}
+
 // TestStopsWhileScanning wants an interrupt to end the baseline's pass over the data.
 func TestStopsWhileScanning(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
