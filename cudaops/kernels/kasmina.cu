@@ -3,189 +3,245 @@
 //   y = x + α(t(x) − x)     for seeds that blend, y = x for others; see kasmina.cuh
 //   variance, mean, min, max, share of |x| < eps, |mean|/sqrt(variance + eps)
 //
-// NaN and Inf are counted and left out of the figures. A group of rows is on its way from memory while its numbers go once
-// through registers: transform, and sums for the moments. A second kernel merges what the lanes leave, in order.
+// NaN and Inf are counted and left out of the figures. While rows are on their way from memory, those that have arrived go
+// once through registers: transform, and sums for the moments; what 16-bit types can do two at a time is done so. A second
+// kernel merges what the lanes leave, in order.
 #include "kasmina.cuh"
 
-constexpr int kInFlight = 4;  // rows of a thread at once
 enum ForwardFigure { kMean, kLow = 4, kHigh, kDead, kForwardFigures };
 
-// evaluate computes the outputs of a seed's elements v; x1 and x2 are the inputs before them, clamped already. All three and
-// the result are scaled alike.
-template <bool careful, int E>
-__device__ __forceinline__ void evaluate(float (&y)[E], const float (&v)[E], float x1, float x2, const Seed<E>& s, float eps,
-                                         float scale) {
-  float x[E];
+// Health is what a lane has seen of a seed's elements.
+template <class T, int E> struct Health {
+  static constexpr bool pairs = inPairs<T, E>;
+  using V = Most<T, E>;
+  Running m;
+  float s1, s2, dead, n;  // the first two and n of a group
+  V low, high, few, eps;  // few: of a group, so that it is exact
+
+  __device__ __forceinline__ void init(float e) {
+    dead = 0;
+    if constexpr (pairs) {
+      // |x| < eps if and only if |x| < eps rounded up to x's type
+      T up = fromFloat<T>(e);
+      if (toFloat(up) < e) *reinterpret_cast<uint16_t*>(&up) += 1;
+      eps = V{up, up}, low = pairOf<T>(INFINITY), high = pairOf<T>(-INFINITY);
+    } else {
+      eps = e, low = INFINITY, high = -INFINITY;
+    }
+    clear();
+  }
+  __device__ __forceinline__ void clear() {
+    s1 = s2 = n = 0;
+    if constexpr (pairs) few = pairOf<T>(0);
+    else few = 0;
+  }
+  // add takes in elements that are all finite: v, and as they are stored.
+  __device__ __forceinline__ void add(const float (&v)[E], const V* raw) {
 #pragma unroll
-  for (int j = 0; j < E; j++) x[j] = s.input(v[j], eps);
+    for (int j = 0; j < E; j++) {
+      float d = v[j] - m.k;
+      s1 += d, s2 = fmaf(d, d, s2);
+    }
+    if constexpr (pairs) {
+#pragma unroll
+      for (int j = 0; j < E / 2; j++) {
+        low = __hmin2(low, raw[j]), high = __hmax2(high, raw[j]);
+        few = __hadd2(few, __hlt2(__habs2(raw[j]), eps));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < E; j++) low = fminf(low, v[j]), high = fmaxf(high, v[j]), few += fabsf(v[j]) < eps ? 1.0f : 0.0f;
+    }
+    n += E;
+  }
+  __device__ __forceinline__ void addFinite(float v, float e) {
+    float d = v - m.k;
+    s1 += d, s2 = fmaf(d, d, s2), n++, dead += fabsf(v) < e;
+    if constexpr (pairs) low = __hmin2(low, pairOf<T>(v)), high = __hmax2(high, pairOf<T>(v));
+    else low = fminf(low, v), high = fmaxf(high, v);
+  }
+  __device__ __forceinline__ void group() {
+    m.add(s1, s2, n);
+    if constexpr (pairs) dead += __low2float(few) + __high2float(few);
+    else dead += few;
+    clear();
+  }
+  __device__ __forceinline__ void put(const Partials& out) const {
+    out.put(kMean, m);
+    out[kDead] = dead;
+    if constexpr (pairs) {
+      out[kLow] = fminf(__low2float(low), __high2float(low)), out[kHigh] = fmaxf(__low2float(high), __high2float(high));
+    } else {
+      out[kLow] = low, out[kHigh] = high;
+    }
+  }
+};
+
+// evaluate computes the outputs of a seed's inputs x; x1 and x2 are those before them, unless the chunk is whole. All are
+// scaled alike.
+template <bool careful, bool whole, int E>
+__device__ __forceinline__ void evaluate(float (&y)[E], const float (&x)[E], float x1, float x2, const Seed<E>& s, float scale) {
 #pragma unroll
   for (int j = 0; j < E; j++) {
-    float before = j > 0 ? x[j > 0 ? j - 1 : 0] : x1, beforeThat = j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2;
     float sum = s.q[j] * scale;
-    sum = addTerm<careful>(s.r2, beforeThat, sum);
-    sum = addTerm<careful>(s.r1, before, sum);
+    if (!whole || j > 1) sum = addTerm<careful>(s.r2, j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, sum);
+    if (!whole || j > 0) sum = addTerm<careful>(s.r1, j > 0 ? x[j > 0 ? j - 1 : 0] : x1, sum);
     y[j] = addTerm<careful>(s.on(x[j], j) ? s.p[j] : s.off, x[j], sum);
   }
 }
 
-// Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block; the lanes of all gridDim.y blocks share
-// the rows. partial is [kForwardFigures, lanes, units]; bad [seeds] is added to.
+// Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
+// blocks share the rows. partial is [kForwardFigures, lanes, units]; bad [seeds] is added to. Dynamic shared memory, unless N is
+// 1: kStages·kThreads·16 bytes.
 template <class T, int N, int E, bool whole, bool watch>
 __device__ __forceinline__ void forward(const Layer& l, T* y, const T* x, float* partial, uint32_t* bad) {
   constexpr int G = N / E;
+  extern __shared__ uint4 shared[];
   const int d = l.seeds * l.chunk, units = d / E;
-  const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-  if (col >= d) return;
-  const int64_t lane = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, lanes = int64_t(gridDim.y) * blockDim.y;
-  const int at = whole ? 0 : col % l.chunk;
-  x += col, y += col;
+  Lane lane(N);
+  if (!lane.find(d)) return;
+  const int col = lane.col, at = whole ? 0 : col % l.chunk, count = lane.rows(l.rows);
+  const int64_t step = lane.count * d;
+  x += lane.index * d + col, y += lane.index * d + col;
+  Neighbours<T, N> neighbours(lane, at, l.chunk);
+  const float large = greatest<T>(l.large);
 
   Seed<E> s[G];
-  Running m[G];
-  float low[G], high[G];
-  int dead[G];
+  Health<T, E> h[G];
   uint32_t lost[G];
 #pragma unroll
   for (int g = 0; g < G; g++) {
     s[g].init(l, col / l.chunk + g, at);
-    m[g].k = 0;
-    if (watch && lane < l.rows)
+    h[g].init(l.eps), lost[g] = 0;
+    if (watch && count > 0)
 #pragma unroll
       for (int j = E - 1; j >= 0; j--) {
-        float v = toFloat(x[lane * d + g * E + j]);
-        if (finite(v)) m[g].k = v;
+        float v = toFloat(x[g * E + j]);
+        if (finite(v)) h[g].m.k = v;
       }
-    low[g] = INFINITY, high[g] = -INFINITY, dead[g] = 0, lost[g] = 0;
   }
-  const bool halo = !whole && s[0].neighbours && s[0].blends;
 
-  auto rows = [&](auto inFlight, int64_t row) {
-    constexpr int U = decltype(inFlight)::value;
-    Pack<T, N> v[U];
-    float x1[U], x2[U];
+  Rows<T, N, 1> rows(shared, step, count);
+  rows.p[0] = x;
+  rows.start();
+  auto row = [&](auto n, int u) {
+    Pack<T, N> in[1];
+    rows.template next<decltype(n)::value>(u, in);
+    Pack<T, N>& v = in[0];
+    float x1 = 0, x2 = 0;
+    if (!whole) neighbours.before(v, x, x1, x2);
 #pragma unroll
-    for (int u = 0; u < U; u++) {
-      const T* p = x + (row + u * lanes) * d;
-      v[u] = loadColumns<N>(p);
-      x1[u] = halo && at > 0 ? s[0].input(toFloat(p[-1]), l.eps) : 0;
-      x2[u] = halo && at > 1 ? s[0].input(toFloat(p[-2]), l.eps) : 0;
-    }
-    float s1[G] = {}, s2[G] = {};
-    uint32_t before[G];
+    for (int g = 0; g < G; g++) {
+      float e[E], out[E];
+      unpack(e, v, g * E);
+      bool fine = within<T, E>(mostOf<E>(v, g * E), large);
+      if (!whole) fine = fine && fabsf(x1) <= large && fabsf(x2) <= large;
+      if (fine) {
+        if (watch) h[g].add(e, reinterpret_cast<const Most<T, E>*>(&v.v[g * E]));
+        if (l.strict) {
+          Strict strict(l, col / l.chunk + g, s[g].active);
 #pragma unroll
-    for (int g = 0; g < G; g++) before[g] = lost[g];
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-#pragma unroll
-      for (int g = 0; g < G; g++) {
-        float e[E], out[E], top = 0;
-#pragma unroll
-        for (int j = 0; j < E; j++) e[j] = v[u].get(g * E + j), top = maxNaN(top, fabsf(e[j]));
-        if (!whole) top = maxNaN(top, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
-        if (top <= l.large) {
-          evaluate<false>(out, e, x1[u], x2[u], s[g], l.eps, 1);
-          if (watch)
-#pragma unroll
-            for (int j = 0; j < E; j++) {
-              float dv = e[j] - m[g].k;
-              s1[g] += dv, s2[g] = fmaf(dv, dv, s2[g]);
-              low[g] = fminf(low[g], e[j]), high[g] = fmaxf(high[g], e[j]);
-              dead[g] += fabsf(e[j]) < l.eps;
-            }
-        } else {  // NaN, Inf, or beyond what is safe to multiply
-#pragma unroll
-          for (int j = 0; j < E; j++) {
-            if (!finite(e[j])) {
-              lost[g]++;
-            } else if (watch) {
-              float dv = e[j] - m[g].k;
-              s1[g] += dv, s2[g] = fmaf(dv, dv, s2[g]);
-              low[g] = fminf(low[g], e[j]), high[g] = fmaxf(high[g], e[j]);
-              dead[g] += fabsf(e[j]) < l.eps;
-            }
-          }
-          int exp = 0;
-          if (finite(top) && !s[g].strict) frexpf(top / l.large, &exp);
-          float down = ldexpf(1, -exp), up = ldexpf(1, exp);
-          float scaled[E];
-#pragma unroll
-          for (int j = 0; j < E; j++) scaled[j] = e[j] * down;
-          evaluate<true>(out, scaled, x1[u] * down, x2[u] * down, s[g], l.eps, down);
-#pragma unroll
-          for (int j = 0; j < E; j++) out[j] *= up;
+          for (int j = 0; j < E; j++) e[j] = strict(e[j]);
+          x1 = at > 0 ? strict(x1) : 0, x2 = at > 1 ? strict(x2) : 0;
         }
-        if (s[g].blends) setPart(v[u], g * E, out);
+        evaluate<false, whole>(out, e, x1, x2, s[g], 1);
+      } else {  // NaN, Inf, or beyond what is safe to multiply
+        float top = maxNaN(fabsf(x1), fabsf(x2));
+#pragma unroll
+        for (int j = 0; j < E; j++) {
+          top = maxNaN(top, fabsf(e[j]));
+          if (!finite(e[j])) lost[g]++;
+          else if (watch) h[g].addFinite(e[j], l.eps);
+        }
+        int exp = 0;
+        if (l.strict) {
+          Strict strict(l, col / l.chunk + g, s[g].active);
+#pragma unroll
+          for (int j = 0; j < E; j++) e[j] = strict(e[j]);
+          x1 = at > 0 ? strict(x1) : 0, x2 = at > 1 ? strict(x2) : 0;
+        } else if (finite(top)) {
+          frexpf(top / l.large, &exp);
+        }
+        float down = ldexpf(1, -exp), up = ldexpf(1, exp);
+#pragma unroll
+        for (int j = 0; j < E; j++) e[j] *= down;
+        evaluate<true, whole>(out, e, x1 * down, x2 * down, s[g], down);
+#pragma unroll
+        for (int j = 0; j < E; j++) out[j] *= up;
       }
-      store(y + (row + u * lanes) * d, v[u]);
+      if (s[g].blends) setPart(v, g * E, out);
     }
+    store(y, v);
+    x += step, y += step;
+  };
+  auto group = [&] {
     if (watch)
 #pragma unroll
-      for (int g = 0; g < G; g++) m[g].add(s1[g], s2[g], float(int(U * E + before[g] - lost[g])));
+      for (int g = 0; g < G; g++) h[g].group();
   };
-
-  int64_t row = lane;
-  for (; row + (kInFlight - 1) * lanes < l.rows; row += kInFlight * lanes) rows(Int<kInFlight>{}, row);
-  for (; row < l.rows; row += lanes) rows(Int<1>{}, row);
+  walk<Rows<T, N, 1>::ahead>(count, row, group);
 
 #pragma unroll
   for (int g = 0; g < G; g++) {
     if (lost[g] > 0) atomicAdd(bad + col / l.chunk + g, lost[g]);  // of integers, so in any order
-    if (watch) {
-      Partials out{partial, lanes * units, lane * units + col / E + g};
-      out.put(kMean, m[g]);
-      out[kLow] = low[g], out[kHigh] = high[g], out[kDead] = dead[g];
-    }
+    if (watch) h[g].put({partial, lane.count * units, lane.index * units + col / E + g});
   }
 }
 
 // merge turns the partials into figures [8, seeds]: the six, and mean and variance once more, for those whose six are
 // replaced by another reduction. Launch: 256 threads, blockDim.x seeds a block and blockDim.y, a power of two, for each.
 __device__ __forceinline__ void merge(float* figures, float* partial, int lanes, int units, int seeds, float eps) {
-  struct Health {
-    Moments m;
-    float low, high;
-    double dead;
+  struct Share {
+    Sums m;
+    float low, high, dead;
   };
-  __shared__ Health shared[256];
+  __shared__ Share shared[256];
   int seed = blockIdx.x * blockDim.x + threadIdx.x, each = units / seeds;
-  Health h{{}, INFINITY, -INFINITY, 0};
-  if (seed < seeds)
-    for (int64_t i = threadIdx.y; i < int64_t(lanes) * each; i += blockDim.y) {
-      Partials p{partial, int64_t(lanes) * units, i / each * units + int64_t(seed) * each + i % each};
-      h.m.merge(p.moments(kMean));
-      h.low = fminf(h.low, p[kLow]), h.high = fmaxf(h.high, p[kHigh]), h.dead += p[kDead];
-    }
-  auto mine = [&](int y) -> Health& { return shared[y * blockDim.x + threadIdx.x]; };
+  Share h{{}, INFINITY, -INFINITY, 0};
+  double pivot = 0;
+  if (seed < seeds) {
+    Partials p{partial, int64_t(lanes) * units, int64_t(seed) * each};
+    pivot = p[kMean];
+    for (int lane = threadIdx.y; lane < lanes; lane += blockDim.y)
+#pragma unroll 4
+      for (int k = 0; k < each; k++) {
+        p.at = int64_t(lane) * units + int64_t(seed) * each + k;
+        h.m.add(p, kMean, pivot);
+        h.low = fminf(h.low, p[kLow]), h.high = fmaxf(h.high, p[kHigh]), h.dead += p[kDead];
+      }
+  }
+  auto mine = [&](int y) -> Share& { return shared[y * blockDim.x + threadIdx.x]; };
   mine(threadIdx.y) = h;
   for (int half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.y >= half) continue;
-    Health& a = mine(threadIdx.y);
-    const Health& b = mine(threadIdx.y + half);
-    a.m.merge(b.m);
+    Share& a = mine(threadIdx.y);
+    const Share& b = mine(threadIdx.y + half);
+    a.m.add(b.m);
     a.low = fminf(a.low, b.low), a.high = fmaxf(a.high, b.high), a.dead += b.dead;
   }
   if (seed >= seeds || threadIdx.y > 0) return;
   h = mine(0);
-  bool any = h.m.n > 0;
-  double v = h.m.variance();
+  Moments m = h.m.moments(pivot);
+  bool any = m.n > 0;
+  double v = m.variance();
   const float out[8] = {float(v),
-                        float(h.m.mean),
+                        float(m.mean),
                         any ? h.low : 0,
                         any ? h.high : 0,
-                        any ? float(h.dead / h.m.n) : 0,
-                        any ? float(fabs(h.m.mean) / sqrt(v + eps)) : 0,
-                        float(h.m.mean),
+                        any ? float(h.dead / m.n) : 0,
+                        any ? float(fabs(m.mean) / sqrt(v + eps)) : 0,
+                        float(m.mean),
                         float(v)};
   for (int i = 0; i < 8; i++) figures[int64_t(i) * seeds + seed] = out[i];
 }
 
 #define DEFINE_SHAPE(shape, T, N, E, whole)                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 2)                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
       kasmina_forward_##shape##_##T(Layer l, T* y, const T* x, float* partial, uint32_t* bad) {               \
     forward<T, N, E, whole, true>(l, y, x, partial, bad);                                                     \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(256, 2)                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
       kasmina_forward_quiet_##shape##_##T(Layer l, T* y, const T* x, float* partial, uint32_t* bad) {         \
     forward<T, N, E, whole, false>(l, y, x, partial, bad);                                                    \
   }

@@ -18,6 +18,8 @@
 // stay in registers. Rows are dealt out to lanes (a group of threads that covers all columns) in turn.
 #pragma once
 #include "common.cuh"
+#include <cfloat>
+#include <type_traits>
 
 enum Kind : uint32_t { kResidual, kAttentionGate, kMLPExpansion, kConvFilter };
 
@@ -51,17 +53,14 @@ struct Word {
 // Seed is E consecutive elements of one seed's chunk, from element at on.
 template <int E> struct Seed {
   float p[E], q[E], u[E];
-  float off, thr, r1, r2, low, high;
-  bool blends, strict, neighbours;
+  float off, thr, r1, r2;
+  bool blends, active;
 
   __device__ __forceinline__ void init(const Layer& l, int seed, int at) {
     Word word{l.word[seed]};
     Kind kind = word.kind();
     blends = word.blends();
-    strict = l.strict && word.active();
-    neighbours = word.active() && kind == kConvFilter;
-    low = high = 0;
-    if (strict) low = l.low[seed], high = l.high[seed];
+    active = word.active();
 #pragma unroll
     for (int j = 0; j < E; j++) p[j] = 1, q[j] = 0, u[j] = 0;
     off = 1, thr = -1, r1 = r2 = 0;
@@ -118,15 +117,22 @@ template <int E> struct Seed {
 
   __device__ __forceinline__ bool on(float x, int j) const { return !(x * u[j] <= thr); }
 
-  // clamp is what the strict mode does to x; bites is whether the result does not depend on x.
-  __device__ __forceinline__ float clamp(float x, float eps) const {
+};
+
+// Strict is what the strict mode does to x: it zeroes what is small and clamps the rest. bites is whether the result does not
+// depend on x. It is read where it is needed, since it would take up registers that the other modes need.
+struct Strict {
+  float eps, low, high;
+  __device__ __forceinline__ Strict(const Layer& l, int seed, bool active) : eps(0), low(-INFINITY), high(INFINITY) {
+    if (active) eps = l.eps, low = l.low[seed], high = l.high[seed];
+  }
+  __device__ __forceinline__ float operator()(float x) const {
     if (fabsf(x) < eps) x = 0;
     if (x < low) x = low;
     if (x > high) x = high;
     return x;
   }
-  __device__ __forceinline__ float input(float x, float eps) const { return strict ? clamp(x, eps) : x; }
-  __device__ __forceinline__ bool bites(float x, float eps) const { return fabsf(x) < eps || x < low || x > high; }
+  __device__ __forceinline__ bool bites(float x) const { return fabsf(x) < eps || x < low || x > high; }
 };
 
 // addTerm is sum + c·v, where a coefficient of 0 leaves out NaN and Inf too if careful.
@@ -148,9 +154,110 @@ template <int n> struct Int { static constexpr int value = n; };
 
 // ---- Memory ----
 
-template <int N, class T> __device__ __forceinline__ Pack<T, N> loadColumns(const T* p) {
-  if constexpr (sizeof(T) * N == 16) return loadOnce<N>(p);
-  else return load<N>(p);
+constexpr int kThreads = 256;
+constexpr int kGroup = 4;   // rows whose sums are formed before they are merged with the others'
+constexpr int kStages = 8;  // rows of a thread on their way from memory at once, if accesses have 16 bytes
+
+// Lane is where a thread works: the columns from col on, and the rows first, first + step, ... The threads of a warp that
+// have the same rows are peers.
+struct Lane {
+  int col;
+  int64_t index, count;  // of lanes
+  unsigned peers;
+
+  __device__ __forceinline__ Lane(int n) {
+    col = (blockIdx.x * blockDim.x + threadIdx.x) * n;
+    index = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, count = int64_t(gridDim.y) * blockDim.y;
+  }
+  // find says whether the thread has any columns of d. All threads of the block call it.
+  __device__ __forceinline__ bool find(int d) {
+    unsigned busy = __ballot_sync(kAllLanes, col < d);
+    peers = busy & __match_any_sync(kAllLanes, threadIdx.y);
+    return col < d;
+  }
+  __device__ __forceinline__ int rows(int64_t all) const { return index < all ? int((all - 1 - index) / count) + 1 : 0; }
+  __device__ __forceinline__ int inWarp() const { return (threadIdx.y * blockDim.x + threadIdx.x) % kWarp; }
+};
+
+// Rows feeds a thread its columns of A arrays of one shape, row by row. Accesses of 16 bytes go through shared memory,
+// kStages − 1 rows ahead; a thread reads what it has itself fetched, so no barrier is needed. Others are loaded a group ahead.
+template <class T, int N, int A> struct Rows {
+  using V = Pack<T, N>;
+  static constexpr bool ahead = sizeof(V) == 16;
+  static constexpr uint32_t stage = A * kThreads * sizeof(V);  // bytes of shared memory
+  const T* p[A];     // the next row to fetch
+  int64_t step;      // elements from one row of the lane to the next
+  int left;          // rows not fetched yet
+  char* ring;
+  uint32_t put, take;  // offsets into it
+  V group[ahead ? 1 : kGroup][A];
+
+  __device__ __forceinline__ Rows(void* shared, int64_t step, int rows) : step(step), left(rows), put(0), take(0) {
+    ring = static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * sizeof(V);
+  }
+  __device__ __forceinline__ void request() {
+    if (left > 0) {
+#pragma unroll
+      for (int a = 0; a < A; a++) copyAsync(ring + put + a * kThreads * sizeof(V), p[a], true), p[a] += step;
+    }
+    left--;
+    put = (put + stage) % (kStages * stage);
+    commitAsync();
+  }
+  __device__ __forceinline__ void start() {
+    if (ahead)
+      for (int i = 0; i < kStages - 1; i++) request();
+  }
+  // next gives row u of a group of n.
+  template <int n> __device__ __forceinline__ void next(int u, V (&v)[A]) {
+    if constexpr (ahead) {
+      request();
+      awaitAsync<kStages - 1>();
+#pragma unroll
+      for (int a = 0; a < A; a++) v[a] = *reinterpret_cast<V*>(ring + take + a * kThreads * sizeof(V));
+      take = (take + stage) % (kStages * stage);
+    } else {
+      if (u == 0)
+#pragma unroll
+        for (int i = 0; i < n; i++)
+#pragma unroll
+          for (int a = 0; a < A; a++) group[i][a] = load<N>(p[a]), p[a] += step;
+#pragma unroll
+      for (int a = 0; a < A; a++) v[a] = group[u][a];
+    }
+  }
+};
+
+// walk calls row(Int<n>, u) for each of a lane's rows and group() after every few. Rows that come through shared memory are
+// all alike; others are row u of n that are loaded together.
+template <bool ahead, class Row, class Group> __device__ __forceinline__ void walk(int rows, Row row, Group group) {
+  int i = 0;
+  if (!ahead)
+    for (; i + kGroup <= rows; i += kGroup) {
+#pragma unroll
+      for (int u = 0; u < kGroup; u++) row(Int<kGroup>{}, u);
+      group();
+    }
+#pragma unroll 1
+  for (; i < rows; i++) {
+    row(Int<1>{}, 0);
+    if (i % kGroup == kGroup - 1) group();
+  }
+  group();
+}
+
+// unpack converts E elements of a pack, from element at on.
+template <class T, int N, int E> __device__ __forceinline__ void unpack(float (&x)[E], const Pack<T, N>& v, int at) {
+  if constexpr (__is_same(T, bf16) && E % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < E; j += 2) {
+      uint32_t two = *reinterpret_cast<const uint32_t*>(&v.v[at + j]);
+      x[j] = __uint_as_float(two << 16), x[j + 1] = __uint_as_float(two & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < E; j++) x[j] = v.get(at + j);
+  }
 }
 
 // setPart rounds E numbers into a pack, from element at on.
@@ -169,13 +276,96 @@ template <class T, int N, int E> __device__ __forceinline__ void setPart(Pack<T,
   }
 }
 
+// Pair is two elements of a 16-bit type.
+template <class T> struct PairOf { using type = float; };
+template <> struct PairOf<bf16> { using type = __nv_bfloat162; };
+template <> struct PairOf<f16> { using type = __half2; };
+template <class T> using Pair = typename PairOf<T>::type;
+
+// inPairs is whether E elements of a type can be compared two at a time.
+template <class T, int E> constexpr bool inPairs = sizeof(T) == 2 && E % 2 == 0;
+
+template <class T> __device__ __forceinline__ Pair<T> pairOf(float v);
+template <> __device__ __forceinline__ __nv_bfloat162 pairOf<bf16>(float v) { return __float2bfloat162_rn(v); }
+template <> __device__ __forceinline__ __half2 pairOf<f16>(float v) { return __float2half2_rn(v); }
+
+// greatest is a type's largest finite number, or limit if that is less, rounded so that no infinity compares as less.
+template <class T> __device__ __forceinline__ float greatest(float limit) {
+  return fminf(limit, sizeof(T) == 4 ? FLT_MAX : __is_same(T, bf16) ? 0x1.fep127f : 65504.0f);
+}
+
+// mostOf is the largest magnitude of E elements from element at on, NaN if one is, as two numbers or one; within says whether
+// it is at most limit.
+template <class T, int E> using Most = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
+template <int E, class T, int N> __device__ __forceinline__ Most<T, E> mostOf(const Pack<T, N>& v, int at) {
+  if constexpr (inPairs<T, E>) {
+    const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(&v.v[at]);
+    Pair<T> most = __habs2(raw[0]);
+#pragma unroll
+    for (int j = 1; j < E / 2; j++) most = __hmax2_nan(most, __habs2(raw[j]));
+    return most;
+  } else {
+    float most = fabsf(v.get(at));
+#pragma unroll
+    for (int j = 1; j < E; j++) most = maxNaN(most, fabsf(v.get(at + j)));
+    return most;
+  }
+}
+template <class T, int E> __device__ __forceinline__ bool within(Most<T, E> most, float limit) {
+  if constexpr (inPairs<T, E>) return __hble2(most, Pair<T>{fromFloat<T>(limit), fromFloat<T>(limit)});
+  else return most <= limit;
+}
+
+// Shuffles between the threads that hold neighbouring columns: the last elements of the one before, the first of the one
+// behind. Where that thread is in another warp, the elements are loaded.
+template <class T, int N> struct Neighbours {
+  bool left, right;  // of this thread's columns there is one in the chunk
+  bool loadLeft, loadRight;
+  unsigned peers;
+
+  __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk) : peers(l.peers) {
+    left = at > 0, right = at + N < chunk;
+    loadLeft = left && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
+    loadRight = right && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
+  }
+  // before gives the elements before v, whose place in memory is p: x1 right before it, x2 before x1.
+  __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
+    x1 = __shfl_up_sync(peers, v.get(N - 1), 1), x2 = __shfl_up_sync(peers, v.get(N - 2), 1);
+    if (loadLeft) x1 = toFloat(p[-1]), x2 = toFloat(p[-2]);
+    if (!left) x1 = x2 = 0;
+  }
+  __device__ __forceinline__ void behind(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
+    x1 = __shfl_down_sync(peers, v.get(0), 1), x2 = __shfl_down_sync(peers, v.get(1), 1);
+    if (loadRight) x1 = toFloat(p[N]), x2 = toFloat(p[N + 1]);
+    if (!right) x1 = x2 = 0;
+  }
+};
+
+// sumOver adds up over the threads that share a chunk: share of them, a power of two.
+__device__ __forceinline__ float sumOver(float v, int share, unsigned peers) {
+  for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
+  return v;
+}
+
+// A single element is loaded with those around it.
+template <class T> struct Neighbours<T, 1> {
+  int at, chunk;
+  __device__ __forceinline__ Neighbours(const Lane&, int at, int chunk) : at(at), chunk(chunk) {}
+  __device__ __forceinline__ void before(const Pack<T, 1>&, const T* p, float& x1, float& x2) const {
+    x1 = at > 0 ? toFloat(p[-1]) : 0, x2 = at > 1 ? toFloat(p[-2]) : 0;
+  }
+  __device__ __forceinline__ void behind(const Pack<T, 1>&, const T* p, float& x1, float& x2) const {
+    x1 = at + 1 < chunk ? toFloat(p[1]) : 0, x2 = at + 2 < chunk ? toFloat(p[2]) : 0;
+  }
+};
+
 // ---- Moments ----
 
 // Running is the moments of numbers seen so far: n of them, with mean k + e and m2 the sum of squared deviations from it.
 // Numbers are added in groups, as sums over v − k and (v − k)²: with k next to the mean these keep their precision where
 // the numbers share leading digits, and nothing large cancels (Chan, Golub and LeVeque 1979, for a group at a time).
 struct Running {
-  float k, e = 0, m2 = 0, n = 0;
+  float k = 0, e = 0, m2 = 0, n = 0;
 
   __device__ __forceinline__ void add(float s1, float s2, float count) {
     float all = n + count;
@@ -212,8 +402,21 @@ struct Partials {
   __device__ __forceinline__ void put(int figure, const Running& r) const {
     (*this)[figure] = r.k, (*this)[figure + 1] = r.e, (*this)[figure + 2] = r.m2, (*this)[figure + 3] = r.n;
   }
-  __device__ __forceinline__ Moments moments(int figure) const {
-    return {(*this)[figure + 3], double((*this)[figure]) + (*this)[figure + 1], (*this)[figure + 2]};
+};
+
+// Sums merge moments without a division for each: of deviations from a pivot next to the mean, so that nothing large
+// cancels, which double precision makes sure of.
+struct Sums {
+  double n = 0, d = 0, d2 = 0;
+
+  __device__ __forceinline__ void add(const Partials& p, int figure, double pivot) {
+    double count = p[figure + 3], dv = double(p[figure]) - pivot + p[figure + 1];
+    n += count, d += count * dv, d2 += p[figure + 2] + count * dv * dv;
+  }
+  __device__ __forceinline__ void add(const Sums& o) { n += o.n, d += o.d, d2 += o.d2; }
+  __device__ __forceinline__ Moments moments(double pivot) const {
+    if (!(n > 0)) return {};
+    return {n, pivot + d / n, d2 - d * d / n};
   }
 };
 

@@ -12,167 +12,211 @@
 // [lanes, columns + 2·units]; they are added up in order, over lanes and then over the seeds of a slot.
 #include "kasmina.cuh"
 
-constexpr int kInFlight = 2;              // rows of a thread at once
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
 enum GradientFigure { kMean, kTop = 4, kNorms, kGradientFigures = 9 };
 
-// squares is the sum of squares of the finite elements, and how many those are.
-template <int E> __device__ __forceinline__ double squares(const float (&g)[E], int& n) {
-  double sum = 0;
-  n = 0;
+// Seen is what a lane has seen of a seed's gradients.
+template <class T, int E> struct Seen {
+  Running m, norms;
+  float s1, s2, n, n1, n2, normed;  // of a group of rows
+  Most<T, E> top;
+
+  __device__ __forceinline__ void init() {
+    if constexpr (inPairs<T, E>) top = pairOf<T>(0);
+    else top = 0;
+    clear();
+  }
+  __device__ __forceinline__ void clear() { s1 = s2 = n = n1 = n2 = normed = 0; }
+  __device__ __forceinline__ void add(const float (&g)[E], Most<T, E> most) {
 #pragma unroll
-  for (int j = 0; j < E; j++)
-    if (finite(g[j])) sum += double(g[j]) * g[j], n++;
-  return sum;
+    for (int j = 0; j < E; j++) {
+      float d = g[j] - m.k;
+      s1 += d, s2 = fmaf(d, d, s2);
+    }
+    n += E;
+    if constexpr (inPairs<T, E>) top = __hmax2(top, most);
+    else top = fmaxf(top, most);
+  }
+  __device__ __forceinline__ void addFinite(float g) {
+    float d = g - m.k;
+    s1 += d, s2 = fmaf(d, d, s2), n++;
+    if constexpr (inPairs<T, E>) top = __hmax2(top, pairOf<T>(fabsf(g)));
+    else top = fmaxf(top, fabsf(g));
+  }
+  __device__ __forceinline__ void addNorm(float norm) {
+    float d = norm - norms.k;
+    n1 += d, n2 = fmaf(d, d, n2), normed++;
+  }
+  __device__ __forceinline__ void group() {
+    m.add(s1, s2, n), norms.add(n1, n2, normed);
+    clear();
+  }
+  __device__ __forceinline__ void put(const Partials& out) const {
+    out.put(kMean, m), out.put(kNorms, norms);
+    if constexpr (inPairs<T, E>) out[kTop] = fmaxf(__low2float(top), __high2float(top));
+    else out[kTop] = top;
+  }
+};
+
+__device__ __forceinline__ float squareRoot(float v) {
+  float r;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
 }
 
-// scale [rows, seeds] holds the factors that clip, where a chunk is not whole in a thread; null for none. Launch: as forward.
+// differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
+// the gradients behind, x1 and x2 the inputs before, unless the chunk is whole.
+template <bool careful, bool whole, int E>
+__device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float (&g)[E],
+                                              const float (&x)[E], float g1, float g2, float x1, float x2, const Seed<E>& s,
+                                              bool residual) {
+#pragma unroll
+  for (int j = 0; j < E; j++) {
+    bool on = s.on(x[j], j);
+    float sum = 0;
+    if (!whole || j + 2 < E) sum = addTerm<careful>(s.r2, j + 2 < E ? g[j + 2 < E ? j + 2 : 0] : j + 1 < E ? g1 : g2, sum);
+    if (!whole || j + 1 < E) sum = addTerm<careful>(s.r1, j + 1 < E ? g[j + 1 < E ? j + 1 : 0] : g1, sum);
+    dx[j] = addTerm<careful>(on ? s.p[j] : s.off, g[j], sum);
+    if (!whole || j > 0) d1 = fmaf(g[j], j > 0 ? x[j > 0 ? j - 1 : 0] : x1, d1);
+    if (!whole || j > 1) d2 = fmaf(g[j], j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, d2);
+    acc[j] = fmaf(g[j], residual ? 1.0f : on ? x[j] : 0.0f, acc[j]);
+  }
+}
+
+// share is how many threads share a chunk and form its norm, a power of two, or 0 where they do not; then scale
+// [rows, seeds] holds the factors that clip, or is null for none. Launch: as forward, with twice the shared memory.
 template <class T, int N, int E, bool whole, bool watch>
-__device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, const T* x, const float* scale, float* sums,
-                                         float* partial, uint32_t* bad, uint32_t* clipped) {
+__device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, const T* x, int share, const float* scale,
+                                         float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {
   constexpr int G = N / E;
+  extern __shared__ uint4 shared[];
   const int d = l.seeds * l.chunk, units = d / E;
-  const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-  if (col >= d) return;
-  const int64_t lane = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, lanes = int64_t(gridDim.y) * blockDim.y;
-  const int at = whole ? 0 : col % l.chunk, seed = col / l.chunk;
-  x += col, g += col, dx += col;
+  Lane lane(N);
+  if (!lane.find(d)) return;
+  const int col = lane.col, seed = col / l.chunk, at = whole ? 0 : col % l.chunk, count = lane.rows(l.rows);
+  const int64_t step = lane.count * d;
+  x += lane.index * d + col, g += lane.index * d + col, dx += lane.index * d + col;
+  Neighbours<T, N> neighbours(lane, at, l.chunk);
+  const bool norm = whole || share > 0, leads = at == 0;
+  const float large = greatest<T>(kLargestSquared);
 
   Seed<E> s[G];
+  Seen<T, E> h[G];
   bool residual[G];
-  float limit[G];
-  Running m[G], norms[G];
-  float top[G], acc[N] = {}, d1[G] = {}, d2[G] = {};
+  float acc[N] = {}, d1[G] = {}, d2[G] = {};
   uint32_t lost[G] = {}, clips[G] = {};
 #pragma unroll
   for (int k = 0; k < G; k++) {
     s[k].init(l, seed + k, at);
+    h[k].init();
     residual[k] = Word{l.word[seed + k]}.kind() == kResidual;
-    limit[k] = whole && l.limit ? l.limit[seed + k] : INFINITY;
-    m[k].k = norms[k].k = top[k] = 0;
-    if (watch && lane < l.rows) {
-      float first[E];
+    if (watch && count > 0) {
+      float q = 0;
 #pragma unroll
-      for (int j = 0; j < E; j++) first[j] = toFloat(g[lane * d + k * E + j]);
-#pragma unroll
-      for (int j = E - 1; j >= 0; j--)
-        if (finite(first[j])) m[k].k = first[j];
-      int n;
-      if (whole) norms[k].k = float(sqrt(squares(first, n)));
+      for (int j = E - 1; j >= 0; j--) {
+        float v = toFloat(g[k * E + j]);
+        if (finite(v)) h[k].m.k = v, q = fmaf(v, v, q);
+      }
+      if (!whole && share > 1) q = sumOver(q, share, lane.peers);
+      if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
     }
   }
-  const bool left = !whole && s[0].neighbours && at > 0, left2 = !whole && s[0].neighbours && at > 1;
-  const bool right = !whole && s[0].neighbours && at + E < l.chunk, right2 = !whole && s[0].neighbours && at + E + 1 < l.chunk;
+  if (scale) scale += lane.index * l.seeds + seed;
 
-  auto rows = [&](auto inFlight, int64_t row) {
-    constexpr int U = decltype(inFlight)::value;
-    Pack<T, N> gv[U], xv[U];
-    float x1[U], x2[U], g1[U], g2[U], by[U];
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      int64_t r = row + u * lanes;
-      const T *pg = g + r * d, *px = x + r * d;
-      gv[u] = loadColumns<N>(pg), xv[u] = loadColumns<N>(px);
-      x1[u] = left ? s[0].input(toFloat(px[-1]), l.eps) : 0;
-      x2[u] = left2 ? s[0].input(toFloat(px[-2]), l.eps) : 0;
-      g1[u] = right ? toFloat(pg[N]) : 0;
-      g2[u] = right2 ? toFloat(pg[N + 1]) : 0;
-      by[u] = !whole && scale ? scale[r * l.seeds + seed] : 1;
+  Rows<T, N, 2> rows(shared, step, count);
+  rows.p[0] = g, rows.p[1] = x;
+  rows.start();
+  auto row = [&](auto n, int u) {
+    Pack<T, N> in[2];
+    rows.template next<decltype(n)::value>(u, in);
+    Pack<T, N>&gv = in[0], &xv = in[1];
+    float x1 = 0, x2 = 0, g1 = 0, g2 = 0, by = 1;
+    if (!whole) {
+      neighbours.before(xv, x, x1, x2);
+      neighbours.behind(gv, g, g1, g2);
+      if (scale) by = *scale, scale += lane.count * l.seeds;
     }
-    float s1[G] = {}, s2[G] = {}, n1[G] = {}, n2[G] = {};
-    int seen[G] = {}, normed[G] = {};
 #pragma unroll
-    for (int u = 0; u < U; u++) {
-#pragma unroll
-      for (int k = 0; k < G; k++) {
-        float ge[E], most = 0, factor = by[u];
-#pragma unroll
-        for (int j = 0; j < E; j++) ge[j] = gv[u].get(k * E + j), most = maxNaN(most, fabsf(ge[j]));
-        const bool fine = most <= kLargestSquared;
-
-        float norm = 0;
-        int n = E;
-        if (fine) {
-          if (watch) {
-#pragma unroll
-            for (int j = 0; j < E; j++) {
-              float dv = ge[j] - m[k].k;
-              s1[k] += dv, s2[k] = fmaf(dv, dv, s2[k]);
-            }
-            top[k] = fmaxf(top[k], most);
-          }
-          if (whole) {
-            float q = 0;
-#pragma unroll
-            for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
-            norm = sqrtf(q);
-          }
-        } else {
-          norm = float(sqrt(squares(ge, n)));
-          lost[k] += E - n;
-          if (watch)
-#pragma unroll
-            for (int j = 0; j < E; j++)
-              if (finite(ge[j])) {
-                float dv = ge[j] - m[k].k;
-                s1[k] += dv, s2[k] = fmaf(dv, dv, s2[k]), top[k] = fmaxf(top[k], fabsf(ge[j]));
-              }
-        }
-        seen[k] += n;
-        if (whole && watch && n > 0) {
-          float dv = norm - norms[k].k;
-          n1[k] += dv, n2[k] = fmaf(dv, dv, n2[k]), normed[k]++;
-        }
-        if (whole) {
-          float f = limit[k] / (norm + l.eps);
-          if (f < 1) factor = f, clips[k]++;
-        }
-        const bool clip = factor != 1;
-#pragma unroll
-        for (int j = 0; j < E; j++) ge[j] *= factor;
-
-        float xe[E], out[E];
-#pragma unroll
-        for (int j = 0; j < E; j++) xe[j] = s[k].input(xv[u].get(k * E + j), l.eps);
+    for (int k = 0; k < G; k++) {
+      float ge[E], xe[E], out[E];
+      unpack(ge, gv, k * E);
+      unpack(xe, xv, k * E);
+      Most<T, E> most = mostOf<E>(gv, k * E);
+      bool fine = within<T, E>(most, large), huge = false, some = true;
+      if (!whole) fine = fine && fabsf(g1) <= large && fabsf(g2) <= large;
+      if (fine) {
+        if (watch) h[k].add(ge, most);
+      } else {
+        some = false;
 #pragma unroll
         for (int j = 0; j < E; j++) {
-          bool on = s[k].on(xe[j], j);
-          float c = on ? s[k].p[j] : s[k].off;
-          float after = j + 1 < E ? ge[j + 1 < E ? j + 1 : 0] : g1[u] * factor;
-          float afterThat = j + 2 < E ? ge[j + 2 < E ? j + 2 : 0] : (j + 1 < E ? g1[u] : g2[u]) * factor;
-          if (s[k].neighbours) {  // else the coefficients are 0, and what they multiply may be NaN
-            out[j] = fmaf(c, ge[j], fmaf(s[k].r1, after, s[k].r2 * afterThat));
-            float before = j > 0 ? xe[j > 0 ? j - 1 : 0] : x1[u];
-            float beforeThat = j > 1 ? xe[j > 1 ? j - 2 : 0] : j > 0 ? x1[u] : x2[u];
-            d1[k] = fmaf(ge[j], before, d1[k]), d2[k] = fmaf(ge[j], beforeThat, d2[k]);
-          } else {
-            out[j] = c * ge[j];
+          if (!finite(ge[j])) {
+            lost[k]++;
+            continue;
           }
-          acc[k * E + j] = fmaf(ge[j], residual[k] ? 1.0f : on ? xe[j] : 0.0f, acc[k * E + j]);
+          some = true, huge = huge || fabsf(ge[j]) > kLargestSquared;
+          if (watch) h[k].addFinite(ge[j]);
         }
-        if (s[k].strict)
+      }
+      if (norm && (watch || l.limit)) {
+        const bool together = !whole && share > 1;  // with the threads that share the chunk
+        bool any = some;
+        if (together && __any_sync(lane.peers, !fine)) {
+          huge = __any_sync(lane.peers, huge);
+          any = sumOver(some, share, lane.peers) > 0;
+        }
+        float q = 0, down = huge ? 0x1p-66f : 1;
+        if (fine && !huge) {
+#pragma unroll
+          for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
+        } else {
 #pragma unroll
           for (int j = 0; j < E; j++)
-            if (s[k].bites(xv[u].get(k * E + j), l.eps)) out[j] = 0;
-#pragma unroll
-        for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : ge[j];
-        if (s[k].blends || clip) setPart(gv[u], k * E, out);
+            if (finite(ge[j])) q = fmaf(ge[j] * down, ge[j] * down, q);
+        }
+        if (together) q = sumOver(q, share, lane.peers);
+        float length = squareRoot(q) / down;
+        if (watch && leads && any) h[k].addNorm(length);
+        if (l.limit) {
+          by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
+          clips[k] += leads && by < 1;
+        }
       }
-      store(dx + (row + u * lanes) * d, gv[u]);
+      if (by < 1) {
+#pragma unroll
+        for (int j = 0; j < E; j++) ge[j] *= by;
+      }
+      float xs[E], x1s = x1, x2s = x2;
+#pragma unroll
+      for (int j = 0; j < E; j++) xs[j] = xe[j];
+      if (l.strict) {
+        Strict strict(l, seed + k, s[k].active);
+#pragma unroll
+        for (int j = 0; j < E; j++) xs[j] = strict(xe[j]);
+        x1s = at > 0 ? strict(x1) : 0, x2s = at > 1 ? strict(x2) : 0;
+      }
+      if (fine) differentiate<false, whole>(out, acc + k * E, d1[k], d2[k], ge, xs, g1 * by, g2 * by, x1s, x2s, s[k], residual[k]);
+      else differentiate<true, whole>(out, acc + k * E, d1[k], d2[k], ge, xs, g1 * by, g2 * by, x1s, x2s, s[k], residual[k]);
+      if (l.strict) {
+        Strict strict(l, seed + k, s[k].active);
+#pragma unroll
+        for (int j = 0; j < E; j++)
+          if (strict.bites(xe[j])) out[j] = 0;
+      }
+      if (s[k].blends) setPart(gv, k * E, out);
+      else if (by < 1) setPart(gv, k * E, ge);
     }
+    store(dx, gv);
+    x += step, g += step, dx += step;
+  };
+  auto group = [&] {
     if (watch)
 #pragma unroll
-      for (int k = 0; k < G; k++) {
-        m[k].add(s1[k], s2[k], float(seen[k]));
-        if (whole) norms[k].add(n1[k], n2[k], float(normed[k]));
-      }
+      for (int k = 0; k < G; k++) h[k].group();
   };
+  walk<Rows<T, N, 2>::ahead>(count, row, group);
 
-  int64_t row = lane;
-  for (; row + (kInFlight - 1) * lanes < l.rows; row += kInFlight * lanes) rows(Int<kInFlight>{}, row);
-  for (; row < l.rows; row += lanes) rows(Int<1>{}, row);
-
-  float* mine = sums + lane * (d + 2 * units);
+  float* mine = sums + lane.index * (d + 2 * units);
   store(mine + col, *reinterpret_cast<Pack<float, N>*>(acc));
 #pragma unroll
   for (int k = 0; k < G; k++) {
@@ -180,12 +224,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, cons
     mine[d + unit] = d1[k], mine[d + units + unit] = d2[k];
     if (lost[k] > 0) atomicAdd(bad + seed + k, lost[k]);  // of integers, so in any order
     if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
-    if (watch) {
-      Partials out{partial, lanes * units, lane * units + unit};
-      out.put(kMean, m[k]);
-      out[kTop] = top[k];
-      out.put(kNorms, norms[k]);
-    }
+    if (watch) h[k].put({partial, lane.count * units, lane.index * units + unit});
   }
 }
 
@@ -203,37 +242,42 @@ __device__ __forceinline__ void addLanes(float* total, const float* sums, int la
   if (threadIdx.x == 0 && i < columns) total[i] = sum;
 }
 
-// Figures [6, seeds] from the partials: norm, variance, largest magnitude; mean, variance and number of the rows' norms, if
-// whole. Launch: as kasmina_merge.
-__device__ __forceinline__ void merge(float* figures, float* partial, int lanes, int units, int seeds, int whole) {
-  struct Gradient {
-    Moments m, norms;
+// Figures [6, seeds] from the partials: norm, variance, largest magnitude; if there are norms, their mean, variance and
+// number. Launch: as kasmina_merge.
+__device__ __forceinline__ void merge(float* figures, float* partial, int lanes, int units, int seeds, int norms) {
+  struct Share {
+    Sums m, norms;
     float top;
   };
-  __shared__ Gradient shared[256];
+  __shared__ Share shared[256];
   int seed = blockIdx.x * blockDim.x + threadIdx.x, each = units / seeds;
-  Gradient h{{}, {}, 0};
-  if (seed < seeds)
-    for (int64_t i = threadIdx.y; i < int64_t(lanes) * each; i += blockDim.y) {
-      Partials p{partial, int64_t(lanes) * units, i / each * units + int64_t(seed) * each + i % each};
-      h.m.merge(p.moments(kMean));
-      if (whole) h.norms.merge(p.moments(kNorms));
-      h.top = fmaxf(h.top, p[kTop]);
-    }
-  auto mine = [&](int y) -> Gradient& { return shared[y * blockDim.x + threadIdx.x]; };
+  Share h{{}, {}, 0};
+  double pivot = 0, middle = 0;
+  if (seed < seeds) {
+    Partials p{partial, int64_t(lanes) * units, int64_t(seed) * each};
+    pivot = p[kMean], middle = p[kNorms];
+    for (int lane = threadIdx.y; lane < lanes; lane += blockDim.y)
+#pragma unroll 4
+      for (int k = 0; k < each; k++) {
+        p.at = int64_t(lane) * units + int64_t(seed) * each + k;
+        h.m.add(p, kMean, pivot), h.norms.add(p, kNorms, middle);
+        h.top = fmaxf(h.top, p[kTop]);
+      }
+  }
+  auto mine = [&](int y) -> Share& { return shared[y * blockDim.x + threadIdx.x]; };
   mine(threadIdx.y) = h;
   for (int half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.y >= half) continue;
-    Gradient& a = mine(threadIdx.y);
-    const Gradient& b = mine(threadIdx.y + half);
-    a.m.merge(b.m), a.norms.merge(b.norms), a.top = fmaxf(a.top, b.top);
+    Share& a = mine(threadIdx.y);
+    const Share& b = mine(threadIdx.y + half);
+    a.m.add(b.m), a.norms.add(b.norms), a.top = fmaxf(a.top, b.top);
   }
   if (seed >= seeds || threadIdx.y > 0) return;
   h = mine(0);
-  const float out[6] = {float(h.m.norm()),       float(h.m.variance()),     h.top,
-                        float(h.norms.mean), float(h.norms.variance()), float(h.norms.n)};
-  for (int i = 0; i < (whole ? 6 : 3); i++) figures[int64_t(i) * seeds + seed] = out[i];
+  Moments m = h.m.moments(pivot), n = h.norms.moments(middle);
+  const float out[6] = {float(m.norm()), float(m.variance()), h.top, float(n.mean), float(n.variance()), float(n.n)};
+  for (int i = 0; i < (norms ? 6 : 3); i++) figures[int64_t(i) * seeds + seed] = out[i];
 }
 
 // Slot is the seeds of a slot that learn: order[heads[slot]] to order[heads[slot + 1] − 1], in their order. total holds the
@@ -293,15 +337,15 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
 }
 
 #define DEFINE_SHAPE(shape, T, N, E, whole)                                                                    \
-  extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-      kasmina_backward_##shape##_##T(Layer l, T* dx, const T* g, const T* x, const float* scale, float* sums,  \
-                                     float* partial, uint32_t* bad, uint32_t* clipped) {                       \
-    backward<T, N, E, whole, true>(l, dx, g, x, scale, sums, partial, bad, clipped);                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                         \
+      kasmina_backward_##shape##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale,    \
+                                     float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {                       \
+    backward<T, N, E, whole, true>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                           \
   }                                                                                                            \
-  extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-      kasmina_backward_quiet_##shape##_##T(Layer l, T* dx, const T* g, const T* x, const float* scale,         \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                         \
+      kasmina_backward_quiet_##shape##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale, \
                                            float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {    \
-    backward<T, N, E, whole, false>(l, dx, g, x, scale, sums, partial, bad, clipped);                          \
+    backward<T, N, E, whole, false>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                          \
   }
 #define DEFINE(T) FOR_SHAPES(DEFINE_SHAPE, T)
 FOR_STORAGE_TYPES(DEFINE)
@@ -313,8 +357,8 @@ extern "C" __global__ void __launch_bounds__(1024) kasmina_total(float* total, c
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    kasmina_gradient_merge(float* figures, float* partial, int lanes, int units, int seeds, int whole) {
-  merge(figures, partial, lanes, units, seeds, whole);
+    kasmina_gradient_merge(float* figures, float* partial, int lanes, int units, int seeds, int norms) {
+  merge(figures, partial, lanes, units, seeds, norms);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -175,6 +175,7 @@ type kasminaGrid struct {
 	shape        string // of FOR_SHAPES in kasmina.cuh
 	perThread    int    // columns
 	units        int
+	share        int // threads that share a chunk, if a power of two within a warp, else 0
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
 	rowBlocks    int
@@ -184,7 +185,15 @@ type kasminaGrid struct {
 }
 
 func (g kasminaGrid) whole() bool { return g.shape == "quad" }
-func (g kasminaGrid) lanes() int  { return g.rowBlocks * g.down }
+
+// shared is the dynamic shared memory for so many arrays: kStages·kThreads·16 of kasmina.cuh.
+func (g kasminaGrid) shared(arrays int) int {
+	if g.perThread == 1 {
+		return 0
+	}
+	return arrays * 8 * kasminaThreads * 16
+}
+func (g kasminaGrid) lanes() int { return g.rowBlocks * g.down }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight.
 func (k *Kernels) kasminaGrid(l KasminaLayer, blocks int, aligned bool) kasminaGrid {
@@ -195,6 +204,9 @@ func (k *Kernels) kasminaGrid(l KasminaLayer, blocks int, aligned bool) kasminaG
 		g.shape, g.perThread, g.units = "quad", n, l.State.Seeds
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.units = "part", n, d/n
+	}
+	if g.share = max(1, l.Chunk/g.perThread); g.share > 32 || g.share&(g.share-1) != 0 {
+		g.share = 0
 	}
 	threads := ceilDiv(d, g.perThread)
 	g.across = min(kasminaThreads, powerOfTwo(threads))
@@ -237,7 +249,7 @@ func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr, backward, clip bool)
 	} else {
 		s.partial = c.take(4 * kasminaBackwardPartials * g.lanes() * g.units)
 		s.sums, s.total = c.take(4*g.lanes()*columns), c.take(4*columns)
-		if clip && !g.whole() {
+		if clip && g.share == 0 {
 			s.scale = c.take(4 * l.Rows * l.State.Seeds)
 		}
 	}
@@ -301,19 +313,22 @@ type kasminaPass struct {
 	KasminaLayer
 	kasminaGrid
 	kasminaScratch
-	suf   string
-	layer []byte
+	suf    string
+	memory int // dynamic and shared
+	layer  []byte
 }
 
 // kasminaPass prepares the launch of the kernel that the name begins with.
 func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, unit, name, suf string, ok, backward, clip bool, work driver.Ptr) (*kasminaPass, string, error) {
 	p := &kasminaPass{Kernels: k, Stream: s, KasminaLayer: l, suf: suf}
 	name += "_" + k.kasminaGrid(l, 1, ok).shape + suf
-	blocks, err := k.resident(unit, name, kasminaThreads, 0)
+	arrays := 1 + int(bit(backward))
+	blocks, err := k.resident(unit, name, kasminaThreads, k.kasminaGrid(l, 1, ok).shared(arrays))
 	if err != nil {
 		return nil, "", err
 	}
 	p.kasminaGrid = k.kasminaGrid(l, min(blocks, kasminaBlocks*k.sms), ok)
+	p.memory = p.shared(arrays)
 	p.kasminaScratch = p.kasminaGrid.scratch(l, work, backward, clip)
 	p.layer = l.bytes(p.gates, clip)
 	if p.gates != 0 {
@@ -328,8 +343,9 @@ func (p *kasminaPass) args() *driver.Args { return args().Struct(p.layer, 8) }
 // main launches a kernel over the whole layer.
 func (p *kasminaPass) main(unit, name string, a *driver.Args) error {
 	return p.launch(p.Stream, unit, name, driver.LaunchConfig{
-		Grid:  driver.Dim{X: p.tiles, Y: p.rowBlocks},
-		Block: driver.Dim{X: p.across, Y: p.down},
+		Grid:   driver.Dim{X: p.tiles, Y: p.rowBlocks},
+		Block:  driver.Dim{X: p.across, Y: p.down},
+		Shared: p.memory,
 	}, a)
 }
 
@@ -409,7 +425,8 @@ func (p *kasminaPass) histogram(bins driver.Ptr) error {
 }
 
 // KasminaBackward launches a kernel for DX and partial sums, and three small ones that add those up: over rows, over the
-// seeds of a slot, and the figures. Where a chunk does not lie within a thread, norms and clipping take one more pass over G.
+// seeds of a slot, and the figures. Where a chunk's threads are not a power of two within a warp, norms and clipping take one
+// more pass over G.
 func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 	suf, empty, err := b.check("KasminaBackward", b.Reduction)
 	if err != nil {
@@ -427,31 +444,28 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 	if err != nil {
 		return err
 	}
-	byRow := b.Telemetry && b.Reduction != KasminaExact || !p.whole() && (b.Clip || b.Telemetry)
+	byRow := b.Telemetry && (b.Reduction != KasminaExact || p.share == 0) || p.scale != 0
 	if byRow {
-		l := p.args()
-		if p.whole() { // which clips by itself
-			l = args().Struct(b.KasminaLayer.bytes(p.gates, false), 8)
-		}
+		l := args().Struct(b.KasminaLayer.bytes(p.gates, p.scale != 0), 8)
 		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.rows).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
 			return err
 		}
 	}
-	a := p.args().Ptr(b.DX).Ptr(b.G).Ptr(b.X).Ptr(p.scale).Ptr(p.sums).Ptr(p.partial).Ptr(b.Bad).Ptr(b.Clipped)
+	a := p.args().Ptr(b.DX).Ptr(b.G).Ptr(b.X).Int32(p.share).Ptr(p.scale).Ptr(p.sums).Ptr(p.partial).Ptr(b.Bad).Ptr(b.Clipped)
 	if err := p.main("kasmina_backward", name, a); err != nil {
 		return err
 	}
 	if err := p.addUp(b); err != nil || !b.Telemetry {
 		return err
 	}
-	if err := p.merge("kasmina_backward", "kasmina_gradient_merge", b.Figures, func(a *driver.Args) { a.Int32(int(bit(p.whole()))) }); err != nil {
+	if err := p.merge("kasmina_backward", "kasmina_gradient_merge", b.Figures, func(a *driver.Args) { a.Int32(int(bit(p.share > 0))) }); err != nil {
 		return err
 	}
 	if !byRow {
 		return nil
 	}
 	norms := KasminaNorms
-	if p.whole() {
+	if p.share > 0 {
 		norms = -1
 	}
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
