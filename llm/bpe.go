@@ -1,0 +1,301 @@
+package llm
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+)
+
+// A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with
+// Subword Units", 2016; on bytes as in Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Text is
+// cut into pieces: about words with the space before them, numbers, punctuation and line ends with indentation. Inside a
+// piece, which starts as its bytes, the pair of neighbouring tokens that training merged first is merged, the leftmost
+// where it occurs twice, until no pair is left that training merged.
+//
+//	ids 0 to 255           the bytes
+//	ids 256 to 255+merges  the merged pairs, in the order in which training found them
+//	id  256+merges         the end of a document: Encode never makes it, it decodes to nothing
+//
+// A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond VocabSize then stand for
+// nothing.
+type BPE struct {
+	name   string
+	merges []pair
+	merged map[pair]int32 // the id that a pair becomes
+	text   []byte         // the bytes of all tokens, one after the other
+	ends   []int32        // ends[id] is where those of id end
+
+	encoders sync.Pool // of *bpeEncoder, so that goroutines share no cache and need no lock
+}
+
+// A pair of ids of neighbouring tokens.
+type pair struct{ left, right int32 }
+
+// maxVocab is the largest vocabulary that TrainBPE makes and LoadBPE reads. More than 2^20 is a mistake in a number rather
+// than a wish.
+const maxVocab = 1 << 20
+
+// newBPE returns the encoding with the given merges. It is an error when one of them names a token that does not yet exist,
+// makes one that is longer than any piece, or occurs twice: training never does that.
+func newBPE(merges []pair) (*BPE, error) {
+	b := &BPE{merges: merges, merged: make(map[pair]int32, len(merges)), ends: make([]int32, 0, len(merges)+257)}
+	for i := range 256 {
+		b.text = append(b.text, byte(i))
+		b.ends = append(b.ends, int32(len(b.text)))
+	}
+	for i, m := range merges {
+		id := int32(256 + i)
+		if m.left < 0 || m.left >= id || m.right < 0 || m.right >= id {
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, want ids in [0, %d)", i, m.left, m.right, id)
+		}
+		if first, ok := b.merged[m]; ok {
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right, first-256)
+		}
+		left, right := b.token(m.left), b.token(m.right)
+		if n := len(left) + len(right); n > maxPiece {
+			return nil, fmt.Errorf("merge %d makes a token of %d bytes, want at most %d", i, n, maxPiece)
+		}
+		b.merged[m] = id
+		b.text = append(append(b.text, left...), right...)
+		b.ends = append(b.ends, int32(len(b.text)))
+	}
+	b.ends = append(b.ends, int32(len(b.text))) // the end of a document
+	sum := sha256.Sum256(b.lines())
+	b.name = fmt.Sprintf("bpe-%d-%x", b.VocabSize(), sum[:8])
+	b.encoders.New = func() any { return &bpeEncoder{bpe: b, cache: map[string]span{}} }
+	return b, nil
+}
+
+// token returns the bytes of a token.
+func (b *BPE) token(id int32) []byte {
+	start := int32(0)
+	if id > 0 {
+		start = b.ends[id-1]
+	}
+	return b.text[start:b.ends[id]:b.ends[id]]
+}
+
+// Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the merges.
+func (b *BPE) Name() string { return b.name }
+
+// VocabSize returns 257 and the number of merges.
+func (b *BPE) VocabSize() int { return len(b.ends) }
+
+// EndOfDocument returns the id of the token that stands between documents, the last of the vocabulary.
+func (b *BPE) EndOfDocument() int { return len(b.ends) - 1 }
+
+// Encode returns the tokens of the text. The time it takes is proportional to the text's length, whatever the text.
+func (b *BPE) Encode(text []byte) []int {
+	e := b.encoders.Get().(*bpeEncoder)
+	defer b.encoders.Put(e)
+	ids := make([]int, 0, len(text)/3)
+	for len(text) > 0 {
+		n := nextPiece(text)
+		ids = e.append(ids, text[:n])
+		text = text[n:]
+	}
+	return ids
+}
+
+// Decode returns the bytes of the tokens. The end of a document has none.
+func (b *BPE) Decode(ids []int) ([]byte, error) {
+	var text []byte
+	for i, id := range ids {
+		if id < 0 || id >= b.VocabSize() {
+			return nil, fmt.Errorf("llm: BPE.Decode: ids[%d] is %d, outside the vocabulary [0, %d)", i, id, b.VocabSize())
+		}
+		text = append(text, b.token(int32(id))...)
+	}
+	return text, nil
+}
+
+// A bpeEncoder is what one goroutine needs to encode: the tokens of the pieces that it met, since most of a text is a few
+// pieces many times over, and working memory.
+type bpeEncoder struct {
+	bpe   *BPE
+	cache map[string]span
+	slab  []int32 // the tokens of all pieces in the cache
+	parts []int32 // the tokens of a piece, while it is being merged
+	next  []int32 // next[i] is what parts[i] and parts[i+1] become, or unmerged
+}
+
+type span struct{ lo, hi int32 }
+
+const (
+	maxCached = 1 << 16 // pieces; some megabytes
+	unmerged  = math.MaxInt32
+)
+
+// append appends the tokens of a piece to ids.
+func (e *bpeEncoder) append(ids []int, piece []byte) []int {
+	at, ok := e.cache[string(piece)]
+	tokens := e.slab[at.lo:at.hi]
+	if !ok {
+		tokens = e.merge(piece)
+		if len(e.cache) == maxCached {
+			clear(e.cache)
+			e.slab = e.slab[:0]
+		}
+		lo := int32(len(e.slab))
+		e.slab = append(e.slab, tokens...)
+		e.cache[string(piece)] = span{lo, int32(len(e.slab))}
+	}
+	for _, id := range tokens {
+		ids = append(ids, int(id))
+	}
+	return ids
+}
+
+// merge returns the tokens of a piece, valid until the next call. Pieces are short, so that to look for the next merge
+// among all neighbours, a quadratic method, is the fastest.
+func (e *bpeEncoder) merge(piece []byte) []int32 {
+	e.parts, e.next = e.parts[:0], e.next[:0]
+	for _, c := range piece {
+		e.parts = append(e.parts, int32(c))
+	}
+	for i := range e.parts[1:] {
+		e.next = append(e.next, e.becomes(i))
+	}
+	for {
+		best, at := int32(unmerged), 0
+		for i, id := range e.next {
+			if id < best {
+				best, at = id, i
+			}
+		}
+		if best == unmerged {
+			return e.parts
+		}
+		e.parts[at] = best
+		e.parts = slices.Delete(e.parts, at+1, at+2)
+		e.next = slices.Delete(e.next, at, at+1)
+		if at > 0 {
+			e.next[at-1] = e.becomes(at - 1)
+		}
+		if at < len(e.next) {
+			e.next[at] = e.becomes(at)
+		}
+	}
+}
+
+// becomes returns the id that parts[i] and parts[i+1] are merged to.
+func (e *bpeEncoder) becomes(i int) int32 {
+	if id, ok := e.bpe.merged[pair{e.parts[i], e.parts[i+1]}]; ok {
+		return id
+	}
+	return unmerged
+}
+
+// bpeHeader is the first line of a BPE's file. Its number grows when the format does, or the way in which text is cut into
+// pieces: both decide what ids a text gets.
+const bpeHeader = "kasmina bpe 1\n"
+
+// Save writes the encoding to a text file at path, which it replaces in one step: a process that is killed leaves the old
+// file or the new one. Folders that path needs are made.
+//
+//	kasmina bpe 1        the format
+//	merges N
+//	LEFT RIGHT           N lines: merge i makes id 256+i of these
+//	sha256 HEX           of all lines above
+func (b *BPE) Save(path string) error {
+	lines := b.lines()
+	err := replaceFile(path, func(f *os.File) error {
+		_, err := fmt.Fprintf(f, "%ssha256 %x\n", lines, sha256.Sum256(lines))
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("llm: BPE.Save: %w", err)
+	}
+	return nil
+}
+
+// lines returns the file without its last line. Encodings are equal when these are.
+func (b *BPE) lines() []byte {
+	text := fmt.Appendf(nil, "%smerges %d\n", bpeHeader, len(b.merges))
+	for _, m := range b.merges {
+		text = append(strconv.AppendInt(text, int64(m.left), 10), ' ')
+		text = append(strconv.AppendInt(text, int64(m.right), 10), '\n')
+	}
+	return text
+}
+
+// LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something else says what is wrong
+// with it.
+func LoadBPE(path string) (*BPE, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("llm: LoadBPE: %w", err)
+	}
+	b, err := parseBPE(text)
+	if err != nil {
+		return nil, fmt.Errorf("llm: LoadBPE: %s: %w", path, err)
+	}
+	return b, nil
+}
+
+func parseBPE(text []byte) (*BPE, error) {
+	if !bytes.HasPrefix(text, []byte(bpeHeader)) {
+		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one of another version",
+			text[:min(len(text), len(bpeHeader))], bpeHeader)
+	}
+	end := bytes.LastIndexByte(text[:len(text)-1], '\n') + 1
+	if sum := fmt.Sprintf("sha256 %x\n", sha256.Sum256(text[:end])); string(text[end:]) != sum {
+		return nil, fmt.Errorf("it is damaged: the last line is %.80q, want %q", text[end:], sum)
+	}
+	// The sum is right, so what is wrong from here on was so when it was written.
+	lines := strings.Split(string(text[len(bpeHeader):end]), "\n")
+	number, ok := strings.CutPrefix(lines[0], "merges ")
+	n, err := strconv.Atoi(number)
+	if !ok || err != nil || n != len(lines)-2 || n > maxVocab-257 {
+		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines below, and no more than %d",
+			lines[0], max(0, len(lines)-2), maxVocab-257)
+	}
+	merges := make([]pair, n)
+	for i, line := range lines[1 : n+1] {
+		left, right, _ := strings.Cut(line, " ")
+		l, errLeft := strconv.ParseInt(left, 10, 32)
+		r, errRight := strconv.ParseInt(right, 10, 32)
+		if errLeft != nil || errRight != nil {
+			return nil, fmt.Errorf("merge %d is %.80q, want two ids", i, line)
+		}
+		merges[i] = pair{int32(l), int32(r)}
+	}
+	return newBPE(merges)
+}
+
+// LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up to sample bytes of the
+// text, spread evenly over it, and saves it there. A file whose vocabulary is larger than vocab is an error; a smaller one
+// is not, as training ends early on a text with too few pairs.
+func LoadOrTrainBPE(path string, text *Text, vocab, sample int, progress func(merges, of int)) (*BPE, error) {
+	if text == nil {
+		return nil, errors.New("llm: LoadOrTrainBPE: text must not be nil")
+	}
+	b, err := LoadBPE(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		raw, err := text.Sample(sample)
+		if err != nil {
+			return nil, err
+		}
+		if b, err = TrainBPE(bytes.NewReader(raw), vocab, progress); err != nil {
+			return nil, err
+		}
+		if err := b.Save(path); err != nil {
+			return nil, err
+		}
+		return b, nil
+	case err != nil:
+		return nil, err
+	case b.VocabSize() > vocab:
+		return nil, fmt.Errorf("llm: LoadOrTrainBPE: %s has a vocabulary of %d, want at most %d", path, b.VocabSize(), vocab)
+	}
+	return b, nil
+}

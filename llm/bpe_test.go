@@ -1,0 +1,542 @@
+package llm
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/iotest"
+	"unicode/utf8"
+)
+
+func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
+	t.Helper()
+	b, err := TrainBPE(bytes.NewReader(text), vocab, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// goText returns source of Go to train on, and other source of it.
+func goText(t testing.TB, size int) (train, heldOut []byte) {
+	t.Helper()
+	dir, err := GoSource()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := mustOpen(t, dir, WithExtensions(".go"))
+	if train, err = c.Train.Sample(size); err == nil {
+		heldOut, err = c.HeldOut.Sample(size)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return train, heldOut
+}
+
+// repetitive returns text in which pairs repeat, overlap (aaa) and are equally frequent.
+func repetitive(r *rand.Rand, n int) []byte {
+	alphabet := []string{"a", "a", "b", "c", "ab", " ", " ", "\n\t", ".", "é", "\xff"}
+	var text []byte
+	for len(text) < n {
+		text = append(text, alphabet[r.IntN(len(alphabet))]...)
+	}
+	return text
+}
+
+func split(text []byte) (pieces []string) {
+	for len(text) > 0 {
+		n := nextPiece(text)
+		pieces = append(pieces, string(text[:n]))
+		text = text[n:]
+	}
+	return pieces
+}
+
+// replace merges p in ids as its definition says, from left to right.
+func (p pair) replace(ids []int32, id int32) (merged []int32) {
+	for len(ids) > 0 {
+		if len(ids) > 1 && ids[0] == p.left && ids[1] == p.right {
+			merged, ids = append(merged, id), ids[2:]
+		} else {
+			merged, ids = append(merged, ids[0]), ids[1:]
+		}
+	}
+	return merged
+}
+
+func byteIDs(piece string) (ids []int32) {
+	for _, c := range []byte(piece) {
+		ids = append(ids, int32(c))
+	}
+	return ids
+}
+
+// naiveBPE counts all pairs anew for each merge.
+func naiveBPE(text []byte, merges int) (found []pair) {
+	var words [][]int32
+	for _, p := range split(text) {
+		words = append(words, byteIDs(p))
+	}
+	for len(found) < merges {
+		counts := map[pair]int{}
+		for _, w := range words {
+			for i := range w[1:] {
+				counts[pair{w[i], w[i+1]}]++
+			}
+		}
+		var best pair
+		for p, n := range counts {
+			m := counts[best]
+			if n > m || n == m && (p.left < best.left || p.left == best.left && p.right < best.right) {
+				best = p
+			}
+		}
+		if counts[best] < 2 {
+			break
+		}
+		for i := range words {
+			words[i] = best.replace(words[i], int32(256+len(found)))
+		}
+		found = append(found, best)
+	}
+	return found
+}
+
+func TestTrainBPEMatchesTheDefinition(t *testing.T) {
+	r := newRand(t)
+	for range 20 {
+		text := repetitive(r, 1+r.IntN(3000))
+		const merges = 60
+		b := mustTrainBPE(t, text, 257+merges)
+		if want := naiveBPE(text, merges); !slices.Equal(b.merges, want) {
+			t.Fatalf("of %q\ngot  %v\nwant %v", text, b.merges, want)
+		}
+	}
+}
+
+// A pair that overlaps itself counts each time, and a text may be a single word.
+func TestTrainBPEByHand(t *testing.T) {
+	for _, c := range []struct {
+		text string
+		want []pair
+	}{
+		{"", nil},
+		{"abc", nil},                  // no pair twice
+		{"ab ab", []pair{{'a', 'b'}}}, // the blank goes with the second
+		{"aaaa", []pair{{'a', 'a'}}},  // then one pair of aa
+		{"cd ab", nil},                // pairs do not reach over pieces
+		{"ba.ba.ab.ab", []pair{{'.', 'a'}, {'b', 'a'}, {256, 'b'}}}, // of equals the lowest ids
+	} {
+		if b := mustTrainBPE(t, []byte(c.text), 300); !slices.Equal(b.merges, c.want) {
+			t.Errorf("of %q: %v, want %v", c.text, b.merges, c.want)
+		}
+	}
+}
+
+// The reader's portions, at whose ends pieces wait, change nothing; nor does it matter who else trains.
+func TestTrainBPEIsDeterministic(t *testing.T) {
+	text, _ := goText(t, 3<<19) // more than a buffer
+	want := mustTrainBPE(t, text, 1000)
+	if want.VocabSize() != 1000 {
+		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
+	}
+	calls := 0
+	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000, func(merges, of int) {
+		if calls++; merges != calls || of != 743 {
+			t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
+		}
+	})
+	if err != nil || got.Name() != want.Name() || !slices.Equal(got.merges, want.merges) || calls != 743 {
+		t.Errorf("%v after %d calls: %v, want %v", got.Name(), calls, err, want.Name())
+	}
+	if other := mustTrainBPE(t, text, 999); other.Name() == want.Name() {
+		t.Errorf("two vocabularies are named %s", other.Name())
+	}
+}
+
+func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
+	r := newRand(t)
+	text := slices.Concat(repetitive(r, 2<<20+r.IntN(100)), bytes.Repeat([]byte("x"), 300), []byte("é"))
+	var pieces []string
+	err := readPieces(iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) { pieces = append(pieces, string(p)) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(pieces, split(text)) {
+		t.Error("the pieces of a stream are not those of the text")
+	}
+}
+
+func TestTrainBPEErrors(t *testing.T) {
+	broken := errors.New("broken")
+	for _, c := range []struct {
+		name  string
+		vocab int
+		err   error
+		want  string
+	}{
+		{"no room for the end of a document", 256, nil, "the vocabulary is 256, want 257 to 1048576"},
+		{"negative", -1, nil, "the vocabulary is -1"},
+		{"too large", 1<<20 + 1, nil, "the vocabulary is 1048577"},
+		{"reader", 300, broken, "broken"},
+	} {
+		reader := iotest.ErrReader(c.err)
+		if c.err == nil {
+			reader = strings.NewReader("text")
+		}
+		_, err := TrainBPE(reader, c.vocab, nil)
+		if err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, c.err) && c.err != nil {
+			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		}
+	}
+	if _, err := TrainBPE(nil, 300, nil); err == nil {
+		t.Error("no reader is no error")
+	}
+}
+
+func TestPieces(t *testing.T) {
+	for _, c := range []struct{ name, text, want string }{
+		{"source", "func main() {\n\tif x.y != nil {\n\t\treturn\n\t}\n}\n",
+			"func| main|()| {\n\t|if| x|.y| !=| nil| {\n\t\t|return|\n\t|}\n|}\n"},
+		{"prose", "Don't stop,  it's 1984 (or so).", "Don|'t| stop|,| | it|'s| 1984| (|or| so|)."},
+		{"numbers", "0x1f_ff, -12", "0x1f_ff|,| -|12"},
+		{"comment", "x := 1   // one\n\n\n// two", "x| :=| 1|  | //| one|\n\n\n|//| two"},
+		{"blanks at the end", "a  \t", "a|  |\t"},
+		{"blanks before a line end", "a  \n  b", "a|  \n  |b"},
+		{"Windows", "a\r\n\tb;\r\n", "a|\r\n\t|b|;\r\n"},
+		{"other scripts", "naïve “日本語” e\u0301", "naïve| “|日本語|”| e\u0301"},
+		{"wide blank", "a\u3000\u3000b", "a|\u3000\u3000|b"},
+		{"mathematics", "a×b → ∞ x≤1", "a|×b| →| ∞| x|≤1"},
+		{"invalid UTF-8", "a\xff\xfeb\xc3 \xe6\x97", "a|\xff\xfe|b|\xc3| \xe6\x97"},
+		{"zeros", "\x00\x00a", "\x00\x00|a"},
+	} {
+		if got := strings.Join(split([]byte(c.text)), "|"); got != c.want {
+			t.Errorf("%s: %q, want %q", c.name, got, c.want)
+		}
+	}
+	for _, c := range []string{"x", " ", "\n", "-", "é"} {
+		for i, p := range split([]byte(strings.Repeat(c, 1000))) {
+			if len(p) > maxPiece || !utf8.ValidString(p) {
+				t.Errorf("piece %d of many %q has %d bytes: %q", i, c, len(p), p)
+			}
+		}
+	}
+}
+
+// naiveEncode applies all merges in their order.
+func naiveEncode(b *BPE, text []byte) (ids []int) {
+	for _, piece := range split(text) {
+		tokens := byteIDs(piece)
+		for i, m := range b.merges {
+			tokens = m.replace(tokens, int32(256+i))
+		}
+		for _, id := range tokens {
+			ids = append(ids, int(id))
+		}
+	}
+	return ids
+}
+
+func TestBPEEncodeMatchesTheDefinition(t *testing.T) {
+	r := newRand(t)
+	for range 10 {
+		b := mustTrainBPE(t, repetitive(r, 5000), 400)
+		text := repetitive(r, 2000)
+		if got, want := b.Encode(text), naiveEncode(b, text); !slices.Equal(got, want) {
+			t.Fatalf("of %q\ngot  %v\nwant %v", text, got, want)
+		}
+	}
+}
+
+// What a cache holds is what it would be without one, also after it was full.
+func TestBPECacheOverflows(t *testing.T) {
+	b := mustTrainBPE(t, []byte(strings.Repeat("10 20 100 200 1000 ", 10)), 300)
+	var text []byte
+	for i := range maxCached + 5000 {
+		text = fmt.Appendf(text, " %d", i)
+	}
+	e := &bpeEncoder{bpe: b, cache: map[string]span{}}
+	for range 2 {
+		var got, want []int
+		for _, piece := range split(text) {
+			got = e.append(got, []byte(piece))
+			fresh := &bpeEncoder{bpe: b}
+			for _, id := range fresh.merge([]byte(piece)) {
+				want = append(want, int(id))
+			}
+		}
+		if !slices.Equal(got, want) {
+			t.Fatal("the cache gives other tokens")
+		}
+		if len(e.cache) > maxCached {
+			t.Fatalf("the cache holds %d pieces, want at most %d", len(e.cache), maxCached)
+		}
+	}
+}
+
+func TestBPEInParallel(t *testing.T) {
+	text, heldOut := goText(t, 200_000)
+	b := mustTrainBPE(t, text, 2000)
+	want := b.Encode(heldOut)
+	var wait sync.WaitGroup
+	for range 4 {
+		wait.Go(func() {
+			for range 3 {
+				if !slices.Equal(b.Encode(heldOut), want) {
+					t.Error("a goroutine got other tokens")
+				}
+			}
+		})
+	}
+	wait.Wait()
+}
+
+// Source that training has not seen takes less than half as many tokens as bytes, already with few merges.
+func TestBPECompressesSource(t *testing.T) {
+	text, heldOut := goText(t, 1<<20)
+	b := mustTrainBPE(t, text, 4096)
+	ids := b.Encode(heldOut)
+	if ratio := float64(len(heldOut)) / float64(len(ids)); ratio < 2.4 {
+		t.Errorf("%.2f bytes a token, want at least 2.4", ratio)
+	}
+	if back, err := b.Decode(ids); err != nil || !bytes.Equal(back, heldOut) {
+		t.Errorf("the text does not come back: %v", err)
+	}
+}
+
+func TestBPEDecodeNamesTheBadID(t *testing.T) {
+	b := mustTrainBPE(t, []byte("ab ab"), 400) // 256 is "ab" and 257 the end of a document
+	if b.VocabSize() != 258 || b.EndOfDocument() != 257 {
+		t.Fatalf("a vocabulary of %d with the end at %d, want 258 and 257", b.VocabSize(), b.EndOfDocument())
+	}
+	for _, c := range []struct {
+		ids  []int
+		want string // the text, or part of the error
+	}{
+		{nil, ""},
+		{[]int{256, 257, 'c', 0xff}, "abc\xff"},
+		{[]int{'a', 258}, "ids[1] is 258, outside the vocabulary [0, 258)"},
+		{[]int{-1}, "ids[0] is -1"},
+		{[]int{'a', 'b', 1 << 40}, "ids[2] is 1099511627776"},
+	} {
+		text, err := b.Decode(c.ids)
+		if strings.Contains(c.want, "ids[") != (err != nil) {
+			t.Errorf("Decode(%v) = %q, %v", c.ids, text, err)
+		} else if err != nil && !strings.Contains(err.Error(), c.want) || err == nil && string(text) != c.want {
+			t.Errorf("Decode(%v) = %q, %v, want %q", c.ids, text, err, c.want)
+		}
+	}
+}
+
+func FuzzBPE(f *testing.F) {
+	r := rand.New(rand.NewPCG(1, 1))
+	b := mustTrainBPE(f, slices.Concat(repetitive(r, 5000), []byte(strings.Repeat("func main() {\n\treturn\n}\n", 20))), 400)
+	for _, text := range []string{"", "func main() {}\n", "\x00\xff\x80\xc3\x28", "aaaaaaa", "\t \n\r ", "日本\xe6\x97"} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		ids := b.Encode(text)
+		for i, id := range ids {
+			if id < 0 || id >= b.EndOfDocument() {
+				t.Fatalf("ids[%d] = %d, want a token with text, less than %d", i, id, b.EndOfDocument())
+			}
+		}
+		if back, err := b.Decode(ids); err != nil || !bytes.Equal(back, text) {
+			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
+		}
+		if want := naiveEncode(b, text); !slices.Equal(ids, want) {
+			t.Fatalf("Encode(%q) = %v, want %v", text, ids, want)
+		}
+	})
+}
+
+func TestBPESaveAndLoad(t *testing.T) {
+	r := newRand(t)
+	text := repetitive(r, 5000)
+	path := filepath.Join(t.TempDir(), "cache", "text.bpe")
+	for _, vocab := range []int{257, 300} { // the second replaces the first
+		b := mustTrainBPE(t, text, vocab)
+		if err := b.Save(path); err != nil {
+			t.Fatal(err)
+		}
+		back, err := LoadBPE(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if back.Name() != b.Name() || back.VocabSize() != vocab || !slices.Equal(back.Encode(text), b.Encode(text)) {
+			t.Errorf("%s came back as %s", b.Name(), back.Name())
+		}
+	}
+	if files, err := os.ReadDir(filepath.Dir(path)); err != nil || len(files) != 1 {
+		t.Errorf("beside the file there is more: %v, %v", files, err)
+	}
+}
+
+// Any bit that flips and any cut is noticed.
+func TestLoadBPENoticesDamage(t *testing.T) {
+	r := newRand(t)
+	path := filepath.Join(t.TempDir(), "text.bpe")
+	if err := mustTrainBPE(t, repetitive(r, 500), 280).Save(path); err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range file {
+		flipped := bytes.Clone(file)
+		flipped[i] ^= 1 << r.IntN(8)
+		if _, err := parseBPE(flipped); err == nil {
+			t.Errorf("%q for %q at byte %d is no error", flipped[i], file[i], i)
+		}
+		if _, err := parseBPE(file[:i]); err == nil {
+			t.Errorf("a file cut at byte %d is no error", i)
+		}
+	}
+}
+
+// signed completes a BPE's file with its last line.
+func signed(lines string) []byte {
+	return fmt.Appendf(nil, "%ssha256 %x\n", lines, sha256.Sum256([]byte(lines)))
+}
+
+func TestLoadBPEErrors(t *testing.T) {
+	long := bpeHeader + "merges 8\n97 97\n"
+	for i := range 7 { // 4, 8, ... bytes
+		long += fmt.Sprintf("%d %d\n", 256+i, 256+i)
+	}
+	for _, c := range []struct {
+		name string
+		file []byte
+		want string
+	}{
+		{"empty", nil, "it begins with \"\""},
+		{"something else", []byte("package main\n\nfunc main() {}\n"), "it begins with \"package main\\n"},
+		{"another version", signed("kasmina bpe 2\nmerges 0\n"), "or one of another version"},
+		{"header alone", []byte(bpeHeader), "it is damaged: the last line is"},
+		{"nothing but the header", signed(bpeHeader), "its second line is \"\""},
+		{"no number", signed(bpeHeader + "merges many\n"), "its second line is \"merges many\""},
+		{"fewer lines", signed(bpeHeader + "merges 2\n1 2\n"), "want \"merges 1\""},
+		{"more lines", signed(bpeHeader + "merges 1\n1 2\n3 4\n"), "want \"merges 2\""},
+		{"negative", signed(bpeHeader + "merges -1\n"), "its second line is \"merges -1\""},
+		{"one id", signed(bpeHeader + "merges 1\n12\n"), "merge 0 is \"12\", want two ids"},
+		{"three ids", signed(bpeHeader + "merges 1\n1 2 3\n"), "merge 0 is \"1 2 3\""},
+		{"too large a number", signed(bpeHeader + "merges 1\n1 4294967296\n"), "merge 0 is \"1 4294967296\""},
+		{"a later token", signed(bpeHeader + "merges 2\n1 2\n257 1\n"), "merge 1 is of tokens 257 and 1, want ids in [0, 257)"},
+		{"a negative id", signed(bpeHeader + "merges 1\n1 -1\n"), "merge 0 is of tokens 1 and -1"},
+		{"the same again", signed(bpeHeader + "merges 2\n1 2\n1 2\n"), "merge 1 is of tokens 1 and 2, as is merge 0"},
+		{"a long token", signed(long), "merge 7 makes a token of 256 bytes, want at most 128"},
+	} {
+		path := filepath.Join(t.TempDir(), "text.bpe")
+		if err := os.WriteFile(path, c.file, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		_, err := LoadBPE(path)
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
+		}
+	}
+}
+
+// What is between header and checksum is arbitrary: a file is refused, or it is an encoding that works and keeps its name.
+func FuzzLoadBPE(f *testing.F) {
+	f.Add("merges 0\n", []byte("a"))
+	f.Add("merges 2\n97 98\n256 99\n", []byte("abc abc"))
+	f.Add("merges 1\n+1 02\n", []byte{1, 2})
+	f.Add("merges 1\n256 1\n", []byte("x"))
+	f.Fuzz(func(t *testing.T, lines string, text []byte) {
+		b, err := parseBPE(signed(bpeHeader + lines))
+		if err != nil {
+			return
+		}
+		if back, err := b.Decode(b.Encode(text)); err != nil || !bytes.Equal(back, text) {
+			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
+		}
+		if again, err := parseBPE(signed(string(b.lines()))); err != nil || again.Name() != b.Name() {
+			t.Fatalf("%q does not come back: %v", lines, err)
+		}
+	})
+}
+
+func TestReplaceFileKeepsTheOldOne(t *testing.T) {
+	dir := writeFiles(t, map[string]string{"file": "old", "folder/in it": ""})
+	full := errors.New("full")
+	for _, c := range []struct {
+		path string
+		err  error
+	}{{"file", full}, {"folder", nil}, {"file/below a file", nil}} {
+		err := replaceFile(filepath.Join(dir, filepath.FromSlash(c.path)), func(f *os.File) error {
+			f.WriteString("new")
+			return c.err
+		})
+		if err == nil || c.err != nil && !errors.Is(err, c.err) {
+			t.Errorf("%s: %v", c.path, err)
+		}
+	}
+	if got, err := os.ReadFile(filepath.Join(dir, "file")); err != nil || string(got) != "old" {
+		t.Errorf("the file holds %q, %v", got, err)
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 2 {
+		t.Errorf("a temporary file is left: %v, %v", files, err)
+	}
+}
+
+func TestLoadOrTrainBPE(t *testing.T) {
+	c := mustOpen(t, writeFiles(t, numbered(30)))
+	path := filepath.Join(t.TempDir(), "text.bpe")
+	trained := 0
+	load := func(vocab int) (*BPE, error) {
+		return LoadOrTrainBPE(path, c.Train, vocab, 1<<20, func(int, int) { trained++ })
+	}
+	first, err := load(300)
+	if err != nil || trained == 0 {
+		t.Fatalf("after %d merges: %v", trained, err)
+	}
+	merges := trained
+	again, err := load(50304)
+	if err != nil || again.Name() != first.Name() || trained != merges {
+		t.Errorf("the file is not used: %d more merges, %v", trained-merges, err)
+	}
+	small := first.VocabSize() - 1
+	if _, err := load(small); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("want at most %d", small)) {
+		t.Errorf("a file with a larger vocabulary: %v", err)
+	}
+	if err := os.WriteFile(path, []byte("notes"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := load(300); err == nil || !strings.Contains(err.Error(), "notes") {
+		t.Errorf("a file of something else: %v", err)
+	}
+	if got, err := os.ReadFile(path); err != nil || string(got) != "notes" {
+		t.Errorf("it was overwritten: %q, %v", got, err)
+	}
+}
+
+func BenchmarkBPEEncode(b *testing.B) {
+	text, heldOut := goText(b, 8<<20)
+	bpe := mustTrainBPE(b, text, 50257)
+	b.SetBytes(int64(len(heldOut)))
+	var ids []int
+	for b.Loop() {
+		ids = bpe.Encode(heldOut)
+	}
+	b.ReportMetric(float64(len(heldOut))/float64(len(ids)), "bytes/token")
+}
+
+func BenchmarkTrainBPE(b *testing.B) {
+	text, heldOut := goText(b, 50<<20)
+	var bpe *BPE
+	for b.Loop() {
+		bpe = mustTrainBPE(b, text, 50257)
+	}
+	b.ReportMetric(float64(len(heldOut))/float64(len(bpe.Encode(heldOut))), "bytes/token")
+}

@@ -1,0 +1,219 @@
+package llm
+
+import (
+	"cmp"
+	"container/heap"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+)
+
+// TrainBPE finds the merges that compress the text: again and again, the most frequent pair of neighbouring tokens becomes
+// a token of its own, of equally frequent ones that with the lower ids. It ends at a vocabulary of the given size, 257 to
+// 2^20, or before, when no pair occurs twice. The same text and size give the same encoding, however the reader portions
+// it. Memory grows with the number of different pieces, not with the text.
+//
+// The function progress is called, if it is not nil, after each merge.
+func TrainBPE(text io.Reader, vocab int, progress func(merges, of int)) (*BPE, error) {
+	if vocab < 257 || vocab > maxVocab {
+		return nil, fmt.Errorf("llm: TrainBPE: the vocabulary is %d, want 257 to %d: 256 bytes, the end of a document, and merges",
+			vocab, maxVocab)
+	}
+	if text == nil {
+		return nil, errors.New("llm: TrainBPE: text must not be nil")
+	}
+	t, err := newBPETrainer(text)
+	if err != nil {
+		return nil, fmt.Errorf("llm: TrainBPE: %w", err)
+	}
+	merges := make([]pair, 0, vocab-257)
+	for len(merges) < cap(merges) {
+		p, ok := t.mostFrequent()
+		if !ok {
+			break
+		}
+		t.merge(p, int32(256+len(merges)))
+		merges = append(merges, p)
+		if progress != nil {
+			progress(len(merges), cap(merges))
+		}
+	}
+	b, err := newBPE(merges)
+	if err != nil {
+		return nil, fmt.Errorf("llm: TrainBPE: %w", err)
+	}
+	return b, nil
+}
+
+// A bpeTrainer counts pairs. A merge changes the counts of the pairs around it alone, and only words with the pair are
+// visited for it.
+type bpeTrainer struct {
+	words []bpeWord
+	pairs map[pair]*pairCount
+	queue pairQueue
+	fresh []*pairCount // first seen during the current merge
+}
+
+// A bpeWord is a piece that occurs count times, as the tokens that it consists of so far.
+type bpeWord struct {
+	ids   []int32
+	count int64
+}
+
+type pairCount struct {
+	pair
+	count int64
+	words []int32 // where the pair is; some may have lost it to another merge since
+}
+
+// newBPETrainer counts the pieces of the text and the pairs of bytes in them.
+func newBPETrainer(text io.Reader) (*bpeTrainer, error) {
+	t := &bpeTrainer{pairs: map[pair]*pairCount{}}
+	index := map[string]int{}
+	err := readPieces(text, func(piece []byte) {
+		i, ok := index[string(piece)]
+		if !ok {
+			i = len(t.words)
+			index[string(piece)] = i
+			ids := make([]int32, len(piece))
+			for j, c := range piece {
+				ids[j] = int32(c)
+			}
+			t.words = append(t.words, bpeWord{ids: ids})
+		}
+		t.words[i].count++
+	})
+	if err != nil {
+		return nil, err
+	}
+	for w, word := range t.words {
+		for i := range word.ids[1:] {
+			t.add(word.ids[i], word.ids[i+1], w)
+		}
+	}
+	t.queueFresh()
+	return t, nil
+}
+
+// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees maxPiece bytes at most, the
+// pieces are those of the whole text when less than that waits for the next portion.
+func readPieces(text io.Reader, f func(piece []byte)) error {
+	buffer := make([]byte, 1<<20)
+	have := 0
+	for {
+		n, err := io.ReadFull(text, buffer[have:])
+		last := err == io.EOF || errors.Is(err, io.ErrUnexpectedEOF)
+		if err != nil && !last {
+			return err
+		}
+		rest := buffer[:have+n]
+		for len(rest) >= maxPiece || last && len(rest) > 0 {
+			n := nextPiece(rest)
+			f(rest[:n])
+			rest = rest[n:]
+		}
+		if last {
+			return nil
+		}
+		have = copy(buffer, rest)
+	}
+}
+
+// mostFrequent returns the pair to merge next, or false when none occurs twice.
+func (t *bpeTrainer) mostFrequent() (pair, bool) {
+	for len(t.queue) > 0 {
+		// Counts of queued pairs only fall, as new pairs contain a new token: those that fell can wait until they are first.
+		top := &t.queue[0]
+		if now := top.pairCount.count; top.count != now {
+			top.count = now
+			heap.Fix(&t.queue, 0)
+			continue
+		}
+		if top.count < 2 {
+			break
+		}
+		return heap.Pop(&t.queue).(queued).pair, true
+	}
+	return pair{}, false
+}
+
+// merge replaces p by id in all words.
+func (t *bpeTrainer) merge(p pair, id int32) {
+	for _, w := range t.pairs[p].words {
+		ids := t.words[w].ids
+		merged := ids[:0] // follows behind the place that is read
+		for i := 0; i < len(ids); i++ {
+			if i+1 == len(ids) || ids[i] != p.left || ids[i+1] != p.right {
+				merged = append(merged, ids[i])
+				continue
+			}
+			if n := len(merged); n > 0 {
+				t.remove(merged[n-1], p.left, int(w))
+				t.add(merged[n-1], id, int(w))
+			}
+			if i+2 < len(ids) {
+				t.remove(p.right, ids[i+2], int(w))
+				t.add(id, ids[i+2], int(w))
+			}
+			merged = append(merged, id)
+			i++
+		}
+		t.words[w].ids = merged
+	}
+	delete(t.pairs, p)
+	t.queueFresh()
+}
+
+// add counts a pair in word w.
+func (t *bpeTrainer) add(left, right int32, w int) {
+	p := pair{left, right}
+	c := t.pairs[p]
+	if c == nil {
+		c = &pairCount{pair: p}
+		t.pairs[p] = c
+		t.fresh = append(t.fresh, c)
+	}
+	c.count += t.words[w].count
+	if n := len(c.words); n == 0 || c.words[n-1] != int32(w) {
+		c.words = append(c.words, int32(w))
+	}
+}
+
+// remove takes a pair of word w out of the counts.
+func (t *bpeTrainer) remove(left, right int32, w int) {
+	t.pairs[pair{left, right}].count -= t.words[w].count
+}
+
+func (t *bpeTrainer) queueFresh() {
+	for _, c := range t.fresh {
+		if c.count > 1 {
+			heap.Push(&t.queue, queued{c, c.count})
+		}
+	}
+	t.fresh = t.fresh[:0]
+}
+
+// A pairQueue is a heap with the most frequent pair on top, as counted when they were queued.
+type pairQueue []queued
+
+type queued struct {
+	*pairCount
+	count int64
+}
+
+func (q pairQueue) Len() int      { return len(q) }
+func (q pairQueue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
+func (q *pairQueue) Push(x any)   { *q = append(*q, x.(queued)) }
+
+func (q pairQueue) Less(i, j int) bool {
+	a, b := q[i], q[j]
+	return cmp.Or(cmp.Compare(b.count, a.count), cmp.Compare(a.left, b.left), cmp.Compare(a.right, b.right)) < 0
+}
+
+func (q *pairQueue) Pop() any {
+	last := len(*q) - 1
+	top := (*q)[last]
+	*q = slices.Delete(*q, last, last+1)
+	return top
+}

@@ -1,0 +1,395 @@
+package llm
+
+import (
+	"bufio"
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+)
+
+// A TokenFile is text that was encoded once and for all: token ids in a file, read where they are asked for. It implements
+// Tokens and may be read by several goroutines at once.
+//
+//	bytes 0 to 4095   "kasmina tokens 1\n", a line of JSON, "crc32c " and 8 hexadecimal digits for that line, and spaces
+//	from 4096 on      the ids, little-endian, of 2 bytes if the vocabulary has at most 65536 entries, else of 4
+//
+// The line of JSON names text and tokenizer, so that a file of other text, or of text that has changed since, is not used.
+type TokenFile struct {
+	f      *os.File
+	header tokenHeader
+}
+
+type tokenHeader struct {
+	Tokenizer   string `json:"tokenizer"`
+	VocabSize   int    `json:"vocab_size"`
+	Fingerprint string `json:"fingerprint"` // of the text and its tokenizer
+	Modified    string `json:"modified"`    // fingerprint of the times at which the text's files were modified
+	Width       int    `json:"width"`       // bytes of an id
+	Count       int64  `json:"count"`       // ids
+	CRC         uint32 `json:"crc32c"`      // of all ids
+}
+
+const (
+	tokenMagic     = "kasmina tokens 1\n"
+	tokenDataStart = 4096
+	// portionSize is how much text is encoded at a time: enough to keep a core busy, little enough to have many.
+	portionSize = 1 << 20
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// A documentEnder is a Tokenizer with a token for the end of a document.
+type documentEnder interface{ EndOfDocument() int }
+
+// newTokenHeader returns what the header of the text's tokens says before they are counted.
+func newTokenHeader(text *Text, tok Tokenizer) tokenHeader {
+	h := tokenHeader{Tokenizer: tok.Name(), VocabSize: tok.VocabSize(), Width: 4}
+	if h.VocabSize <= 1<<16 {
+		h.Width = 2
+	}
+	// Tokenize makes other tokens of the same text: it does not end documents.
+	sum := sha256.Sum256(fmt.Appendf(nil, "documents %s %s", tok.Name(), text.Fingerprint()))
+	h.Fingerprint = fmt.Sprintf("%x", sum[:8])
+	modified := sha256.New()
+	for _, d := range text.docs {
+		fmt.Fprintln(modified, d.fileSize, d.modified.UnixNano())
+	}
+	h.Modified = fmt.Sprintf("%x", modified.Sum(nil)[:8])
+	return h
+}
+
+// CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
+// another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
+// it is not overwritten.
+func CacheTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64)) (*TokenFile, error) {
+	t, err := OpenTokens(path, text, tok)
+	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrDataChanged) {
+		return t, err
+	}
+	if err := WriteTokens(path, text, tok, progress); err != nil {
+		return nil, err
+	}
+	return OpenTokens(path, text, tok)
+}
+
+// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text, of
+// text that has changed since, going by the times at which its files were modified, or by another tokenizer is an
+// ErrDataChanged. Close it after use.
+func OpenTokens(path string, text *Text, tok Tokenizer) (*TokenFile, error) {
+	if text == nil || tok == nil {
+		return nil, errors.New("llm: OpenTokens: text and tokenizer must not be nil")
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
+	}
+	t := &TokenFile{f: f}
+	err = t.readHeader()
+	if err == nil {
+		err = t.header.check(newTokenHeader(text, tok))
+	}
+	if err == nil {
+		err = t.verify()
+	}
+	if err != nil {
+		f.Close()
+		return nil, fmt.Errorf("llm: OpenTokens: %s: %w", path, err)
+	}
+	return t, nil
+}
+
+func (t *TokenFile) readHeader() error {
+	head := make([]byte, tokenDataStart)
+	n, err := io.ReadFull(t.f, head)
+	if err != nil && err != io.EOF && !errors.Is(err, io.ErrUnexpectedEOF) {
+		return err
+	}
+	rest, ok := bytes.CutPrefix(head[:n], []byte(tokenMagic))
+	if !ok {
+		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another version's format",
+			head[:min(n, len(tokenMagic))], tokenMagic)
+	}
+	line, rest, _ := bytes.Cut(rest, []byte("\n"))
+	want := fmt.Sprintf("crc32c %08x\n", crc32.Checksum(line, castagnoli))
+	if n < tokenDataStart || !bytes.HasPrefix(rest, []byte(want)) {
+		return errors.New("it is damaged: the header does not fit its checksum")
+	}
+	if err := json.Unmarshal(line, &t.header); err != nil {
+		return fmt.Errorf("its header: %w", err)
+	}
+	return nil
+}
+
+// check compares the header with the one that the tokens of a text should have.
+func (h tokenHeader) check(want tokenHeader) error {
+	switch {
+	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
+		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those of %s with %d", ErrDataChanged,
+			h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
+	case h.Fingerprint != want.Fingerprint:
+		return fmt.Errorf("%w: its tokens are of other text", ErrDataChanged)
+	case h.Modified != want.Modified:
+		return fmt.Errorf("%w: files of the text were modified since its tokens were made", ErrDataChanged)
+	case h.Width != want.Width || h.Count < 0:
+		return fmt.Errorf("its header says %d ids of %d bytes, want ids of %d", h.Count, h.Width, want.Width)
+	}
+	return nil
+}
+
+// verify reads all ids and compares them with the header.
+func (t *TokenFile) verify() error {
+	info, err := t.f.Stat()
+	if err != nil {
+		return err
+	}
+	h := t.header
+	size := info.Size() - tokenDataStart
+	if size%int64(h.Width) != 0 || size/int64(h.Width) != h.Count {
+		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count, h.Width)
+	}
+	var sum uint32
+	raw := make([]byte, min(portionSize, size))
+	ids := make([]int, len(raw)/h.Width)
+	for at := int64(0); at < h.Count; {
+		n := int(min(int64(len(ids)), h.Count-at))
+		if err := t.read(ids[:n], raw[:n*h.Width], at); err != nil {
+			return err
+		}
+		sum = crc32.Update(sum, castagnoli, raw[:n*h.Width])
+		for i, id := range ids[:n] {
+			if id >= h.VocabSize {
+				return fmt.Errorf("token %d has the id %d, outside the vocabulary [0, %d)", at+int64(i), id, h.VocabSize)
+			}
+		}
+		at += int64(n)
+	}
+	if sum != h.CRC {
+		return fmt.Errorf("it is damaged: the checksum of the ids is %08x, want %08x", sum, h.CRC)
+	}
+	return nil
+}
+
+// read fills ids with the tokens from the given offset on; raw has room for their bytes.
+func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
+	if _, err := t.f.ReadAt(raw, tokenDataStart+offset*int64(t.header.Width)); err != nil {
+		return err
+	}
+	for i := range ids {
+		if t.header.Width == 2 {
+			ids[i] = int(binary.LittleEndian.Uint16(raw[2*i:]))
+		} else {
+			ids[i] = int(binary.LittleEndian.Uint32(raw[4*i:]))
+		}
+	}
+	return nil
+}
+
+// Len returns the number of tokens.
+func (t *TokenFile) Len() int64 { return t.header.Count }
+
+// ReadTokens fills dst with the tokens from the given offset on.
+func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
+	if offset < 0 || offset > t.Len()-int64(len(dst)) {
+		return fmt.Errorf("llm: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset, offset+int64(len(dst)), t.Len(),
+			io.ErrUnexpectedEOF)
+	}
+	if err := t.read(dst, make([]byte, len(dst)*t.header.Width), offset); err != nil {
+		return fmt.Errorf("llm: TokenFile.ReadTokens: %w", err)
+	}
+	return nil
+}
+
+// Fingerprint identifies the text and its tokenizer.
+func (t *TokenFile) Fingerprint() string { return t.header.Fingerprint }
+
+// Tokenizer returns the name of the tokenizer.
+func (t *TokenFile) Tokenizer() string { return t.header.Tokenizer }
+
+// VocabSize returns the size of the tokenizer's vocabulary.
+func (t *TokenFile) VocabSize() int { return t.header.VocabSize }
+
+// Close closes the file.
+func (t *TokenFile) Close() error { return t.f.Close() }
+
+// WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it replaces in one step: a
+// process that is killed leaves the old file or the new one. Folders that path needs are made. Documents are encoded one by
+// one, in portions of up to 1 MiB that end after a newline where there is one; if the tokenizer is a BPE, or has a method
+// EndOfDocument() int as a BPE has, that token follows each. The same text and tokenizer give the same file on any number of
+// cores. Memory for some portions is all that it takes.
+//
+// The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
+// there are.
+func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64)) error {
+	if text == nil || tok == nil {
+		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
+	}
+	header := newTokenHeader(text, tok)
+	err := replaceFile(path, func(f *os.File) error {
+		// Count and checksum are known last, so the header goes in last, over the hole left for it.
+		if _, err := f.Seek(tokenDataStart, io.SeekStart); err != nil {
+			return err
+		}
+		w := bufio.NewWriterSize(f, portionSize)
+		var done int64
+		err := encodeDocuments(text, tok, header.Width, func(p portion) error {
+			header.Count += int64(len(p.ids) / header.Width)
+			header.CRC = crc32.Update(header.CRC, castagnoli, p.ids)
+			if _, err := w.Write(p.ids); err != nil {
+				return err
+			}
+			if done += int64(len(p.text)); progress != nil {
+				progress(done, text.Size())
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		if err := w.Flush(); err != nil {
+			return err
+		}
+		head, err := header.encode()
+		if err != nil {
+			return err
+		}
+		_, err = f.WriteAt(head, 0)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("llm: WriteTokens: %w", err)
+	}
+	return nil
+}
+
+// encode returns the first bytes of the file.
+func (h tokenHeader) encode() ([]byte, error) {
+	line, err := json.Marshal(h)
+	if err != nil {
+		return nil, err
+	}
+	head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line, castagnoli))
+	if len(head) > tokenDataStart {
+		return nil, fmt.Errorf("the tokenizer's name has %d bytes, too many for the header", len(h.Tokenizer))
+	}
+	return append(head, bytes.Repeat([]byte(" "), tokenDataStart-len(head))...), nil
+}
+
+// A portion is a piece of a document and its ids as they stand in the file.
+type portion struct {
+	text []byte
+	last bool // of its document
+	ids  []byte
+	err  error
+}
+
+// encodeDocuments calls write for the text's portions in order, while others are being encoded. The queue holds a channel
+// for each portion that was begun, and has room for as many as there are cores.
+func encodeDocuments(text *Text, tok Tokenizer, width int, write func(portion) error) error {
+	queue := make(chan chan portion, runtime.GOMAXPROCS(0))
+	stop := make(chan struct{})
+	defer close(stop)
+	go func() {
+		defer close(queue)
+		eachPortion(text, func(p portion) bool {
+			result := make(chan portion, 1) // has room, so that nobody need wait for it
+			go func() {
+				p.encode(tok, width)
+				result <- p
+			}()
+			select {
+			case queue <- result:
+				return true
+			case <-stop:
+				return false
+			}
+		})
+	}()
+	for result := range queue {
+		p := <-result
+		if p.err != nil {
+			return p.err
+		}
+		if err := write(p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// eachPortion calls f for the portions of the text until f returns false or the text cannot be read; then the last portion
+// has the error.
+func eachPortion(text *Text, f func(portion) bool) {
+	for i, end := range text.ends {
+		for at := end - text.docs[i].size; at < end; {
+			p := portion{text: make([]byte, min(portionSize, end-at))}
+			_, p.err = text.ReadAt(p.text, at)
+			if newline := bytes.LastIndexByte(p.text, '\n'); newline >= 0 && at+int64(len(p.text)) < end {
+				p.text = p.text[:newline+1]
+			}
+			at += int64(len(p.text))
+			p.last = at == end
+			if !f(p) || p.err != nil {
+				return
+			}
+		}
+	}
+}
+
+// encode sets the portion's ids.
+func (p *portion) encode(tok Tokenizer, width int) {
+	if p.err != nil {
+		return
+	}
+	ids := tok.Encode(p.text)
+	if e, ok := tok.(documentEnder); ok && p.last {
+		ids = append(ids, e.EndOfDocument())
+	}
+	p.ids = make([]byte, 0, len(ids)*width)
+	for _, id := range ids {
+		if err := checkID(id, tok.VocabSize()); err != nil {
+			p.err = fmt.Errorf("tokenizer %s made %w", tok.Name(), err)
+			return
+		}
+		if width == 2 {
+			p.ids = binary.LittleEndian.AppendUint16(p.ids, uint16(id))
+		} else {
+			p.ids = binary.LittleEndian.AppendUint32(p.ids, uint32(id))
+		}
+	}
+}
+
+// replaceFile gives the file at path the contents that write writes: to a file beside it, which takes its place when
+// everything is on the disk. It makes the folders that path needs. After an error the old file is as it was; a process that
+// is killed leaves its ".tmp-" file behind, which can be removed.
+func replaceFile(path string, write func(*os.File) error) (err error) {
+	dir, name := filepath.Split(path)
+	if err := os.MkdirAll(filepath.Clean(dir), 0o777); err != nil {
+		return err
+	}
+	// The random name keeps apart processes that write to the same path. os.CreateTemp would keep other users from reading.
+	f, err := os.OpenFile(filepath.Join(dir, "."+name+".tmp-"+rand.Text()), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return err
+	}
+	err = write(f)
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		os.Remove(f.Name())
+	}
+	return err
+}

@@ -1,0 +1,373 @@
+package llm
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// tokenText returns a text of small documents, one of several portions and one without newlines.
+func tokenText(t testing.TB) *Text {
+	t.Helper()
+	r := newRand(t)
+	files := numbered(30)
+	files["long.txt"] = strings.Repeat(string(repetitive(r, 999))+"\n", 1500)
+	files["one line.txt"] = strings.Repeat("né", portionSize*2/3)
+	return mustOpen(t, writeFiles(t, files), WithHeldOut(1e-9)).Train
+}
+
+// wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or two.
+type wide struct{ broken bool }
+
+func (wide) Name() string   { return "wide" }
+func (wide) VocabSize() int { return 1 << 24 }
+
+func (w wide) Encode(text []byte) (ids []int) {
+	for ; len(text) >= 3; text = text[3:] {
+		ids = append(ids, int(text[0])<<16|int(text[1])<<8|int(text[2]))
+	}
+	if w.broken {
+		ids = append(ids, 1<<24)
+	}
+	for _, c := range text {
+		ids = append(ids, int(c))
+	}
+	return ids
+}
+
+func (wide) Decode([]int) ([]byte, error) { return nil, errors.New("one-way") }
+
+func mustCache(t testing.TB, path string, text *Text, tok Tokenizer) *TokenFile {
+	t.Helper()
+	f, err := CacheTokens(path, text, tok, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+func allTokens(t testing.TB, tokens Tokens) []int {
+	t.Helper()
+	ids := make([]int, tokens.Len())
+	if err := tokens.ReadTokens(ids, 0); err != nil {
+		t.Fatal(err)
+	}
+	return ids
+}
+
+func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
+	text := tokenText(t)
+	raw := readAll(t, text)
+	bpe := mustTrainBPE(t, raw[:100_000], 500)
+	for _, tok := range []Tokenizer{bpe, ByteTokenizer{}, wide{}} {
+		t.Run(tok.Name(), func(t *testing.T) {
+			var want []int
+			for i, end := range text.ends {
+				document := raw[end-text.docs[i].size : end]
+				for len(document) > 0 {
+					n := min(len(document), portionSize)
+					if newline := bytes.LastIndexByte(document[:n], '\n'); newline >= 0 && n < len(document) {
+						n = newline + 1
+					}
+					want = append(want, tok.Encode(document[:n])...)
+					document = document[n:]
+				}
+				if tok == Tokenizer(bpe) {
+					want = append(want, bpe.EndOfDocument())
+				}
+			}
+			f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tok)
+			if got := allTokens(t, f); !slices.Equal(got, want) {
+				t.Fatalf("%d tokens, want %d, or others", len(got), len(want))
+			}
+			if f.Tokenizer() != tok.Name() || f.VocabSize() != tok.VocabSize() {
+				t.Errorf("the tokens are of %s with %d ids", f.Tokenizer(), f.VocabSize())
+			}
+			r := newRand(t)
+			for range 20 {
+				at := r.IntN(len(want))
+				part := make([]int, r.IntN(min(1000, len(want)-at)+1))
+				if err := f.ReadTokens(part, int64(at)); err != nil || !slices.Equal(part, want[at:at+len(part)]) {
+					t.Fatalf("tokens %d to %d are others, or %v", at, at+len(part), err)
+				}
+			}
+			if back, err := tok.Decode(want); err == nil && !bytes.Equal(back, raw) {
+				t.Error("the text does not come back")
+			}
+		})
+	}
+}
+
+func TestTokenFileIsTheSameOnAnyNumberOfCores(t *testing.T) {
+	text := tokenText(t)
+	bpe := mustTrainBPE(t, readAll(t, text)[:100_000], 500)
+	var files [2][]byte
+	for i, cores := range []int{1, 5} {
+		path := filepath.Join(t.TempDir(), "tokens")
+		func() {
+			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(cores))
+			var last int64
+			err := WriteTokens(path, text, bpe, func(done, of int64) {
+				if done <= last || done > of || of != text.Size() {
+					t.Errorf("progress(%d, %d) after %d", done, of, last)
+				}
+				last = done
+			})
+			if err != nil || last != text.Size() {
+				t.Fatalf("progress ended at %d of %d: %v", last, text.Size(), err)
+			}
+		}()
+		var err error
+		if files[i], err = os.ReadFile(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !bytes.Equal(files[0], files[1]) {
+		t.Error("five cores wrote another file than one")
+	}
+}
+
+func TestTokenFileFeedsALoader(t *testing.T) {
+	text := tokenText(t)
+	bpe := mustTrainBPE(t, readAll(t, text)[:100_000], 500)
+	path := filepath.Join(t.TempDir(), "tokens")
+	first := mustLoader(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
+	mustNext(t, first)
+	second := mustLoader(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
+	if err := second.SetState(first.State()); err != nil {
+		t.Fatal(err)
+	}
+	if a, b := mustNext(t, first), mustNext(t, second); !slices.Equal(a.Inputs, b.Inputs) {
+		t.Error("resumed with another batch")
+	}
+	// Tokenize does not end documents, so that its tokens are others.
+	tokens, err := Tokenize(text, bpe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := mustLoader(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrDataChanged) {
+		t.Errorf("a state of other tokens: %v", err)
+	}
+}
+
+func TestTokenFileRefusesStaleTokens(t *testing.T) {
+	dir := writeFiles(t, numbered(30))
+	path := filepath.Join(t.TempDir(), "cache", "tokens")
+	text := mustOpen(t, dir).Train
+	if _, err := OpenTokens(path, text, ByteTokenizer{}); !errors.Is(err, fs.ErrNotExist) {
+		t.Fatalf("no file: %v", err)
+	}
+	mustCache(t, path, text, ByteTokenizer{}).Close() // Windows does not replace open files
+	name := func(d document) string { return filepath.Join(dir, filepath.FromSlash(d.name)) }
+	remove := func() error { return os.Remove(name(text.docs[1])) }
+	touch := func() error { return os.Chtimes(name(text.docs[0]), time.Time{}, time.Unix(1e9, 0)) }
+	for _, c := range []struct {
+		name   string
+		change func() error
+		want   string
+	}{
+		{"another tokenizer", func() error { return nil }, "of bytes with a vocabulary of 256, want those of wide with 16777216"},
+		{"a file less", remove, "of other text"},
+		{"a file modified", touch, "were modified"},
+	} {
+		if err := c.change(); err != nil {
+			t.Fatal(err)
+		}
+		text := mustOpen(t, dir).Train
+		if _, err := OpenTokens(path, text, wide{}); !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		}
+		f := mustCache(t, path, text, wide{})
+		if f.Fingerprint() != newTokenHeader(text, wide{}).Fingerprint || f.Len() == 0 {
+			t.Errorf("%s: the tokens were not made anew", c.name)
+		}
+		called := false
+		f.Close()
+		again, err := CacheTokens(path, text, wide{}, func(int64, int64) { called = true })
+		if err != nil || called {
+			t.Fatalf("%s: the new tokens are not used: %v", c.name, err)
+		}
+		again.Close()
+	}
+}
+
+// Text that changes under the encoder, or a tokenizer that makes ids outside its vocabulary, leaves the old file.
+func TestWriteTokensKeepsTheOldFile(t *testing.T) {
+	dir := writeFiles(t, numbered(30))
+	text := mustOpen(t, dir).Train
+	cache := t.TempDir()
+	path := filepath.Join(cache, "tokens")
+	mustCache(t, path, text, ByteTokenizer{})
+	before, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteTokens(path, text, wide{broken: true}, nil); err == nil ||
+		!strings.Contains(err.Error(), "tokenizer wide made id 16777216, outside its vocabulary [0, 16777216)") {
+		t.Errorf("an id outside the vocabulary: %v", err)
+	}
+	last := text.docs[len(text.docs)-1]
+	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{}, time.Unix(1e9, 0)); err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteTokens(path, text, ByteTokenizer{}, nil); !errors.Is(err, ErrDataChanged) {
+		t.Errorf("a file that changed: %v", err)
+	}
+	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, before) {
+		t.Errorf("the file changed, or %v", err)
+	}
+	if files, err := os.ReadDir(cache); err != nil || len(files) != 1 {
+		t.Errorf("a temporary file is left: %v, %v", files, err)
+	}
+}
+
+// tokenFile returns the bytes of a file with the header and the ids.
+func tokenFile(t testing.TB, h tokenHeader, ids []byte) []byte {
+	t.Helper()
+	head, err := h.encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(head, ids...)
+}
+
+func TestOpenTokensErrors(t *testing.T) {
+	r := newRand(t)
+	text := mustOpen(t, writeFiles(t, map[string]string{"a.txt": strings.Repeat("some text\n", 100)})).Train
+	path := filepath.Join(t.TempDir(), "tokens")
+	good := mustCache(t, path, text, wide{}).header
+	file, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	flipped := func(lo, hi int) []byte {
+		b := bytes.Clone(file)
+		b[lo+r.IntN(hi-lo)] ^= 1 << r.IntN(8)
+		return b
+	}
+	with := func(change func(h *tokenHeader), ids []byte) []byte {
+		h := good
+		h.CRC, h.Count = crc32.Checksum(ids, castagnoli), int64(len(ids)/4)
+		change(&h)
+		return tokenFile(t, h, ids)
+	}
+	line := bytes.IndexByte(file[len(tokenMagic):], '\n') + len(tokenMagic)
+	for _, c := range []struct {
+		name string
+		file []byte
+		want string
+	}{
+		{"empty", nil, "it begins with \"\""},
+		{"something else", []byte("package main\n"), "it begins with \"package main\\n\""},
+		{"another version", bytes.Replace(file, []byte("tokens 1"), []byte("tokens 2"), 1), "in another version's format"},
+		{"damage to the header", flipped(len(tokenMagic), line+16), "it is damaged: the header"},
+		{"damage to the ids", flipped(tokenDataStart, len(file)), "the checksum of the ids|outside the vocabulary"},
+		{"a cut header", file[:tokenDataStart-1], "it is damaged: the header"},
+		{"ids that are cut", file[:len(file)-1], "bytes of ids, want"},
+		{"ids that are missing", file[:tokenDataStart], "it is damaged: 0 bytes of ids"},
+		{"more ids", append(bytes.Clone(file), 0, 0, 0, 0), "bytes of ids, want"},
+		{"a count below zero", with(func(h *tokenHeader) { h.Count = -1 }, nil), "-1 ids of 4 bytes"},
+		{"a huge count", with(func(h *tokenHeader) { h.Count = math.MaxInt64 }, nil), "want 9223372036854775807 ids"},
+		{"ids of no bytes", with(func(h *tokenHeader) { h.Width = 0 }, nil), "ids of 0 bytes, want ids of 4"},
+		{"an id outside the vocabulary", with(func(*tokenHeader) {}, []byte{1, 0, 0, 0, 0, 0, 0, 1}), "token 1 has the id 16777216"},
+	} {
+		if err := os.WriteFile(path, c.file, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		_, err := CacheTokens(path, text, wide{}, nil)
+		fits := func(want string) bool { return err != nil && strings.Contains(err.Error(), want) }
+		if !slices.ContainsFunc(strings.Split(c.want, "|"), fits) || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
+		}
+		if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, c.file) {
+			t.Errorf("%s: the file was overwritten, or %v", c.name, err)
+		}
+	}
+	if _, err := (tokenHeader{Tokenizer: strings.Repeat("x", tokenDataStart)}).encode(); err == nil {
+		t.Error("a name that does not fit the header is no error")
+	}
+	for _, err := range []error{
+		WriteTokens(path, nil, wide{}, nil),
+		WriteTokens(path, text, nil, nil),
+	} {
+		if err == nil || !strings.Contains(err.Error(), "must not be nil") {
+			t.Errorf("nil: %v", err)
+		}
+	}
+	if _, err := OpenTokens(path, nil, nil); err == nil || !strings.Contains(err.Error(), "must not be nil") {
+		t.Errorf("nil: %v", err)
+	}
+}
+
+func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
+	text := mustOpen(t, writeFiles(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, ByteTokenizer{})
+	n := f.Len()
+	for _, c := range []struct {
+		length, offset int64
+		ok             bool
+	}{
+		{0, n, true}, {n, 0, true}, {n + 1, 0, false}, {1, n, false}, {2, n - 1, false}, {1, -1, false}, {1, math.MaxInt64, false},
+	} {
+		err := f.ReadTokens(make([]int, c.length), c.offset)
+		if c.ok != (err == nil) || err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Errorf("%d tokens from %d: %v", c.length, c.offset, err)
+		}
+	}
+	f.Close()
+	if err := f.ReadTokens(make([]int, 1), 0); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+}
+
+// A header is refused, or its file has the ids that it says.
+func FuzzOpenTokens(f *testing.F) {
+	text := mustOpen(f, writeFiles(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	h := newTokenHeader(text, ByteTokenizer{})
+	h.Count, h.CRC = 2, crc32.Checksum([]byte{1, 0, 2, 0}, castagnoli)
+	file := tokenFile(f, h, []byte{1, 0, 2, 0})
+	f.Add(file)
+	f.Add(file[:tokenDataStart])
+	f.Add([]byte(tokenMagic + "{}\n"))
+	f.Fuzz(func(t *testing.T, file []byte) {
+		path := filepath.Join(t.TempDir(), "tokens")
+		if err := os.WriteFile(path, file, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		tokens, err := OpenTokens(path, text, ByteTokenizer{})
+		if err != nil {
+			return
+		}
+		defer tokens.Close()
+		for i, id := range allTokens(t, tokens) {
+			if id != int(binary.LittleEndian.Uint16(file[tokenDataStart+2*i:])) || id > 255 {
+				t.Fatalf("token %d is %d", i, id)
+			}
+		}
+	})
+}
+
+func BenchmarkWriteTokens(b *testing.B) {
+	train, _ := goText(b, 32<<20)
+	text := mustOpen(b, writeFiles(b, map[string]string{"a.go": string(train)})).Train
+	bpe := mustTrainBPE(b, train[:8<<20], 50257)
+	path := filepath.Join(b.TempDir(), "tokens")
+	b.SetBytes(text.Size())
+	for b.Loop() {
+		if err := WriteTokens(path, text, bpe, nil); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
