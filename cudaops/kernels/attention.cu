@@ -1,4 +1,4 @@
-// Flash attention in plain float arithmetic, for any head dimension, stride and alignment, and the statistics that every
+// Flash attention in plain float arithmetic, for any head dimension, stride and alignment, and the statistics that a
 // backward pass reads; attention.cuh has the formulas, attention_mma.cu those of the gradients.
 //
 // The reference on the GPU, and the way for float32, which keeps its precision: tensor cores would round operands. A block
@@ -231,32 +231,44 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = lse·log₂e and Σ_d g·y: eight lanes a position and head, which follow each other as in memory.
-// Launch: ⌈batch·⌈seq/128⌉·128·heads/32⌉ blocks of 256 threads.
+// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and four positions at a time.
+// Launch: batch·⌈seq/128⌉·heads blocks of 256 threads; the heads of a position, which lie together, are neighbours.
 template <class T> __device__ __forceinline__ void statistics(const Params &p) {
-  const int rows = statsRows(p), lane = threadIdx.x % 8;
-  const int64_t unit = ((int64_t)blockIdx.x * kThreads + threadIdx.x) / 8;
-  const int head = unit % p.heads, t = unit / p.heads % rows, batch = unit / p.heads / rows;
-  const bool there = batch < p.batch && t < p.seq;
-  const int64_t row = there ? (int64_t)batch * p.seq + t : 0;
-  const T *y = (const T *)p.y + row * p.yStride + head * p.headDim, *g = (const T *)p.g + row * p.gStride + head * p.headDim;
-  constexpr int V = kVec<T>;
-  float sum = 0;
+  constexpr int V = kVec<T>, positions = kStatsTile / (kThreads / 8);
+  const int rows = statsRows(p), tiles = rows / kStatsTile;
+  const int head = blockIdx.x % p.heads, tile = blockIdx.x / p.heads % tiles, batch = blockIdx.x / p.heads / tiles;
+  const int lane = threadIdx.x % 8, first = tile * kStatsTile + threadIdx.x / 8;
+  const Rows<T> y = rowsOf<T>(p.y, p.yStride, p, batch, 0, head), g = rowsOf<T>(p.g, p.gStride, p, batch, 0, head);
+  float sum[positions] = {};
   if (p.headDim % V == 0 && p.yStride % V == 0 && p.gStride % V == 0 && aligned16(p.y, p.g)) {
     for (int d = lane * V; d < p.headDim; d += 8 * V) {
-      Pack<T, V> a = load<V>(y + d), b = load<V>(g + d);
+      Pack<T, V> a[positions], b[positions];
 #pragma unroll
-      for (int i = 0; i < V; i++) sum = fmaf(a.get(i), b.get(i), sum);
+      for (int i = 0; i < positions; i++) {
+        const int64_t t = min(first + i * kThreads / 8, p.seq - 1);
+        a[i] = load<V>(y.from + t * y.stride + d), b[i] = load<V>(g.from + t * g.stride + d);
+      }
+#pragma unroll
+      for (int i = 0; i < positions; i++)
+#pragma unroll
+        for (int e = 0; e < V; e++) sum[i] = fmaf(a[i].get(e), b[i].get(e), sum[i]);
     }
   } else {
-    for (int d = lane; d < p.headDim; d += 8) sum = fmaf(toFloat(y[d]), toFloat(g[d]), sum);
-  }
+    for (int d = lane; d < p.headDim; d += 8)
 #pragma unroll
-  for (int d = 4; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
-  if (lane == 0 && batch < p.batch) {
-    float *stats = statsOf(p, batch, head) + t;
-    stats[0] = there ? p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e : 0;
-    stats[rows] = there ? sum : 0;
+      for (int i = 0; i < positions; i++)
+        sum[i] = fmaf(y.get(first + i * kThreads / 8, d), g.get(first + i * kThreads / 8, d), sum[i]);
+  }
+  float *stats = statsOf(p, batch, head);
+#pragma unroll
+  for (int i = 0; i < positions; i++) {
+#pragma unroll
+    for (int d = 4; d > 0; d /= 2) sum[i] += __shfl_xor_sync(kAllLanes, sum[i], d);
+    const int t = first + i * kThreads / 8;
+    if (lane == 0) {
+      stats[t] = t < p.seq ? p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e : 0;
+      stats[rows + t] = t < p.seq ? sum[i] : 0;
+    }
   }
 }
 

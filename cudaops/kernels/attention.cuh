@@ -16,7 +16,7 @@ struct Params {
   const void *g;         // gradient of y
   void *dq, *dk, *dv;
   float *lse;
-  float *stats;          // lse·log₂e and Σ_d g·y of every query, from attention_stats; statsOf finds them
+  float *stats;          // lse·log₂e and Σ_d g·y of every query; statsOf finds them
   int64_t qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride;
   int batch, seq, heads, kvHeads, headDim, causal;
   float scale;
@@ -39,7 +39,8 @@ __device__ inline Work schedule(int index, const Params &p, int heads, int tiles
   return {head / heads, head % heads, lastFirst ? tiles - 1 - tile : tile};
 }
 
-template <typename T> __device__ inline T *at(const void *base, int64_t stride, int seq, int batch, int row, int column) {
+template <typename T>
+__device__ inline T *at(const void *base, int64_t stride, int seq, int batch, int row, int column) {
   return (T *)base + ((int64_t)batch * seq + row) * stride + column;
 }
 
@@ -101,6 +102,12 @@ __device__ inline void loadTile(uint32_t tile, const T *from, int64_t stride, in
   }
 }
 
+__device__ inline void loadWords(uint32_t *v, uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address));
+}
+
 // One warp writes Rows rows of its tile from shared memory: 16 bytes a lane, whole rows at a time.
 template <typename T, int D, int Rows>
 __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
@@ -109,11 +116,9 @@ __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stri
 #pragma unroll
   for (int i = 0; i < Rows / step; i++) {
     int row = lane / chunks + i * step;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "r"(chunkAt<D>(tile, tileRow + row, chunk)));
-    if (row < rows && chunk * 8 < headDim) *(uint4 *)(to + row * stride + chunk * 8) = v;
+    uint32_t v[4];
+    loadWords(v, chunkAt<D>(tile, tileRow + row, chunk));
+    if (row < rows && chunk * 8 < headDim) *(uint4 *)(to + row * stride + chunk * 8) = {v[0], v[1], v[2], v[3]};
   }
 }
 

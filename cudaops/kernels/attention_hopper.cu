@@ -1,8 +1,8 @@
 // Flash attention on Hopper's own instructions, for bf16 and f16; attention.cuh has the formulas and attention_mma.cu the
 // gradients. (After Shah et al., "FlashAttention-3", 2024.)
 //
-// One warp copies tiles into shared memory, two stages deep; the other warpgroups each own 64 rows and multiply them with
-// every tile. Blocks stay on their multiprocessor and take work until there is none, so that the next tiles are already on
+// One thread copies tiles into shared memory, some ahead; the warpgroups of its block that work each own 64 rows and multiply
+// them with every tile. Blocks stay on their multiprocessor and take work until there is none, so that the next tiles are on
 // their way while results are written. A warpgroup starts the next scores before the present product with v, and forms the
 // softmax while the tensor cores are busy.
 //

@@ -123,11 +123,11 @@ __device__ inline void copyBytes(uint32_t to, const void *from, int bytes, uint3
 
 // ---- Products ----
 
-// An operand in a tile: `across` is the distance in bytes between panels where the product runs over rows; groups of eight
-// rows are 1 KiB apart. Plus moves it by bytes.
-struct Place {
+// Where products find an operand: at an address in a tile, whose panels are `across` bytes apart (which matters only where a
+// product runs over rows) and whose groups of eight rows 1 KiB. Plus moves it by bytes.
+struct Descriptor {
   uint32_t low;
-  __device__ Place(uint32_t address, int across) : low(address >> 4 | across >> 4 << 16) {}
+  __device__ Descriptor(uint32_t address, int across) : low(address >> 4 | across >> 4 << 16) {}
   __device__ uint64_t plus(int bytes) const {
     constexpr uint32_t rows = 1024 >> 4, swizzle = 1u << 30;
     return (uint64_t)(rows | swizzle) << 32 | (low + (bytes >> 4));
@@ -204,7 +204,7 @@ template <int K> struct Operand {
 // Starts c = A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
 template <typename T, int D, int ARows, int N>
 __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
-  const Place a(aTile + aRow * 128, 16), b(bTile, 16);
+  const Descriptor a(aTile + aRow * 128, 16), b(bTile, 16);
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     const int panel = k / 4, column = k % 4 * 32;
@@ -215,11 +215,12 @@ __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, u
 // Starts c += A·B for A in registers and the K rows of a tile with D columns.
 template <typename T, int D, int K>
 __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32_t bTile) {
-  const Place b(bTile, K * 128);
+  const Descriptor b(bTile, K * 128);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) startRS<1>(c.c[0], a.r[k], b.plus(k * 2048), true, T());
 }
 
+// A warpgroup's registers a thread: the copier gives up what the workers take.
 template <int Registers> __device__ inline void takeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }

@@ -1,30 +1,31 @@
 // The backward pass of attention on Hopper's own instructions, for bf16 and f16: attention_mma.cu has the gradients and why
 // two kernels form them, attention_hopper.cu the manner of working and what it needs.
 //
-// Both kernels start the scores and g·vᵀ of a tile together, form the softmax while the second product runs, and leave the
-// products with the gradients running into the next tile.
+// The first kernel also forms the statistics, which the second reads. Both form a tile's softmax while g·vᵀ is on the tensor
+// cores, and leave the products that end in gradients running into the next tile.
 #include "attention_hopper.cuh"
 
 namespace attention {
 
-using BackwardQ64 = Shape<64, 2, 128, 2, 4>;
-using BackwardQ128 = Shape<128, 2, 64, 1, 4>;
+using BackwardQ64 = Shape<64, 2, 128, 2, 3>;
+using BackwardQ128 = Shape<128, 2, 64, 1, 3>;
 using BackwardKV64 = Shape<64, 2, 64, 2, 6>;
 using BackwardKV128 = Shape<128, 2, 64, 1, 3>;
 
 #ifdef HOPPER
 
-// Shared memory: the block's two own tiles of Turns turns, results on their way out, Stages of two tiles and their statistics,
-// then the barriers.
-template <class S, int StatsBytes> struct BackwardMemory {
+// Shared memory: the block's OwnTiles own tiles of Turns turns, results on their way out, Stages of two tiles and their
+// statistics, then the barriers.
+template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
   uint32_t own, out, tiles;
   Ring<S::Turns> turns;
   Ring<S::Stages> stages;
   __device__ BackwardMemory(uint32_t base)
-      : own(base), out(own + S::Turns * 2 * S::OwnBytes), tiles(out + S::OwnBytes),
+      : own(base), out(own + S::Turns * OwnTiles * S::OwnBytes), tiles(out + S::OwnBytes),
         turns{tiles + S::Stages * (2 * S::LoopBytes + StatsBytes)}, stages{turns.barriers + turns.bytes} {}
-  __device__ uint32_t ownFirst(int turn) const { return own + turns.slot(turn) * 2 * S::OwnBytes; }
+  __device__ uint32_t ownFirst(int turn) const { return own + turns.slot(turn) * OwnTiles * S::OwnBytes; }
   __device__ uint32_t ownSecond(int turn) const { return ownFirst(turn) + S::OwnBytes; }
+  __device__ uint32_t ownThird(int turn) const { return ownSecond(turn) + S::OwnBytes; }
   __device__ uint32_t first(int i) const { return tiles + stages.slot(i) * 2 * S::LoopBytes; }
   __device__ uint32_t second(int i) const { return first(i) + S::LoopBytes; }
   __device__ uint32_t stats(int i) const { return tiles + S::Stages * 2 * S::LoopBytes + stages.slot(i) * StatsBytes; }
@@ -41,13 +42,14 @@ template <class S, int StatsBytes> struct BackwardMemory {
 
 template <class S>
 __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
-                             const BackwardMemory<S, 0> &m, int works, int tiles) {
+                             const TensorMap &y, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
-    uint32_t barrier = m.turns.fill(turn, 2 * S::OwnBytes);
+    uint32_t barrier = m.turns.fill(turn, 3 * S::OwnBytes);
     copyTile<S::D, S::Own>(m.ownFirst(turn), q, barrier, w.tile * S::Own, w.head, w.batch);
     copyTile<S::D, S::Own>(m.ownSecond(turn), g, barrier, w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.ownThird(turn), y, barrier, w.tile * S::Own, w.head, w.batch);
     for (int j = 0; j < n; j++, i++) {
       barrier = m.stages.fill(i, 2 * S::LoopBytes);
       copyTile<S::D, S::Loop>(m.first(i), k, barrier, j * S::Loop, kvHead, w.batch);
@@ -56,23 +58,51 @@ __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMa
   }
 }
 
+// The product of two tiles' rows, which the four lanes that have parts of a row share. What does not exist is zero.
+template <typename T, int D, int Rows> __device__ inline float dotRows(uint32_t a, uint32_t b, int row) {
+  const int lane = threadIdx.x % 32;
+  float sum = 0;
+#pragma unroll
+  for (int x = 0; x < D / 32; x++) {
+    const int chunk = lane % 4 + 4 * x;
+    const uint32_t at = chunk / 8 * Rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
+    Pack<T, 8> u, v;
+    loadWords((uint32_t *)&u, a + at);
+    loadWords((uint32_t *)&v, b + at);
+#pragma unroll
+    for (int e = 0; e < 8; e++) sum = fmaf(u.get(e), v.get(e), sum);
+  }
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+}
+
 template <typename T, class S>
-__device__ inline void workQ(const Params &p, const BackwardMemory<S, 0> &m, int works, int tiles) {
+__device__ inline void workQ(const Params &p, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
-    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = keyTiles<S>(p, row + 63);
-    static_assert(S::Own <= kStatsTile, "the statistics of all rows of the tile exist");
-    const float *stats = statsOf(p, w.batch, w.head) + own + lane / 4;
-    const float lse[2] = {stats[0], stats[8]}, delta[2] = {stats[statsRows(p)], stats[statsRows(p) + 8]};
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row < p.seq ? keyTiles<S>(p, row + 63) : 1;
+    float lse[2], delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int t = own + 8 * half + lane / 4;
+      lse[half] = t < p.seq ? p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + t] * kLog2e : 0;
+    }
     Accumulator<1, D> dq;
     Accumulator<1, N> s, ds;
     Operand<N> e;
     dq.clear();
     m.turns.wait(turn);
+    static_assert(S::Own == kStatsTile, "there is room for the statistics of all rows of the tile, and all are formed");
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      delta[half] = dotRows<T, D, S::Own>(m.ownThird(turn), m.ownSecond(turn), own - i0 + 8 * half + lane / 4);
+      float *stats = statsOf(p, w.batch, w.head) + own + 8 * half + lane / 4;
+      if (lane % 4 == 0) stats[0] = lse[half], stats[statsRows(p)] = delta[half];
+    }
     for (int j = 0; j < mine; j++, i++) {
       m.stages.wait(i);
       hold(s);
@@ -132,7 +162,7 @@ template <class S> constexpr int kStatsBytes = 2 * S::Loop * sizeof(float);
 
 template <class S>
 __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
-                              const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
+                              const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
     uint32_t barrier = m.turns.fill(turn, 2 * S::OwnBytes);
@@ -152,7 +182,7 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
 }
 
 template <typename T, class S>
-__device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsBytes<S>> &m, int works, int tiles) {
+__device__ inline void workKV(const Params &p, const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
@@ -177,7 +207,7 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
       const int i0 = t * S::Loop;
       t = t + 1 < queries.first + queries.count ? t + 1 : queries.first;
       m.stages.wait(i);
-      if (p.causal && i0 + N <= row) {  // all of these queries come before this group's keys
+      if (row >= p.seq || (p.causal && i0 + N <= row)) {  // no query sees a key of this group's
         productsWait<0>();
         finish();
         m.stages.release(i);
@@ -240,26 +270,26 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, kStatsByt
     __syncwarp();  // the previous results have been read
     dv.template roundTo<T>(m.out, outRow, one);
     __syncwarp();
-    storeRows<T, D, 16>(m.out, outRow, at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim), p.dvStride, p.seq - own,
-                        p.headDim);
+    T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.out, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
     __syncwarp();
     dk.template roundTo<T>(m.out, outRow, scale);
     __syncwarp();
-    storeRows<T, D, 16>(m.out, outRow, at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim), p.dkStride, p.seq - own,
-                        p.headDim);
+    T *dkOut = at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.out, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
   }
 }
 
 template <typename T, class S>
 __device__ inline void backwardQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
-                                 const TensorMap &g) {
+                                 const TensorMap &g, const TensorMap &y) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const BackwardMemory<S, 0> m(sharedAddress(shared));
+  const BackwardMemory<S, 3, 0> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
   m.init();
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
-    if (threadIdx.x == 0) copyQ<S>(p, q, k, v, g, m, works, tiles);
+    if (threadIdx.x == 0) copyQ<S>(p, q, k, v, g, y, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
     workQ<T, S>(p, m, works, tiles);
@@ -268,9 +298,9 @@ __device__ inline void backwardQ(const Params &p, const TensorMap &q, const Tens
 
 template <typename T, class S>
 __device__ inline void backwardKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
-                                  const TensorMap &g) {
+                                  const TensorMap &g, const TensorMap &) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const BackwardMemory<S, kStatsBytes<S>> m(sharedAddress(shared));
+  const BackwardMemory<S, 2, kStatsBytes<S>> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.kvHeads * tiles;
   m.init();
   if (threadIdx.x < 128) {
@@ -285,13 +315,13 @@ __device__ inline void backwardKV(const Params &p, const TensorMap &q, const Ten
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (2·Turns + 1)·OwnBytes +
-// Stages·(2·LoopBytes + 16) + 16·Turns and, for keys, 8·Loop·Stages.
+// Launch: as many blocks of Threads as there are multiprocessors; kv after q, which forms the statistics. Dynamic shared
+// memory: (2·Turns + 1)·OwnBytes + Stages·(2·LoopBytes + 16) + 16·Turns and, for q, Turns·OwnBytes, for kv, 8·Loop·Stages.
 #define BACKWARD(kernel, body, S, T)                                                                                       \
   extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1) attention_hopper_backward_##kernel##_##T(         \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
-      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g) {                                          \
-    BODY(body<T, attention::S>(p, q, k, v, g));                                                                            \
+      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap y) {     \
+    BODY(body<T, attention::S>(p, q, k, v, g, y));                                                                         \
   }
 #define KERNELS(T)                                \
   BACKWARD(q_64, backwardQ, BackwardQ64, T)       \

@@ -105,7 +105,7 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
         p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + i] = top[m][half] * p.scale + logf(total);
       sum[m][half] = 1 / total;
     }
-  // The warp's own rows of q make room for its rows of y.
+  __syncwarp();  // the warp's own rows of q make room for its rows of y
   y.template roundTo<T>(qTile, row, sum);
   __syncwarp();
   T *out = at<T>(p.y, p.yStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
@@ -182,6 +182,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
   float scale[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale;
+  __syncwarp();  // the warp's own rows of q make room for its rows of dq
   dq.template roundTo<T>(qTile, row, scale);
   __syncwarp();
   T *out = at<T>(p.dq, p.dqStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
@@ -274,21 +275,24 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
   float scale[M][2], one[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
+  __syncwarp();  // the warp's own rows of k and v make room for its rows of dk and dv
   dk.template roundTo<T>(kTile, row, scale);
   dv.template roundTo<T>(vTile, row, one);
   __syncwarp();
   const int rows = p.seq - j0 - row;
-  storeRows<T, D, 16 * M>(kTile, row, at<T>(p.dk, p.dkStride, p.seq, w.batch, j0 + row, w.head * p.headDim), p.dkStride, rows, p.headDim);
-  storeRows<T, D, 16 * M>(vTile, row, at<T>(p.dv, p.dvStride, p.seq, w.batch, j0 + row, w.head * p.headDim), p.dvStride, rows, p.headDim);
+  T *dkRow = at<T>(p.dk, p.dkStride, p.seq, w.batch, j0 + row, w.head * p.headDim);
+  T *dvRow = at<T>(p.dv, p.dvStride, p.seq, w.batch, j0 + row, w.head * p.headDim);
+  storeRows<T, D, 16 * M>(kTile, row, dkRow, p.dkStride, rows, p.headDim);
+  storeRows<T, D, 16 * M>(vTile, row, dvRow, p.dvStride, rows, p.headDim);
 }
 
-// The host knows these figures too (mmaShapes).  D, Warps, M, Loop, Step; blocks on a multiprocessor
+// The host knows these figures too (mmaShapes). No block needs more than 99 KiB of shared memory, which sm_89 has.
 using Forward64 = Shape<64, 4, 2, 64, 64>;
 using Forward128 = Shape<128, 4, 2, 64, 64>;
 using BackwardQ64 = Shape<64, 4, 2, 64, 32>;
 using BackwardQ128 = Shape<128, 4, 2, 32, 32>;
 using BackwardKV64 = Shape<64, 4, 2, 64, 32>;
-using BackwardKV128 = Shape<128, 8, 1, 64, 64>;
+using BackwardKV128 = Shape<128, 8, 1, 32, 32>;
 
 }  // namespace attention
 

@@ -29,7 +29,7 @@ type AttentionVariant int
 const (
 	AttentionAuto   AttentionVariant = iota
 	AttentionPlain                   // float32 arithmetic, any argument
-	AttentionMMA                     // tensor cores: 16-bit types, HeadDim a multiple of 8 up to 128, all aligned to 16 bytes, Scale > 0
+	AttentionMMA                     // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
 	attentionVariants
 )
@@ -61,7 +61,8 @@ func (p *attentionParams) set(to *driver.Ptr, stride *int64, r Rows) {
 }
 
 // Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
-func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse driver.Ptr, q, key, value Rows, t driver.DType) error {
+func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse driver.Ptr, q, key, value Rows,
+	t driver.DType) error {
 	c, err := k.attention("Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
 	if c == nil || err != nil {
 		return err
@@ -87,8 +88,8 @@ func (a AttentionShape) statsRows() int {
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
 // workspace of AttentionStatsBytes, aligned to 16.
-func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr, g, q, key, value, y Rows,
-	lse driver.Ptr, t driver.DType) error {
+func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr,
+	g, q, key, value, y Rows, lse driver.Ptr, t driver.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
 	if c == nil || err != nil {
 		return err
@@ -103,9 +104,11 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	l := line(ceilDiv(a.Batch*a.statsRows()*a.Heads, 256/8), 256)
-	if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
-		return err
+	if c.Variant != AttentionHopper { // whose first kernel forms the statistics
+		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
+		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
+			return err
+		}
 	}
 	if err := c.launch(k, s, attentionBackwardQ); err != nil {
 		return err
@@ -204,7 +207,7 @@ type mmaShape struct{ threads, own, loop int }
 
 var mmaShapes = map[int][3]mmaShape{ // by the head dimension that they are made for, then by pass
 	64:  {{128, 128, 64}, {128, 128, 64}, {128, 128, 64}},
-	128: {{128, 128, 64}, {128, 128, 32}, {256, 128, 64}},
+	128: {{128, 128, 64}, {128, 128, 32}, {256, 128, 32}},
 }
 
 // shared is the shared memory of a block: its own tiles and two stages of those that it walks over.
@@ -272,8 +275,8 @@ func gcd(a, b int) int {
 type hopperShape struct{ workers, loop, turns, stages int }
 
 var hopperShapes = map[int][3]hopperShape{
-	64:  {{3, 128, 2, 3}, {2, 128, 2, 4}, {2, 64, 2, 6}},
-	128: {{2, 128, 1, 2}, {2, 64, 1, 4}, {2, 64, 1, 3}},
+	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
+	128: {{2, 128, 1, 2}, {2, 64, 1, 3}, {2, 64, 1, 3}},
 }
 
 // shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
@@ -282,6 +285,8 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 	switch pass {
 	case attentionForward:
 		own, rings = 1, 2
+	case attentionBackwardQ:
+		own = 3
 	case attentionBackwardKV:
 		stats = 8 * h.loop
 	}
@@ -299,7 +304,8 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	operands := []operand{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}}
 	unit := "attention_hopper"
 	if pass != attentionForward {
-		unit, operands = "attention_hopper_backward", append(operands, operand{p.g, p.gStride, c.Heads})
+		unit = "attention_hopper_backward"
+		operands = append(operands, operand{p.g, p.gStride, c.Heads}, operand{p.y, p.yStride, c.Heads})
 	}
 	a := args().Struct(p.bytes(), 8)
 	for _, o := range operands {
