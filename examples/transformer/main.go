@@ -1,4 +1,5 @@
-// Command transformer trains a small Llama-style language model with Kasmina layers on text, on the CPU.
+// Command transformer trains a small Llama-style language model with Kasmina layers on text, on an NVIDIA GPU if there is one, and
+// else on the CPU.
 //
 //	go run ./examples/transformer                     # about four minutes, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
@@ -30,7 +31,9 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -58,6 +61,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	train, heldOut, err := openData(o, stderr)
 	if err != nil {
 		return err
+	}
+	device, err := openDevice(o, stderr)
+	if err != nil {
+		return err
+	}
+	if device != nil {
+		defer device.Close()
+		o.train.Engine = gpu.Engine(device, precisions[o.precision])
 	}
 	t, err := newTrainer(o, train)
 	if err != nil {
@@ -182,6 +193,27 @@ func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Write
 	}
 	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
 	return b, nil
+}
+
+var precisions = map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f32": cudaops.Float32}
+
+// openDevice returns the GPU to train on, nil for the CPU.
+func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
+	if o.device == "cpu" {
+		return nil, nil
+	}
+	device, err := cudaops.Open()
+	switch {
+	case err == nil:
+		fmt.Fprintf(stderr, "device    %v, %s\n", device, o.precision)
+		return device, nil
+	case o.device == "auto" && errors.Is(err, cudaops.ErrNoDevice):
+		return nil, nil
+	case o.device == "auto":
+		fmt.Fprintf(stderr, "device    the CPU, as the GPU cannot be used: %v\n", err)
+		return nil, nil
+	}
+	return nil, err
 }
 
 func newTrainer(o options, train *llm.Text) (*llm.Trainer, error) {
