@@ -1,0 +1,132 @@
+package kernels
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+)
+
+// The tables from which launches are made say the same as the kernels' sources.
+func TestAttentionShapesMatchSources(t *testing.T) {
+	read := func(unit string) string {
+		b, err := os.ReadFile("../../kernels/" + unit + ".cu")
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("the test does not run where its sources are")
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")
+	for pass, name := range []string{"Forward", "BackwardQ", "BackwardKV"} {
+		for _, dim := range []int{64, 128} {
+			m, h := mmaShapes[dim][pass], hopperShapes[dim][pass]
+			warps := m.threads / 32
+			for source, want := range map[string]string{
+				mma:    fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop),
+				hopper: fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim, h.workers, h.loop, h.turns, h.stages),
+			} {
+				if !strings.Contains(source, want) {
+					t.Errorf("no %q", want)
+				}
+			}
+		}
+	}
+}
+
+// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
+func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, driver.Ptr) {
+	d := driver.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
+		SharedPerBlock: sharedPerBlock}
+	c, err := fake.New(fake.Config{Devices: []driver.DeviceInfo{d}, AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := c.Alloc(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return New(c), c.(*fake.Context), p
+}
+
+func TestAttentionPicksVariants(t *testing.T) {
+	for _, gpu := range []struct {
+		capability, shared int
+		unit               string
+	}{
+		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"}, {90, 227 << 10, "attention_hopper"},
+	} {
+		k, c, p := fakeAttention(t, gpu.capability, gpu.shared)
+		for _, dim := range []int{40, 64, 72, 128, 136} {
+			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
+			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			for _, dt := range storageTypes {
+				c.ClearTrace()
+				if err := k.Attention(0, a, q, p, q, kv, kv, dt); err != nil {
+					t.Fatal(err)
+				}
+				if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, dt); err != nil {
+					t.Fatal(err)
+				}
+				unit, size := gpu.unit, "_64"
+				if dim > 64 {
+					size = "_128"
+				}
+				if dim > 128 || dt == f32 {
+					unit, size = "attention_plain", ""
+				}
+				suf, _ := suffix("", dt)
+				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" + size, unit + "_backward_kv" + size}
+				if unit == "attention_hopper" {
+					want = slices.Delete(want, 1, 2)
+				}
+				for i, op := range c.Trace() {
+					if i >= len(want) || op.Name != want[i]+suf {
+						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q", gpu.capability, dim, i, op.Name, want)
+					}
+					if op.Config.Shared > gpu.shared {
+						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d", op.Name, op.Config.Shared, gpu.capability, gpu.shared)
+					}
+				}
+				if n := len(c.Trace()); n != len(want) {
+					t.Errorf("%d launches, want %q", n, want)
+				}
+			}
+		}
+	}
+}
+
+func TestAttentionRefusals(t *testing.T) {
+	k, c, p := fakeAttention(t, 89, 99<<10)
+	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
+	row, out := Rows{p, 16}, Rows{p.Offset(512), 16}
+	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *driver.DType){
+		"type":    func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
+		"heads":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
+		"size":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
+		"stride":  func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
+		"variant": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
+		"float32": func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
+		"dim":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
+		"hopper":  func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
+		"aligned": func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
+	} {
+		a, y, dt := ok, out, bf16
+		change(&a, &y, &dt)
+		if err := k.Attention(0, a, y, p, row, row, row, dt); err == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+	ok.Batch = 0
+	if err := k.Attention(0, ok, out, p, row, row, row, bf16); err != nil || len(c.Trace()) != 0 {
+		t.Errorf("nothing to do: %v, %v", err, c.Trace())
+	}
+}
