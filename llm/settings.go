@@ -63,11 +63,7 @@ func (t *Trainer) differs(there settings) []string {
 	here := t.settings()
 	diff := differences(here.plainSettings, there.plainSettings)
 	if here.Optimizer == there.Optimizer {
-		for _, name := range slices.Sorted(maps.Keys(here.Rules)) {
-			for _, d := range differences(here.Rules[name], there.Rules[name]) {
-				diff = append(diff, fmt.Sprintf("%s of the optimiser for %s", d, name))
-			}
-		}
+		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)
 	}
 	if len(there.Rates) != ratePoints {
 		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d", len(there.Rates), ratePoints))
@@ -78,6 +74,27 @@ func (t *Trainer) differs(there settings) []string {
 			if r := t.Config.Schedule(step); r != float64(rate) {
 				return append(diff, fmt.Sprintf("the learning rate of step %d is %v here and %v there", step+1, r, rate))
 			}
+		}
+	}
+	return diff
+}
+
+// ruleDifferences names each difference once, with the first parameter that shows it.
+func ruleDifferences(here, there map[string]optim.Rule) []string {
+	var diff []string
+	params := map[string][]string{}
+	for _, name := range slices.Sorted(maps.Keys(here)) {
+		for _, d := range differences(here[name], there[name]) {
+			if params[d] == nil {
+				diff = append(diff, d)
+			}
+			params[d] = append(params[d], name)
+		}
+	}
+	for i, d := range diff {
+		diff[i] = fmt.Sprintf("%s of the optimiser for %s", d, params[d][0])
+		if more := len(params[d]) - 1; more > 0 {
+			diff[i] += fmt.Sprintf(" and %d more", more)
 		}
 	}
 	return diff

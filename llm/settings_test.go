@@ -188,3 +188,31 @@ func heldOut(t *testing.T, n, batch int) *Evaluation {
 	}
 	return e
 }
+
+// TestResumeWithOtherMuon wants what sets a Muon apart from another one to be compared too.
+func TestResumeWithOtherMuon(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	source := newTrainer(t, trainerOptions{config: tiny(), steps: 2, optimizer: muon})
+	if err := source.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	for want, opt := range map[string]optim.MuonOption{
+		"Beta1 is 0.5 here and 0.95 there":        optim.WithMomentum(0.5),
+		"Nesterov is false here and true there":   optim.WithNesterov(false),
+		"Iterations is 7 here and 5 there":        optim.WithIterations(7),
+		"Muon is false here and true there":       optim.WithAdamWFor(optim.NameContains("mlp")),
+		"LRScale is 1 here and 0.5 there":         optim.WithAdamW(optim.WithLR(0.02)),
+		"ShapeScale is 0.8 here and 1 there":      optim.WithScale(optim.RMSScale),
+		"Decay is 0.3 here and 0 there of the op": optim.WithGroup(optim.NameContains("norm"), optim.Decay(0.3)),
+	} {
+		o, err := optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01)), opt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2, optimizer: muon})
+		tr.Optimizer = o
+		if err := tr.Resume(path); !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %.200v, want ErrSettings with %q", err, want)
+		}
+	}
+}
