@@ -125,6 +125,7 @@ type compiler struct {
 	m     *Machine
 	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
 	kept  map[*gorgonia.Node]bool
+	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
 	inputOf   map[*block]*input
 	copies    map[converted]*array
@@ -136,8 +137,9 @@ type compiler struct {
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
 func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
-		kept: map[*gorgonia.Node]bool{}, inputOf: map[*block]*input{}, copies: map[converted]*array{},
-		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, gradients: map[gorgonia.Op]bool{}}
+		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
+		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
+		gradients: map[gorgonia.Op]bool{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -166,6 +168,9 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 	for _, n := range sorted {
 		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
 			c.gradients[o.Forward] = true
+		}
+		for _, child := range children(n) {
+			c.users[child] = append(c.users[child], n)
 		}
 	}
 	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs

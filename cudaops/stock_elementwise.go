@@ -39,6 +39,12 @@ func stockUnary(n *gorgonia.Node) lowering {
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) { return c.unary(n, f, in[0], 0), nil }
 }
 
+// isElementwise reports whether an op is binary and works element by element.
+func isElementwise(n *gorgonia.Node) bool {
+	t := fmt.Sprintf("%T", n.Op())
+	return (t == "gorgonia.elemBinOp" || t == "gorgonia.minBetween" || t == "gorgonia.maxBetween") && stockBinary(n) != nil
+}
+
 // stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or 0.
 func stockBinary(n *gorgonia.Node) lowering {
 	symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " ")
@@ -55,8 +61,9 @@ func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *array, p float6
 	return y
 }
 
-// binary computes elementwise; an operand of one element goes with every element of the other. Where the operands' types
-// differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not widen a tensor.
+// binary computes elementwise; an operand of one element goes with every element of the other, and one that a node repeats
+// is read as often from what the node repeats. Where the operands' types differ, float32 wins: it is that of gradients of
+// parameters and of scalars, but a scalar does not widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*array, error) {
 	nodes := children(n)
 	if p, ok := number(nodes[0]); ok {
@@ -74,14 +81,50 @@ func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*a
 			return c.unary(n, kernels.MulScalar, a, 1/p), nil
 		}
 	}
-	e := a.elem
+	in := [2]*array{a, b}
+	var spreads [2]spread
+	for i, child := range nodes {
+		if s, ok := spreadOf(child); ok {
+			in[i], spreads[i] = c.fed(n, c.values[children(child)[0]]), s
+		}
+	}
+	e := in[0].elem
 	switch {
-	case len(a.shape) == 0 && len(b.shape) > 0:
-		e = b.elem
-	case len(b.shape) > 0 && b.elem == float32s:
+	case len(in[0].shape) == 0 && len(in[1].shape) > 0:
+		e = in[1].elem
+	case len(in[1].shape) > 0 && in[1].elem == float32s:
 		e = float32s
 	}
-	return c.elementwise(n, f, c.as(n, a, e), c.as(n, b, e), n.Shape())
+	y, m := c.newArray(e, n.Shape()...), c.m
+	x, z := c.as(n, in[0], e), c.as(n, in[1], e)
+	c.do(n, func() error {
+		return m.k.Binary(m.stream, f, y.ptr(), spreads[0].operand(x, y), spreads[1].operand(z, y), y.len(), y.elem.dtype())
+	}, x, z, y)
+	return y, nil
+}
+
+// spread is how elements are repeated, as in kernels.Operand.
+type spread struct{ repeat, period int }
+
+func (s spread) operand(a, like *array) kernels.Operand {
+	if s.period == 0 {
+		return operand(a, like)
+	}
+	return kernels.Operand{Ptr: a.ptr(), Repeat: s.repeat, Period: s.period}
+}
+
+// spreadOf returns the repetition that a node is, if an elementwise op can read its input in its place.
+func spreadOf(n *gorgonia.Node) (spread, bool) {
+	r, ok := repetitionOf(n)
+	switch {
+	case !ok || r.times == 1 || !floats(n):
+		return spread{}, false
+	case r.inner == 1:
+		return spread{repeat: r.times, period: r.outer * r.along}, true
+	case r.outer*r.along == 1:
+		return spread{repeat: 1, period: r.inner}, true
+	}
+	return spread{}, false
 }
 
 // number is the value of a node that is a number known beforehand: a constant, or the size of a dimension.

@@ -52,7 +52,7 @@ func stockTranspose(n *gorgonia.Node) lowering {
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		y := c.newArray(in[0].elem, n.Shape()...)
-		if c.isFactorAlone(n) {
+		if isMatrixTranspose(n) && c.onlyUsedBy(n, isMatMul) {
 			return y, nil // nobody reads it
 		}
 		ys, xs := tensor.Shape(y.shape).CalcStrides(), x.CalcStrides()
@@ -70,22 +70,10 @@ func isMatrixTranspose(n *gorgonia.Node) bool {
 	return fmt.Sprintf("%T", n.Op()) == "gorgonia.transposeOp" && fmt.Sprint(n.Op()) == "Aᵀ{1, 0}"
 }
 
-// isFactorAlone reports whether a node is a transposed matrix that only products of matrices use, which transpose their
-// operands themselves.
-func (c *compiler) isFactorAlone(n *gorgonia.Node) bool {
-	if c.kept[n] || !isMatrixTranspose(n) {
-		return false
-	}
-	alone := false
-	for it := n.Graph().To(n.ID()); it.Next(); {
-		user := it.Node().(*gorgonia.Node)
-		p, ok := products[fmt.Sprint(user.Op())]
-		alone = ok && p.dims[0] == 2 && stock(user) != nil
-		if !alone {
-			return false
-		}
-	}
-	return alone
+// onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
+func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) bool {
+	users := c.users[n]
+	return len(users) > 0 && !c.kept[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool { return !kind(u) })
 }
 
 // part is what a slice takes: count indices of an axis, from the first on, every step-th.
@@ -205,32 +193,48 @@ func stockAt(n *gorgonia.Node) lowering {
 	}
 }
 
-// stockRepeat lowers repetition along an axis, each index as often as the second input says, which the shapes say too. A
+// repetition is of an axis, each index as often as times says.
+type repetition struct{ outer, along, times, inner int }
+
+// repetitionOf returns the repetition that a node is. How often is its second input's value, but the shapes say it too. A
 // vector may be repeated along an axis that it lacks, and counts as a column then.
-func stockRepeat(n *gorgonia.Node) lowering {
+func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
+	if fmt.Sprintf("%T", n.Op()) != "*gorgonia.repeatOp" {
+		return r, false
+	}
 	axes, y := integers(fmt.Sprint(n.Op())), n.Shape()
-	x := children(n)[0].Shape().Clone()
+	x := children(n)[0].Shape()
 	for len(x) < len(y) {
 		x = append(x, 1)
 	}
 	if len(axes) != 1 || axes[0] >= len(x) || len(x) != len(y) || y[axes[0]]%x[axes[0]] != 0 {
-		return nil
+		return r, false
 	}
 	axis := axes[0]
-	outer, along, inner := around(x, axis)
-	times := y[axis] / along
-	if x[axis] *= times; !slices.Equal(x, y) {
+	r.outer, r.along, r.inner = around(x, axis)
+	r.times = y[axis] / r.along
+	x[axis] *= r.times
+	return r, slices.Equal(x, y)
+}
+
+// stockRepeat lowers repetition along an axis.
+func stockRepeat(n *gorgonia.Node) lowering {
+	r, ok := repetitionOf(n)
+	if !ok {
 		return nil
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-		a := c.fed(n, in[0])
-		if times == 1 {
-			return a.view(0, y...), nil
+		x := c.fed(n, in[0])
+		if r.times == 1 {
+			return x.view(0, n.Shape()...), nil
 		}
-		r := c.newArray(a.elem, y...)
-		c.move(n, r, a, dimension{outer, along * times * inner, along * inner}, dimension{along, times * inner, inner},
-			dimension{times, inner, 0}, dimension{inner, 1, 1})
-		return r, nil
+		y := c.newArray(x.elem, n.Shape()...)
+		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, isElementwise) {
+			return y, nil // nobody reads it
+		}
+		c.move(n, y, x, dimension{r.outer, r.along * r.times * r.inner, r.along * r.inner}, dimension{r.along, r.times * r.inner, r.inner},
+			dimension{r.times, r.inner, 0}, dimension{r.inner, 1, 1})
+		return y, nil
 	}
 }
 

@@ -42,6 +42,12 @@ func stockProduct(n *gorgonia.Node) lowering {
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) { return p.lower(c, n, in, p) }
 }
 
+// isMatMul reports whether a node is a product of two matrices, which transposes its operands itself.
+func isMatMul(n *gorgonia.Node) bool {
+	p, ok := products[fmt.Sprint(n.Op())]
+	return ok && p.dims == [3]int{2, 2, 2} && stock(n) != nil
+}
+
 // fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some vectors for matrices and
 // some shapes that do not fit.
 func (p linalg) fits(n *gorgonia.Node) bool {

@@ -253,6 +253,14 @@ func layoutCases(r *rand.Rand) []stockCase {
 		}
 		cases = append(cases, pick)
 	}
+	cases = append(cases, stockCase{name: "ByIndices of a part", shapes: []shape{{5, 3}}, ids: []int{0, 4, 2, 4, 1},
+		build: func(in nodes) (*node, error) {
+			ids, err := gorgonia.Slice(in[1], gorgonia.S(1, 4))
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.ByIndices(in[0], ids, 0)
+		}})
 	for name, f := range map[string]func(a, b *node, left, right []byte) (*node, error){
 		"Add": gorgonia.BroadcastAdd, "Sub": gorgonia.BroadcastSub, "Mul": gorgonia.BroadcastHadamardProd, "Div": gorgonia.BroadcastHadamardDiv,
 	} {
@@ -558,4 +566,59 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 		all = append(all, grad)
 	}
 	return all
+}
+
+// TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise ops to be read where
+// they are, and to be there for somebody who asks for them.
+func TestStockWithoutCopies(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	value := func(s ...int) *node {
+		x := make([]float32, size(s))
+		for i := range x {
+			x[i] = float32(rand.NormFloat64())
+		}
+		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(x)), gorgonia.WithName(fmt.Sprint(s)))
+	}
+	x, w, bias := value(3, 5), value(7, 5), value(7)
+	transposed := gorgonia.Must(gorgonia.Transpose(w))
+	if _, err := gorgonia.BroadcastAdd(gorgonia.Must(gorgonia.Mul(x, transposed)), bias, nil, []byte{0}); err != nil {
+		t.Fatal(err)
+	}
+	var repeated *node
+	for _, n := range g.AllNodes() {
+		if _, ok := repetitionOf(n); ok {
+			repeated = n
+		}
+	}
+	for _, c := range []struct {
+		outputs gorgonia.Nodes
+		tasks   int
+	}{{nil, 2}, {gorgonia.Nodes{transposed, repeated}, 4}} {
+		machine, err := NewMachine(device, g, fakeOption, WithStrict(), WithOutputs(c.outputs...))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer machine.Close()
+		if n := len(machine.program.tasks); n != c.tasks {
+			t.Errorf("%d tasks, want %d", n, c.tasks)
+		}
+		tape := gorgonia.NewTapeMachine(g)
+		defer tape.Close()
+		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		for _, n := range c.outputs {
+			v, err := machine.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if want := n.Value().Data(); n == transposed && !slices.Equal(flat(t, v), want.([]float32)) {
+				t.Errorf("transposed: %v, want %v", v, want)
+			}
+			if row := flat(t, v)[7:14]; n == repeated && !slices.Equal(row, flat(t, bias.Value())) {
+				t.Errorf("repeated: %v, want rows of %v", v, bias.Value())
+			}
+		}
+	}
 }
