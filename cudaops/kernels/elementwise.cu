@@ -152,8 +152,13 @@ template <class T> struct Operand {
   const T* p;
   int64_t repeat, period;
 
+  // Divisions are what this costs, above all in 64 bits.
   __device__ __forceinline__ int64_t at(int64_t i, int64_t n) const {
-    if (n < (int64_t(1) << 31)) return unsigned(i) / unsigned(repeat) % unsigned(period);  // several times faster
+    if (period == 1) return 0;
+    if (n < (int64_t(1) << 31)) {
+      unsigned j = repeat == 1 ? unsigned(i) : unsigned(i) / unsigned(repeat);
+      return period == n ? j : j % unsigned(period);
+    }
     return i / repeat % period;
   }
   // packs reports whether N elements belong to N in a row, aligned, or to one; the same for all threads.

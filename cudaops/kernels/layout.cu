@@ -40,19 +40,52 @@ template <class T> __device__ __forceinline__ void copyStrided(T* y, const T* x,
     if (to[u] >= 0) y[to[u]] = v[u];
 }
 
-constexpr int kTile = 64;
+// A tile's rows are 256 bytes at least, so that either side moves whole lines.
+template <class T> constexpr int kTile = sizeof(T) == 2 ? 128 : 64;
 
 // pairs reports whether rows of two-byte elements can be moved two at a time.
 __device__ __forceinline__ bool pairs(const void* p, int64_t stride) {
   return reinterpret_cast<uintptr_t>(p) % 4 == 0 && stride % 2 == 0;
 }
 
-// y[.., i, .., j] = x[.., j, .., i]: dimension 5 is contiguous in y and dimension 4 in x. A tile goes through shared memory,
-// so that both sides move whole lines. Launch: 32 by 8 threads; blockIdx.x counts tiles along dimension 5, blockIdx.y along
-// dimension 4, blockIdx.z the other dimensions.
+template <class T> using Tile = T[kTile<T>][kTile<T> + (sizeof(T) == 2 ? 2 : 1)];  // an odd number of words a row: banks
+
+// transposeTile moves a whole tile, in units of one element or a pair.
+template <class Unit, class T>
+__device__ __forceinline__ void transposeTile(T* y, const T* x, int64_t ys, int64_t xs, Tile<T>& tile) {
+  constexpr int rows = kThreads / kWarp, edge = kTile<T>, each = sizeof(Unit) / sizeof(T), across = edge / each / kWarp;
+  Unit v[edge / rows][across];
+#pragma unroll
+  for (int i = 0; i < edge / rows; i++)
+#pragma unroll
+    for (int j = 0; j < across; j++)
+      v[i][j] = reinterpret_cast<const Unit*>(x + (threadIdx.y + i * rows) * xs)[threadIdx.x + j * kWarp];
+#pragma unroll
+  for (int i = 0; i < edge / rows; i++)
+#pragma unroll
+    for (int j = 0; j < across; j++)
+      memcpy(&tile[threadIdx.y + i * rows][(threadIdx.x + j * kWarp) * each], &v[i][j], sizeof(Unit));
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.y; i < edge; i += rows)
+#pragma unroll
+    for (int j = 0; j < across; j++) {
+      int unit = threadIdx.x + j * kWarp;
+      T column[each];
+#pragma unroll
+      for (int k = 0; k < each; k++) column[k] = tile[unit * each + k][i];
+      Unit u;
+      memcpy(&u, column, sizeof(u));
+      reinterpret_cast<Unit*>(y + i * ys)[unit] = u;
+    }
+}
+
+// y[.., i, .., j] = x[.., j, .., i]: dimension 5 is contiguous in y and dimension 4 in x. A tile goes through shared memory.
+// Launch: 32 by 8 threads; blockIdx.x counts tiles along dimension 5, blockIdx.y along dimension 4, blockIdx.z the other
+// dimensions.
 template <class T> __device__ __forceinline__ void copyTransposed(T* y, const T* x, const Layout& l) {
-  constexpr int rows = kThreads / kWarp;
-  __shared__ T tile[kTile][kTile + (sizeof(T) == 2 ? 2 : 1)];  // an odd number of words, so that columns spread over the banks
+  __shared__ Tile<T> tile;
+  constexpr int rows = kThreads / kWarp, edge = kTile<T>;
   int64_t rest = blockIdx.z;
 #pragma unroll
   for (int k = 3; k >= 0; k--) {
@@ -60,44 +93,19 @@ template <class T> __device__ __forceinline__ void copyTransposed(T* y, const T*
     rest /= l.size[k];
     x += index * l.xStride[k], y += index * l.yStride[k];
   }
-  int64_t a = int64_t(blockIdx.x) * kTile, b = int64_t(blockIdx.y) * kTile;
-  x += a * l.xStride[5] + b, y += b * l.yStride[4] + a;
-  int sizeA = min(int64_t(kTile), l.size[5] - a), sizeB = min(int64_t(kTile), l.size[4] - b);
-  if (sizeof(T) == 2 && sizeA == kTile && sizeB == kTile && pairs(x, l.xStride[5]) && pairs(y, l.yStride[4])) {
-    uint32_t v[kTile / rows];
-#pragma unroll
-    for (int i = 0; i < kTile / rows; i++)
-      v[i] = reinterpret_cast<const uint32_t*>(x + (threadIdx.y + i * rows) * l.xStride[5])[threadIdx.x];
-#pragma unroll
-    for (int i = 0; i < kTile / rows; i++)
-      reinterpret_cast<uint32_t*>(tile[threadIdx.y + i * rows])[threadIdx.x] = v[i];
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.y; i < kTile; i += rows) {
-      uint16_t low, high;
-      memcpy(&low, &tile[2 * threadIdx.x][i], 2), memcpy(&high, &tile[2 * threadIdx.x + 1][i], 2);
-      reinterpret_cast<uint32_t*>(y + i * l.yStride[4])[threadIdx.x] = low | uint32_t(high) << 16;
-    }
-    return;
+  int64_t a = int64_t(blockIdx.x) * edge, b = int64_t(blockIdx.y) * edge, xs = l.xStride[5], ys = l.yStride[4];
+  x += a * xs + b, y += b * ys + a;
+  int sizeA = min(int64_t(edge), l.size[5] - a), sizeB = min(int64_t(edge), l.size[4] - b);
+  if (sizeA == edge && sizeB == edge) {
+    if constexpr (sizeof(T) == 2)
+      if (pairs(x, xs) && pairs(y, ys)) return transposeTile<uint32_t>(y, x, ys, xs, tile);
+    return transposeTile<T>(y, x, ys, xs, tile);
   }
-  if (sizeA == kTile && sizeB == kTile) {
-    T v[kTile / rows][2];
-#pragma unroll
-    for (int i = 0; i < kTile / rows; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) v[i][j] = x[(threadIdx.y + i * rows) * l.xStride[5] + threadIdx.x + j * kWarp];
-#pragma unroll
-    for (int i = 0; i < kTile / rows; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) tile[threadIdx.y + i * rows][threadIdx.x + j * kWarp] = v[i][j];
-  } else {
-    for (int i = threadIdx.y; i < sizeA; i += rows)
-      for (int j = threadIdx.x; j < sizeB; j += kWarp) tile[i][j] = x[i * l.xStride[5] + j];
-  }
+  for (int i = threadIdx.y; i < sizeA; i += rows)
+    for (int j = threadIdx.x; j < sizeB; j += kWarp) tile[i][j] = x[i * xs + j];
   __syncthreads();
-#pragma unroll 8
   for (int i = threadIdx.y; i < sizeB; i += rows)
-    for (int j = threadIdx.x; j < sizeA; j += kWarp) y[i * l.yStride[4] + j] = tile[j][i];
+    for (int j = threadIdx.x; j < sizeA; j += kWarp) y[i * ys + j] = tile[j][i];
 }
 
 #define DEFINE(name, T)                                                                                       \

@@ -244,6 +244,10 @@ func benchReduce(g *rig, t driver.DType) {
 	g.bench("first NaN 32768x4096", rows*cols*t.Size(), over(sets, func(p []driver.Ptr) {
 		g.must(g.FirstNonFinite(g.stream, first.Ptr, p[0], rows*cols, t))
 	}))
+	parts := g.alloc(NormalizeWorkspace/4, f32, 0)
+	g.bench("normalize 32768x4096", 3*rows*cols*t.Size(), over(sets, func(p []driver.Ptr) {
+		g.must(g.Normalize(g.stream, Normalize{Y: p[1], X: p[0], Workspace: parts.Ptr, N: rows * cols, YType: t, XType: t}))
+	}))
 	for _, n := range []int{1024, 4096} {
 		g.bench(fmt.Sprintf("softmax of rows of %d", n), 2*rows*cols*t.Size(), over(sets, func(p []driver.Ptr) {
 			g.must(g.Softmax(g.stream, p[1], p[0], rows*cols/n, n, t))

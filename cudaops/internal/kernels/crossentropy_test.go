@@ -47,9 +47,9 @@ func TestCrossEntropy(t *testing.T) {
 				g.must(g.CrossEntropyScale(g.stream, scale.Ptr, targets, rows))
 				g.must(g.CrossEntropy(g.stream, a))
 				g.must(g.CrossEntropyMean(g.stream, mean.Ptr, losses.Ptr, scale.Ptr, rows))
-				g.near("lse", lse, wantLSE, 1e-6)
-				if v > 1 {
-					g.near("mean", mean, []float64{wantMean}, 1e-6)
+				g.near("lse", lse, wantLSE, 2e-6)
+				if v > 1 { // a small difference of large numbers where the target is the likeliest
+					g.near("mean", mean, []float64{wantMean}, 1e-5)
 				}
 
 				out := g.alloc(rows*v, dt, i%2)

@@ -21,11 +21,15 @@ type Copy struct {
 	Size                     int
 }
 
-// copyDims and copyTile are kDims and kTile of layout.cu.
-const (
-	copyDims = 6
-	copyTile = 64
-)
+// copyDims is kDims of layout.cu, and copyTile its kTile for elements of so many bytes.
+const copyDims = 6
+
+func copyTile(size int) int {
+	if size == 2 {
+		return 128
+	}
+	return 64
+}
 
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
@@ -39,7 +43,7 @@ func (k *Kernels) Copy(s driver.Stream, a Copy) error {
 	if last := dims[len(dims)-1]; len(dims) == 1 && last.y == 1 && last.x == 1 {
 		return k.ctx.CopyOnDevice(a.Y, a.X, last.n*a.Size, s)
 	}
-	if tiles, l, ok := transposition(dims); ok && a.Size <= 8 {
+	if tiles, l, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
 		c := driver.LaunchConfig{Grid: tiles, Block: driver.Dim{X: 32, Y: 8}}
 		return k.launch(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
 	}
@@ -131,8 +135,8 @@ func (a Copy) widen(dims []layout) int {
 }
 
 // transposition finds the two dimensions that are innermost on either side, if they differ, and puts them last: that of x,
-// then that of y. It returns the grid of tiles and the layout.
-func transposition(dims []layout) (driver.Dim, []byte, bool) {
+// then that of y. It returns the grid of tiles, whose edge is given, and the layout.
+func transposition(dims []layout, tile int) (driver.Dim, []byte, bool) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
@@ -146,7 +150,7 @@ func transposition(dims []layout) (driver.Dim, []byte, bool) {
 			others *= d.n
 		}
 	}
-	tiles := driver.Dim{X: ceilDiv(dims[iy].n, copyTile), Y: ceilDiv(dims[ix].n, copyTile), Z: others}
+	tiles := driver.Dim{X: ceilDiv(dims[iy].n, tile), Y: ceilDiv(dims[ix].n, tile), Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return driver.Dim{}, nil, false
 	}

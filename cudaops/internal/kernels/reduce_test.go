@@ -192,6 +192,7 @@ func TestCopy(t *testing.T) {
 	check("plain", []int{7, 9, 5}, contiguous([]int{7, 9, 5}), contiguous([]int{7, 9, 5}), 0)
 	check("transpose", []int{100, 77}, contiguous([]int{100, 77}), []int{1, 100}, 1)
 	check("whole tiles", []int{2, 128, 192}, contiguous([]int{2, 128, 192}), []int{128 * 192, 1, 128}, 0)
+	check("whole tiles at odd addresses", []int{128, 128}, contiguous([]int{128, 128}), []int{1, 128}, 1)
 	check("small transpose", []int{5, 3}, contiguous([]int{5, 3}), []int{1, 5}, 0)
 	check("heads", []int{3, 4, 33, 16}, contiguous([]int{3, 4, 33, 16}), []int{33 * 64, 16, 64, 1}, 0)
 	check("slice", []int{10, 24}, contiguous([]int{10, 24}), []int{56, 1}, 1)

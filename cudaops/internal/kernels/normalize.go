@@ -1,0 +1,71 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Normalize computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
+// or X is float32. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
+type Normalize struct {
+	Y, X, Workspace driver.Ptr
+	N               int
+	YType, XType    driver.DType
+}
+
+// NormalizeWorkspace is the bytes of workspace that Normalize and its backward pass take: two sums for each of
+// normalizeParts blocks.
+const (
+	NormalizeWorkspace = 2 * 4 * normalizeParts
+	normalizeParts     = 512
+)
+
+// Normalize launches two kernels.
+func (k *Kernels) Normalize(s driver.Stream, a Normalize) error {
+	name, err := suffixes("Normalize", "normalize", a.YType, a.XType)
+	if err != nil {
+		return err
+	}
+	if a.YType != a.XType && a.XType != driver.Float32 {
+		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type or from float32", a.XType, a.YType)
+	}
+	if empty, err := checkSizes("Normalize", a.N); empty || err != nil {
+		return err
+	}
+	return k.normalize(s, name, args().Ptr(a.Y).Ptr(a.X), a.Workspace, a.X, 0, a.N, a.XType)
+}
+
+// NormalizeBackward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Kernels.Normalize]'s X from that
+// of its Y. DX may be G.
+type NormalizeBackward struct {
+	DX, G, X, Workspace driver.Ptr
+	N                   int
+	Type                driver.DType
+}
+
+// NormalizeBackward launches two kernels.
+func (k *Kernels) NormalizeBackward(s driver.Stream, a NormalizeBackward) error {
+	suf, err := suffix("NormalizeBackward", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkSizes("NormalizeBackward", a.N); empty || err != nil {
+		return err
+	}
+	l := args().Ptr(a.DX).Ptr(a.G).Ptr(a.X)
+	return k.normalize(s, "normalize_backward"+suf, l, a.Workspace, a.X, a.G, a.N, a.Type)
+}
+
+func (k *Kernels) normalize(s driver.Stream, name string, l *driver.Args, parts, x, g driver.Ptr, n int, xt driver.DType) error {
+	suf, err := suffix(name, xt)
+	if err != nil {
+		return err
+	}
+	blocks := min(normalizeParts, ceilDiv(n, 4*256))
+	sums := args().Ptr(parts).Ptr(x).Ptr(g).Int64(int64(n))
+	if err := k.launch(s, "normalize", "normalize_sums"+suf, line(blocks, 256), sums); err != nil {
+		return err
+	}
+	return k.launch(s, "normalize", name, line(min(8*k.sms, ceilDiv(n, 4*256)), 256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
+}
