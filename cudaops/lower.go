@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"errors"
 	"fmt"
 	"reflect"
 
@@ -89,6 +90,10 @@ func init() {
 
 // lower adds the tasks of a node.
 func (c *compiler) lower(n *gorgonia.Node) error {
+	if n.Type() == nil { // a statement, which has no value
+		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
+			"and ask Machine.Value for it")
+	}
 	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
 		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
 	}

@@ -6,6 +6,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"gorgonia.org/gorgonia"
@@ -620,5 +621,16 @@ func TestStockWithoutCopies(t *testing.T) {
 				t.Errorf("repeated: %v, want rows of %v", v, bias.Value())
 			}
 		}
+	}
+}
+
+// TestStatements wants an error for what Gorgonia calls statements.
+func TestStatements(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g, _, y := stockGraph(t)
+	var v gorgonia.Value
+	gorgonia.Read(y, &v)
+	if _, err := NewMachine(device, g, fakeOption); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
+		t.Errorf("got %v, want an error that says what to do instead", err)
 	}
 }
