@@ -1,8 +1,10 @@
 package cudaops
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -470,7 +472,7 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	}
 	defer machine.Close()
 	var got [][]float64
-	for range 3 { // plain, recorded, replayed
+	for range 3 { // as it is, recorded, replayed
 		if err := machine.RunAll(); err != nil {
 			t.Fatal(err)
 		}
@@ -632,5 +634,52 @@ func TestStatements(t *testing.T) {
 	gorgonia.Read(y, &v)
 	if _, err := NewMachine(device, g, fakeOption); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
 		t.Errorf("got %v, want an error that says what to do instead", err)
+	}
+}
+
+// TestStockOnHost wants ops without a kernel to be computed on the host, between nodes that are on the device.
+func TestStockOnHost(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	for _, c := range []stockCase{
+		{name: "Tensordot", shapes: []shape{{2, 3, 5}, {5, 3, 4}}, constant: true,
+			build: func(in nodes) (*node, error) { return gorgonia.Tensordot([]int{2, 1}, []int{0, 1}, in[0], in[1]) }},
+		{name: "ConvType", shapes: []shape{{4}}, ids: []int{3, 0, 2, 7}, constant: true, build: func(in nodes) (*node, error) {
+			x, err := gorgonia.ConvType(in[1], tensor.Int, in[0].Dtype())
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.Add(in[0], x)
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			run, err := c.graph(tensor.Float32, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var values [][]float64
+			for _, s := range c.shapes {
+				values = append(values, c.random(r, s, map[float64]bool{}))
+			}
+			var log bytes.Buffer
+			machine, err := NewMachine(device, run.g, fakeOption, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer machine.Close()
+			if err := errors.Join(run.let(values, nil), machine.RunAll(), machine.RunAll()); err != nil {
+				t.Fatal(err)
+			}
+			v, err := machine.Value(run.out)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := apart(wide(t, v), c.onTape(t, run, values, nil)[0]); !(d < 1e-6) {
+				t.Errorf("differs by %.2g from that of Gorgonia's machine", d)
+			}
+			if strings.Count(log.String(), "no kernel") != 1 {
+				t.Errorf("want one warning, got %q", log.String())
+			}
+		})
 	}
 }
