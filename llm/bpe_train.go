@@ -96,8 +96,8 @@ func newBPETrainer(text io.Reader) (*bpeTrainer, error) {
 	return t, nil
 }
 
-// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees maxPiece bytes at most, the
-// pieces are those of the whole text when less than that waits for the next portion.
+// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees maxPiece bytes at most,
+// the pieces are those of the whole text when less than that waits for the next portion.
 func readPieces(text io.Reader, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0

@@ -140,8 +140,8 @@ func (h tokenHeader) check(want tokenHeader) error {
 		return fmt.Errorf("%w: its tokens are of other text", ErrDataChanged)
 	case h.Modified != want.Modified:
 		return fmt.Errorf("%w: files of the text were modified since its tokens were made", ErrDataChanged)
-	case h.Width != want.Width || h.Count < 0:
-		return fmt.Errorf("its header says %d ids of %d bytes, want ids of %d", h.Count, h.Width, want.Width)
+	case h.Width != want.Width:
+		return fmt.Errorf("its header says ids of %d bytes, want ids of %d", h.Width, want.Width)
 	}
 	return nil
 }
