@@ -193,7 +193,9 @@ func reductionCases() []stockCase {
 				build: func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
 		}
 	}
-	return cases
+	return append(cases, stockCase{name: "SoftMax of a column", shapes: []shape{{5, 1}},
+		build:   func(in nodes) (*node, error) { return gorgonia.SoftMax(in[0]) },
+		instead: func(in nodes) (*node, error) { return gorgonia.SoftMax(in[0], 0) }})
 }
 
 func layoutCases(r *rand.Rand) []stockCase {
@@ -264,6 +266,18 @@ func layoutCases(r *rand.Rand) []stockCase {
 			}
 			return gorgonia.ByIndices(in[0], ids, 0)
 		}})
+	cases = append(cases, stockCase{name: "Repeat of rows", shapes: []shape{{4, 3}, {8, 3}, {2, 3}, {1, 3}},
+		build: func(in nodes) (*node, error) {
+			one, _, err := gorgonia.Broadcast(in[3], in[2], gorgonia.NewBroadcastPattern([]byte{0}, nil))
+			if err != nil {
+				return nil, err
+			}
+			x, err := gorgonia.ApplyOp(one.Op(), in[0], gorgonia.Must(gorgonia.SizeOf(0, in[2])))
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.HadamardProd(x, in[1])
+		}, constant: true})
 	for name, f := range map[string]func(a, b *node, left, right []byte) (*node, error){
 		"Add": gorgonia.BroadcastAdd, "Sub": gorgonia.BroadcastSub, "Mul": gorgonia.BroadcastHadamardProd, "Div": gorgonia.BroadcastHadamardDiv,
 	} {
