@@ -15,8 +15,7 @@ import (
 // from the shapes of nodes. Where these do not fit what String says, there is no lowering, and the op itself computes.
 
 // stockOps holds, by the name of an op's type, what finds the lowering of a node, nil if there is none. The types of
-// gradients stand beside those of their ops. Ops that are not here but differentiate into ones that are, such as Rectify and
-// Mean, are made of others.
+// gradients stand beside those of their ops; most gradients, and functions such as Rectify and Mean, are made of other ops.
 var stockOps map[string]func(n *gorgonia.Node) lowering
 
 func init() {

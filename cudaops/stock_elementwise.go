@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
@@ -39,10 +40,14 @@ func stockUnary(n *gorgonia.Node) lowering {
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) { return c.unary(n, f, in[0], 0), nil }
 }
 
-// isElementwise reports whether an op is binary and works element by element.
-func isElementwise(n *gorgonia.Node) bool {
-	t := fmt.Sprintf("%T", n.Op())
-	return (t == "gorgonia.elemBinOp" || t == "gorgonia.minBetween" || t == "gorgonia.maxBetween") && stockBinary(n) != nil
+// readsSpread reports whether a node is an elementwise op that reads what its operands repeat.
+func readsSpread(n *gorgonia.Node) bool {
+	switch fmt.Sprintf("%T", n.Op()) {
+	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
+		isNumber := func(n *gorgonia.Node) bool { _, ok := number(n); return ok }
+		return stockBinary(n) != nil && !slices.ContainsFunc(children(n), isNumber)
+	}
+	return false
 }
 
 // stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or 0.

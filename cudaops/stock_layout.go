@@ -229,7 +229,7 @@ func stockRepeat(n *gorgonia.Node) lowering {
 			return x.view(0, n.Shape()...), nil
 		}
 		y := c.newArray(x.elem, n.Shape()...)
-		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, isElementwise) {
+		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, readsSpread) {
 			return y, nil // nobody reads it
 		}
 		c.move(n, y, x, dimension{r.outer, r.along * r.times * r.inner, r.along * r.inner}, dimension{r.along, r.times * r.inner, r.inner},
