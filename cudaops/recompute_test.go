@@ -107,7 +107,8 @@ func testRecompute(t *testing.T, device *Device, opts ...MachineOption) {
 }
 
 // runBlocks takes three steps on a model of two blocks, and returns losses, gradients and the lattices' states as text.
-func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error), opts []MachineOption) (seen []string) {
+func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error),
+	opts []MachineOption) (seen []string) {
 	t.Helper()
 	const rows, d, seeds, slots = 7, 12, 4, 5
 	r := rand.New(rand.NewPCG(seed, 2))
@@ -138,7 +139,8 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 		}
 		lattices = append(lattices, l)
 		name := func(s string) string { return fmt.Sprint(s, i) }
-		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("w"), d, d), add(name("bias"), d), add(name("weights"), slots, d/seeds), add(name("scales"), slots)}
+		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("w"), d, d), add(name("bias"), d),
+			add(name("weights"), slots, d/seeds), add(name("scales"), slots)}
 		if x, err = apply(in, mixedBlock(l)); err != nil {
 			t.Fatal(err)
 		}

@@ -205,7 +205,9 @@ func layoutCases(r *rand.Rand) []stockCase {
 		one(fmt.Sprintf("Reshape %v", to), shape{3, 5}, func(x *node) (*node, error) { return gorgonia.Reshape(x, to.Clone()) })
 	}
 	for _, axes := range [][]int{{1, 0, 2}, {2, 1, 0}, {0, 2, 1}, {1, 2, 0}, {2, 0, 1}} {
-		one(fmt.Sprintf("Transpose %v", axes), shape{2, 3, 5}, func(x *node) (*node, error) { return gorgonia.Transpose(x, slices.Clone(axes)...) })
+		one(fmt.Sprintf("Transpose %v", axes), shape{2, 3, 5}, func(x *node) (*node, error) {
+			return gorgonia.Transpose(x, slices.Clone(axes)...)
+		})
 	}
 	one("Transpose of four", shape{2, 3, 5, 4}, func(x *node) (*node, error) { return gorgonia.Transpose(x, 0, 2, 1, 3) })
 	for _, c := range []struct {
@@ -217,7 +219,8 @@ func layoutCases(r *rand.Rand) []stockCase {
 		{"columns", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(2, 5)}}, {"a column", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(3)}},
 		{"a block", shape{5, 7}, []tensor.Slice{gorgonia.S(1, 3), gorgonia.S(2, 6)}}, {"an element", shape{5}, []tensor.Slice{gorgonia.S(2)}},
 		{"a part", shape{9}, []tensor.Slice{gorgonia.S(2, 7)}}, {"everything", shape{5, 3}, []tensor.Slice{gorgonia.S(0, 5)}},
-		{"the middle", shape{2, 5, 3}, []tensor.Slice{nil, gorgonia.S(1, 4)}}, {"a row, then columns", shape{5, 7}, []tensor.Slice{gorgonia.S(1), gorgonia.S(2, 6)}},
+		{"the middle", shape{2, 5, 3}, []tensor.Slice{nil, gorgonia.S(1, 4)}},
+		{"a row, then columns", shape{5, 7}, []tensor.Slice{gorgonia.S(1), gorgonia.S(2, 6)}},
 		{"every other row", shape{6, 3}, []tensor.Slice{gorgonia.S(0, 6, 2)}},
 	} {
 		one("Slice: "+c.name, c.x, func(x *node) (*node, error) { return gorgonia.Slice(x, c.parts...) })
