@@ -402,3 +402,31 @@ func TestCheckReportPrintsATable(t *testing.T) {
 		t.Error("a report of nothing is called good")
 	}
 }
+
+// TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed a node: where it puts Softplus in the
+// place of Log(Sigmoid(x)), its own lookup of a node's inputs finds those of others.
+func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
+	g := gorgonia.NewGraph()
+	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5), tensor.WithBacking([]float64{-2, -0.5, 0.1, 1, 3})), gorgonia.WithName("x"))
+	y, err := gorgonia.Sigmoid(x)
+	if err == nil {
+		y, err = gorgonia.Log(y)
+	}
+	if err == nil {
+		y, err = gorgonia.Square(y)
+	}
+	var cost *gorgonia.Node
+	if err == nil {
+		cost, err = gorgonia.Sum(y)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !report.OK(1e-6) || report.Checked() != 5 {
+		t.Errorf("%v", report)
+	}
+}

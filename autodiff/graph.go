@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // replayer is an op with a record of its runs, which its replay reads and does not add to: op.Replayer.
@@ -51,7 +53,7 @@ func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 	seen := map[*gorgonia.Node]bool{out: true}
 	nodes := gorgonia.Nodes{out}
 	for i := 0; i < len(nodes); i++ {
-		for _, child := range childrenOf(nodes[i]) {
+		for _, child := range opbase.Children(nodes[i]) {
 			if !seen[child] {
 				seen[child] = true
 				nodes = append(nodes, child)
@@ -70,7 +72,7 @@ func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 		c.node[n] = newInput(c.graph, n, len(c.inputs))
 		c.inputs = append(c.inputs, n)
 	default:
-		children := childrenOf(n)
+		children := opbase.Children(n)
 		for i, child := range children {
 			children[i] = c.node[child]
 		}
@@ -90,17 +92,6 @@ func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error { return gorgoni
 func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
 	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()), gorgonia.WithShape(n.Shape()...),
 		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
-}
-
-// childrenOf returns the inputs of n's op in order, in a slice of the caller's.
-func childrenOf(n *gorgonia.Node) gorgonia.Nodes {
-	var children gorgonia.Nodes
-	for it := n.Graph().From(n.ID()); it.Next(); {
-		if child, ok := it.Node().(*gorgonia.Node); ok {
-			children = append(children, child)
-		}
-	}
-	return children
 }
 
 // isConstant reports whether n is one of Gorgonia's constants, whose types it does not export.

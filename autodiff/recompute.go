@@ -125,7 +125,7 @@ func differentiable(out *gorgonia.Node) map[*gorgonia.Node]bool {
 		if !reached[n] || !ok {
 			continue
 		}
-		children := childrenOf(n)
+		children := opbase.Children(n)
 		diff := op.DiffWRT(len(children))
 		for i, child := range children {
 			reached[child] = reached[child] || i < len(diff) && diff[i]

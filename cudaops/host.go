@@ -93,7 +93,7 @@ func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
 		return nil, fmt.Errorf("there is no kernel for %T, and WithStrict forbids computing it on the host", n.Op())
 	}
 	out := c.newArray(elemOf(n.Dtype()), n.Shape()...)
-	nodes := children(n)
+	nodes := opbase.Children(n)
 	m := c.m
 	m.warn(fmt.Sprintf("there is no kernel for %v (%T): it is computed on the host, which waits for the device and copies %d values there and back",
 		n.Op(), n.Op(), len(nodes)))

@@ -97,7 +97,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
 		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
 	}
-	nodes := children(n)
+	nodes := opbase.Children(n)
 	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && isConstant(n) {
 		return c.input(n)
 	}

@@ -30,7 +30,7 @@ func (c *compiler) as(n *gorgonia.Node, a *array, e elem) *array {
 	if a.elem == e {
 		return a
 	}
-	key := converted{a.block, a.at, e}
+	key := converted{a.block, a.at, a.len(), e}
 	if b := c.copies[key]; b != nil {
 		return b.view(0, a.shape...)
 	}
@@ -40,8 +40,8 @@ func (c *compiler) as(n *gorgonia.Node, a *array, e elem) *array {
 	}
 	if in := c.inputOf[a.block]; in != nil && c.m.config.share.owns(in) {
 		for _, s := range in.copies {
-			if s.elem == e {
-				return s.array
+			if s.elem == e && s.len() == a.len() {
+				return s.view(0, a.shape...)
 			}
 		}
 	} else if in != nil && in.constant {
@@ -218,7 +218,7 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 // stack returns two matrices of the same shape as activations, one above the other, so that one product serves both. Of
 // parameters the stack is kept, and renewed with them; of others it is made in every run.
 func (c *compiler) stack(n *gorgonia.Node, a, b *array) *array {
-	key := stacked{converted{a.block, a.at, a.elem}, converted{b.block, b.at, b.elem}}
+	key := stacked{converted{a.block, a.at, a.len(), a.elem}, converted{b.block, b.at, b.len(), b.elem}}
 	if s := c.stacks[key]; s != nil {
 		return s
 	}
@@ -372,7 +372,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := children(n)[4]; isConstant(g) && isOne(g.Value()) {
+	if g := opbase.Children(n)[4]; isConstant(g) && isOne(g.Value()) {
 		return packed(saved.dx, saved.dw), nil
 	}
 	var scaled []*array

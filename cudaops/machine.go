@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -222,7 +223,7 @@ func (m *Machine) keep() gorgonia.Nodes {
 	kept := slices.Clone(m.config.outputs)
 	used := map[*gorgonia.Node]bool{}
 	for _, n := range m.graph.AllNodes() {
-		for _, c := range children(n) {
+		for _, c := range opbase.Children(n) {
 			used[c] = true
 		}
 	}

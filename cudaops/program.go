@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -115,7 +116,7 @@ type table struct {
 // converted is an array in another type.
 type converted struct {
 	*block
-	at int
+	at, len int
 	elem
 }
 
@@ -169,7 +170,7 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
 			c.gradients[o.Forward] = true
 		}
-		for _, child := range children(n) {
+		for _, child := range opbase.Children(n) {
 			c.users[child] = append(c.users[child], n)
 		}
 	}
@@ -198,19 +199,6 @@ func (c *compiler) gather() {
 			return m.k.Axpby(m.stream, sum.ptr(), driver.Float32, 1, g.ptr(), g.elem.dtype(), 1, g.len())
 		}, g, sum)
 	}
-}
-
-// children returns a node's inputs in order, duplicates included.
-func children(n *gorgonia.Node) gorgonia.Nodes {
-	g := n.Graph()
-	if g.Node(n.ID()) != n { // Gorgonia has removed nodes, as it does in Log(Sigmoid(x)), and finds others in their places
-		g = g.ExactSubgraphRoots(n)
-	}
-	var nodes gorgonia.Nodes
-	for it := g.From(n.ID()); it.Next(); {
-		nodes = append(nodes, it.Node().(*gorgonia.Node))
-	}
-	return nodes
 }
 
 func describe(n *gorgonia.Node) string {

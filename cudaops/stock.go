@@ -9,6 +9,8 @@ import (
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // Gorgonia does not export the types of its ops. They are told apart by their type's name and by what String says. Sizes come
@@ -53,7 +55,7 @@ func stock(n *gorgonia.Node) lowering {
 
 // floats reports whether a node and its inputs hold floats.
 func floats(n *gorgonia.Node) bool {
-	return !slices.ContainsFunc(append(children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })
+	return !slices.ContainsFunc(append(opbase.Children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })
 }
 
 // integers returns the numbers that stand in s, which has no negative ones.

@@ -45,7 +45,7 @@ func readsSpread(n *gorgonia.Node) bool {
 	switch fmt.Sprintf("%T", n.Op()) {
 	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
 		isNumber := func(n *gorgonia.Node) bool { _, ok := number(n); return ok }
-		return stockBinary(n) != nil && !slices.ContainsFunc(children(n), isNumber)
+		return stockBinary(n) != nil && !slices.ContainsFunc(opbase.Children(n), isNumber)
 	}
 	return false
 }
@@ -70,7 +70,7 @@ func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *array, p float6
 // is read as often from what the node repeats. Where the operands' types differ, float32 wins: it is that of gradients of
 // parameters and of scalars, but a scalar does not widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*array, error) {
-	nodes := children(n)
+	nodes := opbase.Children(n)
 	if p, ok := number(nodes[0]); ok {
 		if u, ok := withLeft[f]; ok {
 			return c.unary(n, u, b, p), nil
@@ -90,7 +90,7 @@ func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*a
 	var spreads [2]spread
 	for i, child := range nodes {
 		if s, ok := spreadOf(child); ok {
-			in[i], spreads[i] = c.fed(n, c.values[children(child)[0]]), s
+			in[i], spreads[i] = c.fed(n, c.values[opbase.Children(child)[0]]), s
 		}
 	}
 	e := in[0].elem

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // dimension is one of a copy: its size, and the elements from one index to the next in the result and in what is copied.
@@ -32,7 +33,7 @@ func (c *compiler) move(n *gorgonia.Node, y, x *array, dims ...dimension) {
 
 // stockReshape lowers Reshape: the same elements in another shape, without a copy.
 func stockReshape(n *gorgonia.Node) lowering {
-	if size(children(n)[0].Shape()) != size(n.Shape()) {
+	if size(opbase.Children(n)[0].Shape()) != size(n.Shape()) {
 		return nil
 	}
 	return func(_ *compiler, n *gorgonia.Node, in []*array) (*array, error) {
@@ -41,7 +42,7 @@ func stockReshape(n *gorgonia.Node) lowering {
 }
 
 func stockTranspose(n *gorgonia.Node) lowering {
-	axes, x := integers(fmt.Sprint(n.Op())), children(n)[0].Shape()
+	axes, x := integers(fmt.Sprint(n.Op())), opbase.Children(n)[0].Shape()
 	if len(axes) > maxDimensions || len(axes) != len(x) || len(axes) != len(n.Shape()) {
 		return nil
 	}
@@ -85,7 +86,7 @@ func stockSlice(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
 	inside, _, ok := strings.Cut(strings.TrimPrefix(name, "T["), "...]")
 	gradient := strings.HasSuffix(name, "+=...")
-	nodes := children(n)
+	nodes := opbase.Children(n)
 	x := nodes[0].Shape()
 	p := part{axis: strings.Count(inside, ", "), step: 1}
 	if !ok || p.axis >= len(x) {
@@ -140,7 +141,7 @@ func stockConcat(n *gorgonia.Node) lowering {
 		return nil
 	}
 	axis, total := axes[0], 0
-	for _, child := range children(n) {
+	for _, child := range opbase.Children(n) {
 		s := child.Shape().Clone()
 		if len(s) != n.Dims() {
 			return nil
@@ -175,7 +176,7 @@ func stockConcat(n *gorgonia.Node) lowering {
 
 // stockAt lowers At: one element.
 func stockAt(n *gorgonia.Node) lowering {
-	at, x := integers(fmt.Sprint(n.Op())), children(n)[0].Shape()
+	at, x := integers(fmt.Sprint(n.Op())), opbase.Children(n)[0].Shape()
 	if len(at) != len(x) {
 		return nil
 	}
@@ -203,7 +204,7 @@ func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
 		return r, false
 	}
 	axes, y := integers(fmt.Sprint(n.Op())), n.Shape()
-	x := children(n)[0].Shape()
+	x := opbase.Children(n)[0].Shape()
 	for len(x) < len(y) {
 		x = append(x, 1)
 	}
@@ -262,7 +263,7 @@ func sizeOf(n *gorgonia.Node) (int, bool) {
 	if strings.Contains(name, "=") {
 		return v[0], true
 	}
-	x := children(n)[0].Shape()
+	x := opbase.Children(n)[0].Shape()
 	switch {
 	case len(x) == 0:
 		return 1, true
@@ -276,7 +277,7 @@ func sizeOf(n *gorgonia.Node) (int, bool) {
 // the result, and the indices. An index that does not exist gives NaN if it was computed; of those that are sent, the
 // machine lets none pass.
 func stockByIndices(n *gorgonia.Node) lowering {
-	nodes, name := children(n), fmt.Sprint(n.Op())
+	nodes, name := opbase.Children(n), fmt.Sprint(n.Op())
 	axes, x := integers(name), nodes[0].Shape()
 	gradient := strings.HasPrefix(name, "ByIndicesOpDiff")
 	indices, picked := nodes[len(nodes)-1], n.Shape().Clone()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // linalg is one of Gorgonia's products.
@@ -51,7 +52,7 @@ func isMatMul(n *gorgonia.Node) bool {
 // fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some vectors for matrices and
 // some shapes that do not fit.
 func (p linalg) fits(n *gorgonia.Node) bool {
-	a, b, y := children(n)[0].Shape(), children(n)[1].Shape(), n.Shape()
+	a, b, y := opbase.Children(n)[0].Shape(), opbase.Children(n)[1].Shape(), n.Shape()
 	if p.dims == [3]int{} {
 		batch := len(a) - 2
 		if batch < 1 || len(b) != len(a) || len(y) != len(a) || !slices.Equal(a[:batch], b[:batch]) || !slices.Equal(a[:batch], y[:batch]) {
@@ -83,8 +84,8 @@ func flip(s tensor.Shape, transposed bool) (rows, columns int) {
 
 // factor is an operand of a product. That of a transposed node is the matrix from which the node was made.
 func (c *compiler) factor(n *gorgonia.Node, i int, in *array, transposed bool) (*array, bool) {
-	if child := children(n)[i]; isMatrixTranspose(child) {
-		in, transposed = c.values[children(child)[0]], !transposed
+	if child := opbase.Children(n)[i]; isMatrixTranspose(child) {
+		in, transposed = c.values[opbase.Children(child)[0]], !transposed
 	}
 	return c.act(n, in), transposed
 }

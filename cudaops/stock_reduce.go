@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // stockReduction lowers Sum and Max along any axes.
@@ -18,7 +19,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 	if strings.HasPrefix(name, "Max") {
 		r = kernels.Max
 	}
-	x, axes := children(n)[0].Shape(), integers(name)
+	x, axes := opbase.Children(n)[0].Shape(), integers(name)
 	slices.Sort(axes)
 	axes = slices.Compact(axes)
 	var left tensor.Shape
@@ -72,7 +73,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	var log bool
 	name := fmt.Sprint(n.Op())
 	_, config, _ := strings.Cut(name, "{")
-	x := children(n)[0].Shape()
+	x := opbase.Children(n)[0].Shape()
 	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || !floats(n) || len(x) == 0 || axis >= len(x) ||
 		!slices.Equal(x, n.Shape()) {
 		return nil
