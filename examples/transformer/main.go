@@ -1,7 +1,7 @@
 // Command transformer trains a small Llama-style language model with Kasmina layers on text, on an NVIDIA GPU if there is one, and
 // else on the CPU.
 //
-//	go run ./examples/transformer                     # two to three minutes on two cores, on the Go source tree
+//	go run ./examples/transformer                     # about three minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
 //
