@@ -35,8 +35,7 @@ struct Layer {
   int64_t rows;
   int seeds, chunk;
   float eps;
-  float large;             // x beyond it is evaluated scaled down
-  int strict;
+  float large;  // x beyond it is evaluated scaled down
 };
 
 struct Word {
@@ -117,6 +116,14 @@ template <int E> struct Seed {
 
   __device__ __forceinline__ bool on(float x, int j) const { return !(x * u[j] <= thr); }
 
+  // bySign makes p the coefficient where x > 0 and u that elsewhere, which is quicker to tell where x = 0 does not matter.
+  __device__ __forceinline__ void bySign() {
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      float open = p[j], w = u[j];
+      p[j] = thr < 0 || w > 0 ? open : off, u[j] = thr < 0 || w < 0 ? open : off;
+    }
+  }
 };
 
 // Strict is what the strict mode does to x: it zeroes what is small and clamps the rest. bites is whether the result does not
@@ -155,7 +162,7 @@ template <int n> struct Int { static constexpr int value = n; };
 // ---- Memory ----
 
 constexpr int kThreads = 256;
-constexpr int kGroup = 4;   // rows whose sums are formed before they are merged with the others'
+constexpr int kGroup = 8;   // rows whose sums are formed before they are merged with the others'
 constexpr int kStages = 8;  // rows of a thread on their way from memory at once, if accesses have 16 bytes
 
 // Lane is where a thread works: the columns from col on, and the rows first, first + step, ... The threads of a warp that
@@ -180,25 +187,29 @@ struct Lane {
 };
 
 // Rows feeds a thread its columns of A arrays of one shape, row by row. Accesses of 16 bytes go through shared memory,
-// kStages − 1 rows ahead; a thread reads what it has itself fetched, so no barrier is needed. Others are loaded a group ahead.
+// kStages − 1 rows ahead; a thread reads what it has itself fetched, so no barrier is needed. Others are loaded some rows at
+// a time.
 template <class T, int N, int A> struct Rows {
   using V = Pack<T, N>;
   static constexpr bool ahead = sizeof(V) == 16;
-  static constexpr uint32_t stage = A * kThreads * sizeof(V);  // bytes of shared memory
-  const T* p[A];     // the next row to fetch
-  int64_t step;      // elements from one row of the lane to the next
-  int left;          // rows not fetched yet
-  char* ring;
-  uint32_t put, take;  // offsets into it
-  V group[ahead ? 1 : kGroup][A];
+  static constexpr int batch = 4;
+  static constexpr uint32_t array = kThreads * sizeof(V), stage = A * array;  // bytes of shared memory
+  const T* p[A];             // the next row to fetch
+  int64_t step;              // elements from one row of the lane to the next
+  int left;                  // rows not fetched yet
+  uint32_t ring, put, take;  // its address, and offsets into it
+  V loaded[ahead ? 1 : batch][A];
 
   __device__ __forceinline__ Rows(void* shared, int64_t step, int rows) : step(step), left(rows), put(0), take(0) {
-    ring = static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * sizeof(V);
+    ring = uint32_t(__cvta_generic_to_shared(shared)) + (threadIdx.y * blockDim.x + threadIdx.x) * sizeof(V);
   }
   __device__ __forceinline__ void request() {
     if (left > 0) {
 #pragma unroll
-      for (int a = 0; a < A; a++) copyAsync(ring + put + a * kThreads * sizeof(V), p[a], true), p[a] += step;
+      for (int a = 0; a < A; a++) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ring + put + a * array), "l"(p[a]) : "memory");
+        p[a] += step;
+      }
     }
     left--;
     put = (put + stage) % (kStages * stage);
@@ -208,42 +219,50 @@ template <class T, int N, int A> struct Rows {
     if (ahead)
       for (int i = 0; i < kStages - 1; i++) request();
   }
-  // next gives row u of a group of n.
+  // next gives row u of n that are loaded at a time.
   template <int n> __device__ __forceinline__ void next(int u, V (&v)[A]) {
     if constexpr (ahead) {
       request();
       awaitAsync<kStages - 1>();
 #pragma unroll
-      for (int a = 0; a < A; a++) v[a] = *reinterpret_cast<V*>(ring + take + a * kThreads * sizeof(V));
+      for (int a = 0; a < A; a++) {
+        uint4& w = *reinterpret_cast<uint4*>(&v[a]);
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "r"(ring + take + a * array)
+                     : "memory");
+      }
       take = (take + stage) % (kStages * stage);
     } else {
       if (u == 0)
 #pragma unroll
         for (int i = 0; i < n; i++)
 #pragma unroll
-          for (int a = 0; a < A; a++) group[i][a] = load<N>(p[a]), p[a] += step;
+          for (int a = 0; a < A; a++) loaded[i][a] = load<N>(p[a]), p[a] += step;
 #pragma unroll
-      for (int a = 0; a < A; a++) v[a] = group[u][a];
+      for (int a = 0; a < A; a++) v[a] = loaded[u][a];
     }
   }
 };
 
-// walk calls row(Int<n>, u) for each of a lane's rows and group() after every few. Rows that come through shared memory are
-// all alike; others are row u of n that are loaded together.
+// walk calls row(Int<n>, u) for each of a lane's rows, which may be row u of n that are loaded at a time, and after every few
+// of them group(how many).
 template <bool ahead, class Row, class Group> __device__ __forceinline__ void walk(int rows, Row row, Group group) {
+  constexpr int batch = 4;
   int i = 0;
   if (!ahead)
-    for (; i + kGroup <= rows; i += kGroup) {
+    for (; i + batch <= rows; i += batch) {
 #pragma unroll
-      for (int u = 0; u < kGroup; u++) row(Int<kGroup>{}, u);
-      group();
+      for (int u = 0; u < batch; u++) row(Int<batch>{}, u);
+      group(batch);
     }
+  int n = 1, left = n;  // the first row alone: what deviations are taken from must soon be near the mean
 #pragma unroll 1
   for (; i < rows; i++) {
     row(Int<1>{}, 0);
-    if (i % kGroup == kGroup - 1) group();
+    if (--left == 0) group(n), left = n = kGroup;
   }
-  group();
+  group(n - left);
 }
 
 // unpack converts E elements of a pack, from element at on.
@@ -294,27 +313,44 @@ template <class T> __device__ __forceinline__ float greatest(float limit) {
   return fminf(limit, sizeof(T) == 4 ? FLT_MAX : __is_same(T, bf16) ? 0x1.fep127f : 65504.0f);
 }
 
-// mostOf is the largest magnitude of E elements from element at on, NaN if one is, as two numbers or one; within says whether
-// it is at most limit.
-template <class T, int E> using Most = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
-template <int E, class T, int N> __device__ __forceinline__ Most<T, E> mostOf(const Pack<T, N>& v, int at) {
-  if constexpr (inPairs<T, E>) {
-    const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(&v.v[at]);
-    Pair<T> most = __habs2(raw[0]);
+// Magnitudes are those of N elements, two at a time if the type allows it.
+template <class T, int N> struct Magnitudes {
+  static constexpr bool pairs = inPairs<T, N>;
+  using V = typename std::conditional<pairs, Pair<T>, float>::type;
+  static constexpr int words = pairs ? N / 2 : N;
+  V v[words];
+
+  __device__ __forceinline__ Magnitudes(const Pack<T, N>& x) {
 #pragma unroll
-    for (int j = 1; j < E / 2; j++) most = __hmax2_nan(most, __habs2(raw[j]));
-    return most;
-  } else {
-    float most = fabsf(v.get(at));
-#pragma unroll
-    for (int j = 1; j < E; j++) most = maxNaN(most, fabsf(v.get(at + j)));
-    return most;
+    for (int i = 0; i < words; i++) {
+      if constexpr (pairs) {
+        uint32_t w = reinterpret_cast<const uint32_t*>(&x)[i] & 0x7fff7fffu;
+        v[i] = *reinterpret_cast<const V*>(&w);
+      } else {
+        v[i] = fabsf(x.get(i));
+      }
+    }
   }
-}
-template <class T, int E> __device__ __forceinline__ bool within(Most<T, E> most, float limit) {
-  if constexpr (inPairs<T, E>) return __hble2(most, Pair<T>{fromFloat<T>(limit), fromFloat<T>(limit)});
-  else return most <= limit;
-}
+  // within says whether none exceeds limit or is NaN.
+  __device__ __forceinline__ bool within(float limit) const {
+    V most = v[0];
+    if constexpr (pairs) {
+#pragma unroll
+      for (int i = 1; i < words; i++) most = __hmax2_nan(most, v[i]);
+      return __hble2(most, V{fromFloat<T>(limit), fromFloat<T>(limit)});
+    } else {
+#pragma unroll
+      for (int i = 1; i < words; i++) most = maxNaN(most, v[i]);
+      return most <= limit;
+    }
+  }
+};
+
+// Wide is how E elements of a seed are compared: a pair or one at a time.
+template <class T, int E> using Wide = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
+
+// Mode is a variant of a kernel: with figures, without, or with the strict mode's clamp and figures where they are wanted.
+enum Mode { kWatch, kQuiet, kStrict };
 
 // Shuffles between the threads that hold neighbouring columns: the last elements of the one before, the first of the one
 // behind. Where that thread is in another warp, the elements are loaded.
@@ -419,6 +455,8 @@ struct Sums {
     return {n, pivot + d / n, d2 - d * d / n};
   }
 };
+
+constexpr int kMergeThreads = 512;
 
 // Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the
 // chunk. quad: chunks of 4. part: chunks of whole accesses. single: any chunk, element by element.

@@ -17,43 +17,46 @@ enum GradientFigure { kMean, kTop = 4, kNorms, kGradientFigures = 9 };
 
 // Seen is what a lane has seen of a seed's gradients.
 template <class T, int E> struct Seen {
+  static constexpr bool pairs = inPairs<T, E>;
   Running m, norms;
-  float s1, s2, n, n1, n2, normed;  // of a group of rows
-  Most<T, E> top;
+  float s1, s2, n1, n2, normed;  // of a group of rows
+  Wide<T, E> top;
 
   __device__ __forceinline__ void init() {
-    if constexpr (inPairs<T, E>) top = pairOf<T>(0);
+    if constexpr (pairs) top = pairOf<T>(0);
     else top = 0;
     clear();
   }
-  __device__ __forceinline__ void clear() { s1 = s2 = n = n1 = n2 = normed = 0; }
-  __device__ __forceinline__ void add(const float (&g)[E], Most<T, E> most) {
+  __device__ __forceinline__ void clear() { s1 = s2 = n1 = n2 = normed = 0; }
+  __device__ __forceinline__ void add(const float* g, const Wide<T, E>* magnitude) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       float d = g[j] - m.k;
       s1 += d, s2 = fmaf(d, d, s2);
     }
-    n += E;
-    if constexpr (inPairs<T, E>) top = __hmax2(top, most);
-    else top = fmaxf(top, most);
+#pragma unroll
+    for (int j = 0; j < (pairs ? E / 2 : E); j++) {
+      if constexpr (pairs) top = __hmax2(top, magnitude[j]);
+      else top = fmaxf(top, magnitude[j]);
+    }
   }
   __device__ __forceinline__ void addFinite(float g) {
     float d = g - m.k;
-    s1 += d, s2 = fmaf(d, d, s2), n++;
-    if constexpr (inPairs<T, E>) top = __hmax2(top, pairOf<T>(fabsf(g)));
+    s1 += d, s2 = fmaf(d, d, s2);
+    if constexpr (pairs) top = __hmax2(top, pairOf<T>(fabsf(g)));
     else top = fmaxf(top, fabsf(g));
   }
   __device__ __forceinline__ void addNorm(float norm) {
     float d = norm - norms.k;
     n1 += d, n2 = fmaf(d, d, n2), normed++;
   }
-  __device__ __forceinline__ void group() {
-    m.add(s1, s2, n), norms.add(n1, n2, normed);
+  __device__ __forceinline__ void group(int n) {
+    m.add(s1, s2, float(n)), norms.add(n1, n2, normed);
     clear();
   }
   __device__ __forceinline__ void put(const Partials& out) const {
     out.put(kMean, m), out.put(kNorms, norms);
-    if constexpr (inPairs<T, E>) out[kTop] = fmaxf(__low2float(top), __high2float(top));
+    if constexpr (pairs) out[kTop] = fmaxf(__low2float(top), __high2float(top));
     else out[kTop] = top;
   }
 };
@@ -65,11 +68,11 @@ __device__ __forceinline__ float squareRoot(float v) {
 }
 
 // differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
-// the gradients behind, x1 and x2 the inputs before, unless the chunk is whole.
+// the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
+// is 1.
 template <bool careful, bool whole, int E>
-__device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float (&g)[E],
-                                              const float (&x)[E], float g1, float g2, float x1, float x2, const Seed<E>& s,
-                                              bool residual) {
+__device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
+                                              float g1, float g2, float x1, float x2, const Seed<E>& s) {
 #pragma unroll
   for (int j = 0; j < E; j++) {
     bool on = s.on(x[j], j);
@@ -79,32 +82,53 @@ __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float&
     dx[j] = addTerm<careful>(on ? s.p[j] : s.off, g[j], sum);
     if (!whole || j > 0) d1 = fmaf(g[j], j > 0 ? x[j > 0 ? j - 1 : 0] : x1, d1);
     if (!whole || j > 1) d2 = fmaf(g[j], j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, d2);
-    acc[j] = fmaf(g[j], residual ? 1.0f : on ? x[j] : 0.0f, acc[j]);
+    acc[j] = fmaf(g[j], on ? x[j] : 0.0f, acc[j]);
+  }
+}
+
+// ones makes E elements of a pack 1, from element at on, if wanted.
+template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>& v, int at, bool wanted) {
+  if constexpr (inPairs<T, E>) {
+    const Pair<T> one = pairOf<T>(1);
+#pragma unroll
+    for (int j = 0; j < E; j += 2) {
+      uint32_t& word = *reinterpret_cast<uint32_t*>(&v.v[at + j]);
+      word = wanted ? *reinterpret_cast<const uint32_t*>(&one) : word;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < E; j++) v.v[at + j] = wanted ? fromFloat<T>(1) : v.v[at + j];
   }
 }
 
 // share is how many threads share a chunk and form its norm, a power of two, or 0 where they do not; then scale
-// [rows, seeds] holds the factors that clip, or is null for none. Launch: as forward, with twice the shared memory.
-template <class T, int N, int E, bool whole, bool watch>
+// [rows, seeds] holds the factors that clip, or is null for none. partial [kGradientFigures, lanes, units] may be null in the
+// strict mode. Launch: as forward, with twice the shared memory.
+template <class T, int N, int E, bool whole, Mode mode>
 __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, const T* x, int share, const float* scale,
                                          float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {
   constexpr int G = N / E;
   extern __shared__ uint4 shared[];
+  const bool watch = mode == kWatch || mode == kStrict && partial;
   const int d = l.seeds * l.chunk, units = d / E;
   Lane lane(N);
   if (!lane.find(d)) return;
   const int col = lane.col, seed = col / l.chunk, at = whole ? 0 : col % l.chunk, count = lane.rows(l.rows);
   const int64_t step = lane.count * d;
   x += lane.index * d + col, g += lane.index * d + col, dx += lane.index * d + col;
+  Rows<T, N, 2> rows(shared, step, count);
+  rows.p[0] = g, rows.p[1] = x;
+  rows.start();
+
   Neighbours<T, N> neighbours(lane, at, l.chunk);
   const bool norm = whole || share > 0, leads = at == 0;
   const float large = greatest<T>(kLargestSquared);
-
   Seed<E> s[G];
   Seen<T, E> h[G];
   bool residual[G];
   float acc[N] = {}, d1[G] = {}, d2[G] = {};
-  uint32_t lost[G] = {}, clips[G] = {};
+  int lost[G] = {}, counted[G] = {};  // non-finite elements, and those of them that are already in m
+  uint32_t clips[G] = {};
 #pragma unroll
   for (int k = 0; k < G; k++) {
     s[k].init(l, seed + k, at);
@@ -123,39 +147,42 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, cons
   }
   if (scale) scale += lane.index * l.seeds + seed;
 
-  Rows<T, N, 2> rows(shared, step, count);
-  rows.p[0] = g, rows.p[1] = x;
-  rows.start();
   auto row = [&](auto n, int u) {
     Pack<T, N> in[2];
     rows.template next<decltype(n)::value>(u, in);
-    Pack<T, N>&gv = in[0], &xv = in[1];
-    float x1 = 0, x2 = 0, g1 = 0, g2 = 0, by = 1;
+    Pack<T, N>&gv = in[0], &xv = in[1], strictX;
+    float x1 = 0, x2 = 0, g1 = 0, g2 = 0, rowScale = 1;
     if (!whole) {
       neighbours.before(xv, x, x1, x2);
       neighbours.behind(gv, g, g1, g2);
-      if (scale) by = *scale, scale += lane.count * l.seeds;
+      if (scale) rowScale = *scale, scale += lane.count * l.seeds;
     }
+    if (mode == kStrict) strictX = xv;
+#pragma unroll
+    for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
+    float ge[N], xe[N];
+    unpack(ge, gv, 0);
+    unpack(xe, xv, 0);
+    Magnitudes<T, N> magnitudes(gv);
+    bool fine = magnitudes.within(large);
+    if (!whole) fine = fine && fabsf(g1) <= large && fabsf(g2) <= large;
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      float ge[E], xe[E], out[E];
-      unpack(ge, gv, k * E);
-      unpack(xe, xv, k * E);
-      Most<T, E> most = mostOf<E>(gv, k * E);
-      bool fine = within<T, E>(most, large), huge = false, some = true;
-      if (!whole) fine = fine && fabsf(g1) <= large && fabsf(g2) <= large;
+      bool huge = false, some = true;
+      float by = rowScale;
       if (fine) {
-        if (watch) h[k].add(ge, most);
+        if (watch) h[k].add(ge + k * E, magnitudes.v + k * (magnitudes.words / G));
       } else {
         some = false;
 #pragma unroll
         for (int j = 0; j < E; j++) {
-          if (!finite(ge[j])) {
+          float v = ge[k * E + j];
+          if (!finite(v)) {
             lost[k]++;
             continue;
           }
-          some = true, huge = huge || fabsf(ge[j]) > kLargestSquared;
-          if (watch) h[k].addFinite(ge[j]);
+          some = true, huge = huge || fabsf(v) > kLargestSquared;
+          if (watch) h[k].addFinite(v);
         }
       }
       if (norm && (watch || l.limit)) {
@@ -168,14 +195,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, cons
         float q = 0, down = huge ? 0x1p-66f : 1;
         if (fine && !huge) {
 #pragma unroll
-          for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
+          for (int j = 0; j < E; j++) q = fmaf(ge[k * E + j], ge[k * E + j], q);
         } else {
 #pragma unroll
           for (int j = 0; j < E; j++)
-            if (finite(ge[j])) q = fmaf(ge[j] * down, ge[j] * down, q);
+            if (finite(ge[k * E + j])) q = fmaf(ge[k * E + j] * down, ge[k * E + j] * down, q);
         }
         if (together) q = sumOver(q, share, lane.peers);
-        float length = squareRoot(q) / down;
+        float length = squareRoot(q);
+        if (huge) length /= down;
         if (watch && leads && any) h[k].addNorm(length);
         if (l.limit) {
           by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
@@ -184,35 +212,38 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, cons
       }
       if (by < 1) {
 #pragma unroll
-        for (int j = 0; j < E; j++) ge[j] *= by;
+        for (int j = 0; j < E; j++) ge[k * E + j] *= by;
       }
-      float xs[E], x1s = x1, x2s = x2;
-#pragma unroll
-      for (int j = 0; j < E; j++) xs[j] = xe[j];
-      if (l.strict) {
-        Strict strict(l, seed + k, s[k].active);
-#pragma unroll
-        for (int j = 0; j < E; j++) xs[j] = strict(xe[j]);
-        x1s = at > 0 ? strict(x1) : 0, x2s = at > 1 ? strict(x2) : 0;
-      }
-      if (fine) differentiate<false, whole>(out, acc + k * E, d1[k], d2[k], ge, xs, g1 * by, g2 * by, x1s, x2s, s[k], residual[k]);
-      else differentiate<true, whole>(out, acc + k * E, d1[k], d2[k], ge, xs, g1 * by, g2 * by, x1s, x2s, s[k], residual[k]);
-      if (l.strict) {
+      float out[E], b1 = x1, b2 = x2;
+      if (mode == kStrict) {
         Strict strict(l, seed + k, s[k].active);
 #pragma unroll
         for (int j = 0; j < E; j++)
-          if (strict.bites(xe[j])) out[j] = 0;
+          if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
+        b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
       }
-      if (s[k].blends) setPart(gv, k * E, out);
-      else if (by < 1) setPart(gv, k * E, ge);
+      const float *gk = ge + k * E, *xk = xe + k * E;
+      if (fine) differentiate<false, whole>(out, acc + k * E, d1[k], d2[k], gk, xk, g1 * by, g2 * by, b1, b2, s[k]);
+      else differentiate<true, whole>(out, acc + k * E, d1[k], d2[k], gk, xk, g1 * by, g2 * by, b1, b2, s[k]);
+      if (mode == kStrict) {
+        Strict strict(l, seed + k, s[k].active);
+#pragma unroll
+        for (int j = 0; j < E; j++)
+          if (strict.bites(strictX.get(k * E + j))) out[j] = 0;
+      }
+      if (by < 1) {
+#pragma unroll
+        for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : gk[j];
+      }
+      if (s[k].blends || by < 1) setPart(gv, k * E, out);
     }
     store(dx, gv);
     x += step, g += step, dx += step;
   };
-  auto group = [&] {
+  auto group = [&](int n) {
     if (watch)
 #pragma unroll
-      for (int k = 0; k < G; k++) h[k].group();
+      for (int k = 0; k < G; k++) h[k].group(n * E - lost[k] + counted[k]), counted[k] = lost[k];
   };
   walk<Rows<T, N, 2>::ahead>(count, row, group);
 
@@ -222,7 +253,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, cons
   for (int k = 0; k < G; k++) {
     int unit = col / E + k;
     mine[d + unit] = d1[k], mine[d + units + unit] = d2[k];
-    if (lost[k] > 0) atomicAdd(bad + seed + k, lost[k]);  // of integers, so in any order
+    if (lost[k] > 0) atomicAdd(bad + seed + k, uint32_t(lost[k]));  // of integers, so in any order
     if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
     if (watch) h[k].put({partial, lane.count * units, lane.index * units + unit});
   }
@@ -249,20 +280,19 @@ __device__ __forceinline__ void merge(float* figures, float* partial, int lanes,
     Sums m, norms;
     float top;
   };
-  __shared__ Share shared[256];
+  __shared__ Share shared[kMergeThreads];
   int seed = blockIdx.x * blockDim.x + threadIdx.x, each = units / seeds;
   Share h{{}, {}, 0};
   double pivot = 0, middle = 0;
   if (seed < seeds) {
     Partials p{partial, int64_t(lanes) * units, int64_t(seed) * each};
     pivot = p[kMean], middle = p[kNorms];
-    for (int lane = threadIdx.y; lane < lanes; lane += blockDim.y)
 #pragma unroll 4
-      for (int k = 0; k < each; k++) {
-        p.at = int64_t(lane) * units + int64_t(seed) * each + k;
-        h.m.add(p, kMean, pivot), h.norms.add(p, kNorms, middle);
-        h.top = fmaxf(h.top, p[kTop]);
-      }
+    for (int i = threadIdx.y; i < lanes * each; i += blockDim.y) {
+      p.at = int64_t(i / each) * units + int64_t(seed) * each + i % each;
+      h.m.add(p, kMean, pivot), h.norms.add(p, kNorms, middle);
+      h.top = fmaxf(h.top, p[kTop]);
+    }
   }
   auto mine = [&](int y) -> Share& { return shared[y * blockDim.x + threadIdx.x]; };
   mine(threadIdx.y) = h;
@@ -292,11 +322,8 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
     for (int k = kWarp / 2; k > 0; k /= 2) v += __shfl_xor_sync(kAllLanes, v, k);
     return v;
   };
-  double top = -INFINITY, by = 0;  // of the slot's softmax
-  for (int i = lane; i < c; i += kWarp) top = fmax(top, double(w[i]));
-  for (int k = kWarp / 2; k > 0; k /= 2) top = fmax(top, __shfl_xor_sync(kAllLanes, top, k));
-  for (int i = lane; i < c; i += kWarp) by += exp(double(w[i]) - top);
-  by = 1 / warpSum(by);
+  float top = -INFINITY, by = 0;  // of the slot's softmax, from the first seed on that needs it
+  auto softmax = [&](int i) { return expf(w[i] - top) * by; };
 
   double weight = 0, scale = 0;  // scale: of this lane alone
   for (int i = heads[slot] + threadIdx.y; i < heads[slot + 1]; i += blockDim.y) {
@@ -318,12 +345,19 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
       }
       continue;
     }
+    if (kind == kAttentionGate && by == 0) {
+      for (int j = lane; j < c; j += kWarp) top = fmaxf(top, w[j]);
+      top = warpReduce<Max>(top);
+      float exps = 0;
+      for (int j = lane; j < c; j += kWarp) exps += expf(w[j] - top);
+      by = 1 / warpReduce<Sum>(exps);
+    }
     double dot = 0;
-    for (int j = lane; j < c; j += kWarp) dot += sum[j] * (kind == kAttentionGate ? exp(w[j] - top) * by : double(w[j]));
+    for (int j = lane; j < c; j += kWarp) dot += double(sum[j]) * (kind == kAttentionGate ? softmax(j) : w[j]);
     scale += beta * dot;
     if (kind == kAttentionGate) dot = warpSum(dot);
     if (col >= c) continue;
-    if (kind == kAttentionGate) weight += beta * a * exp(w[col] - top) * by * (sum[col] - dot);
+    if (kind == kAttentionGate) weight += beta * a * softmax(col) * (sum[col] - dot);
     else weight += beta * a * sum[col];
   }
   scale = warpSum(scale);
@@ -336,27 +370,27 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   if (col == 0) dscales[slot] = float(scale);
 }
 
-#define DEFINE_SHAPE(shape, T, N, E, whole)                                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                         \
-      kasmina_backward_##shape##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale,    \
-                                     float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {                       \
-    backward<T, N, E, whole, true>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                           \
-  }                                                                                                            \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                         \
-      kasmina_backward_quiet_##shape##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale, \
-                                           float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {    \
-    backward<T, N, E, whole, false>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                          \
+#define DEFINE_MODE(mode, name, T, N, E, whole)                                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
+      kasmina_backward_##name##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale,      \
+                                    float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {            \
+    backward<T, N, E, whole, mode>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                     \
   }
+#define DEFINE_SHAPE(shape, T, N, E, whole)            \
+  DEFINE_MODE(kWatch, watch_##shape, T, N, E, whole)   \
+  DEFINE_MODE(kQuiet, quiet_##shape, T, N, E, whole)   \
+  DEFINE_MODE(kStrict, strict_##shape, T, N, E, whole)
 #define DEFINE(T) FOR_SHAPES(DEFINE_SHAPE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_SHAPE
+#undef DEFINE_MODE
 
 extern "C" __global__ void __launch_bounds__(1024) kasmina_total(float* total, const float* sums, int lanes, int64_t columns) {
   addLanes(total, sums, lanes, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
     kasmina_gradient_merge(float* figures, float* partial, int lanes, int units, int seeds, int norms) {
   merge(figures, partial, lanes, units, seeds, norms);
 }

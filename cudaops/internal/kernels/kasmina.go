@@ -166,7 +166,8 @@ const (
 	kasminaBackwardPartials = 9
 	kasminaRowPartial       = 72
 	kasminaThreads          = 256
-	kasminaBlocks           = 4   // a multiprocessor at most
+	kasminaBlocks           = 4 // a multiprocessor at most
+	kasminaMergeThreads     = 512
 	kasminaRowBlocks        = 128 // of kasmina_rows.cu at most
 )
 
@@ -290,6 +291,17 @@ func (l KasminaLayer) check(op string, r KasminaReduction) (suf string, empty bo
 	return suf, empty, err
 }
 
+// mode is the variant of a kernel, as kasmina.cuh has it.
+func (l KasminaLayer) mode(telemetry bool) string {
+	switch {
+	case l.Stability == KasminaStrict:
+		return "strict"
+	case telemetry:
+		return "watch"
+	}
+	return "quiet"
+}
+
 // bytes is Layer of kasmina.cuh.
 func (l KasminaLayer) bytes(softmax driver.Ptr, clip bool) []byte {
 	large := float32(math.MaxFloat32)
@@ -302,7 +314,7 @@ func (l KasminaLayer) bytes(softmax driver.Ptr, clip bool) []byte {
 	}
 	a := args().Ptr(l.State.field(0)).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
 		Ptr(l.Weights).Ptr(l.Scales).Ptr(softmax).Int64(int64(l.Rows)).Int32(l.State.Seeds).Int32(l.Chunk).
-		Float32(float32(l.Eps)).Float32(large).Int32(int(bit(l.Stability == KasminaStrict))).Int32(0)
+		Float32(float32(l.Eps)).Float32(large)
 	return a.Packed()
 }
 
@@ -352,8 +364,8 @@ func (p *kasminaPass) main(unit, name string, a *driver.Args) error {
 // merge launches a kernel that merges partials: each seed's by so many threads that none has many.
 func (p *kasminaPass) merge(unit, name string, figures driver.Ptr, last func(*driver.Args)) error {
 	parts := p.lanes() * p.units / p.State.Seeds
-	down := min(max(powerOfTwo(parts/8), 8), kasminaThreads)
-	across := kasminaThreads / down
+	down := min(max(powerOfTwo(parts/2), kasminaMergeThreads/16), kasminaMergeThreads)
+	across := kasminaMergeThreads / down
 	a := args().Ptr(figures).Ptr(p.partial).Int32(p.lanes()).Int32(p.units).Int32(p.State.Seeds)
 	last(a)
 	return p.launch(p.Stream, unit, name, driver.LaunchConfig{
@@ -382,13 +394,12 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if empty || err != nil {
 		return err
 	}
-	name := "kasmina_forward"
-	if !f.Telemetry {
-		name = "kasmina_forward_quiet"
-	}
-	p, name, err := k.kasminaPass(s, f.KasminaLayer, "kasmina", name, suf, aligned(f.X, f.Y), false, false, f.Workspace)
+	p, name, err := k.kasminaPass(s, f.KasminaLayer, "kasmina", "kasmina_forward_"+f.mode(f.Telemetry), suf, aligned(f.X, f.Y), false, false, f.Workspace)
 	if err != nil {
 		return err
+	}
+	if !f.Telemetry {
+		p.partial = 0
 	}
 	if err := p.main("kasmina", name, p.args().Ptr(f.Y).Ptr(f.X).Ptr(p.partial).Ptr(f.Bad)); err != nil {
 		return err
@@ -436,11 +447,7 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, driver.Float32),
 			k.Fill(s, b.DScales, 0, b.State.Slots, driver.Float32))
 	}
-	name := "kasmina_backward"
-	if !b.Telemetry {
-		name = "kasmina_backward_quiet"
-	}
-	p, name, err := k.kasminaPass(s, b.KasminaLayer, "kasmina_backward", name, suf, aligned(b.DX, b.G, b.X), true, b.Clip, b.Workspace)
+	p, name, err := k.kasminaPass(s, b.KasminaLayer, "kasmina_backward", "kasmina_backward_"+b.mode(b.Telemetry), suf, aligned(b.DX, b.G, b.X), true, b.Clip, b.Workspace)
 	if err != nil {
 		return err
 	}
@@ -450,6 +457,9 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.rows).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
 			return err
 		}
+	}
+	if !b.Telemetry {
+		p.partial = 0
 	}
 	a := p.args().Ptr(b.DX).Ptr(b.G).Ptr(b.X).Int32(p.share).Ptr(p.scale).Ptr(p.sums).Ptr(p.partial).Ptr(b.Bad).Ptr(b.Clipped)
 	if err := p.main("kasmina_backward", name, a); err != nil {

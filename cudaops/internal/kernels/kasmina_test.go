@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -356,11 +357,11 @@ func TestKasminaExtremes(t *testing.T) {
 					s := r.states[i/chunk%c.seeds]
 					if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
 						if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
-							t.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
+							g.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
 						}
 					} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
 						finite(r.wantY[i]) && !finite(y[i]) {
-						t.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
+						g.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
 					}
 				}
 			})
@@ -440,8 +441,9 @@ func TestKasminaBandwidth(t *testing.T) {
 					forward, backward = append(forward, r.forwardOnly), append(backward, r.launchBackward)
 				}
 				n := c.rows * c.seeds * c.chunk * c.dtype.Size()
-				g.bench("forward", 2*n, forward)
-				g.bench("backward", 3*n, backward)
+				name := fmt.Sprintf("forward %dx%dx%d %v, telemetry %v", c.rows, c.seeds, c.chunk, c.dtype, c.telemetry)
+				g.bench(name, 2*n, forward)
+				g.bench(strings.Replace(name, "forward", "backward", 1), 3*n, backward)
 			})
 		}
 	}
