@@ -1,6 +1,6 @@
 // RMSNorm over the rows of x [rows, d], with weights w [d] in float32.
 //
-//   forward:   rstd = 1/sqrt(mean(x²) + eps),  y = x·rstd ⊙ w           first x ← x + residual, where there is one
+//   forward:   rstd = 1/sqrt(mean(x²) + eps),  y = x·rstd ⊙ w           of sum = x + residual instead of x, where there is one
 //   backward:  dx = rstd·(g ⊙ w − n·mean(g ⊙ w ⊙ n)) + add,  dw = Σ_rows g ⊙ n,  n = x·rstd
 //
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that reaches x past the norm.
@@ -73,8 +73,8 @@ template <class V> __device__ __forceinline__ void forget(V& v) {
 // K packs a lane: rows of up to 32·K·kVec elements, d a multiple of kVec; with 16 packs there are no registers for a residual.
 // Launch: a warp a row, at most four a block.
 template <class T, int K>
-__device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,
-                                            float eps) {
+__device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* sum, const T* x, const T* residual,
+                                            const float* w, int64_t rows, int d, float eps) {
   constexpr int N = kVec<T>;
   int64_t row = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
   int lane = threadIdx.x % kWarp;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* re
     if (i < d) v[k] = loadOnce<N>(x + i);
   }
   if (K < 16 && residual) {
-    residual += row * d;
+    residual += row * d, sum += row * d;
     constexpr int some = K < 8 ? K : 4;  // at once, as registers allow
 #pragma unroll
     for (int first = 0; first < K; first += some) {
@@ -105,19 +105,19 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* re
         if (i < d) {
 #pragma unroll
           for (int j = 0; j < N; j++) v[first + k].set(j, v[first + k].get(j) + r[k].get(j));
-          store(x + i, v[first + k]);
+          store(sum + i, v[first + k]);
         }
       }
     }
   }
-  float sum = 0;
+  float squares = 0;
 #pragma unroll
   for (int k = 0; k < K; k++)
 #pragma unroll
-    for (int j = 0; j < N; j++) sum += v[k].get(j) * v[k].get(j);
+    for (int j = 0; j < N; j++) squares += v[k].get(j) * v[k].get(j);
 #pragma unroll
   for (int k = 0; k < K; k++) forget(v[k]);
-  float s = rsqrtf(warpReduce<Sum>(sum) / d + eps);
+  float s = rsqrtf(warpReduce<Sum>(squares) / d + eps);
   if (rstd && lane == 0) rstd[row] = s;
 #pragma unroll
   for (int k = 0; k < K; k++) {
@@ -133,8 +133,8 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* x, const T* re
 
 // Launch: see Walk; two arrays with residual, else one.
 template <class T>
-__device__ __forceinline__ void forwardRows(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,
-                                            float eps) {
+__device__ __forceinline__ void forwardRows(T* y, float* rstd, T* sum, const T* x, const T* residual,
+                                            const float* w, int64_t rows, int d, float eps) {
   constexpr int N = kVec<T>;
   __shared__ float sums[2][kWarp];
   extern __shared__ uint4 shared[];
@@ -155,12 +155,12 @@ __device__ __forceinline__ void forwardRows(T* y, float* rstd, T* x, const T* re
       Pack<T, N> r = walk.slot(1);
 #pragma unroll
       for (int j = 0; j < N; j++) v.set(j, v.get(j) + r.get(j));
-      if (walk.here()) store(x + walk.at(), v);
+      if (walk.here()) store(sum + walk.at(), v);
     }
-    float sum = 0;
+    float squares = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) sum += v.get(j) * v.get(j);
-    float s = rsqrtf(walk.rowSum(sum) / d + eps);
+    for (int j = 0; j < N; j++) squares += v.get(j) * v.get(j);
+    float s = rsqrtf(walk.rowSum(squares) / d + eps);
     if (!walk.here()) continue;
     if (rstd && threadIdx.x == 0) rstd[walk.row] = s;
 #pragma unroll
@@ -172,25 +172,27 @@ __device__ __forceinline__ void forwardRows(T* y, float* rstd, T* x, const T* re
 
 // Any d. Launch: a block a row.
 template <class T>
-__device__ __forceinline__ void forwardAny(T* y, float* rstd, T* x, const T* residual, const float* w, int d, float eps) {
+__device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,
+                                           float eps) {
   int64_t row = blockIdx.x;
-  x += row * d, y += row * d;
-  float sum = 0;
+  x += row * d, y += row * d, sum += row * d;
+  float squares = 0;
   for (int i = threadIdx.x; i < d; i += blockDim.x) {
     T v = x[i];
-    if (residual) x[i] = v = fromFloat<T>(toFloat(v) + toFloat(residual[row * d + i]));
-    sum += toFloat(v) * toFloat(v);
+    if (residual) sum[i] = v = fromFloat<T>(toFloat(v) + toFloat(residual[row * d + i]));
+    squares += toFloat(v) * toFloat(v);
   }
-  float s = rsqrtf(blockReduce<Sum>(sum) / d + eps);
+  float s = rsqrtf(blockReduce<Sum>(squares) / d + eps);
   if (rstd && threadIdx.x == 0) rstd[row] = s;
-  for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = fromFloat<T>(toFloat(x[i]) * s * w[i]);
+  const T* in = residual ? sum : x;
+  for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = fromFloat<T>(toFloat(in[i]) * s * w[i]);
 }
 
 #define DEFINE_WARP(T, K)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(4 * kWarp, K == 16 ? 6 : 1) \
-      rmsnorm_warp##K##_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,  \
-                            float eps) {                                                                      \
-    forwardWarp<T, K>(y, rstd, x, residual, w, rows, d, eps);                                                 \
+  extern "C" __global__ void __launch_bounds__(4 * kWarp, K == 16 ? 6 : 1)                                    \
+      rmsnorm_warp##K##_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,         \
+                            int64_t rows, int d, float eps) {                                                 \
+    forwardWarp<T, K>(y, rstd, sum, x, residual, w, rows, d, eps);                                            \
   }
 #define DEFINE(T)                                                                                             \
   DEFINE_WARP(T, 2)                                                                                           \
@@ -198,13 +200,14 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* x, const T* res
   DEFINE_WARP(T, 8)                                                                                           \
   DEFINE_WARP(T, 16)                                                                                          \
   extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      rmsnorm_rows_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int64_t rows, int d,       \
-                       float eps) {                                                                           \
-    forwardRows(y, rstd, x, residual, w, rows, d, eps);                                                       \
+      rmsnorm_rows_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,              \
+                       int64_t rows, int d, float eps) {                                                      \
+    forwardRows(y, rstd, sum, x, residual, w, rows, d, eps);                                                  \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
-      rmsnorm_any_##T(T* y, float* rstd, T* x, const T* residual, const float* w, int d, float eps) {         \
-    forwardAny(y, rstd, x, residual, w, d, eps);                                                              \
+      rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \
+                      float eps) {                                                                            \
+    forwardAny(y, rstd, sum, x, residual, w, d, eps);                                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

@@ -99,8 +99,8 @@ func benchNorm(g *rig, t driver.DType) {
 			g.must(g.RMSNorm(g.stream, RMSNorm{Y: p[0], Rstd: rstd.Ptr, X: p[1], W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: t}))
 		}))
 		g.bench(name("add + RMSNorm"), 4*n*t.Size(), over(sets, func(p []driver.Ptr) {
-			g.must(g.RMSNorm(g.stream, RMSNorm{Y: p[0], Rstd: rstd.Ptr, X: p[1], Residual: p[2], W: w.Ptr, Rows: rows, D: d, Eps: 1e-5,
-				Type: t}))
+			g.must(g.RMSNorm(g.stream, RMSNorm{Y: p[0], Rstd: rstd.Ptr, Sum: p[3], X: p[1], Residual: p[2], W: w.Ptr, Rows: rows,
+				D: d, Eps: 1e-5, Type: t}))
 		}))
 		back := RMSNormBackward{DW: dw.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: t, Workspace: work.Ptr}
 		g.bench(name("RMSNorm backward"), 3*n*t.Size(), over(sets, func(p []driver.Ptr) {

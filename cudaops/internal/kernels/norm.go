@@ -1,18 +1,20 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
 // RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
-// X becomes X + Residual first. Rstd [Rows] and W [D] are float32, the others of the same type; Rstd may be null.
+// it does so to Sum = X + Residual, which it writes; Sum may be the memory of either. Rstd [Rows] and W [D] are float32, the
+// others of the same type; Rstd may be null.
 type RMSNorm struct {
-	Y, Rstd, X, Residual, W driver.Ptr
-	Rows, D                 int
-	Eps                     float64
-	Type                    driver.DType
+	Y, Rstd, Sum, X, Residual, W driver.Ptr
+	Rows, D                      int
+	Eps                          float64
+	Type                         driver.DType
 }
 
 // RMSNorm launches one kernel.
@@ -24,38 +26,45 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	if empty, err := checkInts("RMSNorm", a.Rows, a.D); empty || err != nil {
 		return err
 	}
-	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
-	if !packed(a.Type, a.D, a.Y, a.X, a.Residual, a.W) || a.D > 1024*vector(a.Type) {
-		return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
+	if a.Residual != 0 && a.Sum == 0 {
+		return errors.New("kernels.RMSNorm: a Residual is given, but no Sum to write")
 	}
-	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps))
+	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
+	rows, d, eps, packed := int64(a.Rows), a.D, float32(a.Eps), packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W)
 	for _, packs := range []int{2, 4, 8, 16} {
-		if a.D <= packs*32*vector(a.Type) && (packs < 16 || a.Residual == 0) {
+		if packed && d <= packs*32*vector(a.Type) && (packs < 16 || a.Residual == 0) {
 			warps := min(4, max(1, 8/packs)) // a block's place is free for the next one only when all its warps are done
-			return k.launch(s, "norm", fmt.Sprintf("rmsnorm_warp%d%s", packs, suf), line(ceilDiv(a.Rows, warps), 32*warps), l)
+			c := line(ceilDiv(a.Rows, warps), 32*warps)
+			return k.launch(s, "norm", fmt.Sprintf("rmsnorm_warp%d%s", packs, suf), c, l.Int64(rows).Int32(d).Float32(eps))
 		}
 	}
 	arrays := 1
 	if a.Residual != 0 {
 		arrays = 2
 	}
-	c, err := k.walk("rmsnorm_rows"+suf, a.Rows, a.D, arrays, 0, a.Type)
+	c, fits, err := k.walk("rmsnorm_rows"+suf, a.Rows, d, arrays, 0, a.Type)
 	if err != nil {
 		return err
 	}
-	return k.launch(s, "norm", "rmsnorm_rows"+suf, c, l)
+	if packed && fits {
+		return k.launch(s, "norm", "rmsnorm_rows"+suf, c, l.Int64(rows).Int32(d).Float32(eps))
+	}
+	return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(d)), l.Int32(d).Float32(eps))
 }
 
-// walk is the launch of a kernel of norm.cu that walks down the rows, d a multiple of a vector and at most 1024 vectors. shared
-// is floats of shared memory for each element of a row that it takes at least.
-func (k *Kernels) walk(name string, rows, d, arrays, shared int, t driver.DType) (driver.LaunchConfig, error) {
+// walk is the launch of a kernel of norm.cu that walks down the rows, if the GPU has room for so many arrays of rows of d
+// elements, or floats floats for each element.
+func (k *Kernels) walk(name string, rows, d, arrays, floats int, t driver.DType) (c driver.LaunchConfig, fits bool, err error) {
 	const stages = 4
 	across := ceilDiv(d, 32*vector(t)) * 32
 	down := max(1, 512/across)
-	c := driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*arrays*16*across, 4*shared*d) * down}
+	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*arrays*16*across, 4*floats*d) * down}
+	if across > 1024 || c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernels themselves declare
+		return c, false, nil
+	}
 	blocks, err := k.resident("norm", name, across*down, c.Shared)
 	c.Grid.X = min(blocks, normBlocks*k.sms, ceilDiv(rows, down))
-	return c, err
+	return c, true, err
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -102,16 +111,16 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 
 // normBackward computes DX and returns how many rows of partial sums it left.
 func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
-	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || a.D > 1024*vector(a.Type) {
-		return k.normBackwardAny(s, a, suf)
-	}
 	arrays := 2
 	if a.Add != 0 {
 		arrays = 3
 	}
-	c, err := k.walk("rmsnorm_backward"+suf, a.Rows, a.D, arrays, 1, a.Type)
+	c, fits, err := k.walk("rmsnorm_backward"+suf, a.Rows, a.D, arrays, 1, a.Type)
 	if err != nil {
 		return 0, err
+	}
+	if !fits || !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
+		return k.normBackwardAny(s, a, suf)
 	}
 	l := args().Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
 	return c.Grid.X, k.launch(s, "norm", "rmsnorm_backward"+suf, c, l)

@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -22,7 +23,12 @@ func TestRMSNorm(t *testing.T) {
 					a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
 					if residual {
 						r, rr := g.normal(rows*d, dt, skew)
-						a.Residual = r.Ptr
+						sum := x // in place, or not
+						if i%3 != 0 {
+							sum = g.alloc(rows*d, dt, skew)
+							defer g.near("x", x, slices.Clone(xr), 0)
+						}
+						a.Residual, a.Sum, x = r.Ptr, sum.Ptr, sum
 						for i := range xr {
 							xr[i] += rr[i]
 						}
@@ -31,7 +37,7 @@ func TestRMSNorm(t *testing.T) {
 					g.must(g.RMSNorm(g.stream, a))
 					wantY, wantR := make([]float64, rows*d), make([]float64, rows)
 					cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
-					g.near("x", x, xr, 0)
+					g.near("sum", x, xr, 0)
 					g.near("y", y, wantY, forward(dt))
 					g.near("rstd", rstd, wantR, 1e-6)
 				})

@@ -38,6 +38,7 @@ func TestRefusals(t *testing.T) {
 		"kernels.Binary: there is no function":              k.Binary(s, -1, 0, Operand{}, Operand{}, 1, f32),
 		"kernels.Binary: a size is negative":                k.Binary(s, Add, 0, Operand{Period: -1}, Operand{}, 1, f32),
 		"kernels.RMSNorm: a size is above":                  k.RMSNorm(s, RMSNorm{Rows: huge, D: 1}),
+		"kernels.RMSNorm: a Residual is given":              k.RMSNorm(s, RMSNorm{Rows: 1, D: 1, Residual: 256}),
 		"kernels.RMSNormBackward: elements are of type":     k.RMSNormBackward(s, RMSNormBackward{Rows: 1, D: 1, DWType: fp8}),
 		"kernels.RoPE: head dimension 3":                    k.RoPE(s, RoPE{Rows: 1, Seq: 1, Heads: 1, HeadDim: 3}),
 		"kernels.RoPE: 2000000000 rows of 8 heads":          k.RoPE(s, RoPE{Rows: 2e9, Seq: 1, Heads: 8, HeadDim: 64}),
