@@ -273,8 +273,8 @@ func (m *Machine) allocate() error {
 	}
 	for _, b := range m.program.blocks {
 		if !b.resident {
-			b.base = m.arena.Offset(b.offset)
-		} else if b.base, err = m.alloc(b.bytes, "parameters and constants"); err != nil {
+			b.base = m.arena.Offset(b.Offset)
+		} else if b.base, err = m.alloc(b.Bytes, "parameters and constants"); err != nil {
 			return err
 		}
 	}
@@ -496,7 +496,7 @@ func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 		return nil, errors.New("the node is not part of the graph that the machine runs")
 	case a.block == nil:
 		return nil, fmt.Errorf("%s packs several values: ask for those", describe(n))
-	case !a.resident && a.last < len(m.program.tasks):
+	case !a.resident && a.Last < len(m.program.tasks):
 		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", describe(n))
 	case !m.ran && n.Op() != nil:
 		return nil, errors.New("the machine has not run")

@@ -120,9 +120,9 @@ func (x *optimizer) alloc(m *Machine, bytes int, what string) (driver.Ptr, error
 // newArray is an array in memory of its own.
 func (x *optimizer) newArray(m *Machine, e elem, what string, shape ...int) (*array, error) {
 	a := &array{block: &block{resident: true}, elem: e, shape: shape}
-	a.bytes = max(1, a.len()*e.size())
+	a.Bytes = max(1, a.len()*e.size())
 	var err error
-	a.base, err = x.alloc(m, a.bytes, what)
+	a.base, err = x.alloc(m, a.Bytes, what)
 	return a, err
 }
 
@@ -160,7 +160,7 @@ func (m *Machine) loadState(x *optimizer) error {
 			p.moments = append(p.moments, a)
 			t, ok := known[name+"."+moment]
 			if !ok {
-				err = m.device.ctx.Memset8(a.ptr(), 0, a.bytes, m.stream)
+				err = m.device.ctx.Memset8(a.ptr(), 0, a.Bytes, m.stream)
 			} else {
 				err = m.device.ctx.CopyToDevice(a.ptr(), driver.Bytes(t.Data.([]float32)), m.stream)
 			}
@@ -356,7 +356,7 @@ func (m *Machine) DropGradients() error {
 // clearSums sets gathered gradients to zero.
 func (m *Machine) clearSums() error {
 	for _, s := range m.program.sums {
-		if err := m.device.ctx.Memset8(s.ptr(), 0, s.bytes, m.stream); err != nil {
+		if err := m.device.ctx.Memset8(s.ptr(), 0, s.Bytes, m.stream); err != nil {
 			return err
 		}
 	}

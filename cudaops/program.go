@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/plan"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -31,10 +32,13 @@ func (e elem) dtype() driver.DType {
 	return [...]driver.DType{driver.Float32, driver.Float16, driver.BFloat16}[e]
 }
 
+// alignment of everything in the arena: what cudaMalloc gives, and what cuBLASLt's fastest algorithms ask for.
+const alignment = 256
+
 // block is a piece of device memory: in the arena for the steps of a run that need it, or resident, with an allocation of
 // its own, for as long as the machine lives.
 type block struct {
-	interval
+	plan.Interval
 	resident bool
 	base     driver.Ptr // set before the first run
 }
@@ -210,7 +214,7 @@ func describe(n *gorgonia.Node) string {
 
 // newArray returns an array in the arena, for the tasks that are given it.
 func (c *compiler) newArray(e elem, shape ...int) *array {
-	return c.allocate(&block{interval: interval{first: -1}}, e, shape)
+	return c.allocate(&block{Interval: plan.Interval{First: -1}}, e, shape)
 }
 
 // newResident returns an array that lives as long as the machine.
@@ -220,7 +224,7 @@ func (c *program) newResident(e elem, shape ...int) *array {
 
 func (c *program) allocate(b *block, e elem, shape []int) *array {
 	a := &array{block: b, elem: e, shape: slices.Clone(shape)}
-	b.bytes = max(1, a.len()*e.size())
+	b.Bytes = max(1, a.len()*e.size())
 	c.blocks = append(c.blocks, b)
 	return a
 }
@@ -244,10 +248,10 @@ func (c *compiler) touch(a *array, step int) {
 	if a.block == nil || a.resident {
 		return
 	}
-	if a.first < 0 {
-		a.first = step
+	if a.First < 0 {
+		a.First = step
 	}
-	a.last = max(a.last, step)
+	a.Last = max(a.Last, step)
 }
 
 // constant returns a resident array that holds data.
@@ -269,13 +273,13 @@ func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op(
 
 // plan packs the arena and notes the offsets in the blocks' bases, which become addresses once it is allocated.
 func (c *compiler) plan() {
-	var all []*interval
+	var all []*plan.Interval
 	for _, b := range c.blocks {
-		if !b.resident && b.first >= 0 {
-			all = append(all, &b.interval)
+		if !b.resident && b.First >= 0 {
+			all = append(all, &b.Interval)
 		}
 	}
-	c.arena = pack(all)
+	c.arena = plan.Pack(all, alignment)
 }
 
 // resident returns the bytes of resident memory.
@@ -283,7 +287,7 @@ func (p *program) resident() int {
 	n := 0
 	for _, b := range p.blocks {
 		if b.resident {
-			n += align(b.bytes)
+			n += plan.Align(b.Bytes, alignment)
 		}
 	}
 	return n

@@ -1,33 +1,35 @@
-package cudaops
+package plan
 
 import (
 	"math/rand/v2"
 	"testing"
 )
 
+const alignment = 256
+
 func TestPack(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	for range 200 {
-		all := make([]*interval, r.IntN(60))
+		all := make([]*Interval, r.IntN(60))
 		for i := range all {
 			first := r.IntN(40)
-			all[i] = &interval{bytes: r.IntN(10000), first: first, last: first + r.IntN(12)}
+			all[i] = &Interval{Bytes: r.IntN(10000), First: first, Last: first + r.IntN(12)}
 		}
-		total := pack(all)
+		total := Pack(all, alignment)
 		for i, a := range all {
-			if a.offset%alignment != 0 || a.offset < 0 || a.offset+a.bytes > total {
+			if a.Offset%alignment != 0 || a.Offset < 0 || a.Offset+a.Bytes > total {
 				t.Fatalf("%+v lies outside the arena of %d bytes or is not aligned", a, total)
 			}
 			for _, b := range all[:i] {
-				together := a.first <= b.last && b.first <= a.last
-				if together && a.offset < b.offset+b.bytes && b.offset < a.offset+a.bytes {
+				together := a.First <= b.Last && b.First <= a.Last
+				if together && a.Offset < b.Offset+b.Bytes && b.Offset < a.Offset+a.Bytes {
 					t.Fatalf("%+v and %+v overlap", a, b)
 				}
 			}
 		}
-		if least := peak(all); total < least || total > 2*least {
+		if least := Peak(all, alignment); total < least || total > 2*least {
 			t.Errorf("%d intervals take %d bytes, and %d are needed at once", len(all), total, least)
 		}
 	}
@@ -35,11 +37,11 @@ func TestPack(t *testing.T) {
 
 // TestPackChain wants a chain of equal tensors, each needed by the next step only, to take the room of two.
 func TestPackChain(t *testing.T) {
-	var all []*interval
+	var all []*Interval
 	for i := range 100 {
-		all = append(all, &interval{bytes: 1 << 20, first: i, last: i + 1})
+		all = append(all, &Interval{Bytes: 1 << 20, First: i, Last: i + 1})
 	}
-	if total := pack(all); total != 2<<20 {
+	if total := Pack(all, alignment); total != 2<<20 {
 		t.Errorf("100 tensors take %d bytes, want the room of two", total)
 	}
 }

@@ -1,0 +1,62 @@
+// Package plan gives the intermediate results of a computation, each of which is needed for some of its steps, their places
+// in one piece of memory.
+package plan
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+)
+
+// Interval is a piece of memory that is needed from step First to step Last, both included.
+type Interval struct {
+	Bytes, First, Last int
+	Offset             int // set by Pack
+}
+
+// Align rounds bytes up to a multiple of the alignment.
+func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignment * alignment }
+
+// Pack gives every interval an offset in one arena, a multiple of the alignment, such that no two that are needed at the
+// same time overlap, and returns the arena's size. Large ones are placed first, each at the lowest offset that is free for as
+// long as it is needed: on the graphs of language models this stays within a few per cent of the most that is needed at any
+// one step.
+// (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
+func Pack(all []*Interval, alignment int) (total int) {
+	order := slices.Clone(all)
+	slices.SortStableFunc(order, func(a, b *Interval) int {
+		return cmp.Or(cmp.Compare(b.Bytes, a.Bytes), cmp.Compare(a.First, b.First))
+	})
+	var placed []*Interval // by offset
+	for _, v := range order {
+		v.Offset = 0
+		for _, p := range placed {
+			if p.Last < v.First || v.Last < p.First {
+				continue
+			}
+			if v.Offset+Align(v.Bytes, alignment) <= p.Offset {
+				break
+			}
+			v.Offset = max(v.Offset, p.Offset+Align(p.Bytes, alignment))
+		}
+		i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int { return cmp.Compare(p.Offset, offset) })
+		placed = slices.Insert(placed, i, v)
+		total = max(total, v.Offset+Align(v.Bytes, alignment))
+	}
+	return total
+}
+
+// Peak returns the most memory that the intervals need at any one step: a lower bound of what Pack can reach.
+func Peak(all []*Interval, alignment int) int {
+	steps := map[int]int{}
+	for _, v := range all {
+		steps[v.First] += Align(v.Bytes, alignment)
+		steps[v.Last+1] -= Align(v.Bytes, alignment)
+	}
+	most, now := 0, 0
+	for _, s := range slices.Sorted(maps.Keys(steps)) {
+		now += steps[s]
+		most = max(most, now)
+	}
+	return most
+}
