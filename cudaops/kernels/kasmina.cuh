@@ -21,10 +21,11 @@
 #include <cfloat>
 #include <type_traits>
 
-enum Kind : uint32_t { kResidual, kAttentionGate, kMLPExpansion, kConvFilter };
+enum Kind : uint32_t { kResidual, kAttentionGate, kMLPExpansion, kConvFilter, kKinds };
 
 // Layer is the first parameter of every kernel. word holds, of each seed, its kind in bits 0 to 7, whether it blends in bit
-// 8 and learns in bit 9, and its slot from bit 16 on; it is 0 for a seed that does neither.
+// 8 and learns in bit 9, and its slot from bit 16 on; it is 0 for a seed that does neither. A seed of a kind from kKinds on
+// is not evaluated here: y = x, dx = g and no gradients of parameters, as if it did neither.
 struct Layer {
   const uint32_t* word;
   const float* alpha;      // of the output; in Training, where there is none, 1
@@ -41,9 +42,9 @@ struct Layer {
 struct Word {
   uint32_t bits;
   __device__ Kind kind() const { return Kind(bits & 0xff); }
-  __device__ bool blends() const { return bits >> 8 & 1; }
-  __device__ bool learns() const { return bits >> 9 & 1; }
-  __device__ bool active() const { return bits >> 8 & 3; }
+  __device__ bool known() const { return kind() < kKinds; }
+  __device__ bool blends() const { return bits >> 8 & 1 && known(); }
+  __device__ bool active() const { return bits >> 8 & 3 && known(); }
   __device__ int slot() const { return bits >> 16; }
 };
 

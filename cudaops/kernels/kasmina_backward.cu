@@ -328,9 +328,10 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   double weight = 0, scale = 0;  // scale: of this lane alone
   for (int i = heads[slot] + threadIdx.y; i < heads[slot + 1]; i += blockDim.y) {
     int seed = order[i];
-    Kind kind = Word{l.word[seed]}.kind();
+    Word word{l.word[seed]};
+    Kind kind = word.kind();
     double beta = l.alpha[seed], a = l.scales[slot];
-    if (beta == 0) continue;
+    if (beta == 0 || !word.known()) continue;
     const float *sum = total + int64_t(seed) * c, *tap1 = total + d + int64_t(seed) * each, *tap2 = tap1 + units;
     if (kind == kConvFilter) {
       double taps[3] = {};

@@ -300,6 +300,30 @@ func TestKasmina(t *testing.T) {
 	}
 }
 
+// TestKasminaForeignKinds gives every other seed that blends or learns a kind that other kernels evaluate: such seeds are
+// measured and clipped, and else left alone.
+func TestKasminaForeignKinds(t *testing.T) {
+	g := newRig(t)
+	for i, chunk := range []int{4, 16, 3, 4096} {
+		for stability := KasminaFast; stability <= KasminaAdaptive; stability++ {
+			c := kasminaCase{rows: 45, seeds: 44, chunk: chunk, slots: 20, dtype: storageTypes[i%3], stability: stability,
+				clip: i%2 == 0, telemetry: true, deviation: 1}
+			g.scope(c.String(), func(g *rig) {
+				r := g.newKasmina(c, nil)
+				words := g.readWords(&buffer{Ptr: r.layer.State.Ptr, n: c.seeds, dtype: f32})
+				for s := range r.states {
+					if words[s] != 0 && s%2 == 0 {
+						words[s] = words[s]&^0xff | uint32(kasminaKinds+g.rand.IntN(256-kasminaKinds))
+						r.states[s].Slot = slotOfNone
+					}
+				}
+				g.must(g.ctx.CopyToDevice(r.layer.State.Ptr, driver.Bytes(words), g.stream))
+				r.check()
+			})
+		}
+	}
+}
+
 // TestKasminaIllConditioned has data that share all but their last digits.
 func TestKasminaIllConditioned(t *testing.T) {
 	g := newRig(t)
