@@ -1,10 +1,19 @@
-// Command bench times whole training steps and prints one JSON line for each: name, microseconds, TFLOP/s, tokens per second
-// and memory.
+// Command bench times this module's kernels and whole training steps and prints one JSON line for each: name, microseconds,
+// GB/s or TFLOP/s, tokens per second and memory. Progress goes to standard error.
 //
-//	go run ./examples/bench                    # every model, on the GPU, in bfloat16
-//	go run ./examples/bench -models llama124M  # some of them
+//	go run ./examples/bench > kasmina.jsonl                       # everything, on the GPU
+//	go run ./examples/bench -groups train -models llama124M       # some of it
+//	go run ./examples/bench -device cpu                           # the CPU's counterpart
 //
-// A step is everything from token ids on the host to updated weights, and the loss back on the host. Times are medians.
+// peers/torch_peers.py measures the same in PyTorch, under the same names. The lines of both, taken in one go on one machine,
+// become a table:
+//
+//	python3 examples/bench/peers/torch_peers.py > torch.jsonl
+//	go run ./examples/bench -table kasmina.jsonl torch.jsonl
+//
+// Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A training step is everything
+// from token ids on the host to updated weights and the loss on the host, a loss the same without an update; these are
+// medians of wall-clock times.
 package main
 
 import (
@@ -13,63 +22,124 @@ import (
 	"flag"
 	"fmt"
 	"math"
-	"math/rand/v2"
 	"os"
+	"os/exec"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
 
-	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
-
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/cudaops/cudabench"
 )
 
-// size is a model and its batch.
-type size struct {
-	name   string
-	config llm.Config
-	batch  int
-}
-
-var sizes = []size{
-	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 32},
-	{"llama350M", llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816, Seq: 1024}, 16},
-	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}, 8},
-}
-
-// result is a line of output.
+// result is a line of output. The first line of a program says where and when it ran, in the place of a measurement.
 type result struct {
 	Bench    string  `json:"bench"`
 	Peer     string  `json:"peer"`
-	Us       float64 `json:"us"`
-	TFLOPs   float64 `json:"tflops"`
-	TokensPS int     `json:"tok_s"`
-	Params   int     `json:"params"`
-	PeakGiB  float64 `json:"peak_gib"`
-	Loss     float64 `json:"loss"` // of the last step
+	Us       float64 `json:"us,omitempty"`
+	GBps     float64 `json:"gbps,omitempty"`
+	TFLOPs   float64 `json:"tflops,omitempty"`
+	TokensPS float64 `json:"tok_s,omitempty"`
+	Params   int     `json:"params,omitempty"`
+	PeakGiB  float64 `json:"peak_gib,omitempty"`
+	Loss     float64 `json:"loss,omitempty"` // of the last step
+
+	Card     string `json:"card,omitempty"`
+	Driver   string `json:"driver,omitempty"`
+	Versions string `json:"versions,omitempty"`
+	Date     string `json:"date,omitempty"`
+	Command  string `json:"command,omitempty"`
+}
+
+// project is this module's name among the peers, whereabouts the name of a program's first line.
+const project, whereabouts = "kasmina", "run"
+
+// options are those of main.
+type options struct {
+	groups    []string
+	models    []string
+	steps     int
+	precision string
+	muon      bool
+	profile   bool
+	recompute bool
+	batch     int
 }
 
 func main() {
-	models := flag.String("models", "llama124M,llama350M,llama925M", "which models, separated by commas")
-	steps := flag.Int("steps", 20, "steps to time")
-	precision := flag.String("precision", "bf16", "bf16 or f32")
-	muon := flag.Bool("muon", false, "train with Muon instead of AdamW")
-	profile := flag.Bool("profile", false, "also print, to standard error, what each op of a step took")
-	batch := flag.Int("batch", 0, "sequences in a batch (default: the model's own)")
+	groups := flag.String("groups", "", "which groups of measurements, separated by commas (default: all)\non a GPU "+
+		strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
+	device := flag.String("device", "cuda", "cuda or cpu")
+	var names []string
+	for _, s := range sizes {
+		names = append(names, s.name)
+	}
+	models := flag.String("models", strings.Join(names, ","), "which models the group train trains, separated by commas")
+	o := options{}
+	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
+	flag.StringVar(&o.precision, "precision", "bf16", "bf16 or f32, for training on a GPU")
+	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
+	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
+	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
+	table := flag.Bool("table", false, "print the lines of the files that follow as a Markdown table, and measure nothing")
 	flag.Parse()
-	if err := run(strings.Split(*models, ","), *steps, *precision, *muon, *profile, *batch); err != nil {
+	o.models = strings.Split(*models, ",")
+	if *groups != "" {
+		o.groups = strings.Split(*groups, ",")
+	}
+	var err error
+	switch {
+	case *table:
+		err = printTable(os.Stdout, flag.Args())
+	case flag.NArg() > 0:
+		err = fmt.Errorf("%q is no option; files go with -table", flag.Arg(0))
+	case *device == "cuda":
+		err = onGPU(o)
+	case *device == "cpu":
+		err = onCPU(o)
+	default:
+		err = fmt.Errorf("-device is %q, want cuda or cpu", *device)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(models []string, steps int, precision string, muon, profile bool, batch int) error {
-	p, ok := map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f32": cudaops.Float32}[precision]
-	if !ok || steps < 1 {
-		return fmt.Errorf("-precision is %q and -steps %d, want bf16 or f32, and at least 1", precision, steps)
+// gpuGroups are cudabench's, then what is measured through the public machine.
+func gpuGroups() []string { return append(cudabench.Groups(), "loss", "train", "recompute") }
+
+// check fills in the groups where none are chosen, and refuses what is not there.
+func (o *options) check(groups []string) error {
+	if o.groups == nil {
+		o.groups = groups
+	}
+	for _, g := range o.groups {
+		if !slices.Contains(groups, g) {
+			return fmt.Errorf("there is no group %q, want some of %s", g, strings.Join(groups, ", "))
+		}
+	}
+	for _, name := range o.models {
+		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
+			return fmt.Errorf("there is no model %q", name)
+		}
+	}
+	if o.steps < 1 || o.batch < 0 {
+		return fmt.Errorf("-steps is %d and -batch %d, want at least 1 and 0", o.steps, o.batch)
+	}
+	return nil
+}
+
+func (o options) has(group string) bool { return slices.Contains(o.groups, group) }
+
+func onGPU(o options) error {
+	if err := o.check(gpuGroups()); err != nil {
+		return err
+	}
+	precision, ok := map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f32": cudaops.Float32}[o.precision]
+	if !ok {
+		return fmt.Errorf("-precision is %q, want bf16 or f32", o.precision)
 	}
 	device, err := cudaops.Open()
 	if err != nil {
@@ -77,122 +147,96 @@ func run(models []string, steps int, precision string, muon, profile bool, batch
 	}
 	defer device.Close()
 	fmt.Fprintln(os.Stderr, device)
-	for _, s := range sizes {
-		if !slices.Contains(models, s.name) {
-			continue
+	if err := emit(where(device.Name(), driverVersion())); err != nil {
+		return err
+	}
+	var kernels []string
+	for _, g := range cudabench.Groups() {
+		if o.has(g) {
+			kernels = append(kernels, g)
 		}
-		if batch > 0 {
-			s.batch = batch
-		}
-		r, err := s.train(device, steps, p, muon, profile)
-		if err != nil {
-			return fmt.Errorf("%s: %w", s.name, err)
-		}
-		line, err := json.Marshal(r)
-		if err != nil {
+	}
+	if len(kernels) > 0 {
+		if err := cudabench.Run(device, kernels, func(m cudabench.Measurement) error {
+			return emit(measured(m.Name, m.Time, m.Bytes, m.FLOPs))
+		}); err != nil {
 			return err
 		}
-		fmt.Println(string(line))
+	}
+	if o.has("loss") {
+		if err := linearCrossEntropy(device); err != nil {
+			return err
+		}
+	}
+	for _, s := range sizes {
+		if !slices.Contains(o.models, s.name) {
+			continue
+		}
+		if o.batch > 0 {
+			s.batch = o.batch
+		}
+		for _, o.recompute = range []bool{false, true} {
+			if group := map[bool]string{false: "train", true: "recompute"}[o.recompute]; !o.has(group) || o.recompute && s.name != recomputed {
+				continue
+			}
+			r, err := s.train(device, precision, o)
+			if err != nil {
+				return fmt.Errorf("%s: %w", s.name, err)
+			}
+			if err := emit(r); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
 
-// train times steps of training on random tokens.
-func (s size) train(device *cudaops.Device, steps int, precision cudaops.Precision, muon, profile bool) (r result, err error) {
-	c := s.config.Default()
-	m, err := llm.NewModel(c, tensor.Float32, 1)
-	if err != nil {
-		return r, err
-	}
-	g, err := m.Graph(llm.ForTraining, s.batch)
-	if err != nil {
-		return r, err
-	}
-	machine, err := cudaops.NewMachine(device, g.G, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
-		cudaops.WithPrecision(precision), cudaops.WithStrict())
-	if err != nil {
-		return r, err
-	}
-	defer func() { err = errors.Join(err, machine.Close()) }()
-	opt, err := newOptimizer(muon)
-	if err != nil {
-		return r, err
-	}
-	if err := machine.SetOptimizer(opt, 1); err != nil {
-		return r, err
-	}
-	random := rand.New(rand.NewPCG(1, 1))
-	var times []float64
-	for i := range steps + 5 {
-		if err := letTokens(random, c.Vocab, g.IDs, g.Targets); err != nil {
-			return r, err
-		}
-		start := time.Now()
-		if r.Loss, err = step(machine, g.Loss); err != nil {
-			return r, err
-		}
-		if i >= 5 {
-			times = append(times, time.Since(start).Seconds())
-		}
-	}
-	if profile {
-		if err := printProfile(machine); err != nil {
-			return r, err
-		}
-	}
-	slices.Sort(times)
-	median, tokens, n := times[len(times)/2], float64(s.batch*c.Seq), m.NumParams()
-	flops := tokens * (6*float64(n) + 6*float64(c.Layers*c.Dim*c.Seq)) // causal attention counted at half
-	r.Bench, r.Peer, r.Params = "train_"+s.name, "kasmina", n
-	r.Us, r.TFLOPs, r.TokensPS = math.Round(median*1e6), math.Round(flops/median/1e11)/10, int(tokens/median)
-	r.PeakGiB = math.Round(float64(machine.Memory())/(1<<30)*100) / 100
-	return r, nil
+// measured is the line of a measurement.
+func measured(name string, d time.Duration, bytes, flops float64) result {
+	s := d.Seconds()
+	return result{Bench: name, Peer: project, Us: rounded(s*1e6, 2), GBps: rounded(bytes/s/1e9, 2), TFLOPs: rounded(flops/s/1e12, 4)}
 }
 
-// printProfile prints what each op took.
-func printProfile(m *cudaops.Machine) error {
-	ops, err := m.Profile()
+func rounded(x float64, digits int) float64 {
+	p := math.Pow10(digits)
+	return math.Round(x*p) / p
+}
+
+// where is the first line.
+func where(card, driver string) result {
+	command := append([]string{"go run ./examples/bench"}, os.Args[1:]...)
+	return result{Bench: whereabouts, Peer: project, Card: card, Driver: driver, Versions: runtime.Version(),
+		Date: time.Now().Format(time.DateOnly), Command: strings.Join(command, " ")}
+}
+
+// driverVersion is the version of NVIDIA's driver, empty where nvidia-smi does not tell.
+func driverVersion() string {
+	out, err := exec.Command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").Output()
+	if err != nil {
+		return ""
+	}
+	version, _, _ := strings.Cut(string(out), "\n")
+	return strings.TrimSpace(version)
+}
+
+// emit prints a line, and the measurement for people to standard error.
+func emit(r result) error {
+	line, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	for _, o := range ops {
-		fmt.Fprintf(os.Stderr, "%-28s %4d tasks %10v\n", o.Op, o.Tasks, o.Time.Round(time.Microsecond))
+	if r.Bench != whereabouts {
+		fmt.Fprintf(os.Stderr, "%-52s %s\n", r.Bench, r)
 	}
-	return nil
+	_, err = fmt.Println(string(line))
+	return err
 }
 
-func newOptimizer(muon bool) (optim.Optimizer, error) {
-	if muon {
-		return optim.NewMuon(optim.WithLR(0.002))
+// median sorts the times.
+func median(times []time.Duration) (time.Duration, error) {
+	if len(times) == 0 {
+		return 0, errors.New("nothing was timed")
 	}
-	return optim.NewAdamW(optim.WithLR(3e-4))
-}
-
-// step computes loss and gradients, updates the parameters and returns the loss.
-func step(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
-	if err := m.RunAll(); err != nil {
-		return 0, err
-	}
-	if _, err := m.Update(); err != nil {
-		return 0, err
-	}
-	v, err := m.Value(loss)
-	if err != nil {
-		return 0, err
-	}
-	return float64(v.Data().(float32)), nil
-}
-
-// letTokens gives ids and targets random tokens.
-func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
-	for _, n := range nodes {
-		x := make([]int, n.Shape()[0])
-		for i := range x {
-			x[i] = r.IntN(vocab)
-		}
-		if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x))); err != nil {
-			return err
-		}
-	}
-	return nil
+	slices.Sort(times)
+	return times[len(times)/2], nil
 }

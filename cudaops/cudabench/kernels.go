@@ -1,0 +1,229 @@
+package cudabench
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+)
+
+const (
+	f32  = driver.Float32
+	bf16 = driver.BFloat16
+)
+
+// ceilings measures what bounds the rest.
+func ceilings(b *bench) {
+	const size = 2 << 30
+	x, y := b.normal(size/2, bf16), b.alloc(size/2, bf16)
+	b.time(Measurement{Name: "copy_2GiB", Bytes: 2 * size}, func() error { return b.ctx.CopyOnDevice(y, x, size, b.stream) })
+	b.free()
+
+	const n = 8192
+	p, c, d := b.normal(n*n, bf16), b.normal(n*n, bf16), b.alloc(n*n, bf16)
+	product := b.product(driver.MatmulSpec{M: n, N: n, K: n, A: bf16, B: bf16, D: bf16},
+		driver.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
+	b.time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, product)
+	b.free()
+}
+
+// product returns what enqueues a matrix product.
+func (b *bench) product(spec driver.MatmulSpec, a driver.MatmulArgs) func() error {
+	const workspace = 32 << 20
+	if b.err != nil {
+		return nil
+	}
+	a.Workspace, a.WorkspaceSize = b.alloc(workspace/4, f32), workspace
+	blas, err := b.ctx.Blas()
+	if err != nil {
+		b.do(err)
+		return nil
+	}
+	plan, err := blas.Plan(spec, workspace, 1)
+	if err != nil {
+		b.do(err)
+		return nil
+	}
+	b.plans = append(b.plans, plan)
+	return func() error { return plan.Run(0, a, b.stream) }
+}
+
+// ops measures the kernels that memory bounds.
+func ops(b *bench) {
+	for _, measure := range []func(*bench){rmsNorm, siluMul, rope, crossEntropy, embedding} {
+		measure(b)
+		b.free()
+	}
+}
+
+func rmsNorm(b *bench) {
+	const rows, d = 32768, 4096
+	const size = 2 * rows * d
+	x, g, w := b.normal(rows*d, bf16), b.normal(rows*d, bf16), b.normal(d, f32)
+	y, rstd, dx, dw := b.alloc(rows*d, bf16), b.alloc(rows, f32), b.alloc(rows*d, bf16), b.alloc(d, f32)
+	workspace := b.alloc(b.RMSNormWorkspace(d)/4, f32)
+	b.time(Measurement{Name: "rmsnorm_fwd_32768x4096", Bytes: 2 * size}, func() error {
+		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: bf16})
+	})
+	b.time(Measurement{Name: "rmsnorm_bwd_32768x4096", Bytes: 3 * size}, func() error {
+		return b.RMSNormBackward(b.stream, kernels.RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d,
+			Type: bf16, DWType: f32, Workspace: workspace})
+	})
+}
+
+// siluMul has its inputs side by side in rows of 2·F, as the model's product of gate and up projection leaves them.
+func siluMul(b *bench) {
+	const rows, f = 16384, 11008
+	const size = 2 * rows * f
+	ab, dh := b.normal(2*rows*f, bf16), b.normal(rows*f, bf16)
+	h, dab := b.alloc(rows*f, bf16), b.alloc(2*rows*f, bf16)
+	b.time(Measurement{Name: "silumul_fwd_16384x11008", Bytes: 3 * size}, func() error {
+		return b.SiLUMul(b.stream, kernels.SiLUMul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, Type: bf16})
+	})
+	b.time(Measurement{Name: "silumul_bwd_16384x11008", Bytes: 5 * size}, func() error {
+		return b.SiLUMulBackward(b.stream, kernels.SiLUMulBackward{DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f),
+			Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: bf16})
+	})
+}
+
+func rope(b *bench) {
+	const batch, seq, heads, dim = 32, 1024, 32, 128
+	const n = batch * seq * heads * dim
+	x, y := b.normal(n, bf16), b.alloc(n, bf16)
+	cos, sin := b.normal(seq*dim/2, f32), b.normal(seq*dim/2, f32)
+	for i, name := range []string{"rope_32x1024x32x128", "rope_bwd_32x1024x32x128"} {
+		b.time(Measurement{Name: name, Bytes: 2 * 2 * n}, func() error {
+			return b.RoPE(b.stream, kernels.RoPE{Y: y, X: x, Cos: cos, Sin: sin, Rows: batch * seq, Seq: seq, Heads: heads,
+				HeadDim: dim, Inverse: i == 1, Type: bf16})
+		})
+	}
+}
+
+func crossEntropy(b *bench) {
+	const rows, v = 8192, 50304
+	const size = 2 * rows * v
+	logits, d := b.normal(rows*v, bf16), b.alloc(rows*v, bf16)
+	losses, lse, scale, mean := b.alloc(rows, f32), b.alloc(rows, f32), b.alloc(1, f32), b.alloc(1, f32)
+	a := kernels.CrossEntropy{Logits: logits, Losses: losses, LSE: lse, Targets: b.ids(rows, v), Rows: rows, V: v, Type: bf16}
+	b.time(Measurement{Name: "crossentropy_fwd_8192x50304", Bytes: size}, func() error {
+		return errors.Join(b.CrossEntropyScale(b.stream, scale, a.Targets, rows), b.CrossEntropy(b.stream, a),
+			b.CrossEntropyMean(b.stream, mean, losses, scale, rows))
+	})
+	one := b.floats([]float32{1})
+	b.time(Measurement{Name: "crossentropy_bwd_8192x50304", Bytes: 2 * size}, func() error {
+		a := a
+		a.Scale, a.Grad = scale, one
+		return b.CrossEntropyBackward(b.stream, d, a)
+	})
+}
+
+func embedding(b *bench) {
+	const rows, vocab, d = 32768, 50304, 768
+	table, g, ids := b.normal(vocab*d, bf16), b.normal(rows*d, bf16), b.ids(rows, vocab)
+	y, dt, workspace := b.alloc(rows*d, bf16), b.alloc(vocab*d, f32), b.alloc(kernels.EmbeddingWorkspace(rows, vocab, d)/4, f32)
+	b.time(Measurement{Name: "embedding_fwd_32768x50304x768", Bytes: 2 * 2 * rows * d}, func() error {
+		return b.Embedding(b.stream, kernels.Embedding{Y: y, IDs: ids, Table: table, Rows: rows, Vocab: vocab, D: d, Type: bf16,
+			TableType: bf16})
+	})
+	b.time(Measurement{Name: "embedding_bwd_32768x50304x768", Bytes: 2*rows*d + 4*vocab*d}, func() error {
+		return b.EmbeddingBackward(b.stream, kernels.EmbeddingBackward{DT: dt, IDs: ids, G: g, Rows: rows, Vocab: vocab, D: d,
+			DTType: f32, GType: bf16, Workspace: workspace})
+	})
+}
+
+// attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones.
+func attention(b *bench) {
+	for _, s := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}} {
+		width := s.heads * s.dim
+		n := s.batch * s.seq * width
+		shape := kernels.AttentionShape{Batch: s.batch, Seq: s.seq, Heads: s.heads, KVHeads: s.heads, HeadDim: s.dim, Causal: true}
+		rows := func(p driver.Ptr) kernels.Rows { return kernels.Rows{Ptr: p, Stride: width} }
+		var in, out [4]kernels.Rows
+		for i := range in {
+			in[i], out[i] = rows(b.normal(n, bf16)), rows(b.alloc(n, bf16))
+		}
+		q, k, v, g := in[0], in[1], in[2], in[3]
+		y, dq, dk, dv := out[0], out[1], out[2], out[3]
+		lse, stats := b.alloc(s.batch*s.heads*s.seq, f32), b.alloc(kernels.AttentionStatsBytes(shape)/4, f32)
+		flops := 2 * float64(n) * float64(s.seq)
+		name := func(pass string) string {
+			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
+		}
+		b.time(Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
+			return b.Attention(b.stream, shape, y, lse, q, k, v, bf16)
+		})
+		b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
+			return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
+		})
+		b.free()
+	}
+}
+
+// muon measures the Newton-Schulz iteration of matrices: normalise, and five times three products.
+func muon(b *bench) {
+	for _, s := range [][2]int{{768, 3072}, {2048, 2048}, {2048, 8192}} {
+		m, n := s[0], s[1] // m ≤ n
+		g, workspace := b.normal(m*n, bf16), b.alloc(kernels.NormalizeWorkspace/4, f32)
+		x := [2]driver.Ptr{b.alloc(m*n, bf16), b.alloc(m*n, bf16)}
+		gram, poly := b.alloc(m*m, bf16), b.alloc(m*m, bf16)
+		spec := driver.MatmulSpec{M: m, N: m, K: n, TransB: true, A: bf16, B: bf16, D: bf16}
+		square := driver.MatmulSpec{M: m, N: m, K: m, A: bf16, B: bf16, D: bf16}
+		wide := driver.MatmulSpec{M: m, N: n, K: m, A: bf16, B: bf16, D: bf16}
+		var steps []func() error
+		for i := range 5 {
+			from, to := x[i%2], x[1-i%2]
+			steps = append(steps,
+				b.product(spec, driver.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}),
+				b.product(square, driver.MatmulArgs{Alpha: 2.0315, Beta: -4.7750, A: gram, B: gram, C: gram, D: poly}),
+				b.product(wide, driver.MatmulArgs{Alpha: 1, Beta: 3.4445, A: poly, B: from, C: from, D: to}))
+		}
+		b.time(Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d", m, n), FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)},
+			func() error {
+				err := b.Normalize(b.stream, kernels.Normalize{Y: x[0], X: g, Workspace: workspace, N: m * n, YType: bf16, XType: bf16})
+				for _, step := range steps {
+					err = errors.Join(err, step())
+				}
+				return err
+			})
+		b.free()
+	}
+}
+
+// optimizers measures the gradients' norm and AdamW over all parameters of a model of 350 million.
+func optimizers(b *bench) {
+	const d, layers, ff, vocab = 1024, 24, 2816, 50304
+	sizes := []int{vocab * d, d}
+	for range layers {
+		sizes = append(sizes, d, d*d, d*d, d*d, d*d, d, ff*d, ff*d, ff*d)
+	}
+	var tensors []kernels.OptimTensor
+	total := 0
+	for _, n := range sizes {
+		total += n
+		t := kernels.OptimTensor{Param: b.normal(n, f32), Grad: b.normal(n, f32), GradType: f32, First: b.alloc(n, f32),
+			Second: b.alloc(n, f32), Copy: b.alloc(n, bf16), CopyType: bf16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9, Beta2: 0.999}
+		if b.err == nil {
+			b.do(errors.Join(b.ctx.Memset8(t.First, 0, 4*n, b.stream), b.ctx.Memset8(t.Second, 0, 4*n, b.stream)))
+		}
+		tensors = append(tensors, t)
+	}
+	if b.err != nil {
+		return
+	}
+	table, err := b.NewTable(tensors)
+	if err != nil {
+		b.do(err)
+		return
+	}
+	defer func() { b.do(errors.Join(b.ctx.SyncStream(b.stream), table.Free())) }()
+	squares := b.alloc(table.Chunks, f32)
+	control := b.upload(kernels.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1, SkipNonFinite: true}.Bytes())
+	b.time(Measurement{Name: "gradnorm_llama350M", Bytes: 4 * float64(total)}, func() error {
+		return errors.Join(b.GradSquares(b.stream, squares, table), b.GradNorm(b.stream, control, squares, table.Chunks))
+	})
+	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
+	b.time(Measurement{Name: "adamw_llama350M", Bytes: 30 * float64(total)}, func() error {
+		return b.AdamW(b.stream, control, table)
+	})
+}

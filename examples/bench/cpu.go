@@ -1,0 +1,220 @@
+package main
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"strings"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, and training.
+func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "train"} }
+
+// onCPU measures in float32, on as many cores as GOMAXPROCS says, through Gorgonia's tape machine where there is a graph.
+func onCPU(o options) error {
+	if err := o.check(cpuGroups()); err != nil {
+		return err
+	}
+	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")
+	fmt.Fprintln(os.Stderr, line.Card)
+	if err := emit(line); err != nil {
+		return err
+	}
+	for _, g := range []struct {
+		name    string
+		measure func(options) error
+	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"train", cpuTrain}} {
+		if !o.has(g.name) {
+			continue
+		}
+		if err := g.measure(o); err != nil {
+			return fmt.Errorf("%s: %w", g.name, err)
+		}
+	}
+	return nil
+}
+
+// processor is the processor's name, where the operating system tells.
+func processor() string {
+	info, err := os.ReadFile("/proc/cpuinfo")
+	if err == nil {
+		for line := range strings.Lines(string(info)) {
+			if key, value, _ := strings.Cut(line, ":"); strings.TrimSpace(key) == "model name" {
+				return strings.TrimSpace(value)
+			}
+		}
+	}
+	return runtime.GOARCH
+}
+
+// timed is the median time of f over about a second, at least five runs, after one that does not count.
+func timed(f func() error) (time.Duration, error) {
+	if err := f(); err != nil {
+		return 0, err
+	}
+	var times []time.Duration
+	for begin := time.Now(); len(times) < 5 || time.Since(begin) < time.Second; {
+		start := time.Now()
+		if err := f(); err != nil {
+			return 0, err
+		}
+		times = append(times, time.Since(start))
+	}
+	return median(times)
+}
+
+func cpuCeilings(options) error {
+	const n = 64 << 20 // floats, 256 MiB
+	x, y := make([]float32, n), make([]float32, n)
+	for i := range x {
+		x[i] = float32(i)
+	}
+	took, err := timed(func() error {
+		cpu.Parallel(n, 1<<18, func(lo, hi int) { copy(y[lo:hi], x[lo:hi]) })
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if err := emit(measured("copy_256MiB_cpu", took, 2*4*n, 0)); err != nil {
+		return err
+	}
+	if peak := cpu.FMAPeak(runtime.GOMAXPROCS(0), 300*time.Millisecond); peak > 0 {
+		return emit(result{Bench: "fma_peak_cpu", Peer: project, TFLOPs: rounded(peak/1e12, 4)})
+	}
+	return nil
+}
+
+func cpuGemm(options) error {
+	const n = 1024
+	random := rand.New(rand.NewPCG(3, 3))
+	a, b, c := normal(random, 1, n, n).Float32s(), normal(random, 1, n, n).Float32s(), make([]float32, n*n)
+	took, err := timed(func() error {
+		cpu.Gemm(false, false, n, n, n, 1, a, n, b, n, 0, c, n)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return emit(measured("gemm_1024_f32_cpu", took, 0, 2*n*n*n))
+}
+
+// cpuKasmina measures a layer whose seeds are all grafting, the four kinds in turn, with its default telemetry: a forward
+// pass, and forward and backward pass together.
+func cpuKasmina(options) error {
+	const rows, dim, seeds, chunk = 1024, 4096, 256, 16
+	random := rand.New(rand.NewPCG(4, 4))
+	lattice, err := state.NewLattice(seeds, dim, state.WithoutGates())
+	if err != nil {
+		return err
+	}
+	for s := range seeds {
+		if err := graft(lattice, s, random.Float64()); err != nil {
+			return err
+		}
+	}
+	for _, backward := range []bool{false, true} {
+		g := gorgonia.NewGraph()
+		x := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("x"))
+		w := gorgonia.NodeFromAny(g, normal(random, 1, seeds+1, chunk), gorgonia.WithName("weights"))
+		a := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(seeds+1), gorgonia.WithName("scales"),
+			gorgonia.WithInit(gorgonia.Ones()))
+		y, err := op.Kasmina(x, w, a, lattice)
+		if err != nil {
+			return err
+		}
+		name, bytes := "kasmina_fwd_1024x4096_s256_telemetry_cpu", float64(2*4*rows*dim)
+		if backward {
+			name, bytes = "kasmina_fwdbwd_1024x4096_s256_telemetry_cpu", 5*4*rows*dim
+			up := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("g"))
+			if _, err := gorgonia.Backpropagate(gorgonia.Nodes{y}, gorgonia.Nodes{up}, gorgonia.Nodes{x, w, a}); err != nil {
+				return err
+			}
+		}
+		machine := gorgonia.NewTapeMachine(g)
+		took, err := timed(func() error { machine.Reset(); return machine.RunAll() })
+		if err != nil {
+			return err
+		}
+		if err := machine.Close(); err != nil {
+			return err
+		}
+		if err := emit(measured(name, took, bytes, 0)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// graft brings a seed from dormant to grafting.
+func graft(l *state.Lattice, seed int, alpha float64) error {
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
+	if err := l.RequestGermination(seed, state.GerminationRequest{Slot: seed + 1, Kind: kinds[seed%len(kinds)]}); err != nil {
+		return err
+	}
+	for _, to := range []state.Stage{state.Training, state.Grafting} {
+		if err := l.Transition(seed, to); err != nil {
+			return err
+		}
+	}
+	return l.SetAlpha(seed, alpha)
+}
+
+// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW.
+func cpuTrain(o options) error {
+	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4, FF: 704, Seq: 256}, 4}
+	m, err := llm.NewModel(s.config.Default(), tensor.Float32, 1)
+	if err != nil {
+		return err
+	}
+	g, err := m.Graph(llm.ForTraining, s.batch)
+	if err != nil {
+		return err
+	}
+	machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
+	defer machine.Close()
+	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
+	if err != nil {
+		return err
+	}
+	grads := gorgonia.NodesToValueGrads(g.Params)
+	random := rand.New(rand.NewPCG(1, 1))
+	var times []time.Duration
+	for i := range 2 + o.steps {
+		if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
+			return err
+		}
+		start := time.Now()
+		machine.Reset()
+		if err := machine.RunAll(); err != nil {
+			return err
+		}
+		if _, err := autodiff.ClipGlobalNorm(grads, 1); err != nil {
+			return err
+		}
+		if err := adamw.Step(grads); err != nil {
+			return err
+		}
+		if i >= 2 {
+			times = append(times, time.Since(start))
+		}
+	}
+	took, err := median(times)
+	if err != nil {
+		return err
+	}
+	return emit(s.trained("train_"+s.name, took, m.NumParams()))
+}

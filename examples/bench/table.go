@@ -1,0 +1,188 @@
+package main
+
+import (
+	"bufio"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+)
+
+// printTable writes the lines of files as a Markdown table: a row for each name, in the order in which names first come up.
+// The share is of the fastest copy or product, whatever program measured it: copies are named copy_..., products
+// gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
+func printTable(w io.Writer, files []string) error {
+	if len(files) == 0 {
+		return errors.New("-table wants files of JSON lines, as this program and peers/torch_peers.py print them")
+	}
+	var all []result
+	for _, f := range files {
+		lines, err := readResults(f)
+		if err != nil {
+			return err
+		}
+		all = append(all, lines...)
+	}
+	b := bufio.NewWriter(w)
+	for _, r := range all {
+		if r.Bench == whereabouts {
+			if r.Driver != "" {
+				r.Driver = "driver " + r.Driver
+			}
+			if r.Command != "" {
+				r.Command = "`" + r.Command + "`"
+			}
+			fmt.Fprintf(b, "- %s: %s\n", r.Peer, strings.Join(present(r.Card, r.Driver, r.Versions, r.Date, r.Command), ", "))
+		}
+	}
+	fmt.Fprint(b, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n| --- | --- | --- | --- | --- |\n")
+	bandwidth, arithmetic := ceilingsOf(all)
+	var names []string
+	for _, r := range all {
+		if r.Bench != whereabouts && !slices.Contains(names, r.Bench) {
+			names = append(names, r.Bench)
+		}
+	}
+	for _, name := range names {
+		ours, peers := entries(all, name)
+		fmt.Fprintf(b, "| %s | %s | %s | %s | %s |\n", name, orDash(ours.String()), describe(peers), ratio(ours, peers),
+			share(ours, bandwidth, arithmetic))
+	}
+	return b.Flush()
+}
+
+// readResults reads a file of JSON lines.
+func readResults(path string) ([]result, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	var all []result
+	s := bufio.NewScanner(f)
+	for n := 1; s.Scan(); n++ {
+		if len(strings.TrimSpace(s.Text())) == 0 {
+			continue
+		}
+		var r result
+		if err := json.Unmarshal(s.Bytes(), &r); err != nil {
+			return nil, fmt.Errorf("%s, line %d: %w", path, n, err)
+		}
+		if r.Bench == "" || r.Peer == "" {
+			return nil, fmt.Errorf("%s, line %d: there is no bench or no peer: %s", path, n, s.Text())
+		}
+		all = append(all, r)
+	}
+	return all, s.Err()
+}
+
+// entries returns this project's measurement of a name, and the peers', the fastest first. Of several measurements by one
+// program the last counts.
+func entries(all []result, name string) (ours result, peers []result) {
+	for _, r := range all {
+		if r.Bench != name {
+			continue
+		}
+		if r.Peer == project {
+			ours = r
+			continue
+		}
+		peers = slices.DeleteFunc(peers, func(p result) bool { return p.Peer == r.Peer })
+		peers = append(peers, r)
+	}
+	slices.SortStableFunc(peers, func(a, b result) int { return cmp.Compare(a.Us, b.Us) })
+	return ours, peers
+}
+
+// ceilingsOf returns the bandwidth of a copy in GB/s, and the peak of arithmetic in TFLOP/s; 0 where it was not measured.
+func ceilingsOf(all []result) (bandwidth, arithmetic float64) {
+	for _, r := range all {
+		switch {
+		case strings.HasPrefix(r.Bench, "copy_"):
+			bandwidth = max(bandwidth, r.GBps)
+		case strings.HasPrefix(r.Bench, "gemm_8192_"), strings.HasPrefix(r.Bench, "fma_peak_"):
+			arithmetic = max(arithmetic, r.TFLOPs)
+		}
+	}
+	return bandwidth, arithmetic
+}
+
+// String is what was measured: the rate, the time, the memory.
+func (r result) String() string {
+	var rate string
+	switch {
+	case r.TokensPS > 0:
+		rate = fmt.Sprintf("%.0f tokens/s", r.TokensPS)
+	case r.GBps > 0:
+		rate = fmt.Sprintf("%.*f GB/s", decimals(r.GBps), r.GBps)
+	case r.TFLOPs > 0:
+		rate = fmt.Sprintf("%.*f TFLOP/s", decimals(r.TFLOPs), r.TFLOPs)
+	}
+	var took string
+	switch {
+	case r.Us >= 1e4:
+		took = fmt.Sprintf("%.1f ms", r.Us/1e3)
+	case r.Us > 0:
+		took = fmt.Sprintf("%.0f µs", r.Us)
+	}
+	var memory string
+	if r.PeakGiB > 0 {
+		memory = fmt.Sprintf("%.1f GiB", r.PeakGiB)
+	}
+	return strings.Join(present(rate, took, memory), ", ")
+}
+
+// decimals is how many a rate is written with: three digits at least.
+func decimals(x float64) int {
+	switch {
+	case x >= 100:
+		return 0
+	case x >= 10:
+		return 1
+	case x >= 1:
+		return 2
+	}
+	return 3
+}
+
+func describe(peers []result) string {
+	var all []string
+	for _, p := range peers {
+		all = append(all, p.Peer+": "+p.String())
+	}
+	return orDash(strings.Join(all, "; "))
+}
+
+// ratio is how many times as fast as the best peer this project is.
+func ratio(ours result, peers []result) string {
+	if ours.Us == 0 || len(peers) == 0 {
+		return "–"
+	}
+	return fmt.Sprintf("%.2f", peers[0].Us/ours.Us)
+}
+
+func share(r result, bandwidth, arithmetic float64) string {
+	switch {
+	case r.GBps > 0 && bandwidth > 0:
+		return fmt.Sprintf("%.0f %%", 100*r.GBps/bandwidth)
+	case r.TFLOPs > 0 && arithmetic > 0:
+		return fmt.Sprintf("%.0f %%", 100*r.TFLOPs/arithmetic)
+	}
+	return "–"
+}
+
+// present returns the strings that are not empty.
+func present(s ...string) []string {
+	return slices.DeleteFunc(s, func(s string) bool { return s == "" })
+}
+
+func orDash(s string) string {
+	if s == "" {
+		return "–"
+	}
+	return s
+}

@@ -1,0 +1,218 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// size is a model and its batch.
+type size struct {
+	name   string
+	config llm.Config
+	batch  int
+}
+
+var sizes = []size{
+	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 32},
+	{"llama350M", llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816, Seq: 1024}, 16},
+	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}, 8},
+}
+
+// recomputed is the model that the group recompute trains: with what is inside its blocks computed again in the backward
+// pass.
+const recomputed = "llama350M"
+
+// warmUp is how many runs come before those that are timed: they load kernels and record the graph.
+const warmUp = 5
+
+// train times steps of training on random tokens.
+func (s size) train(device *cudaops.Device, precision cudaops.Precision, o options) (r result, err error) {
+	c := s.config.Default()
+	m, err := llm.NewModel(c, tensor.Float32, 1)
+	if err != nil {
+		return r, err
+	}
+	name := "train_" + s.name
+	var how []llm.GraphOption
+	if o.recompute {
+		name, how = name+"_recompute", append(how, llm.WithRecompute())
+	}
+	g, err := m.Graph(llm.ForTraining, s.batch, how...)
+	if err != nil {
+		return r, err
+	}
+	machine, err := cudaops.NewMachine(device, g.G, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
+		cudaops.WithPrecision(precision), cudaops.WithStrict())
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, machine.Close()) }()
+	opt, err := newOptimizer(o.muon)
+	if err != nil {
+		return r, err
+	}
+	if err := machine.SetOptimizer(opt, 1); err != nil {
+		return r, err
+	}
+	random := rand.New(rand.NewPCG(1, 1))
+	var times []time.Duration
+	for i := range warmUp + o.steps {
+		if err := letTokens(random, c.Vocab, g.IDs, g.Targets); err != nil {
+			return r, err
+		}
+		start := time.Now()
+		if r.Loss, err = step(machine, g.Loss); err != nil {
+			return r, err
+		}
+		if i >= warmUp {
+			times = append(times, time.Since(start))
+		}
+	}
+	if o.profile {
+		if err := printProfile(machine); err != nil {
+			return r, err
+		}
+	}
+	took, err := median(times)
+	if err != nil {
+		return r, err
+	}
+	loss := r.Loss
+	r = s.trained(name, took, m.NumParams())
+	r.Loss, r.PeakGiB = loss, rounded(float64(machine.Memory())/(1<<30), 2)
+	return r, nil
+}
+
+// trained is the line of a training step.
+func (s size) trained(name string, took time.Duration, params int) result {
+	c := s.config.Default()
+	tokens := float64(s.batch * c.Seq)
+	r := measured(name, took, 0, tokens*(6*float64(params)+6*float64(c.Layers*c.Dim*c.Seq))) // causal attention counted at half
+	r.Params, r.TokensPS = params, rounded(tokens/took.Seconds(), 0)
+	return r
+}
+
+// linearCrossEntropy times an output layer with its loss and their gradients.
+func linearCrossEntropy(device *cudaops.Device) (err error) {
+	const rows, dim, vocab = 16384, 2048, 50304
+	random := rand.New(rand.NewPCG(2, 2))
+	g := gorgonia.NewGraph()
+	x := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, normal(random, 0.02, vocab, dim), gorgonia.WithName("w"))
+	targets := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("targets"))
+	loss, err := op.LinearCrossEntropy(x, w, targets)
+	if err != nil {
+		return err
+	}
+	if _, err := gorgonia.Grad(loss, x, w); err != nil {
+		return err
+	}
+	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(x, w), cudaops.WithOutputs(loss),
+		cudaops.WithPrecision(cudaops.BFloat16), cudaops.WithStrict())
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, machine.Close()) }()
+	if err := letTokens(random, vocab, targets); err != nil {
+		return err
+	}
+	var times []time.Duration
+	for i := range warmUp + 15 {
+		start := time.Now()
+		if _, err := computed(machine, loss); err != nil {
+			return err
+		}
+		if i >= warmUp {
+			times = append(times, time.Since(start))
+		}
+	}
+	took, err := median(times)
+	if err != nil {
+		return err
+	}
+	return emit(measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab))
+}
+
+// normal is a matrix of normal numbers with the given deviation: a hundred thousand distinct ones, over and over.
+func normal(r *rand.Rand, deviation float64, rows, columns int) *tensor.Dense {
+	x := make([]float32, rows*columns)
+	n := min(len(x), 1<<17-1) // odd, so that rows differ
+	for i := range x[:n] {
+		x[i] = float32(deviation * r.NormFloat64())
+	}
+	for done := n; done < len(x); {
+		done += copy(x[done:], x[:done])
+	}
+	return tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))
+}
+
+// printProfile prints what each op took.
+func printProfile(m *cudaops.Machine) error {
+	ops, err := m.Profile()
+	if err != nil {
+		return err
+	}
+	for _, o := range ops {
+		fmt.Fprintf(os.Stderr, "%-28s %4d tasks %10v\n", o.Op, o.Tasks, o.Time.Round(time.Microsecond))
+	}
+	return nil
+}
+
+func newOptimizer(muon bool) (optim.Optimizer, error) {
+	if muon {
+		return optim.NewMuon(optim.WithLR(0.002))
+	}
+	return optim.NewAdamW(optim.WithLR(3e-4))
+}
+
+// step computes loss and gradients, updates the parameters and returns the loss.
+func step(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
+	if err := m.RunAll(); err != nil {
+		return 0, err
+	}
+	if _, err := m.Update(); err != nil {
+		return 0, err
+	}
+	return value(m, loss)
+}
+
+// computed is a run of the graph, and the loss.
+func computed(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
+	if err := m.RunAll(); err != nil {
+		return 0, err
+	}
+	return value(m, loss)
+}
+
+func value(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
+	v, err := m.Value(loss)
+	if err != nil {
+		return 0, err
+	}
+	return float64(v.Data().(float32)), nil
+}
+
+// letTokens gives ids and targets random tokens.
+func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
+	for _, n := range nodes {
+		x := make([]int, n.Shape()[0])
+		for i := range x {
+			x[i] = r.IntN(vocab)
+		}
+		if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
