@@ -33,6 +33,8 @@ type DeviceOption func(*deviceOptions)
 
 type deviceOptions struct {
 	ordinal int
+	adopt   bool
+	context uintptr
 	open    func() (driver.Driver, error)
 }
 
@@ -66,6 +68,13 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	if len(devices) == 0 {
 		return nil, fmt.Errorf("cudaops.Open: %w: the driver lists none", ErrNoDevice)
 	}
+	var ctx driver.Context
+	if o.adopt {
+		if ctx, err = d.Adopt(o.context); err != nil {
+			return nil, fmt.Errorf("cudaops.Open: the context %#x: %w", o.context, err)
+		}
+		o.ordinal = ctx.Device().Ordinal
+	}
 	if o.ordinal < 0 || o.ordinal >= len(devices) {
 		return nil, fmt.Errorf("cudaops.Open: there is no GPU %d; there are %d, numbered from 0", o.ordinal, len(devices))
 	}
@@ -74,9 +83,10 @@ func Open(opts ...DeviceOption) (*Device, error) {
 		return nil, fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d is needed",
 			ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
 	}
-	ctx, err := d.Retain(o.ordinal)
-	if err != nil {
-		return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
+	if ctx == nil {
+		if ctx, err = d.Retain(o.ordinal); err != nil {
+			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
+		}
 	}
 	return &Device{ctx: ctx, info: info, version: d.Version()}, nil
 }

@@ -130,7 +130,7 @@ func isConstant(n *gorgonia.Node) bool {
 func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.m.config.share.param(n); shared != nil {
 		c.values[n] = shared.array
-		c.inputOf[shared.array.block] = shared
+		c.inputOf[shared.array.block], shared.shared = shared, true
 		return nil
 	}
 	a := c.newResident(elemOf(n.Dtype()), n.Shape()...)

@@ -60,6 +60,7 @@ type machineConfig struct {
 	strict  bool
 	gather  bool
 	act     elem
+	stream  driver.Stream // adopted; 0 for one of the machine's own
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
 }
@@ -187,8 +188,10 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.k, err = config.kernels(d.ctx); err != nil {
 		return nil, err
 	}
-	if m.stream, err = d.ctx.NewStream(); err != nil {
-		return nil, err
+	if m.stream = config.stream; m.stream == 0 {
+		if m.stream, err = d.ctx.NewStream(); err != nil {
+			return nil, err
+		}
 	}
 	if m.sent, err = d.ctx.NewEvent(false); err != nil {
 		return nil, err
@@ -320,10 +323,14 @@ func (m *Machine) run() error {
 		}
 	}
 	for _, in := range m.program.inputs {
-		if in.constant {
-			continue
+		var err error
+		switch {
+		case in.bound:
+			err = in.refresh()
+		case !in.constant:
+			err = m.send(in)
 		}
-		if err := m.send(in); err != nil {
+		if err != nil {
 			return err
 		}
 	}
@@ -416,12 +423,7 @@ func (m *Machine) send(in *input) error {
 	if err := m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.len()*in.array.elem.size()], m.stream); err != nil {
 		return err
 	}
-	for _, c := range in.copies {
-		if err := c.renew(); err != nil {
-			return err
-		}
-	}
-	return nil
+	return in.refresh()
 }
 
 // check says of ids what the op would say on the CPU; a kernel cannot.
@@ -490,15 +492,11 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 }
 
 func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
-	a, ok := m.program.values[n]
-	switch {
-	case n == nil || !ok:
-		return nil, errors.New("the node is not part of the graph that the machine runs")
-	case a.block == nil:
-		return nil, fmt.Errorf("%s packs several values: ask for those", describe(n))
-	case !a.resident && a.Last < len(m.program.tasks):
-		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", describe(n))
-	case !m.ran && n.Op() != nil:
+	a, err := m.lasting(n)
+	if err != nil {
+		return nil, err
+	}
+	if !m.ran && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
 	}
 	v, err := m.fetch(a, n.Dtype())
@@ -560,7 +558,7 @@ func (m *Machine) Close() error {
 	if m.sent != 0 {
 		errs = append(errs, ctx.DestroyEvent(m.sent))
 	}
-	if m.stream != 0 {
+	if m.stream != 0 && m.config.stream == 0 {
 		errs = append(errs, ctx.DestroyStream(m.stream))
 	}
 	if m.k != nil {
