@@ -6,12 +6,10 @@ import (
 	"hash/crc32"
 	"math"
 	"sync"
-
-	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Schema is the version of the seed state's layout that this package writes. Version 1 had no "finished".
-const Schema = 2
+// Schema is the version of the seed state's layout that this package writes; migrate.go says what became of earlier ones.
+const Schema = 3
 
 // seedState holds all seeds, one array per field. Float16 figures are stored as their bits.
 type seedState struct {
@@ -21,9 +19,9 @@ type seedState struct {
 	strategy      []uint8 // index into Lattice.strategies
 	alpha         []float32
 	epochsInStage []uint16
-	lastUpdate    []uint32 // epoch of the last change of stage or α
-	performance   []uint16 // Float16
-	stability     []uint16 // Float16
+	lastUpdate    []uint32  // epoch of the last change of stage or α
+	performance   []float32 // reported as Float16, judged by its small differences
+	stability     []uint16  // Float16
 
 	// Health of the input chunk in the last pass that reported it.
 	variance  []float32
@@ -55,14 +53,13 @@ type seedState struct {
 	embargoUntil             []uint32 // epoch from which an ended seed may be recycled
 	memory0, memory1         []float32
 	finished                 []uint8   // 1 once the strategy has taken α to where it ends
-	trainingError            []float64 // NaN: not reported
-	entryLoss                []float64 // the host's loss when first reported in this stage; NaN: not yet
-	entryPerformance         []float64 // the seed's, likewise
-	basePerformance          []float64 // performance when first reported after germination; NaN: not yet
-	delta                    []float64 // last reported performance less entryPerformance; NaN: none reported in this stage
-	improvement              []float64 // last reported performance relative to basePerformance; NaN: none reported
+	trainingError            []float32 // NaN: not reported
+	entryLoss                []float32 // the host's loss when first reported in this stage; NaN: not yet
+	entryPerformance         []float32 // performance when first reported in this stage, or without the seed; NaN: not yet
+	basePerformance          []float32 // performance when first reported after germination, or without the seed; NaN: not yet
 	stageErrors, stageTrials []uint32  // reported in this stage
 
+	past   [][]uint32 // the last transitions as packed by Transition.pack, the latest first; 0: none
 	schema []uint8
 	crc    []uint32 // over the seed's number and all fields above
 }
@@ -75,7 +72,7 @@ type column struct {
 
 // columns lists the fields that the checksum covers, in its order.
 func (s *seedState) columns() []column {
-	return []column{
+	columns := []column{
 		{"stage", &s.stage}, {"slot", &s.slot}, {"kind", &s.kind}, {"strategy", &s.strategy}, {"alpha", &s.alpha},
 		{"epochs_in_stage", &s.epochsInStage}, {"last_update", &s.lastUpdate},
 		{"performance", &s.performance}, {"stability", &s.stability},
@@ -90,23 +87,42 @@ func (s *seedState) columns() []column {
 		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1}, {"finished", &s.finished},
 		{"training_error", &s.trainingError}, {"entry_loss", &s.entryLoss},
 		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
-		{"delta", &s.delta}, {"improvement", &s.improvement}, {"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
+		{"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
 	}
+	for k := range s.past {
+		columns = append(columns, column{fmt.Sprintf("past_%d", k), &s.past[k]})
+	}
+	return columns
 }
 
-// newSeedState returns n dormant seeds of which nothing has been measured, without checksums.
-func newSeedState(n int) *seedState {
-	s := &seedState{crc: make([]uint32, n)}
+// newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that remember the given number
+// of transitions.
+func newSeedState(n, transitions int) *seedState {
+	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions)}
 	for _, c := range s.columns() {
 		c.make(n)
 	}
-	nan := math.NaN()
 	for i := range n {
-		s.schema[i] = Schema
-		s.trainingError[i], s.basePerformance[i], s.improvement[i] = nan, nan, nan
-		s.entryLoss[i], s.entryPerformance[i], s.delta[i] = nan, nan, nan
+		s.begin(i)
 	}
 	return s
+}
+
+// begin sets what a new seed has other than zeros.
+func (s *seedState) begin(i int) {
+	s.schema[i] = Schema
+	for _, f := range [][]float32{s.trainingError, s.entryLoss, s.entryPerformance, s.basePerformance} {
+		f[i] = float32(math.NaN())
+	}
+}
+
+// reset makes a seed a new one.
+func (s *seedState) reset(i int) {
+	zeros := make([]byte, 8)
+	for _, c := range s.columns() {
+		c.scatter(zeros, 8, i, i+1)
+	}
+	s.begin(i)
 }
 
 func (c column) make(n int) {
@@ -232,18 +248,4 @@ func (c *checksummer) each(lo, hi int, f func(seed int, sum uint32)) {
 			f(i, crc32.ChecksumIEEE(buf[(i-lo)*c.stride:][:c.stride]))
 		}
 	}
-}
-
-// seal renews the checksums of the seeds in [lo, hi), after a change to their fields.
-func (l *Lattice) seal(lo, hi int) {
-	l.sums.each(lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
-}
-
-// mutate calls f for spans of at most grain seeds, on all cores, and renews the checksums of what f may have changed. The
-// caller holds the lock.
-func (l *Lattice) mutate(grain int, f func(lo, hi int)) {
-	cpu.Parallel(l.n, grain, func(lo, hi int) {
-		f(lo, hi)
-		l.seal(lo, hi)
-	})
 }

@@ -18,53 +18,31 @@ type SeedMetrics struct {
 	Seed          int
 	TrainingError float64 // of the seed's own training objective; NaN when it has none
 	Performance   float64 // a score of the model with the seed in it, the higher the better
+	Compared      bool    // whether Without was measured
+	Without       float64 // the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is judged from now on
 	Stability     float64 // from 0 to 1: how little the seed's performance fluctuates
 	Trials        int     // evaluations in this epoch ...
 	Errors        int     // ... and how many of them failed
 }
 
-// EventKind says what an [Event] tells of.
-type EventKind uint8
-
-// The kinds of event.
-const (
-	GateOpened     EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
-	RampFinished                        // the strategy has ended, and α is Value; told once
-	EmbargoOver                         // the seed may be recycled
-	NonFinite                           // Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
-	StrategyFailed                      // the seed's strategy gave no answer, for the Reason given, so α stays as it is
-)
-
-var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished", EmbargoOver: "EmbargoOver",
-	NonFinite: "NonFinite", StrategyFailed: "StrategyFailed"}
-
-// String returns the kind's name.
-func (k EventKind) String() string {
-	if k > 0 && int(k) < len(eventNames) {
-		return eventNames[k]
-	}
-	return fmt.Sprintf("EventKind(%d)", uint8(k))
-}
-
-// Event is something that happened to a seed when an epoch ended.
-type Event struct {
-	Kind     EventKind
-	Seed     int
-	Epoch    int     // the epoch that has ended, counted from 1
-	From, To Stage   // GateOpened: the transition; otherwise both are the seed's stage
-	Value    float64 // RampFinished, NonFinite
-	Reason   string  // StrategyFailed
-}
-
 // StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed that is being grafted, and
 // returns what became possible or went wrong, ordered by seed. It makes no transitions itself: those are decisions. On
-// metrics that are not valid it returns an error and changes nothing.
+// metrics that are not valid, and on a corrupt seed unless the lattice is made [WithQuarantine], it returns an error and
+// changes nothing.
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
+	defer l.unlockAndTell()
 	if err := l.checkMetrics(m); err != nil {
 		return nil, err
 	}
+	all := l.quarantined
+	if found := l.faults(); l.config.Quarantine {
+		all = append(all, l.quarantine(found)...)
+	} else if err := l.sums.faultError(found, l.n); err != nil {
+		return nil, fmt.Errorf("state.StepEpoch: %w", err)
+	}
+	l.tell(l.quarantined...)
+	l.quarantined = nil
 	const grain = 1024
 	before := make([]gates, l.n)
 	cpu.Parallel(l.n, grain, func(lo, hi int) {
@@ -81,15 +59,16 @@ func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	}
 	events := make([][]Event, (l.n+grain-1)/grain)
 	renormalize := int(l.epoch)%max(1, l.config.Renormalize) == 0
-	l.mutate(grain, func(lo, hi int) {
+	cpu.Parallel(l.n, grain, func(lo, hi int) {
 		var e []Event
 		for i := lo; i < hi; i++ {
 			e = l.endEpoch(e, i, renormalize, before[i])
 		}
 		events[lo/grain] = e
+		l.seal(lo, hi)
 	})
-	var all []Event
 	for _, e := range events {
+		l.tell(e...)
 		all = append(all, e...)
 	}
 	return all, nil
@@ -108,6 +87,8 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: TrainingError is %v", ErrArgument, s.Seed, s.TrainingError)
 		case !(math.Abs(s.Performance) < 65520):
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: Performance is %v, want a number within ±65504", ErrArgument, s.Seed, s.Performance)
+		case s.Compared && !(math.Abs(s.Without) < 65520):
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Without is %v, want a number within ±65504", ErrArgument, s.Seed, s.Without)
 		case !(s.Stability >= 0 && s.Stability <= 1):
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number from 0 to 1", ErrArgument, s.Seed, s.Stability)
 		case s.Trials < 0 || s.Errors < 0 || s.Trials > math.MaxUint32 || s.Errors > math.MaxUint32:
@@ -121,19 +102,20 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 // report takes in the metrics of one seed.
 func (l *Lattice) report(m SeedMetrics) {
 	s, i := l.seeds, m.Seed
-	s.performance[i] = uint16(NewFloat16(m.Performance))
-	s.stability[i] = uint16(NewFloat16(m.Stability))
-	s.trainingError[i] = m.TrainingError
+	s.performance[i] = float32(m.Performance)
+	s.stability[i] = half(m.Stability)
+	s.trainingError[i] = float32(m.TrainingError)
 	s.stageTrials[i] = addSaturating(s.stageTrials[i], m.Trials)
 	s.stageErrors[i] = addSaturating(s.stageErrors[i], m.Errors)
-	setOnce(&s.entryPerformance[i], m.Performance)
-	setOnce(&s.basePerformance[i], m.Performance)
-	s.delta[i] = m.Performance - s.entryPerformance[i]
-	s.improvement[i] = (m.Performance - s.basePerformance[i]) / math.Abs(s.basePerformance[i])
+	if m.Compared {
+		s.entryPerformance[i], s.basePerformance[i] = float32(m.Without), float32(m.Without)
+	}
+	setOnce(&s.entryPerformance[i], s.performance[i])
+	setOnce(&s.basePerformance[i], s.performance[i])
 }
 
 // setOnce sets *v unless it has been set since it was NaN.
-func setOnce(v *float64, to float64) {
+func setOnce(v *float32, to float32) {
 	if *v != *v {
 		*v = to
 	}
@@ -153,7 +135,7 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 		s.epochsInStage[i]++
 	}
 	if l.loss != 0 {
-		setOnce(&s.entryLoss[i], l.loss)
+		setOnce(&s.entryLoss[i], float32(l.loss))
 	}
 	l.endStatistics(i, renormalize)
 	if stage == Grafting {
@@ -175,7 +157,7 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 	if l.config.Gates {
 		after := l.openGates(i)
 		if after.on && !before.on {
-			tell(GateOpened, onward[stage], 0)
+			tell(GateOpened, stage.Next(), 0)
 		}
 		if after.cull && !before.cull {
 			tell(GateOpened, Culled, 0)
@@ -211,7 +193,7 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 		Seed:        i,
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),
-		Performance: Float16(s.performance[i]).Float64(),
+		Performance: float64(s.performance[i]),
 		Drift:       float64(s.drift[i]),
 		GradNorm:    float64(s.gradNorm[i]),
 		Memory:      [2]float32{s.memory0[i], s.memory1[i]},
@@ -242,19 +224,16 @@ func ask(s Strategy, g Graft) (alpha float64, memory [2]float32, done bool, fail
 	return alpha, memory, done, failure
 }
 
-// onward is the stage that follows in a life without failures, where a gate leads to it.
-var onward = [stages]Stage{Training: Grafting, Grafting: Stabilization, Stabilization: Evaluating, Evaluating: FineTuning, FineTuning: Fossilized}
-
 // gates says which gates of a seed are open: the one onward and, when the seed is being evaluated, the one to Culled.
 type gates struct{ on, cull bool }
 
 func (l *Lattice) openGates(i int) (g gates) {
 	stage := Stage(l.seeds.stage[i])
-	if !l.config.Gates || onward[stage] == 0 {
+	if !l.config.Gates || stage < Training || stage > FineTuning {
 		return g
 	}
 	evidence := l.evidence(i)
-	_, g.on = l.config.Thresholds.Gate(stage, onward[stage], evidence)
+	_, g.on = l.config.Thresholds.Gate(stage, stage.Next(), evidence)
 	if stage == Evaluating {
 		_, g.cull = l.config.Thresholds.Gate(stage, Culled, evidence)
 	}

@@ -77,5 +77,5 @@ func ExampleLattice_UnmarshalBinary() {
 	fmt.Println(errors.Is(err, state.ErrCorrupt), err)
 	// Output:
 	// 3 seeds
-	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum (1 of 3 seeds do not)
+	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
 }

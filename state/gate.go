@@ -58,8 +58,8 @@ type Evidence struct {
 	TrainingError float64 // of the seed, as last reported in Metrics
 	LossFalling   bool    // the host's loss is below the first one measured in this stage
 	GradientsLive bool    // the last gradient norm of the seed's chunk is finite and not zero
-	Delta         float64 // performance less that at the first report in this stage
-	Improvement   float64 // (performance − p)/|p| with p the first performance reported after germination
+	Delta         float64 // performance less that without the seed, or if never compared, that at the first report in this stage
+	Improvement   float64 // (performance − p)/|p|; p is that without the seed or else the first reported after germination
 	Stability     float64
 	Errors        int     // reported in this stage
 	ErrorRate     float64 // errors per trial reported in this stage; 0 without trials
@@ -82,7 +82,7 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	}
 	switch {
 	case from == Training && to == Grafting:
-		if e.TrainingError <= t.TrainingError || (e.LossFalling && e.GradientsLive) {
+		if atMost(e.TrainingError, t.TrainingError) || (e.LossFalling && e.GradientsLive) {
 			return Shortfall{}, true
 		}
 		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError}, false
@@ -107,6 +107,9 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	}
 	return Shortfall{}, true
 }
+
+// atMost compares a figure that is kept in single precision, and may have been rounded up, with its threshold.
+func atMost(v, threshold float64) bool { return v <= max(threshold, float64(float32(threshold))) }
 
 // atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its threshold.
 func atLeast(v, threshold float64) bool { return v >= min(threshold, NewFloat16(threshold).Float64()) }

@@ -17,6 +17,8 @@ import (
 	"math"
 	"sync"
 	"sync/atomic"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // Errors that callers can test for with [errors.Is].
@@ -38,13 +40,17 @@ type Lattice struct {
 	n, hidden int
 	config    config
 
-	epoch      uint32
-	step       uint64  // passes with telemetry so far
-	loss       float64 // the host's, as last reported; 0: never
-	seeds      *seedState
-	sums       *checksummer
-	strategies []tableStrategy
-	ring       ring
+	epoch       uint32
+	step        uint64  // passes with telemetry so far
+	loss        float64 // the host's, as last reported; 0: never
+	seeds       *seedState
+	sums        *checksummer
+	strategies  []tableStrategy
+	ring        ring
+	timing      timing
+	muted       map[int]bool
+	quarantined []Event // when the lattice was loaded, to be told with the next epoch's end
+	listeners   listeners
 }
 
 // config is what the options of a lattice set. It is saved with the lattice.
@@ -55,6 +61,8 @@ type config struct {
 	Renormalize int        `json:"renormalize"`
 	Slots       int        `json:"slots"`
 	History     int        `json:"history"`
+	Transitions int        `json:"transitions"`
+	Quarantine  bool       `json:"quarantine,omitempty"`
 	Telemetry   Telemetry  `json:"telemetry"`
 }
 
@@ -120,6 +128,24 @@ func WithHistory(reports int) Option {
 	}
 }
 
+// WithTransitions sets how many of its last transitions each seed remembers; see [Lattice.Transitions]. The default is 4.
+// Each takes four bytes a seed.
+func WithTransitions(n int) Option {
+	return func(c *config) error {
+		c.Transitions = n
+		return inRange("WithTransitions: n", n, 0, math.MaxUint8)
+	}
+}
+
+// WithQuarantine makes a seed that does not match its checksum a new, dormant one when an epoch ends and when the lattice is
+// loaded, which the next epoch's end tells of in a Quarantined event. Without it both are errors wrapping [ErrCorrupt].
+func WithQuarantine() Option {
+	return func(c *config) error {
+		c.Quarantine = true
+		return nil
+	}
+}
+
 func inRange(what string, v, lo, hi int) error {
 	if v < lo || v > hi {
 		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
@@ -139,7 +165,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if uint64(seeds) > math.MaxUint32 {
 		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument, seeds, uint32(math.MaxUint32))
 	}
-	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4}
+	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4, Transitions: 4}
 	for i, o := range opts {
 		if o == nil {
 			return nil, fmt.Errorf("state.NewLattice: %w: option %d is nil", ErrArgument, i)
@@ -153,8 +179,8 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 		return nil, fmt.Errorf("state.NewLattice: %w", err)
 	}
 	l := &Lattice{}
-	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []tableStrategy{ramp}, seeds: newSeedState(seeds)})
-	l.mutate(1024, func(int, int) {})
+	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []tableStrategy{ramp}, seeds: newSeedState(seeds, c.Transitions)})
+	cpu.Parallel(seeds, 1024, l.seal)
 	return l, nil
 }
 
@@ -167,7 +193,8 @@ func (l *Lattice) install(img *image) {
 	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
 	l.strategies, l.seeds = img.strategies, img.seeds
 	l.sums = newChecksummer(l.seeds.columns())
-	l.ring = ring{}
+	l.quarantined = img.quarantined
+	l.ring, l.timing, l.muted = ring{}, timing{}, nil
 }
 
 // ID returns a number that no other lattice of this process has. It is not saved.
@@ -213,29 +240,6 @@ func (l *Lattice) Stage(seed int) (Stage, error) {
 		return 0, err
 	}
 	return Stage(l.seeds.stage[seed]), nil
-}
-
-// Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first seed whose fields do not
-// match its checksum, and how many there are.
-func (l *Lattice) Verify() error {
-	l.mu.RLock()
-	defer l.mu.RUnlock()
-	if l.n == 0 {
-		return nil
-	}
-	first, bad := 0, 0
-	l.sums.each(0, l.n, func(seed int, sum uint32) {
-		if sum != l.seeds.crc[seed] {
-			if bad == 0 {
-				first = seed
-			}
-			bad++
-		}
-	})
-	if bad > 0 {
-		return fmt.Errorf("state.Verify: %w: seed %d does not match its checksum (%d of %d seeds do not)", ErrCorrupt, first, bad, l.n)
-	}
-	return nil
 }
 
 func (l *Lattice) checkSeed(method string, seed int) error {

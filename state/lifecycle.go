@@ -18,9 +18,9 @@ type GerminationRequest struct {
 // the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
-	defer l.mu.Unlock()
+	defer l.unlockAndTell()
 	const method = "RequestGermination"
-	if err := l.checkSeed(method, seed); err != nil {
+	if err := l.checkCommand(method, seed); err != nil {
 		return err
 	}
 	if err := l.checkTransition(method, seed, Germinated); err != nil {
@@ -84,8 +84,8 @@ func (l *Lattice) intern(s Strategy) (uint8, error) {
 // through every stage with t(x) = x.
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	if err := l.checkSeed("Transition", seed); err != nil {
+	defer l.unlockAndTell()
+	if err := l.checkCommand("Transition", seed); err != nil {
 		return err
 	}
 	if err := l.checkTransition("Transition", seed, to); err != nil {
@@ -108,19 +108,33 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	return nil
 }
 
+// checkCommand returns an error when there is no such seed or it is corrupt.
+func (l *Lattice) checkCommand(method string, seed int) error {
+	if err := l.checkSeed(method, seed); err != nil {
+		return err
+	}
+	return l.checkIntact(method, seed)
+}
+
 // enter puts a seed into a stage and starts the stage's counters.
 func (l *Lattice) enter(seed int, to Stage) {
-	s, nan := l.seeds, math.NaN()
+	s, nan, from := l.seeds, float32(math.NaN()), Stage(l.seeds.stage[seed])
+	if n := len(s.past); n > 0 {
+		for k := n - 1; k > 0; k-- {
+			s.past[k][seed] = s.past[k-1][seed]
+		}
+		s.past[0][seed] = Transition{int(l.epoch), from, to}.pack()
+	}
 	s.stage[seed] = uint8(to)
 	s.epochsInStage[seed] = 0
 	s.lastUpdate[seed] = l.epoch
-	s.entryLoss[seed], s.entryPerformance[seed], s.delta[seed] = nan, nan, nan
+	s.entryLoss[seed], s.entryPerformance[seed] = nan, nan
 	s.stageErrors[seed], s.stageTrials[seed] = 0, 0
 	s.finished[seed] = 0
 	switch {
 	case to == Germinated:
 		s.alpha[seed] = 0
-		s.trainingError[seed], s.basePerformance[seed], s.improvement[seed] = nan, nan, nan
+		s.trainingError[seed], s.basePerformance[seed] = nan, nan
 		s.performance[seed], s.stability[seed] = 0, 0
 		s.memory0[seed], s.memory1[seed] = 0, 0
 	case to == FineTuning:
@@ -130,14 +144,65 @@ func (l *Lattice) enter(seed int, to Stage) {
 		s.embargoUntil[seed] = uint32(min(uint64(l.epoch)+uint64(l.config.Embargo), math.MaxUint32))
 	}
 	l.seal(seed, seed+1)
+	l.tell(Event{Kind: StageChanged, Seed: seed, Epoch: int(l.epoch), From: from, To: to})
+}
+
+// Transition is a change of a seed's stage.
+type Transition struct {
+	Epoch    int // epochs that had ended
+	From, To Stage
+}
+
+// packedEpochs is the number of epochs that a packed transition can tell apart; later ones count as the last.
+const packedEpochs = 1 << 24
+
+func (t Transition) pack() uint32 {
+	return uint32(min(t.Epoch, packedEpochs-1))<<8 | uint32(t.From)<<4 | uint32(t.To)
+}
+
+func unpackTransition(p uint32) Transition {
+	return Transition{int(p >> 8), Stage(p >> 4 & 15), Stage(p & 15)}
+}
+
+// Transitions returns a seed's last transitions, the latest first, as many as [WithTransitions] keeps.
+func (l *Lattice) Transitions(seed int) ([]Transition, error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if err := l.checkSeed("Transitions", seed); err != nil {
+		return nil, err
+	}
+	var all []Transition
+	for _, p := range l.seeds.past {
+		if p[seed] != 0 { // which would be from Dormant to Dormant
+			all = append(all, unpackTransition(p[seed]))
+		}
+	}
+	return all, nil
+}
+
+// Mute takes a seed out of forward passes, or puts it back: while it is muted they see it as Dormant, whatever its stage. It
+// is for comparing what the model does with the seed and without it, is not saved, and no reason for an event.
+func (l *Lattice) Mute(seed int, muted bool) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := l.checkSeed("Mute", seed); err != nil {
+		return err
+	}
+	if l.muted == nil {
+		l.muted = map[int]bool{}
+	}
+	if delete(l.muted, seed); muted {
+		l.muted[seed] = true
+	}
+	return nil
 }
 
 // Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping [ErrTransition] when it is
 // not over, or [ErrEmbargo] when it ended too few epochs ago.
 func (l *Lattice) Recycle(seed int) error {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	if err := l.checkSeed("Recycle", seed); err != nil {
+	defer l.unlockAndTell()
+	if err := l.checkCommand("Recycle", seed); err != nil {
 		return err
 	}
 	s := l.seeds
@@ -160,7 +225,7 @@ func (l *Lattice) Recycle(seed int) error {
 func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.checkSeed("SetAlpha", seed); err != nil {
+	if err := l.checkCommand("SetAlpha", seed); err != nil {
 		return err
 	}
 	if !(alpha >= 0 && alpha <= 1) {
@@ -174,14 +239,14 @@ func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 
 // evidence gathers what the gates judge a seed by.
 func (l *Lattice) evidence(seed int) Evidence {
-	s := l.seeds
+	s, base := l.seeds, float64(l.seeds.basePerformance[seed])
 	e := Evidence{
 		Epochs:        int(s.epochsInStage[seed]),
-		TrainingError: s.trainingError[seed],
-		LossFalling:   l.loss < s.entryLoss[seed],
+		TrainingError: float64(s.trainingError[seed]),
+		LossFalling:   float32(l.loss) < s.entryLoss[seed],
 		GradientsLive: s.gradNorm[seed] > 0 && finite(float64(s.gradNorm[seed])),
-		Delta:         s.delta[seed],
-		Improvement:   s.improvement[seed],
+		Delta:         float64(s.performance[seed]) - float64(s.entryPerformance[seed]),
+		Improvement:   (float64(s.performance[seed]) - base) / math.Abs(base),
 		Stability:     Float16(s.stability[seed]).Float64(),
 		Errors:        int(s.stageErrors[seed]),
 	}

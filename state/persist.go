@@ -21,6 +21,8 @@ type image struct {
 	loss       float64
 	strategies []tableStrategy
 	seeds      *seedState
+
+	quarantined []Event
 }
 
 // header is the part of a saved lattice that is not an array of one element per seed, as JSON.
@@ -215,12 +217,24 @@ func (h *header) columns() ([]column, error) {
 func (h *header) image(stored []column) (*image, error) {
 	crc := *stored[len(stored)-1].array.(*[]uint32)
 	stored = stored[:len(stored)-1]
-	if err := checkSums(stored, crc); err != nil {
+	if err := h.Config.check(); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	sums := newChecksummer(stored)
+	found := sums.all(h.Seeds, crc)
+	if err := sums.faultError(found, h.Seeds); err != nil && !h.Config.Quarantine {
 		return nil, err
 	}
-	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, seeds: newSeedState(h.Seeds)}
+	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss,
+		seeds: newSeedState(h.Seeds, h.Config.Transitions)}
 	if err := h.migrate(img.seeds, stored); err != nil {
 		return nil, err
+	}
+	copy(img.seeds.crc, crc)
+	for _, f := range found {
+		img.seeds.reset(f.seed)
+		img.quarantined = append(img.quarantined,
+			Event{Kind: Quarantined, Seed: f.seed, Epoch: int(h.Epoch), Reason: sums.locate(f.syndrome)})
 	}
 	for _, s := range h.Strategies {
 		strategy, err := s.load()
@@ -232,61 +246,14 @@ func (h *header) image(stored []column) (*image, error) {
 		}
 		img.strategies = append(img.strategies, strategy)
 	}
-	if err := h.Config.check(); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
-	}
 	if err := img.check(h.Kinds); err != nil {
 		return nil, err
 	}
-	copy(img.seeds.crc, crc)
-	if h.Schema < Schema {
+	if h.Schema < Schema || len(found) > 0 {
 		sums := newChecksummer(img.seeds.columns())
 		sums.each(0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
 	}
 	return img, nil
-}
-
-func checkSums(columns []column, crc []uint32) error {
-	first, bad := 0, 0
-	sums := newChecksummer(columns)
-	sums.each(0, len(crc), func(seed int, sum uint32) {
-		if sum != crc[seed] {
-			if bad == 0 {
-				first = seed
-			}
-			bad++
-		}
-	})
-	if bad > 0 {
-		return fmt.Errorf("%w: seed %d does not match its checksum (%d of %d seeds do not)", ErrCorrupt, first, bad, len(crc))
-	}
-	return nil
-}
-
-// migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In data of an older one,
-// fields that it did not have keep the value of a new seed, and fields that are no more are dropped.
-func (h *header) migrate(s *seedState, stored []column) error {
-	byName := map[string]column{}
-	for _, c := range stored {
-		byName[c.name] = c
-	}
-	old, moved := h.Schema < Schema, 0
-	for _, c := range s.columns() {
-		from, ok := byName[c.name]
-		if c.name == "schema" && old {
-			continue
-		}
-		if ok && from.typ() == c.typ() {
-			reflect.ValueOf(c.array).Elem().Set(reflect.ValueOf(from.array).Elem())
-			moved++
-		} else if ok || !old {
-			return fmt.Errorf("%w: field %q is missing or not %s", ErrCorrupt, c.name, c.typ())
-		}
-	}
-	if !old && moved != len(stored) {
-		return fmt.Errorf("%w: %d fields are stored, want %d", ErrCorrupt, len(stored), moved)
-	}
-	return nil
 }
 
 func (c config) check() error {
@@ -299,6 +266,7 @@ func (c config) check() error {
 	for _, err := range []error{
 		inRange("embargo", c.Embargo, 0, math.MaxInt32), inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
 		inRange("slots", c.Slots, 0, math.MaxUint16+1), inRange("history", c.History, 0, 1<<16),
+		inRange("transitions", c.Transitions, 0, math.MaxUint8),
 	} {
 		if err != nil {
 			return err

@@ -2,6 +2,7 @@ package state
 
 import (
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // SeedReport is the logical view of one seed.
@@ -12,9 +13,14 @@ type SeedReport struct {
 	Kind          blueprints.Kind
 	Alpha         float64 // with which the output blends: 0 where it is x
 	EpochsInStage int
-	LastUpdate    int // epoch of the last change of stage or α
-	Performance   float64
+	LastUpdate    int     // epoch of the last change of stage or α
+	Performance   float64 // with the precision of a Float16, as Stability
 	Stability     float64
+	Delta         float64 // performance less that without the seed, or else at the first report in this stage; 0 when unknown
+	Improvement   float64 // likewise relative to that without the seed, or else at the first report; 0 when unknown
+	CanAdvance    bool    // the gate onward is open: a transition to Stage.Next would be allowed
+	CanCull       bool    // a transition to Culled would be allowed
+	CanRecycle    bool    // the blueprint's life is over, and the embargo too
 	Drift         float64 // relative change of the chunk's running moments over the last epoch
 	Health        Health
 	Gradient      Gradient
@@ -29,6 +35,7 @@ type Report struct {
 	Epoch     int // epochs that have ended
 	Step      int // passes with telemetry so far
 	Telemetry Telemetry
+	Layer     LayerReport
 	Seeds     []SeedReport
 }
 
@@ -37,20 +44,46 @@ func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Seeds: make([]SeedReport, l.n)}
-	s := l.seeds
-	for i := range r.Seeds {
-		stage := Stage(s.stage[i])
-		r.Seeds[i] = SeedReport{
-			Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
-			Alpha:         float64(stage.share(s.alpha[i])),
-			EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
-			Performance: single(s.performance, i), Stability: single(s.stability, i), Drift: float64(s.drift[i]),
-			Health:     s.health(i),
-			Gradient:   s.gradient(i),
-			NonFiniteX: int(s.nonFiniteX[i]), NonFiniteG: int(s.nonFiniteG[i]), Clips: int(s.clips[i]),
+	cpu.Parallel(l.n, 1024, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			r.Seeds[i] = l.seedReport(i)
 		}
+	})
+	r.Layer = l.timing.report()
+	for i := range r.Seeds {
+		r.Layer.Errors += r.Seeds[i].NonFiniteX + r.Seeds[i].NonFiniteG
+		r.Layer.Clips += r.Seeds[i].Clips
 	}
 	return r
+}
+
+func (l *Lattice) seedReport(i int) SeedReport {
+	s, stage, e := l.seeds, Stage(l.seeds.stage[i]), l.evidence(i)
+	can := func(to Stage) bool {
+		if !stage.CanBecome(to) || !l.config.Gates {
+			return stage.CanBecome(to)
+		}
+		_, open := l.config.Thresholds.Gate(stage, to, e)
+		return open
+	}
+	known := func(v float64) float64 {
+		if !finite(v) {
+			return 0
+		}
+		return v
+	}
+	return SeedReport{
+		Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
+		Alpha:         float64(stage.share(s.alpha[i])),
+		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
+		Performance: NewFloat16(float64(s.performance[i])).Float64(), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
+		CanAdvance: can(stage.Next()), CanCull: can(Culled),
+		CanRecycle: stage.Ended() && l.epoch >= s.embargoUntil[i],
+		Drift:      float64(s.drift[i]),
+		Health:     s.health(i),
+		Gradient:   s.gradient(i),
+		NonFiniteX: int(s.nonFiniteX[i]), NonFiniteG: int(s.nonFiniteG[i]), Clips: int(s.clips[i]),
+	}
 }
 
 func single(a []uint16, i int) float64 { return Float16(a[i]).Float64() }

@@ -56,6 +56,14 @@ func (s Stage) CanBecome(next Stage) bool {
 	return false
 }
 
+// Next returns the stage that follows in a life without failures, or s itself when s is Fossilized or has ended.
+func (s Stage) Next() Stage {
+	if s >= Fossilized {
+		return s
+	}
+	return s + 1
+}
+
 // Blends reports whether the output is x + α(t(x) − x), rather than x.
 func (s Stage) Blends() bool { return s >= Grafting && s <= Fossilized }
 

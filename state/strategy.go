@@ -60,15 +60,10 @@ func (FixedRamp) Name() string { return "FixedRamp" }
 
 // Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice counts, and Target is in (0, 1].
 func (s FixedRamp) Check() error {
-	switch {
-	case s.Ramp > Sigmoid:
+	if s.Ramp > Sigmoid {
 		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
-	case s.Epochs < 1 || s.Epochs > math.MaxUint16:
-		return fmt.Errorf("FixedRamp: Epochs is %d, want 1 to %d", s.Epochs, math.MaxUint16)
-	case !(s.Target > 0 && s.Target <= 1):
-		return fmt.Errorf("FixedRamp: Target is %v, want a number above 0 and at most 1", s.Target)
 	}
-	return nil
+	return checkRamp(s.Name(), s.Epochs, s.Target)
 }
 
 // Advance returns Target times the ramp's height at g.Epochs/Epochs.
@@ -85,7 +80,10 @@ func (s FixedRamp) Advance(g Graft) (alpha float64, memory [2]float32, done bool
 
 var (
 	strategyMu sync.RWMutex
-	strategies = map[string]func([]byte) (Strategy, error){"FixedRamp": decode[FixedRamp]}
+	strategies = map[string]func([]byte) (Strategy, error){
+		"FixedRamp": decode[FixedRamp], "PerformanceLinked": decode[PerformanceLinked],
+		"DriftControlled": decode[DriftControlled], "GradNormGated": decode[GradNormGated],
+	}
 )
 
 func decode[S Strategy](params []byte) (Strategy, error) {

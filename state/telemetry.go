@@ -198,6 +198,9 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step
 	for i := range n {
 		stage := Stage(s.stage[i])
+		if len(l.muted) > 0 && l.muted[i] {
+			stage = Dormant
+		}
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
 		p.Alpha[i] = stage.weight(s.alpha[i])
 		p.Watch[i] = record && p.Telemetry.watches(i, p.Step)

@@ -1,0 +1,243 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// flip inverts a bit of a field of a seed.
+func (c column) flip(seed, bit int) {
+	b := make([]byte, widths[c.typ()])
+	c.gather(b, len(b), seed, seed+1)
+	b[bit/8] ^= 1 << (bit % 8)
+	c.scatterOne(b, seed)
+}
+
+// Any bit of any field of any seed that flips in memory is found by Verify, which names the seed, the field and the bit.
+func TestVerifyFindsEveryBit(t *testing.T) {
+	l := filled(t, 5)
+	for _, c := range l.seeds.saved() {
+		for seed := range l.n {
+			for bit := range 8 * widths[c.typ()] {
+				c.flip(seed, bit)
+				want := fmt.Sprintf("seed %d does not match its checksum: bit %d of %s has flipped (1 of 5", seed, bit, c.name)
+				if c.name == crcName {
+					want = fmt.Sprintf("seed %d does not match its checksum: bit %d of its checksum has flipped (1 of 5", seed, bit)
+				}
+				if err := l.Verify(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) {
+					t.Fatalf("bit %d of %s of seed %d flipped: error %v", bit, c.name, seed, err)
+				}
+				c.flip(seed, bit)
+			}
+		}
+	}
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+	l.seeds.stage[1], l.seeds.stage[4] = 99, 99
+	err := l.Verify()
+	if err == nil || !strings.Contains(err.Error(), "seed 1 ") || !strings.Contains(err.Error(), "2 of 5") {
+		t.Errorf("two bad seeds: error %v", err)
+	}
+}
+
+// A corrupt seed stays one whatever is done around it, and what would change it is refused.
+func TestCorruptionIsNotSealedIn(t *testing.T) {
+	l := filled(t, 4)
+	l.seeds.stage[2] = uint8(Dormant)
+	l.seal(0, 4)
+	column{"slot", &l.seeds.slot}.flip(2, 3)
+	var p Pass
+	l.Begin(&p, true)
+	err := errors.Join(
+		l.RecordHealth(&p, func(int) HealthSample { return HealthSample{Moments: Moments{Count: 1, Mean: 3}} }),
+		l.RecordGradient(&p, func(int) GradientSample { return GradientSample{Norms: Moments{Count: 1, Mean: 3}} }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = "seed 2 does not match its checksum: bit 3 of slot has flipped"
+	for name, command := range map[string]func() error{
+		"Verify":     l.Verify,
+		"Transition": func() error { return l.Transition(2, Germinated) },
+		"Request":    func() error { return l.RequestGermination(2, GerminationRequest{Slot: 1}) },
+		"Recycle":    func() error { return l.Recycle(2) },
+		"SetAlpha":   func() error { return l.SetAlpha(2, 0.5) },
+		"StepEpoch":  func() error { _, err := l.StepEpoch(Metrics{}); return err },
+		"Unmarshal": func() error {
+			data, err := l.MarshalBinary()
+			return errors.Join(err, new(Lattice).UnmarshalBinary(data))
+		},
+	} {
+		epoch := l.epoch
+		if err := command(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) || l.epoch != epoch {
+			t.Errorf("%s: error %v", name, err)
+		}
+	}
+}
+
+// With a quarantine the run goes on, and so does the life of every other seed.
+func TestQuarantine(t *testing.T) {
+	for _, load := range []bool{false, true} {
+		l, err := NewLattice(5, 10, WithoutGates(), WithQuarantine())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for seed := range 5 {
+			if err := l.RequestGermination(seed, GerminationRequest{Slot: 1 + seed}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		column{"alpha", &l.seeds.alpha}.flip(3, 30)
+		l.seeds.stage[1], l.seeds.kind[1] = 200, 77
+		if load {
+			data, err := l.MarshalBinary()
+			if err == nil {
+				l = &Lattice{}
+				err = l.UnmarshalBinary(data)
+			}
+			if err == nil {
+				err = l.Verify()
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		var heard []Event
+		if _, err := l.Listen(func(e Event) { heard = append(heard, e) }); err != nil {
+			t.Fatal(err)
+		}
+		events, err := l.StepEpoch(Metrics{})
+		if err != nil || len(events) != 2 || !slices.Equal(events, heard) {
+			t.Fatalf("events %v, heard %v, error %v", events, heard, err)
+		}
+		for i, want := range []Event{{Quarantined, 0, 1, 0, 0, 0, 0, "more than one bit has changed"},
+			{Quarantined, 0, 3, 0, 0, 0, 0, "bit 30 of alpha has flipped"}} {
+			if events[i] != want {
+				t.Errorf("event %+v, want %+v", events[i], want)
+			}
+		}
+		for seed, s := range l.Report().Seeds {
+			if want := seed != 1 && seed != 3; (s.Stage == Germinated) != want || (s.Slot == 1+seed) != want {
+				t.Errorf("seed %d is %v with slot %d", seed, s.Stage, s.Slot)
+			}
+		}
+		if err := errors.Join(l.Verify(), l.RequestGermination(3, GerminationRequest{Slot: 4})); err != nil {
+			t.Error(err)
+		}
+		if events, err := l.StepEpoch(Metrics{}); err != nil || len(events) > 0 {
+			t.Errorf("events %v again, error %v", events, err)
+		}
+	}
+}
+
+func TestScrub(t *testing.T) {
+	l := filled(t, 3000)
+	ctx, cancel := context.WithCancel(context.Background())
+	found := make(chan error, 100)
+	var wg sync.WaitGroup
+	wg.Go(func() { l.Scrub(ctx, time.Millisecond, func(err error) { found <- err }) })
+	time.Sleep(5 * time.Millisecond)
+	l.mu.Lock()
+	column{"clips", &l.seeds.clips}.flip(2500, 63)
+	l.mu.Unlock()
+	select {
+	case err := <-found:
+		if !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "seed 2500 does not match its checksum: bit 63 of clips") {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("the scrub has found nothing")
+	}
+	if q := l.Quarantine(); len(q) != 1 || q[0].Seed != 2500 {
+		t.Errorf("quarantined %v", q)
+	}
+	cancel()
+	wg.Wait()
+	if err := l.Verify(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A file of schema 2, written by the program of that time, gives what it held.
+func TestOlderFixture(t *testing.T) {
+	data, err := os.ReadFile("testdata/schema2.lattice")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var l Lattice
+	if err := errors.Join(l.UnmarshalBinary(data), l.Verify()); err != nil {
+		t.Fatal(err)
+	}
+	r := l.Report()
+	if r.Epoch != 2 || r.Step != 2 || len(r.Seeds) != 6 || l.Hidden() != 24 || l.Slots() != 7 || l.config.Embargo != 3 || l.config.Gates {
+		t.Errorf("%+v, %+v", r, l.config)
+	}
+	for i, want := range []struct {
+		stage Stage
+		kind  blueprints.Kind
+	}{{Dormant, 0}, {Training, blueprints.AttentionGate}, {Grafting, blueprints.ConvFilter}, {Fossilized, blueprints.MLPExpansion},
+		{Culled, blueprints.Residual}, {Evaluating, blueprints.Residual}} {
+		s, v := r.Seeds[i], float64(i+1)/8
+		health := Health{v, -v, -2 * v, 3 * v, v / 4, 0.5}
+		if s.Stage != want.stage || s.Kind != want.kind || s.Health != health || s.Gradient != (Gradient{0.25, 0.125, 0.5}) ||
+			s.NonFiniteX != 2*(i%2) || s.Clips != 2*i {
+			t.Errorf("seed %d is %+v", i, s)
+		}
+		if l.seeds.runMean[i] != -v || l.seeds.runCount[i] != 64 {
+			t.Errorf("seed %d: running moments %v, %v", i, l.seeds.runMean[i], l.seeds.runCount[i])
+		}
+		if past, err := l.Transitions(i); err != nil || past != nil {
+			t.Errorf("seed %d remembers %v, error %v", i, past, err)
+		}
+	}
+	cosine := 0.75 * (1 - math.Cos(math.Pi*2/8)) / 2
+	if s := r.Seeds[2]; math.Abs(s.Alpha-cosine) > 1e-7 || s.Performance != -1.5 || s.Stability != 0.875 || s.Delta != 0.5 || s.Improvement != 0.25 {
+		t.Errorf("%+v", s)
+	}
+	if e := l.evidence(2); e.TrainingError != 0.125 || e.Errors != 2 || e.ErrorRate != 1.0/8 || !e.LossFalling {
+		t.Errorf("%+v", e)
+	}
+	if !reflect.DeepEqual(l.strategies[l.seeds.strategy[5]].Strategy, FixedRamp{Sigmoid, 4, 1}) {
+		t.Error(l.strategies)
+	}
+	if err := l.Recycle(4); !errors.Is(err, ErrEmbargo) {
+		t.Error(err)
+	}
+	// It is written again as the present schema.
+	again, err := l.MarshalBinary()
+	if err != nil || !strings.Contains(string(again[:40]), fmt.Sprintf(`"schema":%d`, Schema)) {
+		t.Errorf("%q, %v", again[:40], err)
+	}
+}
+
+// A seed takes less than 100 bytes beside its statistics: what passes measure, and the moments that are made of it.
+func TestBytesOfASeed(t *testing.T) {
+	l, err := NewLattice(1, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	statistics := 0
+	for _, c := range l.seeds.columns() {
+		if slices.Contains([]string{"variance", "mean", "min", "max", "dead_ratio", "snr", "grad_norm", "grad_variance", "grad_max", "drift",
+			"step_mean", "step_variance", "step_count", "run_mean", "run_variance", "run_count", "epoch_mean", "epoch_variance",
+			"norm_mean", "norm_variance", "norm_count"}, c.name) {
+			statistics += widths[c.typ()]
+		}
+	}
+	all := rowWidth(l.seeds.saved())
+	t.Logf("%d bytes a seed, %d of them statistics", all, statistics)
+	if all-statistics >= 100 || statistics == 0 {
+		t.Errorf("%d bytes a seed beside its statistics, want less than 100", all-statistics)
+	}
+}

@@ -1,0 +1,139 @@
+package state
+
+import (
+	"fmt"
+	"math"
+)
+
+// The strategies of this file take α to Target in steps of Target/Epochs, and differ in when and how many they take. They go
+// on from whatever α is, so a seed whose α was set by hand is not taken back.
+
+// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: each epoch in which it is
+// above the last one multiplies the speed by 1 + Gain, to at most MaxSpeed steps; any other puts it back to one step.
+type PerformanceLinked struct {
+	Epochs   int     `json:"epochs"` // without an improvement
+	Target   float64 `json:"target"`
+	Gain     float64 `json:"gain"`
+	MaxSpeed float64 `json:"max_speed"`
+}
+
+// Name returns "PerformanceLinked".
+func (PerformanceLinked) Name() string { return "PerformanceLinked" }
+
+// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], Gain at least 0 and MaxSpeed at least 1, both
+// finite.
+func (s PerformanceLinked) Check() error {
+	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
+		return err
+	}
+	if !(s.Gain >= 0) || !finite(s.Gain) {
+		return fmt.Errorf("PerformanceLinked: Gain is %v, want a finite number of at least 0", s.Gain)
+	}
+	if !(s.MaxSpeed >= 1) || !finite(s.MaxSpeed) {
+		return fmt.Errorf("PerformanceLinked: MaxSpeed is %v, want a finite number of at least 1", s.MaxSpeed)
+	}
+	return nil
+}
+
+// Advance remembers the last performance and the speed, which is 0 until there is a performance to compare with.
+func (s PerformanceLinked) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
+	last, speed := float64(g.Memory[0]), float64(g.Memory[1])
+	if speed > 0 && g.Performance > last {
+		speed = min(s.MaxSpeed, speed*(1+s.Gain))
+	} else {
+		speed = 1
+	}
+	alpha, done = step(g.Alpha, s.Target, speed/float64(s.Epochs))
+	return alpha, [2]float32{float32(g.Performance), float32(speed)}, done
+}
+
+// DriftControlled takes one step an epoch, and rests for Pause epochs, the present one included, whenever the drift of the
+// chunk's activations exceeds Threshold. Drift while it rests makes the rest begin anew.
+type DriftControlled struct {
+	Epochs    int     `json:"epochs"` // without a rest
+	Target    float64 `json:"target"`
+	Threshold float64 `json:"threshold"`
+	Pause     int     `json:"pause"`
+}
+
+// Name returns "DriftControlled".
+func (DriftControlled) Name() string { return "DriftControlled" }
+
+// Check returns an error unless Epochs and Pause are from 1 to 65535, Target is in (0, 1] and Threshold at least 0.
+func (s DriftControlled) Check() error {
+	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
+		return err
+	}
+	if !(s.Threshold >= 0) || !finite(s.Threshold) {
+		return fmt.Errorf("DriftControlled: Threshold is %v, want a finite number of at least 0", s.Threshold)
+	}
+	if s.Pause < 1 || s.Pause > math.MaxUint16 {
+		return fmt.Errorf("DriftControlled: Pause is %d, want 1 to %d", s.Pause, math.MaxUint16)
+	}
+	return nil
+}
+
+// Advance remembers how many epochs of rest are left. Drift that is no number counts as too much.
+func (s DriftControlled) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
+	rest := int(g.Memory[0])
+	if !(g.Drift <= s.Threshold) {
+		rest = s.Pause
+	}
+	if rest > 0 {
+		return g.Alpha, [2]float32{float32(rest - 1)}, false
+	}
+	alpha, done = step(g.Alpha, s.Target, 1/float64(s.Epochs))
+	return alpha, memory, done
+}
+
+// GradNormGated takes one step in every epoch at whose end the norm of the chunk's gradient is from Low to High, and none in
+// the others.
+type GradNormGated struct {
+	Epochs int     `json:"epochs"` // inside the band
+	Target float64 `json:"target"`
+	Low    float64 `json:"low"`
+	High   float64 `json:"high"`
+}
+
+// Name returns "GradNormGated".
+func (GradNormGated) Name() string { return "GradNormGated" }
+
+// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], and 0 ≤ Low ≤ High, both finite.
+func (s GradNormGated) Check() error {
+	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
+		return err
+	}
+	if !(s.Low >= 0 && s.Low <= s.High) || !finite(s.High) {
+		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both finite", s.Low, s.High)
+	}
+	return nil
+}
+
+// Advance remembers nothing.
+func (s GradNormGated) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
+	if !(g.GradNorm >= s.Low && g.GradNorm <= s.High) {
+		return g.Alpha, memory, false
+	}
+	alpha, done = step(g.Alpha, s.Target, 1/float64(s.Epochs))
+	return alpha, memory, done
+}
+
+// step returns α after a step of the given share of the target, and whether it has got there. A 256th of a step may be
+// missing, since α is kept in single precision.
+func step(alpha, target, share float64) (next float64, done bool) {
+	next = alpha + share*target
+	if next >= target*(1-share*0x1p-8) {
+		return max(alpha, target), true
+	}
+	return next, false
+}
+
+func checkRamp(name string, epochs int, target float64) error {
+	if epochs < 1 || epochs > math.MaxUint16 {
+		return fmt.Errorf("%s: Epochs is %d, want 1 to %d", name, epochs, math.MaxUint16)
+	}
+	if !(target > 0 && target <= 1) {
+		return fmt.Errorf("%s: Target is %v, want a number above 0 and at most 1", name, target)
+	}
+	return nil
+}
