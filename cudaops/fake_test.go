@@ -280,7 +280,15 @@ func (k *fakeKernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alph
 func (k *fakeKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
-		cpu.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D), a.Eps)
+		x := floatsAt(l, a.X, n)
+		if a.Residual != 0 {
+			sum, residual := floatsAt(l, a.Sum, n), floatsAt(l, a.Residual, n)
+			for i, v := range x {
+				sum[i] = v + residual[i]
+			}
+			x = sum
+		}
+		cpu.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
 	})
 }
 
@@ -292,13 +300,24 @@ func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 		floatsAt(l, a.Workspace, a.D)
 		cpu.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, a.DW, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
 			floatsAt(l, a.Rstd, a.Rows))
+		if a.Add != 0 {
+			dx := floatsAt(l, a.DX, n)
+			for i, v := range floatsAt(l, a.Add, n) {
+				dx[i] += v
+			}
+		}
 	})
 }
 
 func (k *fakeKernels) RoPE(s driver.Stream, a kernels.RoPE) error {
 	return k.launch(s, func(l *fake.Launch) {
-		n, h := a.Rows*a.Heads*a.HeadDim, a.Seq*a.HeadDim/2
-		cpu.RoPE(floatsAt(l, a.Y, n), floatsAt(l, a.X, n), floatsAt(l, a.Cos, h), floatsAt(l, a.Sin, h), a.Seq, a.Heads, a.HeadDim, a.Inverse)
+		width, h := a.Heads*a.HeadDim, a.HeadDim/2
+		cos, sin := floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
+		y, x := rowsAt(l, a.Y, a.Rows, width, a.YStride), rowsAt(l, a.X, a.Rows, width, a.XStride)
+		for i := range y {
+			at := i % a.Seq * h
+			cpu.RoPE(y[i], x[i], cos[at:], sin[at:], 1, a.Heads, a.HeadDim, a.Inverse)
+		}
 	})
 }
 
@@ -343,7 +362,14 @@ func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
 func (k *fakeKernels) EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		fake.Slice[byte](l, a.Workspace, kernels.EmbeddingWorkspace(a.Rows, a.Vocab, a.D))
-		cpu.EmbeddingBackward(floatsAt(l, a.DT, a.Vocab*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
+		dt := floatsAt(l, a.DT, a.Vocab*a.D)
+		old := slices.Clone(dt)
+		cpu.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
+		if a.Accumulate {
+			for i, v := range old {
+				dt[i] += v
+			}
+		}
 	})
 }
 
@@ -542,19 +568,38 @@ func (k *fakeKernels) Reduce(s driver.Stream, a kernels.Reduce) error {
 
 func (k *fakeKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, v kernels.Rows, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
-		rows := func(r kernels.Rows) []float32 { return fake.Slice[float32](l, r.Ptr, a.Batch*a.Seq*r.Stride) }
-		cpu.Attention(rows(y), fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), rows(q), rows(key), rows(v), cpuShape(a))
+		out := denseRows(l, a, a.Heads, y)
+		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
+			denseRows(l, a, a.KVHeads, v), cpuShape(a))
+		spreadRows(l, a, a.Heads, y, out)
 	})
 }
 
 func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, key, v, y kernels.Rows,
 	lse driver.Ptr, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
-		rows := func(r kernels.Rows) []float32 { return fake.Slice[float32](l, r.Ptr, a.Batch*a.Seq*r.Stride) }
+		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
 		fake.Slice[byte](l, stats, kernels.AttentionStatsBytes(a))
-		cpu.AttentionBackward(rows(dq), rows(dk), rows(dv), rows(g), rows(q), rows(key), rows(v), rows(y),
+		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
+		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(a))
+		spreadRows(l, a, a.Heads, dq, outQ)
+		spreadRows(l, a, a.KVHeads, dk, outK)
+		spreadRows(l, a, a.KVHeads, dv, outV)
 	})
+}
+
+// denseRows is a copy of an operand of attention, without the gaps between its rows.
+func denseRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.Rows) []float32 {
+	return slices.Concat(rowsAt(l, r.Ptr, a.Batch*a.Seq, heads*a.HeadDim, r.Stride)...)
+}
+
+// spreadRows writes a result of attention to where it belongs.
+func spreadRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.Rows, x []float32) {
+	width := heads * a.HeadDim
+	for i, row := range rowsAt(l, r.Ptr, a.Batch*a.Seq, width, r.Stride) {
+		copy(row, x[i*width:])
+	}
 }
 
 func cpuShape(a kernels.AttentionShape) cpu.AttentionShape {

@@ -160,8 +160,10 @@ func (m *Machine) lasting(n *gorgonia.Node) (*array, error) {
 	switch {
 	case n == nil || !ok:
 		return nil, errors.New("the node is not part of the graph that the machine runs")
-	case a.block == nil:
+	case a.block == nil && len(a.parts) > 0:
 		return nil, fmt.Errorf("%s packs several values: ask for those", describe(n))
+	case a.block == nil:
+		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", describe(n))
 	case !a.resident && a.Last < len(m.program.tasks):
 		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", describe(n))
 	}

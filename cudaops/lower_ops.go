@@ -1,6 +1,9 @@
 package cudaops
 
 import (
+	"cmp"
+	"slices"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -81,48 +84,71 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error)
 
 func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*op.RMSNormOp)
-	x, w := c.act(n, in[0]), c.as(n, in[1], float32s)
-	y, rstd, m := c.like(x), c.aux(x.shape[0]), c.m
-	c.saved[o] = rstd
-	c.do(n, func() error {
-		return m.k.RMSNorm(m.stream, kernels.RMSNorm{Y: y.ptr(), Rstd: rstd.ptr(), X: x.ptr(), W: w.ptr(),
-			Rows: x.shape[0], D: x.shape[1], Eps: o.Eps, Type: x.elem.dtype()})
-	}, x, w, y, rstd)
+	y, _ := c.norm(n, o, c.act(n, in[0]), nil, in[1])
 	return y, nil
 }
 
+// norm adds a normalisation of x or, where there is a residual, of the sum of both.
+func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *array) (y, sum *array) {
+	w, m := c.as(n, weight, float32s), c.m
+	y, rstd := c.like(x), c.aux(x.shape[0])
+	c.saved[o] = rstd
+	if residual != nil {
+		sum = c.like(x)
+	}
+	c.do(n, func() error {
+		a := kernels.RMSNorm{Y: y.ptr(), Rstd: rstd.ptr(), X: x.ptr(), W: w.ptr(), Rows: x.shape[0], D: x.shape[1], Eps: o.Eps,
+			Type: x.elem.dtype()}
+		if residual != nil {
+			a.Residual, a.Sum = residual.ptr(), sum.ptr()
+		}
+		return m.k.RMSNorm(m.stream, a)
+	}, x, residual, w, y, sum, rstd)
+	return y, sum
+}
+
 func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	return c.normGrad(n, in, nil), nil
+}
+
+// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if there is one.
+func (c *compiler) normGrad(n *gorgonia.Node, in []*array, add *array) *array {
 	x, w, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.act(n, in[3])
 	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*array)
 	m := c.m
 	dx, dw, workspace := c.like(x), c.aux(w.shape...), c.bytes(m.k.RMSNormWorkspace(x.shape[1]))
 	c.do(n, func() error {
-		return m.k.RMSNormBackward(m.stream, kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(),
-			Rstd: rstd.ptr(), Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr()})
-	}, x, w, g, rstd, dx, dw, workspace)
-	return packed(dx, dw), nil
+		a := kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(), Rstd: rstd.ptr(),
+			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr()}
+		if add != nil {
+			a.Add = add.ptr()
+		}
+		return m.k.RMSNormBackward(m.stream, a)
+	}, x, w, g, add, rstd, dx, dw, workspace)
+	return packed(dx, dw)
 }
 
 func lowerRoPE(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	o := n.Op().(*op.RoPEOp)
-	x, m := c.act(n, in[0]), c.m
+	x := c.act(n, in[0])
 	y := c.like(x)
+	c.rotate(n, y, x)
+	return y, nil
+}
+
+// rotate adds the rotation of all heads in the rows of x, which node n is of, or is of some of. y may be x.
+func (c *compiler) rotate(n *gorgonia.Node, y, x *array) {
+	o, m := n.Op().(*op.RoPEOp), c.m
 	cos, sin := c.tables(o)
 	c.do(n, func() error {
 		return m.k.RoPE(m.stream, kernels.RoPE{Y: y.ptr(), X: x.ptr(), Cos: cos.ptr(), Sin: sin.ptr(), Rows: x.shape[0],
-			Seq: o.Config.Seq, Heads: o.Config.Heads, HeadDim: o.Config.HeadDim, Inverse: o.Inverse, Type: x.elem.dtype()})
+			Seq: o.Config.Seq, Heads: x.shape[1] / o.Config.HeadDim, HeadDim: o.Config.HeadDim, XStride: x.stride, YStride: y.stride,
+			Inverse: o.Inverse, Type: x.elem.dtype()})
 	}, x, y)
-	return y, nil
 }
 
 // tables returns the cosines and sines of a rotation, which ops with the same angles share.
 func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
-	config := o.Config
-	config.Heads, config.Scaling = 0, nil
-	key := rotation{config, op.RoPEScaling{}}
-	if o.Config.Scaling != nil {
-		key.scaling = *o.Config.Scaling
-	}
+	key := rotationOf(o)
 	if t, ok := c.rotations[key]; ok {
 		return t[0], t[1]
 	}
@@ -132,12 +158,24 @@ func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
 	return t[0], t[1]
 }
 
+// rotation is the angles of a RoPE, whatever the number of heads.
 type rotation struct {
 	config  op.RoPEConfig
 	scaling op.RoPEScaling
 }
 
-func rowsOf(a *array) kernels.Rows { return kernels.Rows{Ptr: a.ptr(), Stride: a.shape[1]} }
+func rotationOf(o *op.RoPEOp) rotation {
+	r := rotation{config: o.Config}
+	r.config.Heads, r.config.Scaling = 0, nil
+	if o.Config.Scaling != nil {
+		r.scaling = *o.Config.Scaling
+	}
+	return r
+}
+
+func rowsOf(a *array) kernels.Rows {
+	return kernels.Rows{Ptr: a.ptr(), Stride: cmp.Or(a.stride, a.shape[1])}
+}
 
 func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
 	c := o.Config
@@ -159,17 +197,25 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 }
 
 func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	q, k, v := in[0], in[1], in[2]
+	e := c.m.activations()
+	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
+	c.attentionGrad(n, in, dq, dk, dv)
+	return packed(dq, dk, dv), nil
+}
+
+// attentionGrad adds the gradients of an attention.
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array) {
 	q, k := c.lowerPair(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[3]), c.act(n, in[4])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
 	lse := c.saved[o].(*array)
-	dq, dk, dv, stats, m := c.like(q), c.like(k), c.like(v), c.bytes(kernels.AttentionStatsBytes(s)), c.m
+	stats, m := c.bytes(kernels.AttentionStatsBytes(s)), c.m
 	c.do(n, func() error {
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
 	}, q, k, v, y, g, lse, dq, dk, dv, stats)
-	return packed(dq, dk, dv), nil
 }
 
 // gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab [rows, 2F], and the weights
@@ -215,38 +261,71 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
 }
 
-// stack returns two matrices of the same shape as activations, one above the other, so that one product serves both. Of
+// stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of
 // parameters the stack is kept, and renewed with them; of others it is made in every run.
-func (c *compiler) stack(n *gorgonia.Node, a, b *array) *array {
-	key := stacked{converted{a.block, a.at, a.len(), a.elem}, converted{b.block, b.at, b.len(), b.elem}}
+func (c *compiler) stack(n *gorgonia.Node, all ...*array) *array {
+	var key stacked
+	var inputs []*input
+	rows, kept := 0, true
+	for i, a := range all {
+		key[i] = converted{a.block, a.at, a.len(), a.elem}
+		in := c.inputOf[a.block]
+		inputs = append(inputs, in)
+		rows += a.shape[0]
+		kept = kept && in != nil && in.constant && !c.m.config.share.owns(in)
+	}
 	if s := c.stacks[key]; s != nil {
 		return s
 	}
 	e, m := c.m.activations(), c.m
-	shape := []int{2 * a.shape[0], a.shape[1]}
-	first, second := c.inputOf[a.block], c.inputOf[b.block]
-	kept := first != nil && second != nil && first.constant && second.constant && !m.config.share.owns(first) && !m.config.share.owns(second)
-	s := c.newArray(e, shape...)
-	if kept {
-		s = c.newResident(e, shape...)
+	s := c.sharedStack(inputs, all, e)
+	if s != nil {
+		c.stacks[key] = s
+		return s
+	}
+	if s = c.newArray(e, rows, all[0].shape[1]); kept {
+		s = c.newResident(e, s.shape...)
 	}
 	c.stacks[key] = s
-	for i, half := range []*array{a, b} {
-		to := s.view(i*a.len(), a.shape...)
-		run := func() error {
-			return m.k.Cast(m.stream, to.ptr(), e.dtype(), half.ptr(), half.elem.dtype(), half.len())
-		}
+	at := 0
+	for i, a := range all {
+		to := s.view(at, a.shape...)
+		at += a.len()
+		run := func() error { return m.k.Cast(m.stream, to.ptr(), e.dtype(), a.ptr(), a.elem.dtype(), a.len()) }
 		if kept {
-			in := []*input{first, second}[i]
-			in.copies = append(in.copies, shadow{to, run})
+			inputs[i].copies = append(inputs[i].copies, shadow{to, run})
 		} else {
-			c.do(n, run, to, half)
+			c.do(n, run, to, a)
 		}
 	}
 	return s
 }
 
-type stacked struct{ a, b converted }
+// sharedStack returns the stack of parameters that the machine they belong to keeps, nil if there is none.
+func (c *compiler) sharedStack(inputs []*input, all []*array, e elem) *array {
+	var first *array
+	rows, at := 0, 0
+	for i, in := range inputs {
+		if in == nil || !c.m.config.share.owns(in) {
+			return nil
+		}
+		j := slices.IndexFunc(in.copies, func(s shadow) bool {
+			return s.elem == e && s.len() == all[i].len() && (i == 0 || s.block == first.block && s.at == first.at+at*e.size())
+		})
+		if j < 0 {
+			return nil
+		}
+		if i == 0 {
+			first = in.copies[j].array
+		}
+		rows += all[i].shape[0]
+		at += all[i].len()
+	}
+	return first.view(0, rows, all[0].shape[1])
+}
+
+// stacked is the matrices of a stack, at most three.
+type stacked [3]converted
 
 // vectorBytes is what optimisers read at once.
 const vectorBytes = 16
@@ -275,14 +354,20 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 }
 
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	ids, g := in[0], c.act(n, in[1])
-	dt, m := c.aux(n.Shape()...), c.m
+	dt := c.aux(n.Shape()...)
+	c.embeddingGrad(n, in[0], in[1], dt, false)
+	return dt, nil
+}
+
+// embeddingGrad adds the gradient of a table, which is written to dt or added to what is there.
+func (c *compiler) embeddingGrad(n *gorgonia.Node, ids, g, dt *array, add bool) {
+	g = c.act(n, g)
+	m := c.m
 	workspace := c.bytes(kernels.EmbeddingWorkspace(g.shape[0], dt.shape[0], dt.shape[1]))
 	c.do(n, func() error {
 		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: dt.ptr(), IDs: intsOf(ids), G: g.ptr(), Rows: g.shape[0],
-			Vocab: dt.shape[0], D: dt.shape[1], DTType: driver.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr()})
+			Vocab: dt.shape[0], D: dt.shape[1], DTType: driver.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr(), Accumulate: add})
 	}, ids, g, dt, workspace)
-	return dt, nil
 }
 
 // classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for the fused op, the

@@ -45,10 +45,11 @@ type block struct {
 
 // array is the value of a node, or a part of one: elements in row-major order.
 type array struct {
-	*block
-	at    int // bytes into the block
-	elem  elem
-	shape tensor.Shape
+	*block     // nil for a packed result, and for a value that is formed within another one only
+	at     int // bytes into the block
+	elem   elem
+	shape  tensor.Shape
+	stride int // elements from one row of a matrix to the next; 0 for rows without gaps
 	// parts are the tensors of a packed result, in order. Their types may differ, so it has no elements of its own.
 	parts []*array
 }
@@ -60,6 +61,11 @@ func (a *array) ptr() driver.Ptr { return a.base.Offset(a.at) }
 // view is n elements of a in another shape, from the given element on.
 func (a *array) view(element int, shape ...int) *array {
 	return &array{block: a.block, at: a.at + element*a.elem.size(), elem: a.elem, shape: shape}
+}
+
+// columns is some columns of the matrix a, from the given one on.
+func (a *array) columns(first, n int) *array {
+	return &array{block: a.block, at: a.at + first*a.elem.size(), elem: a.elem, shape: tensor.Shape{a.shape[0], n}, stride: a.shape[1]}
 }
 
 func size(s tensor.Shape) int {
@@ -138,7 +144,7 @@ type compiler struct {
 	copies    map[converted]*array
 	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
-	gradients map[gorgonia.Op]bool // forward ops whose backward op the graph has
+	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -146,7 +152,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
-		gradients: map[gorgonia.Op]bool{}}
+		gradients: map[gorgonia.Op]int{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -174,7 +180,7 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 	}
 	for _, n := range sorted {
 		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
-			c.gradients[o.Forward] = true
+			c.gradients[o.Forward]++
 		}
 		for _, child := range opbase.Children(n) {
 			c.users[child] = append(c.users[child], n)
@@ -184,7 +190,11 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 		if c.values[n] != nil {
 			continue
 		}
-		if err := c.lower(n); err != nil {
+		fused, err := c.fuse(n)
+		if err == nil && !fused {
+			err = c.lower(n)
+		}
+		if err != nil {
 			return fmt.Errorf("%s: %w", describe(n), err)
 		}
 	}
@@ -271,7 +281,7 @@ func (c *compiler) bound(a *array, r idRange) {
 }
 
 // hasGradient reports whether the graph holds the backward op of n's op.
-func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op()] }
+func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op()] > 0 }
 
 // plan packs the arena and notes the offsets in the blocks' bases, which become addresses once it is allocated.
 func (c *compiler) plan() {

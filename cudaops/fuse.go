@@ -1,0 +1,166 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Nodes that are lowered together, since that takes fewer passes over memory than one after the other:
+//
+//   - a sum and a norm of it: one kernel writes both;
+//   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
+//   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
+//   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
+//
+// A value is left out only if the nodes that it is for are all lowered with it and nobody asked for it. Such a value is
+// folded: an array without memory.
+
+// fuse lowers a node together with others, whose inputs are all there, if a rule fits, and reports whether it did.
+func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
+	switch n.Op().(type) {
+	case *op.RMSNormGradOp:
+		return c.fuseNormGrad(n), nil
+	case *op.LinearOp:
+		return c.fuseProjections(n)
+	case *op.AttentionGradOp:
+		return c.fuseProjectionsGrad(n)
+	case *op.EmbeddingGradOp:
+		return c.fuseEmbeddingGrad(n), nil
+	}
+	return c.fuseNorm(n), nil
+}
+
+// folded is a value that exists only within another one.
+func folded(n *gorgonia.Node) *array { return &array{shape: n.Shape()} }
+
+// sole returns the node that alone uses n, nil if there is none, if there are several, or if n's value is asked for.
+func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
+	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == users[0] }) {
+		return users[0]
+	}
+	return nil
+}
+
+// partOf returns the node that takes the part of a packed result that begins at the given element, nil if there is none.
+func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
+	for _, u := range c.users[n] {
+		if o, ok := u.Op().(*opbase.PartOp); ok && o.Offset == offset {
+			return u
+		}
+	}
+	return nil
+}
+
+// addends returns the two different nodes whose sum n is, if they are matrices of its shape.
+func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
+	if n.Op() == nil || fmt.Sprintf("%T", n.Op()) != "gorgonia.elemBinOp" || !strings.HasPrefix(fmt.Sprint(n.Op()), "+ ") || !floats(n) {
+		return nil, nil, false
+	}
+	in := opbase.Children(n)
+	for _, a := range in {
+		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 || !slices.Equal(a.Shape(), n.Shape()) {
+			return nil, nil, false
+		}
+	}
+	return in[0], in[1], in[0] != in[1]
+}
+
+// other returns the addend of the sum n that is not the given one, nil if n is no such sum.
+func other(n, addend *gorgonia.Node) *gorgonia.Node {
+	if n == nil {
+		return nil
+	}
+	switch a, b, ok := addends(n); {
+	case ok && a == addend:
+		return b
+	case ok && b == addend:
+		return a
+	}
+	return nil
+}
+
+// there returns the value of a node, nil if that is still to come. That of an input can come at once.
+func (c *compiler) there(n *gorgonia.Node) *array {
+	if n == nil {
+		return nil
+	}
+	if c.values[n] == nil && n.Op() == nil && c.input(n) != nil {
+		return nil
+	}
+	return c.values[n]
+}
+
+// activation returns the value of a node if it is there and stored as activations are, else nil.
+func (c *compiler) activation(n *gorgonia.Node) *array {
+	if a := c.there(n); a != nil && a.block != nil && a.elem == c.m.activations() {
+		return a
+	}
+	return nil
+}
+
+// fuseNorm lowers the sum n and a norm of it.
+func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
+	i := slices.IndexFunc(c.users[n], func(u *gorgonia.Node) bool {
+		_, ok := u.Op().(*op.RMSNormOp)
+		return ok && c.values[u] == nil && opbase.Children(u)[0] == n
+	})
+	a, b, ok := addends(n)
+	if !ok || i < 0 {
+		return false
+	}
+	norm := c.users[n][i]
+	x, residual, weight := c.activation(a), c.activation(b), c.there(opbase.Children(norm)[1])
+	if x == nil || residual == nil || weight == nil {
+		return false
+	}
+	c.values[norm], c.values[n] = c.norm(norm, norm.Op().(*op.RMSNormOp), x, residual, weight)
+	return true
+}
+
+// fuseNormGrad lowers the gradients n of a norm, and the sum of the one of its input and another.
+func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
+	dx := c.partOf(n, 0)
+	if dx == nil {
+		return false
+	}
+	sum := c.sole(dx)
+	add := c.activation(other(sum, dx))
+	if add == nil {
+		return false
+	}
+	var in []*array
+	for _, child := range opbase.Children(n) {
+		in = append(in, c.values[child])
+	}
+	grads := c.normGrad(n, in, add)
+	c.values[n], c.values[sum], c.values[dx] = grads, grads.parts[0], folded(dx)
+	return true
+}
+
+// fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in the memory of the latter.
+func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
+	sum := c.sole(n)
+	head := other(sum, n)
+	if head == nil || c.sole(head) == nil {
+		return false
+	}
+	part, ok := head.Op().(*opbase.PartOp)
+	if !ok || part.Offset == 0 {
+		return false
+	}
+	grad, ok := opbase.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
+	to := c.values[head]
+	if !ok || c.gradients[grad.Forward] != 1 || to == nil || to.elem != float32s {
+		return false
+	}
+	ids, g := opbase.Children(n)[0], opbase.Children(n)[1]
+	c.embeddingGrad(n, c.values[ids], c.values[g], to, true)
+	c.values[n], c.values[sum] = folded(n), to
+	return true
+}

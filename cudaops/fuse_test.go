@@ -1,0 +1,260 @@
+package cudaops
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// tasksOf counts a machine's tasks by their node's op.
+func tasksOf(m *Machine) map[string]int {
+	count := map[string]int{}
+	for _, t := range m.program.tasks {
+		name, _, _ := strings.Cut(opName(t), "{")
+		count[name]++
+	}
+	return count
+}
+
+// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for queries, keys and values.
+func TestModelIsFused(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for _, kind := range []llm.GraphKind{llm.ForTraining, llm.ForLoss} {
+		c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
+		m, err := llm.NewModel(c, tensor.Float32, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		g, err := m.Graph(kind, 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := &batch{Graph: g}
+		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer machine.Close()
+		want := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12, "Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
+		if kind == llm.ForTraining {
+			want["RoPE"] += 12
+			want["LinearCrossEntropy"] += 2
+			for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48, "Attention": 12, "SiLUMLP": 60} {
+				want[name+"Grad"] = n
+			}
+		}
+		if got := tasksOf(machine); fmt.Sprint(got) != fmt.Sprint(want) {
+			t.Errorf("kind %v: tasks\n%v, want\n%v", kind, got, want)
+		}
+	}
+}
+
+// fuseCase is a small graph with everything that could be fused, and a reason not to.
+type fuseCase struct {
+	name string
+	// keep names values that shall outlive the run: a node, or with d: a part of the gradients that the op of a node has.
+	keep     []string
+	keyBase  float64  // of the keys' rotation; 0 for that of the queries
+	alsoUsed []string // nodes that the loss also reads
+	want     map[string]int
+}
+
+// fuseCases say how many tasks there are, where it is not as in the first.
+var fuseCases = []fuseCase{
+	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 2, "Linear": 2, "RoPE": 2, "Attention": 1, "AttentionGrad": 1,
+		"LinearGrad": 4, "RMSNormGrad": 2, "EmbeddingGrad": 1, "LinearCrossEntropy": 6, "+ false": 0}},
+	{name: "sum kept", keep: []string{"s"}},
+	{name: "norm kept", keep: []string{"y"}},
+	{name: "sum read", alsoUsed: []string{"s"}, want: map[string]int{"+ false": 1}},
+	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
+	{name: "values read", alsoUsed: []string{"v"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 4}},
+	{name: "queries before they are turned, kept", keep: []string{"q0"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
+	{name: "keys turned otherwise", keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
+	{name: "gradient of values kept", keep: []string{"d:v"}, want: map[string]int{"RoPE": 3, "LinearGrad": 8, "+ false": 2}},
+	{name: "gradient of the norm's input kept", keep: []string{"d:h"}, want: map[string]int{"+ false": 1}},
+	{name: "gradient of the head kept", keep: []string{"d:loss"}, want: map[string]int{"+ false": 1}},
+}
+
+const fuseDim, fuseSeq, fuseRows, fuseVocab = 16, 3, 6, 11
+
+// graph returns the graph, its parameters, and what to keep: the loss among it.
+func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+	t.Helper()
+	r, g := rand.New(rand.NewPCG(seed, 8)), gorgonia.NewGraph()
+	var params gorgonia.Nodes
+	param := func(name string, s ...int) *gorgonia.Node {
+		x := make([]float32, size(s))
+		for i := range x {
+			x[i] = float32(0.3 * r.NormFloat64())
+		}
+		n := gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name), gorgonia.WithShape(s...),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
+		params = append(params, n)
+		return n
+	}
+	ints := func(name string) *gorgonia.Node {
+		x := make([]int, fuseRows)
+		for i := range x {
+			x[i] = r.IntN(fuseVocab)
+		}
+		return gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName(name), gorgonia.WithShape(fuseRows),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(fuseRows), tensor.WithBacking(x))))
+	}
+	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	named := map[string]*gorgonia.Node{}
+	table := param("table", fuseVocab, fuseDim)
+	x := must(op.Embedding(ints("ids"), table))
+	h := must(op.RMSNorm(x, param("norm1", fuseDim), 1e-5))
+	rope := op.RoPEConfig{Seq: fuseSeq, Heads: 4, HeadDim: 4, Base: 100}
+	named["q0"] = must(op.Linear(h, param("wq", 16, fuseDim)))
+	named["q"] = must(op.RoPE(named["q0"], rope))
+	rope.Heads = 2
+	if f.keyBase != 0 {
+		rope.Base = f.keyBase
+	}
+	named["k"] = must(op.RoPE(must(op.Linear(h, param("wk", 8, fuseDim))), rope))
+	named["v"] = must(op.Linear(h, param("wv", 8, fuseDim)))
+	a := must(op.Attention(named["q"], named["k"], named["v"], op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}))
+	named["s"] = must(gorgonia.Add(x, must(op.Linear(a, param("wo", fuseDim, 16)))))
+	named["y"] = must(op.RMSNorm(named["s"], param("norm2", fuseDim), 1e-5))
+	named["loss"] = must(op.LinearCrossEntropy(named["y"], table, ints("targets")))
+	cost := named["loss"]
+	for _, name := range f.alsoUsed {
+		n := named[name]
+		cost = must(gorgonia.Add(cost, must(gorgonia.Sum(must(gorgonia.HadamardProd(n, param("with "+name, n.Shape()...)))))))
+	}
+	if _, err := gorgonia.Grad(cost, params...); err != nil {
+		t.Fatal(err)
+	}
+	keep := gorgonia.Nodes{cost}
+	for _, name := range f.keep {
+		gradientOf, isGradient := strings.CutPrefix(name, "d:")
+		if !isGradient {
+			keep = append(keep, named[name])
+			continue
+		}
+		keep = append(keep, gradientPart(t, g, gradientOf))
+	}
+	return g, params, keep
+}
+
+// gradientPart finds the gradient of attention's values (v), of the first norm's input (h), or of the output layer's table.
+func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node {
+	t.Helper()
+	for _, n := range g.AllNodes() {
+		part, ok := n.Op().(*opbase.PartOp)
+		if !ok {
+			continue
+		}
+		packed := opbase.Children(n)[0]
+		switch packed.Op().(type) {
+		case *op.AttentionGradOp:
+			ok = of == "v" && part.Offset == fuseRows*(16+8)
+		case *op.RMSNormGradOp:
+			ok = of == "h" && part.Offset == 0 && opbase.Children(packed)[1].Name() == "norm1"
+		case *op.LinearCrossEntropyGradOp:
+			ok = of == "loss" && part.Offset > 0
+		default:
+			ok = false
+		}
+		if ok {
+			return n
+		}
+	}
+	t.Fatalf("the graph has no gradient of %s", of)
+	return nil
+}
+
+// TestFuse counts the tasks of small graphs, and wants the values of a machine that is asked for all values and so can leave
+// none out.
+func TestFuse(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testFuse(t, device, 1e-5, fakeOption)
+	})
+	t.Run("float32", func(t *testing.T) { testFuse(t, openGPU(t), 1e-4) })
+	t.Run("bfloat16", func(t *testing.T) { testFuse(t, openGPU(t), 5e-2, WithPrecision(BFloat16)) })
+}
+
+func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	for _, f := range fuseCases {
+		t.Run(f.name, func(t *testing.T) {
+			g, params, keep := f.graph(t, seed)
+			machine := newFuseMachine(t, device, g, params, keep, opts)
+			got := tasksOf(machine)
+			for op, n := range fuseCases[0].want {
+				if other, ok := f.want[op]; ok {
+					n = other
+				}
+				if got[op] != n {
+					t.Errorf("%d tasks of %s, want %d", got[op], op, n)
+				}
+			}
+			same, sameParams, sameKeep := f.graph(t, seed)
+			unfused := newFuseMachine(t, device, same, sameParams, results(same), opts)
+			if err := unfused.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			nodes, want := append(keep, derivatives(params)...), append(sameKeep, derivatives(sameParams)...)
+			for range 2 {
+				if err := machine.RunAll(); err != nil {
+					t.Fatal(err)
+				}
+				for i, n := range nodes {
+					v, err := machine.Value(n)
+					if err != nil {
+						t.Fatal(err)
+					}
+					w, err := unfused.Value(want[i])
+					if err != nil {
+						t.Fatal(err)
+					}
+					if d := distance(t, v, w); !(d < tolerance) {
+						t.Errorf("%s differs by %.2g", describe(n), d)
+					}
+				}
+			}
+		})
+	}
+}
+
+func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes, opts []MachineOption) *Machine {
+	t.Helper()
+	m, err := NewMachine(device, g, append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()}, opts...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
+// results is all nodes of a graph that are computed.
+func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
+	for _, n := range g.AllNodes() {
+		if n.Op() != nil {
+			all = append(all, n)
+		}
+	}
+	return all
+}
