@@ -136,9 +136,9 @@ func cpuKasmina(options) error {
 		if err != nil {
 			return err
 		}
-		name, bytes := "kasmina_fwd_1024x4096_s256_telemetry_cpu", float64(2*4*rows*dim)
+		name, bytes := "kasmina_fwd_1024x4096_s256_cpu", float64(2*4*rows*dim)
 		if backward {
-			name, bytes = "kasmina_fwdbwd_1024x4096_s256_telemetry_cpu", 5*4*rows*dim
+			name, bytes = "kasmina_fwdbwd_1024x4096_s256_cpu", 5*4*rows*dim
 			up := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("g"))
 			if _, err := gorgonia.Backpropagate(gorgonia.Nodes{y}, gorgonia.Nodes{up}, gorgonia.Nodes{x, w, a}); err != nil {
 				return err

@@ -1,0 +1,240 @@
+// Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and in PyTorch, and compares
+// the losses of every step.
+//
+//	go run ./examples/agree write run                            # weights, batches and settings; -model 124M for that one
+//	go run ./examples/agree train run                            # on the CPU
+//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 for training's precision
+//	python3 examples/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
+//	go run ./examples/agree compare -tolerance 1e-4 run
+//
+// The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four followers of the id before.
+package main
+
+import (
+	"cmp"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// The files of a run. Losses stand in lossPrefix + who + ".json".
+const (
+	modelFile    = "model.safetensors"
+	tokenFile    = "tokens.i32" // [Steps, Batch, Seq + 1], little-endian
+	settingsFile = "settings.json"
+	lossPrefix   = "losses."
+)
+
+// settings is what both programs do. Parameters with fewer than two dimensions have no weight decay.
+type settings struct {
+	Model   llm.Config `json:"model"`
+	Batch   int        `json:"batch"`
+	Rates   []float64  `json:"learning_rates"` // one for each step
+	Beta1   float64    `json:"beta1"`
+	Beta2   float64    `json:"beta2"`
+	Epsilon float64    `json:"epsilon"`
+	Decay   float64    `json:"weight_decay"`
+	Clip    float64    `json:"clip"` // limit of the gradients' global norm
+}
+
+// models are what write can write, with the batch and steps that are its defaults.
+var models = map[string]struct {
+	config       llm.Config
+	batch, steps int
+}{
+	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20},
+	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 8, 200},
+}
+
+func main() {
+	if err := run(os.Args[1:], os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, "agree:", err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string, out io.Writer) error {
+	const usage = "want write, train or compare, options, and the run's folder"
+	if len(args) == 0 {
+		return errors.New(usage)
+	}
+	f := flag.NewFlagSet("agree "+args[0], flag.ContinueOnError)
+	model := f.String("model", "small", "write: small or 124M")
+	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
+	steps := f.Int("steps", 0, "write: steps (default: the model's)")
+	device := f.String("device", "cpu", "train: cpu or cuda")
+	precision := f.String("precision", "f32", "train: f32 or bf16")
+	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
+	if err := f.Parse(args[1:]); err != nil {
+		return err
+	}
+	if f.NArg() != 1 {
+		return fmt.Errorf("%s: got %d arguments after the options, %s", args[0], f.NArg(), usage)
+	}
+	dir := f.Arg(0)
+	switch args[0] {
+	case "write":
+		return write(dir, *model, *batch, *steps)
+	case "train":
+		return train(dir, *device, *precision, out)
+	case "compare":
+		return compare(dir, *tolerance, out)
+	}
+	return fmt.Errorf("there is no %q: %s", args[0], usage)
+}
+
+// write makes a run's folder.
+func write(dir, name string, batch, steps int) error {
+	m, ok := models[name]
+	if !ok {
+		return fmt.Errorf("-model is %q, want small or 124M", name)
+	}
+	batch, steps = cmp.Or(batch, m.batch), cmp.Or(steps, m.steps)
+	if batch < 1 || steps < 1 {
+		return fmt.Errorf("-batch is %d and -steps %d, want at least 1", batch, steps)
+	}
+	if err := os.MkdirAll(dir, 0o777); err != nil {
+		return err
+	}
+	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
+	for i := range steps { // rises over the first tenth
+		s.Rates = append(s.Rates, 1e-3*min(1, float64(i+1)/math.Ceil(float64(steps)/10)))
+	}
+	model, err := llm.NewModel(s.Model, tensor.Float32, 1)
+	if err != nil {
+		return err
+	}
+	if err := model.Save(filepath.Join(dir, modelFile)); err != nil {
+		return err
+	}
+	if err := writeTokens(filepath.Join(dir, tokenFile), s.Model.Vocab, steps*batch, s.Model.Seq+1); err != nil {
+		return err
+	}
+	return writeJSON(filepath.Join(dir, settingsFile), s)
+}
+
+func writeJSON(path string, v any) error {
+	text, err := json.MarshalIndent(v, "", "\t")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(text, '\n'), 0o666)
+}
+
+func readJSON(path string, v any) error {
+	text, err := os.ReadFile(path)
+	if err == nil {
+		err = json.Unmarshal(text, v)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+// writeTokens writes sequences of the synthetic language.
+func writeTokens(path string, vocab, sequences, length int) error {
+	r := rand.New(rand.NewPCG(5, 5))
+	zipf := func(u float64) int { return min(vocab-1, int(math.Exp(u*math.Log(float64(vocab))))-1) }
+	raw := make([]byte, 0, 4*sequences*length)
+	for range sequences {
+		id := zipf(r.Float64())
+		for range length {
+			raw = binary.LittleEndian.AppendUint32(raw, uint32(id))
+			if r.IntN(4) == 0 {
+				id = zipf(r.Float64())
+			} else { // a follower: a fixed function of the id and its number
+				id = zipf(rand.New(rand.NewPCG(uint64(id), r.Uint64N(4))).Float64())
+			}
+		}
+	}
+	return os.WriteFile(path, raw, 0o666)
+}
+
+// batches reads the run's tokens: a batch for each step.
+func batches(dir string, s settings) ([]llm.Batch, error) {
+	path := filepath.Join(dir, tokenFile)
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	length := s.Model.Seq + 1
+	if want := 4 * len(s.Rates) * s.Batch * length; len(raw) != want {
+		return nil, fmt.Errorf("%s has %d bytes, want %d", path, len(raw), want)
+	}
+	all := make([]llm.Batch, len(s.Rates))
+	for i := range all {
+		for range s.Batch {
+			for t := range length {
+				id := int(binary.LittleEndian.Uint32(raw[4*t:]))
+				if t < length-1 {
+					all[i].Inputs = append(all[i].Inputs, id)
+				}
+				if t > 0 {
+					all[i].Targets = append(all[i].Targets, id)
+				}
+			}
+			raw = raw[4*length:]
+		}
+		all[i].Count = len(all[i].Targets)
+	}
+	return all, nil
+}
+
+// compare prints the losses of all programs that have trained, and their spread: (largest − smallest) / smallest.
+func compare(dir string, tolerance float64, out io.Writer) error {
+	files, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
+	if err != nil {
+		return err
+	}
+	if len(files) < 2 {
+		return fmt.Errorf("%s has the losses of %d programs, want at least 2", dir, len(files))
+	}
+	slices.Sort(files)
+	var losses [][]float64
+	fmt.Fprintf(out, "%4s", "step")
+	for _, f := range files {
+		var l []float64
+		if err := readJSON(f, &l); err != nil {
+			return err
+		}
+		if len(losses) > 0 && len(l) != len(losses[0]) {
+			return fmt.Errorf("%s has %d losses, and %s %d", f, len(l), files[0], len(losses[0]))
+		}
+		losses = append(losses, l)
+		fmt.Fprintf(out, " %20s", strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix), ".json"))
+	}
+	fmt.Fprintf(out, " %9s\n", "spread")
+	worst, where := 0.0, 0
+	for i := range losses[0] {
+		least, most := math.Inf(1), math.Inf(-1)
+		fmt.Fprintf(out, "%4d", i+1)
+		for _, l := range losses {
+			fmt.Fprintf(out, " %20.7f", l[i])
+			least, most = min(least, l[i]), max(most, l[i])
+		}
+		spread := (most - least) / least
+		fmt.Fprintf(out, " %9.2e\n", spread)
+		if !(spread <= worst) {
+			worst, where = spread, i+1
+		}
+	}
+	fmt.Fprintf(out, "largest spread: %.2e at step %d\n", worst, where)
+	if !(worst <= tolerance) {
+		return fmt.Errorf("the losses of step %d differ by %.2e, more than %.2e", where, worst, tolerance)
+	}
+	return nil
+}

@@ -1,0 +1,124 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// trainer is the part of an llm.Engine that a step takes.
+type trainer interface {
+	Gradients(llm.Batch) (loss float64, err error)
+	Update() (norm float64, err error)
+	Close() error
+}
+
+// train runs the steps and writes their losses, each before the step's update.
+func train(dir, device, precision string, out io.Writer) (err error) {
+	var s settings
+	if err := readJSON(filepath.Join(dir, settingsFile), &s); err != nil {
+		return err
+	}
+	m, err := llm.LoadModel(filepath.Join(dir, modelFile))
+	if err != nil {
+		return err
+	}
+	data, err := batches(dir, s)
+	if err != nil {
+		return err
+	}
+	o, err := optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Epsilon), optim.WithWeightDecay(s.Decay))
+	if err != nil {
+		return err
+	}
+	t, done, err := newTrainer(m, o, s, device, precision)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, t.Close(), done()) }()
+	losses := make([]float64, len(data))
+	for i, b := range data {
+		if losses[i], err = t.Gradients(b); err != nil {
+			return fmt.Errorf("step %d: %w", i+1, err)
+		}
+		if err := o.SetLR(s.Rates[i]); err != nil {
+			return err
+		}
+		if _, err := t.Update(); err != nil {
+			return fmt.Errorf("step %d: %w", i+1, err)
+		}
+	}
+	who := fmt.Sprintf("kasmina-%s-%s", device, precision)
+	fmt.Fprintf(out, "%s: %d steps, loss %.4f to %.4f\n", who, len(losses), losses[0], losses[len(losses)-1])
+	return writeJSON(filepath.Join(dir, lossPrefix+who+".json"), losses)
+}
+
+// newTrainer returns what trains the model, and what is to be done when it is closed.
+func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision string) (trainer, func() error, error) {
+	p, known := map[string]cudaops.Precision{"f32": cudaops.Float32, "bf16": cudaops.BFloat16}[precision]
+	switch {
+	case device == "cpu" && precision == "f32":
+		t, err := newTape(m, o, s)
+		return t, func() error { return nil }, err
+	case device == "cuda" && known:
+		d, err := cudaops.Open()
+		if err != nil {
+			return nil, nil, err
+		}
+		e, err := gpu.Engine(d, p)(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
+		if err != nil {
+			return nil, nil, errors.Join(err, d.Close())
+		}
+		return e, d.Close, nil
+	}
+	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32 or bf16", device, precision)
+}
+
+// tape trains on Gorgonia's tape machine.
+type tape struct {
+	*llm.Graph
+	gorgonia.VM
+	*optim.AdamW
+	grads []gorgonia.ValueGrad
+	clip  float64
+}
+
+func newTape(m *llm.Model, o *optim.AdamW, s settings) (trainer, error) {
+	g, err := m.Graph(llm.ForTraining, s.Batch)
+	if err != nil {
+		return nil, err
+	}
+	return &tape{g, gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...)), o, gorgonia.NodesToValueGrads(g.Params), s.Clip}, nil
+}
+
+func (t *tape) Gradients(b llm.Batch) (float64, error) {
+	if err := t.Let(b); err != nil {
+		return 0, err
+	}
+	t.Reset()
+	if err := t.RunAll(); err != nil {
+		return 0, err
+	}
+	loss, ok := t.Loss.Value().Data().(float32)
+	if !ok {
+		return 0, fmt.Errorf("the loss is a %T, want a float32", t.Loss.Value().Data())
+	}
+	return float64(loss), nil
+}
+
+func (t *tape) Update() (float64, error) {
+	norm, err := autodiff.ClipGlobalNorm(t.grads, t.clip)
+	if err != nil {
+		return norm, err
+	}
+	return norm, t.Step(t.grads)
+}
