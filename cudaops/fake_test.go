@@ -447,33 +447,54 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 	})
 }
 
-// control is the block as the host wrote it, and what the kernels do with gradients.
-func control(l *fake.Launch, p driver.Ptr) (b []byte, c kernels.Control, scale float64) {
+// control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
+func control(l *fake.Launch, p driver.Ptr) (b []byte, c kernels.Control, multiplier float64) {
 	b = fake.Slice[byte](l, p, kernels.ControlBytes)
-	c = kernels.DecodeControl(b)
-	scale = c.GradScale
-	if c.MaxNorm > 0 {
-		scale *= min(1, c.MaxNorm/(float64(c.Norm)+1e-6))
-	}
-	return b, c, scale
+	return b, kernels.DecodeControl(b), float64(fake32(b[44:]))
 }
 
-func (k *fakeKernels) GradNorm(s driver.Stream, at, squares driver.Ptr, count int) error {
+func (k *fakeKernels) GradNorm(s driver.Stream, at, squares driver.Ptr, count int, scale driver.Ptr) error {
 	return k.launch(s, func(l *fake.Launch) {
 		b, c, _ := control(l, at)
 		var sum float64
 		for _, v := range floatsAt(l, squares, count) {
 			sum += float64(v)
 		}
-		norm := float32(math.Sqrt(sum) * c.GradScale)
+		multiplier := c.GradScale
+		if scale != 0 {
+			multiplier /= float64(floatsAt(l, scale, 1)[0])
+		}
+		norm := float32(math.Sqrt(sum) * multiplier)
 		skipped := uint32(0)
 		if c.SkipNonFinite && norm-norm != 0 {
 			skipped = 1
 		}
+		if c.MaxNorm > 0 {
+			multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
+		}
 		binary.LittleEndian.PutUint32(b[36:], skipped)
 		binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
+		binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
+		if scale != 0 {
+			copy(b[48:], moveOn(fake.Slice[byte](l, scale, kernels.LossScaleBytes), skipped == 1))
+		}
 	})
 }
+
+// moveOn changes a loss scale by the rule.
+func moveOn(at []byte, skipped bool) []byte {
+	s := kernels.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1, Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
+	switch {
+	case skipped:
+		s = kernels.LossScale{Scale: max(1, s.Scale/2), Skipped: s.Skipped + 1}
+	case s.Good == 2000:
+		s.Scale, s.Good = 2*s.Scale, 0
+	}
+	copy(at, s.Bytes())
+	return at
+}
+
+func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
 func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
 	return k.launch(s, func(l *fake.Launch) {

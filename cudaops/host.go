@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // encode writes the n elements of a value to raw, stored as e.
@@ -40,6 +41,11 @@ func encodeFloats(raw []byte, e elem, x []float32) {
 	switch e {
 	case float32s:
 		copy(driver.View[float32](raw), x)
+	case float16s:
+		dst := driver.View[uint16](raw)
+		for i, v := range x {
+			dst[i] = uint16(state.NewFloat16(float64(v)))
+		}
 	case bfloat16s:
 		dst := driver.View[uint16](raw)
 		for i, v := range x {
@@ -61,15 +67,9 @@ func bfloat16(v float32) uint16 {
 func decode(raw []byte, e elem, dt tensor.Dtype, shape tensor.Shape) (gorgonia.Value, error) {
 	n := size(shape)
 	switch {
-	case dt == tensor.Float32 && e == float32s, dt == tensor.Float32 && e == bfloat16s:
+	case dt == tensor.Float32 && e != int64s:
 		x := make([]float32, n)
-		if e == float32s {
-			copy(x, driver.View[float32](raw))
-		} else {
-			for i, b := range driver.View[uint16](raw)[:n] {
-				x[i] = math.Float32frombits(uint32(b) << 16)
-			}
-		}
+		decodeFloats(x, e, raw)
 		if len(shape) == 0 {
 			return gorgonia.NewF32(x[0]), nil
 		}
@@ -87,7 +87,22 @@ func decode(raw []byte, e elem, dt tensor.Dtype, shape tensor.Shape) (gorgonia.V
 	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, e)
 }
 
-// onHost computes a node with its op's own Do, between two copies.
+func decodeFloats(x []float32, e elem, raw []byte) {
+	switch e {
+	case float32s:
+		copy(x, driver.View[float32](raw))
+	case float16s:
+		for i, b := range driver.View[uint16](raw)[:len(x)] {
+			x[i] = float32(state.Float16(b).Float64())
+		}
+	case bfloat16s:
+		for i, b := range driver.View[uint16](raw)[:len(x)] {
+			x[i] = math.Float32frombits(uint32(b) << 16)
+		}
+	}
+}
+
+// onHost computes a node with its op's own Do, between two copies. It sees gradients without the loss scale.
 func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
 	if c.m.config.strict {
 		return nil, fmt.Errorf("there is no kernel for %T, and WithStrict forbids computing it on the host", n.Op())
@@ -104,11 +119,17 @@ func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
 			if err != nil {
 				return err
 			}
+			if m.program.scaling.carries(n, i) {
+				divide(v, m.carried)
+			}
 			values[i] = v
 		}
 		v, err := n.Op().Do(values...)
 		if err != nil {
 			return err
+		}
+		if s := m.program.scaling; s != nil && s.carried[n] {
+			divide(v, 1/m.carried)
 		}
 		raw := make([]byte, out.len()*out.elem.size())
 		if err := encode(raw, out.elem, v, out.len()); err != nil {

@@ -45,7 +45,8 @@ type kasminaMode struct {
 type kasminaFlight struct {
 	pass    *op.KasminaPass
 	mode    kasminaMode
-	report  []byte // pinned
+	scale   float32 // that gradients carry
+	report  []byte  // pinned
 	arrived driver.Event
 	busy    bool
 }
@@ -174,7 +175,7 @@ func (l *kasminaLayer) encode(pass *op.KasminaPass) error {
 	return st.Encode(l.next, func(i int) kernels.KasminaSeed {
 		s := pass.Seed(i)
 		return kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
-			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit)}
+			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit) * l.m.scale.Scale}
 	})
 }
 
@@ -223,6 +224,7 @@ func (l *kasminaLayer) before() error {
 		}
 		l.last = append(l.last[:0], l.next...)
 	}
+	f.scale = l.m.scale.Scale
 	t := f.pass.Snapshot().Telemetry
 	f.mode = kasminaMode{telemetry: f.pass.Measures()}
 	if f.mode.telemetry {
@@ -315,12 +317,16 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 	}
 	return errors.Join(err, f.pass.RecordGradient(func(seed int) state.GradientSample {
 		g := state.GradientSample{NonFinite: count(kasminaBadG, seed), Clipped: count(kasminaClipped, seed)}
+		if f.scale > 1 { // the scale may have made them so, and the step is skipped
+			g.NonFinite = 0
+		}
 		if !f.mode.telemetry {
 			return g
 		}
 		v := func(i int) float64 { return figure(kasminaGradient, i, seed) }
-		g.Gradient = state.Gradient{Norm: v(0), Variance: v(1), Max: v(2)}
-		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms), Variance: v(kernels.KasminaNorms + 1)}
+		s := float64(f.scale)
+		g.Gradient = state.Gradient{Norm: v(0) / s, Variance: v(1) / s / s, Max: v(2) / s}
+		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms) / s, Variance: v(kernels.KasminaNorms+1) / s / s}
 		return g
 	}))
 }

@@ -222,6 +222,10 @@ func TestKasminaMachine(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
 			compareKasmina(t, device, c.lattice, c.layer, WithStrict(), fakeOption)
 		})
+		t.Run(name+"/scaled", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			compareKasmina(t, device, c.lattice, c.layer, WithStrict(), fakeOption, scaledGradients)
+		})
 		t.Run(name+"/GPU", func(t *testing.T) { compareKasmina(t, openGPU(t), c.lattice, c.layer, WithStrict()) })
 	}
 }

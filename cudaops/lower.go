@@ -43,7 +43,7 @@ type kernelSet interface {
 	Copy(s driver.Stream, a kernels.Copy) error
 	NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error)
 	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
-	GradNorm(s driver.Stream, control, squares driver.Ptr, count int) error
+	GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error
 	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
 	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
@@ -102,8 +102,8 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 		return c.input(n)
 	}
 	in := make([]*array, len(nodes))
-	for i, child := range nodes {
-		in[i] = c.values[child]
+	for i := range nodes {
+		in[i] = c.operand(n, i)
 	}
 	f := lowerings[reflect.TypeOf(n.Op())]
 	if f == nil {

@@ -394,7 +394,7 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array, erro
 }
 
 func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	logits, targets, g := c.act(n, in[0]), in[1], in[3]
+	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], float32s)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d, m := c.like(logits), c.m
 	c.do(n, func() error {
@@ -408,8 +408,8 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, 
 // beside the activations of a model with such a vocabulary.
 const logitBytes = 256 << 20
 
-// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss gradient of 1: the
-// logits then need to be formed only once.
+// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss gradient of 1, or the
+// loss scale in its place: the logits then need to be formed only once.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	targets, m := in[2], c.m
@@ -434,6 +434,9 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 				Targets: kernels.Ints{Ptr: targets.ptr().Offset(8 * lo), Wide: true}}
 			if saved.dx != nil {
 				a.Scale = saved.scale.ptr()
+				if c.scale != nil {
+					a.Grad = c.scale.ptr()
+				}
 			}
 			return m.k.CrossEntropy(m.stream, a)
 		}
@@ -460,9 +463,16 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*a
 	if g := opbase.Children(n)[4]; isConstant(g) && isOne(g.Value()) {
 		return packed(saved.dx, saved.dw), nil
 	}
+	upstream := c.as(n, in[4], float32s)
+	if c.scale != nil { // which both have
+		var err error
+		if upstream, err = c.elementwise(n, kernels.Div, upstream, c.scale.view(0), upstream.shape); err != nil {
+			return nil, err
+		}
+	}
 	var scaled []*array
 	for _, d := range []*array{saved.dx, saved.dw} {
-		g := c.as(n, in[4], d.elem)
+		g := c.as(n, upstream, d.elem)
 		y, err := c.elementwise(n, kernels.Mul, d, g, d.shape)
 		if err != nil {
 			return nil, err

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -41,6 +42,9 @@ type Machine struct {
 	warned    map[string]bool
 	closed    bool
 
+	scale   kernels.LossScale // as on the device
+	carried float32           // the scale that the gradients of the last run carry
+
 	attendants []attendant
 	loaded     bool // the program has run as it is, so that a capture loads no modules
 }
@@ -61,6 +65,7 @@ type machineConfig struct {
 	gather  bool
 	act     elem
 	stream  driver.Stream // adopted; 0 for one of the machine's own
+	scaled  bool          // gradients carry a loss scale
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
 }
@@ -125,6 +130,9 @@ const (
 	Float32 Precision = iota
 	// BFloat16 stores activations and the operands of products as bfloat16: for training.
 	BFloat16
+	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the loss, so that gradients
+	// stay in that range: [Machine.LossScale]. Gradients that [Machine.Value] returns are without the scale.
+	Float16
 )
 
 // WithPrecision sets the precision. The default is Float32.
@@ -135,9 +143,12 @@ func WithPrecision(p Precision) MachineOption {
 			c.act = float32s
 		case BFloat16:
 			c.act = bfloat16s
+		case Float16:
+			c.act = float16s
 		default:
-			return fmt.Errorf("WithPrecision: got %d, want Float32 or BFloat16", p)
+			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16 or Float16", p)
 		}
+		c.scaled = p == Float16
 		return nil
 	}
 }
@@ -179,7 +190,8 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, owned: map[driver.Ptr]int{}}
+	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, owned: map[driver.Ptr]int{},
+		scale: kernels.LossScale{Scale: 1}}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, m.Close())
@@ -213,6 +225,11 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			if err := m.send(in); err != nil {
 				return nil, err
 			}
+		}
+	}
+	if m.program.scale != nil {
+		if err := m.setLossScale(LossScale{Scale: firstLossScale}); err != nil {
+			return nil, err
 		}
 	}
 	if err := m.clearSums(); err != nil {
@@ -351,6 +368,7 @@ func (m *Machine) run() error {
 // compute enqueues the program, or what was captured of it.
 func (m *Machine) compute() error {
 	defer func() { m.ran = true }()
+	m.carried = m.scale.Scale
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
 	if !m.loaded || slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host }) {
 		m.loaded = true
@@ -502,6 +520,12 @@ func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 	v, err := m.fetch(a, n.Dtype())
 	if err != nil {
 		return nil, err
+	}
+	if m.program.scaling != nil && m.program.scaling.carried[n] {
+		if m.carried == 0 {
+			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", describe(n))
+		}
+		divide(v, m.carried)
 	}
 	return v, m.settle()
 }

@@ -116,7 +116,12 @@ func TestMachineAgreesWithTapeMachine(t *testing.T) {
 		testAgainstTapeMachine(t, device, 1e-5, fakeOption)
 	})
 	t.Run("float32", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 1e-4) })
+	t.Run("scaled", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testAgainstTapeMachine(t, device, 1e-5, fakeOption, scaledGradients)
+	})
 	t.Run("bfloat16", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 3e-2, WithPrecision(BFloat16)) })
+	t.Run("float16", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 5e-3, WithPrecision(Float16)) })
 }
 
 func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {

@@ -251,8 +251,9 @@ func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTen
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
-// for the device and returns the global norm of the gradients before clipping. If that is not finite, nothing changes and
-// the error wraps [ErrNonFinite].
+// for the device and returns the global norm of the gradients before clipping. If that is not finite, no parameter changes
+// and the error wraps [ErrNonFinite]; but WithPrecision(Float16) it is no error while the loss scale is above 1, since the next
+// step has a smaller one (see [Machine.LossScale]).
 func (m *Machine) Update() (norm float64, err error) {
 	if norm, err = m.update(); err != nil {
 		return norm, fmt.Errorf("cudaops.Machine.Update: %w", err)
@@ -269,6 +270,8 @@ func (m *Machine) update() (float64, error) {
 		return 0, errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	case !m.ran:
 		return 0, errors.New("the machine has not run, so there are no gradients")
+	case m.program.scale != nil && m.carried != m.scale.Scale:
+		return 0, errors.New("the loss scale is not that of the last run: run the machine again")
 	}
 	ctx := m.device.ctx
 	x.settings.LR = x.rules.LR()
@@ -286,7 +289,13 @@ func (m *Machine) update() (float64, error) {
 		return 0, err
 	}
 	done := kernels.DecodeControl(x.staging)
-	if done.Skipped {
+	if m.program.scale != nil {
+		m.scale = done.Next
+	}
+	switch {
+	case done.Skipped && m.carried > 1:
+		return float64(done.Norm), nil
+	case done.Skipped:
 		return float64(done.Norm), fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm)
 	}
 	x.steps++
@@ -324,7 +333,11 @@ func (m *Machine) launchUpdate(x *optimizer) error {
 		}
 		at += t.Chunks
 	}
-	if err := m.k.GradNorm(m.stream, x.control, x.squares, at); err != nil {
+	var scale driver.Ptr
+	if m.program.scale != nil {
+		scale = m.program.scale.ptr()
+	}
+	if err := m.k.GradNorm(m.stream, x.control, x.squares, at, scale); err != nil {
 		return err
 	}
 	if x.adamw != nil {

@@ -32,6 +32,10 @@ func TestUpdate(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
 			testUpdate(t, device, newOptimizer, fakeOption)
 		})
+		t.Run(name+"/scaled", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, fakeOption, scaledGradients)
+		})
 		t.Run(name+"/GPU", func(t *testing.T) { testUpdate(t, openGPU(t), newOptimizer) })
 	}
 }
@@ -174,6 +178,10 @@ func TestAccumulation(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testAccumulation(t, device, fakeOption)
+	})
+	t.Run("scaled", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testAccumulation(t, device, fakeOption, scaledGradients)
 	})
 	t.Run("GPU", func(t *testing.T) { testAccumulation(t, openGPU(t)) })
 }

@@ -49,6 +49,7 @@ func (m *Machine) profile() (times []OpTime, err error) {
 	if err := mark(); err != nil {
 		return nil, err
 	}
+	m.carried = m.scale.Scale
 	for _, t := range m.program.tasks {
 		if err := errors.Join(t.run(), mark()); err != nil {
 			return nil, fmt.Errorf("%s: %w", describe(t.node), err)

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
 	"github.com/kasmina-go/kasmina/op"
@@ -92,6 +93,9 @@ type program struct {
 	tables []table
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
+
+	scale   *array // kernels.LossScale, whose first number is the loss scale; nil where there is none
+	scaling *scaling
 }
 
 // input is a node whose value the host provides.
@@ -155,6 +159,15 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 		gradients: map[gorgonia.Op]int{}}
 	for _, n := range kept {
 		c.kept[n] = true
+	}
+	if m.config.scaled {
+		var err error
+		if c.scaling, err = gradientOf(m); err != nil {
+			return nil, err
+		}
+		if c.scaling != nil {
+			c.scale = c.newResident(float32s, kernels.LossScaleBytes/4)
+		}
 	}
 	if err := c.lowerAll(kept); err != nil {
 		return nil, err

@@ -86,6 +86,10 @@ func TestRecompute(t *testing.T) {
 	})
 	t.Run("float32", func(t *testing.T) { testRecompute(t, openGPU(t)) })
 	t.Run("bfloat16", func(t *testing.T) { testRecompute(t, openGPU(t), WithPrecision(BFloat16)) })
+	t.Run("scaled", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testRecompute(t, device, fakeOption, scaledGradients)
+	})
 }
 
 func testRecompute(t *testing.T, device *Device, opts ...MachineOption) {
@@ -228,6 +232,10 @@ func TestRecomputeModel(t *testing.T) {
 	})
 	t.Run("float32", func(t *testing.T) { testRecomputeModel(t, openGPU(t)) })
 	t.Run("bfloat16", func(t *testing.T) { testRecomputeModel(t, openGPU(t), WithPrecision(BFloat16)) })
+	t.Run("scaled", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testRecomputeModel(t, device, fakeOption, scaledGradients)
+	})
 }
 
 func testRecomputeModel(t *testing.T, device *Device, opts ...MachineOption) {

@@ -71,12 +71,12 @@ func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *array, p float6
 // parameters and of scalars, but a scalar does not widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*array, error) {
 	nodes := opbase.Children(n)
-	if p, ok := number(nodes[0]); ok {
+	if p, ok := c.number(n, 0); ok {
 		if u, ok := withLeft[f]; ok {
 			return c.unary(n, u, b, p), nil
 		}
 	}
-	if p, ok := number(nodes[1]); ok {
+	if p, ok := c.number(n, 1); ok {
 		switch u, ok := withRight[f]; {
 		case ok:
 			return c.unary(n, u, a, p), nil
@@ -90,7 +90,7 @@ func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *array) (*a
 	var spreads [2]spread
 	for i, child := range nodes {
 		if s, ok := spreadOf(child); ok {
-			in[i], spreads[i] = c.fed(n, c.values[opbase.Children(child)[0]]), s
+			in[i], spreads[i] = c.fed(n, c.operand(child, 0)), s
 		}
 	}
 	e := in[0].elem
@@ -130,6 +130,14 @@ func spreadOf(n *gorgonia.Node) (spread, bool) {
 		return spread{repeat: 1, period: r.inner}, true
 	}
 	return spread{}, false
+}
+
+// number is the value of an input that is a number known beforehand, which the scaled gradient of the loss is not.
+func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
+	if c.scaling != nil && c.scaling.edges[edge{n, input}] {
+		return 0, false
+	}
+	return number(opbase.Children(n)[input])
 }
 
 // number is the value of a node that is a number known beforehand: a constant, or the size of a dimension.

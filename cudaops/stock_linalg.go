@@ -85,7 +85,7 @@ func flip(s tensor.Shape, transposed bool) (rows, columns int) {
 // factor is an operand of a product. That of a transposed node is the matrix from which the node was made.
 func (c *compiler) factor(n *gorgonia.Node, i int, in *array, transposed bool) (*array, bool) {
 	if child := opbase.Children(n)[i]; isMatrixTranspose(child) {
-		in, transposed = c.values[opbase.Children(child)[0]], !transposed
+		in, transposed = c.operand(child, 0), !transposed
 	}
 	return c.act(n, in), transposed
 }

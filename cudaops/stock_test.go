@@ -145,8 +145,19 @@ func TestStock(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testStock(t, device, seed, 1e-5, fakeOption)
 	})
+	t.Run("scaled", func(t *testing.T) { // by a number that is no power of two, so that one factor too many or too few shows
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testStock(t, device, seed, 1e-5, fakeOption, scaledGradients)
+	})
 	t.Run("float32", func(t *testing.T) { testStock(t, openGPU(t), seed, 1e-5) })
 	t.Run("bfloat16", func(t *testing.T) { testStock(t, openGPU(t), seed, 3e-2, WithPrecision(BFloat16)) })
+	t.Run("float16", func(t *testing.T) { testStock(t, openGPU(t), seed, 5e-3, WithPrecision(Float16)) })
+}
+
+// scaledGradients is the loss scaling of Float16 without its storage.
+func scaledGradients(c *machineConfig) error {
+	c.scaled = true
+	return nil
 }
 
 func testStock(t *testing.T, device *Device, seed uint64, tolerance float64, opts ...MachineOption) {
@@ -176,11 +187,20 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 			results, names = append(results, n.Deriv()), append(names, fmt.Sprint("gradient ", i))
 		}
 	}
-	machine, err := NewMachine(device, run.g, append(slices.Clone(opts), WithStrict(), WithOutputs(results...))...)
+	opts = append(slices.Clone(opts), WithStrict(), WithOutputs(results...))
+	if strings.HasPrefix(t.Name(), "TestStock/scaled") && !c.constant {
+		opts = append(opts, WithParams(run.in...))
+	}
+	machine, err := NewMachine(device, run.g, opts...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer machine.Close()
+	if machine.program.scale != nil {
+		if err := machine.SetLossScale(LossScale{Scale: 1000}); err != nil {
+			t.Fatal(err)
+		}
+	}
 	var got [][]float64
 	for range 3 { // as it is, recorded, replayed
 		if err := machine.RunAll(); err != nil {

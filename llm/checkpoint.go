@@ -40,6 +40,7 @@ type training struct {
 	GradNorm     number      `json:"grad_norm"`
 	ValLoss      number      `json:"val_loss"`
 	ValBPB       number      `json:"val_bpb"`
+	LossScale    *LossScale  `json:"loss_scale,omitempty"` // of a Scaler
 }
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
@@ -75,7 +76,7 @@ func (t *Trainer) Save(path string) error {
 	}
 	e := t.last
 	for key, v := range map[string]any{
-		trainingKey: training{Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: number(e.Loss),
+		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: number(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)},
 		notesKey: t.Config.Notes,
 	} {
@@ -253,15 +254,18 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	if err := t.engine.Pull(); err != nil {
 		return f.errorf("%w", err)
 	}
-	oldLoader, oldOptimizer := t.Loader.State(), t.Optimizer.State()
-	if err := t.Loader.SetState(run.Loader); err != nil {
+	oldLoader, oldOptimizer, oldScale := t.Loader.State(), t.Optimizer.State(), t.lossScale()
+	if err := t.setLossScale(run.LossScale); err != nil {
 		return f.errorf("%w", err)
 	}
+	if err := t.Loader.SetState(run.Loader); err != nil {
+		return f.errorf("%w", errors.Join(err, t.setLossScale(oldScale)))
+	}
 	if err := t.Optimizer.SetState(optimizer); err != nil {
-		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader)))
+		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	if err := loadModel(); err != nil {
-		return f.errorf("%w", errors.Join(err, t.Optimizer.SetState(oldOptimizer), t.Loader.SetState(oldLoader)))
+		return f.errorf("%w", errors.Join(err, t.Optimizer.SetState(oldOptimizer), t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	if err := t.engine.Push(); err != nil {
 		return f.errorf("%w", err)
@@ -270,6 +274,24 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	if len(diff) > 0 && r.report != nil {
 		r.report(diff)
+	}
+	return nil
+}
+
+// lossScale returns the loss scale of an engine that has one, nil of another.
+func (t *Trainer) lossScale() *LossScale {
+	e, ok := t.engine.(Scaler)
+	if !ok {
+		return nil
+	}
+	s := e.LossScale()
+	return &s
+}
+
+// setLossScale sets the loss scale of an engine that has one; nil leaves it.
+func (t *Trainer) setLossScale(s *LossScale) error {
+	if e, ok := t.engine.(Scaler); ok && s != nil {
+		return e.SetLossScale(*s)
 	}
 	return nil
 }

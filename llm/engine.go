@@ -18,7 +18,7 @@ type Engine interface {
 	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
 	Gradients(b Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
-	// ErrGradients nothing has changed.
+	// ErrGradients nothing has changed. A [Scaler] may make no update, without an error, and return a norm that is not finite.
 	Update() (norm float64, err error)
 	// Drop forgets the gradients gathered so far.
 	Drop() error
@@ -34,6 +34,22 @@ type Engine interface {
 	// the optimiser.
 	Push(params ...string) error
 	Close() error
+}
+
+// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its gradients fit a narrow type. What
+// it has learnt of the scale is saved with a run.
+type Scaler interface {
+	Engine
+	LossScale() LossScale
+	// SetLossScale refuses what LossScale cannot have returned, and then has changed nothing.
+	SetLossScale(LossScale) error
+}
+
+// LossScale is a loss scale, and how it fared.
+type LossScale struct {
+	Scale   float64 `json:"scale"`
+	Good    int     `json:"good"`    // steps since it was last changed
+	Skipped int     `json:"skipped"` // steps without an update, since a gradient overflowed
 }
 
 // Why an update cannot be trusted.

@@ -220,7 +220,7 @@ func optimizers(b *bench) {
 	squares := b.alloc(table.Chunks, f32)
 	control := b.upload(kernels.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1, SkipNonFinite: true}.Bytes())
 	b.time(Measurement{Name: "gradnorm_llama350M", Bytes: 4 * float64(total)}, func() error {
-		return errors.Join(b.GradSquares(b.stream, squares, table), b.GradNorm(b.stream, control, squares, table.Chunks))
+		return errors.Join(b.GradSquares(b.stream, squares, table), b.GradNorm(b.stream, control, squares, table.Chunks, 0))
 	})
 	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
 	b.time(Measurement{Name: "adamw_llama350M", Bytes: 30 * float64(total)}, func() error {

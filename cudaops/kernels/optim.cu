@@ -1,6 +1,10 @@
 // The norm of all gradients, and what follows from it for a step.
 //
-//   norm = gradScale·sqrt(Σ g²),   multiplier = gradScale·min(1, maxNorm/(norm + 1e-6))
+//   norm = gradScale/S·sqrt(Σ g²),   multiplier = gradScale/S·min(1, maxNorm/(norm + 1e-6))
+//
+// S is the loss scale: half as large after a step with a gradient that is not finite, but at least 1, and twice as large after
+// 2000 steps without one. (Micikevicius et al., "Mixed Precision Training", 2018; the figures are those of PyTorch's GradScaler.)
+// It is a power of two, by which nothing is rounded.
 //
 // Everything that differs from step to step is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"
@@ -27,8 +31,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-// Fills in the control block's second part. Without squares the norm is 0. Launch: one block of 1024 threads.
-extern "C" __global__ void __launch_bounds__(1024) optim_control(Control* control, const float* squares, int count) {
+constexpr int kGrowthInterval = 2000;
+
+__device__ LossScale after(LossScale s, bool skipped) {
+  if (skipped) return {fmaxf(1.0f, s.scale / 2), 0, s.skipped + 1};
+  if (++s.good < kGrowthInterval) return s;
+  return {isinf(2 * s.scale) ? s.scale : 2 * s.scale, 0, s.skipped};
+}
+
+// Fills in the control block's second part, and moves the loss scale on; scaling is null where S is 1 for good. Without
+// squares the norm is 0. Launch: one block of 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024)
+    optim_control(Control* control, const float* squares, int count, LossScale* scaling) {
   __shared__ double partial[kWarp];
   double sum = 0;
 #pragma unroll 8
@@ -40,9 +54,10 @@ extern "C" __global__ void __launch_bounds__(1024) optim_control(Control* contro
   if (threadIdx.x != 0) return;
   sum = 0;
   for (int i = 0; i < kWarp; i++) sum += partial[i];
-  double norm = sqrt(sum) * control->gradScale, clip = 1;
+  double scale = control->gradScale / (scaling ? scaling->scale : 1.0f), norm = sqrt(sum) * scale, clip = 1;
   if (control->maxNorm > 0 && norm == norm) clip = fmin(1.0, control->maxNorm / (norm + 1e-6));  // NaN stays visible
   control->skipped = control->skipNonFinite && !(norm - norm == 0);
   control->norm = norm;
-  control->multiplier = control->gradScale * clip;
+  control->multiplier = scale * clip;
+  if (scaling) control->next = *scaling = after(*scaling, control->skipped);
 }

@@ -22,16 +22,25 @@ struct Tensor {
   int unused;
 };
 
+// LossScale is what the loss was multiplied by, so that float16 holds its gradients, and how that fared.
+struct LossScale {
+  float scale;
+  int good;     // steps since the scale was last changed
+  int skipped;  // steps with a gradient that was not finite, which changed nothing
+};
+
 // Control is what one step has for all tensors. The host sets the first part, the kernels the second.
 struct Control {
   double lr, eps;
   double maxNorm;      // of the gradients together; 0 for no clipping
-  double gradScale;    // what the gradients are multiplied by, such as 1/loss scale
+  double gradScale;    // what the gradients are multiplied by, besides 1/loss scale
   int skipNonFinite;   // change nothing when a gradient is NaN or infinite
 
   int skipped;         // whether this step changed nothing
   float norm;          // of the scaled gradients, before clipping
-  float multiplier;    // gradScale, and what clipping adds to it
+  float multiplier;    // gradScale / loss scale, and what clipping adds to it
+  LossScale next;      // for the next step
+  int unused;
 };
 
 // Update is what follows from a tensor's figures and the step's: p ← keep·p − rate·..., root = sqrt(1 − β2ᵗ).

@@ -78,7 +78,7 @@ func main() {
 	models := flag.String("models", strings.Join(names, ","), "which models the group train trains, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
-	flag.StringVar(&o.precision, "precision", "bf16", "bf16 or f32, for training on a GPU")
+	flag.StringVar(&o.precision, "precision", "bf16", "bf16, f16 or f32, for training on a GPU")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
@@ -137,9 +137,9 @@ func onGPU(o options) error {
 	if err := o.check(gpuGroups()); err != nil {
 		return err
 	}
-	precision, ok := map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f32": cudaops.Float32}[o.precision]
+	precision, ok := map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}[o.precision]
 	if !ok {
-		return fmt.Errorf("-precision is %q, want bf16 or f32", o.precision)
+		return fmt.Errorf("-precision is %q, want bf16, f16 or f32", o.precision)
 	}
 	device, err := cudaops.Open()
 	if err != nil {

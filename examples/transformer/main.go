@@ -195,7 +195,7 @@ func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Write
 	return b, nil
 }
 
-var precisions = map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f32": cudaops.Float32}
+var precisions = map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}
 
 // openDevice returns the GPU to train on, nil for the CPU.
 func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {

@@ -92,7 +92,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f := flag.NewFlagSet("transformer", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
-	f.StringVar(&o.precision, "precision", "bf16", "on a GPU: bf16, or f32 for checking")
+	f.StringVar(&o.precision, "precision", "bf16", "on a GPU: bf16, f16, or f32 for checking")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
@@ -175,7 +175,7 @@ func (o *options) finish() error {
 		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
-		{o.precision == "bf16" || o.precision == "f32", "precision", "bf16 or f32", strconv.Quote(o.precision)},
+		{slices.Contains([]string{"bf16", "f16", "f32"}, o.precision), "precision", "bf16, f16 or f32", strconv.Quote(o.precision)},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
 	} {
 		if !c.ok {

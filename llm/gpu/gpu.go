@@ -2,6 +2,9 @@
 //
 //	device, err := cudaops.Open()
 //	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{..., Engine: gpu.Engine(device, cudaops.BFloat16)})
+//
+// With cudaops.Float16 the engine is an llm.Scaler: a step whose gradients overflow is skipped, and the loss scale is saved
+// with the run.
 package gpu
 
 import (
@@ -27,6 +30,9 @@ func Engine(device *cudaops.Device, precision cudaops.Precision) func(*llm.Model
 		if err != nil {
 			return nil, fmt.Errorf("llm/gpu: %w", err)
 		}
+		if precision == cudaops.Float16 {
+			return scaler{e}, nil
+		}
 		return e, nil
 	}
 }
@@ -42,6 +48,15 @@ type engine struct {
 	losses    map[int]*runner
 	generator *runner
 	changed   bool // the device is ahead of the host
+}
+
+// scaler is an engine that computes with float16, an llm.Scaler.
+type scaler struct{ *engine }
+
+func (s scaler) LossScale() llm.LossScale { return llm.LossScale(s.train.machine.LossScale()) }
+
+func (s scaler) SetLossScale(l llm.LossScale) error {
+	return s.train.machine.SetLossScale(cudaops.LossScale(l))
 }
 
 // runner is a graph on its machine.

@@ -281,7 +281,7 @@ func benchOptim(g *rig, t driver.DType) {
 	one := func(f func()) []func() { return []func(){f} }
 	g.bench(fmt.Sprintf("gradient norm, %d tensors, %d M", len(tensors), total/1e6), total*t.Size(), one(func() {
 		g.must(g.GradSquares(g.stream, squares, table))
-		g.must(g.GradNorm(g.stream, control, squares, table.Chunks))
+		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
 	}))
 	g.bench("AdamW", total*(24+2*t.Size()), one(func() { g.must(g.AdamW(g.stream, control, table)) }))
 	g.bench("Muon, momentum and direction", total*(12+3*t.Size()), one(func() {

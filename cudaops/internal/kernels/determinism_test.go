@@ -34,7 +34,7 @@ func TestSameBits(t *testing.T) {
 		g.must(g.CrossEntropyMean(g.stream, mean.Ptr, losses.Ptr, scale.Ptr, rows))
 		control := g.control(Control{GradScale: 1})
 		g.must(g.GradSquares(g.stream, squares, table))
-		g.must(g.GradNorm(g.stream, control, squares, table.Chunks))
+		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
 		norm := []float64{float64(g.readControl(control).Norm)}
 		return [][]float64{g.read(dx), g.read(dw), g.read(one), g.read(many), g.read(losses), g.read(mean), norm}
 	}

@@ -134,16 +134,34 @@ func bytesOf(rows []deviceTensor) []byte {
 type Control struct {
 	LR, Eps       float64
 	MaxNorm       float64 // of all gradients together; 0 for no clipping
-	GradScale     float64 // what gradients are multiplied by first: 1, or 1/loss scale
+	GradScale     float64 // what gradients are multiplied by first, besides 1/loss scale
 	SkipNonFinite bool    // change nothing in a step with a gradient that is NaN or infinite
 
 	Skipped bool
 	Norm    float32 // of the gradients, scaled but not clipped
+	Next    LossScale
+}
+
+// LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that fared: the steps since it was
+// last changed, and those that a gradient which was not finite made void. On the device it takes LossScaleBytes.
+type LossScale struct {
+	Scale         float32
+	Good, Skipped int32
+}
+
+// LossScaleBytes is the size of a LossScale in device memory.
+const LossScaleBytes = 12
+
+// Bytes is the loss scale as it lies in device memory.
+func (s LossScale) Bytes() []byte {
+	b := binary.LittleEndian.AppendUint32(nil, math.Float32bits(s.Scale))
+	b = binary.LittleEndian.AppendUint32(b, uint32(s.Good))
+	return binary.LittleEndian.AppendUint32(b, uint32(s.Skipped))
 }
 
 // ControlBytes is the size of a control block, ControlLR where in it the learning rate is, a float64.
 const (
-	ControlBytes = 48
+	ControlBytes = 64
 	ControlLR    = 0
 )
 
@@ -164,7 +182,8 @@ func (c Control) Bytes() []byte {
 func DecodeControl(b []byte) Control {
 	f := func(i int) float64 { return math.Float64frombits(binary.LittleEndian.Uint64(b[i:])) }
 	w := func(i int) uint32 { return binary.LittleEndian.Uint32(b[i:]) }
-	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40))}
+	next := LossScale{math.Float32frombits(w(48)), int32(w(52)), int32(w(56))}
+	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40)), next}
 }
 
 // GradSquares sets squares [t.Chunks], float32, to sums of squares of the gradients.
@@ -174,9 +193,10 @@ func (k *Kernels) GradSquares(s driver.Stream, squares driver.Ptr, t *Table) err
 
 // GradNorm finishes a control block: the norm of the gradients from count sums of squares, which may be of several tables,
 // whether the step is skipped, and what clipping multiplies gradients by. With a count of 0 the norm is 0 and nothing is
-// clipped or skipped.
-func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count int) error {
-	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count))
+// clipped or skipped. scale is a LossScale that the gradients carry: they are divided by it, and it is moved on for the next
+// step; null means that they carry none.
+func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error {
+	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count).Ptr(scale))
 }
 
 // AdamW updates the table's parameters, moments and copies by a control block that GradNorm has finished. It launches two

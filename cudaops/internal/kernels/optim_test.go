@@ -1,6 +1,7 @@
 package kernels
 
 import (
+	"bytes"
 	"fmt"
 	"math"
 	"testing"
@@ -106,7 +107,7 @@ func TestAdamW(t *testing.T) {
 				}
 				control := g.control(c)
 				g.must(g.GradSquares(g.stream, squares, table))
-				g.must(g.GradNorm(g.stream, control, squares, table.Chunks))
+				g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
 				g.must(g.AdamW(g.stream, control, table))
 				norm := 0.5 * math.Sqrt(sum)
 				if got := g.readControl(control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm || got.Skipped || got.LR != lr {
@@ -145,7 +146,7 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 	for _, skip := range []bool{true, false} {
 		control := g.control(Control{LR: 1, GradScale: 1, MaxNorm: 1, SkipNonFinite: skip})
 		g.must(g.GradSquares(g.stream, squares, table))
-		g.must(g.GradNorm(g.stream, control, squares, table.Chunks))
+		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
 		g.must(g.AdamW(g.stream, control, table))
 		if got := g.readControl(control); got.Skipped != skip || !math.IsInf(float64(got.Norm), 1) {
 			t.Errorf("control block %+v", got)
@@ -178,7 +179,7 @@ func TestMuon(t *testing.T) {
 					g.newGrad(q)
 				}
 				control := g.control(Control{LR: 0.02, GradScale: 1})
-				g.must(g.GradNorm(g.stream, control, squares, 0))
+				g.must(g.GradNorm(g.stream, control, squares, 0, 0))
 				g.must(g.MuonDirection(g.stream, control, squares, table, nesterov))
 				g.must(g.MuonApply(g.stream, control, table))
 				for i, q := range qs {
@@ -201,5 +202,45 @@ func TestMuon(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestLossScaleMoves wants gradients to be divided by the loss scale, and the scale to be halved by a step that is skipped,
+// but not below 1, and doubled by the 2000th good one in a row.
+func TestLossScaleMoves(t *testing.T) {
+	g := newRig(t)
+	q := g.parameter(7, 13, f32, f16)
+	table, squares := g.table([]*parameter{q})
+	norm := math.Sqrt(cpu.SumSquares(q.rg))
+	scale := g.alloc(LossScaleBytes/4, f32, 0).Ptr
+	for _, c := range []struct {
+		from, want LossScale
+		skipped    bool
+	}{
+		{LossScale{1 << 16, 3, 4}, LossScale{1 << 16, 4, 4}, false},
+		{LossScale{1 << 16, 1999, 4}, LossScale{1 << 17, 0, 4}, false},
+		{LossScale{0x1p127, 1999, 0}, LossScale{0x1p127, 0, 0}, false},
+		{LossScale{1 << 16, 1999, 4}, LossScale{1 << 15, 0, 5}, true},
+		{LossScale{1, 7, 0}, LossScale{1, 0, 1}, true},
+	} {
+		at := q.grad.Ptr.Offset(5 * 4)
+		bad := q.rg[5]
+		if c.skipped {
+			bad = math.NaN()
+		}
+		control := g.control(Control{LR: 0.1, Eps: 1e-8, GradScale: 1, MaxNorm: 1e-3 * norm, SkipNonFinite: true})
+		g.must(g.ctx.CopyToDevice(at, encode([]float64{bad}, f32), g.stream))
+		g.must(g.ctx.CopyToDevice(scale, c.from.Bytes(), g.stream))
+		g.must(g.GradSquares(g.stream, squares, table))
+		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, scale))
+		got := g.readControl(control)
+		left := make([]byte, LossScaleBytes)
+		g.must(g.ctx.CopyToHost(left, scale, g.stream))
+		if got.Next != c.want || !bytes.Equal(left, c.want.Bytes()) || got.Skipped != c.skipped {
+			t.Errorf("after %+v the block is %+v and the scale % x, want %+v", c.from, got, left, c.want)
+		}
+		if want := norm / float64(c.from.Scale); !c.skipped && math.Abs(float64(got.Norm)-want) > 1e-6*want {
+			t.Errorf("the norm is %v, want %v", got.Norm, want)
+		}
 	}
 }

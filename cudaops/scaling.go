@@ -1,0 +1,271 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is multiplied by a scale S,
+// a power of two, and with it every gradient; the optimiser divides by S again. A step in which a gradient overflows changes
+// nothing but S, which becomes half as large; after 2000 good steps it doubles.
+// (Micikevicius et al., "Mixed Precision Training", 2018; the figures are those of PyTorch's GradScaler.)
+//
+// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place: in device memory, where the
+// optimiser's kernels change it, so that neither a captured run nor a captured update knows its value. Everything derived from
+// the loss is linear in that gradient. [gradientOf] follows it through the graph, which shows what carries S, and that nothing
+// multiplies S by itself or adds what does not carry it.
+
+// LossScale is the loss scale of a machine WithPrecision(Float16), and how it fared. It is part of the state of a training
+// run, as what an optimiser remembers is.
+type LossScale struct {
+	Scale   float64 `json:"scale"`
+	Good    int     `json:"good"`    // steps since the scale was last changed
+	Skipped int     `json:"skipped"` // steps with a gradient that was not finite
+}
+
+// firstLossScale is PyTorch's.
+const firstLossScale = 1 << 16
+
+// LossScale returns the loss scale as of the last update; it is 1 in a machine that does not scale.
+func (m *Machine) LossScale() LossScale {
+	return LossScale{Scale: float64(m.scale.Scale), Good: int(m.scale.Good), Skipped: int(m.scale.Skipped)}
+}
+
+// SetLossScale continues with the loss scale of another machine, or of an earlier run. Gradients that the machine holds were
+// made with the old one, and are dropped.
+func (m *Machine) SetLossScale(s LossScale) error {
+	if err := m.setLossScale(s); err != nil {
+		return fmt.Errorf("cudaops.Machine.SetLossScale: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) setLossScale(s LossScale) error {
+	scale := kernels.LossScale{Scale: float32(s.Scale), Good: int32(s.Good), Skipped: int32(s.Skipped)}
+	switch {
+	case m.closed:
+		return errors.New("the machine is closed")
+	case m.program.scale == nil:
+		return errors.New("the machine does not scale: it has another precision than Float16, or a graph without gradients")
+	case float64(scale.Scale) != s.Scale || !(s.Scale >= 1) || scale.Scale-scale.Scale != 0:
+		return fmt.Errorf("the loss scale: Scale is %v, want a float32 of at least 1", s.Scale)
+	case int(scale.Good) != s.Good || int(scale.Skipped) != s.Skipped || s.Good < 0 || s.Skipped < 0:
+		return fmt.Errorf("numbers of steps: Good is %d and Skipped %d, want at least 0", s.Good, s.Skipped)
+	}
+	if err := m.device.ctx.CopyToDevice(m.program.scale.ptr(), scale.Bytes(), m.stream); err != nil {
+		return err
+	}
+	m.scale, m.carried = scale, 0
+	return m.clearSums()
+}
+
+// divide divides a value's floats, in place; by a power of two this is exact.
+func divide(v gorgonia.Value, by float32) {
+	if x, ok := v.(*gorgonia.F32); ok {
+		*x /= gorgonia.F32(by)
+		return
+	}
+	if x, ok := v.Data().([]float32); ok {
+		for i := range x {
+			x[i] /= by
+		}
+	}
+}
+
+// operand is the value of a node's input: the scale where that is the gradient of the loss.
+func (c *compiler) operand(n *gorgonia.Node, input int) *array {
+	if s := c.scaling; s != nil && s.edges[edge{n, input}] {
+		return c.scale.view(0)
+	}
+	return c.values[opbase.Children(n)[input]]
+}
+
+// edge is an input of a node.
+type edge struct {
+	node  *gorgonia.Node
+	input int
+}
+
+// scaling is where the scale takes the place of the loss's gradient, and which nodes carry it.
+type scaling struct {
+	edges   map[edge]bool
+	carried map[*gorgonia.Node]bool
+}
+
+// gradientOf follows the gradient of the loss through the graph; without gradients of parameters it is nil.
+func gradientOf(m *Machine) (*scaling, error) {
+	if !slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() != nil }) {
+		return nil, nil
+	}
+	sorted, err := gorgonia.Sort(m.graph)
+	if err != nil {
+		return nil, fmt.Errorf("sorting the graph: %w", err)
+	}
+	root, forward := lossGradient(sorted)
+	if root == nil {
+		return nil, errors.New("the graph has no loss whose gradient Float16 could scale: derive the parameters with gorgonia.Grad")
+	}
+	s := &scaling{map[edge]bool{}, map[*gorgonia.Node]bool{}}
+	for _, n := range slices.Backward(sorted) {
+		if err := s.follow(n, root, forward[n]); err != nil {
+			return nil, fmt.Errorf("%s: %w", describe(n), err)
+		}
+	}
+	for _, p := range m.config.params {
+		if d := p.Deriv(); d != nil && !s.carried[d] {
+			return nil, fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not depend on it", describe(p))
+		}
+	}
+	return s, nil
+}
+
+// carries reports whether an input of a node carries the scale. No scaling is nil.
+func (s *scaling) carries(n *gorgonia.Node, input int) bool {
+	return s != nil && (s.edges[edge{n, input}] || s.carried[opbase.Children(n)[input]])
+}
+
+// lossGradient returns the constant 1 that is the derivative of a loss, and what the loss depends on, where that constant is
+// but a number.
+func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorgonia.Node]bool) {
+	forward = map[*gorgonia.Node]bool{}
+	for _, n := range sorted { // from results to inputs
+		if d := n.Deriv(); d != nil && isConstant(d) && isOne(d.Value()) {
+			root, forward[n] = d, true
+		}
+		if forward[n] {
+			for _, child := range opbase.Children(n) {
+				forward[child] = true
+			}
+		}
+	}
+	return root, forward
+}
+
+// followWithin is follow for the nodes of a graph inside a node.
+func (s *scaling) followWithin(o *autodiff.RecomputeGradOp) error {
+	sorted, err := gorgonia.Sort(o.OutputGrad.Graph())
+	if err != nil {
+		return err
+	}
+	s.carried[o.OutputGrad] = true
+	for _, n := range slices.Backward(sorted) {
+		if n != o.OutputGrad {
+			if err := s.follow(n, nil, false); err != nil {
+				return fmt.Errorf("%s: %w", describe(n), err)
+			}
+		}
+	}
+	return nil
+}
+
+// follow decides whether a node carries the scale, from whether its inputs do. Gorgonia may share the constant 1 between the
+// gradient of the loss and a number in a derivative, such as that in 1 − y²: of the readings that make sense the one with
+// more gradients counts, and one that was wrong leads to a product of gradients or a sum that makes none.
+func (s *scaling) follow(n, root *gorgonia.Node, forward bool) error {
+	if o, ok := n.Op().(*autodiff.RecomputeGradOp); ok {
+		if err := s.followWithin(o); err != nil {
+			return err
+		}
+	}
+	children := opbase.Children(n)
+	carries := make([]bool, len(children))
+	var open []int
+	for i, child := range children {
+		carries[i] = s.carried[child]
+		if child == root && !forward {
+			open = append(open, i)
+		}
+	}
+	for numbers := range 1 << len(open) { // bit i: the ith of them is a number
+		for i, input := range open {
+			carries[input] = numbers>>i&1 == 0
+		}
+		out, ok := linear(n, carries)
+		if !ok {
+			continue
+		}
+		for _, input := range open {
+			s.edges[edge{n, input}] = carries[input]
+		}
+		s.carried[n] = out
+		return nil
+	}
+	return errors.New("it is not linear in the gradient of the loss, which Float16 scales")
+}
+
+// gradientInput is which input of a backward op is the gradient.
+var gradientInput = map[reflect.Type]int{
+	reflect.TypeFor[*op.RMSNormGradOp]():            3,
+	reflect.TypeFor[*op.SiLUMLPGradOp]():            5,
+	reflect.TypeFor[*op.EmbeddingGradOp]():          1,
+	reflect.TypeFor[*op.CrossEntropyGradOp]():       3,
+	reflect.TypeFor[*op.LinearCrossEntropyGradOp](): 4,
+	reflect.TypeFor[*op.LinearGradOp]():             2,
+	reflect.TypeFor[*op.AttentionGradOp]():          4,
+	reflect.TypeFor[*op.KasminaGradOp]():            4,
+	reflect.TypeFor[*op.NewtonSchulzGradOp]():       1,
+	reflect.TypeFor[*op.RoPEOp]():                   0,
+	reflect.TypeFor[*opbase.PartOp]():               0,
+}
+
+// linear reports whether a node's value is linear in those inputs that carry the scale, all together, and whether it carries
+// the scale itself.
+func linear(n *gorgonia.Node, carries []bool) (out, ok bool) {
+	count := 0
+	for _, c := range carries {
+		if c {
+			count++
+		}
+	}
+	if count == 0 {
+		return false, true
+	}
+	only := func(input int) (bool, bool) { return true, count == 1 && carries[input] }
+	all := count == len(carries)
+	if o, isRecompute := n.Op().(*autodiff.RecomputeGradOp); isRecompute {
+		return only(len(o.Inputs))
+	}
+	if i, known := gradientInput[reflect.TypeOf(n.Op())]; known {
+		return only(i)
+	}
+	if _, isLinear := n.Op().(*op.LinearOp); isLinear {
+		return true, count == 1
+	}
+	name := fmt.Sprint(n.Op())
+	switch symbol, _, _ := strings.Cut(name, " "); fmt.Sprintf("%T", n.Op()) {
+	case "gorgonia.elemBinOp":
+		switch symbol {
+		case "+", "-":
+			return true, all
+		case "⊙":
+			return true, count == 1
+		case "÷":
+			return only(0)
+		}
+	case "gorgonia.elemUnaryOp":
+		return true, name == "neg"
+	case "gorgonia.sumOp", "gorgonia.reshapeOp", "gorgonia.transposeOp", "*gorgonia.sliceOp", "gorgonia.atOp", "gorgonia.concatOp":
+		return true, all
+	case "gorgonia.linAlgBinOp":
+		return true, count == 1
+	case "*gorgonia.repeatOp", "*gorgonia.byIndicesOp":
+		return only(0)
+	case "gorgonia.sizeOp":
+		return false, true
+	case "gorgonia.sliceIncrOp", "*gorgonia.byIndicesOpDiffOp": // of their first input they need the shape
+		return carries[1], true
+	case "*gorgonia.softmaxDiffOp":
+		return only(2)
+	}
+	return true, lowerings[reflect.TypeOf(n.Op())] == nil && stock(n) == nil // the host computes it without the scale
+}
