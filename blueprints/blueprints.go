@@ -2,13 +2,19 @@
 // blend in: what their parameters mean, how they start as the identity, and the arithmetic of their transform t(x) and of
 // its gradient.
 //
-// Four kinds are built in. w is the weight row of the seed's slot, one weight for each of the C features of its chunk,
-// and a is the slot's scale:
+// Six kinds are built in. w is the weight row of the seed's slot and a is the slot's scale. Four kinds use one weight for
+// each of the C features of a chunk:
 //
 //	Residual       t(x) = x + a·w
 //	AttentionGate  t(x) = a · x ⊙ softmax(w)
 //	MLPExpansion   t(x) = a · relu(x ⊙ w)
 //	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
+//
+// Two have the capacity to mix features. They are a matrix [m, C] and one [C, m], in the row w in this order, and m is as
+// large as the width W of the layer's rows allows, m = ⌊W/2C⌋, so that W decides rank and number of hidden features:
+//
+//	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
+//	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
 // [Register] adds more. The package knows nothing of graphs or tensors: everything works on the slices of one chunk row.
 package blueprints
@@ -16,6 +22,7 @@ package blueprints
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 )
@@ -33,6 +40,8 @@ const (
 	AttentionGate
 	MLPExpansion
 	ConvFilter
+	LowRank
+	ChunkMLP
 )
 
 // Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The adaptive stability mode
@@ -48,8 +57,9 @@ const (
 	InXAndScale
 )
 
-// Arithmetic is the transform of a blueprint and its gradient in one element type. All slices hold the C elements of one
-// chunk row; none overlap. p stands for what the transform uses of the weights: w itself, or what Prepare makes of it.
+// Arithmetic is the transform of a blueprint and its gradient in one element type. x, t, g and dx hold the C elements of one
+// chunk row, and w, p and dp as many as the blueprint's Size says, C if it has none; none overlap. p stands for what the
+// transform uses of the weights: w itself, or what Prepare makes of it.
 //
 // The functions run on several goroutines at once, and must keep nothing from one call to the next. A panic in one of them
 // ends the run of the graph with an error.
@@ -68,9 +78,12 @@ type Arithmetic[T Float] struct {
 type Blueprint struct {
 	Name   string // unique
 	Layout string // what the weights and the scale mean, for people
-	// Identity fills w, the weights of one slot, and returns a scale such that the transform is the identity, or as near
-	// to it as the kind can be.
-	Identity    func(w []float64) (scale float64)
+	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if they are too few for it,
+	// how many it needs. It may grow with width. When nil, it is c.
+	Size func(c, width int) int
+	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the transform of a chunk of
+	// c features is the identity, or as near to it as the kind can be. Weights that must not all start alike come from r.
+	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
 	F64         Arithmetic[float64]
@@ -81,6 +94,7 @@ var (
 	ErrUnknownKind = errors.New("unknown blueprint kind")
 	ErrInvalid     = errors.New("invalid blueprint")
 	ErrSlot        = errors.New("slot out of range")
+	ErrWidth       = errors.New("slots are too narrow for the blueprint")
 )
 
 // maxKinds is how many kinds a Kind can number.
@@ -175,39 +189,71 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 	return a.(*Arithmetic[T])
 }
 
-// Identity makes a slot the identity start of a kind. weights is [slots, C] row by row and scales is [slots]; both are the
-// parameters of a Kasmina layer. Slot 0 means "none", so slot must be in 1 … slots−1.
-func Identity[T Float](k Kind, slot int, weights, scales []T) error {
+// Size returns how many weights a kind uses of rows of the given width, for chunks of c features: the first ones. It returns
+// an error wrapping [ErrWidth], which says how many it needs, when the rows are too narrow, or [ErrUnknownKind].
+func Size(k Kind, c, width int) (int, error) {
+	b, err := Lookup(k)
+	if err != nil {
+		return 0, err
+	}
+	n := c
+	if b.Size != nil {
+		n = b.Size(c, width)
+	}
+	if n < 0 {
+		return 0, fmt.Errorf("%w %q: Size(%d, %d) is %d", ErrInvalid, b.Name, c, width, n)
+	}
+	if n > width {
+		return 0, fmt.Errorf("%w: %s needs %d weights a slot for chunks of %d features, and there are %d", ErrWidth, b.Name, n, c, width)
+	}
+	return n, nil
+}
+
+// Identity makes a slot the identity start of a kind for chunks of c features. weights is [slots, W] row by row and scales is
+// [slots]; both are the parameters of a Kasmina layer. Slot 0 means "none", so slot must be in 1 … slots−1. Kinds that start
+// from random weights draw them by seed: the same one gives the same weights. Weights that the kind does not use become 0.
+// On an error nothing has changed; it wraps [ErrWidth] when W is too small for the kind.
+func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	b, err := Lookup(k)
 	if err != nil {
 		return fmt.Errorf("blueprints.Identity: %w", err)
 	}
 	slots := len(scales)
-	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 {
-		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, want weights [slots, C] and scales [slots]",
-			len(weights), slots)
+	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
+		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for chunks of %d features, "+
+			"want weights [slots, W] and scales [slots]", len(weights), slots, c)
 	}
 	if slot < 1 || slot >= slots {
 		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)", ErrSlot, slot, slots-1)
 	}
-	c := len(weights) / slots
-	w := make([]float64, c)
-	scales[slot] = T(b.Identity(w))
+	width := len(weights) / slots
+	n, err := Size(k, c, width)
+	if err != nil {
+		return fmt.Errorf("blueprints.Identity: %w", err)
+	}
+	w := make([]float64, width)
+	scales[slot] = T(b.Identity(w[:n], c, rand.New(rand.NewPCG(seed, uint64(k)))))
 	for i, v := range w {
-		weights[slot*c+i] = T(v)
+		weights[slot*width+i] = T(v)
 	}
 	return nil
 }
 
-// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x, w and y have one length.
+// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y have one length; w may
+// have more elements than the kind uses.
 func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	b, err := Lookup(k)
 	if err != nil {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
-	if len(y) != len(x) || len(w) != len(x) {
-		return fmt.Errorf("blueprints.Apply: x has %d elements, w %d and y %d, want one length", len(x), len(w), len(y))
+	if len(y) != len(x) {
+		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length", len(x), len(y))
 	}
+	n, err := Size(k, len(x), len(w))
+	if err != nil {
+		return fmt.Errorf("blueprints.Apply: %w", err)
+	}
+	w = w[:n]
 	f, p := For[T](b), w
 	if f.Prepare != nil {
 		p = make([]T, len(w))

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -13,7 +14,22 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
+var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter,
+	blueprints.LowRank, blueprints.ChunkMLP}
+
+// sizes returns how many weights a kind uses for chunks of c features, in slots of all widths that make a difference.
+func sizes(t *testing.T, k blueprints.Kind, c int) (sizes []int) {
+	for m := 1; m <= 3; m++ {
+		n, err := blueprints.Size(k, c, 2*m*c+c-1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Contains(sizes, n) {
+			sizes = append(sizes, n)
+		}
+	}
+	return sizes
+}
 
 func newRand(t *testing.T) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
@@ -42,6 +58,23 @@ func reference(k blueprints.Kind, x, w []float64, a float64) []float64 {
 	for _, v := range w {
 		sum += math.Exp(v)
 	}
+	if k == blueprints.LowRank || k == blueprints.ChunkMLP {
+		c, m := len(x), len(w)/(2*len(x))
+		copy(y, x)
+		for h := range m {
+			var z float64
+			for i, v := range x {
+				z += w[h*c+i] * v
+			}
+			if k == blueprints.ChunkMLP {
+				z /= 1 + math.Exp(-z)
+			}
+			for i := range y {
+				y[i] += a * w[m*c+i*m+h] * z
+			}
+		}
+		return y
+	}
 	for i := range x {
 		switch k {
 		case blueprints.Residual:
@@ -61,19 +94,21 @@ func TestForwardIsTheFormula(t *testing.T) {
 	r := newRand(t)
 	for _, k := range builtin {
 		for _, c := range []int{1, 2, 3, 4, 5, 17} {
-			x, w, a := normals(r, c), normals(r, c), r.NormFloat64()
-			want := reference(k, x, w, a)
-			got := make([]float64, c)
-			if err := blueprints.Apply(k, got, x, w, a); err != nil {
-				t.Fatal(err)
-			}
-			single := make([]float32, c)
-			if err := blueprints.Apply(k, single, narrow(x), narrow(w), float32(a)); err != nil {
-				t.Fatal(err)
-			}
-			for i := range want {
-				if math.Abs(got[i]-want[i]) > 1e-13*(1+math.Abs(want[i])) || math.Abs(float64(single[i])-want[i]) > 2e-6*(1+math.Abs(want[i])) {
-					t.Errorf("%v C=%d: t[%d] is %v, in float32 %v, want %v", k, c, i, got[i], single[i], want[i])
+			for _, n := range sizes(t, k, c) {
+				x, w, a := normals(r, c), normals(r, n), r.NormFloat64()
+				want := reference(k, x, w, a)
+				got := make([]float64, c)
+				if err := blueprints.Apply(k, got, x, w, a); err != nil {
+					t.Fatal(err)
+				}
+				single := make([]float32, c)
+				if err := blueprints.Apply(k, single, narrow(x), narrow(w), float32(a)); err != nil {
+					t.Fatal(err)
+				}
+				for i := range want {
+					if math.Abs(got[i]-want[i]) > 1e-13*(10+math.Abs(want[i])) || math.Abs(float64(single[i])-want[i]) > 1e-6*(10+math.Abs(want[i])) {
+						t.Errorf("%v C=%d: t[%d] is %v, in float32 %v, want %v", k, c, i, got[i], single[i], want[i])
+					}
 				}
 			}
 		}
@@ -107,14 +142,15 @@ func TestBackwardMatchesCentralDifferences(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			f, w, a := b.F64, normals(r, c), r.NormFloat64()
+			n := sizes(t, k, c)
+			f, w, a := b.F64, normals(r, n[len(n)-1]), r.NormFloat64()
 			var xs, gs, dxs [][]float64
 			p := w
 			if f.Prepare != nil {
-				p = make([]float64, c)
+				p = make([]float64, len(w))
 				f.Prepare(p, w)
 			}
-			dw, da := make([]float64, c), 0.0
+			dw, da := make([]float64, len(w)), 0.0
 			for range rows {
 				x, g, dx := normals(r, c), normals(r, c), make([]float64, c)
 				for i := range dx {
@@ -157,9 +193,10 @@ func TestIdentityStart(t *testing.T) {
 	const slots = 4
 	for _, k := range builtin {
 		for _, c := range []int{1, 2, 3, 6} {
-			weights, scales := normals(r, slots*c), normals(r, slots)
+			width := 5 * c
+			weights, scales := normals(r, slots*width), normals(r, slots)
 			before := append([]float64(nil), weights...)
-			if err := blueprints.Identity(k, 2, weights, scales); err != nil {
+			if err := blueprints.Identity(k, 2, c, 7, weights, scales); err != nil {
 				t.Fatal(err)
 			}
 			x, y := normals(r, c), make([]float64, c)
@@ -168,7 +205,7 @@ func TestIdentityStart(t *testing.T) {
 					x[i] = math.Abs(x[i])
 				}
 			}
-			if err := blueprints.Apply(k, y, x, weights[2*c:3*c], scales[2]); err != nil {
+			if err := blueprints.Apply(k, y, x, weights[2*width:3*width], scales[2]); err != nil {
 				t.Fatal(err)
 			}
 			for i := range x {
@@ -177,9 +214,42 @@ func TestIdentityStart(t *testing.T) {
 				}
 			}
 			for i, v := range weights {
-				if i/c != 2 && v != before[i] {
-					t.Errorf("%v: Identity changed slot %d", k, i/c)
+				if i/width != 2 && v != before[i] {
+					t.Errorf("%v: Identity changed slot %d", k, i/width)
 				}
+			}
+		}
+	}
+}
+
+// The random weights of a start are those of its seed, are not the same for all kinds, and let hidden features learn: each
+// part of the gradient that a zero start would lock is there.
+func TestRandomStart(t *testing.T) {
+	r := newRand(t)
+	const c, width = 5, 43
+	seed := r.Uint64()
+	start := func(k blueprints.Kind, seed uint64) []float64 {
+		weights, scales := normals(r, 2*width), normals(r, 2)
+		if err := blueprints.Identity(k, 1, c, seed, weights, scales); err != nil {
+			t.Fatal(err)
+		}
+		return append(weights[width:], scales[1])
+	}
+	for _, k := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
+		w := start(k, seed)
+		if !slices.Equal(w, start(k, seed)) {
+			t.Errorf("%v: seed %d gives other weights the second time", k, seed)
+		}
+		if slices.Equal(w, start(k, seed+1)) {
+			t.Errorf("%v: seeds %d and %d give the same weights", k, seed, seed+1)
+		}
+		n, _ := blueprints.Size(k, c, width)
+		if n != 40 || blueprints.Mixing(c, width) != 4 {
+			t.Errorf("%v uses %d of %d weights, want 40", k, n, width)
+		}
+		for i, v := range w[:width] {
+			if (v != 0) != (i < n/2) {
+				t.Errorf("%v: weight %d starts at %v", k, i, v)
 			}
 		}
 	}
@@ -193,7 +263,10 @@ func TestHomogeneity(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		x, w, a := normals(r, c), normals(r, c), r.NormFloat64()
+		x, w, a := normals(r, c), normals(r, 4*c), r.NormFloat64()
+		if b.Homogeneity == blueprints.NotHomogeneous {
+			continue
+		}
 		scaled := make([]float64, c)
 		for i := range x {
 			scaled[i] = lambda * x[i]
@@ -238,6 +311,13 @@ func TestErrors(t *testing.T) {
 	}
 	w, s := make([]float64, 6), make([]float64, 3)
 	_, unknown := blueprints.Lookup(250)
+	if err := without(func(b *blueprints.Blueprint) {
+		b.Name = fmt.Sprintf("Negative%d", blueprints.Kinds())
+		b.Size = func(int, int) int { return -1 }
+	}); err != nil {
+		t.Fatal(err)
+	}
+	_, negative := blueprints.Size(blueprints.Kind(blueprints.Kinds()-1), 3, 5)
 	for _, c := range []struct {
 		err  error
 		is   error
@@ -252,13 +332,17 @@ func TestErrors(t *testing.T) {
 		{without(func(b *blueprints.Blueprint) { b.F32.Finish = func(_, _ []float32) {} }), blueprints.ErrInvalid, "Prepare and Finish"},
 		{without(func(b *blueprints.Blueprint) { b.Homogeneity = 9 }), blueprints.ErrInvalid, "Homogeneity is 9"},
 		{unknown, blueprints.ErrUnknownKind, "kind 250: kinds 0 to"},
-		{blueprints.Identity(99, 1, w, s), blueprints.ErrUnknownKind, "99"},
-		{blueprints.Identity(blueprints.Residual, 0, w, s), blueprints.ErrSlot, "slot is 0, want 1 to 2"},
-		{blueprints.Identity(blueprints.Residual, 3, w, s), blueprints.ErrSlot, "slot is 3, want 1 to 2"},
-		{blueprints.Identity(blueprints.Residual, 1, w[:5], s), nil, "weights has 5 elements and scales 3"},
-		{blueprints.Identity(blueprints.ConvFilter, 1, w[:0], s), nil, "weights has 0 elements"},
+		{blueprints.Identity(99, 1, 2, 0, w, s), blueprints.ErrUnknownKind, "99"},
+		{blueprints.Identity(blueprints.Residual, 0, 2, 0, w, s), blueprints.ErrSlot, "slot is 0, want 1 to 2"},
+		{blueprints.Identity(blueprints.Residual, 3, 2, 0, w, s), blueprints.ErrSlot, "slot is 3, want 1 to 2"},
+		{blueprints.Identity(blueprints.Residual, 1, 2, 0, w[:5], s), nil, "weights has 5 elements and scales 3"},
+		{blueprints.Identity(blueprints.ConvFilter, 1, 2, 0, w[:0], s), nil, "weights has 0 elements"},
+		{blueprints.Identity(blueprints.Residual, 1, 0, 0, w, s), nil, "chunks of 0 features"},
+		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth, "LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
 		{blueprints.Apply(99, w, w, w, 1), blueprints.ErrUnknownKind, "99"},
-		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), nil, "x has 6 elements, w 2 and y 6"},
+		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth, "Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
+		{blueprints.Apply(blueprints.Residual, w[:5], w, w, 1), nil, "x has 6 elements and y 5"},
+		{negative, blueprints.ErrInvalid, "Size(3, 5) is -1"},
 	} {
 		if c.err == nil || !strings.Contains(c.err.Error(), c.text) || (c.is != nil && !errors.Is(c.err, c.is)) {
 			t.Errorf("got error %v, want one with %q that is %v", c.err, c.text, c.is)
@@ -294,7 +378,7 @@ func TestRegisterFromManyGoroutines(t *testing.T) {
 			defer wg.Done()
 			name := fmt.Sprintf("Square%d of %d", i, before) // a name of its own under -count too
 			k, err := blueprints.Register(blueprints.Blueprint{
-				Name: name, Identity: func([]float64) float64 { return 0 }, F32: square[float32](), F64: square[float64](),
+				Name: name, Identity: func([]float64, int, *rand.Rand) float64 { return 0 }, F32: square[float32](), F64: square[float64](),
 			})
 			if err != nil {
 				t.Error(err)
@@ -326,7 +410,7 @@ func ExampleApply() {
 func ExampleIdentity() {
 	const slots, c = 3, 4
 	weights, scales := make([]float64, slots*c), make([]float64, slots)
-	if err := blueprints.Identity(blueprints.AttentionGate, 1, weights, scales); err != nil {
+	if err := blueprints.Identity(blueprints.AttentionGate, 1, c, 0, weights, scales); err != nil {
 		fmt.Println(err)
 		return
 	}
@@ -343,7 +427,7 @@ func ExampleIdentity() {
 var squareKind, errSquare = blueprints.Register(blueprints.Blueprint{
 	Name:     "Square",
 	Layout:   "a·x² + w",
-	Identity: func(w []float64) float64 { clear(w); return 0 },
+	Identity: func(w []float64, _ int, _ *rand.Rand) float64 { clear(w); return 0 },
 	F32:      square[float32](),
 	F64:      square[float64](),
 })

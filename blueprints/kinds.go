@@ -1,12 +1,15 @@
 package blueprints
 
-import "math"
+import (
+	"math"
+	"math/rand/v2"
+)
 
 var builtin = []*Blueprint{
 	Residual: {
 		Name:        "Residual",
 		Layout:      "x + a·w: w[i] is added to feature i, a scales all of w",
-		Identity:    func(w []float64) float64 { return fill(w, 0, 1) },
+		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 0, 1) },
 		Homogeneity: InXAndScale,
 		F32:         residual[float32](),
 		F64:         residual[float64](),
@@ -14,7 +17,7 @@ var builtin = []*Blueprint{
 	AttentionGate: {
 		Name:        "AttentionGate",
 		Layout:      "a · x ⊙ softmax(w): w[i] is the logit of feature i's gate, a scales the result",
-		Identity:    func(w []float64) float64 { return fill(w, 0, float64(len(w))) },
+		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 0, float64(len(w))) },
 		Homogeneity: InX,
 		F32:         attentionGate[float32](),
 		F64:         attentionGate[float64](),
@@ -22,7 +25,7 @@ var builtin = []*Blueprint{
 	MLPExpansion: {
 		Name:        "MLPExpansion",
 		Layout:      "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales the result",
-		Identity:    func(w []float64) float64 { return fill(w, 1, 1) }, // where x ≥ 0
+		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 1, 1) }, // where x ≥ 0
 		Homogeneity: InX,
 		F32:         mlpExpansion[float32](),
 		F64:         mlpExpansion[float64](),
@@ -30,7 +33,7 @@ var builtin = []*Blueprint{
 	ConvFilter: {
 		Name:   "ConvFilter",
 		Layout: "a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]): only the first three weights are used, a scales the result",
-		Identity: func(w []float64) float64 {
+		Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
 			fill(w, 0, 1)
 			w[0] = 1
 			return 1
@@ -38,6 +41,23 @@ var builtin = []*Blueprint{
 		Homogeneity: InX,
 		F32:         convFilter[float32](),
 		F64:         convFilter[float64](),
+	},
+	LowRank: {
+		Name:        "LowRank",
+		Layout:      "x + a·U(V·x): V [m, C] and then U [C, m], a scales what is added",
+		Size:        mixingSize,
+		Identity:    mixingIdentity,
+		Homogeneity: InX,
+		F32:         mixing(linear[float32]),
+		F64:         mixing(linear[float64]),
+	},
+	ChunkMLP: {
+		Name:     "ChunkMLP",
+		Layout:   "x + a·W2·silu(W1·x): W1 [m, C] and then W2 [C, m], a scales what is added",
+		Size:     mixingSize,
+		Identity: mixingIdentity,
+		F32:      mixing(silu[float32]),
+		F64:      mixing(silu[float64]),
 	},
 }
 

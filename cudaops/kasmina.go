@@ -101,9 +101,12 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 			return l, nil
 		}
 	}
-	x, weights := o.InputShape(0), o.InputShape(1)
-	seeds := x[1] / weights[1]
-	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: weights[1], elem: c.m.activations(), counts: make([]uint32, kasminaHealth*seeds)}
+	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
+	if weights[1] != o.Chunk() {
+		c.m.warn(fmt.Sprintf("%v: slots of %d weights for chunks of %d features have no kernel", o, weights[1], o.Chunk()))
+		return nil, nil
+	}
+	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: o.Chunk(), elem: c.m.activations(), counts: make([]uint32, kasminaHealth*seeds)}
 	l.next = driver.Bytes(make([]uint32, (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()/4))
 	pass := o.NewPass()
 	pass.Begin()

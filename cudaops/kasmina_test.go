@@ -28,7 +28,7 @@ func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, r kernels.KasminaReduct
 	n := k.State.Seeds
 	words := fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4)
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
-	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Eps: k.Eps,
+	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: k.Chunk, Eps: k.Eps,
 		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[k.Stability],
 		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r],
 		Measure:   make([]bool, n)}
@@ -37,12 +37,11 @@ func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, r kernels.KasminaReduct
 		if w == 0 {
 			continue
 		}
-		b, err := blueprints.Lookup(blueprints.Kind(w & 0xff))
+		err := p.Activate(cpu.KasminaSeed[float32]{Seed: i, Slot: int(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
+			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: field(2)[i], High: field(3)[i]})
 		if err != nil {
 			panic(err)
 		}
-		p.Active = append(p.Active, cpu.KasminaSeed[float32]{Seed: i, Slot: int(w >> 16), Blend: w>>8&1 == 1, Learn: w>>9&1 == 1,
-			Alpha: field(1)[i], Low: field(2)[i], High: field(3)[i], Rule: blueprints.For[float32](b), Homogeneity: b.Homogeneity})
 	}
 	limits := field(4)
 	for _, v := range limits {

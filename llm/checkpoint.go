@@ -369,6 +369,12 @@ func (f *checkpoint) model(m *Model) (load func() error, err error) {
 		if err == nil && trial.Slots() != m.Config.Slots {
 			err = fmt.Errorf("%w: the lattice has %d slots, the model %d", ErrArchitecture, trial.Slots(), m.Config.Slots)
 		}
+		if err == nil && trial.Width() != m.Config.slotWidth() {
+			err = fmt.Errorf("%w: the lattice has slots of %d weights, the model has %d", ErrArchitecture, trial.Width(), m.Config.slotWidth())
+		}
+		if err == nil {
+			err = trial.Fits(m.Config.slotWidth())
+		}
 		if err != nil {
 			return nil, f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)
 		}

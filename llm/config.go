@@ -23,7 +23,14 @@ type Config struct {
 	Kasmina []int   `json:"kasmina,omitempty"` // blocks, counted from 0, after which a Kasmina layer stands
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
 	Slots   int     `json:"slots,omitempty"`   // rows of each Kasmina layer's weights; slot 0 stays unused
+
+	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The blueprints LowRank and ChunkMLP
+	// have rank SlotWidth·Seeds/(2·Dim), and need it to be at least 1.
+	SlotWidth int `json:"slot_width,omitempty"`
 }
+
+// slotWidth is the number of columns of a Kasmina layer's weights.
+func (c Config) slotWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
 
 // Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where that is whole), FF (8/3·Dim,
 // rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots (one for each seed).
@@ -92,12 +99,15 @@ func (c Config) Check() error {
 		if c.Seeds < 1 || c.Dim%c.Seeds != 0 {
 			return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
 		}
+		if c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > maxField) {
+			return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth, c.Dim/c.Seeds, maxField)
+		}
 		if c.Slots < 2 || c.Slots > 1<<16 {
 			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536", c.Slots)
 		}
 	}
 	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
-	block := dim*(2*heads+3*float64(c.FF)+2) + float64(c.Slots)*dim
+	block := dim*(2*heads+3*float64(c.FF)+2) + float64(c.Slots)*max(dim, float64(c.SlotWidth))
 	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
 		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n, float64(maxParams))
 	}

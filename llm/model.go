@@ -93,7 +93,7 @@ func (c Config) params() iter.Seq[paramSpec] {
 			}
 		}
 		for _, b := range c.Kasmina {
-			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, []int{c.Slots, c.Dim / c.Seeds}, 0, 0}) ||
+			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, []int{c.Slots, c.slotWidth()}, 0, 0}) ||
 				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0}) {
 				return
 			}
@@ -105,15 +105,20 @@ func (c Config) params() iter.Seq[paramSpec] {
 }
 
 func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
-	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(m.Config.Slots)}, opts...)...)
-	if err == nil && l.Slots() != m.Config.Slots {
-		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), m.Config.Slots)
+	slots, width := m.Config.Slots, m.Config.slotWidth()
+	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
+	if err == nil && l.Slots() != slots {
+		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
+	}
+	if err == nil && l.Width() != width {
+		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says", l.Width(), width)
 	}
 	return l, err
 }
 
 // Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
-// identity start and requests germination. On an error nothing has changed.
+// identity start and requests germination. Random weights follow from the layer, the seed, the slot and the lattice's epoch.
+// On an error nothing has changed.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	if i < 0 || i >= len(m.Lattices) {
 		return fmt.Errorf("llm: Germinate: Kasmina layer %d, want one of %d", i, len(m.Lattices))
@@ -125,9 +130,9 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 		return fmt.Errorf("llm: Germinate: %w", err)
 	}
 	if m.Dtype() == tensor.Float32 {
-		err = germinate(m.Lattices[i], seed, r, w.Float32s(), s.Float32s())
+		err = germinate(m.Lattices[i], i, seed, r, w.Float32s(), s.Float32s())
 	} else {
-		err = germinate(m.Lattices[i], seed, r, w.Float64s(), s.Float64s())
+		err = germinate(m.Lattices[i], i, seed, r, w.Float64s(), s.Float64s())
 	}
 	if err == nil && m.mirror != nil {
 		err = m.mirror.Push(p+kasminaWeights, p+kasminaScales)
@@ -147,16 +152,17 @@ func (m *Model) pull() error {
 }
 
 // germinate computes the identity start aside, so that the seed stays dormant and the slot as it is if either is refused.
-func germinate[T float32 | float64](l *state.Lattice, seed int, r state.GerminationRequest, weights, scales []T) error {
-	c := len(weights) / len(scales)
-	w, s := make([]T, 2*c), make([]T, 2)
-	if err := blueprints.Identity(r.Kind, 1, w, s); err != nil {
+func germinate[T float32 | float64](l *state.Lattice, layer, seed int, r state.GerminationRequest, weights, scales []T) error {
+	width := len(weights) / len(scales)
+	w, s := make([]T, 2*width), make([]T, 2)
+	draw := rand.NewPCG(uint64(layer)<<32|uint64(uint32(seed)), uint64(r.Slot)<<32|uint64(l.Epoch())).Uint64()
+	if err := blueprints.Identity(r.Kind, 1, l.Hidden()/l.Seeds(), draw, w, s); err != nil {
 		return err
 	}
 	if err := l.RequestGermination(seed, r); err != nil { // which knows the number of slots
 		return err
 	}
-	copy(weights[r.Slot*c:], w[c:])
+	copy(weights[r.Slot*width:], w[width:])
 	scales[r.Slot] = s[1]
 	return nil
 }

@@ -67,8 +67,12 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	m, err := NewModel(o.config, o.dt, 7, state.WithoutGates())
 	fail(err)
 	for layer, l := range m.Lattices {
+		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion}
+		if o.config.SlotWidth > 0 {
+			kinds = []blueprints.Kind{blueprints.LowRank, blueprints.ConvFilter, blueprints.ChunkMLP}
+		}
 		for seed := 1; seed < l.Seeds(); seed++ {
-			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed, Kind: blueprints.Kind((seed - 1) % 4),
+			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed, Kind: kinds[(seed-1)%len(kinds)],
 				Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: 5, Target: 1}}))
 			fail(l.Transition(seed, state.Training))
 			if seed > 1 {

@@ -136,9 +136,14 @@ type KasminaOp struct {
 //
 // where t is the transform of the seed's blueprint, with the weights and the scale of the seed's slot (see the package
 // blueprints). x and y are [rows, D], and D is the lattice's number of hidden features; its S seeds have C = D/S columns
-// each. weights is [slots, C] and scales is [slots]; all three are float32 or all float64. Slot 0 means "none", so row 0 is
+// each. weights is [slots, W] and scales is [slots]; all three are float32 or all float64. Slot 0 means "none", so row 0 is
 // never read and real slots start at 1. A seed in any stage whose slot is 0 has t(x) = x. Seeds may share a slot: their
 // gradients add up.
+//
+// W is C or more: a kind uses the first of a row's weights, as many as [blueprints.Size] says, and the others have no
+// gradient. The kinds with capacity need 2C or more, and W decides their rank. A kind for which W is too small is an error
+// wrapping [blueprints.ErrWidth]: here, if a seed already has it; from [state.Lattice.RequestGermination], if the lattice
+// knows W by [state.WithWidth]; or when the graph runs.
 //
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
 // and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
@@ -181,7 +186,7 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if err := checkDims(name, x, 2, "[rows, D]"); err != nil {
 		return err
 	}
-	if err := checkDims(name, weights, 2, "[slots, C]"); err != nil {
+	if err := checkDims(name, weights, 2, "[slots, W]"); err != nil {
 		return err
 	}
 	if err := checkDims(name, scales, 1, "[slots]"); err != nil {
@@ -200,9 +205,10 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if d != lattice.Hidden() {
 		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d, x.node.Shape(), lattice.Hidden())
 	}
-	slots := weights.node.Shape()[0]
-	if err := checkShape(name, weights, fmt.Sprintf("[slots, C] with C = %d features / %d seeds", d, seeds), slots, d/seeds); err != nil {
-		return err
+	slots, width := weights.node.Shape()[0], weights.node.Shape()[1]
+	if width < d/seeds {
+		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d features / %d seeds", name,
+			weights.node.Shape(), d/seeds, d, seeds)
 	}
 	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v", weights.node.Shape()), slots); err != nil {
 		return err
@@ -210,8 +216,17 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if want := lattice.Slots(); want > 0 && want != slots {
 		return fmt.Errorf("op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots", name, slots, weights.node.Shape(), want)
 	}
+	if want := lattice.Width(); want > 0 && want != width {
+		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was told by WithWidth", name, width, weights.node.Shape(), want)
+	}
+	if err := lattice.Fits(width); err != nil {
+		return fmt.Errorf("op.%s: weights has shape %v: %w", name, weights.node.Shape(), err)
+	}
 	return nil
 }
+
+// Chunk returns C, the number of features that a seed looks after.
+func (o *KasminaOp) Chunk() int { return o.InputShape(0)[1] / o.Lattice.Seeds() }
 
 func (o *KasminaOp) init() {
 	config := fmt.Sprintf("lattice=%d %+v replaying=%v", o.Lattice.ID(), o.Config, o.Replaying)

@@ -22,6 +22,7 @@ type kasminaLayer struct {
 	backwardOp        gorgonia.Op
 	rows, dim         int
 	slots, chunk      int
+	width             int       // of a slot
 	x, weights, scale []float64 // what it runs on
 	g                 []float64
 	step              float64 // of central differences
@@ -29,12 +30,18 @@ type kasminaLayer struct {
 
 func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots int, l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
 	t.Helper()
+	return newWideLayer(t, r, dt, rows, slots, l.Hidden()/l.Seeds(), l, opts...)
+}
+
+// newWideLayer returns a layer whose slots have the given number of weights.
+func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, width int, l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
+	t.Helper()
 	d, c := l.Hidden(), l.Hidden()/l.Seeds()
 	g := gorgonia.NewGraph()
 	node := func(name string, shape ...int) *gorgonia.Node {
 		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name))
 	}
-	x, w, s := node("x", rows, d), node("weights", slots, c), node("scales", slots)
+	x, w, s := node("x", rows, d), node("weights", slots, width), node("scales", slots)
 	y := must(t)(op.Kasmina(x, w, s, l, opts...))
 	cost := must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, node("g", rows, d)))))
 	grads, err := gorgonia.Grad(cost, x, w, s)
@@ -44,8 +51,8 @@ func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots in
 	packed := g.From(grads[0].ID())
 	packed.Next()
 	k := &kasminaLayer{
-		t: t, dt: dt, forwardOp: y.Op().(*op.KasminaOp), backwardOp: packed.Node().(*gorgonia.Node).Op(), rows: rows, dim: d, slots: slots, chunk: c,
-		x: normal(r, rows*d), weights: normal(r, slots*c), scale: normal(r, slots), g: normal(r, rows*d),
+		t: t, dt: dt, forwardOp: y.Op().(*op.KasminaOp), backwardOp: packed.Node().(*gorgonia.Node).Op(), rows: rows, dim: d, slots: slots, chunk: c, width: width,
+		x: normal(r, rows*d), weights: normal(r, slots*width), scale: normal(r, slots), g: normal(r, rows*d),
 		step: 1e-5,
 	}
 	if dt == tensor.Float32 { // so that a float64 layer can have the same inputs
@@ -59,7 +66,7 @@ func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots in
 }
 
 func (k *kasminaLayer) params() []gorgonia.Value {
-	return []gorgonia.Value{dense(k.dt, k.x, k.rows, k.dim), dense(k.dt, k.weights, k.slots, k.chunk), dense(k.dt, k.scale, k.slots)}
+	return []gorgonia.Value{dense(k.dt, k.x, k.rows, k.dim), dense(k.dt, k.weights, k.slots, k.width), dense(k.dt, k.scale, k.slots)}
 }
 
 func (k *kasminaLayer) poisoned(shape ...int) *tensor.Dense {
@@ -90,10 +97,11 @@ func (k *kasminaLayer) forward() []float64 {
 // kasminaGrads are the gradients of x, weights and scales.
 type kasminaGrads struct{ x, weights, scales []float64 }
 
+type prealloc interface {
+	UsePreallocDo(gorgonia.Value, ...gorgonia.Value) (gorgonia.Value, error)
+}
+
 func (k *kasminaLayer) tryBackward() (kasminaGrads, error) {
-	type prealloc interface {
-		UsePreallocDo(gorgonia.Value, ...gorgonia.Value) (gorgonia.Value, error)
-	}
 	// The forward output is there for the order alone; nothing may depend on what it holds.
 	in := append(k.params(), k.poisoned(k.rows, k.dim), dense(k.dt, k.g, k.rows, k.dim))
 	v, err := k.backwardOp.(prealloc).UsePreallocDo(k.poisoned(len(k.x)+len(k.weights)+len(k.scale)), in...)
@@ -152,7 +160,11 @@ func sameBits(a, b []float64) bool {
 	return slices.EqualFunc(a, b, func(v, w float64) bool { return math.Float64bits(v) == math.Float64bits(w) })
 }
 
-var kasminaKinds = []string{"Residual", "AttentionGate", "MLPExpansion", "ConvFilter"}
+// The kinds, and those of them that need wide slots.
+var (
+	kasminaKinds  = []string{"Residual", "AttentionGate", "MLPExpansion", "ConvFilter"}
+	capacityKinds = []string{"LowRank", "ChunkMLP"}
+)
 
 // away keeps a number clear of zero, where relu has no derivative and the strict mode clamps.
 func away(v float64) float64 { return v + math.Copysign(0.2, v) }

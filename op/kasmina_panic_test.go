@@ -2,6 +2,7 @@ package op_test
 
 import (
 	"errors"
+	"math/rand/v2"
 	"strings"
 	"testing"
 
@@ -31,7 +32,7 @@ func faultyRule[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty", Identity: func([]float64) float64 { return 1 },
+var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty", Identity: func([]float64, int, *rand.Rand) float64 { return 1 },
 	F32: faultyRule[float32](), F64: faultyRule[float64]()})
 
 // A panic in a blueprint's function is an error of the run that names function, kind and seed, on whatever goroutine it

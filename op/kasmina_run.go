@@ -6,7 +6,6 @@ import (
 	"math"
 	"sync"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
@@ -111,11 +110,12 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 	k, ok := o.run.plan.(*cpu.Kasmina[T])
 	x, weights := o.InputShape(0), o.InputShape(1)
 	if !ok {
+		seeds := o.Lattice.Seeds()
 		k = &cpu.Kasmina[T]{
-			Rows: x[0], Seeds: x[1] / weights[1], Chunk: weights[1], Slots: weights[0],
+			Rows: x[0], Seeds: seeds, Chunk: x[1] / seeds, Slots: weights[0], Width: weights[1],
 			Stability: map[Stability]cpu.Stability{Adaptive: cpu.StabilityAdaptive, Fast: cpu.StabilityFast, Strict: cpu.StabilityStrict}[o.Config.Stability],
 			Eps:       o.Config.Epsilon,
-			Measure:   make([]bool, x[1]/weights[1]),
+			Measure:   make([]bool, seeds),
 		}
 		o.run.plan = k
 	}
@@ -129,20 +129,14 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 		if p.Slot[seed] == 0 || !(stage.Blends() || stage.Learns()) {
 			continue
 		}
-		if slot := int(p.Slot[seed]); slot >= k.Slots {
-			return nil, fmt.Errorf("seed %d has slot %d, but weights has %d slots (shape %v)", seed, slot, k.Slots, weights)
-		}
-		b, err := blueprints.Lookup(p.Kind[seed])
-		if err != nil {
-			return nil, fmt.Errorf("seed %d: %w", seed, err)
-		}
 		alpha := T(p.Alpha[seed])
 		learn := stage.Learns() && alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
 		low, high := clampLimits(p.Input[seed])
-		k.Active = append(k.Active, cpu.KasminaSeed[T]{
-			Seed: seed, Slot: int(p.Slot[seed]), Blend: stage.Blends(), Learn: learn, Alpha: alpha,
-			Rule: blueprints.For[T](b), Homogeneity: b.Homogeneity, Low: T(low), High: T(high),
-		})
+		err := k.Activate(cpu.KasminaSeed[T]{Seed: seed, Slot: int(p.Slot[seed]), Kind: p.Kind[seed], Blend: stage.Blends(), Learn: learn,
+			Alpha: alpha, Low: T(low), High: T(high)})
+		if err != nil {
+			return nil, fmt.Errorf("%w (shape %v)", err, weights)
+		}
 	}
 	return k, nil
 }

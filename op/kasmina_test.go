@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
@@ -22,7 +23,7 @@ import (
 func TestKasminaGradients(t *testing.T) {
 	r := random(t)
 	for stage := range state.RolledBack + 1 {
-		for _, kind := range kasminaKinds {
+		for _, kind := range slices.Concat(kasminaKinds, capacityKinds) {
 			for _, size := range []struct{ seeds, chunk int }{{1, 1}, {1, 5}, {3, 2}, {4, 3}} {
 				for _, mode := range []op.Stability{op.Fast, op.Strict, op.Adaptive} {
 					seeds := make([]seedSetting, size.seeds)
@@ -30,7 +31,11 @@ func TestKasminaGradients(t *testing.T) {
 						seeds[i] = seedSetting{stage.String(), kind, 1 + i%2, 0.375}
 					}
 					l := newLattice(t, size.seeds*size.chunk, seeds)
-					k := newKasminaLayer(t, r, tensor.Float64, 3, 3, l, op.WithStability(mode), op.WithEpsilon(0.1), op.WithoutTelemetry())
+					width := size.chunk
+					if slices.Contains(capacityKinds, kind) {
+						width = 7 * size.chunk // of which they use 6
+					}
+					k := newWideLayer(t, r, tensor.Float64, 3, 3, width, l, op.WithStability(mode), op.WithEpsilon(0.1), op.WithoutTelemetry())
 					k.x, k.weights = mapped(k.x, away), mapped(k.weights, away)
 					t.Run(fmt.Sprintf("%v/%s/%dx%d/%v", stage, kind, size.seeds, size.chunk, mode), func(t *testing.T) {
 						k.t = t
@@ -57,7 +62,7 @@ func (k *kasminaLayer) learnLimits(turn float64) {
 	l := k.forwardOp.Lattice
 	kept := k.x
 	k.x = mapped(k.x, func(v float64) float64 { return v / 4 })
-	layer := newKasminaLayer(k.t, random(k.t), k.dt, k.rows, k.slots, l, op.WithStability(op.Strict))
+	layer := newWideLayer(k.t, random(k.t), k.dt, k.rows, k.slots, k.width, l, op.WithStability(op.Strict))
 	layer.x = k.x
 	layer.forward()
 	k.x = kept
@@ -435,7 +440,7 @@ func TestKasminaFloat32(t *testing.T) {
 // A registered blueprint works like a built-in one, and its input is never scaled when it cannot bear it.
 func TestKasminaRegisteredKind(t *testing.T) {
 	name := fmt.Sprintf("Cubic%d", blueprints.Kinds())
-	if _, err := blueprints.Register(blueprints.Blueprint{Name: name, Identity: func([]float64) float64 { return 0 }, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
+	if _, err := blueprints.Register(blueprints.Blueprint{Name: name, Identity: func([]float64, int, *rand.Rand) float64 { return 0 }, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
 		t.Fatal(err)
 	}
 	l := newLattice(t, 6, []seedSetting{{"Grafting", name, 1, 0.375}, {"FineTuning", name, 1, 1}})
@@ -532,6 +537,8 @@ func TestKasminaErrors(t *testing.T) {
 	x, w, s := f64(4, 12), f64(5, 4), f64(5)
 	l := newLattice(t, 12, make3())
 	slotted := newLattice(t, 12, make3(), state.WithSlots(9))
+	wide := newLattice(t, 12, make3(), state.WithWidth(8))
+	mixing := newLattice(t, 12, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Training", "LowRank", 1, 0}, {"Dormant", "Residual", 1, 0}})
 	for _, c := range []struct {
 		x, w, s *gorgonia.Node
 		l       *state.Lattice
@@ -547,8 +554,10 @@ func TestKasminaErrors(t *testing.T) {
 		{f64(2, 3, 4), w, s, l, nil, "x has shape (2, 3, 4)|2 dimensions"},
 		{f64(4, 13), w, s, l, nil, "x has 13 features|(4, 13)|3 seeds"},
 		{f64(4, 15), w, s, l, nil, "x has 15 features|(4, 15)|12"},
-		{x, f64(5), s, l, nil, "weights has shape (5)|[slots, C]"},
-		{x, f64(5, 3), s, l, nil, "weights has shape (5, 3)|(5, 4)|12 features / 3 seeds"},
+		{x, f64(5), s, l, nil, "weights has shape (5)|[slots, W]"},
+		{x, f64(5, 3), s, l, nil, "weights has shape (5, 3)|at least 4|12 features / 3 seeds"},
+		{x, f64(5, 9), s, wide, nil, "weights has rows of 9|(5, 9)|8"},
+		{x, f64(5, 7), s, mixing, nil, "weights has shape (5, 7)|seed 1|LowRank needs 8 weights|there are 7"},
 		{x, w, f64(5, 1), l, nil, "scales has shape (5, 1)|[slots]"},
 		{x, w, f64(6), l, nil, "scales has shape (6)|(5)|(5, 4)"},
 		{x, w, s, slotted, nil, "weights has 5 slots|(5, 4)|9"},

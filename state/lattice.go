@@ -18,6 +18,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -60,6 +61,7 @@ type config struct {
 	Embargo     int        `json:"embargo"`
 	Renormalize int        `json:"renormalize"`
 	Slots       int        `json:"slots"`
+	Width       int        `json:"width,omitempty"`
 	History     int        `json:"history"`
 	Transitions int        `json:"transitions"`
 	Quarantine  bool       `json:"quarantine,omitempty"`
@@ -108,6 +110,15 @@ func WithSlots(slots int) Option {
 	return func(c *config) error {
 		c.Slots = slots
 		return inRange("WithSlots: slots", slots, 1, math.MaxUint16+1)
+	}
+}
+
+// WithWidth tells the lattice how many weights a slot has, the number of columns of the layer's weights, so that a request
+// for a blueprint that needs more fails at once. Without it such a request fails when the graph runs.
+func WithWidth(weights int) Option {
+	return func(c *config) error {
+		c.Width = weights
+		return inRange("WithWidth: weights", weights, 1, math.MaxInt32)
 	}
 }
 
@@ -223,6 +234,31 @@ func (l *Lattice) Slots() int {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Slots
+}
+
+// Width returns the number of weights of a slot that [WithWidth] gave, or 0.
+func (l *Lattice) Width() int {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.config.Width
+}
+
+// Fits returns an error, which wraps [blueprints.ErrWidth] and names the seed, if a seed has a blueprint that needs more than
+// the given number of weights a slot.
+func (l *Lattice) Fits(width int) error {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	var fine [math.MaxUint8 + 1]bool // of each kind, whether it is known to fit
+	for seed, kind := range l.seeds.kind {
+		if l.seeds.slot[seed] == 0 || Stage(l.seeds.stage[seed]).Ended() || fine[kind] {
+			continue
+		}
+		if _, err := blueprints.Size(blueprints.Kind(kind), l.hidden/l.n, width); err != nil {
+			return fmt.Errorf("seed %d: %w", seed, err)
+		}
+		fine[kind] = true
+	}
+	return nil
 }
 
 // Epoch returns how many epochs have ended.

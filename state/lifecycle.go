@@ -33,7 +33,11 @@ func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	if r.Slot < 1 || r.Slot >= slots {
 		return fmt.Errorf("state.%s: %w: seed %d: Slot is %d, want 1 to %d (slot 0 means none)", method, ErrArgument, seed, r.Slot, slots-1)
 	}
-	if _, err := blueprints.Lookup(r.Kind); err != nil {
+	width := math.MaxInt32
+	if l.config.Width > 0 {
+		width = l.config.Width
+	}
+	if _, err := blueprints.Size(r.Kind, l.hidden/l.n, width); err != nil {
 		return fmt.Errorf("state.%s: %w: seed %d: Kind: %w", method, ErrArgument, seed, err)
 	}
 	if r.Strategy == nil {

@@ -134,6 +134,9 @@ func (l *Lattice) replace(method string, img *image) error {
 		return fmt.Errorf("state.%s: %w: the saved lattice has %d seeds over %d features, this one %d over %d",
 			method, ErrArgument, img.n, img.hidden, l.n, l.hidden)
 	}
+	if img.config.Width == 0 { // saved by a lattice that did not know it
+		img.config.Width = l.config.Width
+	}
 	l.install(img)
 	return nil
 }
@@ -266,6 +269,7 @@ func (c config) check() error {
 	for _, err := range []error{
 		inRange("embargo", c.Embargo, 0, math.MaxInt32), inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
 		inRange("slots", c.Slots, 0, math.MaxUint16+1), inRange("history", c.History, 0, 1<<16),
+		inRange("width", c.Width, 0, math.MaxInt32),
 		inRange("transitions", c.Transitions, 0, math.MaxUint8),
 	} {
 		if err != nil {

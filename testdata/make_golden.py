@@ -225,10 +225,17 @@ def newton_schulz():
 STAGES = ["Dormant", "Germinated", "Training", "Grafting", "Stabilization", "Evaluating", "FineTuning", "Fossilized",
           "Culled", "Cancelled", "RolledBack"]
 KINDS = ["Residual", "AttentionGate", "MLPExpansion", "ConvFilter"]
+MIXING = ["LowRank", "ChunkMLP"]
 
 
 def transform(kind, x, w, a):
-    """t(x) of a blueprint for a chunk x [rows, C], weights w [C] and scale a."""
+    """t(x) of a blueprint for a chunk x [rows, C], a slot's weights w and scale a. A kind uses the first of the weights."""
+    c = x.shape[-1]
+    if kind in MIXING:
+        m = len(w) // (2 * c)
+        h = F.linear(x, w[:m * c].view(m, c))
+        return x + a * F.linear(F.silu(h) if kind == "ChunkMLP" else h, w[m * c:2 * m * c].view(c, m))
+    w = w[:c]
     if kind == "Residual":
         return x + a * w
     if kind == "AttentionGate":
@@ -262,14 +269,14 @@ def kasmina_apply(x, weights, scales, seeds, clip=math.inf, epsilon=0.0, limits=
     return torch.cat(chunks, -1)
 
 
-def kasmina_inputs(r, rows, seeds, chunk, slots, scale=1.0):
-    return {"x": r.normal(rows, len(seeds) * chunk, scale=scale), "weights": r.normal(slots, chunk), "scales": 1 + r.normal(slots)}
+def kasmina_inputs(r, rows, seeds, chunk, slots, scale=1.0, width=0):
+    return {"x": r.normal(rows, len(seeds) * chunk, scale=scale), "weights": r.normal(slots, max(width, chunk)), "scales": 1 + r.normal(slots)}
 
 
-def random_seeds(r, seeds, slots):
+def random_seeds(r, seeds, slots, all_kinds=KINDS):
     """Seeds of any stage. Those that share a slot share its kind."""
-    kinds = r.ids(len(KINDS), slots)
-    return [seed(STAGES[r.ids(len(STAGES), 1)], KINDS[kinds[slot]], int(slot), int(r.ids(64, 1)) / 64)
+    kinds = r.ids(len(all_kinds), slots)
+    return [seed(STAGES[r.ids(len(STAGES), 1)], all_kinds[kinds[slot]], int(slot), int(r.ids(64, 1)) / 64)
             for slot in 1 + r.ids(slots - 1, seeds)]
 
 
@@ -280,9 +287,9 @@ def seed(stage, kind, slot, alpha):
 def kasmina():
     out = File("kasmina")
 
-    def case(name, rows, seeds, chunk, slots, scale=1.0):
+    def case(name, rows, seeds, chunk, slots, scale=1.0, width=0):
         out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds),
-                 kasmina_inputs(Random(name), rows, seeds, chunk, slots, scale), Op="Kasmina", Seeds=seeds)
+                 kasmina_inputs(Random(name), rows, seeds, chunk, slots, scale, width), Op="Kasmina", Seeds=seeds)
 
     for stage in STAGES:
         for kind in KINDS:  # two of the three seeds share a slot, and slot 3 is free
@@ -292,25 +299,39 @@ def kasmina():
         case(name, rows, random_seeds(Random(name + "/seeds"), seeds, slots), chunk, slots)
     # Activations that the adaptive mode scales down and up again, by powers of two: the same function.
     case("large", 5, random_seeds(Random("large/seeds"), 11, 6), 3, 6, scale=1e8)
+    # Kinds that need slots wider than the chunk, alone and beside the others.
+    for stage in STAGES:
+        for kind in MIXING:
+            case(f"{stage}-{kind}", 5, [seed(stage, kind, 1, 0.25), seed(stage, kind, 2, 0.625), seed(stage, kind, 1, 0.875)], 5, 4, width=23)
+    for rows, seeds, chunk, slots, width in [(7, 13, 3, 6, 20), (3, 31, 1, 9, 7), (9, 17, 2, 5, 4), (65, 2, 33, 2, 330), (2, 9, 5, 40, 9)]:
+        name = f"mixed-{rows}x{seeds}x{chunk}-slots{slots}x{width}"
+        kinds = KINDS + MIXING if width >= 2 * chunk else KINDS
+        case(name, rows, random_seeds(Random(name + "/seeds"), seeds, slots, kinds), chunk, slots, width=width)
+    case("large-mixing", 5, random_seeds(Random("large-mixing/seeds"), 11, 6, ["LowRank"]), 3, 6, scale=1e8, width=12)
     out.save()
 
 
 def kasmina_options():
     """Clipping of gradients, and the strict mode, in whose cases "previous" is the input of the pass before."""
     out = File("kasmina_options")
-    seeds = [seed(stage, KINDS[i % 4], 1 + i % 4, 0.375) for i, stage in enumerate(STAGES)]
+    pointwise = [seed(stage, KINDS[i % 4], 1 + i % 4, 0.375) for i, stage in enumerate(STAGES)]
     for limit in [0.5, 1.5, 100.0]:
         name = f"clip{limit}"
-        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds, clip=limit),
-                 kasmina_inputs(Random(name), 7, seeds, 3, 5), Op="Kasmina", Seeds=seeds, GradClip=limit)
-    for epsilon, spread in [(0.25, 0.25), (1e-8, 0.1)]:
-        name = f"strict{epsilon}-spread{spread}"
-        previous = Random(name + "/previous").normal(7, len(seeds) * 3, scale=spread)
-        statistics = [(c.mean(), c.std(correction=0)) for c in previous.double().chunk(len(seeds), -1)]
-        limits = [(m - 6 * s, m + 6 * s) for m, s in statistics]
-        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds, epsilon=epsilon, limits=limits),
-                 kasmina_inputs(Random(name), 7, seeds, 3, 5), Op="Kasmina", Seeds=seeds, Epsilon=epsilon)
-        out.tensors[name + "/previous"] = previous
+        out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, pointwise, clip=limit),
+                 kasmina_inputs(Random(name), 7, pointwise, 3, 5), Op="Kasmina", Seeds=pointwise, GradClip=limit)
+    mixing = [seed(stage, MIXING[i % 2], 1 + i % 4, 0.375) for i, stage in enumerate(STAGES)]
+    name = "mixing-clip1.5"
+    out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, mixing, clip=1.5),
+             kasmina_inputs(Random(name), 7, mixing, 3, 5, width=13), Op="Kasmina", Seeds=mixing, GradClip=1.5)
+    for prefix, seeds, width in [("", pointwise, 3), ("mixing-", mixing, 13)]:
+        for epsilon, spread in [(0.25, 0.25), (1e-8, 0.1)]:
+            name = f"{prefix}strict{epsilon}-spread{spread}"
+            previous = Random(name + "/previous").normal(7, len(seeds) * 3, scale=spread)
+            statistics = [(c.mean(), c.std(correction=0)) for c in previous.double().chunk(len(seeds), -1)]
+            limits = [(m - 6 * s, m + 6 * s) for m, s in statistics]
+            out.case(name, lambda x, weights, scales: kasmina_apply(x, weights, scales, seeds, epsilon=epsilon, limits=limits),
+                     kasmina_inputs(Random(name), 7, seeds, 3, 5, width=width), Op="Kasmina", Seeds=seeds, Epsilon=epsilon)
+            out.tensors[name + "/previous"] = previous
     out.save()
 
 

@@ -13,10 +13,11 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Three seeds of three features; the first two share slot 1, so that their gradients must add up.
+// Three seeds of three features; the first two share slot 1, so that their gradients must add up. Slots are wide enough for
+// two hidden features of the blueprints that have some, and have one weight more, which no blueprint uses.
 const (
 	rows, seeds, chunk = 4, 3, 3
-	slots              = 3
+	slots, width       = 3, 2*2*chunk + 1
 	alpha              = 0.375 // exact in the lattice's float32
 )
 
@@ -74,7 +75,7 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind, m mode)
 			return autodiff.CheckReport{}, err
 		}
 		in := &inputs{Rand: r, g: gorgonia.NewGraph()}
-		nodes := gorgonia.Nodes{in.values("x", x, rows, seeds*chunk), in.values("weights", weights, slots, chunk), in.values("scales", scales, slots)}
+		nodes := gorgonia.Nodes{in.values("x", x, rows, seeds*chunk), in.values("weights", weights, slots, width), in.values("scales", scales, slots)}
 		if m.Stability == op.Strict {
 			if err := observe(lattice, nodes); err != nil {
 				return autodiff.CheckReport{}, err
@@ -170,7 +171,7 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 		return v
 	}
 	const features = seeds * chunk
-	x, weights, scales, cost = draw(rows*features, m.size), draw(slots*chunk, 1), draw(slots, 1), draw(rows*features, 1/m.size)
+	x, weights, scales, cost = draw(rows*features, m.size), draw(slots*width, 1), draw(slots, 1), draw(rows*features, 1/m.size)
 	if m.Stability == op.Strict {
 		x[1], x[features+4] = 0.03, -0.05
 		x[(rows-1)*features+2], x[(rows-1)*features+6] = 40, -40
@@ -187,7 +188,7 @@ func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	}
 	weights := slices.Clone(like[1].Value().Data().([]float64))
 	scales := slices.Clone(like[2].Value().Data().([]float64))
-	_, err := op.Kasmina(in.values("x", ordinary, rows, seeds*chunk), in.values("weights", weights, slots, chunk), in.values("scales", scales, slots), l)
+	_, err := op.Kasmina(in.values("x", ordinary, rows, seeds*chunk), in.values("weights", weights, slots, width), in.values("scales", scales, slots), l)
 	if err != nil {
 		return err
 	}

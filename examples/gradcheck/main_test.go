@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
 )
 
 func TestEveryGradientIsRight(t *testing.T) {
@@ -13,8 +15,8 @@ func TestEveryGradientIsRight(t *testing.T) {
 	if err != nil || !ok {
 		t.Fatalf("seed %d: error %v\n%s", seed, err, out.String())
 	}
-	if got := strings.Count(out.String(), "\nKasmina "); got != 44 {
-		t.Errorf("%d rows for Kasmina, want 11 stages × 4 kinds", got)
+	if got := strings.Count(out.String(), "\nKasmina "); got != 11*blueprints.Kinds() {
+		t.Errorf("%d rows for Kasmina, want 11 stages × %d kinds", got, blueprints.Kinds())
 	}
 }
 

@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"fmt"
 	"math"
 	"sort"
 	"sync"
@@ -24,27 +25,31 @@ const adaptiveLimit = 1e6
 
 // KasminaSeed is a seed whose blueprint takes part in a pass.
 type KasminaSeed[T Float] struct {
-	Seed, Slot  int
-	Blend       bool // the output is x + α(t(x) − x); otherwise it is x
-	Learn       bool // weights and scale get gradients
-	Alpha       T
-	Rule        *blueprints.Arithmetic[T]
-	Homogeneity blueprints.Homogeneity
-	Low, High   T // clamp limits of the strict mode
+	Seed, Slot int
+	Kind       blueprints.Kind
+	Blend      bool // the output is x + α(t(x) − x); otherwise it is x
+	Learn      bool // weights and scale get gradients
+	Alpha      T
+	Low, High  T // clamp limits of the strict mode
 
-	w, p  []T // the slot's weights, and what Rule makes of them
-	scale T
-	learn int // index among the learning seeds
+	rule        *blueprints.Arithmetic[T]
+	homogeneity blueprints.Homogeneity
+	mixes       bool // the kind is computed for many rows at once
+	size        int  // how many weights the kind uses
+	w, p        []T  // those of the slot, and what rule makes of them
+	scale       T
+	learn       int // index among the learning seeds
+	at          int // where its gradients begin among theirs
 }
 
-// Kasmina computes one layer: x is Rows × Seeds·Chunk, weights Slots × Chunk, scales Slots. Its buffers are reused from
+// Kasmina computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its buffers are reused from
 // pass to pass.
 type Kasmina[T Float] struct {
-	Rows, Seeds, Chunk, Slots int
+	Rows, Seeds, Chunk, Slots, Width int
 
 	Stability Stability
 	Eps       float64
-	Active    []KasminaSeed[T] // in the order of their seeds
+	Active    []KasminaSeed[T] // set by Activate
 	Measure   []bool           // of each seed: whether to collect its figures
 	Reduce    Reduction
 	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
@@ -55,8 +60,10 @@ type Kasmina[T Float] struct {
 	partial  []ChunkFigures // of each block of rows and seed
 	measured bool           // some seed is
 	prepared []T
+	needs    int       // elements of scratch memory
 	learning []int     // indices into Active
-	dp       []T       // of each block of rows and learning seed, the gradient of p
+	learned  int       // elements of their p
+	dp       []T       // of each block of rows, the gradients of the learning seeds' p
 	da       []float64 // likewise of the scale
 	heads    []int     // counting sort of the learning seeds by slot
 	order    []int
@@ -85,6 +92,25 @@ func attribute(seed *int) {
 	panic(r)
 }
 
+// Activate adds a seed to Active, which are in the order of their seeds. It returns an error for a slot that does not exist,
+// and for a kind that is unknown or needs more than Width weights.
+func (k *Kasmina[T]) Activate(s KasminaSeed[T]) error {
+	b, err := blueprints.Lookup(s.Kind)
+	if err != nil {
+		return fmt.Errorf("seed %d: %w", s.Seed, err)
+	}
+	if s.size, err = blueprints.Size(s.Kind, k.Chunk, k.Width); err != nil {
+		return fmt.Errorf("seed %d: %w", s.Seed, err)
+	}
+	if s.Slot < 0 || s.Slot >= k.Slots {
+		return fmt.Errorf("seed %d has slot %d, but weights has %d slots", s.Seed, s.Slot, k.Slots)
+	}
+	s.rule, s.homogeneity = blueprints.For[T](b), b.Homogeneity
+	s.mixes = s.Kind == blueprints.LowRank || s.Kind == blueprints.ChunkMLP
+	k.Active = append(k.Active, s)
+	return nil
+}
+
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
 // within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
 const (
@@ -98,16 +124,16 @@ func (k *Kasmina[T]) tile() (rows, seeds int) {
 	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
 }
 
-// tiles calls f for every tile, on all cores: rows r0 to r1, seeds s0 to s1, of the given block of rows, with 4·Chunk
-// elements of scratch memory.
+// tiles calls f for every tile, on all cores: rows r0 to r1, seeds s0 to s1, of the given block of rows, with scratch memory
+// of k.needs elements.
 func (k *Kasmina[T]) tiles(f func(block, r0, r1, s0, s1 int, scratch []T)) (blocks int) {
 	rows, seeds := k.tile()
 	blocks = (k.Rows + rows - 1) / rows
 	groups := (k.Seeds + seeds - 1) / seeds
 	Parallel(blocks*groups, 1, func(lo, hi int) {
 		scratch, _ := k.scratch.Get().(*[]T)
-		if scratch == nil || len(*scratch) < 4*k.Chunk {
-			s := make([]T, 4*k.Chunk)
+		if scratch == nil || len(*scratch) < k.needs {
+			s := make([]T, k.needs)
 			scratch = &s
 		}
 		for i := lo; i < hi; i++ {
@@ -128,29 +154,35 @@ func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
 
 // prepare binds the active seeds to the parameters and readies the buffers.
 func (k *Kasmina[T]) prepare(weights, scales []T) {
-	c := k.Chunk
+	rows, _ := k.tile()
 	prepared := 0
+	k.needs = 4 * k.Chunk
 	for i := range k.Active {
 		s := &k.Active[i]
-		s.w, s.scale = weights[s.Slot*c:][:c:c], scales[s.Slot]
-		if s.p = s.w; s.Rule.Prepare != nil {
-			prepared++
+		s.w, s.scale = weights[s.Slot*k.Width:][:s.size:s.size], scales[s.Slot]
+		if s.p = s.w; s.rule.Prepare != nil {
+			prepared += s.size
+		}
+		if s.mixes {
+			k.needs = max(k.needs, mixingScratch(rows, k.Chunk, s.size))
+		} else {
+			k.needs = max(k.needs, 3*k.Chunk+s.size)
 		}
 	}
-	k.prepared = grow(k.prepared, prepared*c)
+	k.prepared = grow(k.prepared, prepared)
 	for i, next := 0, 0; i < len(k.Active); i++ {
-		if s := &k.Active[i]; s.Rule.Prepare != nil {
-			s.p = k.prepared[next:][:c:c]
-			next += c
+		if s := &k.Active[i]; s.rule.Prepare != nil {
+			s.p = k.prepared[next:][:s.size:s.size]
+			next += s.size
 		}
 	}
-	Parallel(len(k.Active), grain(64*c), func(lo, hi int) {
+	Parallel(len(k.Active), grain(64*k.Chunk), func(lo, hi int) {
 		seed := noSeed
 		defer attribute(&seed)
 		for i := lo; i < hi; i++ {
-			if s := &k.Active[i]; s.Rule.Prepare != nil {
+			if s := &k.Active[i]; s.rule.Prepare != nil {
 				seed = s.Seed
-				s.Rule.Prepare(s.p, s.w)
+				s.rule.Prepare(s.p, s.w)
 			}
 		}
 	})
@@ -158,7 +190,6 @@ func (k *Kasmina[T]) prepare(weights, scales []T) {
 	for _, m := range k.Measure {
 		k.measured = k.measured || m
 	}
-	rows, _ := k.tile()
 	blocks := (k.Rows + rows - 1) / rows
 	k.partial = grow(k.partial, blocks*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
@@ -193,12 +224,17 @@ func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
 			copy(yr, xr)
 			k.watchInput(figures, xr, x, s0)
 			for i := range active {
-				if s := &active[i]; s.Blend {
+				if s := &active[i]; s.Blend && !s.mixes {
 					at := (s.Seed - s0) * c
 					seed = s.Seed
 					k.blend(yr[at:][:c], xr[at:][:c], s, scratch)
 					seed = noSeed
 				}
+			}
+		}
+		for i := range active {
+			if s := &active[i]; s.Blend && s.mixes {
+				k.mix(y, x, r0, r1, s, scratch)
 			}
 		}
 	})
@@ -256,7 +292,7 @@ func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
 				in[i] = v * down
 			}
 			up = 1 / down
-			if s.Homogeneity == blueprints.InXAndScale {
+			if s.homogeneity == blueprints.InXAndScale {
 				scale *= down
 			}
 		}
@@ -265,9 +301,9 @@ func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
 	case 0: // whatever t(x) is, NaN included, has no part in the result
 		t = in
 	case 1:
-		s.Rule.Forward(t, in, s.p, scale)
+		s.rule.Forward(t, in, s.p, scale)
 	default:
-		s.Rule.Forward(t, in, s.p, scale)
+		s.rule.Forward(t, in, s.p, scale)
 		for i, v := range in {
 			t[i] = v + s.Alpha*(t[i]-v)
 		}
@@ -290,7 +326,7 @@ func (k *Kasmina[T]) shrink(x []T, s *KasminaSeed[T]) T {
 			top = a
 		}
 	}
-	if !(top > adaptiveLimit) || top-top != 0 || s.Homogeneity == blueprints.NotHomogeneous {
+	if !(top > adaptiveLimit) || top-top != 0 || s.homogeneity == blueprints.NotHomogeneous {
 		return 1
 	}
 	_, exp := math.Frexp(top / adaptiveLimit)

@@ -12,7 +12,7 @@ package cpu
 func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
 	k.prepare(weights, scales)
 	k.prepareLearning()
-	c, d, n := k.Chunk, k.Seeds*k.Chunk, len(k.learning)
+	c, d := k.Chunk, k.Seeds*k.Chunk
 	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
 		seed := noSeed
 		defer attribute(&seed)
@@ -21,10 +21,10 @@ func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) 
 			figures[i] = newFigures(k.Reduce)
 		}
 		active := k.active(s0, s1)
-		dp, da := k.dp[block*n*c:][:n*c], k.da[block*n:][:n]
+		dp, da := k.dp[block*k.learned:][:k.learned], k.da[block*len(k.learning):][:len(k.learning)]
 		for i := range active {
 			if s := &active[i]; s.Learn {
-				clear(dp[s.learn*c:][:c])
+				clear(dp[s.at:][:s.size])
 				da[s.learn] = 0
 			}
 		}
@@ -34,15 +34,27 @@ func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) 
 			k.watchGradient(figures, dr, g, s0)
 			for i := range active {
 				s := &active[i]
+				if s.mixes {
+					continue
+				}
 				at := (s.Seed - s0) * c
 				in := x[r*d+s.Seed*c:][:c]
 				seed = s.Seed
 				if s.Learn {
-					da[s.learn] += k.blendBackward(dr[at:][:c], dp[s.learn*c:][:c], in, s, scratch)
+					da[s.learn] += k.blendBackward(dr[at:][:c], dp[s.at:][:s.size], in, s, scratch)
 				} else {
-					k.blendBackward(dr[at:][:c], scratch[3*c:4*c], in, s, scratch)
+					k.blendBackward(dr[at:][:c], scratch[3*c:][:s.size], in, s, scratch)
 				}
 				seed = noSeed
+			}
+		}
+		for i := range active {
+			if s := &active[i]; s.mixes {
+				if s.Learn {
+					da[s.learn] = k.mixBackward(dx, dp[s.at:][:s.size], x, r0, r1, s, scratch)
+				} else {
+					k.mixBackward(dx, nil, x, r0, r1, s, scratch)
+				}
 			}
 		}
 	})
@@ -102,15 +114,15 @@ func (k *Kasmina[T]) blendBackward(g, dp, x []T, s *KasminaSeed[T], scratch []T)
 	}
 	switch {
 	case !s.Blend:
-		return s.Rule.Backward(dt, dp, g, in, s.p, s.scale)
+		return s.rule.Backward(dt, dp, g, in, s.p, s.scale)
 	case s.Alpha == 1:
 		copy(gt, g)
-		da = s.Rule.Backward(g, dp, gt, in, s.p, s.scale)
+		da = s.rule.Backward(g, dp, gt, in, s.p, s.scale)
 	case s.Alpha != 0:
 		for i, v := range g {
 			gt[i] = s.Alpha * v
 		}
-		da = s.Rule.Backward(dt, dp, gt, in, s.p, s.scale)
+		da = s.rule.Backward(dt, dp, gt, in, s.p, s.scale)
 		for i, v := range dt {
 			g[i] += v - gt[i]
 		}
@@ -127,52 +139,56 @@ func (k *Kasmina[T]) blendBackward(g, dp, x []T, s *KasminaSeed[T], scratch []T)
 
 // prepareLearning numbers the seeds that learn and readies their buffers.
 func (k *Kasmina[T]) prepareLearning() {
-	k.learning = k.learning[:0]
+	k.learning, k.learned = k.learning[:0], 0
 	for i := range k.Active {
 		if s := &k.Active[i]; s.Learn {
-			s.learn = len(k.learning)
+			s.learn, s.at = len(k.learning), k.learned
 			k.learning = append(k.learning, i)
+			k.learned += s.size
 		}
 	}
 	rows, _ := k.tile()
-	n := (k.Rows + rows - 1) / rows * len(k.learning)
-	k.dp, k.da = grow(k.dp, n*k.Chunk), grow(k.da, n)
+	blocks := (k.Rows + rows - 1) / rows
+	k.dp, k.da = grow(k.dp, blocks*k.learned), grow(k.da, blocks*len(k.learning))
 }
 
 // reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
 func (k *Kasmina[T]) reduceLearning(blocks int, dweights, dscales []T) {
-	c, n := k.Chunk, len(k.learning)
-	Parallel(n, grain(4*blocks*c), func(lo, hi int) {
+	n := len(k.learning)
+	Parallel(n, grain(4*blocks*k.learned/max(n, 1)), func(lo, hi int) {
 		seed := noSeed
 		defer attribute(&seed)
 		for i := lo; i < hi; i++ {
-			total := k.dp[i*c:][:c]
+			s := &k.Active[k.learning[i]]
+			total := k.dp[s.at:][:s.size]
 			for j := range total {
 				var sum float64
 				for b := range blocks {
-					sum += float64(k.dp[(b*n+i)*c+j])
+					sum += float64(k.dp[b*k.learned+s.at+j])
 				}
 				total[j] = T(sum)
 			}
 			for b := 1; b < blocks; b++ {
 				k.da[i] += k.da[b*n+i]
 			}
-			if s := &k.Active[k.learning[i]]; s.Rule.Finish != nil {
+			if s.rule.Finish != nil {
 				seed = s.Seed
-				s.Rule.Finish(total, s.p)
+				s.rule.Finish(total, s.p)
 				seed = noSeed
 			}
 		}
 	})
 	k.sortBySlot()
-	Parallel(k.Slots, grain(4*c), func(lo, hi int) {
+	Parallel(k.Slots, grain(4*k.Width), func(lo, hi int) {
 		for slot := lo; slot < hi; slot++ {
 			seeds := k.order[k.heads[slot]:k.heads[slot+1]]
-			dw := dweights[slot*c:][:c]
+			dw := dweights[slot*k.Width:][:k.Width]
 			for j := range dw {
 				var sum float64
 				for _, i := range seeds {
-					sum += float64(k.dp[i*c+j])
+					if s := &k.Active[k.learning[i]]; j < s.size {
+						sum += float64(k.dp[s.at+j])
+					}
 				}
 				dw[j] = T(sum)
 			}

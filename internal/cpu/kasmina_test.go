@@ -59,8 +59,9 @@ func TestKasminaTiles(t *testing.T) {
 	} {
 		seen := make([]int, k.Rows*k.Seeds)
 		rows, seeds := k.tile()
+		k.needs = 4 * k.Chunk
 		k.tiles(func(block, r0, r1, s0, s1 int, scratch []float32) {
-			if r0 != block*rows || s0%seeds != 0 || r1-r0 > tileRows || len(scratch) < 4*k.Chunk {
+			if r0 != block*rows || s0%seeds != 0 || r1-r0 > tileRows || len(scratch) < k.needs {
 				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", r0, r1, s0, s1, block)
 			}
 			for r := r0; r < r1; r++ {

@@ -142,7 +142,7 @@ func (r *kasminaRun) launchBackward() {
 
 // refer computes what is wanted in float64.
 func (r *kasminaRun) refer() {
-	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Eps: r.layer.Eps,
+	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: r.chunk, Eps: r.layer.Eps,
 		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[r.stability],
 		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r.reduction],
 		Measure:   slices.Repeat([]bool{true}, r.seeds)}
@@ -150,10 +150,8 @@ func (r *kasminaRun) refer() {
 		if s.Slot == slotOfNone || !s.Blend && !s.Learn {
 			continue
 		}
-		b, err := blueprints.Lookup(blueprints.Kind(s.Kind))
-		r.must(err)
-		k.Active = append(k.Active, cpu.KasminaSeed[float64]{Seed: i, Slot: int(s.Slot), Blend: s.Blend, Learn: s.Learn, Alpha: float64(s.Alpha),
-			Rule: blueprints.For[float64](b), Homogeneity: b.Homogeneity, Low: float64(s.Low), High: float64(s.High)})
+		r.must(k.Activate(cpu.KasminaSeed[float64]{Seed: i, Slot: int(s.Slot), Kind: blueprints.Kind(s.Kind), Blend: s.Blend, Learn: s.Learn,
+			Alpha: float64(s.Alpha), Low: float64(s.Low), High: float64(s.High)}))
 	}
 	r.reference = k
 	n := len(r.xr)

@@ -1,0 +1,88 @@
+package blueprints
+
+import (
+	"math"
+	"math/rand/v2"
+)
+
+// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features, for chunks of c features
+// and rows of the given width: a kind of size 2·m·c.
+func Mixing(c, width int) (m int) { return width / (2 * c) }
+
+// mixingSize asks for m = 1 at least.
+func mixingSize(c, width int) int { return 2 * c * max(1, Mixing(c, width)) }
+
+// mixingIdentity draws the matrix [m, c] so that the hidden features of normal x are normal, and makes the one behind it 0.
+// With both at 0 neither would ever get a gradient.
+func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
+	clear(w)
+	for i := range w[:len(w)/2] {
+		w[i] = r.NormFloat64() / math.Sqrt(float64(c))
+	}
+	return 1
+}
+
+// mixing: with V [m, C] and U [C, m], z = V·x and h = f(z), t = x + a·U·h. With q = Uᵀg, dz = a·q ⊙ f'(z):
+//
+//	dx = g + Vᵀdz,  dV = dz xᵀ,  dU = a·g hᵀ,  da = Σ q ⊙ h
+//
+// f returns f(z) and f'(z). One hidden feature is computed after the other, so that no memory is needed.
+func mixing[T Float](f func(z T) (h, slope T)) Arithmetic[T] {
+	return Arithmetic[T]{
+		Forward: func(t, x, p []T, a T) {
+			c := len(x)
+			m := len(p) / (2 * c)
+			v, u := p[:m*c], p[m*c:]
+			copy(t, x)
+			for k := range m {
+				h, _ := f(dot(v[k*c:][:c], x))
+				h *= a
+				for i := range t {
+					t[i] += h * u[i*m+k]
+				}
+			}
+		},
+		Backward: func(dx, dp, g, x, p []T, a T) (da float64) {
+			c := len(x)
+			m := len(p) / (2 * c)
+			v, u, dv, du := p[:m*c], p[m*c:], dp[:m*c], dp[m*c:]
+			copy(dx, g)
+			for k := range m {
+				row, drow := v[k*c:][:c], dv[k*c:][:c]
+				h, slope := f(dot(row, x))
+				var q T
+				for i, gi := range g {
+					q += gi * u[i*m+k]
+					du[i*m+k] += gi * a * h
+				}
+				da += float64(q) * float64(h)
+				dz := a * q * slope
+				for i := range dx {
+					dx[i] += dz * row[i]
+					drow[i] += dz * x[i]
+				}
+			}
+			return da
+		},
+	}
+}
+
+func dot[T Float](a, b []T) (sum T) {
+	b = b[:len(a)]
+	for i, v := range a {
+		sum += v * b[i]
+	}
+	return sum
+}
+
+func linear[T Float](z T) (h, slope T) { return z, 1 }
+
+// silu(z) = z·σ(z), whose derivative is σ(z)(1 + z(1 − σ(z))).
+func silu[T Float](z T) (h, slope T) {
+	e := math.Exp(-math.Abs(float64(z)))
+	on, off := T(1/(1+e)), T(e/(1+e)) // σ(|z|) and 1 − σ(|z|), the latter without cancellation
+	if z < 0 {
+		on, off = off, on
+	}
+	return z * on, on * (1 + z*off)
+}

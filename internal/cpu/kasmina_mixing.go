@@ -1,0 +1,137 @@
+package cpu
+
+import "github.com/kasmina-go/kasmina/blueprints"
+
+// The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at once: with X [n, C] the
+// rows, V [m, C] and U [C, m] the matrices and f the identity or silu,
+//
+//	Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
+
+// mixingScratch is how many elements of memory n rows take: the backward pass two arrays of n·c and four of n·m.
+func mixingScratch(n, c, size int) int { return 2*n*c + 4*n*(size/(2*c)) }
+
+// take cuts n elements off scratch memory.
+func take[T Float](scratch *[]T, n int) []T {
+	s := (*scratch)[:n:n]
+	*scratch = (*scratch)[n:]
+	return s
+}
+
+// matrices returns V and U of a seed that mixes, or their gradients, and m.
+func (s *KasminaSeed[T]) matrices(p []T, c int) (v, u []T, m int) {
+	m = s.size / (2 * c)
+	return p[:m*c], p[m*c:], m
+}
+
+// mix computes y in rows r0 to r1 of a seed that blends.
+func (k *Kasmina[T]) mix(y, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) {
+	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
+	at := r0*d + s.Seed*c
+	v, u, m := s.matrices(s.w, c)
+	in, out := take(&scratch, n*c), take(&scratch, n*c)
+	for r := range n {
+		xr, row := x[at+r*d:][:c], in[r*c:][:c]
+		switch {
+		case k.Stability == StabilityStrict:
+			k.clamp(row, xr, s)
+		case k.Stability == StabilityAdaptive:
+			down := k.shrink(xr, s)
+			for i, e := range xr {
+				row[i] = down * e
+			}
+		default:
+			copy(row, xr)
+		}
+	}
+	if s.Alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
+		z, h, scale := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
+		GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		for i := range scale {
+			scale[i] = s.scale
+		}
+		if s.Kind == blueprints.ChunkMLP {
+			siluMul(h, z, scale)
+		} else {
+			for i, e := range z {
+				h[i] = s.scale * e
+			}
+		}
+		GemmSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
+	}
+	for r := range n {
+		yr, row, by := y[at+r*d:][:c], in[r*c:][:c], out[r*c:][:c]
+		up := T(1)
+		if k.Stability == StabilityAdaptive {
+			up = 1 / k.shrink(x[at+r*d:][:c], s)
+		}
+		for i, e := range row {
+			if s.Alpha != 0 {
+				e += s.Alpha * by[i]
+			}
+			yr[i] = up * e
+		}
+	}
+}
+
+// mixBackward replaces in rows r0 to r1 of dx the gradient g of a seed's output by that of its input x. With dp it adds the
+// gradient of the weights to it and returns that of the scale. With G = α·g, or g where the seed does not blend,
+//
+//	Q = G·U,  dZ = a·Q ⊙ f'(Z),  dx = g + dZ·V,  dV = dZᵀ·X,  dU = Gᵀ·H,  da = Σ Q ⊙ f(Z)
+func (k *Kasmina[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) (da float64) {
+	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
+	at := r0*d + s.Seed*c
+	if s.Alpha != 0 {
+		v, u, m := s.matrices(s.w, c)
+		in, g := take(&scratch, n*c), take(&scratch, n*c)
+		for r := range n {
+			xr, row, gr := x[at+r*d:][:c], in[r*c:][:c], g[r*c:][:c]
+			if copy(row, xr); k.Stability == StabilityStrict {
+				k.clamp(row, xr, s)
+			}
+			for i, e := range dx[at+r*d:][:c] {
+				gr[i] = s.Alpha * e
+			}
+		}
+		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
+		GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		GemmSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
+		da = s.hidden(h, dz, q, z)
+		if s.Blend {
+			GemmSerial(false, false, n, c, m, 1, dz, m, v, c, 1, dx[at:], d)
+		}
+		if dp != nil {
+			dv, du, _ := s.matrices(dp, c)
+			GemmSerial(true, false, m, c, n, 1, dz, m, in, c, 1, dv, c)
+			GemmSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
+		}
+	}
+	if s.Blend && k.Stability == StabilityStrict {
+		for r := range n {
+			dr := dx[at+r*d:][:c]
+			for i, e := range x[at+r*d:][:c] {
+				if k.bites(e, s) {
+					dr[i] = 0
+				}
+			}
+		}
+	}
+	return da
+}
+
+// hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It replaces z by what is summed.
+func (s *KasminaSeed[T]) hidden(h, dz, q, z []T) (da float64) {
+	if s.Kind == blueprints.ChunkMLP {
+		for i := range dz {
+			dz[i] = s.scale
+		}
+		siluMulBackward(h, dz, z, q, z, dz)
+	} else {
+		for i, e := range z {
+			h[i], dz[i], z[i] = s.scale*e, s.scale*q[i], q[i]*e
+		}
+	}
+	for _, e := range z {
+		da += float64(e)
+	}
+	return da
+}
