@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 
 	"gorgonia.org/gorgonia"
 
@@ -66,7 +65,7 @@ func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 
 func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 	switch {
-	case isConstant(n):
+	case opbase.IsConstant(n):
 		c.node[n] = n.CloneTo(c.graph)
 	case isInput(n):
 		c.node[n] = newInput(c.graph, n, len(c.inputs))
@@ -92,11 +91,6 @@ func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error { return gorgoni
 func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
 	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()), gorgonia.WithShape(n.Shape()...),
 		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
-}
-
-// isConstant reports whether n is one of Gorgonia's constants, whose types it does not export.
-func isConstant(n *gorgonia.Node) bool {
-	return n.Op() != nil && strings.HasPrefix(fmt.Sprintf("%T", n.Op()), "gorgonia.constant")
 }
 
 // isInput reports whether n is a variable, or a source of random numbers, which Gorgonia counts among the inputs.

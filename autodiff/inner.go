@@ -78,7 +78,7 @@ func valueFor(n *gorgonia.Node, flat any) gorgonia.Value {
 func (r *inner) release() {
 	r.vm.Reset()
 	for _, n := range r.outputs[0].Graph().AllNodes() {
-		if isConstant(n) {
+		if opbase.IsConstant(n) {
 			continue
 		}
 		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding would hand memory that

@@ -76,7 +76,7 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 	switch {
 	case out == nil || out.Graph() != g:
 		return fmt.Errorf("build's result is nil or in another graph than the inputs it was given")
-	case isInput(out) || isConstant(out):
+	case isInput(out) || opbase.IsConstant(out):
 		return fmt.Errorf("build's result is %s: there is nothing to compute", label(out))
 	case out.Dtype() != tensor.Float32 && out.Dtype() != tensor.Float64:
 		return fmt.Errorf("build's result is %v, want float32 or float64", out.Dtype())

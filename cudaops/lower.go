@@ -98,7 +98,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
 	}
 	nodes := opbase.Children(n)
-	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && isConstant(n) {
+	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && opbase.IsConstant(n) {
 		return c.input(n)
 	}
 	in := make([]*array, len(nodes))
@@ -120,12 +120,6 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	return nil
 }
 
-// isConstant reports whether n is one of Gorgonia's constants, whose op holds the value.
-func isConstant(n *gorgonia.Node) bool {
-	t := reflect.TypeOf(n.Op())
-	return t != nil && (t.String() == "gorgonia.constantScalar" || t.String() == "gorgonia.constantTensor")
-}
-
 // input gives a node whose value comes from the host a place on the device.
 func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.m.config.share.param(n); shared != nil {
@@ -135,7 +129,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 	}
 	a := c.newResident(elemOf(n.Dtype()), n.Shape()...)
 	c.values[n] = a
-	in := &input{node: n, array: a, constant: isConstant(n)}
+	in := &input{node: n, array: a, constant: opbase.IsConstant(n)}
 	for _, p := range c.m.config.params {
 		in.constant = in.constant || p == n
 	}

@@ -460,7 +460,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := opbase.Children(n)[4]; isConstant(g) && isOne(g.Value()) {
+	if g := opbase.Children(n)[4]; opbase.IsConstant(g) && isOne(g.Value()) {
 		return packed(saved.dx, saved.dw), nil
 	}
 	upstream := c.as(n, in[4], float32s)

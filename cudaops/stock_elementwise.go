@@ -145,7 +145,7 @@ func number(n *gorgonia.Node) (float64, bool) {
 	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
 		return 0, false
 	}
-	if isConstant(n) {
+	if opbase.IsConstant(n) {
 		if flat, err := opbase.Flat(n.Value()); err == nil {
 			if x, ok := flat.([]float32); ok && len(x) == 1 {
 				return float64(x[0]), true

@@ -88,13 +88,14 @@ func checkInts(op string, a arg, n int, because string) error {
 
 // backward applies the backward op b, whose inputs are in and whose packed result holds the gradients of the first n of
 // them, and returns one node for each gradient. forward is the op that b differentiates.
-func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward fmt.Stringer, in gorgonia.Nodes, n int,
+func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op, in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {
 	shapes := make([]tensor.Shape, n)
 	for i := range shapes {
 		shapes[i] = in[i].Shape()
 	}
-	opbase.Init(base, b, name, forward.String(), in, in[0].Dtype(), tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
+	opbase.Init(base, b, name, fmt.Sprint(forward), in, in[0].Dtype(), tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
+	base.Differentiates(forward)
 	packed, err := gorgonia.ApplyOp(b, in...)
 	if err != nil {
 		return nil, err

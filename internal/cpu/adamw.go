@@ -21,13 +21,20 @@ func AdamW[T Float](p, g, m, v []T, s AdamWStep) {
 	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
 	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
 	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
-	Parallel(len(p), vectorGrain, func(lo, hi int) {
-		p, g, m, v := p[lo:hi], g[lo:hi], m[lo:hi], v[lo:hi]
-		for i, gi := range g {
-			mi := m[i] + gain1*(gi-m[i])
-			vi := beta2*v[i] + gain2*gi*gi
-			m[i], v[i], g[i] = mi, vi, 0
-			p[i] = keep*p[i] - rate*mi/(T(math.Sqrt(float64(vi)))/root+eps)
-		}
-	})
+	parallel(len(p), vectorGrain, adamW[T]{p, g, m, v, keep, rate, root, gain1, beta2, gain2, eps})
+}
+
+type adamW[T Float] struct {
+	p, g, m, v                                 []T
+	keep, rate, root, gain1, beta2, gain2, eps T
+}
+
+func (s *adamW[T]) span(lo, hi int) {
+	p, g, m, v := s.p[lo:hi], s.g[lo:hi], s.m[lo:hi], s.v[lo:hi]
+	for i, gi := range g {
+		mi := m[i] + s.gain1*(gi-m[i])
+		vi := s.beta2*v[i] + s.gain2*gi*gi
+		m[i], v[i], g[i] = mi, vi, 0
+		p[i] = s.keep*p[i] - s.rate*mi/(T(math.Sqrt(float64(vi)))/s.root+s.eps)
+	}
 }

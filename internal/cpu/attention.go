@@ -47,24 +47,32 @@ func getTiles[T Float]() *tiles[T] {
 // [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with a running maximum and sum a query.
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
 func Attention[T Float](y, lse, q, k, v []T, s AttentionShape) {
+	blocks := (s.Seq + queryTile - 1) / queryTile
+	parallel(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, k, v, s, blocks})
+}
+
+type attention[T Float] struct {
+	y, lse, q, k, v []T
+	AttentionShape
+	blocks int
+}
+
+func (s *attention[T]) span(lo, hi int) {
 	group := s.Heads / s.KVHeads
 	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
-	blocks := (s.Seq + queryTile - 1) / queryTile
-	Parallel(s.Batch*s.Heads*blocks, 1, func(lo, hi int) {
-		t := getTiles[T]()
-		defer tilePool[T]().Put(t)
-		for task := lo; task < hi; task++ {
-			// The longest causal rows come first, so that the cores finish together.
-			block, head := blocks-1-task/(s.Batch*s.Heads), task%(s.Batch*s.Heads)
-			b, h := head/s.Heads, head%s.Heads
-			i0 := block * queryTile
-			nq := min(queryTile, s.Seq-i0)
-			row := b*s.Seq + i0
-			qi, yi := q[row*qd+h*dh:], y[row*qd+h*dh:]
-			kv := b*s.Seq*kd + h/group*dh
-			t.forward(yi, lse[head*s.Seq+i0:][:nq], qi, k[kv:], v[kv:], qd, kd, i0, nq, s)
-		}
-	})
+	t := getTiles[T]()
+	defer tilePool[T]().Put(t)
+	for task := lo; task < hi; task++ {
+		// The longest causal rows come first, so that the cores finish together.
+		block, head := s.blocks-1-task/(s.Batch*s.Heads), task%(s.Batch*s.Heads)
+		b, h := head/s.Heads, head%s.Heads
+		i0 := block * queryTile
+		nq := min(queryTile, s.Seq-i0)
+		row := b*s.Seq + i0
+		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
+		kv := b*s.Seq*kd + h/group*dh
+		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, s.k[kv:], s.v[kv:], qd, kd, i0, nq, s.AttentionShape)
+	}
 }
 
 // forward computes nq rows of one head, whose first is position i0.
@@ -114,25 +122,33 @@ func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionS
 //
 //	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
 func AttentionBackward[T Float](dq, dk, dv, g, q, k, v, y, lse []T, s AttentionShape) {
+	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
+	parallel(s.Batch*s.KVHeads, 1, attentionBackward[T]{dq, dk, dv, g, q, k, v, y, lse, s})
+}
+
+type attentionBackward[T Float] struct {
+	dq, dk, dv, g, q, k, v, y, lse []T
+	AttentionShape
+}
+
+func (s *attentionBackward[T]) span(lo, hi int) {
 	group := s.Heads / s.KVHeads
 	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
-	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
-	Parallel(s.Batch*s.KVHeads, 1, func(lo, hi int) {
-		t := getTiles[T]()
-		defer tilePool[T]().Put(t)
-		for task := lo; task < hi; task++ {
-			b, kvh := task/s.KVHeads, task%s.KVHeads
-			kv := b*s.Seq*kd + kvh*dh
-			for r := range s.Seq {
-				clear(dk[kv+r*kd:][:dh])
-				clear(dv[kv+r*kd:][:dh])
-			}
-			for h := kvh * group; h < (kvh+1)*group; h++ {
-				o := b*s.Seq*qd + h*dh
-				t.backward(dq[o:], dk[kv:], dv[kv:], g[o:], q[o:], k[kv:], v[kv:], y[o:], lse[(b*s.Heads+h)*s.Seq:], qd, kd, s)
-			}
+	t := getTiles[T]()
+	defer tilePool[T]().Put(t)
+	for task := lo; task < hi; task++ {
+		b, kvh := task/s.KVHeads, task%s.KVHeads
+		kv := b*s.Seq*kd + kvh*dh
+		for r := range s.Seq {
+			clear(s.dk[kv+r*kd:][:dh])
+			clear(s.dv[kv+r*kd:][:dh])
 		}
-	})
+		for h := kvh * group; h < (kvh+1)*group; h++ {
+			o := b*s.Seq*qd + h*dh
+			t.backward(s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:], s.lse[(b*s.Heads+h)*s.Seq:],
+				qd, kd, s.AttentionShape)
+		}
+	}
 }
 
 // backward computes dq of one query head and adds to dk and dv of the head it reads.

@@ -8,6 +8,7 @@ package cpu
 
 import (
 	"fmt"
+	"reflect"
 	"runtime"
 	"runtime/debug"
 	"sync"
@@ -52,6 +53,39 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 	}
 	t.f = nil
 	teams.Put(t)
+}
+
+// spans is a kernel with its arguments: span computes indices lo to hi−1.
+type spans[A any] interface {
+	*A
+	span(lo, hi int)
+}
+
+// call is a kernel's arguments, kept for the next call with arguments of that type.
+type call[A any] struct {
+	args A
+	f    func(lo, hi int)
+}
+
+var calls sync.Map // *sync.Pool of *call[A], by the type A
+
+// parallel is Parallel for a kernel's arguments a and its method span. A function that captured them would be allocated
+// anew in every call; a steady state of this one allocates nothing.
+func parallel[A any, P spans[A]](n, grain int, a A) {
+	key := reflect.TypeFor[A]()
+	pool, ok := calls.Load(key)
+	if !ok {
+		pool, _ = calls.LoadOrStore(key, &sync.Pool{New: func() any {
+			c := new(call[A])
+			c.f = P(&c.args).span
+			return c
+		}})
+	}
+	c := pool.(*sync.Pool).Get().(*call[A])
+	c.args = a
+	Parallel(n, grain, c.f)
+	c.args = *new(A) // keeps nobody's memory alive; after a panic, c is not used again
+	pool.(*sync.Pool).Put(c)
 }
 
 // Panic is what a function has panicked with on a goroutine that is not its caller's, and the stack of that goroutine.

@@ -5,8 +5,10 @@ import "math"
 // CrossEntropy returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at least 0, and sets lse
 // to the log-sum-exp of each such row. logits is len(targets)×v. At least one row must have a target.
 func CrossEntropy[T Float](lse, logits []T, targets []int, v int) float64 {
-	losses := make([]float64, len(targets))
-	rowLosses(losses, lse, logits, targets, v)
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	losses := b.floats(len(targets))
+	parallel(len(targets), grain(20*v), rowLosses[T]{losses, lse, logits, targets, v})
 	return sum(losses) / float64(Targets(targets))
 }
 
@@ -22,38 +24,54 @@ func Targets(targets []int) int {
 }
 
 // rowLosses sets the loss of each row, 0 for a row without target, and its lse.
-func rowLosses[T Float](losses []float64, lse, logits []T, targets []int, v int) {
-	Parallel(len(targets), grain(20*v), func(lo, hi int) {
-		row := make([]T, v)
-		for r := lo; r < hi; r++ {
-			losses[r] = 0
-			if targets[r] < 0 {
-				continue
-			}
-			x := logits[r*v:][:v]
-			m := Max(x)
-			s := ExpSub(row, x, m)
-			lse[r] = m + T(math.Log(float64(s)))
-			losses[r] = float64(m-x[targets[r]]) + math.Log(float64(s))
+type rowLosses[T Float] struct {
+	losses      []float64
+	lse, logits []T
+	targets     []int
+	v           int
+}
+
+func (s *rowLosses[T]) span(lo, hi int) {
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	row := b.elements(s.v)
+	for r := lo; r < hi; r++ {
+		s.losses[r] = 0
+		if s.targets[r] < 0 {
+			continue
 		}
-	})
+		x := s.logits[r*s.v:][:s.v]
+		m := Max(x)
+		total := float64(ExpSub(row, x, m))
+		s.lse[r] = m + T(math.Log(total))
+		s.losses[r] = float64(m-x[s.targets[r]]) + math.Log(total)
+	}
 }
 
 // CrossEntropyBackward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse, and zero for
 // rows without target. dlogits may be the memory of logits.
 func CrossEntropyBackward[T Float](dlogits, logits, lse []T, targets []int, v int, g T) {
-	Parallel(len(targets), grain(20*v), func(lo, hi int) {
-		for r := lo; r < hi; r++ {
-			d := dlogits[r*v:][:v]
-			if targets[r] < 0 {
-				clear(d)
-				continue
-			}
-			ExpSub(d, logits[r*v:][:v], lse[r])
-			d[targets[r]]--
-			scale(d, g)
+	parallel(len(targets), grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
+}
+
+type rowGradients[T Float] struct {
+	dlogits, logits, lse []T
+	targets              []int
+	v                    int
+	g                    T
+}
+
+func (s *rowGradients[T]) span(lo, hi int) {
+	for r := lo; r < hi; r++ {
+		d := s.dlogits[r*s.v:][:s.v]
+		if s.targets[r] < 0 {
+			clear(d)
+			continue
 		}
-	})
+		ExpSub(d, s.logits[r*s.v:][:s.v], s.lse[r])
+		d[s.targets[r]]--
+		scale(d, s.g)
+	}
 }
 
 // chunkRows returns how many rows of v logits a chunk of LinearCrossEntropy holds: about four megabytes of float32.
@@ -63,11 +81,13 @@ func chunkRows(v int) int { return max(16, 1<<20/v) }
 // a chunk of rows at a time.
 func LinearCrossEntropy[T Float](lse, x, w []T, targets []int, d, v int) float64 {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
-	logits, losses := make([]T, chunk*v), make([]float64, rows)
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	logits, losses := b.elements(chunk*v), b.floats(rows)
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
 		Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
-		rowLosses(losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v)
+		parallel(hi-lo, grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v})
 	}
 	return sum(losses) / float64(Targets(targets))
 }
@@ -76,7 +96,9 @@ func LinearCrossEntropy[T Float](lse, x, w []T, targets []int, d, v int) float64
 // a chunk of rows at a time.
 func LinearCrossEntropyBackward[T Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
-	logits := make([]T, chunk*v)
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	logits := b.elements(chunk * v)
 	beta := T(0)
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)

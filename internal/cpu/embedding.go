@@ -2,22 +2,42 @@ package cpu
 
 // Embedding copies row ids[r] of the table, which has d features, to row r of y.
 func Embedding[T Float](y []T, ids []int, table []T, d int) {
-	Parallel(len(ids), grain(d), func(lo, hi int) {
-		for r := lo; r < hi; r++ {
-			copy(y[r*d:][:d], table[ids[r]*d:])
-		}
-	})
+	parallel(len(ids), grain(d), embedding[T]{y, table, ids, d})
+}
+
+type embedding[T Float] struct {
+	y, table []T
+	ids      []int
+	d        int
+}
+
+func (s *embedding[T]) span(lo, hi int) {
+	for r := lo; r < hi; r++ {
+		copy(s.y[r*s.d:][:s.d], s.table[s.ids[r]*s.d:])
+	}
 }
 
 // EmbeddingBackward computes the gradient of the table, dt[v] = Σ_{r: ids[r] = v} g[r]. Rows are added in order.
 func EmbeddingBackward[T Float](dt []T, ids []int, g []T, d int) {
-	Parallel(len(dt), 1<<16, func(lo, hi int) { clear(dt[lo:hi]) })
-	Parallel(d, max(16, grain(len(ids))), func(lo, hi int) {
-		for r, id := range ids {
-			dst, src := dt[id*d+lo:id*d+hi], g[r*d+lo:r*d+hi]
-			for i, v := range src {
-				dst[i] += v
-			}
-		}
-	})
+	parallel(len(dt), 1<<16, zero[T]{dt})
+	parallel(d, max(16, grain(len(ids))), embeddingBackward[T]{dt, g, ids, d})
 }
+
+type embeddingBackward[T Float] struct {
+	dt, g []T
+	ids   []int
+	d     int
+}
+
+func (s *embeddingBackward[T]) span(lo, hi int) {
+	for r, id := range s.ids {
+		dst, src := s.dt[id*s.d+lo:id*s.d+hi], s.g[r*s.d+lo:r*s.d+hi]
+		for i, v := range src {
+			dst[i] += v
+		}
+	}
+}
+
+type zero[T Float] struct{ x []T }
+
+func (s *zero[T]) span(lo, hi int) { clear(s.x[lo:hi]) }

@@ -4,22 +4,31 @@ package cpu
 // [position·h + i] in the tables: (a, b) becomes (a·cos − b·sin, b·cos + a·sin). x and y are rows×(heads·headDim), row r has
 // position r mod seq. With inverse the rotation is undone, which is also its gradient.
 func RoPE[T Float](y, x, cos, sin []T, seq, heads, headDim int, inverse bool) {
-	d, h := heads*headDim, headDim/2
+	d := heads * headDim
 	sign := T(1)
 	if inverse {
 		sign = -1
 	}
-	Parallel(len(x)/d, grain(4*d), func(lo, hi int) {
-		for r := lo; r < hi; r++ {
-			c, s := cos[r%seq*h:][:h], sin[r%seq*h:][:h]
-			for o := r * d; o < (r+1)*d; o += headDim {
-				xa, xb, ya, yb := x[o:][:h], x[o+h:][:h], y[o:][:h], y[o+h:][:h]
-				for i, a := range xa {
-					b, si := xb[i], sign*s[i]
-					ya[i] = a*c[i] - b*si
-					yb[i] = b*c[i] + a*si
-				}
+	parallel(len(x)/d, grain(4*d), rope[T]{y, x, cos, sin, sign, seq, d, headDim})
+}
+
+type rope[T Float] struct {
+	y, x, cos, sin  []T
+	sign            T
+	seq, d, headDim int
+}
+
+func (t *rope[T]) span(lo, hi int) {
+	h := t.headDim / 2
+	for r := lo; r < hi; r++ {
+		c, s := t.cos[r%t.seq*h:][:h], t.sin[r%t.seq*h:][:h]
+		for o := r * t.d; o < (r+1)*t.d; o += t.headDim {
+			xa, xb, ya, yb := t.x[o:][:h], t.x[o+h:][:h], t.y[o:][:h], t.y[o+h:][:h]
+			for i, a := range xa {
+				b, si := xb[i], t.sign*s[i]
+				ya[i] = a*c[i] - b*si
+				yb[i] = b*c[i] + a*si
 			}
 		}
-	})
+	}
 }

@@ -1,9 +1,11 @@
 package cpu
 
 // SiLUMul computes h = silu(a) ⊙ b with silu(a) = a/(1+exp(−a)).
-func SiLUMul[T Float](h, a, b []T) {
-	Parallel(len(h), grain(4), func(lo, hi int) { siluMul(h[lo:hi], a[lo:hi], b[lo:hi]) })
-}
+func SiLUMul[T Float](h, a, b []T) { parallel(len(h), grain(4), silu[T]{h, a, b}) }
+
+type silu[T Float] struct{ h, a, b []T }
+
+func (s *silu[T]) span(lo, hi int) { siluMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
 
 // SiLUMulBackward computes h as SiLUMul does, and from the gradient dh of h those of a and b:
 //
@@ -11,7 +13,11 @@ func SiLUMul[T Float](h, a, b []T) {
 //
 // da may be the memory of dh, since each element is read before it is written.
 func SiLUMulBackward[T Float](h, da, db, dh, a, b []T) {
-	Parallel(len(h), grain(8), func(lo, hi int) {
-		siluMulBackward(h[lo:hi], da[lo:hi], db[lo:hi], dh[lo:hi], a[lo:hi], b[lo:hi])
-	})
+	parallel(len(h), grain(8), siluBackward[T]{h, da, db, dh, a, b})
+}
+
+type siluBackward[T Float] struct{ h, da, db, dh, a, b []T }
+
+func (s *siluBackward[T]) span(lo, hi int) {
+	siluMulBackward(s.h[lo:hi], s.da[lo:hi], s.db[lo:hi], s.dh[lo:hi], s.a[lo:hi], s.b[lo:hi])
 }

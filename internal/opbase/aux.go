@@ -1,6 +1,10 @@
 package opbase
 
-import "github.com/kasmina-go/kasmina/internal/cpu"
+import (
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
 
 // Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass to compute again. It
 // belongs to the forward op and is reused from run to run.
@@ -26,6 +30,23 @@ func AuxSlice[T cpu.Float](a *Aux, n int) []T {
 	}
 	return s.([]T)
 }
+
+// Len returns the type and the number of the elements of a, none before the first run.
+func (a *Aux) Len() (tensor.Dtype, int) {
+	if a.f64 != nil {
+		return tensor.Float64, len(a.f64)
+	}
+	return tensor.Float32, len(a.f32)
+}
+
+// Lend makes memory, a []float32 or a []float64, that of a; nil takes it away.
+func (a *Aux) Lend(memory any) {
+	a.f32, _ = memory.([]float32)
+	a.f64, _ = memory.([]float64)
+}
+
+// Aux returns the auxiliary memory of an op.
+func (b *Base) Aux() []*Aux { return b.aux }
 
 // Owns registers the auxiliary memory of an op, for ReleaseAux.
 func (b *Base) Owns(aux ...*Aux) { b.aux = append(b.aux, aux...) }

@@ -1,6 +1,11 @@
 package opbase
 
-import "gorgonia.org/gorgonia"
+import (
+	"fmt"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+)
 
 // Children returns the inputs of a node's op in order, duplicates included, in a slice of the caller's.
 func Children(n *gorgonia.Node) gorgonia.Nodes {
@@ -15,4 +20,9 @@ func Children(n *gorgonia.Node) gorgonia.Nodes {
 		}
 	}
 	return children
+}
+
+// IsConstant reports whether n is one of Gorgonia's constants, whose types it does not export and whose op holds the value.
+func IsConstant(n *gorgonia.Node) bool {
+	return n.Op() != nil && strings.HasPrefix(fmt.Sprintf("%T", n.Op()), "gorgonia.constant")
 }

@@ -37,6 +37,7 @@ type Base struct {
 	in           []operand
 	out          operand
 	aux          []*Aux
+	forward      *Base // of a backward op
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }
@@ -63,6 +64,34 @@ func Init[O any](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt
 	b.f32 = func(out []float32, in Args) error { return f32(op, out, in) }
 	b.f64 = func(out []float64, in Args) error { return f64(op, out, in) }
 }
+
+// Shared returns b: what an op that embeds a Base shares with the others.
+func (b *Base) Shared() *Base { return b }
+
+// Run computes the op on flat memory: out and the inputs have the types and sizes that the op was made for.
+func (b *Base) Run(out any, in Args) error {
+	var err error
+	switch out := out.(type) {
+	case []float32:
+		err = b.f32(out, in)
+	case []float64:
+		err = b.f64(out, in)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", b.name, err)
+	}
+	return nil
+}
+
+// Differentiates notes that b is the backward op of forward, whose auxiliary memory it reads.
+func (b *Base) Differentiates(forward gorgonia.Op) {
+	if f, ok := forward.(interface{ Shared() *Base }); ok {
+		b.forward = f.Shared()
+	}
+}
+
+// Forward returns the forward op that b is the backward op of, nil if it is none.
+func (b *Base) Forward() *Base { return b.forward }
 
 // Name returns the op's name.
 func (b *Base) Name() string { return b.name }

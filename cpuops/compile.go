@@ -1,0 +1,396 @@
+package cpuops
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"unsafe"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/plan"
+)
+
+// alignment of everything in an arena: a cache line, so that no two goroutines write to one.
+const alignment = 64
+
+// value is the result of a node, or an input: elements in row-major order.
+type value struct {
+	node  *gorgonia.Node
+	dt    tensor.Dtype
+	shape tensor.Shape
+	flat  any // []float32, []float64 or []int; nil until there is memory
+
+	// An input.
+	isInput bool
+	bound   gorgonia.Value // what the node had when flat was taken
+	shares  bool           // flat is that value's own memory
+
+	// A view of another value's memory from element at on.
+	from *value
+	at   int
+
+	// A value with memory of its own in the arena.
+	room *plan.Interval
+
+	lastRead  int // the last step that reads any of it, −1 if there is none
+	lastWhole int // and the last that reads all of it
+
+	loose gorgonia.Value // the value itself, if it is of another type
+	shown gorgonia.Value // what its node is bound to, once it is kept
+}
+
+// step computes one node.
+type step struct {
+	node *gorgonia.Node
+	in   []*value
+	out  *value
+	args opbase.Args // the memory of in
+	run  func(s *step) error
+
+	inPlace bool // the result may take an operand's place
+}
+
+// auxRoom is memory that an op keeps for its gradient.
+type auxRoom struct {
+	aux  *opbase.Aux
+	dt   tensor.Dtype
+	n    int
+	room *plan.Interval
+	flat any
+}
+
+// program is a graph as a list of steps over planned memory.
+type program struct {
+	steps  []step
+	values map[*gorgonia.Node]*value
+	inputs []*value
+	views  []*value
+	owners []*value // those with room in the arena
+	kept   []*value
+	sums   map[*gorgonia.Node]gorgonia.Value // of the gradients of parameters
+	aux    []auxRoom
+
+	arena, auxArena           []byte
+	bytes, auxBytes, sumBytes int
+}
+
+// compiler turns a graph into a program.
+type compiler struct {
+	*program
+	keep map[*gorgonia.Node]bool
+}
+
+func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
+	c := &compiler{keep: map[*gorgonia.Node]bool{},
+		program: &program{values: map[*gorgonia.Node]*value{}, sums: map[*gorgonia.Node]gorgonia.Value{}}}
+	roots := c.roots(g, config)
+	if len(roots) == 0 {
+		return nil, errors.New("the graph computes nothing")
+	}
+	sorted, err := gorgonia.Sort(g.ExactSubgraphRoots(roots...))
+	if err != nil {
+		return nil, fmt.Errorf("sorting the graph: %w", err)
+	}
+	gradients := map[*gorgonia.Node]gorgonia.Nodes{} // parameters by the node of their gradient
+	for _, p := range config.params {
+		if d := p.Deriv(); d != nil {
+			gradients[d] = append(gradients[d], p)
+		}
+	}
+	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
+		if err := c.add(n); err != nil {
+			return nil, fmt.Errorf("%s: %w", describe(n), err)
+		}
+		for _, p := range gradients[n] {
+			if err := c.gather(p, c.values[n]); err != nil {
+				return nil, err
+			}
+		}
+	}
+	c.plan()
+	return c.program, nil
+}
+
+// roots returns the nodes that are computed for their own sake, and notes which are kept.
+func (c *compiler) roots(g *gorgonia.ExprGraph, config config) gorgonia.Nodes {
+	used := map[*gorgonia.Node]bool{}
+	for _, n := range g.AllNodes() {
+		for _, child := range opbase.Children(n) {
+			used[child] = true
+		}
+	}
+	gathered := map[*gorgonia.Node]bool{}
+	for _, p := range config.params {
+		if d := p.Deriv(); d != nil {
+			gathered[d] = true
+		}
+	}
+	roots := slices.Clone(config.outputs)
+	for _, n := range config.outputs {
+		c.keep[n] = true
+	}
+	for _, n := range g.AllNodes() {
+		if n.Op() == nil || used[n] && !gathered[n] || slices.Contains(roots, n) {
+			continue
+		}
+		roots = append(roots, n)
+		c.keep[n] = c.keep[n] || !gathered[n]
+	}
+	return roots
+}
+
+// add gives a node a value, and a step if there is something to compute.
+func (c *compiler) add(n *gorgonia.Node) error {
+	if n.Type() == nil { // a statement, which has no value
+		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
+			"and take its Value after a run")
+	}
+	v := &value{node: n, dt: n.Dtype(), shape: n.Shape(), lastRead: -1, lastWhole: -1}
+	c.values[n] = v
+	children := opbase.Children(n)
+	if n.Op() == nil || opbase.IsConstant(n) {
+		v.isInput = true
+		c.inputs = append(c.inputs, v)
+		return nil
+	}
+	in := make([]*value, len(children))
+	for i, child := range children {
+		in[i] = c.values[child]
+	}
+	if from, at, ok := viewOf(n, in); ok {
+		v.from, v.at = from, at
+		c.views = append(c.views, v)
+	} else {
+		s := step{node: n, in: in, out: v, args: make(opbase.Args, len(in))}
+		choose(&s)
+		c.reserve(v)
+		c.push(s)
+	}
+	if c.keep[n] {
+		v.lastRead = math.MaxInt
+		c.kept = append(c.kept, v)
+	}
+	return nil
+}
+
+// reserve gives v room in the arena, from the next step on.
+func (c *compiler) reserve(v *value) {
+	if bytes := elementSize(v.dt) * opbase.Size(v.shape); bytes > 0 {
+		v.room = &plan.Interval{First: len(c.steps), Bytes: bytes}
+	}
+}
+
+// push adds a step.
+func (c *compiler) push(s step) {
+	for _, v := range s.in {
+		whole := true
+		for ; v != nil; v = v.from {
+			v.lastRead = max(v.lastRead, len(c.steps))
+			if whole {
+				v.lastWhole = len(c.steps)
+			}
+			whole = whole && v.from != nil && opbase.Size(v.shape) == opbase.Size(v.from.shape)
+		}
+	}
+	c.steps = append(c.steps, s)
+}
+
+// gather adds the gradient of a parameter to a sum that outlives runs.
+func (c *compiler) gather(p *gorgonia.Node, g *value) error {
+	sum := newValue(g.dt, g.shape)
+	flat, err := opbase.Flat(sum)
+	if err != nil {
+		return err
+	}
+	if len(g.shape) == 0 {
+		return fmt.Errorf("WithParams: %s is a scalar", describe(p))
+	}
+	c.sums[p] = sum
+	c.sumBytes += elementSize(g.dt) * opbase.Size(g.shape)
+	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1), run: func(s *step) error {
+		switch g := s.args[0].(type) {
+		case []float32:
+			cpu.Accumulate(flat.([]float32), g)
+		case []float64:
+			cpu.Accumulate(flat.([]float64), g)
+		}
+		return nil
+	}})
+	return nil
+}
+
+// root is the value whose memory v lies in, and from which element on.
+func (v *value) root() (root *value, at int) {
+	for v.from != nil {
+		at += v.at
+		v = v.from
+	}
+	return v, at
+}
+
+// plan lets results take the place of operands that nothing needs any more, and packs the arena.
+func (c *compiler) plan() {
+	for i := range c.steps {
+		if s := &c.steps[i]; s.inPlace {
+			c.overwrite(i, s)
+		}
+	}
+	for _, v := range c.values {
+		if root, _ := v.root(); root.room != nil {
+			root.room.Last = max(root.room.Last, min(v.lastRead, len(c.steps)))
+		}
+	}
+	var rooms []*plan.Interval
+	for _, s := range c.steps {
+		if s.out == nil || s.out.room == nil {
+			continue
+		}
+		s.out.room.Last = max(s.out.room.Last, s.out.room.First)
+		rooms = append(rooms, s.out.room)
+		c.owners = append(c.owners, s.out)
+	}
+	c.bytes = plan.Pack(rooms, alignment)
+}
+
+// overwrite makes the result of step i a view of one of its operands, if nobody reads that operand later.
+func (c *compiler) overwrite(i int, s *step) {
+	for _, v := range s.in {
+		root, _ := v.root()
+		if root.room == nil || v.lastRead != i || v.dt != s.out.dt || opbase.Size(v.shape) != opbase.Size(s.out.shape) {
+			continue
+		}
+		free := true // nobody reads the operand as a part of something larger
+		for up := v.from; up != nil; up = up.from {
+			free = free && up.lastWhole <= i && !c.keep[up.node]
+		}
+		if !free {
+			continue
+		}
+		s.out.from, s.out.room = v, nil
+		c.views = append(c.views, s.out)
+		return
+	}
+}
+
+// allocate takes the arena that the first run needs, and later ones find.
+func (p *program) allocate() {
+	if p.arena != nil {
+		return
+	}
+	p.arena = newArena(p.bytes)
+	for _, v := range p.owners {
+		v.flat = slice(p.arena, v.room.Offset, v.dt, opbase.Size(v.shape))
+	}
+}
+
+// adoptAux plans the memory that ops keep for their gradients, the sizes of which a run has shown.
+func (p *program) adoptAux() {
+	last := map[*opbase.Base]int{} // the step until which what an op keeps is read
+	var rooms []*plan.Interval
+	for i, s := range p.steps {
+		base := baseOf(s.node)
+		if base == nil || s.out == nil {
+			continue
+		}
+		last[base] = i
+		if f := base.Forward(); f != nil {
+			last[f] = i
+		}
+	}
+	for i, s := range p.steps {
+		base := baseOf(s.node)
+		if base == nil || s.out == nil {
+			continue
+		}
+		for _, a := range base.Aux() {
+			dt, n := a.Len()
+			if n == 0 {
+				continue
+			}
+			room := &plan.Interval{Bytes: n * elementSize(dt), First: i, Last: last[base]}
+			rooms = append(rooms, room)
+			p.aux = append(p.aux, auxRoom{a, dt, n, room, nil})
+		}
+	}
+	p.auxBytes = plan.Pack(rooms, alignment)
+	p.auxArena = newArena(p.auxBytes)
+	for i := range p.aux {
+		a := &p.aux[i]
+		a.flat = slice(p.auxArena, a.room.Offset, a.dt, a.n)
+	}
+}
+
+// lendAux gives ops the planned memory for a run. Outside of runs they have none: another machine on the same graph would
+// compute in another order, in which this plan does not hold.
+func (p *program) lendAux() {
+	for i := range p.aux {
+		p.aux[i].aux.Lend(p.aux[i].flat)
+	}
+}
+
+func (p *program) takeAux() {
+	for i := range p.aux {
+		p.aux[i].aux.Lend(nil)
+	}
+}
+
+func (p *program) memory() int { return p.bytes + p.auxBytes + p.sumBytes }
+
+// baseOf is what an op of this module shares with the others, nil for ops of others.
+func baseOf(n *gorgonia.Node) *opbase.Base {
+	if o, ok := n.Op().(interface{ Shared() *opbase.Base }); ok {
+		return o.Shared()
+	}
+	return nil
+}
+
+func elementSize(dt tensor.Dtype) int {
+	switch dt {
+	case tensor.Float32:
+		return 4
+	case tensor.Float64, tensor.Int:
+		return 8
+	}
+	return 0
+}
+
+func newArena(bytes int) []byte {
+	const page = alignment
+	raw := make([]byte, bytes+page)
+	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(raw)))) & (page - 1)
+	return raw[skip : skip+bytes]
+}
+
+// slice is n elements of an arena from a byte on.
+func slice(arena []byte, at int, dt tensor.Dtype, n int) any {
+	if n == 0 {
+		at = 0
+	}
+	p := unsafe.Pointer(unsafe.SliceData(arena[at:]))
+	switch dt {
+	case tensor.Float32:
+		return unsafe.Slice((*float32)(p), n)
+	case tensor.Float64:
+		return unsafe.Slice((*float64)(p), n)
+	default:
+		return unsafe.Slice((*int)(p), n)
+	}
+}
+
+// cut is n elements of a slice from an element on.
+func cut(flat any, at, n int) any {
+	switch x := flat.(type) {
+	case []float32:
+		return x[at : at+n : at+n]
+	case []float64:
+		return x[at : at+n : at+n]
+	case []int:
+		return x[at : at+n : at+n]
+	}
+	return nil
+}

@@ -1,0 +1,253 @@
+// Package cpuops runs Gorgonia graphs on a CPU: [Machine] is a gorgonia.VM that plans the memory of a graph beforehand and
+// allocates next to nothing while it runs.
+//
+// Gorgonia's own tape machine runs the same graphs with the same results. It allocates every intermediate value anew in
+// every run and keeps all of them until the run ends; here those that are not needed at the same time share memory.
+package cpuops
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have cpuops.NewMachine(g).
+//
+// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory; any other op computes with its own Do,
+// and its result is copied there. Values that nothing needs any more give way to later ones. What is kept is bound to its
+// node: outputs (see [WithOutputs]), nodes that no other node needs, and the gradients of parameters (see [WithParams]). A
+// kept value is overwritten by the next run.
+//
+// A Machine is not safe for use by several goroutines at once. Two machines on one graph must not run at the same time.
+type Machine struct {
+	graph   *gorgonia.ExprGraph
+	config  config
+	program *program
+	params  []gorgonia.ValueGrad
+	linked  bool
+	ran     bool
+	closed  bool
+}
+
+type config struct {
+	params  gorgonia.Nodes
+	outputs gorgonia.Nodes
+	eval    bool
+}
+
+// Option is an option of NewMachine.
+type Option func(*config) error
+
+// WithParams names inputs that are parameters: their gradients add up from run to run until they are set to zero, which
+// Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has them. It is what BindDualValues does for
+// Gorgonia's tape machine.
+func WithParams(params ...*gorgonia.Node) Option {
+	return func(c *config) error {
+		for i, n := range params {
+			if n == nil || n.Op() != nil {
+				return fmt.Errorf("WithParams: node %d is no input", i)
+			}
+		}
+		c.params = append(c.params, params...)
+		return nil
+	}
+}
+
+// WithOutputs names nodes whose values shall outlive a run. Those that no other node needs do so anyway.
+func WithOutputs(outputs ...*gorgonia.Node) Option {
+	return func(c *config) error {
+		if slices.Contains(outputs, nil) {
+			return errors.New("WithOutputs: a node is nil")
+		}
+		c.outputs = append(c.outputs, outputs...)
+		return nil
+	}
+}
+
+// WithEvalMode tells the ops that behave differently in training, such as dropout, that this is none.
+func WithEvalMode() Option {
+	return func(c *config) error {
+		c.eval = true
+		return nil
+	}
+}
+
+// NewMachine compiles a graph and plans its memory, which the first run allocates.
+func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
+	if g == nil {
+		return nil, errors.New("cpuops.NewMachine: the graph is nil")
+	}
+	m := &Machine{graph: g}
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("cpuops.NewMachine: an option is nil")
+		}
+		if err := opt(&m.config); err != nil {
+			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
+		}
+	}
+	for _, n := range g.AllNodes() {
+		if o, ok := n.Op().(gorgonia.TrainModeOp); ok {
+			if err := o.SetTraining(!m.config.eval); err != nil {
+				return nil, fmt.Errorf("cpuops.NewMachine: %s: %w", describe(n), err)
+			}
+		}
+	}
+	var err error
+	if m.program, err = compile(g, m.config); err != nil {
+		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
+	}
+	for _, p := range m.config.params {
+		m.params = append(m.params, &param{p, m.program.sums[p]})
+	}
+	return m, nil
+}
+
+// param is a parameter and the sum of its gradients.
+type param struct {
+	*gorgonia.Node
+	grad gorgonia.Value
+}
+
+// Grad returns the sum of the gradients, nil if the graph has none for this parameter.
+func (p *param) Grad() (gorgonia.Value, error) { return p.grad, nil }
+
+// ValueGrads returns the parameters (see [WithParams]) with the sums of their gradients, for a solver's Step. It takes the
+// place of gorgonia.NodesToValueGrads.
+func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.params) }
+
+// RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
+func (m *Machine) RunAll() error {
+	if err := m.run(); err != nil {
+		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) run() error {
+	if m.closed {
+		return errors.New("the machine is closed")
+	}
+	p := m.program
+	p.allocate()
+	if err := m.link(); err != nil {
+		return err
+	}
+	p.lendAux()
+	defer p.takeAux()
+	for i := range p.steps {
+		s := &p.steps[i]
+		if err := s.run(s); err != nil {
+			return fmt.Errorf("%s: %w", describe(s.node), err)
+		}
+	}
+	if !m.ran {
+		p.adoptAux()
+	}
+	m.ran = true
+	return m.publish()
+}
+
+// link points steps and views at the memory of inputs, where that has changed since the last run.
+func (m *Machine) link() error {
+	changed := !m.linked
+	for _, in := range m.program.inputs {
+		v := in.node.Value()
+		if v == nil {
+			return fmt.Errorf("%s has no value: bind one with gorgonia.Let", describe(in.node))
+		}
+		if v == in.bound && in.shares {
+			continue
+		}
+		if v.Dtype() != in.dt || opbase.Size(v.Shape()) != opbase.Size(in.shape) {
+			return fmt.Errorf("%s has a value of type %v and shape %v", describe(in.node), v.Dtype(), v.Shape())
+		}
+		flat, err := opbase.Flat(v)
+		if err != nil {
+			return fmt.Errorf("%s: %w", describe(in.node), err)
+		}
+		d, dense := v.(*tensor.Dense)
+		in.bound, in.flat = v, flat
+		in.shares = dense && !d.IsMaterializable() && !(d.DataOrder().IsColMajor() && d.Dims() > 1)
+		changed = true
+	}
+	if !changed {
+		return nil
+	}
+	for _, v := range m.program.views {
+		if root, at := v.root(); root.isInput || v.flat == nil {
+			v.flat = cut(root.flat, at, opbase.Size(v.shape))
+		}
+	}
+	for i := range m.program.steps {
+		s := &m.program.steps[i]
+		for j, v := range s.in {
+			s.args[j] = v.flat
+		}
+	}
+	m.linked = true
+	return nil
+}
+
+// publish binds what is kept to its nodes.
+func (m *Machine) publish() error {
+	for _, v := range m.program.kept {
+		v.show()
+		if v.node.Value() == v.shown {
+			continue
+		}
+		if err := gorgonia.UnsafeLet(v.node, v.shown); err != nil {
+			return fmt.Errorf("%s: %w", describe(v.node), err)
+		}
+	}
+	return nil
+}
+
+// Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]), or one that no other
+// node needs: other values give way to later ones during a run.
+func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
+	v, ok := m.program.values[n]
+	switch {
+	case n == nil || !ok:
+		return nil, errors.New("cpuops.Machine.Value: the node is not part of the graph that the machine runs")
+	case v.node == n && v.isInput:
+		if n.Value() == nil {
+			return nil, fmt.Errorf("cpuops.Machine.Value: %s has no value: bind one with gorgonia.Let", describe(n))
+		}
+		return gorgonia.CloneValue(n.Value())
+	case !slices.Contains(m.program.kept, v):
+		return nil, fmt.Errorf("cpuops.Machine.Value: %s is not kept: name it with WithOutputs", describe(n))
+	case !m.ran:
+		return nil, errors.New("cpuops.Machine.Value: the machine has not run")
+	}
+	v.show()
+	return gorgonia.CloneValue(v.shown)
+}
+
+// Memory returns the bytes that runs need beside the inputs: values, what ops keep for their gradients, and the sums of
+// gradients. What ops keep is known after the first run.
+func (m *Machine) Memory() int { return m.program.memory() }
+
+// Reset is there for gorgonia.VM: a machine can run again as it is.
+func (m *Machine) Reset() {}
+
+// Close gives the memory up. Values bound to nodes stay as they are.
+func (m *Machine) Close() error {
+	if !m.closed {
+		m.closed = true
+		*m.program = program{}
+	}
+	return nil
+}
+
+func describe(n *gorgonia.Node) string {
+	if n.Op() == nil {
+		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())
+	}
+	return fmt.Sprintf("node %d, %v %v", n.ID(), n.Op(), n.Shape())
+}

@@ -1,0 +1,351 @@
+package cpuops_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+func random(t *testing.T) *rand.Rand {
+	seed := rand.Uint64()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("random seed %d", seed)
+		}
+	})
+	return rand.New(rand.NewPCG(seed, 0))
+}
+
+func normal(r *rand.Rand, dt tensor.Dtype, shape ...int) *tensor.Dense {
+	n := opbase.Size(shape)
+	if dt == tensor.Float32 {
+		x := make([]float32, n)
+		for i := range x {
+			x[i] = float32(r.NormFloat64())
+		}
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))
+	}
+	x := make([]float64, n)
+	for i := range x {
+		x[i] = r.NormFloat64()
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))
+}
+
+func flat(t *testing.T, v gorgonia.Value) any {
+	t.Helper()
+	f, err := opbase.Flat(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func check[T any](t *testing.T) func(v T, err error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+// TestModel wants a model's losses and gradients to be the bits that Gorgonia's tape machine computes, over several runs
+// that add their gradients up, in the order of this module's machine and from poisoned memory.
+func TestModel(t *testing.T) {
+	for _, recompute := range []bool{false, true} {
+		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+			t.Run(fmt.Sprintf("%v_recompute=%v", dt, recompute), func(t *testing.T) {
+				r := random(t)
+				config := llm.Config{Vocab: 50, Dim: 24, Layers: 3, Heads: 2, KVHeads: 1, Seq: 16, Kasmina: []int{0, 1}, Seeds: 6}.Default()
+				opts := []llm.GraphOption{}
+				if recompute {
+					opts = append(opts, llm.WithRecompute())
+				}
+				var graphs [2]*llm.Graph
+				for i := range graphs {
+					m := check[*llm.Model](t)(llm.NewModel(config, dt, 7, state.WithoutGates()))
+					for seed, slot := range []int{1, 2, 1} {
+						if err := m.Germinate(1, seed, state.GerminationRequest{Slot: slot}); err != nil {
+							t.Fatal(err)
+						}
+						for _, to := range []state.Stage{state.Training, state.Grafting} {
+							if err := m.Lattices[1].Transition(seed, to); err != nil {
+								t.Fatal(err)
+							}
+						}
+						if err := m.Lattices[1].SetAlpha(seed, 0.4); err != nil {
+							t.Fatal(err)
+						}
+					}
+					graphs[i] = check[*llm.Graph](t)(m.Graph(llm.ForTraining, 3, opts...))
+				}
+				tape := gorgonia.NewTapeMachine(graphs[0].G, gorgonia.BindDualValues(graphs[0].Params...))
+				defer tape.Close()
+				ours := check[*cpuops.Machine](t)(cpuops.NewMachine(graphs[1].G, cpuops.WithParams(graphs[1].Params...), cpuops.WithOutputs(graphs[1].Loss)))
+				defer ours.Close()
+				want, got := gorgonia.NodesToValueGrads(graphs[0].Params), ours.ValueGrads()
+				for run := range 4 {
+					ids := make([]int, 3*config.Seq)
+					for i := range ids {
+						ids[i] = r.IntN(config.Vocab)
+					}
+					for i, m := range []gorgonia.VM{tape, ours} {
+						m.Reset()
+						if err := graphs[i].Let(llm.Batch{Inputs: ids, Targets: slices.Clone(ids)}); err != nil {
+							t.Fatal(err)
+						}
+						if err := m.RunAll(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if a, b := graphs[0].Loss.Value(), graphs[1].Loss.Value(); a.Data() != b.Data() {
+						t.Errorf("run %d: loss %v, want %v", run, b, a)
+					}
+					for i := range want {
+						a, b := check[gorgonia.Value](t)(want[i].Grad()), check[gorgonia.Value](t)(got[i].Grad())
+						if !equal(flat(t, a), flat(t, b)) {
+							t.Errorf("run %d: the gradient of %s differs", run, graphs[0].Params[i].Name())
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+func equal(a, b any) bool {
+	switch a := a.(type) {
+	case []float32:
+		b, ok := b.([]float32)
+		return ok && slices.Equal(a, b)
+	case []float64:
+		b, ok := b.([]float64)
+		return ok && slices.Equal(a, b)
+	}
+	return false
+}
+
+// TestStock wants graphs of Gorgonia's own ops, and mixed ones, to come out as on the tape machine.
+func TestStock(t *testing.T) {
+	type build = func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node
+	must := gorgonia.Must
+	for name, b := range map[string]build{
+		"chain in place": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			x := must(gorgonia.Add(in[0], in[1]))
+			x = must(gorgonia.HadamardProd(x, in[0]))
+			x = must(gorgonia.Sub(x, in[1]))
+			return must(gorgonia.Sum(must(gorgonia.HadamardDiv(x, must(gorgonia.Exp(in[0]))))))
+		},
+		"an operand read again": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			x := must(gorgonia.Add(in[0], in[1]))
+			y := must(gorgonia.HadamardProd(x, in[0]))
+			return must(gorgonia.Sum(must(gorgonia.Add(must(gorgonia.Square(y)), x))))
+		},
+		"scalars": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			half := gorgonia.NewConstant(0.5)
+			if in[0].Dtype() == tensor.Float32 {
+				half = gorgonia.NewConstant(float32(0.5))
+			}
+			s := must(gorgonia.Mean(in[0]))
+			x := must(gorgonia.Mul(half, in[0]))
+			x = must(gorgonia.Div(must(gorgonia.Sub(s, x)), half))
+			x = must(gorgonia.HadamardProd(x, in[1]))
+			return must(gorgonia.Mul(must(gorgonia.Sum(x)), must(gorgonia.Add(s, half))))
+		},
+		"products": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			p := must(gorgonia.Mul(in[0], must(gorgonia.Transpose(in[1]))))
+			return must(gorgonia.Sum(must(gorgonia.Tanh(p))))
+		},
+		"softmax, slices and a norm": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			s := must(gorgonia.SoftMax(in[0]))
+			top := must(gorgonia.Slice(in[1], gorgonia.S(0, 2)))
+			return must(gorgonia.Add(must(gorgonia.Sum(must(gorgonia.HadamardProd(s, in[1])))), must(gorgonia.Sum(must(gorgonia.Square(top))))))
+		},
+		"ops of both": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+			w := must(gorgonia.Slice(in[1], gorgonia.S(0)))
+			y := must(op.RMSNorm(in[0], w, 1e-5))
+			z := must(gorgonia.Add(must(gorgonia.Sigmoid(y)), in[1]))
+			return must(gorgonia.Sum(must(op.Linear(z, y))))
+		},
+	} {
+		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+			t.Run(fmt.Sprintf("%s_%v", name, dt), func(t *testing.T) {
+				r := random(t)
+				shape := []int{3 + r.IntN(5), 2 + r.IntN(9)}
+				values := []*tensor.Dense{normal(r, dt, shape...), normal(r, dt, shape...)}
+				var results [2][]any
+				for i := range results {
+					g := gorgonia.NewGraph()
+					in := gorgonia.Nodes{gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...), gorgonia.WithName("a")),
+						gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...), gorgonia.WithName("b"))}
+					cost := b(g, in)
+					grads := check[gorgonia.Nodes](t)(gorgonia.Grad(cost, in...))
+					var m gorgonia.VM = gorgonia.NewTapeMachine(g)
+					if i == 1 {
+						m = check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, cost)...)))
+					}
+					defer m.Close()
+					for range 3 {
+						m.Reset()
+						for j := range in {
+							if err := gorgonia.Let(in[j], values[j].Clone().(*tensor.Dense)); err != nil {
+								t.Fatal(err)
+							}
+						}
+						if err := m.RunAll(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					for _, n := range append(grads, cost) {
+						results[i] = append(results[i], flat(t, n.Value()))
+					}
+				}
+				for i := range results[0] {
+					if !equal(results[0][i], results[1][i]) {
+						t.Errorf("result %d is %v, want %v", i, results[1][i], results[0][i])
+					}
+				}
+			})
+		}
+	}
+}
+
+// TestViews wants a result not to take the place of an operand that is read later in another shape. (Gorgonia's tape machine
+// is no reference here: its Reshape changes the shape of the value that it views.)
+func TestViews(t *testing.T) {
+	r := random(t)
+	a, b := normal(r, tensor.Float64, 3, 4), normal(r, tensor.Float64, 3, 4)
+	g := gorgonia.NewGraph()
+	na, nb := gorgonia.NodeFromAny(g, a, gorgonia.WithName("a")), gorgonia.NodeFromAny(g, b, gorgonia.WithName("b"))
+	must := gorgonia.Must
+	x := must(gorgonia.Add(na, nb))
+	row := must(gorgonia.Reshape(x, tensor.Shape{12}))
+	y := must(gorgonia.Add(row, must(gorgonia.Reshape(nb, tensor.Shape{12}))))
+	z := must(gorgonia.Sub(x, na))
+	u := must(gorgonia.HadamardProd(must(gorgonia.Reshape(y, tensor.Shape{3, 4})), z))
+	cost := must(gorgonia.Add(must(gorgonia.Sum(u)), must(gorgonia.Sum(must(gorgonia.HadamardProd(row, row))))))
+	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(cost, na, nb))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, cost)...)))
+	for range 2 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		want := 0.0 // Σ (a+2b)b + (a+b)²
+		for i, a := range a.Float64s() {
+			b := b.Float64s()[i]
+			want += (a+2*b)*b + (a+b)*(a+b)
+			for j, d := range []float64{b + 2*(a+b), a + 4*b + 2*(a+b)} {
+				if got := grads[j].Value().Data().([]float64)[i]; math.Abs(got-d) > 1e-12*(1+math.Abs(d)) {
+					t.Errorf("gradient %d at %d is %v, want %v", j, i, got, d)
+				}
+			}
+		}
+		if got := cost.Value().Data().(float64); math.Abs(got-want) > 1e-12*(1+math.Abs(want)) {
+			t.Errorf("the sum is %v, want %v", got, want)
+		}
+	}
+}
+
+// TestMemory wants the activations of a deep chain to share memory, and a graph to be run from another's leavings.
+func TestMemory(t *testing.T) {
+	const rows, features, depth = 32, 64, 50
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, features), gorgonia.WithName("x"))
+	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(features, features), gorgonia.WithName("w"))
+	y := x
+	for range depth {
+		y = check[*gorgonia.Node](t)(op.Linear(y, w))
+	}
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
+	if got, most := m.Memory(), 2*4*rows*features; got > most {
+		t.Errorf("%d products take %d bytes, want at most two results' %d", depth, got, most)
+	}
+}
+
+// TestAllocations wants the number of allocations of a steady training step not to grow with the model.
+func TestAllocations(t *testing.T) {
+	if testing.Short() {
+		t.Skip("counting allocations needs a quiet process")
+	}
+	for _, layers := range []int{1, 6} {
+		config := llm.Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32, Kasmina: []int{0}, Seeds: 4}.Default()
+		m := check[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 1))
+		g := check[*llm.Graph](t)(m.Graph(llm.ForTraining, 2))
+		machine := check[*cpuops.Machine](t)(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...)))
+		ids := make([]int, 2*config.Seq)
+		batch := llm.Batch{Inputs: ids, Targets: ids}
+		n := testing.AllocsPerRun(20, func() {
+			if err := g.Let(batch); err != nil {
+				t.Fatal(err)
+			}
+			if err := machine.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+		})
+		t.Logf("%d layers: %v allocations", layers, n)
+		if n > 100 {
+			t.Errorf("a step of a model of %d layers makes %v allocations, want at most 100", layers, n)
+		}
+	}
+}
+
+func TestErrors(t *testing.T) {
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("x"))
+	y := gorgonia.Must(gorgonia.Add(x, x))
+	z := gorgonia.Must(gorgonia.Exp(y))
+	fails := func(err error, want string) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+	_, err := cpuops.NewMachine(nil)
+	fails(err, "the graph is nil")
+	_, err = cpuops.NewMachine(g, nil)
+	fails(err, "an option is nil")
+	_, err = cpuops.NewMachine(g, cpuops.WithParams(y))
+	fails(err, "node 0 is no input")
+	_, err = cpuops.NewMachine(g, cpuops.WithOutputs(nil))
+	fails(err, "a node is nil")
+	_, err = cpuops.NewMachine(gorgonia.NewGraph())
+	fails(err, "computes nothing")
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
+	_, err = m.Value(z)
+	fails(err, "has not run")
+	fails(m.RunAll(), "input x (2, 3) has no value")
+	if err := gorgonia.Let(x, tensor.New(tensor.WithShape(2, 3), tensor.WithBacking(make([]float32, 6)))); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = m.Value(y)
+	fails(err, "is not kept")
+	_, err = m.Value(nil)
+	fails(err, "not part of the graph")
+	if v := check[gorgonia.Value](t)(m.Value(z)); v.Data().([]float32)[5] != 1 {
+		t.Errorf("exp(0+0) = %v", v)
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	fails(m.RunAll(), "is closed")
+}

@@ -1,0 +1,165 @@
+package cpuops
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// viewOf says which value's memory holds the result of n, and from which element on, if nothing has to be computed.
+func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
+	if p, ok := n.Op().(*opbase.PartOp); ok {
+		return in[0], p.Offset, true
+	}
+	// Gorgonia does not export the types of its ops.
+	if fmt.Sprintf("%T", n.Op()) == "gorgonia.reshapeOp" && elementSize(n.Dtype()) > 0 && opbase.Size(n.Shape()) == opbase.Size(in[0].shape) {
+		return in[0], 0, true
+	}
+	return nil, 0, false
+}
+
+// choose sets how a step computes.
+func choose(s *step) {
+	if base := baseOf(s.node); base != nil {
+		s.run = func(s *step) error { return base.Run(s.out.flat, s.args) }
+		return
+	}
+	if f, ok := arithmetic(s); ok {
+		s.inPlace = true
+		s.run = func(s *step) error {
+			switch y := s.out.flat.(type) {
+			case []float32:
+				cpu.Arithmetic(f, y, s.args[0].([]float32), s.args[1].([]float32))
+			case []float64:
+				cpu.Arithmetic(f, y, s.args[0].([]float64), s.args[1].([]float64))
+			}
+			return nil
+		}
+		return
+	}
+	s.run = (*step).do
+}
+
+var symbols = map[string]cpu.ArithmeticOp{"+": cpu.Add, "-": cpu.Sub, "⊙": cpu.Mul, "÷": cpu.Div}
+
+// arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor and a scalar.
+func arithmetic(s *step) (cpu.ArithmeticOp, bool) {
+	if fmt.Sprintf("%T", s.node.Op()) != "gorgonia.elemBinOp" {
+		return 0, false
+	}
+	symbol, _, _ := strings.Cut(fmt.Sprint(s.node.Op()), " ")
+	f, ok := symbols[symbol]
+	for _, v := range s.in {
+		ok = ok && v.dt == s.out.dt && (v.dt == tensor.Float32 || v.dt == tensor.Float64) &&
+			(len(v.shape) == 0 || slices.Equal(v.shape, s.out.shape))
+	}
+	return f, ok
+}
+
+// do computes with the op's own Do and moves the result to its place.
+func (s *step) do() error {
+	values := make([]gorgonia.Value, len(s.in))
+	for i, v := range s.in {
+		values[i] = v.box(s.args[i])
+	}
+	o := s.node.Op()
+	if i := o.OverwritesInput(); i >= 0 && i < len(values) {
+		clone, err := gorgonia.CloneValue(values[i])
+		if err != nil {
+			return err
+		}
+		values[i] = clone
+	}
+	result, err := o.Do(values...)
+	if err != nil {
+		return err
+	}
+	if s.out.flat == nil {
+		s.out.loose = result
+		return nil
+	}
+	flat, err := opbase.Flat(result)
+	if err != nil {
+		return err
+	}
+	if n := move(s.out.flat, flat); n != opbase.Size(s.out.shape) {
+		return fmt.Errorf("the result is a %v of shape %v, want %v of shape %v", result.Dtype(), result.Shape(), s.out.dt, s.out.shape)
+	}
+	return nil
+}
+
+// move copies elements of one type and returns their number.
+func move(dst, src any) int {
+	switch d := dst.(type) {
+	case []float32:
+		if x, ok := src.([]float32); ok && len(x) == len(d) {
+			return copy(d, x)
+		}
+	case []float64:
+		if x, ok := src.([]float64); ok && len(x) == len(d) {
+			return copy(d, x)
+		}
+	case []int:
+		if x, ok := src.([]int); ok && len(x) == len(d) {
+			return copy(d, x)
+		}
+	}
+	return -1
+}
+
+// box is a value for an op's Do, over the memory flat.
+func (v *value) box(flat any) gorgonia.Value {
+	switch {
+	case v.loose != nil:
+		return v.loose
+	case v.isInput && len(v.shape) == 0 || flat == nil:
+		return v.bound
+	}
+	return newBox(flat, v.shape)
+}
+
+func newBox(flat any, shape tensor.Shape) gorgonia.Value {
+	if len(shape) == 0 {
+		switch x := flat.(type) {
+		case []float32:
+			return gorgonia.NewF32(x[0])
+		case []float64:
+			return gorgonia.NewF64(x[0])
+		case []int:
+			return gorgonia.NewI(x[0])
+		}
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(flat))
+}
+
+// newValue is a new value of zeros.
+func newValue(dt tensor.Dtype, shape tensor.Shape) gorgonia.Value {
+	return tensor.New(tensor.Of(dt), tensor.WithShape(shape...))
+}
+
+// show makes v.shown the value that the last run has computed.
+func (v *value) show() {
+	switch x := v.shown.(type) {
+	case nil:
+		if v.loose != nil {
+			v.shown = v.loose
+			return
+		}
+		v.shown = newBox(v.flat, v.shape)
+	case *gorgonia.F32:
+		*x = gorgonia.F32(v.flat.([]float32)[0])
+	case *gorgonia.F64:
+		*x = gorgonia.F64(v.flat.([]float64)[0])
+	case *gorgonia.I:
+		*x = gorgonia.I(v.flat.([]int)[0])
+	}
+	if v.loose != nil {
+		v.shown = v.loose
+	}
+}
