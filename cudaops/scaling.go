@@ -139,7 +139,7 @@ func (s *scaling) carries(n *gorgonia.Node, input int) bool {
 func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorgonia.Node]bool) {
 	forward = map[*gorgonia.Node]bool{}
 	for _, n := range sorted { // from results to inputs
-		if d := n.Deriv(); d != nil && isConstant(d) && isOne(d.Value()) {
+		if d := n.Deriv(); d != nil && opbase.IsConstant(d) && isOne(d.Value()) {
 			root, forward[n] = d, true
 		}
 		if forward[n] {
