@@ -626,3 +626,29 @@ func spreadRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.R
 func cpuShape(a kernels.AttentionShape) cpu.AttentionShape {
 	return cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
 }
+
+func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
+		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
+		r := float32(1 / (math.Sqrt(cpu.SumSquares(x)) + 1e-7))
+		for i, v := range x {
+			y[i] = v * r
+		}
+	})
+}
+
+func (k *fakeKernels) NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
+		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
+		norm, dot := math.Sqrt(cpu.SumSquares(x)), 0.0
+		for i, v := range x {
+			dot += float64(v) * float64(g[i])
+		}
+		r := norm + 1e-7
+		for i, v := range x {
+			dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
+		}
+	})
+}

@@ -36,6 +36,8 @@ type kernelSet interface {
 	CrossEntropy(s driver.Stream, a kernels.CrossEntropy) error
 	CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error
 	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
+	Normalize(s driver.Stream, a kernels.Normalize) error
+	NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error
 	Reduce(s driver.Stream, a kernels.Reduce) error
 	ReduceWorkspace(a kernels.Reduce) int
 	Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error
@@ -81,6 +83,8 @@ func init() {
 		reflect.TypeFor[*op.LinearGradOp]():             lowerLinearGrad,
 		reflect.TypeFor[*op.AttentionOp]():              lowerAttention,
 		reflect.TypeFor[*op.AttentionGradOp]():          lowerAttentionGrad,
+		reflect.TypeFor[*op.NewtonSchulzOp]():           lowerNewtonSchulz,
+		reflect.TypeFor[*op.NewtonSchulzGradOp]():       lowerNewtonSchulzGrad,
 		reflect.TypeFor[*op.KasminaOp]():                lowerKasmina,
 		reflect.TypeFor[*op.KasminaGradOp]():            lowerKasminaGrad,
 		reflect.TypeFor[*autodiff.RecomputeOp]():        lowerRecompute,

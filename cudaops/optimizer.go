@@ -215,9 +215,8 @@ func (m *Machine) buildTables(x *optimizer) error {
 //
 // with Xᵀ·X and X·B instead where that is the smaller square.
 func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTensor) error {
-	const a, b, c = 3.4445, -4.7750, 2.0315
 	shape := p.input.array.shape
-	rows, columns, tall := shape[0], shape[1], shape[0] > shape[1]
+	rows, columns := shape[0], shape[1]
 	side := min(rows, columns)
 	var arrays [4]*array
 	for i, s := range [][]int{{rows, columns}, {rows, columns}, {side, side}, {side, side}} {
@@ -226,18 +225,10 @@ func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTen
 			return err
 		}
 	}
-	from, to, gram, poly := arrays[0], arrays[1], arrays[2], arrays[3]
+	from, to, s := arrays[0], arrays[1], schulz{tall: rows > columns, gram: arrays[2], poly: arrays[3]}
 	t.Direction, t.DirectionType, t.ShapeScale = from.ptr(), from.elem.dtype(), p.rule.ShapeScale
 	for range p.rule.Iterations {
-		step := []product{
-			{d: gram, a: from, b: from, transA: tall, transB: !tall},
-			{d: poly, a: gram, b: gram, c: gram, alpha: c, beta: b},
-			{d: to, a: poly, b: from, c: from, beta: a},
-		}
-		if tall {
-			step[2].a, step[2].b = from, poly
-		}
-		for _, p := range step {
+		for _, p := range s.step(to, from) {
 			run, err := m.blas.product(p)
 			if err != nil {
 				return err
