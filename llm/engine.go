@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -58,8 +59,8 @@ var (
 	ErrOverflow  = errors.New("the update overflowed")
 )
 
-// tape is the engine on the CPU.
-type tape struct {
+// host is the engine on the CPU.
+type host struct {
 	model     *Model
 	optimizer optim.Optimizer
 	limit     float64
@@ -75,25 +76,28 @@ type runner struct {
 	machine gorgonia.VM
 }
 
-func newTape(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+func newHost(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 	g, err := c.Graph(m)
 	if err != nil {
 		return nil, err
 	}
-	t := &tape{model: m, optimizer: o, limit: c.Clip, grads: gorgonia.NodesToValueGrads(g.Params), losses: map[int]*runner{}}
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	if err != nil {
+		return nil, err
+	}
+	t := &host{model: m, optimizer: o, limit: c.Clip, train: &runner{g, machine}, grads: machine.ValueGrads(), losses: map[int]*runner{}}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
 	if err := o.Declare(t.grads); err != nil {
 		return nil, fmt.Errorf("llm: %w", err)
 	}
-	t.train = &runner{g, gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))}
 	return t, nil
 }
 
-func (t *tape) Gradients(b Batch) (float64, error) { return t.train.run(b) }
+func (t *host) Gradients(b Batch) (float64, error) { return t.train.run(b) }
 
-func (t *tape) Update() (float64, error) {
+func (t *host) Update() (float64, error) {
 	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
 	if err != nil {
 		return 0, ErrGradients
@@ -107,7 +111,7 @@ func (t *tape) Update() (float64, error) {
 	return norm, nil
 }
 
-func (t *tape) Drop() error {
+func (t *host) Drop() error {
 	for _, p := range t.grads {
 		if g, err := p.Grad(); err == nil && g != nil {
 			gorgonia.ZeroValue(g)
@@ -116,11 +120,11 @@ func (t *tape) Drop() error {
 	return nil
 }
 
-func (t *tape) FirstNonFinite() (name, kind string, found bool) {
+func (t *host) FirstNonFinite() (name, kind string, found bool) {
 	return autodiff.FirstNonFinite(t.grads)
 }
 
-func (t *tape) Loss(b Batch) (float64, error) {
+func (t *host) Loss(b Batch) (float64, error) {
 	sequences := len(b.Inputs) / t.model.Config.Seq
 	r := t.losses[sequences]
 	if r == nil {
@@ -128,13 +132,15 @@ func (t *tape) Loss(b Batch) (float64, error) {
 		if err != nil {
 			return 0, err
 		}
-		r = &runner{g, gorgonia.NewTapeMachine(g.G)}
+		if r, err = newRunner(g); err != nil {
+			return 0, err
+		}
 		t.losses[sequences] = r
 	}
 	return r.run(b)
 }
 
-func (t *tape) Logits(tokens []int) (any, error) {
+func (t *host) Logits(tokens []int) (any, error) {
 	if t.generator == nil {
 		var err error
 		if t.generator, err = newGeneratorRunner(t.model); err != nil {
@@ -149,13 +155,21 @@ func newGeneratorRunner(m *Model) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &runner{g, gorgonia.NewTapeMachine(g.G)}, nil
+	return newRunner(g)
 }
 
-func (t *tape) Pull() error          { return nil }
-func (t *tape) Push(...string) error { return nil }
+func newRunner(g *Graph) (*runner, error) {
+	machine, err := cpuops.NewMachine(g.G)
+	if err != nil {
+		return nil, err
+	}
+	return &runner{g, machine}, nil
+}
 
-func (t *tape) Close() error {
+func (t *host) Pull() error          { return nil }
+func (t *host) Push(...string) error { return nil }
+
+func (t *host) Close() error {
 	err := t.train.machine.Close()
 	for _, r := range t.losses {
 		err = errors.Join(err, r.machine.Close())

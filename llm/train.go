@@ -93,7 +93,7 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {
-		c.Engine = newTape
+		c.Engine = newHost
 	}
 	var err error
 	if t.engine, err = c.Engine(m, o, c); err != nil {

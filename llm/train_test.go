@@ -326,7 +326,7 @@ func TestNaNInGradient(t *testing.T) {
 	if _, err := tr.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
-	g, err := tr.engine.(*tape).grads[3].Grad()
+	g, err := tr.engine.(*host).grads[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}
