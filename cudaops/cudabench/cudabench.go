@@ -33,6 +33,7 @@ var groups = []struct {
 	measure func(*bench)
 }{
 	{"copy", ceilings}, {"ops", ops}, {"attention", attention}, {"muon", muon}, {"kasmina", kasmina}, {"optim", optimizers},
+	{"stock", stock},
 }
 
 // Groups returns the names of the groups of kernels.

@@ -66,9 +66,19 @@ func rmsNorm(b *bench) {
 	b.time(Measurement{Name: "rmsnorm_fwd_32768x4096", Bytes: 2 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: bf16})
 	})
+	backward := kernels.RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d, Type: bf16, DWType: f32,
+		Workspace: workspace}
 	b.time(Measurement{Name: "rmsnorm_bwd_32768x4096", Bytes: 3 * size}, func() error {
-		return b.RMSNormBackward(b.stream, kernels.RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d,
-			Type: bf16, DWType: f32, Workspace: workspace})
+		return b.RMSNormBackward(b.stream, backward)
+	})
+	sum, residual := b.alloc(rows*d, bf16), b.normal(rows*d, bf16)
+	b.time(Measurement{Name: "add_rmsnorm_fwd_32768x4096", Bytes: 4 * size}, func() error {
+		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d, Eps: 1e-5,
+			Type: bf16})
+	})
+	backward.Add = residual
+	b.time(Measurement{Name: "add_rmsnorm_bwd_32768x4096", Bytes: 4 * size}, func() error {
+		return b.RMSNormBackward(b.stream, backward)
 	})
 }
 

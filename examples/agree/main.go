@@ -50,13 +50,15 @@ type settings struct {
 	Clip    float64    `json:"clip"` // limit of the gradients' global norm
 }
 
-// models are what write can write, with the batch and steps that are its defaults.
+// models are what write can write, with the batch and steps that are its defaults. The learning rate rises to its height over
+// a share of the steps: gently for the large model, since a loss that jumps tells nothing about precision.
 var models = map[string]struct {
 	config       llm.Config
 	batch, steps int
+	rate, rising float64
 }{
-	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20},
-	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 8, 200},
+	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20, 1e-3, 0.1},
+	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 8, 200, 3e-4, 0.5},
 }
 
 func main() {
@@ -76,7 +78,7 @@ func run(args []string, out io.Writer) error {
 	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
 	steps := f.Int("steps", 0, "write: steps (default: the model's)")
 	device := f.String("device", "cpu", "train: cpu or cuda")
-	precision := f.String("precision", "f32", "train: f32 or bf16")
+	precision := f.String("precision", "f32", "train: f32, bf16 or f16")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
 	if err := f.Parse(args[1:]); err != nil {
 		return err
@@ -110,8 +112,8 @@ func write(dir, name string, batch, steps int) error {
 		return err
 	}
 	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
-	for i := range steps { // rises over the first tenth
-		s.Rates = append(s.Rates, 1e-3*min(1, float64(i+1)/math.Ceil(float64(steps)/10)))
+	for i := range steps {
+		s.Rates = append(s.Rates, m.rate*min(1, float64(i+1)/math.Ceil(float64(steps)*m.rising)))
 	}
 	model, err := llm.NewModel(s.Model, tensor.Float32, 1)
 	if err != nil {

@@ -64,7 +64,7 @@ func train(dir, device, precision string, out io.Writer) (err error) {
 
 // newTrainer returns what trains the model, and what is to be done when it is closed.
 func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision string) (trainer, func() error, error) {
-	p, known := map[string]cudaops.Precision{"f32": cudaops.Float32, "bf16": cudaops.BFloat16}[precision]
+	p, known := map[string]cudaops.Precision{"f32": cudaops.Float32, "bf16": cudaops.BFloat16, "f16": cudaops.Float16}[precision]
 	switch {
 	case device == "cpu" && precision == "f32":
 		t, err := newTape(m, o, s)
@@ -80,7 +80,7 @@ func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision stri
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32 or bf16", device, precision)
+	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32, bf16 or f16", device, precision)
 }
 
 // tape trains on Gorgonia's tape machine.

@@ -1,6 +1,6 @@
 """The measurements of examples/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
-    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,train,recompute] > torch.jsonl
+    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,recompute] > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
 One JSON line for each measurement, as examples/bench prints them; run both on one machine, one after the other, and make a
@@ -102,13 +102,24 @@ def rms_norm():
     rows, d = 32768, 4096
     shape, size = f"{rows}x{d}", 2 * rows * d
     x, w, g = normal(rows, d, grad=True), normal(d, grad=True), normal(rows, d)
-    peers = {"inductor": torch.compile(lambda x, w: F.rms_norm(x, (d,), w, 1e-5))}
+    norm = lambda x, w: F.rms_norm(x, (d,), w, 1e-5)
+    peers = {"inductor": torch.compile(norm)}
     if op := liger("ops.rms_norm", "LigerRMSNormFunction"):
         peers["liger"] = lambda x, w: op.apply(x, w, 1e-5, 0.0, "llama", True)
     for peer, f in peers.items():
         y = f(x, w)
         emit(f"rmsnorm_fwd_{shape}", peer, kernel(lambda: f(x, w)), bytes=2 * size)
         emit(f"rmsnorm_bwd_{shape}", peer, kernel(backward(y, (x, w), g)), bytes=3 * size)
+
+    def add_norm(x, r, w):
+        s = x + r
+        return s, norm(s, w)
+
+    f, r, gs = torch.compile(add_norm), normal(rows, d), normal(rows, d)
+    s, y = f(x, r, w)
+    emit(f"add_rmsnorm_fwd_{shape}", "inductor", kernel(lambda: f(x, r, w)), bytes=4 * size)
+    emit(f"add_rmsnorm_bwd_{shape}", "inductor",
+         kernel(lambda: torch.autograd.grad((s, y), (x, w), (gs, g), retain_graph=True)), bytes=4 * size)
 
 
 def silu_mul():
@@ -260,6 +271,29 @@ def optim():
     emit("adamw_llama350M", "torch", kernel(adamw.step), bytes=28 * total)
 
 
+def stock():
+    rows, n = 32768, 4096
+    shape, size = f"{rows}x{n}", 2 * rows * n
+    x, y, row, wide = normal(rows, n, grad=True), normal(rows, n), normal(n), normal(rows, n, dtype=torch.float32)
+    with torch.no_grad():
+        for name, f, bytes in [
+            ("add", torch.compile(lambda: x + y), 3 * size),
+            ("add_row", torch.compile(lambda: x + row), 2 * size),
+            ("tanh", torch.compile(lambda: torch.tanh(x)), 2 * size),
+            ("cast", torch.compile(lambda: wide.to(BF16)), 3 * size),
+            ("sum", torch.compile(lambda: x.float().sum()), size),
+            ("sum_rows", torch.compile(lambda: x.float().sum(1)), size),
+            ("sum_columns", torch.compile(lambda: x.float().sum(0)), size),
+            ("transpose", torch.compile(lambda: x.t().contiguous()), 2 * size),
+        ]:
+            f()
+            emit(f"{name}_{shape}", "inductor", kernel(f), bytes=bytes)
+    f = torch.compile(lambda x: torch.softmax(x, -1))
+    z = f(x)
+    emit(f"softmax_fwd_{shape}", "inductor", kernel(lambda: f(x)), bytes=2 * size)
+    emit(f"softmax_bwd_{shape}", "inductor", kernel(backward(z, (x,), y)), bytes=3 * size)
+
+
 # ---- Training ----
 
 
@@ -379,7 +413,7 @@ def cpu_train():
 
 
 GROUPS = {
-    "cuda": {f.__name__: f for f in (copy, ops, attention, loss, muon, kasmina, optim, train, recompute)},
+    "cuda": {f.__name__: f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, recompute)},
     "cpu": {"copy": cpu_copy, "gemm": cpu_gemm, "kasmina": cpu_kasmina, "train": cpu_train},
 }
 
