@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"cmp"
+	"math"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -404,9 +405,26 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, 
 	return d, nil
 }
 
-// logitBytes is about how much of the logits the fused output layer holds at a time. Large enough for a full GPU, small
+// logitBytes is the most of the logits that the fused output layer holds at a time. Large enough for a full GPU, small
 // beside the activations of a model with such a vocabulary.
-const logitBytes = 256 << 20
+const logitBytes = 540 << 20
+
+// headChunk is how many of the rows the output layer takes at a time. The gradient of its input, of d columns, is a product
+// with few blocks, each of which goes over the whole vocabulary: what counts is how many turns they take on the GPU's
+// multiprocessors in all. Fewer chunks also add less often to the weights' gradient.
+func headChunk(rows, vocab, d, size, multiprocessors int) int {
+	const tile, width = 128, 256 // of a block of cuBLASLt's
+	up := func(n, to int) int { return (n + to - 1) / to }
+	fewest := up(rows, max(tile, logitBytes/(vocab*size)/tile*tile))
+	best, least := 0, math.MaxInt
+	for n := fewest; n <= 2*fewest; n++ {
+		chunk := min(rows, up(up(rows, n), tile)*tile)
+		if turns := n * up(up(chunk, tile)*up(d, width), multiprocessors); turns < least {
+			best, least = chunk, turns
+		}
+	}
+	return best
+}
 
 // lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss gradient of 1, or the
 // loss scale in its place: the logits then need to be formed only once.
@@ -421,7 +439,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 	}
 	c.saved[n.Op()] = saved
 	c.do(n, func() error { return m.k.CrossEntropyScale(m.stream, saved.scale.ptr(), intsOf(targets), rows) }, targets, saved.scale)
-	chunk := min(rows, max(128, logitBytes/(v*x.elem.size())/128*128))
+	chunk := headChunk(rows, v, d, x.elem.size(), m.device.info.SMs)
 	logits := c.newArray(x.elem, chunk, v)
 	for lo := 0; lo < rows; lo += chunk {
 		here := min(chunk, rows-lo)
