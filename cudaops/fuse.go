@@ -134,11 +134,7 @@ func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
 	if add == nil {
 		return false
 	}
-	var in []*array
-	for _, child := range opbase.Children(n) {
-		in = append(in, c.values[child])
-	}
-	grads := c.normGrad(n, in, add)
+	grads := c.normGrad(n, c.operands(n), add)
 	c.values[n], c.values[sum], c.values[dx] = grads, grads.parts[0], folded(dx)
 	return true
 }
@@ -159,8 +155,8 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	if !ok || c.gradients[grad.Forward] != 1 || to == nil || to.elem != float32s {
 		return false
 	}
-	ids, g := opbase.Children(n)[0], opbase.Children(n)[1]
-	c.embeddingGrad(n, c.values[ids], c.values[g], to, true)
+	in := c.operands(n)
+	c.embeddingGrad(n, in[0], in[1], to, true)
 	c.values[n], c.values[sum] = folded(n), to
 	return true
 }

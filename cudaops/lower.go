@@ -105,10 +105,6 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && opbase.IsConstant(n) {
 		return c.input(n)
 	}
-	in := make([]*array, len(nodes))
-	for i := range nodes {
-		in[i] = c.operand(n, i)
-	}
 	f := lowerings[reflect.TypeOf(n.Op())]
 	if f == nil {
 		f = stock(n)
@@ -116,7 +112,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	if f == nil {
 		f = (*compiler).onHost
 	}
-	out, err := f(c, n, in)
+	out, err := f(c, n, c.operands(n))
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -40,6 +41,7 @@ type Machine struct {
 	ran       bool
 	captured  *driver.Graph
 	warned    map[string]bool
+	choices   *tune.Store // nil with TuneOff
 	closed    bool
 
 	scale   kernels.LossScale // as on the device
@@ -68,6 +70,10 @@ type machineConfig struct {
 	scaled  bool          // gradients carry a loss scale
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
+
+	tuning    tune.Mode
+	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
+	tunePath  string  // of the stored choices; "" for the user's
 }
 
 // MachineOption is an option of NewMachine.
@@ -208,8 +214,14 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.sent, err = d.ctx.NewEvent(false); err != nil {
 		return nil, err
 	}
+	if err := m.setTuning(); err != nil {
+		return nil, err
+	}
 	m.blas = newMatmuls(m)
 	if m.program, err = compile(m, m.keep()); err != nil {
+		return nil, err
+	}
+	if err := m.blas.tune(); err != nil { // before the memory is full
 		return nil, err
 	}
 	if err := m.allocate(); err != nil {

@@ -14,15 +14,16 @@ const workspaceBytes = 32 << 20
 // matmuls plans a machine's matrix products: one plan for each shape.
 type matmuls struct {
 	m         *Machine
-	plans     map[driver.MatmulSpec]driver.MatmulPlan
+	plans     map[driver.MatmulSpec]*planned
+	pending   []pending // to be timed
 	workspace driver.Ptr
 }
 
 func newMatmuls(m *Machine) *matmuls {
-	return &matmuls{m: m, plans: map[driver.MatmulSpec]driver.MatmulPlan{}}
+	return &matmuls{m: m, plans: map[driver.MatmulSpec]*planned{}}
 }
 
-func (b *matmuls) plan(spec driver.MatmulSpec) (driver.MatmulPlan, error) {
+func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {
 	spec, err := spec.Normal()
 	if err != nil {
 		return nil, err
@@ -39,11 +40,19 @@ func (b *matmuls) plan(spec driver.MatmulSpec) (driver.MatmulPlan, error) {
 			return nil, err
 		}
 	}
-	p, err := blas.Plan(spec, workspaceBytes, 1)
+	ways := 1
+	if b.worthTiming(spec) {
+		ways = tuneWays
+	}
+	plan, err := blas.Plan(spec, workspaceBytes, ways)
 	if err != nil {
 		return nil, err
 	}
+	p := &planned{MatmulPlan: plan}
 	b.plans[spec] = p
+	if ways > 1 {
+		b.choose(p, b.key(blas, spec))
+	}
 	return p, nil
 }
 
@@ -94,7 +103,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 		return nil, err
 	}
 	return func() error {
-		return plan.Run(0, driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
+		return plan.run(driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
 			Workspace: b.workspace, WorkspaceSize: workspaceBytes}, b.m.stream)
 	}, nil
 }

@@ -96,6 +96,9 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
 	if err := m.buildTables(x); err != nil {
 		return err
 	}
+	if err := m.blas.tune(); err != nil {
+		return err
+	}
 	var err error
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err

@@ -198,10 +198,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	if g == nil {
 		return false, nil
 	}
-	var in, weights []*array
-	for _, child := range nodes {
-		in = append(in, c.values[child])
-	}
+	var weights []*array
 	for _, l := range p.linear {
 		weights = append(weights, c.values[opbase.Children(l)[1]])
 	}
@@ -209,7 +206,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	x, w := c.act(back, c.values[p.x]), c.stack(back, weights...)
 	wide := c.newArray(x.elem, x.shape[0], p.width())
 	parts, both := p.place(wide)
-	c.attentionGrad(n, in, parts[0], parts[1], parts[2])
+	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2])
 	c.values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.values[d] = parts[i]

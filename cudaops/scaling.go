@@ -90,6 +90,15 @@ func (c *compiler) operand(n *gorgonia.Node, input int) *array {
 	return c.values[opbase.Children(n)[input]]
 }
 
+// operands is the values of a node's inputs.
+func (c *compiler) operands(n *gorgonia.Node) []*array {
+	in := make([]*array, len(opbase.Children(n)))
+	for i := range in {
+		in[i] = c.operand(n, i)
+	}
+	return in
+}
+
 // edge is an input of a node.
 type edge struct {
 	node  *gorgonia.Node

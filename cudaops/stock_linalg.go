@@ -145,7 +145,7 @@ func lowerBatched(c *compiler, n *gorgonia.Node, in []*array, p linalg) (*array,
 		return nil, err
 	}
 	c.do(n, func() error {
-		return plan.Run(0, driver.MatmulArgs{Alpha: 1, A: a.ptr(), B: b.ptr(), C: y.ptr(), D: y.ptr(),
+		return plan.run(driver.MatmulArgs{Alpha: 1, A: a.ptr(), B: b.ptr(), C: y.ptr(), D: y.ptr(),
 			Workspace: blas.workspace, WorkspaceSize: workspaceBytes}, c.m.stream)
 	}, a, b, y)
 	return y, nil

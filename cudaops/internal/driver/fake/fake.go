@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -19,6 +20,14 @@ type Config struct {
 	Kernels   map[string]Kernel
 	AnyKernel bool // kernels that are not registered exist and do nothing
 	NoBlas    bool // cuBLASLt is missing
+	Ways      [3]Way
+}
+
+// Way is how one of cuBLASLt's ways to compute a product differs from the definition.
+type Way struct {
+	Took  time.Duration // how far it moves the clock; zero means a microsecond
+	Wrong bool          // it computes something else
+	Fails bool          // it cannot be started
 }
 
 // Driver is the fake driver.

@@ -80,8 +80,18 @@ func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
 	if a.C == 0 {
 		a.C = a.D
 	}
+	way := c.driver.config.Ways[p.algos[algo].ID[0]]
+	if way.Fails {
+		return driver.NewBlasError(call, driver.BlasNotSupported, "a way that fails")
+	}
+	if way.Wrong {
+		a.Alpha *= 2
+	}
 	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, driver.Stats{Matmuls: 1}, func() error {
-		return c.run(func(l *Launch) { p.compute(l, a) }, call, driver.LaunchConfig{}, nil)
+		return c.run(func(l *Launch) {
+			p.compute(l, a)
+			l.Took = way.Took
+		}, call, driver.LaunchConfig{}, nil)
 	})
 }
 

@@ -1,0 +1,214 @@
+// Package tune remembers which of several ways to compute something was the fastest: on disk, so that a second start of a
+// program times nothing and, as another way gives other roundings, computes the same bits.
+//
+// A key names everything that the choice depends on (card, driver, library, op, shape, types), so entries that were made
+// under other circumstances lie beside each other and are simply not asked for.
+package tune
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+)
+
+// Mode says what may be timed.
+type Mode uint8
+
+// The modes.
+const (
+	Default Mode = iota // what the caller takes for best
+	Off                 // time nothing, and take what a library or a rule of thumb proposes
+	Cached              // take what is stored; time and store what is not
+	Full                // time everything anew, and store it
+)
+
+var modes = [...]string{"default", "off", "cached", "full"}
+
+func (m Mode) String() string {
+	if int(m) < len(modes) {
+		return modes[m]
+	}
+	return fmt.Sprintf("Mode(%d)", uint8(m))
+}
+
+// Variable is the environment variable that overrides a program's mode: off, cached or full.
+const Variable = "KASMINA_TUNE"
+
+// Override returns the mode that the environment asks for, m where it asks for none.
+func Override(m Mode) (Mode, error) {
+	switch v := os.Getenv(Variable); strings.ToLower(v) {
+	case "":
+		return m, nil
+	case "off":
+		return Off, nil
+	case "cached":
+		return Cached, nil
+	case "full":
+		return Full, nil
+	default:
+		return m, fmt.Errorf("the environment variable %s is %q, want off, cached or full", Variable, v)
+	}
+}
+
+// version is that of the file's format.
+const version = 1
+
+type file struct {
+	Version int                        `json:"version"`
+	Choices map[string]json.RawMessage `json:"choices"`
+}
+
+// Store is remembered choices. All that a process opens for one path are the same, and may be used by several goroutines.
+type Store struct {
+	path string // "" for one that lives in memory only
+
+	mu      sync.Mutex
+	choices map[string]json.RawMessage
+	timed   int
+}
+
+var (
+	opened     = map[string]*Store{}
+	openedLock sync.Mutex
+)
+
+// DefaultPath is where choices are kept: kasmina/tune.json in the user's cache directory.
+func DefaultPath() (string, error) {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(dir, "kasmina", "tune.json"), nil
+}
+
+// Open returns the store of a file, which need not exist. What cannot be read is as good as none: the store is empty then,
+// warn is told why, and the next [Store.Put] replaces it.
+func Open(path string, warn func(string)) *Store {
+	openedLock.Lock()
+	defer openedLock.Unlock()
+	if s := opened[path]; s != nil {
+		return s
+	}
+	s := &Store{path: path, choices: map[string]json.RawMessage{}}
+	opened[path] = s
+	if path == "" {
+		return s
+	}
+	choices, err := read(path)
+	if err != nil {
+		warn(fmt.Sprintf("the choices stored in %s are ignored: %v", path, err))
+		return s
+	}
+	s.choices = choices
+	return s
+}
+
+// read returns a file's choices, none where there is no file.
+func read(path string) (map[string]json.RawMessage, error) {
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return map[string]json.RawMessage{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var f file
+	if err := json.Unmarshal(b, &f); err != nil {
+		return nil, fmt.Errorf("it is damaged: %w", err)
+	}
+	if f.Version != version {
+		return nil, fmt.Errorf("it is of version %d, want %d", f.Version, version)
+	}
+	if f.Choices == nil {
+		f.Choices = map[string]json.RawMessage{}
+	}
+	return f.Choices, nil
+}
+
+// Get reads the choice stored for a key into choice and reports whether there is one. One that is not of choice's type is
+// as good as none, and warn is told so.
+func (s *Store) Get(key string, choice any, warn func(string)) bool {
+	s.mu.Lock()
+	b, ok := s.choices[key]
+	s.mu.Unlock()
+	if !ok {
+		return false
+	}
+	if err := json.Unmarshal(b, choice); err != nil {
+		warn(fmt.Sprintf("the choice stored for %s is ignored: %v", key, err))
+		return false
+	}
+	return true
+}
+
+// Put stores choices by their keys. The file changes at once or, on an error, not at all; what another process has stored
+// there meanwhile stays. After an error this process still remembers them.
+func (s *Store) Put(choices map[string]any) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, choice := range choices {
+		b, err := json.Marshal(choice)
+		if err != nil {
+			return fmt.Errorf("tune: the choice for %s: %w", key, err)
+		}
+		s.choices[key] = b
+	}
+	if s.path == "" {
+		return nil
+	}
+	if theirs, err := read(s.path); err == nil {
+		for key, b := range theirs {
+			if s.choices[key] == nil {
+				s.choices[key] = b
+			}
+		}
+	}
+	if err := s.write(); err != nil {
+		return fmt.Errorf("tune: storing choices: %w", err)
+	}
+	return nil
+}
+
+// write replaces the file by one that is complete.
+func (s *Store) write() error {
+	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")
+	if err != nil {
+		return err
+	}
+	dir := filepath.Dir(s.path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(dir, filepath.Base(s.path)+".*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), s.path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return nil
+}
+
+// Timed counts n timings, and Timings is how many there were in this process.
+func (s *Store) Timed(n int) {
+	s.mu.Lock()
+	s.timed += n
+	s.mu.Unlock()
+}
+
+// Timings returns the number of timings that were counted.
+func (s *Store) Timings() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.timed
+}
