@@ -27,7 +27,7 @@ type tuned struct {
 func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts ...MachineOption) tuned {
 	t.Helper()
 	info := fake.New(fake.Config{}).Devices()
-	info[0].Name = name
+	info[0].Name, info[0].L2 = name, 1<<10
 	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: info})
 	g := gorgonia.NewGraph()
 	matrix := func(name string, rows, columns int) *gorgonia.Node {
