@@ -6,9 +6,8 @@ import (
 	"io"
 	"path/filepath"
 
-	"gorgonia.org/gorgonia"
-
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -67,7 +66,7 @@ func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision stri
 	p, known := map[string]cudaops.Precision{"f32": cudaops.Float32, "bf16": cudaops.BFloat16, "f16": cudaops.Float16}[precision]
 	switch {
 	case device == "cpu" && precision == "f32":
-		t, err := newTape(m, o, s)
+		t, err := newHost(m, o, s)
 		return t, func() error { return nil }, err
 	case device == "cuda" && known:
 		d, err := cudaops.Open()
@@ -83,28 +82,30 @@ func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision stri
 	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32, bf16 or f16", device, precision)
 }
 
-// tape trains on Gorgonia's tape machine.
-type tape struct {
+// host trains on the CPU.
+type host struct {
 	*llm.Graph
-	gorgonia.VM
+	*cpuops.Machine
 	*optim.AdamW
-	grads []gorgonia.ValueGrad
-	clip  float64
+	clip float64
 }
 
-func newTape(m *llm.Model, o *optim.AdamW, s settings) (trainer, error) {
+func newHost(m *llm.Model, o *optim.AdamW, s settings) (trainer, error) {
 	g, err := m.Graph(llm.ForTraining, s.Batch)
 	if err != nil {
 		return nil, err
 	}
-	return &tape{g, gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...)), o, gorgonia.NodesToValueGrads(g.Params), s.Clip}, nil
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	if err != nil {
+		return nil, err
+	}
+	return &host{g, machine, o, s.Clip}, nil
 }
 
-func (t *tape) Gradients(b llm.Batch) (float64, error) {
+func (t *host) Gradients(b llm.Batch) (float64, error) {
 	if err := t.Let(b); err != nil {
 		return 0, err
 	}
-	t.Reset()
 	if err := t.RunAll(); err != nil {
 		return 0, err
 	}
@@ -115,10 +116,11 @@ func (t *tape) Gradients(b llm.Batch) (float64, error) {
 	return float64(loss), nil
 }
 
-func (t *tape) Update() (float64, error) {
-	norm, err := autodiff.ClipGlobalNorm(t.grads, t.clip)
+func (t *host) Update() (float64, error) {
+	grads := t.ValueGrads()
+	norm, err := autodiff.ClipGlobalNorm(grads, t.clip)
 	if err != nil {
 		return norm, err
 	}
-	return norm, t.Step(t.grads)
+	return norm, t.Step(grads)
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -23,7 +24,7 @@ import (
 // The CPU's groups: what bounds it, a matrix product, a Kasmina layer, and training.
 func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "train"} }
 
-// onCPU measures in float32, on as many cores as GOMAXPROCS says, through Gorgonia's tape machine where there is a graph.
+// onCPU measures in float32, on as many cores as GOMAXPROCS says.
 func onCPU(o options) error {
 	if err := o.check(cpuGroups()); err != nil {
 		return err
@@ -144,8 +145,11 @@ func cpuKasmina(options) error {
 				return err
 			}
 		}
-		machine := gorgonia.NewTapeMachine(g)
-		took, err := timed(func() error { machine.Reset(); return machine.RunAll() })
+		machine, err := cpuops.NewMachine(g)
+		if err != nil {
+			return err
+		}
+		took, err := timed(machine.RunAll)
 		if err != nil {
 			return err
 		}
@@ -184,13 +188,16 @@ func cpuTrain(o options) error {
 	if err != nil {
 		return err
 	}
-	machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	if err != nil {
+		return err
+	}
 	defer machine.Close()
 	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
 	if err != nil {
 		return err
 	}
-	grads := gorgonia.NodesToValueGrads(g.Params)
+	grads := machine.ValueGrads()
 	random := rand.New(rand.NewPCG(1, 1))
 	var times []time.Duration
 	for i := range 2 + o.steps {
@@ -198,7 +205,6 @@ func cpuTrain(o options) error {
 			return err
 		}
 		start := time.Now()
-		machine.Reset()
 		if err := machine.RunAll(); err != nil {
 			return err
 		}
