@@ -15,6 +15,10 @@ import (
 // process see. The error around it says which, where was searched, and what to do.
 var ErrNoDevice = errors.New("no NVIDIA GPU")
 
+// ErrOutOfMemory means that something did not fit into the GPU's memory. The error around it says what, how much it asked for
+// and what was free.
+var ErrOutOfMemory error = driver.OutOfMemory
+
 // ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
 

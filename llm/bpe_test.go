@@ -150,10 +150,11 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
 	}
 	calls := 0
-	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000, func(merges, of int) {
+	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000, func(merges, of int) error {
 		if calls++; merges != calls || of != 743 {
 			t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
 		}
+		return nil
 	})
 	if err != nil || got.Name() != want.Name() || !slices.Equal(got.merges, want.merges) || calls != 743 {
 		t.Errorf("%v after %d calls: %v, want %v", got.Name(), calls, err, want.Name())
@@ -498,7 +499,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text.bpe")
 	trained := 0
 	load := func(vocab int) (*BPE, error) {
-		return LoadOrTrainBPE(path, c.Train, vocab, 1<<20, func(int, int) { trained++ })
+		return LoadOrTrainBPE(path, c.Train, vocab, 1<<20, func(int, int) error { trained++; return nil })
 	}
 	first, err := load(300)
 	if err != nil || trained == 0 {

@@ -14,8 +14,8 @@ import (
 // 2^20, or before, when no pair occurs twice. The same text and size give the same encoding, however the reader portions
 // it. Memory grows with the number of different pieces, not with the text.
 //
-// The function progress is called, if it is not nil, after each merge.
-func TrainBPE(text io.Reader, vocab int, progress func(merges, of int)) (*BPE, error) {
+// The function progress is called, if it is not nil, after each merge. An error of it ends the training.
+func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*BPE, error) {
 	if vocab < 257 || vocab > maxVocab {
 		return nil, fmt.Errorf("llm: TrainBPE: the vocabulary is %d, want 257 to %d: 256 bytes, the end of a document, and merges",
 			vocab, maxVocab)
@@ -35,8 +35,11 @@ func TrainBPE(text io.Reader, vocab int, progress func(merges, of int)) (*BPE, e
 		}
 		t.merge(p, int32(256+len(merges)))
 		merges = append(merges, p)
-		if progress != nil {
-			progress(len(merges), cap(merges))
+		if progress == nil {
+			continue
+		}
+		if err := progress(len(merges), cap(merges)); err != nil {
+			return nil, fmt.Errorf("llm: TrainBPE: %w", err)
 		}
 	}
 	b, err := newBPE(merges)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
 // due reports whether a callback that acts every so many steps, and after the last one, should act on this event.
@@ -77,36 +79,117 @@ func (t *Trainer) unlessStopped(err error) error {
 	return err
 }
 
+// A CheckpointOption changes what Checkpoint does.
+type CheckpointOption func(*checkpointer)
+
+// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy of everything in it that
+// takes memory until the file is complete. Its Saved event has the step that was saved, and comes after a later one.
+func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
+
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
 // when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one.
-func Checkpoint(t *Trainer, path string, every int) Callback {
+func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t == nil {
 		return refuse("Checkpoint: the trainer is nil")
 	}
-	return func(e Event) error {
-		if !due(e, every) && e.Kind != Interrupted {
-			return nil
+	c := &checkpointer{t: t, path: path}
+	for _, opt := range opts {
+		if opt == nil {
+			return refuse("Checkpoint: an option is nil")
 		}
-		if err := t.Save(path); err != nil {
+		opt(c)
+	}
+	return func(e Event) error {
+		switch {
+		case e.Kind == RunEnd:
+			return c.wait()
+		case !due(e, every) && e.Kind != Interrupted:
+			return c.poll()
+		case c.background && e.Kind == StepEnd && e.Step < e.Steps:
+			return c.begin(e.Step)
+		}
+		if err := errors.Join(c.finish(), t.Save(path)); err != nil {
 			return err
 		}
-		return t.emit(Saved, func(e *Event) { e.Path = path })
+		return c.saved(e.Step)
 	}
 }
 
+// A checkpointer writes one file at a time.
+type checkpointer struct {
+	t          *Trainer
+	path       string
+	background bool
+	step       int        // that is being written
+	written    chan error // has its result; nil when nothing is being written
+}
+
+// begin starts to write the trainer's state, after what is still being written.
+func (c *checkpointer) begin(step int) error {
+	if err := c.finish(); err != nil {
+		return err
+	}
+	tensors, metadata, err := c.t.snapshot()
+	if err != nil {
+		return err
+	}
+	copyTensors(tensors)
+	c.step, c.written = step, make(chan error, 1)
+	go func(written chan<- error) { written <- safetensors.Save(c.path, tensors, metadata) }(c.written)
+	return nil
+}
+
+// wait waits for what is being written.
+func (c *checkpointer) wait() error {
+	if c.written == nil {
+		return nil
+	}
+	err := <-c.written
+	c.written = nil
+	return err
+}
+
+// finish waits for what is being written, and tells the callbacks of it.
+func (c *checkpointer) finish() error {
+	if c.written == nil {
+		return nil
+	}
+	if err := c.wait(); err != nil {
+		return err
+	}
+	return c.saved(c.step)
+}
+
+// poll finishes what needs no more waiting.
+func (c *checkpointer) poll() error {
+	if len(c.written) == 0 {
+		return nil
+	}
+	return c.finish()
+}
+
+func (c *checkpointer) saved(step int) error {
+	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
+}
+
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last step, tells the callbacks,
-// and writes the text of the latest sample to the file at path, unless that is empty. Every sample starts from the same
-// random seed. Arguments that cannot be used end the run before its first step.
+// and writes the text of the latest sample to the file at path, unless that is empty. With an empty prompt a document
+// begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
+// vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the run before
+// its first step.
 func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig, path string, every int) Callback {
 	switch _, err := NewSampler(c); {
 	case err != nil:
 		return refuse("SampleText: %w", err)
 	case t == nil || tok == nil:
 		return refuse("SampleText: trainer and tokenizer must not be nil")
-	case len(tok.Encode([]byte(prompt))) == 0:
+	case len(promptTokens(tok, prompt)) == 0:
 		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)
 	case n < 0:
 		return refuse("SampleText: asked for %d tokens, want at least 0", n)
+	}
+	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
+		c.Vocab = tok.VocabSize()
 	}
 	return func(e Event) error {
 		if !due(e, every) {
@@ -125,6 +208,14 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 	}
 }
 
+// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a document.
+func promptTokens(tok Tokenizer, prompt string) []int {
+	if e, ok := tok.(documentEnder); ok && prompt == "" {
+		return []int{e.EndOfDocument()}
+	}
+	return tok.Encode([]byte(prompt))
+}
+
 // sample returns the prompt and n tokens that follow it.
 func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (string, error) {
 	s, err := NewSampler(c)
@@ -132,7 +223,7 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 		return "", err
 	}
 	g := &Generator{seq: t.Model.Config.Seq, logits: t.engine.Logits}
-	tokens, err := g.generate(tok.Encode([]byte(prompt)), n, s, t.stopped)
+	tokens, err := g.generate(promptTokens(tok, prompt), n, s, t.stopped)
 	if err != nil {
 		return "", err
 	}

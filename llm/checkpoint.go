@@ -57,20 +57,29 @@ func (m *Model) Save(path string) error {
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
 // also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
-	tensors, metadata, err := t.Model.tensors()
+	tensors, metadata, err := t.snapshot()
 	if err != nil {
 		return err
 	}
+	return safetensors.Save(path, tensors, metadata)
+}
+
+// snapshot returns what Save writes. The parameters' memory is the model's own.
+func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
+	tensors, metadata, err := t.Model.tensors()
+	if err != nil {
+		return nil, nil, err
+	}
 	if err := t.probe(); err != nil {
-		return fmt.Errorf("llm: saving the run: %w", err)
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
 	for _, s := range t.Optimizer.State() {
 		if !finite(s.Data) {
-			return fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, s.Name)
+			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, s.Name)
 		}
 		x, err := safetensors.New(optimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
-			return fmt.Errorf("llm: saving the optimiser: %w", err)
+			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w", err)
 		}
 		tensors = append(tensors, x)
 	}
@@ -82,11 +91,25 @@ func (t *Trainer) Save(path string) error {
 	} {
 		text, err := json.Marshal(v)
 		if err != nil {
-			return fmt.Errorf("llm: saving the run: %w", err)
+			return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 		}
 		metadata[key] = string(text)
 	}
-	return safetensors.Save(path, tensors, metadata)
+	return tensors, metadata, nil
+}
+
+// copyTensors gives parameters memory of their own, on all cores. All else in a snapshot has its own already.
+func copyTensors(tensors []safetensors.Tensor) {
+	cpu.Parallel(len(tensors), 1, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			switch x := tensors[i].Data.(type) {
+			case []float32:
+				tensors[i].Data = slices.Clone(x)
+			case []float64:
+				tensors[i].Data = slices.Clone(x)
+			}
+		}
+	})
 }
 
 // ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads the file's header alone.
@@ -197,8 +220,8 @@ func LoadModel(path string) (*Model, error) {
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
 // as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
 // architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
-// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed) or beyond TrainConfig.Steps is an
-// error, after which the trainer is as before.
+// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer) or beyond
+// TrainConfig.Steps is an error, after which the trainer is as before.
 func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	var r resumption
 	for _, opt := range opts {
@@ -228,6 +251,9 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d", run.Step, t.Config.Steps)
+	}
+	if here, there := t.Loader.tokens.Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
+		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s", ErrSettings, there, here)
 	}
 	diff := t.differs(run.Settings)
 	if len(diff) > 0 && !r.newSettings {

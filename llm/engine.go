@@ -25,12 +25,13 @@ type Engine interface {
 	Drop() error
 	// Loss returns the model's loss on a batch, without a trace in it.
 	Loss(b Batch) (float64, error)
-	// Logits returns those of the last of the given tokens, which fit the model's window: a []float32 or a []float64.
+	// Logits returns those for what follows the given tokens, which fit the model's window: a []float32 or a []float64.
 	Logits(tokens []int) (any, error)
 	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
 	FirstNonFinite() (name, kind string, found bool)
-	// Pull makes the model's parameters and the optimiser's state on the host those of the engine.
-	Pull() error
+	// Pull makes the model's parameters of the given names on the host those of the engine, and without names all, and the
+	// optimiser's state.
+	Pull(params ...string) error
 	// Push makes the engine's parameters of the given names those on the host, and without names all, and what it keeps of
 	// the optimiser.
 	Push(params ...string) error
@@ -166,7 +167,7 @@ func newRunner(g *Graph) (*runner, error) {
 	return &runner{g, machine}, nil
 }
 
-func (t *host) Pull() error          { return nil }
+func (t *host) Pull(...string) error { return nil }
 func (t *host) Push(...string) error { return nil }
 
 func (t *host) Close() error {
@@ -197,11 +198,14 @@ func (g *Graph) Let(b Batch) error {
 	return gorgonia.Let(g.Targets, ids(b.Targets))
 }
 
-// LetTokens gives a graph for logits the tokens of one window, filled up with zeros to the right: the model, being causal,
-// does not see those from the last token's position.
+// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The window is filled up with
+// zeros to the right: the model, being causal, does not see those from the last token's position.
 func (g *Graph) LetTokens(tokens []int) error {
 	window := make([]int, g.IDs.Shape()[0])
 	copy(window, tokens)
+	if err := gorgonia.Let(g.Rows, ids([]int{len(tokens) - 1})); err != nil {
+		return err
+	}
 	return gorgonia.Let(g.IDs, ids(window))
 }
 
@@ -230,7 +234,7 @@ func scalar(v gorgonia.Value) (float64, error) {
 	}
 }
 
-// logits returns those of the last token.
+// logits returns those for the token that follows.
 func (r *runner) logits(tokens []int) (any, error) {
 	r.machine.Reset()
 	if err := r.LetTokens(tokens); err != nil {
@@ -239,18 +243,5 @@ func (r *runner) logits(tokens []int) (any, error) {
 	if err := r.machine.RunAll(); err != nil {
 		return nil, err
 	}
-	return LastRow(r.Logits.Value(), len(tokens))
-}
-
-// LastRow is row rows−1 of a matrix, a []float32 or a []float64.
-func LastRow(v gorgonia.Value, rows int) (any, error) {
-	columns := v.Shape()[1]
-	switch x := v.Data().(type) {
-	case []float32:
-		return x[(rows-1)*columns:][:columns], nil
-	case []float64:
-		return x[(rows-1)*columns:][:columns], nil
-	default:
-		return nil, fmt.Errorf("the logits are a %T", x)
-	}
+	return r.Logits.Value().Data(), nil
 }

@@ -18,7 +18,7 @@ type GraphKind uint8
 const (
 	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
 	ForLoss                          // the loss alone; lattices only count what is not finite
-	ForLogits                        // the logits; lattices only count what is not finite
+	ForLogits                        // the logits of one position of each sequence; lattices only count what is not finite
 )
 
 // Graph is a model's computation on one batch. Every graph of a model shares the memory of its parameters.
@@ -29,7 +29,8 @@ type Graph struct {
 	IDs     *gorgonia.Node // int [Batch·Seq]
 	Targets *gorgonia.Node // int [Batch·Seq], negative where there is nothing to predict; nil for ForLogits
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil for ForLogits
-	Logits  *gorgonia.Node // [Batch·Seq, Vocab]; nil but for ForLogits
+	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted; nil but for ForLogits
+	Logits  *gorgonia.Node // [Batch, Vocab]; nil but for ForLogits
 	Params  gorgonia.Nodes // one for each of the model's Params
 }
 
@@ -89,6 +90,12 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	}
 	if err != nil {
 		return nil, err
+	}
+	if b.kind == ForLogits {
+		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch), gorgonia.WithName("rows"))
+		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
+			return nil, err
+		}
 	}
 	if x, err = op.RMSNorm(x, b.nodes[normName], c.Eps); err != nil {
 		return nil, err

@@ -47,6 +47,7 @@ func TestNil(t *testing.T) {
 		"Evaluate quick text":  func() error { return run(Evaluate(tr, e, 1, WithQuick(nil))) },
 		"Evaluate option":      func() error { return run(Evaluate(tr, e, 1, nil)) },
 		"Checkpoint":           func() error { return run(Checkpoint(nil, "x", 1)) },
+		"Checkpoint option":    func() error { return run(Checkpoint(tr, "x", 1, nil)) },
 		"SampleText trainer":   func() error { return run(SampleText(nil, ByteTokenizer{}, "a", 1, SamplerConfig{}, "", 0)) },
 		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, SamplerConfig{}, "", 0)) },
 		"LossCurve option":     func() error { return run(LossCurve("x", "", nil)) },

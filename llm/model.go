@@ -5,10 +5,12 @@ import (
 	"iter"
 	"math"
 	"math/rand/v2"
+	"slices"
 
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -41,12 +43,18 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
 	}
 	m := &Model{Config: c, byName: map[string]int{}}
-	for p := range c.params() {
-		// Each parameter has a stream of its own, so that adding one does not change the others.
-		r := rand.New(rand.NewPCG(seed, uint64(len(m.Params))))
-		m.byName[p.name] = len(m.Params)
-		m.Params = append(m.Params, Param{p.name, newParam(dt, p.shape, func() float64 { return p.start + p.deviation*r.NormFloat64() })})
+	specs := slices.Collect(c.params())
+	m.Params = make([]Param, len(specs))
+	for i, p := range specs {
+		m.byName[p.name] = i
 	}
+	cpu.Parallel(len(specs), 1, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			// Each parameter has a stream of its own, so that adding one does not change the others.
+			p, r := specs[i], rand.New(rand.NewPCG(seed, uint64(i)))
+			m.Params[i] = Param{p.name, newParam(dt, p.shape, func() float64 { return p.start + p.deviation*r.NormFloat64() })}
+		}
+	})
 	for _, b := range c.Kasmina {
 		l, err := m.newLattice(lattice...)
 		if err != nil {
@@ -125,7 +133,7 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	}
 	p := blockPrefix(m.Config.Kasmina[i])
 	w, s := m.Param(p+kasminaWeights), m.Param(p+kasminaScales)
-	err := m.pull()
+	err := m.pull(p+kasminaWeights, p+kasminaScales)
 	if err != nil {
 		return fmt.Errorf("llm: Germinate: %w", err)
 	}
@@ -143,12 +151,12 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	return nil
 }
 
-// pull makes parameters on the host those that a trainer has elsewhere.
-func (m *Model) pull() error {
+// pull makes parameters on the host, those of the given names or all, what they are where a trainer has them.
+func (m *Model) pull(params ...string) error {
 	if m.mirror == nil {
 		return nil
 	}
-	return m.mirror.Pull()
+	return m.mirror.Pull(params...)
 }
 
 // germinate computes the identity start aside, so that the seed stays dormant and the slot as it is if either is refused.

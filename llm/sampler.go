@@ -17,7 +17,10 @@ type SamplerConfig struct {
 	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after TopK, add up to at least
 	// TopP; 0 keeps all. (Holtzman et al., "The curious case of neural text degeneration", 2020.)
 	TopP float64
-	Seed uint64
+	// Vocab is the size of the tokenizer's vocabulary, where the model's is larger: ids from it on are never drawn. 0 is that
+	// of the logits.
+	Vocab int
+	Seed  uint64
 }
 
 // A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the more probable. The
@@ -44,6 +47,8 @@ func NewSampler(c SamplerConfig) (*Sampler, error) {
 		return nil, fmt.Errorf("llm: NewSampler: TopK is %d, want at least 0", c.TopK)
 	case !(c.TopP >= 0 && c.TopP <= 1):
 		return nil, fmt.Errorf("llm: NewSampler: TopP is %v, want 0 to 1", c.TopP)
+	case c.Vocab < 0:
+		return nil, fmt.Errorf("llm: NewSampler: Vocab is %d, want at least 0", c.Vocab)
 	}
 	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
 }
@@ -53,6 +58,9 @@ func NewSampler(c SamplerConfig) (*Sampler, error) {
 func Sample[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
 		return 0, fmt.Errorf("llm: Sample: the sampler is nil")
+	}
+	if v := s.config.Vocab; v > 0 && v < len(logits) {
+		logits = logits[:v]
 	}
 	s.choices = s.choices[:0]
 	for i, logit := range logits {

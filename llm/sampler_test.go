@@ -210,6 +210,7 @@ func TestSamplerErrors(t *testing.T) {
 		{SamplerConfig{TopP: -0.5}, "TopP is -0.5"},
 		{SamplerConfig{TopP: 1.01}, "TopP is 1.01"},
 		{SamplerConfig{TopP: nan}, "TopP is NaN"},
+		{SamplerConfig{Vocab: -1}, "Vocab is -1"},
 	} {
 		if _, err := NewSampler(c.config); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%+v: %v, want an error with %q", c.config, err, c.want)

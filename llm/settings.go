@@ -122,7 +122,8 @@ type resumption struct {
 
 // WithNewSettings goes on with the trainer's settings where they are not those of the run that wrote the checkpoint,
 // instead of refusing it with ErrSettings. If there are such, report, unless it is nil, is told of them once everything is
-// loaded. A loader of another seed begins its next epoch.
+// loaded. A loader of another seed begins its next epoch. Another tokenizer is refused all the same: to the model, its ids
+// would mean nothing.
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
 }

@@ -71,7 +71,7 @@ func newTokenHeader(text *Text, tok Tokenizer) tokenHeader {
 // CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
 // another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
 // it is not overwritten.
-func CacheTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64)) (*TokenFile, error) {
+func CacheTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(path, text, tok)
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrDataChanged) {
 		return t, err
@@ -228,8 +228,8 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // cores. Memory for some portions is all that it takes.
 //
 // The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
-// there are.
-func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64)) error {
+// there are. An error of it ends the work.
+func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) error {
 	if text == nil || tok == nil {
 		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
 	}
@@ -248,7 +248,7 @@ func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of
 				return err
 			}
 			if done += int64(len(p.text)); progress != nil {
-				progress(done, text.Size())
+				return progress(done, text.Size())
 			}
 			return nil
 		})

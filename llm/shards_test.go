@@ -122,11 +122,12 @@ func TestTokenFileIsTheSameOnAnyNumberOfCores(t *testing.T) {
 		func() {
 			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(cores))
 			var last int64
-			err := WriteTokens(path, text, bpe, func(done, of int64) {
+			err := WriteTokens(path, text, bpe, func(done, of int64) error {
 				if done <= last || done > of || of != text.Size() {
 					t.Errorf("progress(%d, %d) after %d", done, of, last)
 				}
 				last = done
+				return nil
 			})
 			if err != nil || last != text.Size() {
 				t.Fatalf("progress ended at %d of %d: %v", last, text.Size(), err)
@@ -198,7 +199,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		}
 		called := false
 		f.Close()
-		again, err := CacheTokens(path, text, wide{}, func(int64, int64) { called = true })
+		again, err := CacheTokens(path, text, wide{}, func(int64, int64) error { called = true; return nil })
 		if err != nil || called {
 			t.Fatalf("%s: the new tokens are not used: %v", c.name, err)
 		}

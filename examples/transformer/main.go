@@ -1,13 +1,18 @@
-// Command transformer trains a small Llama-style language model with Kasmina layers on text, on an NVIDIA GPU if there is one, and
+// Command transformer trains a Llama-style language model, a small one unless told otherwise, with Kasmina layers on text, on an NVIDIA GPU if there is one, and
 // else on the CPU.
 //
 //	go run ./examples/transformer                     # about three minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
+//	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
 //
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results.
+//
+// The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
+// and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
+// too (tokenizer.bpe). Options that are given override the preset.
 //
 // An interrupt (Ctrl-C) saves a checkpoint before it ends the run; a second one ends it at once. With -resume, options that
 // are not given are those of the checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are
@@ -38,10 +43,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-const (
-	checkpointName = "model.safetensors"
-	quickBytes     = 64 << 10 // of held-out text, for evaluations before the last step
-)
+const checkpointName = "model.safetensors"
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -58,7 +60,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	train, heldOut, err := openData(o, stderr)
+	data, err := openData(o, stderr)
 	if err != nil {
 		return err
 	}
@@ -70,9 +72,13 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		defer device.Close()
 		o.train.Engine = gpu.Engine(device, precisions[o.precision])
 	}
-	t, err := newTrainer(o, train)
-	if err != nil {
+	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err
+	}
+	defer data.close()
+	t, err := newTrainer(o, data.tokens)
+	if err != nil {
+		return withHint(err)
 	}
 	defer t.Close()
 	if o.resume.set {
@@ -82,29 +88,65 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
 	}
-	baselines, err := score(ctx, train, heldOut, stderr)
+	baselines, err := score(ctx, data.train, data.heldOut, stderr)
 	if err != nil {
 		return err
 	}
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
-	if err := addCallbacks(t, o, heldOut, stderr); err != nil {
+	if bpe, ok := data.tokenizer.(*llm.BPE); ok { // with which the checkpoint can be used without the data
+		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
+			return err
+		}
+	}
+	if err := addCallbacks(t, o, data, stderr); err != nil {
 		return err
+	}
+	if device == nil {
+		if o.preset != "small" && o.train.Batch > 1 {
+			fmt.Fprintf(stderr, "memory    should it not suffice, -batch 1 -accumulate %d makes steps of as many tokens with less\n",
+				o.train.Batch*o.train.Accumulate)
+		}
+		t.On(tellPace(stderr))
 	}
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
 		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
 	} else if err != nil {
-		return err
+		return withHint(err)
 	}
 	return report(o, t.Last(), baselines, stdout)
 }
 
-func addCallbacks(t *llm.Trainer, o options, heldOut []byte, stderr io.Writer) error {
+// withHint says what helps against an error that a GPU's memory is too small.
+func withHint(err error) error {
+	if errors.Is(err, cudaops.ErrOutOfMemory) {
+		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as many tokens in a step, and so does -recompute", err)
+	}
+	return err
+}
+
+// tellPace tells how long a run will take if the first step says that it will be long.
+func tellPace(w io.Writer) llm.Callback {
+	told := false
+	return func(e llm.Event) error {
+		if e.Kind != llm.StepEnd || told {
+			return nil
+		}
+		told = true
+		if step, left := e.Elapsed, e.Steps-e.Step; step > 5*time.Second && left > 0 {
+			fmt.Fprintf(w, "pace      a step of %d tokens takes %v on this CPU, and the %d to come %v: -steps, -batch and -seq make it less\n",
+				e.StepTokens, step.Round(time.Second/10), left, (time.Duration(left) * step).Round(time.Second))
+		}
+		return nil
+	}
+}
+
+func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 	var texts [2]*llm.Evaluation
-	for i, text := range [][]byte{heldOut, thin(heldOut)} {
+	for i, text := range [][]byte{d.heldOut, thin(d.heldOut)} {
 		var err error
-		if texts[i], err = llm.NewEvaluation(text, llm.ByteTokenizer{}, o.train.Batch, o.model.Seq); err != nil {
+		if texts[i], err = llm.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq); err != nil {
 			return err
 		}
 	}
@@ -117,82 +159,10 @@ func addCallbacks(t *llm.Trainer, o options, heldOut []byte, stderr io.Writer) e
 		llm.JSONLog(in("log.jsonl")),
 		llm.LossCurve(in("loss.png"), in("log.jsonl")),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
-		llm.Checkpoint(t, in(checkpointName), o.saveEvery),
-		llm.SampleText(t, llm.ByteTokenizer{}, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
+		llm.Checkpoint(t, in(checkpointName), o.saveEvery, llm.InBackground()),
+		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
 	)
 	return nil
-}
-
-// thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over it.
-func thin(text []byte) []byte {
-	const piece, pieces = 4 << 10, quickBytes / (4 << 10)
-	if len(text) <= quickBytes {
-		return text
-	}
-	thinned := make([]byte, 0, quickBytes)
-	for i := range pieces {
-		at := i * (len(text) - piece) / (pieces - 1)
-		thinned = append(thinned, text[at:at+piece]...)
-	}
-	return thinned
-}
-
-// openData returns the text to train on and the held-out text to score.
-func openData(o options, stderr io.Writer) (*llm.Text, []byte, error) {
-	path := o.data
-	opts := []llm.CorpusOption{}
-	if path == "" {
-		var err error
-		if path, err = llm.GoSource(); err != nil {
-			return nil, nil, err
-		}
-		opts = append(opts, llm.WithExtensions(".go"))
-	}
-	if o.maxBytes > 0 {
-		opts = append(opts, llm.WithMaxBytes(o.maxBytes))
-	}
-	corpus, err := llm.OpenCorpus(path, opts...)
-	if err != nil {
-		return nil, nil, err
-	}
-	heldOut, err := corpus.HeldOut.Sample(int(o.heldOut))
-	if err != nil {
-		return nil, nil, err
-	}
-	fmt.Fprintf(stderr, "data      %s: %.1f MB in %d files to train on, %.0f kB held out\n",
-		path, float64(corpus.Train.Size())/1e6, corpus.Train.Documents(), float64(len(heldOut))/1e3)
-	return corpus.Train, heldOut, nil
-}
-
-type baselines struct{ order2, gzip float64 }
-
-// untilDone reads until the context ends.
-type untilDone struct {
-	ctx context.Context
-	io.Reader
-}
-
-func (r untilDone) Read(p []byte) (int, error) {
-	if err := context.Cause(r.ctx); err != nil {
-		return 0, err
-	}
-	return r.Reader.Read(p)
-}
-
-// score measures what simpler models make of the held-out text, in bits per byte.
-func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
-	m, err := llm.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
-	if err != nil {
-		return b, err
-	}
-	if b.order2, err = m.BitsPerByte(heldOut); err != nil {
-		return b, err
-	}
-	if b.gzip, err = llm.GzipBitsPerByte(heldOut); err != nil {
-		return b, err
-	}
-	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
-	return b, nil
 }
 
 var precisions = map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}
@@ -216,12 +186,8 @@ func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
 	return nil, err
 }
 
-func newTrainer(o options, train *llm.Text) (*llm.Trainer, error) {
+func newTrainer(o options, tokens llm.Tokens) (*llm.Trainer, error) {
 	m, err := llm.NewModel(o.model, tensor.Float32, o.seed, state.WithoutGates())
-	if err != nil {
-		return nil, err
-	}
-	tokens, err := llm.Tokenize(train, llm.ByteTokenizer{})
 	if err != nil {
 		return nil, err
 	}
@@ -250,7 +216,7 @@ func newOptimizer(o options) (optim.Optimizer, float64, error) {
 	adamw := []optim.AdamWOption{optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1),
 		optim.WithGroup(optim.NameContains("norm", "kasmina"), optim.Decay(0))}
 	if o.optimizer == "adamw" {
-		lr := rate(3e-3)
+		lr := rate(adamwRates[o.preset])
 		a, err := optim.NewAdamW(append(adamw, optim.WithLR(lr))...)
 		return a, lr, err
 	}

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -14,18 +16,20 @@ import (
 )
 
 type options struct {
-	data, out, optimizer, prompt string
-	device, precision            string
-	resume                       resumeFlag
-	kasmina                      bool
-	model                        llm.Config
-	train                        llm.TrainConfig
-	lr                           float64
-	seed                         uint64
-	maxBytes, heldOut            int64
-	evalEvery, saveEvery         int
-	sample                       int
-	sampler                      llm.SamplerConfig
+	data, out, cache, preset string
+	optimizer, prompt        string
+	device, precision        string
+	resume                   resumeFlag
+	kasmina                  bool
+	model                    llm.Config
+	train                    llm.TrainConfig
+	vocab                    int // entries of the byte-pair encoding, 0 for bytes
+	lr                       float64
+	seed                     uint64
+	maxBytes, heldOut        int64
+	evalEvery, saveEvery     int
+	sample                   int
+	sampler                  llm.SamplerConfig
 
 	changed []string // what a resumed run is told to do otherwise than before
 }
@@ -65,13 +69,17 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash, and a checkpoint is named with "+
 			"-resume=FILE; -help lists the options", f.Args())
 	}
+	given := map[string]bool{}
+	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
 	if o.resume.set {
 		if o.resume.path == "" {
 			o.resume.path = filepath.Join(o.out, checkpointName)
 		}
-		if err := o.restore(f); err != nil {
+		if err := o.restore(f, given); err != nil {
 			return o, err
 		}
+	} else if err := o.apply(f, given); err != nil {
+		return o, err
 	}
 	if o.data != "" {
 		var err error
@@ -81,7 +89,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
-		if f.Name != "out" && f.Name != "resume" {
+		if !slices.Contains([]string{"out", "cache", "resume"}, f.Name) {
 			o.train.Notes[f.Name] = f.Value.String()
 		}
 	})
@@ -91,10 +99,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f := flag.NewFlagSet("transformer", flag.ContinueOnError)
 	f.SetOutput(stderr)
+	f.StringVar(&o.preset, "preset", "small", "what options are that are not given: "+presetNames())
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.StringVar(&o.precision, "precision", "bf16", "on a GPU: bf16, f16, or f32 for checking")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
+	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
 	f.IntVar(&o.train.Steps, "steps", 450, "optimiser steps in all; learning rate and growth follow them")
 	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
@@ -104,35 +114,47 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.IntVar(&o.model.Heads, "heads", 4, "query heads")
 	f.IntVar(&o.model.KVHeads, "kvheads", 0, "key-value heads (default: as many as query heads)")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptron (default: 8/3 of -dim)")
-	f.IntVar(&o.model.Seq, "seq", 256, "bytes in a sequence")
+	f.IntVar(&o.model.Seq, "seq", 256, "tokens in a sequence")
+	f.IntVar(&o.vocab, "vocab", 0, "entries of a byte-pair encoding trained on the data, 257 or more; the model's vocabulary is rounded "+
+		"up to a multiple of 64 (default: a token is a byte)")
 	f.BoolVar(&o.model.Untied, "untied", false, "give the output layer its own weight")
 	f.IntVar(&o.train.Batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches in a step")
 	f.BoolVar(&o.train.Recompute, "recompute", false, "compute blocks again in the backward pass: less memory, more work")
 	f.StringVar(&o.optimizer, "optimizer", "muon", "adamw or muon")
-	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.003 for adamw, 0.02 for muon)")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.02 for muon; for adamw 0.003, and less in large presets)")
 	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm, 0 for none")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters, data order and sample")
 	f.Int64Var(&o.maxBytes, "max-bytes", 0, "use no more than about this much of the data, 0 for all")
 	f.Int64Var(&o.heldOut, "heldout", 256<<10, "bytes of held-out text to score at the end; evaluations before it score 64 KiB at most")
 	f.IntVar(&o.evalEvery, "eval-every", 150, "steps between evaluations, 0 for the last step alone")
 	f.IntVar(&o.saveEvery, "save-every", 150, "steps between checkpoints, 0 for the last step alone")
-	f.IntVar(&o.sample, "sample", 300, "bytes of text to draw at the end")
-	f.StringVar(&o.prompt, "prompt", "func ", "start of the drawn text")
-	f.Float64Var(&o.sampler.Temperature, "temperature", 0.7, "of the drawn text; 0 always takes the likeliest byte")
-	f.IntVar(&o.sampler.TopK, "top-k", 0, "draw from the k likeliest bytes, 0 for all")
-	f.Float64Var(&o.sampler.TopP, "top-p", 0.95, "draw from the likeliest bytes that together reach this probability")
+	f.IntVar(&o.sample, "sample", 300, "tokens to draw at the end")
+	f.StringVar(&o.prompt, "prompt", "func ", "start of the drawn text; with -vocab it may be empty, for the start of a document")
+	f.Float64Var(&o.sampler.Temperature, "temperature", 0.7, "of the drawn text; 0 always takes the likeliest token")
+	f.IntVar(&o.sampler.TopK, "top-k", 0, "draw from the k likeliest tokens, 0 for all")
+	f.Float64Var(&o.sampler.TopP, "top-p", 0.95, "draw from the likeliest tokens that together reach this probability")
 	return f
 }
 
+// cacheFolder returns where the user's programs keep what can be made again.
+func cacheFolder() string {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		dir = os.TempDir()
+	}
+	return filepath.Join(dir, "kasmina")
+}
+
 // restore sets the options that were not given to those of the checkpoint, and notes which of the others differ.
-func (o *options) restore(f *flag.FlagSet) error {
+func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	notes, err := llm.ReadNotes(o.resume.path)
 	if err != nil {
 		return err
 	}
-	given := map[string]bool{}
-	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
+		return fmt.Errorf("-preset is %s, and the run in %s was begun with %s: without -preset it goes on as it was", o.preset, o.resume.path, was)
+	}
 	var errs []error
 	f.VisitAll(func(fl *flag.Flag) {
 		was, known := notes[fl.Name]
@@ -152,6 +174,9 @@ func (o *options) restore(f *flag.FlagSet) error {
 // finish derives what the options leave open, and refuses what would otherwise fail only after the training.
 func (o *options) finish() error {
 	o.model.Vocab = llm.ByteTokenizer{}.VocabSize()
+	if o.vocab != 0 {
+		o.model.Vocab = (o.vocab + 63) / 64 * 64 // which matrix products are fast at
+	}
 	if o.kasmina {
 		for i := range o.model.Layers {
 			o.model.Kasmina = append(o.model.Kasmina, i)
@@ -170,10 +195,12 @@ func (o *options) finish() error {
 		value      any
 	}{
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
-		{o.prompt != "", "prompt", "some text", `""`},
+		{o.vocab == 0 || o.vocab >= 257 && o.vocab <= 1<<20, "vocab", "0, or 257 to 1048576", o.vocab},
+		{o.prompt != "" || o.vocab > 0, "prompt", "some text", `""`},
 		{o.sample >= 0, "sample", "at least 0", o.sample},
 		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
+		{presets[o.preset] != nil, "preset", "one of " + presetNames(), strconv.Quote(o.preset)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
 		{slices.Contains([]string{"bf16", "f16", "f32"}, o.precision), "precision", "bf16, f16 or f32", strconv.Quote(o.precision)},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},

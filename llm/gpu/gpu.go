@@ -168,7 +168,7 @@ func (e *engine) Logits(tokens []int) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return llm.LastRow(v, len(tokens))
+	return v.Data(), nil
 }
 
 func (r *runner) run(b llm.Batch) (float64, error) {
@@ -189,14 +189,41 @@ func (r *runner) run(b llm.Batch) (float64, error) {
 	return float64(x), nil
 }
 
-func (e *engine) Pull() error {
+// Pull fetches the named parameters; without names all, and what the optimiser remembers.
+func (e *engine) Pull(names ...string) error {
 	if !e.changed {
+		return nil
+	}
+	for _, name := range names {
+		if err := e.pull(name); err != nil {
+			return err
+		}
+	}
+	if len(names) > 0 {
 		return nil
 	}
 	if err := e.train.machine.Download(); err != nil {
 		return err
 	}
 	e.changed = false
+	return nil
+}
+
+// pull fetches a parameter.
+func (e *engine) pull(name string) error {
+	i := slices.IndexFunc(e.train.Params, func(p *gorgonia.Node) bool { return p.Name() == name })
+	if i < 0 {
+		return fmt.Errorf("the model has no parameter %s", name)
+	}
+	v, err := e.train.machine.Value(e.train.Params[i])
+	if err != nil {
+		return err
+	}
+	x, ok := v.Data().([]float32)
+	if !ok {
+		return fmt.Errorf("parameter %s is a %T", name, v.Data())
+	}
+	copy(e.model.Params[i].Value.Float32s(), x)
 	return nil
 }
 

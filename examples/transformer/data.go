@@ -1,0 +1,184 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"path/filepath"
+	"time"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+const (
+	tokenizerName = "tokenizer.bpe"
+	tokenizerText = 64 << 20 // bytes of text that a byte-pair encoding is trained on, at most
+	quickBytes    = 64 << 10 // of held-out text, for evaluations before the last step
+)
+
+// data is what a run learns from and what it is scored on.
+type data struct {
+	train     *llm.Text
+	heldOut   []byte
+	tokenizer llm.Tokenizer
+	tokens    llm.Tokens
+}
+
+// openData finds the text to train on and the held-out text to score.
+func openData(o options, stderr io.Writer) (d data, err error) {
+	path := o.data
+	opts := []llm.CorpusOption{}
+	if path == "" {
+		if path, err = llm.GoSource(); err != nil {
+			return d, err
+		}
+		opts = append(opts, llm.WithExtensions(".go"))
+	}
+	if o.maxBytes > 0 {
+		opts = append(opts, llm.WithMaxBytes(o.maxBytes))
+	}
+	corpus, err := llm.OpenCorpus(path, opts...)
+	if err != nil {
+		return d, err
+	}
+	d.train = corpus.Train
+	if d.heldOut, err = corpus.HeldOut.Sample(int(o.heldOut)); err != nil {
+		return d, err
+	}
+	fmt.Fprintf(stderr, "data      %s: %.1f MB in %d files to train on, %.0f kB held out\n",
+		path, float64(d.train.Size())/1e6, d.train.Documents(), float64(len(d.heldOut))/1e3)
+	return d, nil
+}
+
+// tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on the text. Encoding and
+// tokens are kept on the disk, for the next run.
+func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
+	if o.vocab == 0 {
+		d.tokenizer = llm.ByteTokenizer{}
+		d.tokens, err = llm.Tokenize(d.train, d.tokenizer)
+		return err
+	}
+	bpe, err := d.trainTokenizer(ctx, o, stderr)
+	if err != nil {
+		return err
+	}
+	d.tokenizer = bpe
+	path := filepath.Join(o.cache, fmt.Sprintf("%s-%s.tokens", d.train.Fingerprint(), bpe.Name()))
+	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
+	file, err := llm.CacheTokens(path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
+	if err != nil {
+		return fmt.Errorf("%w; a file that is damaged can be removed", err)
+	}
+	d.tokens = file
+	fmt.Fprintf(stderr, "tokens    %.1f million, %s\n", float64(file.Len())/1e6, m.origin(path))
+	return nil
+}
+
+// trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
+func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) (*llm.BPE, error) {
+	if o.resume.set {
+		bpe, err := llm.LoadBPE(filepath.Join(filepath.Dir(o.resume.path), tokenizerName))
+		if !errors.Is(err, fs.ErrNotExist) {
+			return bpe, err
+		}
+	}
+	sample := min(d.train.Size(), tokenizerText)
+	path := filepath.Join(o.cache, fmt.Sprintf("%s-%d-%d.bpe", d.train.Fingerprint(), o.vocab, sample))
+	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
+	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), func(done, of int) error { return m.at(float64(done), float64(of)) })
+	if err != nil {
+		return nil, err
+	}
+	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
+	return bpe, nil
+}
+
+// close closes the file of tokens, if there is one.
+func (d *data) close() error {
+	if c, ok := d.tokens.(io.Closer); ok {
+		return c.Close()
+	}
+	return nil
+}
+
+// A meter tells how far a job is that may take long, and ends it when the context ends.
+type meter struct {
+	ctx         context.Context
+	w           io.Writer
+	what        string
+	start, told time.Time
+	worked      bool
+}
+
+func newMeter(ctx context.Context, w io.Writer, what string) *meter {
+	now := time.Now()
+	return &meter{ctx: ctx, w: w, what: what, start: now, told: now}
+}
+
+func (m *meter) at(done, of float64) error {
+	m.worked = true
+	if now := time.Now(); now.Sub(m.told) > 2*time.Second && done < of {
+		left := ""
+		if share := done / of; share > 0.1 { // before, the pace says little
+			left = fmt.Sprintf(", %v left", time.Duration(float64(now.Sub(m.start))*(1/share-1)).Round(time.Second))
+		}
+		fmt.Fprintf(m.w, "%s: %.0f %%%s\n", m.what, 100*done/of, left)
+		m.told = now
+	}
+	return context.Cause(m.ctx)
+}
+
+// origin says where the job's result is from.
+func (m *meter) origin(path string) string {
+	if !m.worked {
+		return "from " + path
+	}
+	return fmt.Sprintf("made in %v, kept in %s", time.Since(m.start).Round(100*time.Millisecond), path)
+}
+
+// thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over it.
+func thin(text []byte) []byte {
+	const piece, pieces = 4 << 10, quickBytes / (4 << 10)
+	if len(text) <= quickBytes {
+		return text
+	}
+	thinned := make([]byte, 0, quickBytes)
+	for i := range pieces {
+		at := i * (len(text) - piece) / (pieces - 1)
+		thinned = append(thinned, text[at:at+piece]...)
+	}
+	return thinned
+}
+
+type baselines struct{ order2, gzip float64 }
+
+// untilDone reads until the context ends.
+type untilDone struct {
+	ctx context.Context
+	io.Reader
+}
+
+func (r untilDone) Read(p []byte) (int, error) {
+	if err := context.Cause(r.ctx); err != nil {
+		return 0, err
+	}
+	return r.Reader.Read(p)
+}
+
+// score measures what simpler models make of the held-out text, in bits per byte.
+func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
+	m, err := llm.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
+	if err != nil {
+		return b, err
+	}
+	if b.order2, err = m.BitsPerByte(heldOut); err != nil {
+		return b, err
+	}
+	if b.gzip, err = llm.GzipBitsPerByte(heldOut); err != nil {
+		return b, err
+	}
+	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
+	return b, nil
+}

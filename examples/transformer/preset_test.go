@@ -1,0 +1,134 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+func TestPresets(t *testing.T) {
+	shape := func(vocab, dim, layers, heads, ff, seq int) llm.Config {
+		return llm.Config{Vocab: vocab, Dim: dim, Layers: layers, Heads: heads, FF: ff, Seq: seq}.Default()
+	}
+	for args, want := range map[string]struct {
+		config    llm.Config
+		batch     int
+		lr        float64
+		vocab     int
+		optimizer string
+		prompt    string
+	}{
+		"":                        {shape(256, 192, 4, 4, 512, 256), 8, 0.02, 0, "muon", "func "},
+		"-optimizer adamw -ff 64": {shape(256, 192, 4, 4, 64, 256), 8, 3e-3, 0, "adamw", "func "},
+		"-preset 124M":            {shape(50304, 768, 12, 12, 2048, 1024), 32, 6e-4, 50257, "adamw", ""},
+		"-preset 350M":            {shape(50304, 1024, 24, 16, 2816, 1024), 16, 3e-4, 50257, "adamw", ""},
+		"-preset 925M":            {shape(50304, 2048, 16, 16, 5632, 2048), 8, 2.5e-4, 50257, "adamw", ""},
+		"-preset 925M -lr 0.5":    {shape(50304, 2048, 16, 16, 5632, 2048), 8, 0.5, 50257, "adamw", ""},
+		"-batch 4 -preset 124M -optimizer muon -vocab 1000 -seq 512 -prompt x": {shape(1024, 768, 12, 12, 2048, 512), 4, 0.02, 1000, "muon", "x"},
+		"-preset 350M -vocab 0 -prompt x":                                      {shape(256, 1024, 24, 16, 2816, 1024), 16, 3e-4, 0, "adamw", "x"},
+	} {
+		t.Run(args, func(t *testing.T) {
+			o, err := parse(strings.Fields(args), io.Discard)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := o.model
+			if len(got.Kasmina) != got.Layers {
+				t.Errorf("Kasmina layers after blocks %v", got.Kasmina)
+			}
+			if got.Kasmina, got.Seeds, got.Slots = nil, 0, 0; !reflect.DeepEqual(got, want.config) {
+				t.Errorf("the model is %+v, want %+v", got, want.config)
+			}
+			_, lr, err := newOptimizer(o)
+			if err != nil || lr != want.lr || o.optimizer != want.optimizer {
+				t.Errorf("%s at %v, %v, want %s at %v", o.optimizer, lr, err, want.optimizer, want.lr)
+			}
+			if o.train.Batch != want.batch || o.vocab != want.vocab || o.prompt != want.prompt {
+				t.Errorf("batch %d, vocabulary %d, prompt %q, want %+v", o.train.Batch, o.vocab, o.prompt, want)
+			}
+		})
+	}
+	for args, want := range map[string]string{
+		"-preset 7B":              "one of 124M, 350M, 925M, small",
+		"-vocab 256":              "-vocab is 256, want 0, or 257",
+		"-vocab -1":               "-vocab is -1",
+		"-preset 124M -heads 11":  "multiple of Heads",
+		"-preset 124M -vocab 0":   "-prompt is",
+		"-preset 124M -precision": "precision",
+	} {
+		if _, err := parse(strings.Fields(args), io.Discard); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", args, err, want)
+		}
+	}
+}
+
+// TestSubwords trains a small model as a large preset does: on subwords, with a vocabulary that is larger than theirs. It
+// wants an interrupted run to go on to the same end, although what was kept between runs has gone.
+func TestSubwords(t *testing.T) {
+	dir, text := t.TempDir(), textFolder(t)
+	cache, straight, broken := filepath.Join(dir, "cache"), filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
+	options := []string{"-vocab", "513", "-cache", cache, "-prompt", "", "-steps", "20", "-optimizer", "adamw"}
+	result, told := train(t, small(text, straight, options...)...)
+	if strings.Count(told, "made in") != 2 || !strings.Contains(told, cache) {
+		t.Errorf("the user does not hear what is kept where:\n%s", told)
+	}
+	if bpb, ok := result["val_bpb"].(float64); !ok || bpb <= 0 || bpb > 8 {
+		t.Errorf("val_bpb is %v", result["val_bpb"])
+	}
+	m, err := llm.LoadModel(filepath.Join(straight, checkpointName))
+	if err != nil || m.Config.Vocab != 576 {
+		t.Fatalf("%v, want a vocabulary of 576", err)
+	}
+	bpe, err := llm.LoadBPE(filepath.Join(straight, tokenizerName))
+	if err != nil || bpe.VocabSize() > 513 {
+		t.Fatalf("the encoding beside the checkpoint: %v", err)
+	}
+
+	n := 12
+	err = run(endsAfter{context.Background(), &n}, small(text, broken, options...), io.Discard, io.Discard)
+	if !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(cache); err != nil {
+		t.Fatal(err)
+	}
+	_, told = train(t, "-resume", "-out", broken, "-cache", cache)
+	if strings.Count(told, "made in") != 1 || !strings.Contains(told, "resuming") {
+		t.Errorf("not the tokens alone were made anew:\n%s", told)
+	}
+	for _, name := range []string{checkpointName, "sample.txt", tokenizerName} {
+		if !bytes.Equal(read(t, straight, name), read(t, broken, name)) {
+			t.Errorf("%s differs", name)
+		}
+	}
+	_, told = train(t, small(text, filepath.Join(dir, "again"), options...)...)
+	if strings.Count(told, "made in") != 1 || strings.Count(told, "from "+cache) != 1 {
+		t.Errorf("what the cache holds is made again:\n%s", told)
+	}
+	err = run(context.Background(), []string{"-resume", "-preset", "350M", "-out", broken, "-cache", cache}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") || !strings.Contains(err.Error(), "begun with small") {
+		t.Errorf("another preset on resumption: %v", err)
+	}
+}
+
+// TestStopsWhileTokenizing wants an interrupt to end the training of the encoding.
+func TestStopsWhileTokenizing(t *testing.T) {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	dir := t.TempDir()
+	err := run(ctx, small(textFolder(t), filepath.Join(dir, "out"), "-vocab", "300", "-cache", filepath.Join(dir, "cache")), io.Discard, io.Discard)
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+	if left, _ := os.ReadDir(dir); len(left) > 1 { // the cache's folder may stand
+		t.Errorf("%v is left", left)
+	}
+}

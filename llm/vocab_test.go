@@ -1,0 +1,162 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// TestSampleOutsideVocab wants logits beyond Vocab, whatever they are, to make no difference.
+func TestSampleOutsideVocab(t *testing.T) {
+	r := newRand(t)
+	for range 300 {
+		n, padding := 1+r.IntN(40), r.IntN(40)
+		c := SamplerConfig{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
+		logits := make([]float64, n+padding)
+		for i := range logits {
+			logits[i] = r.NormFloat64()
+			if i >= n {
+				logits[i] = []float64{1e300, math.NaN(), math.Inf(1), math.Inf(-1), 1}[r.IntN(5)]
+			}
+		}
+		bare := mustSampler(t, c)
+		c.Vocab = n
+		masked := mustSampler(t, c)
+		for range 5 {
+			if got, want := mustSample(t, masked, logits), mustSample(t, bare, logits[:n]); got != want {
+				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
+			}
+		}
+	}
+	larger := mustSampler(t, SamplerConfig{Vocab: 9})
+	if id := mustSample(t, larger, []float64{1, 2}); id != 1 {
+		t.Errorf("token %d with fewer logits than the vocabulary has entries, want 1", id)
+	}
+}
+
+// paddedTrainer returns a trainer of a model whose vocabulary is larger than that of its tokenizer.
+func paddedTrainer(t *testing.T, bpe *BPE, text *Text, vocab int) *Trainer {
+	t.Helper()
+	config := tiny()
+	config.Vocab = vocab
+	m, err := NewModel(config, tensor.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tokens, err := Tokenize(text, bpe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	loader, err := NewLoader(tokens, LoaderConfig{Batch: 2, Seq: config.Seq, Seed: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := adamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tr, err := NewTrainer(m, loader, o, TrainConfig{Steps: 2, Batch: 2, Clip: 1, Schedule: optim.Constant(0.01)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { tr.Close() })
+	return tr
+}
+
+// TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of whose vocabulary stand for
+// no text, after a prompt and from the start of a document.
+func TestPaddedVocabulary(t *testing.T) {
+	text := mustOpen(t, writeFiles(t, numbered(30))).Train
+	bpe := mustTrainBPE(t, words(1, 3000), 270)
+	tr := paddedTrainer(t, bpe, text, 3*bpe.VocabSize())
+	dir := t.TempDir()
+	for _, prompt := range []string{"", "if"} {
+		tr.On(SampleText(tr, bpe, prompt, 60, SamplerConfig{Temperature: 1, Seed: 5}, filepath.Join(dir, "after"+prompt), 0))
+	}
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	samples := map[string]string{}
+	for _, name := range []string{"after", "afterif"} {
+		s, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil || len(s) < 30 {
+			t.Errorf("sample %q, %v", s, err)
+		}
+		samples[name] = string(s)
+	}
+	if !strings.HasPrefix(samples["afterif"], "if") || strings.HasPrefix(samples["after"], "if") || samples["afterif"][2:] == samples["after"] {
+		t.Errorf("samples %q", samples)
+	}
+}
+
+// TestOtherTokenizer wants a checkpoint to be refused by a trainer whose data is in other tokens, also with new settings.
+func TestOtherTokenizer(t *testing.T) {
+	text := mustOpen(t, writeFiles(t, numbered(30))).Train
+	tr := paddedTrainer(t, mustTrainBPE(t, words(1, 3000), 270), text, 320)
+	path := filepath.Join(t.TempDir(), "model")
+	tr.On(Checkpoint(tr, path, 0))
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	other := paddedTrainer(t, mustTrainBPE(t, words(2, 3000), 268), text, 320)
+	err := other.Resume(path, WithNewSettings(nil))
+	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), "those of bpe-270-") || !strings.Contains(err.Error(), "those of bpe-268-") {
+		t.Errorf("got %v, want ErrSettings and both tokenizers", err)
+	}
+}
+
+// TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch in which only that position counts:
+// log Σ exp(logits) − logits[target].
+func TestLogitsFollowTheLoss(t *testing.T) {
+	r := newRand(t)
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, dt: tensor.Float64})
+	seq := tr.Model.Config.Seq
+	b := newBatch(seq)
+	for range 5 {
+		n, target := 1+r.IntN(seq), r.IntN(256)
+		for i := range b.Inputs {
+			b.Inputs[i], b.Targets[i] = r.IntN(256), -1
+		}
+		b.Targets[n-1] = target
+		got, err := tr.engine.Logits(b.Inputs[:n])
+		if err != nil {
+			t.Fatal(err)
+		}
+		logits := got.([]float64)
+		sum := 0.0
+		for _, l := range logits {
+			sum += math.Exp(l)
+		}
+		want, err := tr.loss(b)
+		if loss := math.Log(sum) - logits[target]; err != nil || math.Abs(loss-want) > 1e-9 || len(logits) != 256 {
+			t.Errorf("after %d tokens: the logits' loss is %v, want %v, %v", n, loss, want, err)
+		}
+	}
+}
+
+// TestProgressStops wants an error of a progress function to end the work and to leave no file.
+func TestProgressStops(t *testing.T) {
+	stop := errors.New("stop")
+	text := mustOpen(t, writeFiles(t, numbered(30))).Train
+	dir := t.TempDir()
+	calls := 0
+	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), text, 300, 1<<20, func(int, int) error { calls++; return stop })
+	if !errors.Is(err, stop) || calls != 1 {
+		t.Errorf("training went on for %d merges: %v", calls, err)
+	}
+	_, err = CacheTokens(filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64, int64) error { calls++; return stop })
+	if !errors.Is(err, stop) || calls != 2 {
+		t.Errorf("encoding went on for %d portions: %v", calls-1, err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("%v is left, %v", left, err)
+	}
+}
