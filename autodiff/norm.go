@@ -3,6 +3,8 @@ package autodiff
 import (
 	"fmt"
 	"math"
+	"slices"
+	"sync"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -12,11 +14,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
+// readers know the model that was read last: a training loop reads one again and again.
+var readers = sync.Pool{New: func() any { return new(params.Reader) }}
+
 // GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which gorgonia.NodesToValueGrads makes of
 // parameter nodes. The sum is formed in float64 and in a fixed order. A NaN or an infinity in a gradient is an error that
 // wraps a [*NonFiniteError] for the first.
 func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
-	ps, err := params.Read(grads)
+	r := readers.Get().(*params.Reader)
+	defer readers.Put(r)
+	ps, err := r.Read(grads)
 	if err == nil {
 		var norm float64
 		if norm, err = globalNorm(ps); err == nil {
@@ -34,7 +41,9 @@ func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, er
 	if !(limit > 0) {
 		return 0, fmt.Errorf("%s: limit is %v, want a number above 0", name, limit)
 	}
-	ps, err := params.Read(grads)
+	r := readers.Get().(*params.Reader)
+	defer readers.Put(r)
+	ps, err := r.Read(grads)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", name, err)
 	}
@@ -93,6 +102,11 @@ func (e *NonFiniteError) Error() string {
 // where all values are finite, "gradient". Values go first, since a parameter that is not finite spoils every gradient. A
 // missing value or gradient counts as finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
+	r := readers.Get().(*params.Reader)
+	defer readers.Put(r)
+	if ps, err := r.Read(model); err == nil && !slices.ContainsFunc(ps, isNonFinite) {
+		return "", "", false
+	}
 	for i, p := range model {
 		if p != nil && nonFiniteValue(p.Value()) != nil {
 			return params.Label(params.Name(p), i), "value", true
@@ -107,6 +121,13 @@ func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) 
 		}
 	}
 	return "", "", false
+}
+
+func isNonFinite(p params.Param) bool {
+	if x, ok := p.Value.([]float32); ok {
+		return cpu.FirstNonFinite(x) >= 0 || p.NonFinite() >= 0
+	}
+	return cpu.FirstNonFinite(p.Value.([]float64)) >= 0 || p.NonFinite() >= 0
 }
 
 func nonFiniteValue(v gorgonia.Value) *NonFiniteError {

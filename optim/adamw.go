@@ -68,7 +68,7 @@ func (a *AdamW) SetLR(lr float64) error {
 // Step updates every parameter in model from its gradient, and leaves the gradients zero. On an error (a parameter without
 // a name, a value or a gradient, of another shape than before, or with a gradient that is not finite) nothing changes.
 func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
-	ps, err := readModel(model)
+	ps, err := a.store.readModel(model)
 	if err != nil {
 		return fmt.Errorf("optim.AdamW: Step: %w", err)
 	}

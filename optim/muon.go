@@ -46,7 +46,8 @@ type Muon struct {
 	match        Match
 	store        store
 	rest         *AdamW
-	restShare    float64 // AdamW's learning rate as a share of Muon's
+	restShare    float64        // AdamW's learning rate as a share of Muon's
+	own, others  []params.Param // room for those of a step
 }
 
 var _ Optimizer = (*Muon)(nil)
@@ -145,11 +146,11 @@ func (m *Muon) Declare(model []gorgonia.ValueGrad) error {
 
 // Step updates every parameter in model from its gradient, and leaves the gradients zero. Errors are as for [AdamW.Step].
 func (m *Muon) Step(model []gorgonia.ValueGrad) error {
-	ps, err := readModel(model)
+	ps, err := m.store.readModel(model)
 	if err != nil {
 		return fmt.Errorf("optim.Muon: Step: %w", err)
 	}
-	var own, rest []params.Param
+	own, rest := m.own[:0], m.others[:0]
 	for _, p := range ps {
 		if err := m.fits(p.Name, p.Shape, p.Dtype); err != nil {
 			return fmt.Errorf("optim.Muon: Step: %w", err)
@@ -160,6 +161,7 @@ func (m *Muon) Step(model []gorgonia.ValueGrad) error {
 			own = append(own, p)
 		}
 	}
+	m.own, m.others = own, rest
 	m.update(own)
 	m.rest.update(rest)
 	return nil

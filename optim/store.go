@@ -28,6 +28,7 @@ var (
 type store struct {
 	fields  []string // names of the moments
 	entries map[string]*entry
+	reader  params.Reader
 }
 
 // entry is what a store remembers of one parameter: moments of its size, nil before its first step.
@@ -41,8 +42,8 @@ type entry struct {
 func newStore(fields ...string) store { return store{fields: fields, entries: map[string]*entry{}} }
 
 // readModel returns the parameters of a step, all of which can be updated: with names and finite gradients.
-func readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
-	ps, err := params.Read(model)
+func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
+	ps, err := s.reader.Read(model)
 	if err != nil {
 		return nil, err
 	}

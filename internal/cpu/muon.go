@@ -14,23 +14,41 @@ type MuonStep struct {
 //
 // (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
 func Muon[T Float](p, g, m []T, rows, cols int, s MuonStep) {
-	u, o := make([]T, len(p)), make([]T, len(p))
-	mu, gain := T(s.Momentum), T(1-s.Momentum)
-	Parallel(len(p), vectorGrain, func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			m[i] += gain * (g[i] - m[i])
-			u[i] = m[i]
-			if s.Nesterov {
-				u[i] = g[i] + mu*(m[i]-g[i])
-			}
-			g[i] = 0
-		}
-	})
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	room := b.elements(2 * len(p))
+	u, o := room[:len(p)], room[len(p):]
+	parallel(len(p), vectorGrain, muonDirection[T]{g, m, u, T(s.Momentum), T(1 - s.Momentum), s.Nesterov})
 	NewtonSchulz(o, u, rows, cols, s.Iterations)
-	keep, rate := T(s.Keep), T(s.Rate)
-	Parallel(len(p), vectorGrain, func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			p[i] = keep*p[i] - rate*o[i]
+	parallel(len(p), vectorGrain, muonUpdate[T]{p, o, T(s.Keep), T(s.Rate)})
+}
+
+type muonDirection[T Float] struct {
+	g, m, u  []T
+	mu, gain T
+	nesterov bool
+}
+
+func (s *muonDirection[T]) span(lo, hi int) {
+	g, m, u := s.g[lo:hi], s.m[lo:hi], s.u[lo:hi]
+	for i := range g {
+		m[i] += s.gain * (g[i] - m[i])
+		u[i] = m[i]
+		if s.nesterov {
+			u[i] = g[i] + s.mu*(m[i]-g[i])
 		}
-	})
+		g[i] = 0
+	}
+}
+
+type muonUpdate[T Float] struct {
+	p, o       []T
+	keep, rate T
+}
+
+func (s *muonUpdate[T]) span(lo, hi int) {
+	p, o := s.p[lo:hi], s.o[lo:hi]
+	for i := range p {
+		p[i] = s.keep*p[i] - s.rate*o[i]
+	}
 }

@@ -15,8 +15,11 @@ const (
 //
 // A tall matrix is transposed first, so that A has the smaller side. y must not overlap x.
 func NewtonSchulz[T Float](y, x []T, rows, cols, steps int) {
-	n := newNSChain[T](rows, cols)
-	cur, next := make([]T, len(x)), make([]T, len(x))
+	buf := getBuffers[T]()
+	defer putBuffers(buf)
+	room := buf.elements(2*len(x) + nsRoom(rows, cols))
+	n := newNSChain(rows, cols, room[2*len(x):])
+	cur, next := room[:len(x)], room[len(x):2*len(x)]
 	n.load(cur, x)
 	ScaleBy(cur, 1/(math.Sqrt(SumSquares(x))+nsEps))
 	for range steps {
@@ -35,7 +38,7 @@ func NewtonSchulz[T Float](y, x []T, rows, cols, steps int) {
 //
 // and through the normalisation, with r = ‖x‖ + 1e-7:  dx = dX/r − x·⟨dX, x⟩/(r²·‖x‖).
 func NewtonSchulzBackward[T Float](dx, x, g []T, rows, cols, steps int) {
-	n := newNSChain[T](rows, cols)
+	n := newNSChain(rows, cols, make([]T, nsRoom(rows, cols)))
 	norm := math.Sqrt(SumSquares(x))
 	r := norm + nsEps
 	chain := make([][]T, steps+1)
@@ -76,9 +79,13 @@ type nsChain[T Float] struct {
 	a, b, t   []T // m×m
 }
 
-func newNSChain[T Float](rows, cols int) *nsChain[T] {
+// nsRoom is the number of elements that the workspace for rows×cols matrices needs.
+func nsRoom(rows, cols int) int { return 3 * min(rows, cols) * min(rows, cols) }
+
+func newNSChain[T Float](rows, cols int, room []T) nsChain[T] {
 	m, n := min(rows, cols), max(rows, cols)
-	return &nsChain[T]{m: m, n: n, transpose: rows > cols, a: make([]T, m*m), b: make([]T, m*m), t: make([]T, m*m)}
+	mm := m * m
+	return nsChain[T]{m: m, n: n, transpose: rows > cols, a: room[:mm], b: room[mm : 2*mm], t: room[2*mm : 3*mm]}
 }
 
 // load copies a matrix of the caller's shape into one of the iteration's.
@@ -132,14 +139,22 @@ func (c *nsChain[T]) stepBackward(dx, dy, x []T) {
 
 // transpose writes the transpose of src, rows×cols, to dst.
 func transpose[T Float](dst, src []T, rows, cols int) {
-	const tile = 32 // square tiles, so that both sides stay in cache
-	Parallel(rows, tile, func(lo, hi int) {
-		for c0 := 0; c0 < cols; c0 += tile {
-			for r := lo; r < hi; r++ {
-				for c := c0; c < min(c0+tile, cols); c++ {
-					dst[c*rows+r] = src[r*cols+c]
-				}
+	parallel(rows, transposeTile, transposition[T]{dst, src, rows, cols})
+}
+
+const transposeTile = 32 // square tiles, so that both sides stay in cache
+
+type transposition[T Float] struct {
+	dst, src   []T
+	rows, cols int
+}
+
+func (t *transposition[T]) span(lo, hi int) {
+	for c0 := 0; c0 < t.cols; c0 += transposeTile {
+		for r := lo; r < hi; r++ {
+			for c := c0; c < min(c0+transposeTile, t.cols); c++ {
+				t.dst[c*t.rows+r] = t.src[r*t.cols+c]
 			}
 		}
-	})
+	}
 }

@@ -1,55 +1,74 @@
 package cpu
 
-import "sync/atomic"
+import (
+	"sync"
+	"sync/atomic"
+)
 
 // vectorGrain is the fixed block over which vector reductions form one partial result.
 const vectorGrain = 1 << 14
 
 // SumSquares returns Σ x². It adds in float64 over fixed blocks, so that the bits do not depend on the number of cores.
 func SumSquares[T Float](x []T) float64 {
-	partial := make([]float64, (len(x)+vectorGrain-1)/vectorGrain)
-	Parallel(len(x), vectorGrain, func(lo, hi int) {
-		var sum float64
-		for _, v := range x[lo:hi] {
-			sum += float64(v) * float64(v)
-		}
-		partial[lo/vectorGrain] = sum
-	})
+	b := getBuffers[T]()
+	defer putBuffers(b)
+	partial := b.floats((len(x) + vectorGrain - 1) / vectorGrain)
+	parallel(len(x), vectorGrain, sumSquares[T]{x, partial})
+	return sum(partial)
+}
+
+type sumSquares[T Float] struct {
+	x       []T
+	partial []float64
+}
+
+func (s *sumSquares[T]) span(lo, hi int) {
 	var sum float64
-	for _, p := range partial {
-		sum += p
+	for _, v := range s.x[lo:hi] {
+		sum += float64(v) * float64(v)
 	}
-	return sum
+	s.partial[lo/vectorGrain] = sum
 }
 
 // ScaleBy multiplies every element of x by s.
-func ScaleBy[T Float](x []T, s float64) {
-	Parallel(len(x), vectorGrain, func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			x[i] *= T(s)
-		}
-	})
+func ScaleBy[T Float](x []T, s float64) { parallel(len(x), vectorGrain, scaling[T]{x, T(s)}) }
+
+type scaling[T Float] struct {
+	x []T
+	s T
 }
+
+func (s *scaling[T]) span(lo, hi int) { scale(s.x[lo:hi], s.s) }
 
 // FirstNonFinite returns the index of the first NaN or infinity in x, and -1 if there is none.
 func FirstNonFinite[T Float](x []T) int {
-	var first atomic.Int64
+	first := firsts.Get().(*atomic.Int64)
+	defer firsts.Put(first)
 	first.Store(int64(len(x)))
-	Parallel(len(x), vectorGrain, func(lo, hi int) {
-		for i, v := range x[lo:hi] {
-			if v-v == 0 { // false for NaN and ±Inf alone
-				continue
-			}
-			for at := int64(lo + i); ; {
-				seen := first.Load()
-				if at >= seen || first.CompareAndSwap(seen, at) {
-					return
-				}
-			}
-		}
-	})
+	parallel(len(x), vectorGrain, firstNonFinite[T]{x, first})
 	if i := int(first.Load()); i < len(x) {
 		return i
 	}
 	return -1
+}
+
+var firsts = sync.Pool{New: func() any { return new(atomic.Int64) }}
+
+type firstNonFinite[T Float] struct {
+	x     []T
+	first *atomic.Int64
+}
+
+func (s *firstNonFinite[T]) span(lo, hi int) {
+	for i, v := range s.x[lo:hi] {
+		if v-v == 0 { // false for NaN and ±Inf alone
+			continue
+		}
+		for at := int64(lo + i); ; {
+			seen := s.first.Load()
+			if at >= seen || s.first.CompareAndSwap(seen, at) {
+				return
+			}
+		}
+	}
 }

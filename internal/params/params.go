@@ -24,50 +24,107 @@ type Param struct {
 	Value, Grad any
 }
 
-// Read returns the parameters of model in its order. Every one must have a value and a gradient of the same shape and
-// float type, each contiguous and row-major; no two may have the same name.
-func Read(model []gorgonia.ValueGrad) ([]Param, error) {
-	params := make([]Param, len(model))
-	seen := make(map[string]int, len(model))
-	for i, vg := range model {
-		p, err := read(vg)
-		if err != nil {
-			return nil, fmt.Errorf("parameter %s: %w", Label(Name(vg), i), err)
-		}
-		if first, ok := seen[p.Name]; ok && p.Name != "" {
-			return nil, fmt.Errorf("parameters %d and %d have the same name %q", first, i, p.Name)
-		}
-		seen[p.Name] = i
-		params[i] = p
-	}
-	return params, nil
+// Reader reads parameters. It keeps what it has read for the next time, so that reading the same ones again allocates
+// nothing. The zero value is ready; a Reader is not safe for use by several goroutines at once.
+type Reader struct {
+	params []Param
+	kept   []values
+	names  map[string]int
 }
 
-func read(vg gorgonia.ValueGrad) (Param, error) {
-	if vg == nil {
-		return Param{}, fmt.Errorf("is nil")
+// values are what a parameter was read from.
+type values struct {
+	value, grad gorgonia.Value
+}
+
+// Read returns the parameters of model in its order, in a slice that is the reader's until the next call. Every one must have
+// a value and a gradient of the same shape and float type, each contiguous and row-major; no two may have the same name.
+func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
+	if r.fresh(model) {
+		return r.params, nil
 	}
-	p := Param{Name: Name(vg)}
-	v := vg.Value()
+	r.params, r.kept = slices.Grow(r.params[:0], len(model)), slices.Grow(r.kept[:0], len(model))
+	r.names = make(map[string]int, len(model))
+	for i, vg := range model {
+		p, v, err := read(vg)
+		if err != nil {
+			*r = Reader{}
+			return nil, fmt.Errorf("parameter %s: %w", Label(Name(vg), i), err)
+		}
+		if first, ok := r.names[p.Name]; ok && p.Name != "" {
+			*r = Reader{}
+			return nil, fmt.Errorf("parameters %d and %d have the same name %q", first, i, p.Name)
+		}
+		r.names[p.Name] = i
+		r.params, r.kept = append(r.params, p), append(r.kept, v)
+	}
+	return r.params, nil
+}
+
+// Read is [Reader.Read] for once.
+func Read(model []gorgonia.ValueGrad) ([]Param, error) { return new(Reader).Read(model) }
+
+// fresh reports whether what was read last is what model holds now.
+func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
+	if len(model) != len(r.params) {
+		return false
+	}
+	for i, vg := range model {
+		if vg == nil {
+			return false
+		}
+		g, err := vg.Grad()
+		if p := &r.params[i]; err != nil || p.Name != Name(vg) || !same(vg.Value(), r.kept[i].value, p, p.Value) ||
+			!same(g, r.kept[i].grad, p, p.Grad) {
+			return false
+		}
+	}
+	return true
+}
+
+// same reports whether v is the value that was read as memory, and still has that memory and p's shape.
+func same(v, read gorgonia.Value, p *Param, memory any) bool {
+	switch v := v.(type) {
+	case *gorgonia.F32, *gorgonia.F64:
+		return v == read
+	case *tensor.Dense:
+		if v != read || !slices.Equal(v.Shape(), p.Shape) || v.Dtype() != p.Dtype || v.IsMaterializable() {
+			return false
+		}
+		switch x := memory.(type) {
+		case []float32:
+			return v.Uintptr() == uintptr(unsafe.Pointer(unsafe.SliceData(x)))
+		case []float64:
+			return v.Uintptr() == uintptr(unsafe.Pointer(unsafe.SliceData(x)))
+		}
+	}
+	return false
+}
+
+func read(vg gorgonia.ValueGrad) (Param, values, error) {
+	if vg == nil {
+		return Param{}, values{}, fmt.Errorf("is nil")
+	}
+	p, v := Param{Name: Name(vg)}, vg.Value()
 	if v == nil {
-		return p, fmt.Errorf("has no value: bind one with gorgonia.Let")
+		return p, values{}, fmt.Errorf("has no value: bind one with gorgonia.Let")
 	}
 	g, err := vg.Grad()
 	if err != nil || g == nil {
-		return p, fmt.Errorf("has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
+		return p, values{}, fmt.Errorf("has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
 	}
 	p.Shape, p.Dtype = v.Shape().Clone(), v.Dtype()
 	if g.Dtype() != p.Dtype || !slices.Equal(g.Shape(), p.Shape) {
-		return p, fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
+		return p, values{}, fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
 			p.Dtype, p.Shape, g.Dtype(), g.Shape())
 	}
 	if p.Value, err = Memory(v); err != nil {
-		return p, fmt.Errorf("value %w", err)
+		return p, values{}, fmt.Errorf("value %w", err)
 	}
 	if p.Grad, err = Memory(g); err != nil {
-		return p, fmt.Errorf("gradient %w", err)
+		return p, values{}, fmt.Errorf("gradient %w", err)
 	}
-	return p, nil
+	return p, values{v, g}, nil
 }
 
 // Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats, as the slice that v holds.
