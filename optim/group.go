@@ -83,10 +83,11 @@ func resolve(base hyper, groups []group, name string, shape []int) hyper {
 	}
 	for _, g := range groups {
 		if g.match(name, shape) {
+			h := base
 			for _, set := range g.set {
-				set(&base)
+				set(&h)
 			}
-			break
+			return h
 		}
 	}
 	return base
