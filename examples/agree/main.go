@@ -58,7 +58,7 @@ var models = map[string]struct {
 	rate, rising float64
 }{
 	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20, 1e-3, 0.1},
-	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 8, 200, 3e-4, 0.5},
+	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 16, 200, 2e-4, 0.5},
 }
 
 func main() {

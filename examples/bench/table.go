@@ -12,8 +12,8 @@ import (
 	"strings"
 )
 
-// printTable writes the lines of files as a Markdown table: a row for each name, in the order in which names first come up.
-// The share is of the fastest copy or product, whatever program measured it: copies are named copy_..., products
+// printTable writes the lines of files as Markdown tables, one of kernels and one of training steps: a row for each name, in
+// the order in which names first come up. The share is of the fastest copy or product, whatever program measured it: copies are named copy_..., products
 // gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
@@ -39,20 +39,29 @@ func printTable(w io.Writer, files []string) error {
 			fmt.Fprintf(b, "- %s: %s\n", r.Peer, strings.Join(present(r.Card, r.Driver, r.Versions, r.Date, r.Command), ", "))
 		}
 	}
-	fmt.Fprint(b, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n| --- | --- | --- | --- | --- |\n")
-	bandwidth, arithmetic := ceilingsOf(all)
-	var names []string
-	for _, r := range all {
-		if r.Bench != whereabouts && !slices.Contains(names, r.Bench) {
-			names = append(names, r.Bench)
+	for _, training := range []bool{false, true} {
+		var names []string
+		for _, r := range all {
+			if r.Bench != whereabouts && r.TokensPS > 0 == training && !slices.Contains(names, r.Bench) {
+				names = append(names, r.Bench)
+			}
+		}
+		if len(names) > 0 {
+			printRows(b, all, names)
 		}
 	}
+	return b.Flush()
+}
+
+// printRows writes a table of the named measurements.
+func printRows(w io.Writer, all []result, names []string) {
+	fmt.Fprint(w, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n| --- | --- | --- | --- | --- |\n")
+	bandwidth, arithmetic := ceilingsOf(all)
 	for _, name := range names {
 		ours, peers := entries(all, name)
-		fmt.Fprintf(b, "| %s | %s | %s | %s | %s |\n", name, orDash(ours.String()), describe(peers), ratio(ours, peers),
+		fmt.Fprintf(w, "| %s | %s | %s | %s | %s |\n", name, orDash(ours.String()), describe(peers), ratio(ours, peers),
 			share(ours, bandwidth, arithmetic))
 	}
-	return b.Flush()
 }
 
 // readResults reads a file of JSON lines.
