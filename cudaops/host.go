@@ -104,14 +104,19 @@ func decodeFloats(x []float32, e elem, raw []byte) {
 
 // onHost computes a node with its op's own Do, between two copies. It sees gradients without the loss scale.
 func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
+	return c.hosted(n, in, fmt.Sprintf("there is no kernel for %T", n.Op()))
+}
+
+// hosted is onHost for another reason.
+func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, error) {
 	if c.m.config.strict {
-		return nil, fmt.Errorf("there is no kernel for %T, and WithStrict forbids computing it on the host", n.Op())
+		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)
 	}
 	out := c.newArray(elemOf(n.Dtype()), n.Shape()...)
 	nodes := opbase.Children(n)
 	m := c.m
-	m.warn(fmt.Sprintf("there is no kernel for %v (%T): it is computed on the host, which waits for the device and copies %d values there and back",
-		n.Op(), n.Op(), len(nodes)))
+	m.warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and copies %d values there and back",
+		n.Op(), why, len(nodes)))
 	c.do(n, func() error {
 		values := make([]gorgonia.Value, len(in))
 		for i, a := range in {

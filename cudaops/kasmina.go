@@ -93,8 +93,12 @@ func (l *kasminaLayer) shape() kernels.KasminaLayer {
 
 func (l *kasminaLayer) clips() bool { return l.op.Config.GradClip > 0 || l.op.Config.AdaptiveClip > 0 }
 
-// kasminaLayerOf returns the layer that o belongs to, nil if it must be computed on the host: a blueprint that somebody
-// registered has no kernel.
+// noKernel is why a layer must be computed on the host: a blueprint that somebody registered has no kernel.
+type noKernel struct{ why string }
+
+func (e noKernel) Error() string { return e.why }
+
+// kasminaLayerOf returns the layer that o belongs to; the error may be noKernel.
 func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	for _, a := range c.m.attendants {
 		if l, ok := a.(*kasminaLayer); ok && l.op.SharesRun(o) {
@@ -103,16 +107,14 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
 	if weights[1] != o.Chunk() {
-		c.m.warn(fmt.Sprintf("%v: slots of %d weights for chunks of %d features have no kernel", o, weights[1], o.Chunk()))
-		return nil, nil
+		return nil, noKernel{fmt.Sprintf("slots of %d weights for chunks of %d features have no kernel", weights[1], o.Chunk())}
 	}
 	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: o.Chunk(), elem: c.m.activations(), counts: make([]uint32, kasminaHealth*seeds)}
 	l.next = driver.Bytes(make([]uint32, (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()/4))
 	pass := o.NewPass()
 	pass.Begin()
 	if err := l.encode(pass); errors.Is(err, kernels.ErrKasminaKind) {
-		c.m.warn(fmt.Sprintf("%v: %v", o, err))
-		return nil, nil
+		return nil, noKernel{err.Error()}
 	} else if err != nil {
 		return nil, err
 	}
@@ -124,7 +126,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*op.KasminaOp)
 	l, err := c.kasminaLayerOf(o)
-	if l == nil || err != nil {
+	if err != nil {
 		return hostOr(c, n, in, err)
 	}
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
@@ -148,7 +150,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 
 func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	l, err := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
-	if l == nil || err != nil {
+	if err != nil {
 		return hostOr(c, n, in, err)
 	}
 	l.backward = true
@@ -164,12 +166,13 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	return packed(dx, dw, ds), nil
 }
 
-// hostOr computes a node on the host unless there is an error.
+// hostOr computes a node on the host if that is what the error says.
 func hostOr(c *compiler, n *gorgonia.Node, in []*array, err error) (*array, error) {
-	if err != nil {
-		return nil, err
+	var missing noKernel
+	if errors.As(err, &missing) {
+		return c.hosted(n, in, missing.why)
 	}
-	return c.onHost(n, in)
+	return nil, err
 }
 
 // encode writes the state for a pass to l.next.

@@ -1,11 +1,15 @@
 package cudaops
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"math/rand/v2"
 	"reflect"
+	"strings"
+	"sync"
 	"testing"
 
 	"gorgonia.org/gorgonia"
@@ -364,16 +368,21 @@ func TestKasminaMachineNonFinite(t *testing.T) {
 	}
 }
 
-// TestKasminaMachineOwnBlueprint has a registered blueprint, which has no kernel.
-func TestKasminaMachineOwnBlueprint(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+// ownKind is a registered blueprint, which has no kernel.
+var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	b, err := blueprints.Lookup(blueprints.MLPExpansion)
 	if err != nil {
-		t.Fatal(err)
+		return 0, err
 	}
 	own := *b
 	own.Name = "machine test's own"
-	kind, err := blueprints.Register(own)
+	return blueprints.Register(own)
+})
+
+// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered before.
+func TestKasminaMachineOwnBlueprint(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	kind, err := ownKind()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -392,15 +401,80 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	if err := m.RunAll(); !errors.Is(err, kernels.ErrKasminaKind) {
 		t.Errorf("the error is %v, want one that wraps ErrKasminaKind", err)
 	}
-	host := k.open(t, device, fakeOption)
-	defer host.Close()
-	if len(host.warned) == 0 {
-		t.Error("no warning that the layer is computed on the host")
-	}
-	if err := host.RunAll(); err != nil {
+}
+
+// TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph whose other ops are on the
+// device, as right and as well reported as there, with a warning for its op and one for its gradient.
+func TestKasminaOnHost(t *testing.T) {
+	clipped := []op.KasminaOption{op.WithGradClip(0.05)}
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testKasminaOnHost(t, device, 1e-5, clipped, fakeOption)
+	})
+	t.Run("scaled", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testKasminaOnHost(t, device, 1e-5, clipped, fakeOption, scaledGradients)
+	})
+	t.Run("GPU", func(t *testing.T) { testKasminaOnHost(t, openGPU(t), 1e-5, clipped) })
+	t.Run("float16", func(t *testing.T) { testKasminaOnHost(t, openGPU(t), 1e-2, nil, WithPrecision(Float16)) })
+}
+
+func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []op.KasminaOption, opts ...MachineOption) {
+	kind, err := ownKind()
+	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := host.Value(k.loss); err != nil {
-		t.Fatal(err)
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	graph := func() *kasminaGraph {
+		k := newKasminaGraph(t, seed, nil, layer...)
+		if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5, Kind: kind}); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range []state.Stage{state.Training, state.Grafting} {
+			if err := k.lattice.Transition(k.seeds-1, s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := k.lattice.SetAlpha(k.seeds-1, 0.7); err != nil {
+			t.Fatal(err)
+		}
+		return k
+	}
+	a, b := graph(), graph()
+	var log bytes.Buffer
+	m := a.open(t, device, append(opts, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(b.g)
+	defer tape.Close()
+	for step := range uint64(3) {
+		a.draw(t, seed+step, nil)
+		b.draw(t, seed+step, nil)
+		tape.Reset()
+		if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
+		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+			v, err := m.Value(nodes[i])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, want.Value()); !(d < tolerance) {
+				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
+			}
+		}
+		if tolerance < 1e-4 {
+			sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
+		}
+	}
+	text := log.String()
+	if n := strings.Count(text, "computed on the host"); n != 2 || strings.Count(text, "\n") != 2 || strings.Count(text, "the kind has no kernel") != 2 ||
+		strings.Count(text, "KasminaGrad") != 1 {
+		t.Errorf("%d warnings, want one each that names the op, its gradient and why: %s", n, text)
+	}
+	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
+	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(), "the kind has no kernel, and WithStrict forbids") {
+		t.Errorf("got %v, want an error that names the op and why", err)
 	}
 }

@@ -199,7 +199,14 @@ func computePlusOne[T float32 | float64](_ *plusOneOp, y []T, in opbase.Args) er
 
 // TestUnknownOp wants an op without a kernel to be computed on the host, with one warning, or to be refused by name.
 func TestUnknownOp(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testUnknownOp(t, device, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { testUnknownOp(t, openGPU(t)) })
+}
+
+func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 	g, x, y := stockGraph(t)
 	z, err := plusOne(y)
 	if err == nil {
@@ -209,7 +216,7 @@ func TestUnknownOp(t *testing.T) {
 		t.Fatal(err)
 	}
 	var log bytes.Buffer
-	machine, err := NewMachine(device, g, fakeOption, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	machine, err := NewMachine(device, g, append(opts, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -235,7 +242,7 @@ func TestUnknownOp(t *testing.T) {
 	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "PlusOne") {
 		t.Errorf("%d warnings, want one that names the op: %s", n, log.String())
 	}
-	if _, err := NewMachine(device, x.Graph(), fakeOption, WithStrict()); err == nil || !strings.Contains(err.Error(), "PlusOne") {
+	if _, err := NewMachine(device, x.Graph(), append(opts, WithStrict())...); err == nil || !strings.Contains(err.Error(), "PlusOne") {
 		t.Errorf("got %v, want an error that names the op", err)
 	}
 }
