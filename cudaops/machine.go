@@ -200,7 +200,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		scale: kernels.LossScale{Scale: 1}}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, m.Close())
+			err = joined(err, m.Close())
 		}
 	}()
 	if m.k, err = config.kernels(d.ctx); err != nil {
@@ -387,7 +387,8 @@ func (m *Machine) compute() error {
 		return m.enqueue()
 	}
 	if m.captured == nil {
-		if err := m.capture(); err != nil {
+		var err error
+		if m.captured, err = m.capture(m.enqueue); err != nil {
 			return err
 		}
 	}
@@ -403,17 +404,21 @@ func (m *Machine) enqueue() error {
 	return nil
 }
 
-func (m *Machine) capture() error {
-	if err := m.device.ctx.BeginCapture(m.stream); err != nil {
-		return err
+// capture records what is enqueued as a graph.
+func (m *Machine) capture(enqueue func() error) (*driver.Graph, error) {
+	ctx := m.device.ctx
+	if err := ctx.BeginCapture(m.stream); err != nil {
+		return nil, err
 	}
-	err := m.enqueue()
-	g, endErr := m.device.ctx.EndCapture(m.stream)
-	if err := errors.Join(err, endErr); err != nil {
-		return err
+	err := enqueue()
+	g, endErr := ctx.EndCapture(m.stream)
+	if err != nil && g != nil { // a part of it
+		endErr = ctx.DestroyGraph(g)
 	}
-	m.captured = g
-	return nil
+	if err := joined(err, endErr); err != nil {
+		return nil, err
+	}
+	return g, nil
 }
 
 // forget drops what was captured, since the next run differs from it.
@@ -600,10 +605,21 @@ func (m *Machine) Close() error {
 	if m.k != nil {
 		errs = append(errs, m.k.Close())
 	}
-	if err := errors.Join(errs...); err != nil {
+	if err := joined(errs...); err != nil {
 		return fmt.Errorf("cudaops.Machine.Close: %w", err)
 	}
 	return nil
+}
+
+// joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
+func joined(errs ...error) error {
+	for _, err := range errs {
+		var e *driver.Error
+		if errors.As(err, &e) && e.Sticky() {
+			return err
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // warn logs a message once.

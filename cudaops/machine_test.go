@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // batch is a model's graph and inputs for it.
@@ -32,7 +33,7 @@ func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch
 	if seed%2 == 1 {
 		c.FF = 33
 	}
-	m, err := llm.NewModel(c, tensor.Float32, seed)
+	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
 	if err != nil {
 		t.Fatal(err)
 	}

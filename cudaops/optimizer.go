@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"bytes"
 	"cmp"
 	"errors"
 	"fmt"
@@ -54,7 +55,7 @@ type paramState struct {
 
 // SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the device, where
 // [Machine.Update] applies it to the machine's parameters. maxNorm limits the global norm of the gradients; 0 means no limit.
-// An optimiser that the machine had before is let go of, with what it remembered there.
+// An optimiser that the machine had before is let go of, with what it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) error {
 	if err := m.setOptimizer(o, maxNorm); err != nil {
 		return fmt.Errorf("cudaops.Machine.SetOptimizer: %w", err)
@@ -62,7 +63,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) error {
 	return nil
 }
 
-func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
+func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	rules, ok := o.(ruled)
 	switch {
 	case !ok:
@@ -72,12 +73,18 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
 	}
 	if old := m.optimizer; old != nil {
 		m.optimizer = nil
-		if err := errors.Join(m.device.ctx.SyncStream(m.stream), old.close(m)); err != nil {
+		if err := joined(m.device.ctx.SyncStream(m.stream), old.close(m)); err != nil {
 			return err
 		}
 	}
 	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}}
 	m.optimizer = x
+	defer func() {
+		if err != nil {
+			m.optimizer = nil
+			err = joined(err, m.device.ctx.SyncStream(m.stream), x.close(m))
+		}
+	}()
 	for _, in := range m.program.inputs {
 		if d := in.node.Deriv(); d != nil && m.program.values[d] != nil && slices.Contains(m.config.params, in.node) {
 			p := &paramState{input: in, grad: m.program.values[d], rule: rules.Rule(in.node.Name(), in.node.Shape())}
@@ -99,7 +106,6 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
 	if err := m.blas.tune(); err != nil {
 		return err
 	}
-	var err error
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
 	}
@@ -108,6 +114,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) error {
 		return err
 	}
 	x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes)
+	clear(x.staging)
 	return err
 }
 
@@ -269,9 +276,12 @@ func (m *Machine) update() (float64, error) {
 	}
 	ctx := m.device.ctx
 	x.settings.LR = x.rules.LR()
-	copy(x.staging, x.settings.Bytes())
-	if err := ctx.CopyToDevice(x.control, x.staging, m.stream); err != nil {
-		return 0, err
+	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
+		copy(x.staging, want)
+		if err := ctx.CopyToDevice(x.control, x.staging, m.stream); err != nil {
+			clear(x.staging)
+			return 0, err
+		}
 	}
 	if err := m.enqueueUpdate(x); err != nil {
 		return 0, err
@@ -298,22 +308,16 @@ func (m *Machine) update() (float64, error) {
 
 // enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
 func (m *Machine) enqueueUpdate(x *optimizer) error {
-	ctx := m.device.ctx
 	if x.steps == 0 {
 		return m.launchUpdate(x)
 	}
 	if x.captured == nil {
-		if err := ctx.BeginCapture(m.stream); err != nil {
+		var err error
+		if x.captured, err = m.capture(func() error { return m.launchUpdate(x) }); err != nil {
 			return err
 		}
-		err := m.launchUpdate(x)
-		g, endErr := ctx.EndCapture(m.stream)
-		if err := errors.Join(err, endErr); err != nil {
-			return err
-		}
-		x.captured = g
 	}
-	return ctx.LaunchGraph(x.captured, m.stream)
+	return m.device.ctx.LaunchGraph(x.captured, m.stream)
 }
 
 func (m *Machine) launchUpdate(x *optimizer) error {
@@ -454,7 +458,7 @@ func (x *optimizer) close(m *Machine) error {
 	if x.staging != nil {
 		errs = append(errs, ctx.FreeHost(x.staging))
 	}
-	return errors.Join(errs...)
+	return joined(errs...)
 }
 
 // setValue copies v into the memory of the node's own value, which others may share.

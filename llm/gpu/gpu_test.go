@@ -7,6 +7,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -136,12 +137,49 @@ func TestSameLosses(t *testing.T) {
 	}
 }
 
+var precisions = map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
+
+// TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit, whatever the precision.
+func TestSameBits(t *testing.T) {
+	device := open(t)
+	for name, p := range precisions {
+		t.Run(name, func(t *testing.T) {
+			var all [2][]float64
+			var files [2][]byte
+			for i := range files {
+				tr := newTrainer(t, device, p, 2, true)
+				all[i] = losses(t, tr)
+				files[i] = saved(t, tr)
+			}
+			if !slices.Equal(all[0], all[1]) || !bytes.Equal(files[0], files[1]) {
+				t.Errorf("two runs differ:\n%v\n%v", all[0], all[1])
+			}
+		})
+	}
+}
+
+// saved is the checkpoint of a trainer.
+func saved(t *testing.T, tr *llm.Trainer) []byte {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "end.safetensors")
+	if err := tr.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	return must[[]byte](t)(os.ReadFile(path))
+}
+
 // TestResumeOnGPU wants 20 steps to give the same bits as 10 steps, a checkpoint and 10 steps of another trainer, and
 // what is measured and drawn from the model to agree with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
+	for name, p := range precisions {
+		t.Run(name, func(t *testing.T) { testResume(t, device, p) })
+	}
+}
+
+func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precision) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
-	straight := newTrainer(t, device, cudaops.Float32, 1, false)
+	straight := newTrainer(t, device, precision, 1, false)
 	straight.On(func(e llm.Event) error {
 		if e.Kind == llm.StepEnd && e.Step == 10 {
 			return straight.Save(path)
@@ -149,7 +187,7 @@ func TestResumeOnGPU(t *testing.T) {
 		return nil
 	})
 	losses(t, straight)
-	resumed := newTrainer(t, device, cudaops.Float32, 1, false)
+	resumed := newTrainer(t, device, precision, 1, false)
 	if err := resumed.Resume(path); err != nil {
 		t.Fatal(err)
 	}
@@ -163,16 +201,14 @@ func TestResumeOnGPU(t *testing.T) {
 	if err != nil || a != b {
 		t.Errorf("held-out loss %v straight and %v resumed, %v", a, b, err)
 	}
-	files := [2][]byte{}
-	for i, tr := range []*llm.Trainer{straight, resumed} {
-		p := filepath.Join(t.TempDir(), "end.safetensors")
-		if err := tr.Save(p); err != nil {
-			t.Fatal(err)
-		}
-		files[i] = must[[]byte](t)(os.ReadFile(p))
-	}
-	if !bytes.Equal(files[0], files[1]) {
+	if !bytes.Equal(saved(t, straight), saved(t, resumed)) {
 		t.Error("the checkpoints of a straight and a resumed run differ")
+	}
+	if precision == cudaops.Float16 && !bytes.Contains(saved(t, straight), []byte("loss_scale")) {
+		t.Error("the checkpoint has no loss scale")
+	}
+	if precision != cudaops.Float32 {
+		return
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
 	if err := onCPU.Resume(path); err != nil {

@@ -159,10 +159,10 @@ func (s LossScale) Bytes() []byte {
 	return binary.LittleEndian.AppendUint32(b, uint32(s.Skipped))
 }
 
-// ControlBytes is the size of a control block, ControlLR where in it the learning rate is, a float64.
+// ControlBytes is the size of a control block, of which the host writes the first ControlSettings bytes.
 const (
-	ControlBytes = 64
-	ControlLR    = 0
+	ControlBytes    = 64
+	ControlSettings = 36
 )
 
 // Bytes is the control block as the host writes it.
