@@ -32,16 +32,28 @@ type SeedMetrics struct {
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	l.mu.Lock()
 	defer l.unlockAndTell()
+	found, err := l.canStep(m)
+	if err != nil {
+		return nil, err
+	}
+	return l.stepEpoch(m, found), nil
+}
+
+// canStep returns an error when the epoch cannot end, or the corrupt seeds that are put into quarantine when it does.
+func (l *Lattice) canStep(m Metrics) ([]fault, error) {
 	if err := l.checkMetrics(m); err != nil {
 		return nil, err
 	}
-	all := l.quarantined
-	if found := l.faults(); l.config.Quarantine {
-		all = append(all, l.quarantine(found)...)
-	} else if err := l.sums.faultError(found, l.n); err != nil {
+	found := l.faults()
+	if err := l.sums.faultError(found, l.n); err != nil && !l.config.Quarantine {
 		return nil, fmt.Errorf("state.StepEpoch: %w", err)
 	}
+	return found, nil
+}
+
+func (l *Lattice) stepEpoch(m Metrics, found []fault) []Event {
 	l.tell(l.quarantined...)
+	all := append(l.quarantined, l.quarantine(found)...)
 	l.quarantined = nil
 	const grain = 1024
 	before := make([]gates, l.n)
@@ -71,7 +83,7 @@ func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 		l.tell(e...)
 		all = append(all, e...)
 	}
-	return all, nil
+	return all
 }
 
 func (l *Lattice) checkMetrics(m Metrics) error {

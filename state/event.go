@@ -3,6 +3,7 @@ package state
 import (
 	"fmt"
 	"slices"
+	"sync"
 )
 
 // EventKind says what an [Event] tells of.
@@ -59,12 +60,63 @@ func (e Event) String() string {
 	return s + fmt.Sprintf("%v: %s", e.Kind, e.Reason)
 }
 
-// listeners gets events to those who listen: in order, one at a time, and while the lattice is not locked, so that a listener
-// may use it. Its fields but telling are guarded by the lattice's lock.
-type listeners struct {
+// outbox brings events to those who listen: in order, one at a time, and while nothing is locked, so that a listener may use
+// what it listens to.
+type outbox struct {
+	mu      sync.Mutex
 	list    []*func(Event)
 	waiting []Event
-	telling chan struct{} // holds a token while a goroutine is at it
+	busy    bool // a goroutine is delivering
+}
+
+func (o *outbox) listen(f func(Event)) (stop func()) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.list = append(slices.Clip(o.list), &f)
+	return func() {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		o.list = slices.DeleteFunc(slices.Clone(o.list), func(g *func(Event)) bool { return g == &f })
+	}
+}
+
+func (o *outbox) add(events ...Event) {
+	if len(events) == 0 {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.list) > 0 {
+		o.waiting = append(o.waiting, events...)
+	}
+}
+
+// deliver hands over what waits, unless another goroutine or a caller of this one is at it, which will see to it.
+func (o *outbox) deliver() {
+	for o.take() {
+	}
+}
+
+// take hands over what waits now, and reports whether it did.
+func (o *outbox) take() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.busy || len(o.waiting) == 0 {
+		return false
+	}
+	events, list := o.waiting, o.list
+	o.waiting, o.busy = nil, true
+	o.mu.Unlock()
+	defer func() { // also when a listener panics
+		o.mu.Lock()
+		o.busy = false
+	}()
+	for _, e := range events {
+		for _, f := range list {
+			(*f)(e)
+		}
+	}
+	return true
 }
 
 // Listen makes f hear of every event from now on, until stop is called: those that StepEpoch returns, and every transition,
@@ -74,60 +126,20 @@ func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.listeners.telling == nil {
-		l.listeners.telling = make(chan struct{}, 1)
-	}
-	l.listeners.list = append(slices.Clip(l.listeners.list), &f)
-	return func() {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		l.listeners.list = slices.DeleteFunc(slices.Clone(l.listeners.list), func(g *func(Event)) bool { return g == &f })
-	}, nil
+	return l.outbox.listen(f), nil
 }
 
-// tell notes events for the listeners. The caller holds the lock, and ends with unlockAndTell.
-func (l *Lattice) tell(events ...Event) {
-	if len(l.listeners.list) > 0 {
-		l.listeners.waiting = append(l.listeners.waiting, events...)
-	}
-}
+// tell notes events that the listeners will hear of. The caller holds the lock, and ends with unlockAndTell.
+func (l *Lattice) tell(events ...Event) { l.pending = append(l.pending, events...) }
 
-// unlockAndTell unlocks the lattice and hands what waits to the listeners, unless another goroutine or a caller of this one is
-// at it, which will see to it: it looks again after it has put the token back.
 func (l *Lattice) unlockAndTell() {
-	for {
-		waiting, telling := len(l.listeners.waiting) > 0, l.listeners.telling
-		l.mu.Unlock()
-		if !waiting {
-			return
-		}
-		select {
-		case telling <- struct{}{}:
-		default:
-			return
-		}
-		l.tellAll()
-		l.mu.Lock()
-	}
+	l.release()
+	l.outbox.deliver()
 }
 
-// tellAll hands over what waits, and puts the token back even if a listener panics.
-func (l *Lattice) tellAll() {
-	defer func() { <-l.listeners.telling }()
-	for {
-		l.mu.Lock()
-		events, list := l.listeners.waiting, l.listeners.list
-		l.listeners.waiting = nil
-		l.mu.Unlock()
-		if len(events) == 0 {
-			return
-		}
-		for _, e := range events {
-			for _, f := range list {
-				(*f)(e)
-			}
-		}
-	}
+// release unlocks the lattice and leaves the delivery of what has happened to the caller.
+func (l *Lattice) release() {
+	l.outbox.add(l.pending...)
+	l.pending = nil
+	l.mu.Unlock()
 }

@@ -126,6 +126,9 @@ func (l *Lattice) quarantine(found []fault) (events []Event) {
 		l.seal(f.seed, f.seed+1)
 		events = append(events, Event{Kind: Quarantined, Seed: f.seed, Epoch: int(l.epoch), Reason: l.sums.locate(f.syndrome)})
 	}
+	if len(events) > 0 {
+		l.countUsers()
+	}
 	l.tell(events...)
 	return events
 }

@@ -51,7 +51,9 @@ type Lattice struct {
 	timing      timing
 	muted       map[int]bool
 	quarantined []Event // when the lattice was loaded, to be told with the next epoch's end
-	listeners   listeners
+	pending     []Event // what has happened under the lock
+	outbox      outbox
+	users       map[uint16]int // living seeds of each slot
 }
 
 // config is what the options of a lattice set. It is saved with the lattice.
@@ -205,6 +207,7 @@ func (l *Lattice) install(img *image) {
 	l.strategies, l.seeds = img.strategies, img.seeds
 	l.sums = newChecksummer(l.seeds.columns())
 	l.quarantined = img.quarantined
+	l.countUsers()
 	l.ring, l.timing, l.muted = ring{}, timing{}, nil
 }
 

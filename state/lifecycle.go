@@ -19,6 +19,10 @@ type GerminationRequest struct {
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
+	return l.germinate(seed, r)
+}
+
+func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	const method = "RequestGermination"
 	if err := l.checkCommand(method, seed); err != nil {
 		return err
@@ -89,6 +93,10 @@ func (l *Lattice) intern(s Strategy) (uint8, error) {
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
+	return l.transition(seed, to)
+}
+
+func (l *Lattice) transition(seed int, to Stage) error {
 	if err := l.checkCommand("Transition", seed); err != nil {
 		return err
 	}
@@ -128,6 +136,11 @@ func (l *Lattice) enter(seed int, to Stage) {
 			s.past[k][seed] = s.past[k-1][seed]
 		}
 		s.past[0][seed] = Transition{int(l.epoch), from, to}.pack()
+	}
+	if to.alive() && !from.alive() {
+		l.users[s.slot[seed]]++
+	} else if from.alive() && !to.alive() {
+		l.users[s.slot[seed]]--
 	}
 	s.stage[seed] = uint8(to)
 	s.epochsInStage[seed] = 0
@@ -206,6 +219,10 @@ func (l *Lattice) Mute(seed int, muted bool) error {
 func (l *Lattice) Recycle(seed int) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
+	return l.recycle(seed)
+}
+
+func (l *Lattice) recycle(seed int) error {
 	if err := l.checkCommand("Recycle", seed); err != nil {
 		return err
 	}
@@ -229,6 +246,10 @@ func (l *Lattice) Recycle(seed int) error {
 func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	return l.setAlpha(seed, alpha)
+}
+
+func (l *Lattice) setAlpha(seed int, alpha float64) error {
 	if err := l.checkCommand("SetAlpha", seed); err != nil {
 		return err
 	}

@@ -130,14 +130,22 @@ func (l *Lattice) UnmarshalBinary(data []byte) error {
 func (l *Lattice) replace(method string, img *image) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.n > 0 && (l.n != img.n || l.hidden != img.hidden) {
-		return fmt.Errorf("state.%s: %w: the saved lattice has %d seeds over %d features, this one %d over %d",
-			method, ErrArgument, img.n, img.hidden, l.n, l.hidden)
+	if err := l.accepts(img); err != nil {
+		return fmt.Errorf("state.%s: %w", method, err)
 	}
 	if img.config.Width == 0 { // saved by a lattice that did not know it
 		img.config.Width = l.config.Width
 	}
 	l.install(img)
+	return nil
+}
+
+// accepts returns an error when img cannot become the lattice's contents.
+func (l *Lattice) accepts(img *image) error {
+	if l.n > 0 && (l.n != img.n || l.hidden != img.hidden) {
+		return fmt.Errorf("%w: the saved lattice has %d seeds over %d features, this one %d over %d",
+			ErrArgument, img.n, img.hidden, l.n, l.hidden)
+	}
 	return nil
 }
 
@@ -321,6 +329,10 @@ const headerName = "header"
 func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+	return l.arrays()
+}
+
+func (l *Lattice) arrays() []Array {
 	if l.n == 0 {
 		return nil
 	}

@@ -1,0 +1,189 @@
+package state
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer and its number in it.
+//
+// Commands come in two ways. [Network.Submit] may be called from any goroutine at any time; the commands wait until whoever
+// runs the model calls [Network.Apply], which a training loop does between its steps. [Network.Do] is for that goroutine
+// itself and acts at once. Either way all commands of one call take effect together, or, when one is refused, none.
+//
+// The network also looks after the parameters behind the slots, if it is given them: germination sets a slot to the blueprint's
+// identity start, unless a living seed shares it; the beginning of a grafting keeps the slot's weights and scale, and a
+// rollback puts them back, unless another living seed shares the slot.
+type Network struct {
+	layers []Layer
+	slots  Slots
+	outbox outbox
+
+	mu        sync.Mutex // held while commands are carried out, and taken before the lattices' locks
+	submitted []submission
+	kept      map[address]SlotParams // of seeds that are being grafted: their slots when that began
+}
+
+// Layer is a lattice under the name that it has in files.
+type Layer struct {
+	Name    string
+	Lattice *Lattice
+}
+
+// Slots are the parameters behind the slots of a network's layers. The network calls them between passes only.
+type Slots interface {
+	// Start returns the identity start of a blueprint for a seed that germinates in a slot. It changes nothing.
+	Start(layer, seed, slot int, kind blueprints.Kind) (SlotParams, error)
+	Read(layer, slot int) (SlotParams, error)
+	// Write sets all of the given slots, or on an error none.
+	Write([]SlotWrite) error
+}
+
+// SlotParams are the parameters of a slot.
+type SlotParams struct {
+	Weights []float64
+	Scale   float64
+}
+
+// SlotWrite is a slot and what shall be in it.
+type SlotWrite struct {
+	Layer, Slot int
+	Params      SlotParams
+}
+
+// address is a seed's, or a slot's.
+type address struct{ layer, number int }
+
+// NewNetwork returns a network of the given layers, in order. slots may be nil: then nobody touches parameters. It returns an
+// error when a lattice is nil or there twice, two layers have one name, or a name has a dot in it.
+func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
+	n := &Network{layers: slices.Clone(layers), slots: slots, kept: map[address]SlotParams{}}
+	for i, a := range layers {
+		if a.Lattice == nil {
+			return nil, fmt.Errorf("state.NewNetwork: %w: the lattice of layer %d is nil", ErrArgument, i)
+		}
+		if strings.Contains(a.Name, ".") {
+			return nil, fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one without a dot", ErrArgument, i, a.Name)
+		}
+		for j, b := range layers[:i] {
+			if a.Lattice == b.Lattice || a.Name == b.Name {
+				return nil, fmt.Errorf("state.NewNetwork: %w: layers %d and %d have one lattice or one name, %q", ErrArgument, j, i, a.Name)
+			}
+		}
+		a.Lattice.outbox.listen(func(e Event) {
+			e.Layer = i
+			n.outbox.add(e)
+			n.outbox.deliver()
+		})
+	}
+	return n, nil
+}
+
+// Layers returns the number of layers.
+func (n *Network) Layers() int { return len(n.layers) }
+
+// Seeds returns the number of seeds in all layers.
+func (n *Network) Seeds() (seeds int) {
+	for _, l := range n.layers {
+		seeds += l.Lattice.Seeds()
+	}
+	return seeds
+}
+
+// Lattice returns a layer's lattice, or nil when there is no such layer.
+func (n *Network) Lattice(layer int) *Lattice {
+	if layer < 0 || layer >= len(n.layers) {
+		return nil
+	}
+	return n.layers[layer].Lattice
+}
+
+// Report returns the reports of all layers.
+func (n *Network) Report() []Report {
+	reports := make([]Report, len(n.layers))
+	for i, l := range n.layers {
+		reports[i] = l.Lattice.Report()
+	}
+	return reports
+}
+
+// Listen makes f hear of the events of all layers; see [Lattice.Listen].
+func (n *Network) Listen(f func(Event)) (stop func(), err error) {
+	if f == nil {
+		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
+	}
+	return n.outbox.listen(f), nil
+}
+
+// Verify verifies all lattices. Its error names the layer of the first corrupt seed; see [Lattice.Verify].
+func (n *Network) Verify() error {
+	for i, l := range n.layers {
+		if err := l.Lattice.Verify(); err != nil {
+			return fmt.Errorf("layer %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several goroutines at once; one
+// that shall put corrupt seeds into quarantine submits a Quarantine command, or leaves it to the end of the epoch of lattices
+// that are made [WithQuarantine].
+func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) {
+	var wg sync.WaitGroup
+	for i, l := range n.layers {
+		wg.Go(func() {
+			l.Lattice.Scrub(ctx, period, func(err error) {
+				if found != nil {
+					found(i, err)
+				}
+			})
+		})
+	}
+	wg.Wait()
+}
+
+// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. On an error nothing has changed.
+func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
+	if len(m) != len(n.layers) {
+		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d", ErrArgument, len(m), len(n.layers))
+	}
+	defer n.lock()()
+	found := make([][]fault, len(n.layers))
+	for i, l := range n.layers {
+		var err error
+		if found[i], err = l.Lattice.canStep(m[i]); err != nil {
+			return nil, fmt.Errorf("layer %d: %w", i, err)
+		}
+	}
+	var all []Event
+	for i, l := range n.layers {
+		for _, e := range l.Lattice.stepEpoch(m[i], found[i]) {
+			e.Layer = i
+			all = append(all, e)
+		}
+	}
+	return all, nil
+}
+
+// lock locks the network and its lattices. It returns what unlocks them and then tells of what has happened.
+func (n *Network) lock() (unlock func()) {
+	n.mu.Lock()
+	for _, l := range n.layers {
+		l.Lattice.mu.Lock()
+	}
+	return func() {
+		for _, l := range n.layers {
+			l.Lattice.release()
+		}
+		n.mu.Unlock()
+		for _, l := range n.layers {
+			l.Lattice.outbox.deliver()
+		}
+	}
+}

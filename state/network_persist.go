@@ -1,0 +1,127 @@
+package state
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Beside the arrays of its lattice, a layer in which seeds are being grafted has these: the seeds, one after the other, and
+// the parameters that their slots had when grafting began.
+const (
+	keptSeeds   = "kept_seeds"   // uint32 [k]
+	keptWeights = "kept_weights" // float64 [k, weights]
+	keptScales  = "kept_scales"  // float64 [k]
+)
+
+// Arrays returns a copy of the network's complete state as named arrays: those of every lattice (see [Lattice.Arrays]), with
+// the layer's name and a dot before their own, and what is kept of the slots of seeds that are being grafted.
+func (n *Network) Arrays() (all []Array) {
+	defer n.lock()()
+	for i, layer := range n.layers {
+		for _, a := range append(layer.Lattice.arrays(), n.keptArrays(i)...) {
+			a.Name = layer.Name + "." + a.Name
+			all = append(all, a)
+		}
+	}
+	return all
+}
+
+func (n *Network) keptArrays(layer int) []Array {
+	var seeds []uint32
+	for at := range n.kept {
+		if at.layer != layer {
+			continue
+		}
+		// A seed may have left its stage without a command of the network.
+		if stage, _ := n.layers[layer].Lattice.at(at.number); stage.grafted() {
+			seeds = append(seeds, uint32(at.number))
+		}
+	}
+	if len(seeds) == 0 {
+		return nil
+	}
+	slices.Sort(seeds)
+	var weights, scales []float64
+	for _, seed := range seeds {
+		p := n.kept[address{layer, int(seed)}]
+		weights, scales = append(weights, p.Weights...), append(scales, p.Scale)
+	}
+	k := len(seeds)
+	return []Array{{keptSeeds, []int{k}, seeds}, {keptWeights, []int{k, len(weights) / k}, weights}, {keptScales, []int{k}, scales}}
+}
+
+// Load checks arrays as [Network.Arrays] returns them, in any order, and returns what makes them the network's contents. It
+// returns an error as [Lattice.SetArrays] does, which names the layer, and changes nothing itself.
+func (n *Network) Load(arrays []Array) (install func(), err error) {
+	byLayer := map[string][]Array{}
+	for _, a := range arrays {
+		layer, own, _ := strings.Cut(a.Name, ".")
+		a.Name = own
+		byLayer[layer] = append(byLayer[layer], a)
+	}
+	if len(byLayer) > len(n.layers) {
+		return nil, fmt.Errorf("state.Load: %w: there are arrays of %d layers, want %d", ErrArgument, len(byLayer), len(n.layers))
+	}
+	images, kept := make([]*image, len(n.layers)), map[address]SlotParams{}
+	for i, layer := range n.layers {
+		own, err := takeKept(kept, i, byLayer[layer.Name])
+		if err == nil {
+			images[i], err = fromArrays(own)
+		}
+		if err == nil {
+			err = layer.Lattice.fits(images[i])
+		}
+		if err != nil {
+			return nil, fmt.Errorf("state.Load: layer %q: %w", layer.Name, err)
+		}
+	}
+	return func() {
+		defer n.lock()()
+		for i, layer := range n.layers {
+			layer.Lattice.install(images[i])
+		}
+		n.kept = kept
+	}, nil
+}
+
+// fits is accepts for callers that do not hold the lock.
+func (l *Lattice) fits(img *image) error {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.accepts(img)
+}
+
+// takeKept moves what is kept of a layer's slots into kept, and returns the other arrays.
+func takeKept(kept map[address]SlotParams, layer int, arrays []Array) ([]Array, error) {
+	var own []Array
+	var seeds []uint32
+	var weights, scales []float64
+	found := 0
+	for _, a := range arrays {
+		ok := true
+		switch a.Name {
+		case keptSeeds:
+			seeds, ok = a.Data.([]uint32)
+		case keptWeights:
+			weights, ok = a.Data.([]float64)
+		case keptScales:
+			scales, ok = a.Data.([]float64)
+		default:
+			own = append(own, a)
+			continue
+		}
+		if found++; !ok {
+			return nil, fmt.Errorf("%w: array %q is a %T", ErrCorrupt, a.Name, a.Data)
+		}
+	}
+	k := len(seeds)
+	if found != 0 && found != 3 || len(scales) != k || k > 0 && len(weights)%k != 0 || k == 0 && len(weights) > 0 {
+		return nil, fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales", ErrCorrupt, k, len(weights), len(scales))
+	}
+	for i, seed := range seeds {
+		width := len(weights) / k
+		kept[address{layer, int(seed)}] = SlotParams{weights[i*width:][:width:width], scales[i]}
+	}
+	return own, nil
+}

@@ -1,0 +1,192 @@
+package state
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+)
+
+type submission struct {
+	commands []Command
+	done     chan<- error
+}
+
+// Submit hands over commands that take effect together at the next [Network.Apply]. The channel, which need not be read, gets
+// nil then, or why they were refused. It may be called from any goroutine.
+func (n *Network) Submit(commands ...Command) <-chan error {
+	done := make(chan error, 1)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.submitted = append(n.submitted, submission{slices.Clone(commands), done})
+	return done
+}
+
+// Apply carries out what has been submitted, in order. It must be called between the passes of the model.
+func (n *Network) Apply() {
+	n.mu.Lock()
+	submitted := n.submitted
+	n.submitted = nil
+	n.mu.Unlock()
+	for _, s := range submitted {
+		s.done <- n.Do(s.commands...)
+	}
+}
+
+// Do carries out commands: all of them, or, when one is refused, none, and its error says which. It must be called between the
+// passes of the model.
+func (n *Network) Do(commands ...Command) error {
+	defer n.lock()()
+	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}, map[address]*SlotParams{}}
+	for i, c := range commands {
+		if err := t.do(c); err != nil {
+			t.rollback()
+			return fmt.Errorf("state: command %d of %d (%v): %w", i+1, len(commands), c, err)
+		}
+	}
+	if err := t.commit(); err != nil {
+		t.rollback()
+		return fmt.Errorf("state: writing the slots: %w", err)
+	}
+	return nil
+}
+
+// transaction is what commands that take effect together have changed.
+type transaction struct {
+	*Network
+	before map[int]table           // of the lattices that commands were for
+	seeds  map[address]undo        // as they were
+	write  map[address]SlotParams  // slots as they shall be
+	keep   map[address]*SlotParams // what shall be kept of the seeds' slots, nil for nothing
+}
+
+// table is what a lattice had beside its seeds.
+type table struct {
+	strategies []tableStrategy
+	pending    int
+}
+
+// undo holds the fields of a seed and its checksum.
+type undo struct {
+	seed int
+	row  []byte
+}
+
+func (t *transaction) do(c Command) error {
+	l := t.Lattice(c.Layer)
+	if l == nil {
+		return fmt.Errorf("%w: the layer is %d, want 0 to %d", ErrSeed, c.Layer, len(t.layers)-1)
+	}
+	if err := l.checkSeed(c.Action.String(), c.Seed); err != nil {
+		return err
+	}
+	at := address{c.Layer, c.Seed}
+	t.remember(l, at)
+	from, slot := l.at(c.Seed)
+	if err := l.do(c); err != nil {
+		return err
+	}
+	if t.slots == nil {
+		return nil
+	}
+	if c.Action == Germinate {
+		_, slot = l.at(c.Seed)
+	}
+	return t.parameters(c, at, address{c.Layer, slot}, from)
+}
+
+// at returns a seed's stage and slot.
+func (l *Lattice) at(seed int) (Stage, int) {
+	return Stage(l.seeds.stage[seed]), int(l.seeds.slot[seed])
+}
+
+// parameters notes what becomes of the slot of a seed that has just obeyed a command.
+func (t *transaction) parameters(c Command, seed, slot address, from Stage) (err error) {
+	l := t.Lattice(c.Layer)
+	to, _ := l.at(c.Seed)
+	users := l.users[uint16(slot.number)] // this seed included if it is alive
+	switch {
+	case c.Action == Germinate:
+		if users == 1 {
+			t.write[slot], err = t.slots.Start(c.Layer, c.Seed, slot.number, c.Request.Kind)
+		}
+		return err
+	case from == to || slot.number == 0:
+		return nil
+	case to == Grafting:
+		p, written := t.write[slot]
+		if !written {
+			p, err = t.slots.Read(c.Layer, slot.number)
+		}
+		t.keep[seed] = &p
+		return err
+	case to == RolledBack && users == 0:
+		if kept := t.keptOf(seed); kept != nil {
+			t.write[slot] = *kept
+		}
+	}
+	if !to.grafted() {
+		t.keep[seed] = nil
+	}
+	return nil
+}
+
+func (t *transaction) keptOf(seed address) *SlotParams {
+	if p, changed := t.keep[seed]; changed {
+		return p
+	}
+	if p, ok := t.kept[seed]; ok {
+		return &p
+	}
+	return nil
+}
+
+func (t *transaction) remember(l *Lattice, seed address) {
+	if _, known := t.before[seed.layer]; !known {
+		t.before[seed.layer] = table{slices.Clone(l.strategies), len(l.pending)}
+	}
+	if _, known := t.seeds[seed]; known {
+		return
+	}
+	u := undo{seed: seed.number}
+	for _, c := range l.seeds.saved() {
+		width := widths[c.typ()]
+		u.row = append(u.row, make([]byte, width)...)
+		c.gather(u.row[len(u.row)-width:], width, u.seed, u.seed+1)
+	}
+	t.seeds[seed] = u
+}
+
+// commit writes slots and what is kept of them.
+func (t *transaction) commit() error {
+	if len(t.write) > 0 {
+		var writes []SlotWrite
+		for slot, p := range t.write {
+			writes = append(writes, SlotWrite{slot.layer, slot.number, p})
+		}
+		slices.SortFunc(writes, func(a, b SlotWrite) int { return cmp.Or(a.Layer-b.Layer, a.Slot-b.Slot) })
+		if err := t.slots.Write(writes); err != nil {
+			return err
+		}
+	}
+	for seed, p := range t.keep {
+		if delete(t.kept, seed); p != nil {
+			t.kept[seed] = *p
+		}
+	}
+	return nil
+}
+
+func (t *transaction) rollback() {
+	for seed, u := range t.seeds {
+		for _, c := range t.Lattice(seed.layer).seeds.saved() {
+			width := widths[c.typ()]
+			c.scatter(u.row, width, u.seed, u.seed+1)
+			u.row = u.row[width:]
+		}
+	}
+	for layer, b := range t.before {
+		l := t.Lattice(layer)
+		l.strategies, l.pending = b.strategies, l.pending[:b.pending]
+		l.countUsers()
+	}
+}
