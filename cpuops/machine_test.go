@@ -83,11 +83,11 @@ func TestModel(t *testing.T) {
 							t.Fatal(err)
 						}
 						for _, to := range []state.Stage{state.Training, state.Grafting} {
-							if err := m.Lattices[1].Transition(seed, to); err != nil {
+							if err := m.Kasmina.Lattice(1).Transition(seed, to); err != nil {
 								t.Fatal(err)
 							}
 						}
-						if err := m.Lattices[1].SetAlpha(seed, 0.4); err != nil {
+						if err := m.Kasmina.Lattice(1).SetAlpha(seed, 0.4); err != nil {
 							t.Fatal(err)
 						}
 					}

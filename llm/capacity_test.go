@@ -68,7 +68,7 @@ func TestCapacityStarts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for layer, l := range m.Lattices {
+		for layer, l := range m.Kasmina.Lattices() {
 			for range 2 {
 				for seed := range l.Seeds() {
 					r := state.GerminationRequest{Slot: 1 + seed, Kind: blueprints.LowRank}
@@ -115,7 +115,7 @@ func TestCapacityErrors(t *testing.T) {
 	w[9] = 7
 	before := slices.Clone(w)
 	err = m.Germinate(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.LowRank})
-	if stage, _ := m.Lattices[0].Stage(1); !errors.Is(err, blueprints.ErrWidth) || stage != state.Dormant || !slices.Equal(w, before) {
+	if stage, _ := m.Kasmina.Lattice(0).Stage(1); !errors.Is(err, blueprints.ErrWidth) || stage != state.Dormant || !slices.Equal(w, before) {
 		t.Errorf("got %v, stage %v, weights %v", err, stage, w)
 	}
 }
@@ -158,8 +158,8 @@ func TestCapacityOfLattices(t *testing.T) {
 		if !errors.Is(err, c.is) {
 			t.Errorf("%s: got %v, want %v", name, err, c.is)
 		}
-		if err == nil && m.Lattices[0].Width() != 2 {
-			t.Errorf("%s: the lattice has a width of %d, want 2", name, m.Lattices[0].Width())
+		if err == nil && m.Kasmina.Lattice(0).Width() != 2 {
+			t.Errorf("%s: the lattice has a width of %d, want 2", name, m.Kasmina.Lattice(0).Width())
 		}
 	}
 }

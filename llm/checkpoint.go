@@ -168,19 +168,12 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 			return nil, nil, err
 		}
 	}
-	for i, l := range m.Lattices {
-		for _, a := range l.Arrays() {
-			if err := add(m.latticeName(i)+a.Name, a.Shape, a.Data); err != nil {
-				return nil, nil, err
-			}
+	for _, a := range m.Kasmina.Arrays() {
+		if err := add(latticePrefix+a.Name, a.Shape, a.Data); err != nil {
+			return nil, nil, err
 		}
 	}
 	return tensors, map[string]string{"format": "pt", configKey: string(config)}, nil
-}
-
-// latticeName returns the prefix of the arrays of lattice i.
-func (m *Model) latticeName(i int) string {
-	return fmt.Sprintf("%s%d.", latticePrefix, m.Config.Kasmina[i])
 }
 
 // LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included: what they were made
@@ -214,7 +207,8 @@ func LoadModel(path string) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	return m, load()
+	load()
+	return m, nil
 }
 
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
@@ -280,7 +274,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	if err := t.engine.Pull(); err != nil {
 		return f.errorf("%w", err)
 	}
-	oldLoader, oldOptimizer, oldScale := t.Loader.State(), t.Optimizer.State(), t.lossScale()
+	oldLoader, oldScale := t.Loader.State(), t.lossScale()
 	if err := t.setLossScale(run.LossScale); err != nil {
 		return f.errorf("%w", err)
 	}
@@ -290,9 +284,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	if err := t.Optimizer.SetState(optimizer); err != nil {
 		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
-	if err := loadModel(); err != nil {
-		return f.errorf("%w", errors.Join(err, t.Optimizer.SetState(oldOptimizer), t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
-	}
+	loadModel()
 	if err := t.engine.Push(); err != nil {
 		return f.errorf("%w", err)
 	}
@@ -381,31 +373,22 @@ func (f *checkpoint) fits(c Config, dt tensor.Dtype) error {
 	return nil
 }
 
-// model checks the lattices of a file that fits m, and returns what copies its parameters and lattices into m. On an error
-// that returns, m is as before.
-func (f *checkpoint) model(m *Model) (load func() error, err error) {
-	lattices := make([][]state.Array, len(m.Lattices))
-	for i := range m.Lattices {
-		// A lattice that is thrown away takes the arrays first, so that the fault of one leaves the model's as they are.
-		lattices[i] = f.lattice(m.latticeName(i))
-		trial, err := m.newLattice()
-		if err == nil {
-			err = trial.SetArrays(lattices[i])
-		}
-		if err == nil && trial.Slots() != m.Config.Slots {
-			err = fmt.Errorf("%w: the lattice has %d slots, the model %d", ErrArchitecture, trial.Slots(), m.Config.Slots)
-		}
-		if err == nil && trial.Width() != m.Config.slotWidth() {
-			err = fmt.Errorf("%w: the lattice has slots of %d weights, the model has %d", ErrArchitecture, trial.Width(), m.Config.slotWidth())
-		}
-		if err == nil {
-			err = trial.Fits(m.Config.slotWidth())
-		}
-		if err != nil {
-			return nil, f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)
+// model checks the lattices of a file that fits m, and returns what copies its parameters and lattices into m.
+func (f *checkpoint) model(m *Model) (load func(), err error) {
+	var arrays []state.Array
+	for name, x := range f.tensors {
+		if own, ok := strings.CutPrefix(name, latticePrefix); ok {
+			arrays = append(arrays, state.Array{Name: own, Shape: x.Shape, Data: x.Data})
 		}
 	}
-	return func() error {
+	install, err := m.Kasmina.Load(arrays)
+	if errors.Is(err, state.ErrShape) {
+		err = fmt.Errorf("%w: %w", ErrArchitecture, err)
+	}
+	if err != nil {
+		return nil, f.errorf("%w", err)
+	}
+	return func() {
 		for _, p := range m.Params {
 			switch x := f.tensors[p.Name].Data.(type) {
 			case []float32:
@@ -414,22 +397,6 @@ func (f *checkpoint) model(m *Model) (load func() error, err error) {
 				copy(p.Value.Float64s(), x)
 			}
 		}
-		for i, l := range m.Lattices {
-			if err := l.SetArrays(lattices[i]); err != nil {
-				return f.errorf("Kasmina layer after block %d: %w", m.Config.Kasmina[i], err)
-			}
-		}
-		return nil
+		install()
 	}, nil
-}
-
-// lattice returns the arrays whose names begin with prefix.
-func (f *checkpoint) lattice(prefix string) []state.Array {
-	var arrays []state.Array
-	for name, x := range f.tensors {
-		if own, ok := strings.CutPrefix(name, prefix); ok {
-			arrays = append(arrays, state.Array{Name: own, Shape: x.Shape, Data: x.Data})
-		}
-	}
-	return arrays
 }

@@ -41,7 +41,7 @@ func TestConfigErrors(t *testing.T) {
 		"Accumulate is -1":        nil,
 		"a batch of 0 sequences":  nil,
 		"the prompt is empty":     nil,
-		"Kasmina layer 2, want":   nil,
+		"the layer is 2, want":    nil,
 		"Temperature is -1":       nil,
 		"ids[1] is 256|0 to 255":  nil,
 	} {
@@ -112,7 +112,7 @@ func otherError(t *testing.T, want string) error {
 		return err
 	case "the prompt is empty":
 		return generate(nil, SamplerConfig{})
-	case "Kasmina layer 2, want":
+	case "the layer is 2, want":
 		return tr.Model.Germinate(2, 0, state.GerminationRequest{Slot: 1})
 	case "Temperature is -1":
 		return generate([]int{1}, SamplerConfig{Temperature: -1})

@@ -159,7 +159,7 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		if b.kind != ForTraining {
 			opts = append(opts, op.WithoutTelemetry())
 		}
-		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales], b.Lattices[n], opts...)
+		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales], b.Kasmina.Lattice(n), opts...)
 		if err != nil {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}

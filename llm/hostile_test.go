@@ -181,7 +181,7 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadModel(path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the lattice has 9 slots, the model 3") {
+	if _, err := LoadModel(path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
 		t.Errorf("got %v", err)
 	}
 }

@@ -9,7 +9,6 @@ import (
 
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -23,9 +22,9 @@ type Param struct {
 // Model is a set of parameters and seed lattices in the shape that a [Config] describes. It holds no graph: Graph builds as
 // many as needed (to train, to evaluate, to sample), all of which share the model's parameters.
 type Model struct {
-	Config   Config
-	Params   []Param          // in the order in which the model uses them
-	Lattices []*state.Lattice // one for each entry of Config.Kasmina
+	Config  Config
+	Params  []Param        // in the order in which the model uses them
+	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
 	byName map[string]int
 	mirror Engine // of the trainer that trains the model now, if it has a copy of the parameters
@@ -55,12 +54,9 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 			m.Params[i] = Param{p.name, newParam(dt, p.shape, func() float64 { return p.start + p.deviation*r.NormFloat64() })}
 		}
 	})
-	for _, b := range c.Kasmina {
-		l, err := m.newLattice(lattice...)
-		if err != nil {
-			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", b, err)
-		}
-		m.Lattices = append(m.Lattices, l)
+	var err error
+	if m.Kasmina, err = m.newNetwork(lattice...); err != nil {
+		return nil, err
 	}
 	return m, nil
 }
@@ -112,67 +108,12 @@ func (c Config) params() iter.Seq[paramSpec] {
 	}
 }
 
-func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
-	slots, width := m.Config.Slots, m.Config.slotWidth()
-	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
-	if err == nil && l.Slots() != slots {
-		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
-	}
-	if err == nil && l.Width() != width {
-		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says", l.Width(), width)
-	}
-	return l, err
-}
-
-// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
-// identity start and requests germination. Random weights follow from the layer, the seed, the slot and the lattice's epoch.
-// On an error nothing has changed.
-func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
-	if i < 0 || i >= len(m.Lattices) {
-		return fmt.Errorf("llm: Germinate: Kasmina layer %d, want one of %d", i, len(m.Lattices))
-	}
-	p := blockPrefix(m.Config.Kasmina[i])
-	w, s := m.Param(p+kasminaWeights), m.Param(p+kasminaScales)
-	err := m.pull(p+kasminaWeights, p+kasminaScales)
-	if err != nil {
-		return fmt.Errorf("llm: Germinate: %w", err)
-	}
-	if m.Dtype() == tensor.Float32 {
-		err = germinate(m.Lattices[i], i, seed, r, w.Float32s(), s.Float32s())
-	} else {
-		err = germinate(m.Lattices[i], i, seed, r, w.Float64s(), s.Float64s())
-	}
-	if err == nil && m.mirror != nil {
-		err = m.mirror.Push(p+kasminaWeights, p+kasminaScales)
-	}
-	if err != nil {
-		return fmt.Errorf("llm: Germinate: Kasmina layer %d: %w", i, err)
-	}
-	return nil
-}
-
 // pull makes parameters on the host, those of the given names or all, what they are where a trainer has them.
 func (m *Model) pull(params ...string) error {
 	if m.mirror == nil {
 		return nil
 	}
 	return m.mirror.Pull(params...)
-}
-
-// germinate computes the identity start aside, so that the seed stays dormant and the slot as it is if either is refused.
-func germinate[T float32 | float64](l *state.Lattice, layer, seed int, r state.GerminationRequest, weights, scales []T) error {
-	width := len(weights) / len(scales)
-	w, s := make([]T, 2*width), make([]T, 2)
-	draw := rand.NewPCG(uint64(layer)<<32|uint64(uint32(seed)), uint64(r.Slot)<<32|uint64(l.Epoch())).Uint64()
-	if err := blueprints.Identity(r.Kind, 1, l.Hidden()/l.Seeds(), draw, w, s); err != nil {
-		return err
-	}
-	if err := l.RequestGermination(seed, r); err != nil { // which knows the number of slots
-		return err
-	}
-	copy(weights[r.Slot*width:], w[width:])
-	scales[r.Slot] = s[1]
-	return nil
 }
 
 // Names of parameters are those of the Llama weights that circulate as safetensors files.
@@ -225,4 +166,4 @@ func (m *Model) NumParams() int {
 }
 
 // NumSeeds returns the number of seeds in all Kasmina layers.
-func (m *Model) NumSeeds() int { return len(m.Lattices) * m.Config.Seeds }
+func (m *Model) NumSeeds() int { return m.Kasmina.Seeds() }

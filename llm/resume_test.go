@@ -257,7 +257,7 @@ func TestResumeErrors(t *testing.T) {
 		}, "fingerprint"},
 		"missing lattice": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool { return strings.HasPrefix(n, "lattice.1.") })
-		}, "Kasmina layer after block 1"},
+		}, "layer \"1\""},
 		"altered seed": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["lattice.1.stage"].Data.([]uint8)[2] ^= 1
 		}, "seed 2"},
@@ -330,10 +330,10 @@ func TestLoadModelKeepsLatticeOptions(t *testing.T) {
 		if err := m.Germinate(0, 0, state.GerminationRequest{Slot: 1}); err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Lattices[0].Transition(0, state.Training); err != nil {
+		if err := m.Kasmina.Lattice(0).Transition(0, state.Training); err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Lattices[0].Transition(0, state.Grafting); !errors.Is(err, c.want) {
+		if err := m.Kasmina.Lattice(0).Transition(0, state.Grafting); !errors.Is(err, c.want) {
 			t.Errorf("%s: the transition to Grafting gives %v, want %v", name, err, c.want)
 		}
 	}
@@ -355,7 +355,7 @@ func TestLoadModel(t *testing.T) {
 		other := *tr
 		other.Model = m
 		checkSame(t, tr, &other)
-		for i, l := range m.Lattices {
+		for i, l := range m.Kasmina.Lattices() {
 			if err := l.Verify(); err != nil {
 				t.Errorf("lattice %d: %v", i, err)
 			}

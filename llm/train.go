@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer finite. Parameters are
@@ -56,7 +55,8 @@ func (c *TrainConfig) check() error {
 }
 
 // Trainer trains a model on batches of a loader. What else a run does (showing progress, evaluating, saving) is up to its
-// callbacks.
+// callbacks. Commands that are submitted to Model.Kasmina, from whatever goroutine, take effect after a step and before its
+// StepEnd, or when the run begins or ends.
 type Trainer struct {
 	Model     *Model
 	Loader    *Loader
@@ -65,6 +65,7 @@ type Trainer struct {
 
 	engine    Engine
 	callbacks []Callback
+	growth    *Growth // nil without a controller
 	last      Event
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
@@ -153,6 +154,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	t.ctx = ctx
 	defer func() { t.ctx = nil }()
 	t.started, t.last.RunTokens = time.Now(), 0
+	t.Model.Kasmina.Apply()
 	err := t.emit(RunStart, nil)
 	if err == nil && t.last.Step >= t.Config.Steps {
 		err = t.emit(Complete, nil)
@@ -165,6 +167,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.stopped() != nil {
 		err = errors.Join(t.stopped(), t.emit(Interrupted, nil))
 	}
+	t.Model.Kasmina.Apply()
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
@@ -212,12 +215,11 @@ func (t *Trainer) step() error {
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, rate, norm
 	t.last.RunTokens += int64(t.last.StepTokens)
 	if step%t.Config.Epoch == 0 {
-		for i, l := range t.Model.Lattices {
-			if _, err := l.StepEpoch(state.Metrics{Loss: loss}); err != nil {
-				return fail(fmt.Errorf("the Kasmina layer after block %d: %w", t.Model.Config.Kasmina[i], err))
-			}
+		if err := t.endEpoch(loss); err != nil {
+			return fail(fmt.Errorf("end of an epoch of the Kasmina layers: %w", err))
 		}
 	}
+	t.Model.Kasmina.Apply()
 	return nil
 }
 

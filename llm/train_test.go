@@ -66,7 +66,7 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	}
 	m, err := NewModel(o.config, o.dt, 7, state.WithoutGates())
 	fail(err)
-	for layer, l := range m.Lattices {
+	for layer, l := range m.Kasmina.Lattices() {
 		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion}
 		if o.config.SlotWidth > 0 {
 			kinds = []blueprints.Kind{blueprints.LowRank, blueprints.ConvFilter, blueprints.ChunkMLP}
@@ -213,8 +213,8 @@ func checkSame(t *testing.T, a, b *Trainer) {
 			t.Errorf("parameter %s differs", p.Name)
 		}
 	}
-	for i, l := range a.Model.Lattices {
-		x, y := l.Arrays(), b.Model.Lattices[i].Arrays()
+	for i, l := range a.Model.Kasmina.Lattices() {
+		x, y := l.Arrays(), b.Model.Kasmina.Lattice(i).Arrays()
 		if len(x) != len(y) || len(x) < 10 {
 			t.Errorf("lattice %d has %d arrays, and %d", i, len(x), len(y))
 			continue
@@ -471,7 +471,7 @@ func TestRunTokens(t *testing.T) {
 func TestEpochs(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	tr.On(func(e Event) error {
-		if got, want := tr.Model.Lattices[0].Epoch(), e.Step/3; e.Kind == StepEnd && got != want {
+		if got, want := tr.Model.Kasmina.Lattice(0).Epoch(), e.Step/3; e.Kind == StepEnd && got != want {
 			t.Errorf("after step %d, %d epochs have ended, want %d", e.Step, got, want)
 		}
 		return nil
@@ -590,7 +590,7 @@ func TestGerminateErrors(t *testing.T) {
 	if err := m.Germinate(0, 1, state.GerminationRequest{Slot: 1}); err != nil {
 		t.Fatal(err)
 	}
-	before, seeds := slices.Clone(w), m.Lattices[0].Report().Seeds
+	before, seeds := slices.Clone(w), m.Kasmina.Lattice(0).Report().Seeds
 	for name, c := range map[string]struct {
 		seed int
 		r    state.GerminationRequest
@@ -603,10 +603,10 @@ func TestGerminateErrors(t *testing.T) {
 		"a ramp of 0":     {0, state.GerminationRequest{Slot: 2, Strategy: state.FixedRamp{}}},
 		"a negative slot": {0, state.GerminationRequest{Slot: -1}},
 	} {
-		if err := m.Germinate(0, c.seed, c.r); err == nil || !strings.Contains(err.Error(), "Kasmina layer 0") {
+		if err := m.Germinate(0, c.seed, c.r); err == nil || !strings.Contains(err.Error(), "layer 0") {
 			t.Errorf("%s: got %v", name, err)
 		}
-		if !slices.Equal(w, before) || !slices.Equal(m.Lattices[0].Report().Seeds, seeds) {
+		if !slices.Equal(w, before) || !slices.Equal(m.Kasmina.Lattice(0).Report().Seeds, seeds) {
 			t.Errorf("%s: the refused request changed something", name)
 		}
 	}

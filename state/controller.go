@@ -112,18 +112,178 @@ func (h *Heuristic) Decide(reports []Report) (commands []Command) {
 		}
 	}
 	free := freeSlots(reports)
+	germinated := 0
 	for _, c := range h.candidates(reports) {
 		r := &reports[c.layer]
-		if active >= h.MaxActive || len(free[c.layer]) == 0 || parameters+r.SlotParameters > h.MaxParameters {
-			continue
-		}
-		if c.rank >= h.PerEpoch {
+		if active >= h.MaxActive || germinated == h.PerEpoch {
 			break
 		}
-		active, parameters = active+1, parameters+r.SlotParameters
-		commands = append(commands, Command{Action: Germinate, Layer: c.layer, Seed: c.seed, Why: c.why,
-			Request: GerminationRequest{Slot: free[c.layer][0], Kind: c.kind, Strategy: c.strategy}})
+		if len(free[c.layer]) == 0 || parameters+r.SlotParameters > h.MaxParameters {
+			continue
+		}
+		kind, strategy := h.remedy(r, c)
+		commands = append(commands, Command{Action: Germinate, Layer: c.layer, Seed: c.seed, Why: c.problem.String(),
+			Request: GerminationRequest{Slot: free[c.layer][0], Kind: kind, Strategy: strategy}})
+		active, germinated, parameters = active+1, germinated+1, parameters+r.SlotParameters
 		free[c.layer] = free[c.layer][1:]
 	}
 	return commands
+}
+
+// next returns what is due for a seed that has a blueprint, or had one.
+func (h *Heuristic) next(s SeedReport) (c Command, due bool) {
+	move := func(to Stage, why string) (Command, bool) { return Command{Action: Move, To: to, Why: why}, true }
+	late := s.EpochsInStage > h.Patience
+	switch s.Stage {
+	case Dormant, Fossilized:
+		return c, false
+	case Germinated:
+		return move(Training, "")
+	case Culled, Cancelled, RolledBack:
+		return Command{Action: Recycle}, s.CanRecycle
+	case Grafting:
+		if s.CanAdvance && s.RampFinished {
+			return move(Stabilization, "the ramp has ended")
+		}
+	default:
+		if s.CanAdvance {
+			return move(s.Stage.Next(), "")
+		}
+	}
+	switch {
+	case s.Stage == Evaluating && s.CanCull:
+		return move(Culled, fmt.Sprintf("the model is better without it (performance delta %.4g, stability %.2f)", s.Delta, s.Stability))
+	case late && s.Stage == Training:
+		return move(Cancelled, "it has not learnt")
+	case late:
+		return move(RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta %.4g, improvement %.4g, stability %.2f)",
+			s.EpochsInStage, s.Delta, s.Improvement, s.Stability))
+	}
+	return c, false
+}
+
+// freeSlots returns the slots of each layer that no living blueprint uses, in order.
+func freeSlots(reports []Report) [][]int {
+	free := make([][]int, len(reports))
+	for layer, r := range reports {
+		slots := r.Slots
+		if slots == 0 {
+			slots = len(r.Seeds) + 1
+		}
+		used := make([]bool, slots)
+		for _, s := range r.Seeds {
+			if s.Stage.alive() && s.Slot < slots {
+				used[s.Slot] = true
+			}
+		}
+		for slot := 1; slot < slots; slot++ {
+			if !used[slot] {
+				free[layer] = append(free[layer], slot)
+			}
+		}
+	}
+	return free
+}
+
+// ailment is a way of being unhealthy.
+type ailment uint8
+
+const (
+	hungry ailment = iota
+	dead
+	silent
+	spiky
+)
+
+// problem is what is wrong with a chunk, and by how much: 1 is the limit of what is healthy.
+type problem struct {
+	ailment  ailment
+	severity float64
+}
+
+func (p problem) String() string {
+	return fmt.Sprintf("its chunk is %s, %.2f times the limit", [...]string{"hungry", "dead", "silent", "spiky"}[p.ailment], p.severity)
+}
+
+// candidate is an unhealthy chunk of a dormant seed.
+type candidate struct {
+	problem
+	layer, seed int
+}
+
+// candidates returns the unhealthy chunks with dormant seeds of which something has been measured, the worst first.
+func (h *Heuristic) candidates(reports []Report) (found []candidate) {
+	for layer, r := range reports {
+		if r.Epoch < h.Begin || r.Epoch >= h.End {
+			continue
+		}
+		norm := median(r.Seeds, func(s SeedReport) float64 { return s.Gradient.Norm })
+		variance := median(r.Seeds, func(s SeedReport) float64 { return s.Health.Variance })
+		for _, s := range r.Seeds {
+			if s.Stage != Dormant || s.Health == (Health{}) {
+				continue
+			}
+			if p := h.diagnose(s, norm, variance); p.severity >= 1 {
+				found = append(found, candidate{p, layer, s.Seed})
+			}
+		}
+	}
+	slices.SortStableFunc(found, func(a, b candidate) int { return cmp.Compare(b.severity, a.severity) })
+	return found
+}
+
+// diagnose returns the worst problem of a chunk beside the medians of its layer.
+func (h *Heuristic) diagnose(s SeedReport, norm, variance float64) (worst problem) {
+	deviation := math.Max(s.Health.Max-s.Health.Mean, s.Health.Mean-s.Health.Min)
+	for _, p := range []problem{
+		{hungry, s.Gradient.Norm / (h.Hunger * norm)},
+		{dead, s.Health.DeadRatio / h.Dead},
+		{silent, h.Silence * variance / s.Health.Variance},
+		{spiky, deviation / (h.Spike * math.Sqrt(s.Health.Variance))},
+	} {
+		if p.severity > worst.severity && !math.IsInf(p.severity, 0) { // not 0/0 or 1/0
+			worst = p
+		}
+	}
+	return worst
+}
+
+// remedy returns the kind of blueprint for an unhealthy chunk, and how it shall be grafted.
+func (h *Heuristic) remedy(r *Report, c candidate) (blueprints.Kind, Strategy) {
+	kind := blueprints.Residual
+	switch c.ailment {
+	case hungry:
+		chunk := r.Hidden / len(r.Seeds)
+		for _, k := range h.Capacity {
+			if _, err := blueprints.Size(k, chunk, r.SlotParameters-1); err == nil {
+				kind = k
+				break
+			}
+		}
+	case silent, spiky:
+		kind = blueprints.AttentionGate
+	}
+	s := r.Seeds[c.seed]
+	switch {
+	case s.Drift > h.Drift:
+		return kind, DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
+	case c.ailment == hungry && c.severity > 2:
+		return kind, GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: float64(float32(2 * s.Gradient.Norm))}
+	}
+	return kind, PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: 4}
+}
+
+// median returns the median of a figure of the seeds that have it; 0 and NaN do not count.
+func median(seeds []SeedReport, figure func(SeedReport) float64) float64 {
+	var all []float64
+	for _, s := range seeds {
+		if v := figure(s); v > 0 {
+			all = append(all, v)
+		}
+	}
+	if len(all) == 0 {
+		return 0
+	}
+	slices.Sort(all)
+	return all[len(all)/2]
 }

@@ -31,6 +31,7 @@ var (
 	ErrCorrupt    = errors.New("seed state is corrupt")
 	ErrSchema     = errors.New("schema version is too new")
 	ErrArgument   = errors.New("invalid argument")
+	ErrShape      = errors.New("lattice of another shape")
 )
 
 // Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one with UnmarshalBinary;
@@ -69,6 +70,8 @@ type config struct {
 	Quarantine  bool       `json:"quarantine,omitempty"`
 	Telemetry   Telemetry  `json:"telemetry"`
 }
+
+const defaultTransitions = 4
 
 // Option configures a new lattice.
 type Option func(*config) error
@@ -178,7 +181,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if uint64(seeds) > math.MaxUint32 {
 		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument, seeds, uint32(math.MaxUint32))
 	}
-	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4, Transitions: 4}
+	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4, Transitions: defaultTransitions}
 	for i, o := range opts {
 		if o == nil {
 			return nil, fmt.Errorf("state.NewLattice: %w: option %d is nil", ErrArgument, i)
@@ -251,12 +254,19 @@ func (l *Lattice) Width() int {
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+	if l.n == 0 {
+		return nil
+	}
+	return l.seeds.fit(l.hidden, width)
+}
+
+func (s *seedState) fit(hidden, width int) error {
 	var fine [math.MaxUint8 + 1]bool // of each kind, whether it is known to fit
-	for seed, kind := range l.seeds.kind {
-		if l.seeds.slot[seed] == 0 || Stage(l.seeds.stage[seed]).Ended() || fine[kind] {
+	for seed, kind := range s.kind {
+		if s.slot[seed] == 0 || Stage(s.stage[seed]).Ended() || fine[kind] {
 			continue
 		}
-		if _, err := blueprints.Size(blueprints.Kind(kind), l.hidden/l.n, width); err != nil {
+		if _, err := blueprints.Size(blueprints.Kind(kind), hidden/len(s.kind), width); err != nil {
 			return fmt.Errorf("seed %d: %w", seed, err)
 		}
 		fine[kind] = true

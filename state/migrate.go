@@ -12,6 +12,18 @@ import (
 //	   base_performance in single instead of double precision; dropped delta and improvement, which follow from them; and
 //	   added the last transitions
 
+// emptySeeds returns new seeds to migrate the stored arrays to. Before memory is taken, enough must be stored to deserve it.
+func (h *header) emptySeeds(stored []column) (*seedState, error) {
+	if h.Schema < 3 {
+		h.Config.Transitions = defaultTransitions
+	}
+	want := rowWidth((&seedState{past: make([][]uint32, h.Config.Transitions)}).columns())
+	if have := rowWidth(stored); 2*have < want {
+		return nil, fmt.Errorf("%w: header: the fields take %d bytes a seed, want %d", ErrCorrupt, have, want)
+	}
+	return newSeedState(h.Seeds, h.Config.Transitions), nil
+}
+
 // migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In data of an older one,
 // fields that it did not have keep the value of a new seed, and fields that are no more are dropped.
 func (h *header) migrate(s *seedState, stored []column) error {

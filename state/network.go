@@ -3,6 +3,7 @@ package state
 import (
 	"context"
 	"fmt"
+	"iter"
 	"slices"
 	"strings"
 	"sync"
@@ -38,11 +39,18 @@ type Layer struct {
 
 // Slots are the parameters behind the slots of a network's layers. The network calls them between passes only.
 type Slots interface {
-	// Start returns the identity start of a blueprint for a seed that germinates in a slot. It changes nothing.
-	Start(layer, seed, slot int, kind blueprints.Kind) (SlotParams, error)
+	// Start returns the identity start of a blueprint. It changes nothing.
+	Start(Germination) (SlotParams, error)
 	Read(layer, slot int) (SlotParams, error)
 	// Write sets all of the given slots, or on an error none.
 	Write([]SlotWrite) error
+}
+
+// Germination is the planting of a blueprint in a slot.
+type Germination struct {
+	Layer, Seed, Slot int
+	Kind              blueprints.Kind
+	Epoch             int // of the lattice
 }
 
 // SlotParams are the parameters of a slot.
@@ -102,6 +110,17 @@ func (n *Network) Lattice(layer int) *Lattice {
 		return nil
 	}
 	return n.layers[layer].Lattice
+}
+
+// Lattices yields the layers' lattices with their numbers.
+func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
+	return func(yield func(int, *Lattice) bool) {
+		for i, l := range n.layers {
+			if !yield(i, l.Lattice) {
+				return
+			}
+		}
+	}
 }
 
 // Report returns the reports of all layers.

@@ -70,7 +70,7 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 			images[i], err = fromArrays(own)
 		}
 		if err == nil {
-			err = layer.Lattice.fits(images[i])
+			err = layer.Lattice.takes(images[i])
 		}
 		if err != nil {
 			return nil, fmt.Errorf("state.Load: layer %q: %w", layer.Name, err)
@@ -85,11 +85,11 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 	}, nil
 }
 
-// fits is accepts for callers that do not hold the lock.
-func (l *Lattice) fits(img *image) error {
+// takes is adapt for callers that do not hold the lock.
+func (l *Lattice) takes(img *image) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	return l.accepts(img)
+	return l.adapt(img)
 }
 
 // takeKept moves what is kept of a layer's slots into kept, and returns the other arrays.

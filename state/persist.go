@@ -130,21 +130,33 @@ func (l *Lattice) UnmarshalBinary(data []byte) error {
 func (l *Lattice) replace(method string, img *image) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.accepts(img); err != nil {
+	if err := l.adapt(img); err != nil {
 		return fmt.Errorf("state.%s: %w", method, err)
-	}
-	if img.config.Width == 0 { // saved by a lattice that did not know it
-		img.config.Width = l.config.Width
 	}
 	l.install(img)
 	return nil
 }
 
-// accepts returns an error when img cannot become the lattice's contents.
-func (l *Lattice) accepts(img *image) error {
-	if l.n > 0 && (l.n != img.n || l.hidden != img.hidden) {
-		return fmt.Errorf("%w: the saved lattice has %d seeds over %d features, this one %d over %d",
-			ErrArgument, img.n, img.hidden, l.n, l.hidden)
+// adapt gives img what the lattice knows and img does not. It returns an error, wrapping ErrShape or blueprints.ErrWidth, when
+// img cannot become the lattice's contents.
+func (l *Lattice) adapt(img *image) error {
+	if img.config.Width == 0 { // saved by a lattice that did not know it
+		img.config.Width = l.config.Width
+	}
+	differ := func(own, saved int) bool { return own > 0 && own != saved }
+	switch {
+	case l.n == 0:
+		return nil
+	case l.n != img.n || l.hidden != img.hidden:
+		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d over %d",
+			ErrArgument, ErrShape, img.n, img.hidden, l.n, l.hidden)
+	case differ(l.config.Slots, img.config.Slots):
+		return fmt.Errorf("%w: %w: the saved one has %d slots, this one %d", ErrArgument, ErrShape, img.config.Slots, l.config.Slots)
+	case differ(l.config.Width, img.config.Width):
+		return fmt.Errorf("%w: %w: the saved one has slots of %d weights, this one of %d",
+			ErrArgument, ErrShape, img.config.Width, l.config.Width)
+	case img.config.Width > 0:
+		return img.seeds.fit(img.hidden, img.config.Width)
 	}
 	return nil
 }
@@ -236,8 +248,11 @@ func (h *header) image(stored []column) (*image, error) {
 	if err := sums.faultError(found, h.Seeds); err != nil && !h.Config.Quarantine {
 		return nil, err
 	}
-	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss,
-		seeds: newSeedState(h.Seeds, h.Config.Transitions)}
+	seeds, err := h.emptySeeds(stored)
+	if err != nil {
+		return nil, err
+	}
+	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, seeds: seeds}
 	if err := h.migrate(img.seeds, stored); err != nil {
 		return nil, err
 	}

@@ -19,6 +19,7 @@ type SeedReport struct {
 	Delta         float64 // performance less that without the seed, or else at the first report in this stage; 0 when unknown
 	Improvement   float64 // likewise relative to that without the seed, or else at the first report; 0 when unknown
 	CanAdvance    bool    // the gate onward is open: a transition to Stage.Next would be allowed
+	RampFinished  bool    // the strategy has ended, in Grafting
 	CanCull       bool    // a transition to Culled would be allowed
 	CanRecycle    bool    // the blueprint's life is over, and the embargo too
 	Drift         float64 // relative change of the chunk's running moments over the last epoch
@@ -35,8 +36,12 @@ type Report struct {
 	Epoch     int // epochs that have ended
 	Step      int // passes with telemetry so far
 	Telemetry Telemetry
-	Layer     LayerReport
-	Seeds     []SeedReport
+	Hidden    int // features of the layer
+	Slots     int // of the layer's weights, slot 0 included; 0 when the lattice was not told
+	// SlotParameters is how many parameters a slot has: weights and scale.
+	SlotParameters int
+	Layer          LayerReport
+	Seeds          []SeedReport
 }
 
 // Report returns the present state of all seeds, with the last figures measured of each.
@@ -44,6 +49,10 @@ func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Seeds: make([]SeedReport, l.n)}
+	if l.n == 0 {
+		return r
+	}
+	r.Hidden, r.Slots, r.SlotParameters = l.hidden, l.config.Slots, max(l.config.Width, l.hidden/l.n)+1
 	cpu.Parallel(l.n, 1024, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
 			r.Seeds[i] = l.seedReport(i)
@@ -77,7 +86,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		Alpha:         float64(stage.share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 		Performance: NewFloat16(float64(s.performance[i])).Float64(), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
-		CanAdvance: can(stage.Next()), CanCull: can(Culled),
+		CanAdvance: can(stage.Next()), RampFinished: s.finished[i] != 0, CanCull: can(Culled),
 		CanRecycle: stage.Ended() && l.epoch >= s.embargoUntil[i],
 		Drift:      float64(s.drift[i]),
 		Health:     s.health(i),

@@ -40,12 +40,15 @@ func (n *Network) Do(commands ...Command) error {
 	for i, c := range commands {
 		if err := t.do(c); err != nil {
 			t.rollback()
-			return fmt.Errorf("state: command %d of %d (%v): %w", i+1, len(commands), c, err)
+			if len(commands) > 1 {
+				err = fmt.Errorf("command %d of %d, %v: %w", i+1, len(commands), c, err)
+			}
+			return fmt.Errorf("layer %d: %w", c.Layer, err)
 		}
 	}
 	if err := t.commit(); err != nil {
 		t.rollback()
-		return fmt.Errorf("state: writing the slots: %w", err)
+		return fmt.Errorf("state.Network: writing the slots: %w", err)
 	}
 	return nil
 }
@@ -74,7 +77,7 @@ type undo struct {
 func (t *transaction) do(c Command) error {
 	l := t.Lattice(c.Layer)
 	if l == nil {
-		return fmt.Errorf("%w: the layer is %d, want 0 to %d", ErrSeed, c.Layer, len(t.layers)-1)
+		return fmt.Errorf("state.%v: %w: the layer is %d, want 0 to %d", c.Action, ErrSeed, c.Layer, len(t.layers)-1)
 	}
 	if err := l.checkSeed(c.Action.String(), c.Seed); err != nil {
 		return err
@@ -107,7 +110,7 @@ func (t *transaction) parameters(c Command, seed, slot address, from Stage) (err
 	switch {
 	case c.Action == Germinate:
 		if users == 1 {
-			t.write[slot], err = t.slots.Start(c.Layer, c.Seed, slot.number, c.Request.Kind)
+			t.write[slot], err = t.slots.Start(Germination{c.Layer, c.Seed, slot.number, c.Request.Kind, int(l.epoch)})
 		}
 		return err
 	case from == to || slot.number == 0:

@@ -25,7 +25,7 @@ var growth = []struct {
 
 // grow takes all seeds of a model through their lives on a fixed timetable: at the same step of the same run the same
 // happens, whether the run was interrupted or not. A seed that is late, in a run of a few steps or one that was resumed with
-// more of them, catches up. A program that decides by what the seeds report would do so here.
+// more of them, catches up. A program that decides by what the seeds report has a state.Controller instead.
 func grow(m *llm.Model, epoch int) llm.Callback {
 	return func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
@@ -35,38 +35,31 @@ func grow(m *llm.Model, epoch int) llm.Callback {
 			if e.Step < int(g.share*float64(e.Steps)) {
 				break
 			}
-			for layer := range m.Lattices {
-				if err := advance(m, layer, g.stage, e.Steps/(4*epoch)); err != nil {
-					return err
-				}
+			if err := m.Kasmina.Do(advance(m.Kasmina, g.stage, e.Steps/(4*epoch))...); err != nil {
+				return err
 			}
 		}
 		return nil
 	}
 }
 
-// advance moves all seeds of a layer to the next stage. Grafting takes the given number of epochs.
-func advance(m *llm.Model, layer int, next state.Stage, graftEpochs int) error {
-	l := m.Lattices[layer]
-	for seed := range l.Seeds() {
-		if s, err := l.Stage(seed); err != nil {
-			return err
-		} else if !s.CanBecome(next) {
-			continue
-		}
-		var err error
-		if next == state.Germinated {
-			err = m.Germinate(layer, seed, state.GerminationRequest{
-				Slot:     seed + 1,
-				Kind:     kinds[seed%len(kinds)],
-				Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: max(1, graftEpochs), Target: 1},
-			})
-		} else {
-			err = l.Transition(seed, next)
-		}
-		if err != nil {
-			return err
+// advance returns what moves to the next stage all seeds that can go there. Grafting takes the given number of epochs.
+func advance(seeds *state.Network, next state.Stage, graftEpochs int) (commands []state.Command) {
+	for layer, r := range seeds.Report() {
+		for _, s := range r.Seeds {
+			c := state.Command{Action: state.Move, Layer: layer, Seed: s.Seed, To: next}
+			if next == state.Germinated {
+				c.Action = state.Germinate
+				c.Request = state.GerminationRequest{
+					Slot:     s.Seed + 1,
+					Kind:     kinds[s.Seed%len(kinds)],
+					Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: max(1, graftEpochs), Target: 1},
+				}
+			}
+			if s.Stage.CanBecome(next) {
+				commands = append(commands, c)
+			}
 		}
 	}
-	return nil
+	return commands
 }

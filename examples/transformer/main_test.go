@@ -166,7 +166,7 @@ func TestShortRunsGrow(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, l := range m.Lattices {
+		for _, l := range m.Kasmina.Lattices() {
 			for i, s := range l.Report().Seeds {
 				if s.Stage != state.Fossilized {
 					t.Errorf("%s steps: seed %d is in stage %v", steps, i, s.Stage)

@@ -81,7 +81,7 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		if e.Kind != llm.StepEnd || e.Step%4 != 0 {
 			return nil
 		}
-		for layer, l := range model.Lattices {
+		for layer, l := range model.Kasmina.Lattices() {
 			seed := e.Step/4 - 1
 			if err := errors.Join(
 				model.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: blueprints.Kind(seed % 4)}),

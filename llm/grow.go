@@ -1,0 +1,146 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Growth lets a controller decide, at the end of every epoch of the Kasmina lattices, what becomes of a model's seeds.
+type Growth struct {
+	Controller state.Controller
+	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance is minus the model's mean
+	// loss on it, and in Evaluating and FineTuning that is compared with the loss of the model without the seed. The stability
+	// of such a seed is the share of the text's batches in which the two differ in the direction in which their means do.
+	Validation *Evaluation
+	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of the model over the text,
+	// and another for each seed that is compared.
+	Every int
+	// Refused hears of commands of the controller that were not possible. When nil, one ends the run.
+	Refused func(state.Command, error)
+}
+
+// Grow makes the trainer follow a controller.
+func (t *Trainer) Grow(g Growth) error {
+	if g.Every == 0 {
+		g.Every = 1
+	}
+	switch {
+	case g.Controller == nil:
+		return errors.New("llm: Grow: the controller is nil, want one such as state.NewHeuristic returns")
+	case g.Every < 1:
+		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
+	}
+	if err := t.canEvaluate(g.Validation); err != nil {
+		return fmt.Errorf("llm: Grow: %w", err)
+	}
+	t.growth = &g
+	return nil
+}
+
+// endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.
+func (t *Trainer) endEpoch(loss float64) error {
+	seeds := t.Model.Kasmina
+	metrics := make([]state.Metrics, seeds.Layers())
+	for i := range metrics {
+		metrics[i].Loss = loss
+	}
+	g := t.growth
+	if g != nil && seeds.Layers() > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
+		if err := t.judge(metrics); err != nil {
+			return err
+		}
+	}
+	if _, err := seeds.StepEpoch(metrics); err != nil || g == nil {
+		return err
+	}
+	for _, c := range g.Controller.Decide(seeds.Report()) {
+		switch err := seeds.Do(c); {
+		case err != nil && g.Refused == nil:
+			return fmt.Errorf("the controller: %w", err)
+		case err != nil:
+			g.Refused(c, err)
+		}
+	}
+	return nil
+}
+
+// judge measures the model with all seeds, and without each of those that are being evaluated, and adds what it finds to the
+// metrics of their layers.
+func (t *Trainer) judge(metrics []state.Metrics) error {
+	var with []float64
+	for layer, l := range t.Model.Kasmina.Lattices() {
+		for _, s := range l.Report().Seeds {
+			if s.Stage < state.Grafting || s.Stage > state.FineTuning {
+				continue
+			}
+			var err error
+			if with == nil {
+				if with, err = t.validate(); err != nil {
+					return err
+				}
+			}
+			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with), Stability: s.Stability}
+			if s.Stage == state.Evaluating || s.Stage == state.FineTuning {
+				if err = t.compare(&m, l, with); err != nil {
+					return err
+				}
+			} else {
+				m.Performance, m.Errors = mean(with, with)
+			}
+			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
+		}
+	}
+	return nil
+}
+
+// compare measures the model without a seed. with are the losses of the batches with it.
+func (t *Trainer) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Mute(m.Seed, true); err != nil {
+		return err
+	}
+	without, err := t.validate()
+	if err := errors.Join(err, l.Mute(m.Seed, false)); err != nil {
+		return err
+	}
+	m.Compared = true
+	m.Performance, m.Errors = mean(with, without)
+	m.Without, _ = mean(without, with)
+	agree := 0
+	for i := range with {
+		if d := without[i] - with[i]; d*(m.Performance-m.Without) > 0 {
+			agree++
+		}
+	}
+	m.Stability = float64(agree) / float64(len(with))
+	return nil
+}
+
+// validate returns the model's loss on each batch of the validation text; it may be NaN or infinite. It does not stop when the
+// run is asked to: an epoch ends as a whole or not at all.
+func (t *Trainer) validate() (losses []float64, err error) {
+	for b := range t.growth.Validation.Batches() {
+		l, err := t.engine.Loss(b)
+		if err != nil {
+			return nil, fmt.Errorf("validation: %w", err)
+		}
+		losses = append(losses, l)
+	}
+	return losses, nil
+}
+
+// mean returns minus the mean of those losses that are finite here and in others, and how many are not finite here.
+func mean(losses, others []float64) (performance float64, bad int) {
+	n := 0
+	for i, l := range losses {
+		if l-l != 0 {
+			bad++
+		} else if others[i]-others[i] == 0 {
+			performance -= l
+			n++
+		}
+	}
+	return performance / float64(max(1, n)), bad
+}

@@ -1,0 +1,146 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// newNetwork returns the lattices of a model's Kasmina layers, all with the given options.
+func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
+	layers := make([]state.Layer, len(m.Config.Kasmina))
+	for i, block := range m.Config.Kasmina {
+		l, err := m.newLattice(opts...)
+		if err != nil {
+			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", block, err)
+		}
+		layers[i] = state.Layer{Name: strconv.Itoa(block), Lattice: l}
+	}
+	return state.NewNetwork(slots{m}, layers...)
+}
+
+func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
+	slots, width := m.Config.Slots, m.Config.slotWidth()
+	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
+	if err == nil && l.Slots() != slots {
+		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
+	}
+	if err == nil && l.Width() != width {
+		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says", l.Width(), width)
+	}
+	return l, err
+}
+
+// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
+// identity start, unless a living seed has it too, and requests germination. Random weights follow from the layer, the seed,
+// the slot and the lattice's epoch. On an error nothing has changed. It is m.Kasmina.Do with one command.
+func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
+	err := m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: i, Seed: seed, Request: r})
+	if err != nil {
+		return fmt.Errorf("llm: Germinate: %w", err)
+	}
+	return nil
+}
+
+// slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the moment.
+type slots struct{ m *Model }
+
+// Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a resumed run draws the same.
+// The network asks for it with the lattice locked, in which the epoch is known.
+func (s slots) Start(g state.Germination) (p state.SlotParams, err error) {
+	width := s.m.Config.slotWidth()
+	w, a := make([]float64, 2*width), make([]float64, 2)
+	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)), uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
+	if err := blueprints.Identity(g.Kind, 1, s.m.Config.Dim/s.m.Config.Seeds, draw, w, a); err != nil {
+		return p, err
+	}
+	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
+}
+
+func (s slots) Read(layer, slot int) (p state.SlotParams, err error) {
+	if err := s.m.pull(s.names(layer)...); err != nil {
+		return p, err
+	}
+	weights, scales := s.params(layer)
+	if s.m.Dtype() == tensor.Float32 {
+		return readSlot(weights.Float32s(), scales.Float32s(), slot), nil
+	}
+	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
+}
+
+func (s slots) Write(writes []state.SlotWrite) error {
+	for _, w := range writes {
+		if want := s.m.Config.slotWidth(); len(w.Params.Weights) != want || w.Slot < 1 || w.Slot >= s.m.Config.Slots {
+			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a slot from 1 to %d",
+				len(w.Params.Weights), w.Slot, w.Layer, want, s.m.Config.Slots-1)
+		}
+	}
+	before := make([]state.SlotWrite, len(writes))
+	var changed []string
+	for i, w := range writes {
+		p, err := s.Read(w.Layer, w.Slot)
+		if err != nil {
+			return err
+		}
+		before[i] = state.SlotWrite{Layer: w.Layer, Slot: w.Slot, Params: p}
+		if names := s.names(w.Layer); !slices.Contains(changed, names[0]) {
+			changed = append(changed, names...)
+		}
+	}
+	s.set(writes)
+	if s.m.mirror == nil {
+		return nil
+	}
+	err := s.m.mirror.Push(changed...)
+	if err != nil {
+		s.set(before)
+		err = errors.Join(err, s.m.mirror.Push(changed...))
+	}
+	return err
+}
+
+func (s slots) set(writes []state.SlotWrite) {
+	for _, w := range writes {
+		weights, scales := s.params(w.Layer)
+		if s.m.Dtype() == tensor.Float32 {
+			writeSlot(weights.Float32s(), scales.Float32s(), w.Slot, w.Params)
+		} else {
+			writeSlot(weights.Float64s(), scales.Float64s(), w.Slot, w.Params)
+		}
+	}
+}
+
+// names returns the names of the weights and the scales of a Kasmina layer.
+func (s slots) names(layer int) []string {
+	p := blockPrefix(s.m.Config.Kasmina[layer])
+	return []string{p + kasminaWeights, p + kasminaScales}
+}
+
+func (s slots) params(layer int) (weights, scales *tensor.Dense) {
+	names := s.names(layer)
+	return s.m.Param(names[0]), s.m.Param(names[1])
+}
+
+func readSlot[T float32 | float64](weights, scales []T, slot int) state.SlotParams {
+	width := len(weights) / len(scales)
+	p := state.SlotParams{Weights: make([]float64, width), Scale: float64(scales[slot])}
+	for i, v := range weights[slot*width:][:width] {
+		p.Weights[i] = float64(v)
+	}
+	return p
+}
+
+func writeSlot[T float32 | float64](weights, scales []T, slot int, p state.SlotParams) {
+	width := len(weights) / len(scales)
+	for i, v := range p.Weights {
+		weights[slot*width+i] = T(v)
+	}
+	scales[slot] = T(p.Scale)
+}
