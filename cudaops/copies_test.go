@@ -27,7 +27,7 @@ func TestCopiesOfAStep(t *testing.T) {
 
 func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	l := newLifetime(t, newMuon)
-	lattice := l.model.Lattices[0]
+	lattice := l.model.Kasmina.Lattice(0)
 	if err := l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter}); err != nil {
 		t.Fatal(err)
 	}
