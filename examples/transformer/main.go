@@ -1,5 +1,5 @@
-// Command transformer trains a Llama-style language model, a small one unless told otherwise, with Kasmina layers on text, on an NVIDIA GPU if there is one, and
-// else on the CPU.
+// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one, unless told otherwise, and
+// on an NVIDIA GPU if there is one, else on the CPU.
 //
 //	go run ./examples/transformer                     # about three minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes

@@ -4,13 +4,16 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -130,5 +133,40 @@ func TestStopsWhileTokenizing(t *testing.T) {
 	}
 	if left, _ := os.ReadDir(dir); len(left) > 1 { // the cache's folder may stand
 		t.Errorf("%v is left", left)
+	}
+}
+
+// TestTellPace wants a slow first step to be told once, with the time that the others will take, and a fast one not to be.
+func TestTellPace(t *testing.T) {
+	for _, c := range []struct {
+		first time.Duration
+		steps int
+		want  string
+	}{
+		{95 * time.Second, 2000, "a step of 32768 tokens takes 1m35s on this CPU, and the 1999 to come 52h45m5s"},
+		{time.Second, 2000, ""},
+		{time.Minute, 1, ""},
+	} {
+		var told bytes.Buffer
+		pace := tellPace(&told)
+		for step := range min(3, c.steps) {
+			e := llm.Event{Kind: llm.StepEnd, Step: step + 1, Steps: c.steps, StepTokens: 32768, Elapsed: time.Duration(step+1) * c.first}
+			if err := pace(e); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got := told.String(); !strings.Contains(got, c.want) || c.want == "" && got != "" || strings.Count(got, "\n") > 1 {
+			t.Errorf("%v a step: told %q, want %q", c.first, got, c.want)
+		}
+	}
+}
+
+func TestHint(t *testing.T) {
+	memory := withHint(fmt.Errorf("the graph needs 2 GiB: %w", cudaops.ErrOutOfMemory))
+	if !errors.Is(memory, cudaops.ErrOutOfMemory) || !strings.Contains(memory.Error(), "-batch") {
+		t.Errorf("got %v, want a hint", memory)
+	}
+	if other := errors.New("other"); withHint(other) != other || withHint(nil) != nil {
+		t.Error("other errors change")
 	}
 }
