@@ -30,11 +30,5 @@ type adamW[T Float] struct {
 }
 
 func (s *adamW[T]) span(lo, hi int) {
-	p, g, m, v := s.p[lo:hi], s.g[lo:hi], s.m[lo:hi], s.v[lo:hi]
-	for i, gi := range g {
-		mi := m[i] + s.gain1*(gi-m[i])
-		vi := s.beta2*v[i] + s.gain2*gi*gi
-		m[i], v[i], g[i] = mi, vi, 0
-		p[i] = s.keep*p[i] - s.rate*mi/(T(math.Sqrt(float64(vi)))/s.root+s.eps)
-	}
+	s.step(s.p[lo:hi], s.g[lo:hi], s.m[lo:hi], s.v[lo:hi])
 }

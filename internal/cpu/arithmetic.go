@@ -44,9 +44,7 @@ func elementwise[T Float](op ArithmeticOp, y, a, b []T) {
 	a, b = a[:len(y)], b[:len(y)]
 	switch op {
 	case Add:
-		for i := range y {
-			y[i] = a[i] + b[i]
-		}
+		addVectors(y, a, b)
 	case Sub:
 		for i := range y {
 			y[i] = a[i] - b[i]

@@ -178,28 +178,11 @@ func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s At
 					p, dp = p[:seen], dp[:seen]
 				}
 				ExpSub(p, p, lse[i0+i])
-				d := t.d[i]
-				for j, pj := range p {
-					dp[j] = pj * (dp[j] - d)
-				}
+				softmaxGradient(dp, p, t.d[i])
 			}
 			GemmSerial(true, false, nk, dh, nq, 1, t.p, keyTile, gi, qd, 1, dv[j0*kd:], kd)
 			GemmSerial(false, false, nq, dh, nk, T(s.Scale), t.dp, keyTile, kj, kd, 1, dqi, qd)
 			GemmSerial(true, false, nk, dh, nq, T(s.Scale), t.dp, keyTile, qi, qd, 1, dk[j0*kd:], kd)
 		}
 	}
-}
-
-func scale[T Float](x []T, c T) {
-	for i := range x {
-		x[i] *= c
-	}
-}
-
-func dot[T Float](a, b []T) T {
-	var sum T
-	for i, x := range a {
-		sum += x * b[i]
-	}
-	return sum
 }

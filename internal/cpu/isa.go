@@ -29,6 +29,7 @@ func ISA() string { return level.String() }
 func useISA(l isa) {
 	level = l
 	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
+	rows32 = rowKernelsFor(l)
 }
 
 func chooseISA(wish string, best isa) isa {

@@ -17,15 +17,9 @@ func (s *rmsNorm[T]) span(lo, hi int) {
 	d := len(s.w)
 	for r := lo; r < hi; r++ {
 		x, y, w := s.x[r*d:][:d], s.y[r*d:][:d], s.w[:d]
-		var sum float64
-		for _, v := range x {
-			sum += float64(v) * float64(v)
-		}
-		rstd := T(1 / math.Sqrt(sum/float64(d)+s.eps))
+		rstd := T(1 / math.Sqrt(squares(x)/float64(d)+s.eps))
 		s.rstd[r] = rstd
-		for i, v := range x {
-			y[i] = v * rstd * w[i]
-		}
+		mulScaled(y, x, w, rstd)
 	}
 }
 
@@ -45,14 +39,8 @@ func (s *rmsNormInput[T]) span(lo, hi int) {
 	d := len(s.w)
 	for r := lo; r < hi; r++ {
 		x, g, dx, w, rstd := s.x[r*d:][:d], s.g[r*d:][:d], s.dx[r*d:][:d], s.w[:d], s.rstd[r]
-		var dot float64
-		for i, v := range x {
-			dot += float64(g[i]*w[i]) * float64(v)
-		}
-		m := T(dot / float64(d) * float64(rstd) * float64(rstd))
-		for i, v := range x {
-			dx[i] = rstd * (g[i]*w[i] - v*m)
-		}
+		m := T(dot3(g, w, x) / float64(d) * float64(rstd) * float64(rstd))
+		normGradient(dx, g, w, x, rstd, m)
 	}
 }
 
@@ -62,9 +50,6 @@ func (s *rmsNormWeight[T]) span(lo, hi int) {
 	d, dw := len(s.dw), s.dw[lo:hi]
 	clear(dw)
 	for r, rstd := range s.rstd {
-		x, g := s.x[r*d+lo:][:len(dw)], s.g[r*d+lo:][:len(dw)]
-		for i := range dw {
-			dw[i] += g[i] * x[i] * rstd
-		}
+		addScaled(dw, s.g[r*d+lo:], s.x[r*d+lo:], rstd)
 	}
 }

@@ -23,12 +23,7 @@ func (t *rope[T]) span(lo, hi int) {
 	for r := lo; r < hi; r++ {
 		c, s := t.cos[r%t.seq*h:][:h], t.sin[r%t.seq*h:][:h]
 		for o := r * t.d; o < (r+1)*t.d; o += t.headDim {
-			xa, xb, ya, yb := t.x[o:][:h], t.x[o+h:][:h], t.y[o:][:h], t.y[o+h:][:h]
-			for i, a := range xa {
-				b, si := xb[i], t.sign*s[i]
-				ya[i] = a*c[i] - b*si
-				yb[i] = b*c[i] + a*si
-			}
+			rotate(t.y[o:][:h], t.y[o+h:][:h], t.x[o:][:h], t.x[o+h:][:h], c, s, t.sign)
 		}
 	}
 }

@@ -23,11 +23,7 @@ type sumSquares[T Float] struct {
 }
 
 func (s *sumSquares[T]) span(lo, hi int) {
-	var sum float64
-	for _, v := range s.x[lo:hi] {
-		sum += float64(v) * float64(v)
-	}
-	s.partial[lo/vectorGrain] = sum
+	s.partial[lo/vectorGrain] = squares(s.x[lo:hi])
 }
 
 // ScaleBy multiplies every element of x by s.
@@ -60,6 +56,9 @@ type firstNonFinite[T Float] struct {
 }
 
 func (s *firstNonFinite[T]) span(lo, hi int) {
+	if finite(s.x[lo:hi]) {
+		return
+	}
 	for i, v := range s.x[lo:hi] {
 		if v-v == 0 { // false for NaN and ±Inf alone
 			continue

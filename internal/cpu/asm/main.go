@@ -13,7 +13,7 @@ import (
 )
 
 func main() {
-	part := flag.String("part", "gemm", "what to generate: gemm or vec")
+	part := flag.String("part", "gemm", "what to generate: gemm, vec or rows")
 	flag.Parse()
 	ConstraintExpr("amd64")
 	switch *part {
@@ -33,6 +33,10 @@ func main() {
 			maximum(v)
 			siluMul(v)
 			siluMulBackward(v)
+		}
+	case "rows":
+		for _, v := range []isa{avx512, avx2} {
+			rows(v)
 		}
 	default:
 		log.Fatalf("unknown -part %q", *part)
