@@ -73,7 +73,8 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 }
 
 func measure(ctx driver.Context, names []string, report func(Measurement) error) error {
-	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: cacheBytes, report: report, random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
+	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: cacheBytes, report: report,
+		random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
 	b.open()
 	for _, g := range groups {
 		if b.err == nil && slices.Contains(names, g.name) {

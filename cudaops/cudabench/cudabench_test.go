@@ -47,8 +47,11 @@ func TestNames(t *testing.T) {
 		t.Fatal(b.err)
 	}
 	const elements = 3 * 50 * 4
-	want := []Measurement{{Name: "kasmina_fwd_3x200_s50_stages", Bytes: 4 * elements}, {Name: "kasmina_bwd_3x200_s50_stages", Bytes: 6 * elements},
-		{Name: "kasmina_fwd_3x200_s50_stages_telemetry", Bytes: 4 * elements}, {Name: "kasmina_bwd_3x200_s50_stages_telemetry", Bytes: 6 * elements}}
+	want := []Measurement{
+		{Name: "kasmina_fwd_3x200_s50_stages", Bytes: 4 * elements}, {Name: "kasmina_bwd_3x200_s50_stages", Bytes: 6 * elements},
+		{Name: "kasmina_fwd_3x200_s50_stages_telemetry", Bytes: 4 * elements},
+		{Name: "kasmina_bwd_3x200_s50_stages_telemetry", Bytes: 6 * elements},
+	}
 	if len(got) != len(want) {
 		t.Fatalf("%d measurements, want %d: %v", len(got), len(want), got)
 	}

@@ -73,8 +73,8 @@ func rmsNorm(b *bench) {
 	})
 	sum, residual := b.alloc(rows*d, bf16), b.normal(rows*d, bf16)
 	b.time(Measurement{Name: "add_rmsnorm_fwd_32768x4096", Bytes: 4 * size}, func() error {
-		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d, Eps: 1e-5,
-			Type: bf16})
+		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d,
+			Eps: 1e-5, Type: bf16})
 	})
 	backward.Add = residual
 	b.time(Measurement{Name: "add_rmsnorm_bwd_32768x4096", Bytes: 4 * size}, func() error {

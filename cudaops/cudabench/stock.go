@@ -26,7 +26,9 @@ func elementwise(b *bench) {
 		return b.Unary(b.stream, kernels.Tanh, z, x, 0, n, bf16)
 	})
 	wide := b.normal(n, f32)
-	b.time(Measurement{Name: "cast_32768x4096", Bytes: (4 + 2) * n}, func() error { return b.Cast(b.stream, z, bf16, wide, f32, n) })
+	b.time(Measurement{Name: "cast_32768x4096", Bytes: (4 + 2) * n}, func() error {
+		return b.Cast(b.stream, z, bf16, wide, f32, n)
+	})
 }
 
 func softmax(b *bench) {
@@ -34,7 +36,9 @@ func softmax(b *bench) {
 	const size = 2 * rows * n
 	x, g := b.normal(rows*n, bf16), b.normal(rows*n, bf16)
 	y, dx := b.alloc(rows*n, bf16), b.alloc(rows*n, bf16)
-	b.time(Measurement{Name: "softmax_fwd_32768x4096", Bytes: 2 * size}, func() error { return b.Softmax(b.stream, y, x, rows, n, bf16) })
+	b.time(Measurement{Name: "softmax_fwd_32768x4096", Bytes: 2 * size}, func() error {
+		return b.Softmax(b.stream, y, x, rows, n, bf16)
+	})
 	b.time(Measurement{Name: "softmax_bwd_32768x4096", Bytes: 3 * size}, func() error {
 		return b.SoftmaxBackward(b.stream, dx, g, y, rows, n, bf16)
 	})

@@ -79,7 +79,8 @@ func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision stri
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32, bf16 or f16", device, precision)
+	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32, bf16 or f16",
+		device, precision)
 }
 
 // host trains on the CPU.

@@ -137,7 +137,9 @@ func onGPU(o options) error {
 	if err := o.check(gpuGroups()); err != nil {
 		return err
 	}
-	precision, ok := map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}[o.precision]
+	precision, ok := map[string]cudaops.Precision{
+		"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32,
+	}[o.precision]
 	if !ok {
 		return fmt.Errorf("-precision is %q, want bf16, f16 or f32", o.precision)
 	}
@@ -176,7 +178,7 @@ func onGPU(o options) error {
 			s.batch = o.batch
 		}
 		for _, o.recompute = range []bool{false, true} {
-			if group := map[bool]string{false: "train", true: "recompute"}[o.recompute]; !o.has(group) || o.recompute && s.name != recomputed {
+			if o.recompute && (s.name != recomputed || !o.has("recompute")) || !o.recompute && !o.has("train") {
 				continue
 			}
 			r, err := s.train(device, precision, o)
@@ -194,7 +196,8 @@ func onGPU(o options) error {
 // measured is the line of a measurement.
 func measured(name string, d time.Duration, bytes, flops float64) result {
 	s := d.Seconds()
-	return result{Bench: name, Peer: project, Us: rounded(s*1e6, 2), GBps: rounded(bytes/s/1e9, 2), TFLOPs: rounded(flops/s/1e12, 4)}
+	return result{Bench: name, Peer: project, Us: rounded(s*1e6, 2), GBps: rounded(bytes/s/1e9, 2),
+		TFLOPs: rounded(flops/s/1e12, 4)}
 }
 
 func rounded(x float64, digits int) float64 {

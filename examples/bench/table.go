@@ -13,8 +13,8 @@ import (
 )
 
 // printTable writes the lines of files as Markdown tables, one of kernels and one of training steps: a row for each name, in
-// the order in which names first come up. The share is of the fastest copy or product, whatever program measured it: copies are named copy_..., products
-// gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
+// the order in which names first come up. The share is of the fastest copy or product, whatever program measured it: copies
+// are named copy_..., products gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
 		return errors.New("-table wants files of JSON lines, as this program and peers/torch_peers.py print them")
@@ -55,7 +55,8 @@ func printTable(w io.Writer, files []string) error {
 
 // printRows writes a table of the named measurements.
 func printRows(w io.Writer, all []result, names []string) {
-	fmt.Fprint(w, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n| --- | --- | --- | --- | --- |\n")
+	fmt.Fprint(w, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n",
+		"| --- | --- | --- | --- | --- |\n")
 	bandwidth, arithmetic := ceilingsOf(all)
 	for _, name := range names {
 		ours, peers := entries(all, name)

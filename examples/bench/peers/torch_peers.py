@@ -190,7 +190,8 @@ def attention():
             with sdpa_kernel(backend):
                 y = f()
                 emit(f"attn_causal_fwd_b{b}h{h}s{s}d{d}", peer, kernel(f), flops=flops)
-                emit(f"attn_causal_bwd_b{b}h{h}s{s}d{d}", peer, kernel(backward(y, (q, k, v), torch.randn_like(y))), flops=2.5 * flops)
+                back = kernel(backward(y, (q, k, v), torch.randn_like(y)))
+                emit(f"attn_causal_bwd_b{b}h{h}s{s}d{d}", peer, back, flops=2.5 * flops)
 
 
 def loss():
@@ -240,7 +241,8 @@ def kasmina_layer(rows, d, seeds, dtype, conv=True):
             one, two = (F.pad(c, (i, 0))[..., :chunk].reshape(v.shape) for i in (1, 2))
             taps = [spread(w.view(seeds, chunk)[:, i]) for i in range(3)]
             fourth = a * (taps[0] * v + taps[1] * one + taps[2] * two)
-        t = torch.where(kind == 0, v + a * w, torch.where(kind == 1, a * v * p, torch.where(kind == 2, a * torch.relu(v * w), fourth)))
+        t = torch.where(kind == 2, a * torch.relu(v * w), fourth)
+        t = torch.where(kind == 0, v + a * w, torch.where(kind == 1, a * v * p, t))
         return (v + alpha * (t - v)).to(x.dtype)
 
     x, g = normal(rows, d, grad=True, dtype=dtype), normal(rows, d, dtype=dtype)
@@ -423,7 +425,8 @@ def where():
     line = {"bench": "run", "peer": "torch", "versions": f"torch {torch.__version__}", "date": str(datetime.date.today()),
             "command": "python3 " + " ".join(["torch_peers.py"] + sys.argv[1:])}
     if DEVICE == "cuda":
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                                capture_output=True, text=True)
         line |= {"card": torch.cuda.get_device_name(), "driver": driver.stdout.split("\n")[0],
                  "versions": f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"}
     else:
