@@ -1,0 +1,238 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// KasminaMixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a chunk. See
+// kasmina_capacity.cu for what is where.
+type KasminaMixing struct {
+	Ptr          driver.Ptr
+	Seeds, Slots int
+}
+
+// Bytes is the size of the list, which has room for all seeds.
+func (k KasminaMixing) Bytes() int { return 4 * (1 + 2*k.Seeds + k.Slots + 1 + k.Seeds) }
+
+// Mixes reports whether the kernels of this file compute a seed.
+func (s KasminaSeed) Mixes() bool {
+	kind := blueprints.Kind(s.Kind)
+	return s.Slot != 0 && (s.Blend || s.Learn) && (kind == blueprints.LowRank || kind == blueprints.ChunkMLP)
+}
+
+// Encode writes the list's bytes. It fails, and names the seed, for a slot that does not exist.
+func (k KasminaMixing) Encode(dst []byte, seed func(i int) KasminaSeed) error {
+	words := driver.View[uint32](dst[:k.Bytes()])
+	clear(words)
+	list, state := words[1:][:k.Seeds], words[1+k.Seeds:][:k.Seeds]
+	heads, order := words[1+2*k.Seeds:][:k.Slots+1], words[1+2*k.Seeds+k.Slots+1:]
+	n := 0
+	for i := range k.Seeds {
+		s := seed(i)
+		if !s.Mixes() {
+			continue
+		}
+		if int(s.Slot) >= k.Slots {
+			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
+		}
+		learn := s.Learn && s.Alpha != 0 // at 0 there is nothing to learn
+		list[n], state[n] = uint32(i), uint32(s.Kind)|bit(s.Blend)<<8|bit(learn)<<9|uint32(s.Slot)<<16
+		if n++; learn {
+			heads[s.Slot]++
+		}
+	}
+	words[0] = uint32(n)
+	// A counting sort, as that of KasminaState.
+	sum := uint32(0)
+	for i := range heads {
+		sum += heads[i]
+		heads[i] = sum
+	}
+	for i := n - 1; i >= 0; i-- {
+		if w := state[i]; w>>9&1 != 0 {
+			heads[w>>16]--
+			order[heads[w>>16]] = uint32(i)
+		}
+	}
+	return nil
+}
+
+// KasminaWide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of float32, instead of those
+// of its KasminaLayer, and dweights likewise. Seeds that mix are in its list, and are dormant in the layer's state.
+type KasminaWide struct {
+	Mixing    KasminaMixing
+	Width     int
+	Workspace driver.Ptr // of [Kernels.KasminaWideWorkspace] bytes
+}
+
+// What kasmina_capacity.cu is written with, and how much memory it gets.
+const (
+	mixThreads  = 256
+	mixSums     = 4096     // floats that groups of threads need to add up their sums
+	mixShared   = 96 << 10 // bytes of shared memory at most, which every GPU has
+	mixLeast    = 16       // rows at a time for which weights are kept in shared memory
+	mixPartials = 16 << 20 // floats of partial sums
+	mixLarge    = 1e6      // beyond it the adaptive mode scales
+	mixSpread   = 64       // parts of the rows, if a few seeds mix
+	mixTile     = 256      // rows at a time at most
+	mixUnit     = "kasmina_capacity"
+)
+
+// mixGrid is how a layer is cut up.
+type mixGrid struct {
+	m, tile, parts, shared int
+	resident               bool
+}
+
+// mixGrid cuts up a layer for the pass that has so many arrays of a chunk's and of m columns in shared memory.
+func (k *Kernels) mixGrid(l KasminaLayer, w KasminaWide, arrays int) (g mixGrid) {
+	g.m = blueprints.Mixing(l.Chunk, w.Width)
+	weights := g.m*(l.Chunk|1) + l.Chunk*(g.m|1)
+	row := arrays*((l.Chunk|1)+(g.m|1)) + 1
+	size := func() int {
+		bytes := 4 * max(g.tile*row, mixSums)
+		if g.resident {
+			bytes += 4 * weights
+		}
+		return bytes
+	}
+	for _, g.resident = range []bool{true, false} {
+		for g.tile = mixTile; g.tile > 1 && size() > mixShared; {
+			g.tile /= 2
+		}
+		if g.tile >= mixLeast && size() <= mixShared {
+			break
+		}
+	}
+	g.tile = min(g.tile, powerOfTwo(l.Rows))
+	g.shared = size()
+	g.parts = min(ceilDiv(l.Rows, g.tile), max(mixSpread, ceilDiv(4*k.sms, l.State.Seeds)))
+	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
+	return g
+}
+
+// mixScratch is the workspace of a pass.
+type mixScratch struct{ narrow, dweights, dscales, partial, partialScales driver.Ptr }
+
+func (g mixGrid) scratch(l KasminaLayer, at driver.Ptr, backward bool) (s mixScratch, bytes int) {
+	c := carve{at}
+	s.narrow = c.take(4 * l.State.Slots * l.Chunk)
+	if backward {
+		s.dweights, s.dscales = c.take(4*l.State.Slots*l.Chunk), c.take(4*l.State.Slots)
+		s.partial = c.take(4 * g.parts * l.State.Seeds * 2 * l.Chunk * g.m)
+		s.partialScales = c.take(4 * g.parts * l.State.Seeds)
+	}
+	return s, int(c.at - at)
+}
+
+// KasminaWideWorkspace is the bytes of workspace that a pass takes beside that of the layer.
+func (k *Kernels) KasminaWideWorkspace(l KasminaLayer, w KasminaWide, backward bool) int {
+	_, bytes := k.mixGrid(l, w, mixArrays(backward)).scratch(l, 0, backward)
+	return bytes
+}
+
+// mixArrays is how many arrays of each kind a pass has.
+func mixArrays(backward bool) int { return 1 + int(bit(backward)) }
+
+// KasminaWideForward is KasminaForward for a layer with wide slots.
+func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w KasminaWide) error {
+	suf, empty, err := f.checkWide("KasminaWideForward", f.Reduction, w)
+	if empty || err != nil {
+		return err
+	}
+	g := k.mixGrid(f.KasminaLayer, w, mixArrays(false))
+	scratch, _ := g.scratch(f.KasminaLayer, w.Workspace, false)
+	wide := f.Weights
+	f.Weights = scratch.narrow
+	if err := k.narrow(s, f.KasminaLayer, wide, w.Width); err != nil {
+		return err
+	}
+	if err := k.KasminaForward(s, f); err != nil || g.m == 0 {
+		return err
+	}
+	a := args().Struct(g.bytes(f.KasminaLayer, w, wide, false), 8).Ptr(f.Y).Ptr(f.X)
+	return k.mix(s, "kasmina_mix"+suf, g, a)
+}
+
+// KasminaWideBackward is KasminaBackward for a layer with wide slots.
+func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w KasminaWide) error {
+	suf, empty, err := b.checkWide("KasminaWideBackward", b.Reduction, w)
+	if err != nil {
+		return err
+	}
+	if empty {
+		b.Chunk = w.Width
+		b.Rows = 0
+		return k.KasminaBackward(s, b)
+	}
+	g := k.mixGrid(b.KasminaLayer, w, mixArrays(true))
+	scratch, _ := g.scratch(b.KasminaLayer, w.Workspace, true)
+	wide, dweights, dscales := b.Weights, b.DWeights, b.DScales
+	b.Weights, b.DWeights, b.DScales = scratch.narrow, scratch.dweights, scratch.dscales
+	if err := k.narrow(s, b.KasminaLayer, wide, w.Width); err != nil {
+		return err
+	}
+	if err := k.KasminaBackward(s, b); err != nil {
+		return err
+	}
+	layer := g.bytes(b.KasminaLayer, w, wide, b.Clip)
+	if g.m > 0 {
+		a := args().Struct(layer, 8).Ptr(b.DX).Ptr(b.G).Ptr(b.X).Ptr(scratch.partial).Ptr(scratch.partialScales)
+		if err := k.mix(s, "kasmina_mix_backward"+suf, g, a); err != nil {
+			return err
+		}
+	}
+	return k.launch(s, mixUnit, "kasmina_mix_slots", driver.LaunchConfig{
+		Grid:  driver.Dim{X: b.State.Slots, Y: ceilDiv(w.Width, mixThreads)},
+		Block: driver.Dim{X: mixThreads},
+	}, args().Struct(layer, 8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(scratch.partial).Ptr(scratch.partialScales))
+}
+
+func (l KasminaLayer) checkWide(op string, r KasminaReduction, w KasminaWide) (suf string, empty bool, err error) {
+	if suf, empty, err = l.check(op, r); err != nil {
+		return "", false, err
+	}
+	if w.Width < l.Chunk || int64(w.Width)*int64(l.State.Slots) > math.MaxInt32 || w.Width > math.MaxUint16*mixThreads {
+		return "", false, fmt.Errorf("kernels.%s: %d slots of %d weights for chunks of %d columns", op, l.State.Slots, w.Width, l.Chunk)
+	}
+	return suf, empty, nil
+}
+
+// narrow copies the weights that kinds use which have as many as a chunk has columns.
+func (k *Kernels) narrow(s driver.Stream, l KasminaLayer, wide driver.Ptr, width int) error {
+	n := l.State.Slots * l.Chunk
+	a := args().Ptr(l.Weights).Ptr(wide).Int64(int64(n)).Int32(l.Chunk).Int32(width)
+	return k.launch(s, mixUnit, "kasmina_narrow", line(min(ceilDiv(n, mixThreads), 8*k.sms), mixThreads), a)
+}
+
+// mix launches a kernel whose blocks take seeds and parts of the rows in turn.
+func (k *Kernels) mix(s driver.Stream, name string, g mixGrid, a *driver.Args) error {
+	blocks, err := k.resident(mixUnit, name, mixThreads, g.shared)
+	if err != nil {
+		return err
+	}
+	c := line(blocks, mixThreads)
+	c.Shared = g.shared
+	return k.launch(s, mixUnit, name, c, a)
+}
+
+// bytes is Mixing of kasmina_capacity.cu.
+func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights driver.Ptr, clip bool) []byte {
+	large := float32(math.Inf(1))
+	if l.Stability == KasminaAdaptive {
+		large = mixLarge
+	}
+	var limit driver.Ptr
+	if clip {
+		limit = l.State.field(4)
+	}
+	return args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
+		Ptr(weights).Ptr(l.Scales).Int64(int64(l.Rows)).
+		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(g.tile).Int32(g.parts).
+		Int32(int(bit(g.resident))).Int32(int(bit(l.Stability == KasminaStrict))).Float32(float32(l.Eps)).Float32(large).
+		Int32(0).Packed() // to a multiple of 8 bytes
+}
