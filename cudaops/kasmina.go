@@ -8,6 +8,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
@@ -23,8 +24,9 @@ type kasminaLayer struct {
 	op         *op.KasminaOp
 	rows       int
 	chunk      int
+	width      int // of a slot
 	elem       elem
-	state      *array // kernels.KasminaState
+	state      *array // kernels.KasminaState, and kernels.KasminaMixing behind it where slots are wide
 	report     *array // kasminaReport, in words
 	backward   bool   // the graph has the backward op
 	mode       kasminaMode
@@ -70,6 +72,23 @@ func (l *kasminaLayer) latticeState() kernels.KasminaState {
 	return kernels.KasminaState{Ptr: l.state.ptr(), Seeds: l.seeds(), Slots: l.op.InputShape(1)[0]}
 }
 
+// wide is whether slots have more weights than chunks have features: the kernels of the kinds that mix are launched too.
+func (l *kasminaLayer) wide() bool { return l.width > l.chunk }
+
+func (l *kasminaLayer) wideSlots(workspace *array) kernels.KasminaWide {
+	st := l.latticeState()
+	return kernels.KasminaWide{Mixing: kernels.KasminaMixing{Ptr: st.Ptr.Offset(st.Bytes()), Seeds: st.Seeds, Slots: st.Slots}, Width: l.width,
+		Workspace: workspace.ptr()}
+}
+
+// wideSpace is the workspace that wide slots take in a pass; it is as good as none where they are not wide.
+func (l *kasminaLayer) wideSpace(c *compiler, backward bool) *array {
+	if !l.wide() {
+		return c.bytes(1)
+	}
+	return c.bytes(c.m.k.KasminaWideWorkspace(l.shape(), kernels.KasminaWide{Width: l.width}, backward))
+}
+
 func (l *kasminaLayer) at(word int) driver.Ptr { return l.report.ptr().Offset(4 * word * l.seeds()) }
 
 // layer describes the layer to the kernels.
@@ -106,11 +125,13 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 		}
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
-	if weights[1] != o.Chunk() {
-		return nil, noKernel{fmt.Sprintf("slots of %d weights for chunks of %d features have no kernel", weights[1], o.Chunk())}
+	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: o.Chunk(), width: weights[1], elem: c.m.activations(),
+		counts: make([]uint32, kasminaHealth*seeds)}
+	bytes := (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()
+	if l.wide() {
+		bytes += (kernels.KasminaMixing{Seeds: seeds, Slots: weights[0]}).Bytes()
 	}
-	l := &kasminaLayer{m: c.m, op: o, rows: x[0], chunk: o.Chunk(), elem: c.m.activations(), counts: make([]uint32, kasminaHealth*seeds)}
-	l.next = driver.Bytes(make([]uint32, (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()/4))
+	l.next = driver.Bytes(make([]uint32, bytes/4))
 	pass := o.NewPass()
 	pass.Begin()
 	if err := l.encode(pass); errors.Is(err, kernels.ErrKasminaKind) {
@@ -131,20 +152,26 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	}
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
 	y, m := c.like(x), c.m
-	workspace := c.bytes(m.k.KasminaForwardWorkspace(l.shape()))
+	workspace, wide := c.bytes(m.k.KasminaForwardWorkspace(l.shape())), l.wideSpace(c, false)
+	launch := func(f kernels.KasminaForward) error {
+		if l.wide() {
+			return m.k.KasminaWideForward(m.stream, f, l.wideSlots(wide))
+		}
+		return m.k.KasminaForward(m.stream, f)
+	}
 	c.do(n, func() error {
 		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
 		if o.Replaying {
 			f.Bad = l.at(kasminaIgnored)
-			return m.k.KasminaForward(m.stream, f)
+			return launch(f)
 		}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
 		if l.mode.histogram {
 			f.Histogram = l.at(kasminaBins)
 		}
-		return m.k.KasminaForward(m.stream, f)
-	}, x, weights, scales, y, workspace)
+		return launch(f)
+	}, x, weights, scales, y, workspace, wide)
 	return y, nil
 }
 
@@ -156,13 +183,17 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	l.backward = true
 	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
 	dx, dw, ds, m := c.like(x), c.aux(weights.shape...), c.aux(scales.shape...), c.m
-	workspace := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips()))
+	workspace, wide := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips())), l.wideSpace(c, true)
 	c.do(n, func() error {
-		return m.k.KasminaBackward(m.stream, kernels.KasminaBackward{KasminaLayer: l.layer(x, weights, scales),
+		b := kernels.KasminaBackward{KasminaLayer: l.layer(x, weights, scales),
 			DX: dx.ptr(), DWeights: dw.ptr(), DScales: ds.ptr(), G: g.ptr(), Clip: l.clips(), Telemetry: l.mode.telemetry,
 			Reduction: l.mode.reduction, Figures: l.at(kasminaGradient), Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped),
-			Workspace: workspace.ptr()})
-	}, x, weights, scales, g, dx, dw, ds, workspace)
+			Workspace: workspace.ptr()}
+		if l.wide() {
+			return m.k.KasminaWideBackward(m.stream, b, l.wideSlots(wide))
+		}
+		return m.k.KasminaBackward(m.stream, b)
+	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
 	return packed(dx, dw, ds), nil
 }
 
@@ -175,14 +206,32 @@ func hostOr(c *compiler, n *gorgonia.Node, in []*array, err error) (*array, erro
 	return nil, err
 }
 
-// encode writes the state for a pass to l.next.
+// encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
 func (l *kasminaLayer) encode(pass *op.KasminaPass) error {
 	st := kernels.KasminaState{Seeds: l.seeds(), Slots: l.op.InputShape(1)[0]}
-	return st.Encode(l.next, func(i int) kernels.KasminaSeed {
+	var narrow error
+	seed := func(i int) kernels.KasminaSeed {
 		s := pass.Seed(i)
-		return kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
+		k := kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
 			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit) * l.m.scale.Scale}
+		if k.Mixes() && narrow == nil {
+			if _, err := blueprints.Size(s.Kind, l.chunk, l.width); err != nil {
+				narrow = fmt.Errorf("seed %d: %w", i, err)
+			}
+		}
+		return k
+	}
+	err := st.Encode(l.next, func(i int) kernels.KasminaSeed {
+		s := seed(i)
+		if s.Mixes() {
+			s.Slot = 0
+		}
+		return s
 	})
+	if narrow != nil || err != nil || !l.wide() {
+		return errors.Join(narrow, err)
+	}
+	return kernels.KasminaMixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
 }
 
 // open takes what the layer needs beside the arrays that the machine has allocated.

@@ -8,6 +8,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -27,12 +28,23 @@ import (
 func (k *fakeKernels) KasminaForwardWorkspace(kernels.KasminaLayer) int        { return 4 }
 func (k *fakeKernels) KasminaBackwardWorkspace(kernels.KasminaLayer, bool) int { return 4 }
 
+func (k *fakeKernels) KasminaWideWorkspace(kernels.KasminaLayer, kernels.KasminaWide, bool) int {
+	return 4
+}
+
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, r kernels.KasminaReduction) (*cpu.Kasmina[float32], [][]float32) {
-	n := k.State.Seeds
-	words := fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4)
+func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, wide *kernels.KasminaWide, r kernels.KasminaReduction) (*cpu.Kasmina[float32], [][]float32) {
+	n, width := k.State.Seeds, k.Chunk
+	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
+	if wide != nil {
+		width = wide.Width
+		list := fake.Slice[uint32](l, wide.Mixing.Ptr, wide.Mixing.Bytes()/4)
+		for i := range list[0] {
+			words[list[1+i]] = list[1+n+int(i)]
+		}
+	}
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
-	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: k.Chunk, Eps: k.Eps,
+	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
 		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[k.Stability],
 		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r],
 		Measure:   make([]bool, n)}
@@ -51,13 +63,20 @@ func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, r kernels.KasminaReduct
 	for _, v := range limits {
 		p.Limit = append(p.Limit, float64(v))
 	}
-	c := k.Chunk
-	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*c), floatsAt(l, k.Weights, k.State.Slots*c), floatsAt(l, k.Scales, k.State.Slots)}
+	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk), floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
 func (k *fakeKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) error {
+	return k.kasminaForward(s, f, nil)
+}
+
+func (k *fakeKernels) KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error {
+	return k.kasminaForward(s, f, &w)
+}
+
+func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
 	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, f.KasminaLayer, f.Reduction)
+		p, in := kasminaPlan(l, f.KasminaLayer, wide, f.Reduction)
 		p.Limit = nil
 		p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
 		n := p.Seeds
@@ -86,8 +105,16 @@ func (k *fakeKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) 
 }
 
 func (k *fakeKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
+	return k.kasminaBackward(s, b, nil)
+}
+
+func (k *fakeKernels) KasminaWideBackward(s driver.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error {
+	return k.kasminaBackward(s, b, &w)
+}
+
+func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
 	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, b.KasminaLayer, b.Reduction)
+		p, in := kasminaPlan(l, b.KasminaLayer, wide, b.Reduction)
 		if !b.Clip {
 			p.Limit = nil
 		}
@@ -126,7 +153,17 @@ const kasminaTestSlots = 9
 
 func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option, layer ...op.KasminaOption) *kasminaGraph {
 	t.Helper()
+	return newWideKasminaGraph(t, seed, 3, opts, layer...)
+}
+
+// newWideKasminaGraph has slots of the given number of weights, and seeds of all kinds that fit.
+func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Option, layer ...op.KasminaOption) *kasminaGraph {
+	t.Helper()
 	k := &kasminaGraph{g: gorgonia.NewGraph(), rows: 6, seeds: 8, chunk: 3}
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
+	if width > k.chunk {
+		kinds = []blueprints.Kind{blueprints.LowRank, blueprints.Residual, blueprints.ChunkMLP, blueprints.LowRank, blueprints.ChunkMLP}
+	}
 	k.dim = k.seeds * k.chunk
 	r := rand.New(rand.NewPCG(seed, 7))
 	values := func(n int) []float32 {
@@ -140,7 +177,7 @@ func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option, layer ...op
 		return gorgonia.NewMatrix(k.g, tensor.Float32, gorgonia.WithShape(rows, cols), gorgonia.WithName(name),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, cols), tensor.WithBacking(values(rows*cols)))))
 	}
-	k.x, k.weights = matrix("x", k.rows, k.dim), matrix("weights", kasminaTestSlots, k.chunk)
+	k.x, k.weights = matrix("x", k.rows, k.dim), matrix("weights", kasminaTestSlots, width)
 	k.scales = gorgonia.NewVector(k.g, tensor.Float32, gorgonia.WithShape(kasminaTestSlots), gorgonia.WithName("scales"),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(kasminaTestSlots), tensor.WithBacking(values(kasminaTestSlots)))))
 	target := gorgonia.NewVector(k.g, tensor.Int, gorgonia.WithShape(k.rows), gorgonia.WithName("targets"),
@@ -158,7 +195,7 @@ func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option, layer ...op
 	}
 	path := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
 	for i := range k.seeds - 1 {
-		request := state.GerminationRequest{Slot: 1 + i%4, Kind: blueprints.Kind(i % 4)}
+		request := state.GerminationRequest{Slot: 1 + i%4, Kind: kinds[i%len(kinds)]}
 		if err := k.lattice.RequestGermination(i, request); err != nil {
 			t.Fatal(err)
 		}
@@ -221,23 +258,26 @@ func TestKasminaMachine(t *testing.T) {
 		"off":      {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Off})}},
 		"quiet":    {layer: []op.KasminaOption{op.WithoutTelemetry()}},
 	} {
-		t.Run(name+"/fake", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			compareKasmina(t, device, c.lattice, c.layer, WithStrict(), fakeOption)
-		})
-		t.Run(name+"/scaled", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			compareKasmina(t, device, c.lattice, c.layer, WithStrict(), fakeOption, scaledGradients)
-		})
-		t.Run(name+"/GPU", func(t *testing.T) { compareKasmina(t, openGPU(t), c.lattice, c.layer, WithStrict()) })
+		for _, width := range []int{3, 13} { // slots as wide as chunks, and slots with room for the kinds that mix
+			name := fmt.Sprintf("%s/%d", name, width)
+			t.Run(name+"/fake", func(t *testing.T) {
+				device, _, fakeOption := openFake(t, fake.Config{})
+				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(), fakeOption)
+			})
+			t.Run(name+"/scaled", func(t *testing.T) {
+				device, _, fakeOption := openFake(t, fake.Config{})
+				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(), fakeOption, scaledGradients)
+			})
+			t.Run(name+"/GPU", func(t *testing.T) { compareKasmina(t, openGPU(t), width, c.lattice, c.layer, WithStrict()) })
+		}
 	}
 }
 
-func compareKasmina(t *testing.T, device *Device, lattice []state.Option, layer []op.KasminaOption, opts ...MachineOption) {
+func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Option, layer []op.KasminaOption, opts ...MachineOption) {
 	t.Helper()
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
+	a, b := newWideKasminaGraph(t, seed, width, lattice, layer...), newWideKasminaGraph(t, seed, width, lattice, layer...)
 	m := a.open(t, device, opts...)
 	defer m.Close()
 	tape := gorgonia.NewTapeMachine(b.g)

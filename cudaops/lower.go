@@ -53,6 +53,9 @@ type kernelSet interface {
 	KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error
 	KasminaForwardWorkspace(l kernels.KasminaLayer) int
 	KasminaBackwardWorkspace(l kernels.KasminaLayer, clip bool) int
+	KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error
+	KasminaWideBackward(s driver.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error
+	KasminaWideWorkspace(l kernels.KasminaLayer, w kernels.KasminaWide, backward bool) int
 	Close() error
 }
 

@@ -18,6 +18,7 @@ import (
 // kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all combinations.
 type kasminaCase struct {
 	rows, seeds, chunk, slots int
+	width                     int // of slots that are wider than chunks, else 0
 	dtype                     driver.DType
 	stability                 KasminaStability
 	reduction                 KasminaReduction
@@ -27,8 +28,8 @@ type kasminaCase struct {
 }
 
 func (c kasminaCase) String() string {
-	return fmt.Sprintf("%dx%dx%d slots=%d %v stability=%d reduction=%d clip=%v telemetry=%v skew=%d", c.rows, c.seeds, c.chunk,
-		c.slots, c.dtype, c.stability, c.reduction, c.clip, c.telemetry, c.skew)
+	return fmt.Sprintf("%dx%dx%d slots=%dx%d %v stability=%d reduction=%d clip=%v telemetry=%v skew=%d", c.rows, c.seeds, c.chunk,
+		c.slots, max(c.width, c.chunk), c.dtype, c.stability, c.reduction, c.clip, c.telemetry, c.skew)
 }
 
 // kasminaRun is a layer on the GPU and its reference.
@@ -44,6 +45,7 @@ type kasminaRun struct {
 	bins             *buffer
 	forwardSpace     *buffer
 	backwardSpace    *buffer
+	wide             [2]KasminaWide // of the passes
 	xr, gr           []float64
 	weights, scales  []float64
 	wantY, wantDX    []float64
@@ -58,6 +60,14 @@ const (
 	kasminaStages = 11
 	slotOfNone    = 0
 )
+
+// kinds is how many of them fit into the slots.
+func (c kasminaCase) kinds() int {
+	if c.width < 2*c.chunk {
+		return kasminaKinds
+	}
+	return int(blueprints.ChunkMLP) + 1
+}
 
 func (g *rig) kasminaSeeds(c kasminaCase) []KasminaSeed {
 	seeds := make([]KasminaSeed, c.seeds)
@@ -75,7 +85,7 @@ func (g *rig) kasminaSeeds(c kasminaCase) []KasminaSeed {
 		}
 		low, high := c.mean-c.deviation*(0.5+g.rand.Float64()), c.mean+c.deviation*(0.5+g.rand.Float64())
 		seeds[i] = KasminaSeed{
-			Kind: uint8(i / kasminaStages % kasminaKinds), Slot: uint16(g.rand.IntN(c.slots)), Alpha: alpha,
+			Kind: uint8(i / kasminaStages % c.kinds()), Slot: uint16(g.rand.IntN(c.slots)), Alpha: alpha,
 			Blend: stage.Blends(), Learn: stage.Learns(), Low: float32(low), High: float32(high),
 			Limit: float32(math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.rand.Float64()/2)),
 		}
@@ -99,25 +109,35 @@ func (g *rig) newKasmina(c kasminaCase, spoil func(i int, v float64) float64) *k
 	}
 	r.x, r.xr = tensor()
 	r.g, r.gr = tensor()
-	w, weights := g.normal(c.slots*c.chunk, f32, 0)
+	width := max(c.width, c.chunk)
+	w, weights := g.normal(c.slots*width, f32, 0)
 	s, scales := g.normal(c.slots, f32, 0)
 	r.weights, r.scales = weights, scales
 	st := KasminaState{Seeds: c.seeds, Slots: c.slots}
 	raw := make([]byte, st.Bytes())
-	g.must(st.Encode(raw, func(i int) KasminaSeed { return r.states[i] }))
+	g.must(st.Encode(raw, func(i int) KasminaSeed {
+		s := r.states[i]
+		if s.Mixes() {
+			s.Slot = slotOfNone
+		}
+		return s
+	}))
 	b := g.alloc(len(raw)/4, f32, 0)
 	g.must(g.ctx.CopyToDevice(b.Ptr, raw, g.stream))
 	st.Ptr = b.Ptr
 	r.layer = KasminaLayer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows, Chunk: c.chunk, Eps: 1e-8,
 		Stability: c.stability, Type: c.dtype}
 	r.y, r.dx = g.alloc(n, c.dtype, c.skew), g.alloc(n, c.dtype, c.skew)
-	r.dw, r.ds = g.alloc(c.slots*c.chunk, f32, 0), g.alloc(c.slots, f32, 0)
+	r.dw, r.ds = g.alloc(c.slots*width, f32, 0), g.alloc(c.slots, f32, 0)
 	r.health, r.gradient = g.alloc(KasminaForwardFigures*c.seeds, f32, 0), g.alloc(KasminaBackwardFigures*c.seeds, f32, 0)
 	r.counts = g.alloc(3*c.seeds, f32, 0)
 	r.bins = g.alloc(KasminaBins*c.seeds, f32, 0)
 	g.must(g.ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.stream))
 	r.forwardSpace = g.alloc(g.KasminaForwardWorkspace(r.layer)/4, f32, 0)
 	r.backwardSpace = g.alloc(g.KasminaBackwardWorkspace(r.layer, c.clip)/4, f32, 0)
+	if c.width > 0 {
+		r.widen()
+	}
 	return r
 }
 
@@ -130,19 +150,28 @@ func (r *kasminaRun) launchForward() {
 	if r.telemetry {
 		f.Histogram = r.bins.Ptr
 	}
+	if r.width > 0 {
+		r.must(r.KasminaWideForward(r.stream, f, r.wide[0]))
+		return
+	}
 	r.must(r.KasminaForward(r.stream, f))
 }
 
 func (r *kasminaRun) launchBackward() {
 	r.Helper()
-	r.must(r.KasminaBackward(r.stream, KasminaBackward{KasminaLayer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr, DScales: r.ds.Ptr,
+	b := KasminaBackward{KasminaLayer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr, DScales: r.ds.Ptr,
 		G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
-		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}))
+		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
+	if r.width > 0 {
+		r.must(r.KasminaWideBackward(r.stream, b, r.wide[1]))
+		return
+	}
+	r.must(r.KasminaBackward(r.stream, b))
 }
 
 // refer computes what is wanted in float64.
 func (r *kasminaRun) refer() {
-	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: r.chunk, Eps: r.layer.Eps,
+	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
 		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[r.stability],
 		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r.reduction],
 		Measure:   slices.Repeat([]bool{true}, r.seeds)}
