@@ -48,13 +48,13 @@ func (m *Machine) Stream() uintptr { return uintptr(m.stream) }
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
 // [Precision] has it, integers as int64, in row-major order. The node must be one that [Machine.Value] takes. The memory
 // remains the machine's. It is valid until Close, or the next [Machine.Bind] of the node, and holds what the last run left
-// once the machine's stream has come to its end.
+// once the machine's stream has come to its end. With [Float16], gradients lie there multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	a, err := m.lasting(n)
 	if err != nil {
 		return 0, 0, fmt.Errorf("cudaops.Machine.Address: %w", err)
 	}
-	return uintptr(a.ptr()), a.len() * a.elem.size(), nil
+	return uintptr(a.ptr()), a.extent(), nil
 }
 
 // Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr is a CUdeviceptr that is
@@ -80,7 +80,7 @@ func (m *Machine) bind(n *gorgonia.Node, ptr driver.Ptr, bytes int) error {
 	if err != nil {
 		return err
 	}
-	size := a.len() * a.elem.size()
+	size := a.extent()
 	switch {
 	case ptr == 0 || ptr%alignment != 0:
 		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", describe(n), uint64(ptr), alignment)

@@ -28,6 +28,7 @@ type kasminaLayer struct {
 	elem       elem
 	state      *array // kernels.KasminaState, and kernels.KasminaMixing behind it where slots are wide
 	report     *array // kasminaReport, in words
+	forward    bool   // the graph has the op itself, not replays or the backward op alone
 	backward   bool   // the graph has the backward op
 	mode       kasminaMode
 	next, last []byte // the state as encoded for the run, and as the device has it
@@ -150,6 +151,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	if err != nil {
 		return hostOr(c, n, in, err)
 	}
+	l.forward = l.forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
 	y, m := c.like(x), c.m
 	workspace, wide := c.bytes(m.k.KasminaForwardWorkspace(l.shape())), l.wideSpace(c, false)
@@ -254,6 +256,18 @@ func (l *kasminaLayer) open() error {
 	return ctx.Memset32(l.report.ptr(), 0, l.report.len(), l.m.stream)
 }
 
+// begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op serves both.
+func (l *kasminaLayer) begin(pass *op.KasminaPass) error {
+	if !l.forward {
+		return pass.Resume()
+	}
+	pass.Begin()
+	if l.m.config.lone != nil {
+		pass.Leave()
+	}
+	return nil
+}
+
 func (l *kasminaLayer) before() error {
 	if l.staging == nil {
 		if err := l.open(); err != nil {
@@ -267,7 +281,9 @@ func (l *kasminaLayer) before() error {
 	if err := l.receive(&l.flights[(l.runs+1)%2], f.pass.NeedsLast()); err != nil {
 		return err
 	}
-	f.pass.Begin()
+	if err := l.begin(f.pass); err != nil {
+		return fmt.Errorf("%v: %w", l.op, err)
+	}
 	if err := l.encode(f.pass); err != nil {
 		return fmt.Errorf("%v: %w; a new machine can compute the layer", l.op, err)
 	}
@@ -366,7 +382,10 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 		}
 		return h
 	}
-	err := f.pass.RecordHealth(health)
+	var err error
+	if l.forward {
+		err = f.pass.RecordHealth(health)
+	}
 	if !l.backward {
 		return err
 	}

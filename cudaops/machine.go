@@ -68,6 +68,7 @@ type machineConfig struct {
 	act     elem
 	stream  driver.Stream // adopted; 0 for one of the machine's own
 	scaled  bool          // gradients carry a loss scale
+	lone    *loneOps      // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
 
@@ -311,7 +312,7 @@ func (m *Machine) allocate() error {
 		}
 	}
 	for _, in := range m.program.inputs {
-		if in.staging, err = m.device.ctx.AllocHost(max(1, in.array.len()*in.array.elem.size())); err != nil {
+		if in.staging, err = m.device.ctx.AllocHost(max(1, in.array.extent())); err != nil {
 			return err
 		}
 	}
@@ -455,7 +456,7 @@ func (m *Machine) send(in *input) error {
 			return err
 		}
 	}
-	if err := m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.len()*in.array.elem.size()], m.stream); err != nil {
+	if err := m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.extent()], m.stream); err != nil {
 		return err
 	}
 	return in.refresh()

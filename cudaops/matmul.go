@@ -20,7 +20,11 @@ type matmuls struct {
 }
 
 func newMatmuls(m *Machine) *matmuls {
-	return &matmuls{m: m, plans: map[driver.MatmulSpec]*planned{}}
+	b := &matmuls{m: m, plans: map[driver.MatmulSpec]*planned{}}
+	if m.config.lone != nil {
+		b.workspace = m.config.lone.workspace
+	}
+	return b
 }
 
 func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {

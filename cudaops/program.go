@@ -57,6 +57,9 @@ type array struct {
 
 func (a *array) len() int { return size(a.shape) }
 
+// extent is the bytes of its elements.
+func (a *array) extent() int { return a.len() * a.elem.size() }
+
 func (a *array) ptr() driver.Ptr { return a.base.Offset(a.at) }
 
 // view is n elements of a in another shape, from the given element on.

@@ -9,12 +9,13 @@ import (
 // snapshot of the lattice that the arithmetic goes by, and hands the lattice what was measured, as the op's own run does.
 type KasminaPass struct {
 	op     *KasminaOp
+	origin *kasminaRun // the op's own
 	limits []float64
 }
 
 // NewPass returns a pass that has not begun. It is independent of the op's own runs.
 func (o *KasminaOp) NewPass() *KasminaPass {
-	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}}}
+	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}}, origin: o.run}
 }
 
 // SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a third.
@@ -24,6 +25,36 @@ func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return o.run == p.run }
 func (p *KasminaPass) Begin() {
 	p.op.Lattice.Begin(&p.op.run.pass, !p.op.Config.NoTelemetry)
 	p.limits = gradLimits(p.op, p.limits)
+}
+
+// Leave makes the snapshot that of the op's own last run, for a backward pass that is computed apart from this one.
+func (p *KasminaPass) Leave() {
+	p.origin.mu.Lock()
+	defer p.origin.mu.Unlock()
+	copyPass(&p.origin.pass, &p.op.run.pass)
+	p.origin.begun = true
+}
+
+// Resume takes, in place of Begin, the snapshot of the op's own last run: what Leave has left, or the op's Do.
+func (p *KasminaPass) Resume() error {
+	p.origin.mu.Lock()
+	defer p.origin.mu.Unlock()
+	if !p.origin.begun {
+		return errNotRun
+	}
+	copyPass(&p.op.run.pass, &p.origin.pass)
+	p.limits = gradLimits(p.op, p.limits)
+	return nil
+}
+
+// copyPass is *dst = *src without shared memory; dst's is used again.
+func copyPass(dst, src *state.Pass) {
+	old := *dst
+	*dst = *src
+	dst.Stage, dst.Slot = append(old.Stage[:0], src.Stage...), append(old.Slot[:0], src.Slot...)
+	dst.Kind, dst.Alpha = append(old.Kind[:0], src.Kind...), append(old.Alpha[:0], src.Alpha...)
+	dst.Watch, dst.Input = append(old.Watch[:0], src.Watch...), append(old.Input[:0], src.Input...)
+	dst.Norms = append(old.Norms[:0], src.Norms...)
 }
 
 // Snapshot is what Begin has found. It is not to be changed.

@@ -33,6 +33,7 @@ type Kernel[O any, T cpu.Float] func(op O, out []T, in Args) error
 
 // Base is the part of a gorgonia.Op that all ops of this module share. It is set by [Init].
 type Base struct {
+	placement
 	name, config string
 	in           []operand
 	out          operand
@@ -51,8 +52,9 @@ type operand struct {
 // Init fills b, the Base embedded in op. name is what errors and graphs show, config everything beside the inputs' shapes
 // that distinguishes two ops of that name (it is part of the hash, so that Gorgonia never merges different ops), out the
 // shape of the result (empty for a scalar), whose type is dt. f32 and f64 are the op's arithmetic.
-func Init[O any](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt tensor.Dtype, out tensor.Shape,
+func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
+	b.place(op)
 	b.name, b.config = name, config
 	for _, n := range inputs {
 		b.in = append(b.in, operand{n.Type(), n.Dtype(), n.Shape().Clone()})
@@ -133,9 +135,6 @@ func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 
 // ReturnsPtr reports that the result is not a copy of an input.
 func (b *Base) ReturnsPtr() bool { return true }
-
-// CallsExtern reports that no cgo or device code runs.
-func (b *Base) CallsExtern() bool { return false }
 
 // OverwritesInput reports that no input's memory becomes the result's.
 func (b *Base) OverwritesInput() int { return -1 }

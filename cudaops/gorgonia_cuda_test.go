@@ -1,0 +1,135 @@
+//go:build cuda
+
+package cudaops
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// doerGraph is a small model that consists of this module's ops alone, with its gradients.
+type doerGraph struct {
+	g              *gorgonia.ExprGraph
+	inputs, params gorgonia.Nodes
+	loss           *gorgonia.Node
+}
+
+func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
+	t.Helper()
+	const rows, vocab, seeds, chunk, dim = 12, 19, 8, 3, 24
+	d := &doerGraph{g: gorgonia.NewGraph()}
+	r := rand.New(rand.NewPCG(seed, 9))
+	input := func(name string, shape ...int) *gorgonia.Node {
+		x := make([]float32, size(shape))
+		for i := range x {
+			x[i] = float32(r.NormFloat64())
+		}
+		n := gorgonia.NewTensor(d.g, tensor.Float32, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
+		d.params = append(d.params, n)
+		return n
+	}
+	ids := func(name string) *gorgonia.Node {
+		x := make([]int, rows)
+		for i := range x {
+			x[i] = r.IntN(vocab)
+		}
+		n := gorgonia.NewVector(d.g, tensor.Int, gorgonia.WithShape(rows), gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows), tensor.WithBacking(x))))
+		d.inputs = append(d.inputs, n)
+		return n
+	}
+	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	lattice, err := state.NewLattice(seeds, dim, state.WithoutGates())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range seeds - 1 {
+		if err := lattice.RequestGermination(i, state.GerminationRequest{Slot: 1 + i%4}); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range []state.Stage{state.Training, state.Grafting}[:i%3] {
+			if err := lattice.Transition(i, s); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	x := must(op.Embedding(ids("ids"), input("table", vocab, dim)))
+	x = must(op.RMSNorm(x, input("norm", dim), 1e-5))
+	x = must(op.Kasmina(x, input("weights", 6, chunk), input("scales", 6), lattice))
+	x = must(op.SiLUMLP(x, input("gate", 40, dim), input("up", 40, dim), input("down", dim, 40)))
+	d.loss = must(op.LinearCrossEntropy(x, input("head", vocab, dim), ids("targets")))
+	if _, err := gorgonia.Grad(d.loss, d.params...); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// TestCUDADoers runs a model on Gorgonia's own CUDA machine, whose inputs, constants and results it moves itself, and on ours.
+func TestCUDADoers(t *testing.T) {
+	device := openGPU(t)
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	ours, theirs := newDoerGraph(t, seed), newDoerGraph(t, seed)
+	for _, n := range theirs.g.AllNodes() {
+		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !opbase.IsConstant(n) && !ok {
+			t.Fatalf("%v is no CUDADoer", n)
+		}
+	}
+	m, err := NewMachine(device, ours.g, WithParams(ours.params...), WithOutputs(ours.loss), WithStrict())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	read := make([]gorgonia.Value, len(theirs.params)+1)
+	gorgonia.Read(theirs.loss, &read[0])
+	for i, p := range theirs.params {
+		gorgonia.Read(p.Deriv(), &read[1+i])
+	}
+	vm := gorgonia.NewTapeMachine(theirs.g)
+	for step := range 3 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if err := vm.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		vm.Reset()
+		results := gorgonia.Nodes{ours.loss}
+		for _, p := range ours.params {
+			results = append(results, p.Deriv())
+		}
+		for i, n := range results {
+			want, err := m.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := flat(t, read[i])
+			if slices.ContainsFunc(got, func(v float32) bool { return math.IsNaN(float64(v)) }) {
+				t.Errorf("step %d: result %d holds NaN", step, i)
+			}
+			if d := distance(t, read[i], want); !(d < 1e-5) {
+				t.Errorf("step %d: result %d differs by %g", step, i, d)
+			}
+		}
+	}
+	t.Log("all compared")
+	if err := vm.Close(); err != nil {
+		t.Error(err)
+	}
+}
