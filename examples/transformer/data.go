@@ -87,7 +87,8 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 	sample := min(d.train.Size(), tokenizerText)
 	path := filepath.Join(o.cache, fmt.Sprintf("%s-%d-%d.bpe", d.train.Fingerprint(), o.vocab, sample))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
-	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), func(done, of int) error { return m.at(float64(done), float64(of)) })
+	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
+	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)
 	if err != nil {
 		return nil, err
 	}

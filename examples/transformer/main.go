@@ -1,5 +1,5 @@
-// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one, unless told otherwise, and
-// on an NVIDIA GPU if there is one, else on the CPU.
+// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one, unless told otherwise,
+// and on an NVIDIA GPU if there is one, else on the CPU.
 //
 //	go run ./examples/transformer                     # about three minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
@@ -121,7 +121,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 // withHint says what helps against an error that a GPU's memory is too small.
 func withHint(err error) error {
 	if errors.Is(err, cudaops.ErrOutOfMemory) {
-		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as many tokens in a step, and so does -recompute", err)
+		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as many tokens in a step, "+
+			"and so does -recompute", err)
 	}
 	return err
 }
@@ -135,7 +136,8 @@ func tellPace(w io.Writer) llm.Callback {
 		}
 		told = true
 		if step, left := e.Elapsed, e.Steps-e.Step; step > 5*time.Second && left > 0 {
-			fmt.Fprintf(w, "pace      a step of %d tokens takes %v on this CPU, and the %d to come %v: -steps, -batch and -seq make it less\n",
+			fmt.Fprintf(w, "pace      a step of %d tokens takes %v on this CPU, and the %d to come %v: "+
+				"-steps, -batch and -seq make it less\n",
 				e.StepTokens, step.Round(time.Second/10), left, (time.Duration(left) * step).Round(time.Second))
 		}
 		return nil

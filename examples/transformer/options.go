@@ -153,7 +153,8 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		return err
 	}
 	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
-		return fmt.Errorf("-preset is %s, and the run in %s was begun with %s: without -preset it goes on as it was", o.preset, o.resume.path, was)
+		return fmt.Errorf("-preset is %s, and the run in %s was begun with %s: without -preset it goes on as it was",
+			o.preset, o.resume.path, was)
 	}
 	var errs []error
 	f.VisitAll(func(fl *flag.Flag) {
