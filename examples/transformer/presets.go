@@ -15,11 +15,11 @@ type preset map[string]string
 // models of the shapes that benchmarks of training commonly use, of a size to learn from subwords.
 var presets = map[string]preset{
 	"small": {},
-	"124M":  subwords(preset{"dim": "768", "layers": "12", "heads": "12", "ff": "2048",
+	"124M": subwords(preset{"dim": "768", "layers": "12", "heads": "12", "ff": "2048",
 		"seq": "1024", "batch": "32", "steps": "2000"}),
-	"350M":  subwords(preset{"dim": "1024", "layers": "24", "heads": "16", "ff": "2816",
+	"350M": subwords(preset{"dim": "1024", "layers": "24", "heads": "16", "ff": "2816",
 		"seq": "1024", "batch": "16", "steps": "4000"}),
-	"925M":  subwords(preset{"dim": "2048", "layers": "16", "heads": "16", "ff": "5632",
+	"925M": subwords(preset{"dim": "2048", "layers": "16", "heads": "16", "ff": "5632",
 		"seq": "2048", "batch": "8", "steps": "4000"}),
 }
 
