@@ -117,9 +117,9 @@ func guard(f func() error) (err error) {
 }
 
 // newMachine returns a tape machine for g.
-func newMachine(g *gorgonia.ExprGraph, opts ...gorgonia.VMOpt) (vm gorgonia.VM, err error) {
+func newMachine(g *gorgonia.ExprGraph) (vm gorgonia.VM, err error) {
 	err = guard(func() error {
-		vm = gorgonia.NewTapeMachine(g, opts...)
+		vm = gorgonia.NewTapeMachine(g)
 		return nil
 	})
 	return vm, err

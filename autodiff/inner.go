@@ -2,20 +2,22 @@ package autodiff
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// inner runs a graph within an op. Its machine is compiled at the first run and kept; values are not.
+// inner runs a graph within an op. Its machine is compiled at the first run and kept; its memory is not.
 type inner struct {
 	inputs, outputs gorgonia.Nodes
 
 	mu sync.Mutex
-	vm gorgonia.VM
+	vm *cpuops.Machine
 }
 
 // do runs the graph on in, which holds at least the inputs, and writes the outputs one behind the other to out.
@@ -23,12 +25,12 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.vm == nil {
-		var opts []gorgonia.VMOpt
+		opts := []cpuops.Option{cpuops.WithOutputs(r.outputs...)}
 		if eval {
-			opts = append(opts, gorgonia.EvalMode())
+			opts = append(opts, cpuops.WithEvalMode())
 		}
 		var err error
-		if r.vm, err = newMachine(r.outputs[0].Graph(), opts...); err != nil {
+		if r.vm, err = cpuops.NewMachine(r.outputs[0].Graph(), opts...); err != nil {
 			return err
 		}
 	}
@@ -74,19 +76,13 @@ func valueFor(n *gorgonia.Node, flat any) gorgonia.Value {
 	return tensor.New(tensor.WithShape(n.Shape()...), tensor.WithBacking(flat))
 }
 
-// release drops every value of the run: machine and nodes hold on to them, and ops to their auxiliary memory.
+// release gives the memory of the run up, and what inputs hold of the outer graph.
 func (r *inner) release() {
-	r.vm.Reset()
-	for _, n := range r.outputs[0].Graph().AllNodes() {
-		if opbase.IsConstant(n) {
-			continue
-		}
+	r.vm.Release()
+	for _, n := range append(slices.Clone(r.inputs), r.outputs...) {
 		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding would hand memory that
 		// outer values share to the next user.
 		_ = gorgonia.UnsafeLet(n, 0.0)
-		if op, ok := n.Op().(interface{ ReleaseAux() }); ok {
-			op.ReleaseAux()
-		}
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"unsafe"
 
 	"gorgonia.org/gorgonia"
@@ -76,6 +77,7 @@ type program struct {
 	aux    []auxRoom
 
 	arena, auxArena           []byte
+	arenaAt, auxAt            *byte // where they began when values were last placed
 	bytes, auxBytes, sumBytes int
 }
 
@@ -277,14 +279,40 @@ func (c *compiler) overwrite(i int, s *step) {
 	}
 }
 
-// allocate takes the arena that the first run needs, and later ones find.
-func (p *program) allocate() {
-	if p.arena != nil {
-		return
+// allocate takes memory for a run, unless the last run's is still there. It reports whether values lie elsewhere now.
+func (p *program) allocate() (moved bool) {
+	if p.arena == nil {
+		p.arena = takeArena(p.bytes)
 	}
-	p.arena = newArena(p.bytes)
-	for _, v := range p.owners {
-		v.flat = slice(p.arena, v.room.Offset, v.dt, opbase.Size(v.shape))
+	if at := unsafe.SliceData(p.arena); at != p.arenaAt {
+		p.arenaAt, moved = at, true
+		for _, v := range p.owners {
+			v.flat, v.shown = slice(p.arena, v.room.Offset, v.dt, opbase.Size(v.shape)), nil
+		}
+	}
+	if p.auxArena == nil && p.auxBytes > 0 {
+		p.auxArena = takeArena(p.auxBytes)
+	}
+	if at := unsafe.SliceData(p.auxArena); at != p.auxAt {
+		p.auxAt = at
+		p.placeAux()
+	}
+	return moved
+}
+
+// release gives the memory of runs to other programs, and forgets where it was: what the pool drops must not be held here.
+func (p *program) release() {
+	giveArena(p.arena)
+	giveArena(p.auxArena)
+	p.arena, p.auxArena, p.arenaAt, p.auxAt = nil, nil, nil, nil
+	for _, v := range p.values {
+		v.flat, v.shown, v.bound, v.loose = nil, nil, nil, nil
+	}
+	for i := range p.steps {
+		clear(p.steps[i].args)
+	}
+	for i := range p.aux {
+		p.aux[i].flat = nil
 	}
 }
 
@@ -318,7 +346,9 @@ func (p *program) adoptAux() {
 		}
 	}
 	p.auxBytes = plan.Pack(rooms, alignment)
-	p.auxArena = newArena(p.auxBytes)
+}
+
+func (p *program) placeAux() {
 	for i := range p.aux {
 		a := &p.aux[i]
 		a.flat = slice(p.auxArena, a.room.Offset, a.dt, a.n)
@@ -359,11 +389,27 @@ func elementSize(dt tensor.Dtype) int {
 	return 0
 }
 
-func newArena(bytes int) []byte {
-	const page = alignment
-	raw := make([]byte, bytes+page)
-	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(raw)))) & (page - 1)
-	return raw[skip : skip+bytes]
+// arenas are those that programs have given up, by size: *sync.Pool of *[]byte.
+var arenas sync.Map
+
+func arenaPool(bytes int) *sync.Pool {
+	pool, _ := arenas.LoadOrStore(bytes, new(sync.Pool))
+	return pool.(*sync.Pool)
+}
+
+func takeArena(bytes int) []byte {
+	if a, ok := arenaPool(bytes).Get().(*[]byte); ok {
+		return *a
+	}
+	raw := make([]byte, bytes+alignment)
+	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(raw)))) & (alignment - 1)
+	return raw[skip : skip+bytes : skip+bytes]
+}
+
+func giveArena(a []byte) {
+	if a != nil {
+		arenaPool(len(a)).Put(&a)
+	}
 }
 
 // slice is n elements of an arena from a byte on.

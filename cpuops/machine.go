@@ -29,8 +29,8 @@ type Machine struct {
 	config  config
 	program *program
 	params  []gorgonia.ValueGrad
-	linked  bool
-	ran     bool
+	planned bool // what ops keep for their gradients
+	ran     bool // kept values are there
 	closed  bool
 }
 
@@ -134,8 +134,7 @@ func (m *Machine) run() error {
 		return errors.New("the machine is closed")
 	}
 	p := m.program
-	p.allocate()
-	if err := m.link(); err != nil {
+	if err := m.link(p.allocate()); err != nil {
 		return err
 	}
 	p.lendAux()
@@ -146,16 +145,18 @@ func (m *Machine) run() error {
 			return fmt.Errorf("%s: %w", describe(s.node), err)
 		}
 	}
-	if !m.ran {
+	if !m.planned {
 		p.adoptAux()
+		m.planned = true
 	}
 	m.ran = true
 	return m.publish()
 }
 
-// link points steps and views at the memory of inputs, where that has changed since the last run.
-func (m *Machine) link() error {
-	changed := !m.linked
+// link points steps and views at the memory of inputs, where that has changed since the last run, and of values, where those
+// have moved.
+func (m *Machine) link(moved bool) error {
+	changed := moved
 	for _, in := range m.program.inputs {
 		v := in.node.Value()
 		if v == nil {
@@ -180,7 +181,8 @@ func (m *Machine) link() error {
 		return nil
 	}
 	for _, v := range m.program.views {
-		if root, at := v.root(); root.isInput || v.flat == nil {
+		if root, at := v.root(); root.isInput || moved {
+			v.shown = nil
 			v.flat = cut(root.flat, at, opbase.Size(v.shape))
 		}
 	}
@@ -190,7 +192,6 @@ func (m *Machine) link() error {
 			s.args[j] = v.flat
 		}
 	}
-	m.linked = true
 	return nil
 }
 
@@ -233,6 +234,13 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 // gradients. What ops keep is known after the first run.
 func (m *Machine) Memory() int { return m.program.memory() }
 
+// Release gives the memory of runs up, for other machines' runs, until the next run takes some again: a graph that is
+// computed within another one's needs none in between. Kept values are no longer valid then.
+func (m *Machine) Release() {
+	m.program.release()
+	m.ran = false
+}
+
 // Reset is there for gorgonia.VM: a machine can run again as it is.
 func (m *Machine) Reset() {}
 
@@ -240,6 +248,7 @@ func (m *Machine) Reset() {}
 func (m *Machine) Close() error {
 	if !m.closed {
 		m.closed = true
+		m.program.release()
 		*m.program = program{}
 	}
 	return nil

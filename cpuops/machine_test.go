@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -273,6 +274,39 @@ func TestMemory(t *testing.T) {
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
 	if got, most := m.Memory(), 2*4*rows*features; got > most {
 		t.Errorf("%d products take %d bytes, want at most two results' %d", depth, got, most)
+	}
+}
+
+// TestRelease wants a machine that has given its memory up to compute the same again in whatever memory it finds.
+func TestRelease(t *testing.T) {
+	r := random(t)
+	g := gorgonia.NewGraph()
+	x := gorgonia.NodeFromAny(g, normal(r, tensor.Float64, 4, 6), gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, normal(r, tensor.Float64, 6), gorgonia.WithName("w"))
+	y := check[*gorgonia.Node](t)(op.RMSNorm(x, w, 1e-5))
+	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))), x, w))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, y)...)))
+	var want []any
+	for run := range 4 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		for i, n := range append(grads, y) {
+			v := flat(t, check[gorgonia.Value](t)(m.Value(n)))
+			if run == 0 {
+				want = append(want, v)
+			} else if !equal(v, want[i]) {
+				t.Errorf("run %d: result %d is %v, want %v", run, i, v, want[i])
+			}
+		}
+		m.Release()
+		if _, err := m.Value(y); err == nil || !strings.Contains(err.Error(), "has not run") {
+			t.Errorf("a value that has been given up: error %v", err)
+		}
+		if run%2 == 1 {
+			runtime.GC()
+			runtime.GC() // empties the pool
+		}
 	}
 }
 
