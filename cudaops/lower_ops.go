@@ -77,7 +77,10 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error)
 	x, w := c.lowerPair(n, in[0], in[1])
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.aux(w.shape...)
-	return packed(dx, dw), c.matmul(n, product{d: dx, a: g, b: w}, product{d: dw, a: g, b: x, transA: true})
+	if err := c.matmul(n, product{d: dx, a: g, b: w}); err != nil {
+		return nil, err
+	}
+	return packed(dx, dw), c.matmul(n, product{d: dw, a: g, b: x, transA: true})
 }
 
 func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
@@ -251,10 +254,10 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 			A: s.ab.ptr(), B: s.ab.view(f).ptr(), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: x.elem.dtype()})
 	}, h, dab, dh, s.ab)
 	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
-	err := c.matmul(n, product{d: dx, a: dab, b: s.weights}, product{d: dweights, a: dab, b: x, transA: true},
-		product{d: ddown, a: g, b: h, transA: true})
-	if err != nil {
-		return nil, err
+	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}, {d: dx, a: dab, b: s.weights}} {
+		if err := c.matmul(n, p); err != nil {
+			return nil, err
+		}
 	}
 	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
 }
@@ -463,9 +466,10 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 		if lo == 0 {
 			beta = 0
 		}
-		err := c.matmul(n, product{d: saved.dw, a: l, b: part, transA: true, beta: beta}, product{d: saved.dx.view(lo*d, here, d), a: l, b: w})
-		if err != nil {
-			return nil, err
+		for _, p := range []product{{d: saved.dx.view(lo*d, here, d), a: l, b: w}, {d: saved.dw, a: l, b: part, transA: true, beta: beta}} {
+			if err := c.matmul(n, p); err != nil {
+				return nil, err
+			}
 		}
 	}
 	c.do(n, func() error { return m.k.CrossEntropyMean(m.stream, loss.ptr(), losses.ptr(), saved.scale.ptr(), rows) }, loss, losses, saved.scale)

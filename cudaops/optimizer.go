@@ -243,7 +243,7 @@ func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTen
 			if err != nil {
 				return err
 			}
-			x.newtonSchulz = append(x.newtonSchulz, func() error { return run(m.blas.main()) })
+			x.newtonSchulz = append(x.newtonSchulz, run)
 		}
 		from, to = to, from
 	}

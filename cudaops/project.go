@@ -216,7 +216,10 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		c.values[g.turned[0]], c.values[g.turned[1]] = parts[0], parts[1]
 	}
 	dx, dw := c.like(x), c.aux(w.shape...)
-	if err := c.matmul(back, product{d: dx, a: wide, b: w}, product{d: dw, a: wide, b: x, transA: true}); err != nil {
+	if err := c.matmul(back, product{d: dx, a: wide, b: w}); err != nil {
+		return false, err
+	}
+	if err := c.matmul(back, product{d: dw, a: wide, b: x, transA: true}); err != nil {
 		return false, err
 	}
 	at := 0
