@@ -604,6 +604,11 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
 		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(a))
+		if a.Cos != 0 {
+			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
+			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
+			cpu.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+		}
 		spreadRows(l, a, a.Heads, dq, outQ)
 		spreadRows(l, a, a.KVHeads, dk, outK)
 		spreadRows(l, a, a.KVHeads, dv, outV)

@@ -46,7 +46,6 @@ func TestModelIsFused(t *testing.T) {
 		defer machine.Close()
 		want := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12, "Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
 		if kind == llm.ForTraining {
-			want["RoPE"] += 12
 			want["LinearCrossEntropy"] += 2
 			for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48, "Attention": 12, "SiLUMLP": 60} {
 				want[name+"Grad"] = n
@@ -70,7 +69,7 @@ type fuseCase struct {
 
 // fuseCases say how many tasks there are, where it is not as in the first.
 var fuseCases = []fuseCase{
-	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 2, "Linear": 2, "RoPE": 2, "Attention": 1, "AttentionGrad": 1,
+	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 2, "Linear": 2, "RoPE": 1, "Attention": 1, "AttentionGrad": 1,
 		"LinearGrad": 4, "RMSNormGrad": 2, "EmbeddingGrad": 1, "LinearCrossEntropy": 6, "+ false": 0}},
 	{name: "sum kept", keep: []string{"s"}},
 	{name: "norm kept", keep: []string{"y"}},
@@ -200,6 +199,9 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 			machine := newFuseMachine(t, device, g, params, keep, opts)
 			got := tasksOf(machine)
 			for op, n := range fuseCases[0].want {
+				if len(f.alsoUsed) > 0 && machine.activations() != float32s {
+					break // products with float32 parameters are float32, and take casts
+				}
 				if other, ok := f.want[op]; ok {
 					n = other
 				}

@@ -201,19 +201,26 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
-	c.attentionGrad(n, in, dq, dk, dv)
+	c.attentionGrad(n, in, dq, dk, dv, nil)
 	return packed(dq, dk, dv), nil
 }
 
-// attentionGrad adds the gradients of an attention.
-func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array) {
+// attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of what they were before.
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) {
 	q, k := c.lowerPair(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[3]), c.act(n, in[4])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
 	lse := c.saved[o].(*array)
 	stats, m := c.bytes(kernels.AttentionStatsBytes(s)), c.m
+	var cos, sin *array
+	if turned != nil {
+		cos, sin = c.tables(turned)
+	}
 	c.do(n, func() error {
+		if turned != nil {
+			s.Cos, s.Sin = cos.ptr(), sin.ptr()
+		}
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
 	}, q, k, v, y, g, lse, dq, dk, dv, stats)

@@ -15,7 +15,7 @@ import (
 //	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
 //
 // one product each in place of three and two sums. Attention and RoPE read and write columns of the wide matrices, RoPE in
-// place.
+// place; attention's gradient turns dq and dk back itself.
 
 // projections is such queries, keys and values.
 type projections struct {
@@ -24,16 +24,16 @@ type projections struct {
 	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
 }
 
-// projections returns how an attention's inputs come about, nil if not like this. Nobody but the attention and its gradient
-// may use them, as no other op knows matrices whose rows have gaps.
-func (c *compiler) projections(q, k, v *gorgonia.Node) *projections {
+// projections returns how the first three inputs of an attention, or of its gradient, come about, nil if not like this.
+// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps.
+func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
-	for i, n := range []*gorgonia.Node{q, k, v} {
+	for i, n := range opbase.Children(n)[:3] {
 		if !c.onlyUsedBy(n, byAttention) {
 			return nil
 		}
-		if o, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !o.Inverse {
+		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
 			p.turned[i] = n
 			turned := n
 			n = opbase.Children(n)[0]
@@ -103,8 +103,7 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	if !isOp[*op.AttentionOp](at) {
 		return false, nil
 	}
-	in := opbase.Children(at)
-	p := c.projections(in[0], in[1], in[2])
+	p := c.projections(at, at.Op().(*op.AttentionOp))
 	if p == nil || !slices.Contains(p.linear[:], n) {
 		return false, nil
 	}
@@ -189,9 +188,8 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 
 // fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its inputs are.
 func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
-	nodes := opbase.Children(n)
-	p := c.projections(nodes[0], nodes[1], nodes[2])
-	if p == nil || c.values[nodes[0]].stride == 0 {
+	p := c.projections(n, n.Op().(*op.AttentionGradOp).Forward)
+	if p == nil || c.values[p.linear[0]].stride == 0 {
 		return false, nil
 	}
 	g := p.grad(c, n)
@@ -205,15 +203,16 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	back := g.linear[0]
 	x, w := c.act(back, c.values[p.x]), c.stack(back, weights...)
 	wide := c.newArray(x.elem, x.shape[0], p.width())
-	parts, both := p.place(wide)
-	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2])
+	parts, _ := p.place(wide)
+	var turned *op.RoPEOp
+	if p.turned[0] != nil {
+		turned = p.turned[0].Op().(*op.RoPEOp)
+		c.values[g.turned[0]], c.values[g.turned[1]] = parts[0], parts[1]
+	}
+	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned)
 	c.values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.values[d] = parts[i]
-	}
-	if g.turned[0] != nil {
-		c.rotate(g.turned[0], both, both)
-		c.values[g.turned[0]], c.values[g.turned[1]] = parts[0], parts[1]
 	}
 	dx, dw := c.like(x), c.aux(w.shape...)
 	if err := c.matmul(back, product{d: dx, a: wide, b: w}); err != nil {

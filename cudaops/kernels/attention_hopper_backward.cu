@@ -1,6 +1,7 @@
 // The backward pass of attention on Hopper's own instructions, for bf16 and f16: attention_mma.cu has the gradients and why
 // two kernels form them, attention_hopper.cu the manner of working and what it needs.
 //
+// Where q and k have been turned by RoPE, the gradients are turned back before they are rounded: rope.cu has the mathematics.
 // The first kernel also forms the statistics, which the second reads. Both form a tile's softmax while g·vᵀ is on the tensor
 // cores, and leave the products that end in gradients running into the next tile.
 #include "attention_hopper.cuh"
@@ -40,6 +41,32 @@ template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
   }
 };
 
+// The cosines and sines of RoPE, [seq, D/2] both; null where nothing is to be turned.
+struct Angles {
+  const float *cosines, *sines;
+};
+
+// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles. Both elements of a
+// pair, D/2 apart, are in the same lane.
+template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Angles &angles, int position, int seq) {
+  if (!angles.cosines) return;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t at = (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
+#pragma unroll
+    for (int x = 0; x < D / 16; x++) {
+      const float2 cosine = *(const float2 *)(angles.cosines + at + 8 * x), sine = *(const float2 *)(angles.sines + at + 8 * x);
+      float *a = d.c[0][x] + 2 * half, *b = d.c[0][x + D / 16] + 2 * half;
+      const float a0 = a[0], a1 = a[1];
+      a[0] = a0 * cosine.x + b[0] * sine.x;
+      a[1] = a1 * cosine.y + b[1] * sine.y;
+      b[0] = b[0] * cosine.x - a0 * sine.x;
+      b[1] = b[1] * cosine.y - a1 * sine.y;
+    }
+  }
+}
+
 template <class S>
 __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
                              const TensorMap &y, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
@@ -77,7 +104,7 @@ template <typename T, int D, int Rows> __device__ inline float dotRows(uint32_t 
 }
 
 template <typename T, class S>
-__device__ inline void workQ(const Params &p, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
+__device__ inline void workQ(const Params &p, const Angles &angles, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
@@ -143,6 +170,7 @@ __device__ inline void workQ(const Params &p, const BackwardMemory<S, 3, 0> &m, 
       m.stages.release(i);
     }
     const float factor[1][2] = {{p.scale, p.scale}};
+    turnBack(dq, angles, own, p.seq);
     __syncwarp();  // the previous results have been read
     dq.template roundTo<T>(m.out, 64 * group + 16 * warp, factor);
     __syncwarp();
@@ -182,7 +210,8 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
 }
 
 template <typename T, class S>
-__device__ inline void workKV(const Params &p, const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
+__device__ inline void workKV(const Params &p, const Angles &angles, const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works,
+                              int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
@@ -272,6 +301,7 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, 2, kStats
     __syncwarp();
     T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
     storeRows<T, D, 16>(m.out, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
+    turnBack(dk, angles, own, p.seq);
     __syncwarp();
     dk.template roundTo<T>(m.out, outRow, scale);
     __syncwarp();
@@ -281,7 +311,7 @@ __device__ inline void workKV(const Params &p, const BackwardMemory<S, 2, kStats
 }
 
 template <typename T, class S>
-__device__ inline void backwardQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+__device__ inline void backwardQ(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                  const TensorMap &g, const TensorMap &y) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const BackwardMemory<S, 3, 0> m(sharedAddress(shared));
@@ -292,12 +322,12 @@ __device__ inline void backwardQ(const Params &p, const TensorMap &q, const Tens
     if (threadIdx.x == 0) copyQ<S>(p, q, k, v, g, y, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workQ<T, S>(p, m, works, tiles);
+    workQ<T, S>(p, angles, m, works, tiles);
   }
 }
 
 template <typename T, class S>
-__device__ inline void backwardKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+__device__ inline void backwardKV(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                   const TensorMap &g, const TensorMap &) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const BackwardMemory<S, 2, kStatsBytes<S>> m(sharedAddress(shared));
@@ -308,7 +338,7 @@ __device__ inline void backwardKV(const Params &p, const TensorMap &q, const Ten
     if (threadIdx.x == 0) copyKV<S>(p, q, k, v, g, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workKV<T, S>(p, m, works, tiles);
+    workKV<T, S>(p, angles, m, works, tiles);
   }
 }
 
@@ -320,8 +350,9 @@ __device__ inline void backwardKV(const Params &p, const TensorMap &q, const Ten
 #define BACKWARD(kernel, body, S, T)                                                                                       \
   extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1) attention_hopper_backward_##kernel##_##T(         \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
-      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap y) {     \
-    BODY(body<T, attention::S>(p, q, k, v, g, y));                                                                         \
+      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap y,       \
+      const float *cosines, const float *sines) {                                                                          \
+    BODY(body<T, attention::S>(p, {cosines, sines}, q, k, v, g, y));                                                       \
   }
 #define KERNELS(T)                                \
   BACKWARD(q_64, backwardQ, BackwardQ64, T)       \

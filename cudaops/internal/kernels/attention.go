@@ -20,6 +20,9 @@ type AttentionShape struct {
 	Causal                              bool    // a position sees itself and those before it
 	Scale                               float64 // 0 means 1/sqrt(HeadDim)
 	Variant                             AttentionVariant
+	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
+	// pass then gives the gradients of what they were before.
+	Cos, Sin driver.Ptr
 }
 
 // AttentionVariant is an implementation of attention.
@@ -113,7 +116,22 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	if err := c.launch(k, s, attentionBackwardQ); err != nil {
 		return err
 	}
-	return c.launch(k, s, attentionBackwardKV)
+	if err := c.launch(k, s, attentionBackwardKV); err != nil || a.Cos == 0 || c.turnsBack() {
+		return err
+	}
+	turn := func(d Rows, heads int) error {
+		return k.RoPE(s, RoPE{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
+			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: t})
+	}
+	if err := turn(dq, a.Heads); err != nil {
+		return err
+	}
+	return turn(dk, a.KVHeads)
+}
+
+// turnsBack reports whether the variant's kernels can turn gradients back.
+func (c *attentionCall) turnsBack() bool {
+	return c.Variant == AttentionHopper && (c.HeadDim == 64 || c.HeadDim == 128)
 }
 
 // operand is Rows with what they must hold.
@@ -316,6 +334,13 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
 		// is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
+	}
+	if pass != attentionForward {
+		angles := [2]driver.Ptr{}
+		if c.turnsBack() {
+			angles = [2]driver.Ptr{c.Cos, c.Sin}
+		}
+		a.Ptr(angles[0]).Ptr(angles[1])
 	}
 	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)

@@ -130,3 +130,34 @@ func TestAttentionRefusals(t *testing.T) {
 		t.Errorf("nothing to do: %v, %v", err, c.Trace())
 	}
 }
+
+// TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's after those that cannot.
+func TestAttentionTurnsBack(t *testing.T) {
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	for _, dim := range []int{40, 64, 128, 136} {
+		for _, turned := range []bool{false, true} {
+			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
+			if turned {
+				a.Cos, a.Sin = p, p
+			}
+			c.ClearTrace()
+			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+				t.Fatal(err)
+			}
+			after := 0
+			for _, op := range c.Trace() {
+				if strings.HasPrefix(op.Name, "rope_") {
+					after++
+				}
+			}
+			want := 0
+			if turned && dim != 64 && dim != 128 {
+				want = 2
+			}
+			if after != want {
+				t.Errorf("head dimension %d, turned %v: %d launches of RoPE, want %d", dim, turned, after, want)
+			}
+		}
+	}
+}

@@ -15,6 +15,7 @@ type attentionCase struct {
 	dtype  driver.DType
 	packed bool // q, k and v are parts of one matrix, as dq, dk and dv are
 	skew   int  // elements past alignment
+	turned bool // by RoPE, which the backward pass undoes
 }
 
 func (c attentionCase) String() string {
@@ -116,6 +117,12 @@ func (c attentionCase) check(g *rig) {
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
 
 	a := c.AttentionShape
+	var cosines, sines []float64
+	if c.turned { // it does not matter by what
+		tables := attentionCase{AttentionShape: AttentionShape{Batch: 1, Seq: c.Seq}, dtype: f32}.matrices(g, c.HeadDim/2, c.HeadDim/2)
+		cosines, sines = tables[0].fill(g), tables[1].fill(g)
+		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
+	}
 	g.must(g.Attention(g.stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
 	g.must(g.AttentionBackward(g.stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
 		in[2].Rows, out.Rows, lse.Ptr, c.dtype))
@@ -133,6 +140,10 @@ func (c attentionCase) check(g *rig) {
 	g.near("lse", lse, l, 1e-6)
 	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
 	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, l, s)
+	if c.turned {
+		cpu.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
+		cpu.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
+	}
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
 		size := norm(want)
@@ -149,7 +160,8 @@ func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
 	add := func(v AttentionVariant, t driver.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
 		a := AttentionShape{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
-		cases = append(cases, attentionCase{a, t, packed, skew})
+		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
+		cases = append(cases, attentionCase{a, t, packed, skew, turned})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
@@ -198,7 +210,7 @@ func TestAttentionScale(t *testing.T) {
 	for _, scale := range []float64{5, -1, 1e-3} {
 		for _, dt := range []driver.DType{f32, bf16} {
 			a := AttentionShape{Batch: 1, Seq: 150, Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}
-			g.scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0}.check)
+			g.scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false}.check)
 		}
 	}
 }
@@ -208,7 +220,7 @@ func TestAttentionRepeatsBits(t *testing.T) {
 	for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA, AttentionAuto} {
 		g.scope(v.String(), func(g *rig) {
 			a := AttentionShape{Batch: 3, Seq: 321, Heads: 6, KVHeads: 2, HeadDim: 64, Causal: true, Variant: v}
-			r := attentionCase{a, bf16, false, 0}.benchmark(g)
+			r := attentionCase{a, bf16, false, 0, false}.benchmark(g)
 			var first [4][]float64
 			for run := range 3 {
 				r.forward()
@@ -274,7 +286,7 @@ func TestAttentionSpeed(t *testing.T) {
 		for _, v := range []AttentionVariant{AttentionMMA, AttentionAuto} {
 			a.Variant = v
 			g.scope(fmt.Sprintf("%v-b%dh%ds%dd%d", v, a.Batch, a.Heads, a.Seq, a.HeadDim), func(g *rig) {
-				r := attentionCase{a, bf16, false, 0}.benchmark(g)
+				r := attentionCase{a, bf16, false, 0, false}.benchmark(g)
 				flops := 4 * float64(a.Batch*a.Heads*a.HeadDim) * float64(a.Seq*a.Seq) / 2
 				f, b := g.time([]func(){r.forward}).Seconds(), g.time([]func(){r.backward}).Seconds()
 				g.Logf("forward %8.1f µs %5.0f TFLOP/s   backward %8.1f µs %5.0f TFLOP/s", f*1e6, flops/f/1e12, b*1e6, 2.5*flops/b/1e12)
