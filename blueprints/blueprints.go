@@ -81,12 +81,44 @@ type Blueprint struct {
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if they are too few for it,
 	// how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
+	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold them. When nil, they are
+	// one vector, "weights".
+	Parts func(c, n int) []Part
 	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the transform of a chunk of
 	// c features is the identity, or as near to it as the kind can be. Weights that must not all start alike come from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
 	F64         Arithmetic[float64]
+}
+
+// Part is one of the arrays that a slot's weights consist of.
+type Part struct {
+	Name  string
+	Shape []int
+}
+
+// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n.
+func Parts(k Kind, c, n int) ([]Part, error) {
+	b, err := Lookup(k)
+	if err != nil {
+		return nil, err
+	}
+	if b.Parts == nil {
+		return []Part{{"weights", []int{n}}}, nil
+	}
+	parts, sum := b.Parts(c, n), 0
+	for _, p := range parts {
+		size := 1
+		for _, d := range p.Shape {
+			size *= d
+		}
+		sum += size
+	}
+	if sum != n {
+		return nil, fmt.Errorf("%w %q: Parts(%d, %d) have %d elements", ErrInvalid, b.Name, c, n, sum)
+	}
+	return parts, nil
 }
 
 // Errors that callers can test for with [errors.Is].

@@ -12,6 +12,14 @@ func Mixing(c, width int) (m int) { return width / (2 * c) }
 // mixingSize asks for m = 1 at least.
 func mixingSize(c, width int) int { return 2 * c * max(1, Mixing(c, width)) }
 
+// mixingParts gives the matrices [m, c] and [c, m] names.
+func mixingParts(v, u string) func(c, n int) []Part {
+	return func(c, n int) []Part {
+		m := n / (2 * c)
+		return []Part{{v, []int{m, c}}, {u, []int{c, m}}}
+	}
+}
+
 // mixingIdentity draws the matrix [m, c] so that the hidden features of normal x are normal, and makes the one behind it 0.
 // With both at 0 neither would ever get a gradient.
 func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {

@@ -1,6 +1,12 @@
 package state
 
-import "fmt"
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
 
 // Action says what a [Command] does.
 type Action uint8
@@ -12,9 +18,11 @@ const (
 	Recycle                      // as Lattice.Recycle
 	SetAlpha                     // as Lattice.SetAlpha, to Command.Alpha
 	Quarantine                   // makes the seed a new one if it does not match its checksum, as Lattice.Quarantine
+	Load                         // sets the slot of a living seed of Command.Kind to Command.Params
 )
 
-var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Recycle", SetAlpha: "SetAlpha", Quarantine: "Quarantine"}
+var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Recycle", SetAlpha: "SetAlpha", Quarantine: "Quarantine",
+	Load: "Load"}
 
 // String returns the action's name.
 func (a Action) String() string {
@@ -32,6 +40,8 @@ type Command struct {
 	Request GerminationRequest // Germinate
 	To      Stage              // Move
 	Alpha   float64            // SetAlpha
+	Kind    blueprints.Kind    // Load
+	Params  SlotParams         // Load: the weights that the kind uses, and the scale
 	Why     string             // for people; may be empty
 }
 
@@ -51,6 +61,8 @@ func (c Command) String() string {
 		s += "recycle"
 	case SetAlpha:
 		s += fmt.Sprintf("set α to %.3g", c.Alpha)
+	case Load:
+		s += fmt.Sprintf("load the parameters of a %v", c.Kind)
 	case Quarantine:
 		s += "put into quarantine if it is corrupt"
 	default:
@@ -79,8 +91,53 @@ func (l *Lattice) do(c Command) error {
 		}
 		l.quarantine(l.sums.faults(c.Seed, c.Seed+1, l.seeds.crc))
 		return nil
+	case Load:
+		return l.accepts(c.Seed, c.Kind, c.Params)
 	}
-	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha or Quarantine", ErrArgument, c.Action)
+	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, Quarantine or Load", ErrArgument, c.Action)
+}
+
+// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint: every living seed of the slot has
+// that kind, and none is frozen for good. The caller holds the lock.
+func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
+	const method = "Load"
+	if err := l.checkSeed(method, seed); err != nil {
+		return err
+	}
+	refuse := func(format string, args ...any) error {
+		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, fmt.Errorf(format, args...))
+	}
+	s := l.seeds
+	if !Stage(s.stage[seed]).alive() || s.slot[seed] == 0 {
+		return refuse("it is %v, want a seed with a blueprint", Stage(s.stage[seed]))
+	}
+	width := l.config.Width
+	if width == 0 {
+		width = math.MaxInt32
+	}
+	size, err := blueprints.Size(kind, l.hidden/l.n, width)
+	if err != nil {
+		return refuse("%w", err)
+	}
+	if l.config.Width > 0 && len(p.Weights) != size {
+		return refuse("%d weights, want %d for a %v", len(p.Weights), size, kind)
+	}
+	for i, v := range append(slices.Clone(p.Weights), p.Scale) {
+		if !finite(v) {
+			return refuse("parameter %d is %v, want a finite number", i, v)
+		}
+	}
+	for other, slot := range s.slot {
+		stage := Stage(s.stage[other])
+		switch {
+		case slot != s.slot[seed] || !stage.alive():
+		case blueprints.Kind(s.kind[other]) != kind:
+			return refuse("seed %d, whose slot it is, has a %v, not a %v", other, blueprints.Kind(s.kind[other]), kind)
+		case stage == Fossilized:
+			return refuse("seed %d, whose slot it is, is frozen for good", other)
+		}
+	}
+	return nil
 }
 
 // alive reports whether a seed in the stage has a blueprint.

@@ -88,6 +88,9 @@ func (t *transaction) do(c Command) error {
 	if err := l.do(c); err != nil {
 		return err
 	}
+	if c.Action == Load {
+		return t.load(c, address{c.Layer, slot})
+	}
 	if t.slots == nil {
 		return nil
 	}
@@ -130,6 +133,27 @@ func (t *transaction) parameters(c Command, seed, slot address, from Stage) (err
 	if !to.grafted() {
 		t.keep[seed] = nil
 	}
+	return nil
+}
+
+// load notes that a slot shall hold what the command has, in front of the weights that its blueprint does not use.
+func (t *transaction) load(c Command, slot address) error {
+	if t.slots == nil {
+		return fmt.Errorf("state.Load: %w: seed %d: the network has no slots", ErrArgument, c.Seed)
+	}
+	p, written := t.write[slot]
+	if !written {
+		var err error
+		if p, err = t.slots.Read(c.Layer, slot.number); err != nil {
+			return err
+		}
+	}
+	if len(c.Params.Weights) > len(p.Weights) {
+		return fmt.Errorf("state.Load: %w: seed %d: %d weights, and slots have %d", ErrArgument, c.Seed, len(c.Params.Weights), len(p.Weights))
+	}
+	p.Weights, p.Scale = slices.Clone(p.Weights), c.Params.Scale
+	copy(p.Weights, c.Params.Weights)
+	t.write[slot] = p
 	return nil
 }
 

@@ -1,0 +1,151 @@
+package llm
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// A blueprint's file is a safetensors file that holds the arrays of blueprints.Parts, "scale" of shape [1], and in its
+// metadata the name of the kind and the number of features of a chunk.
+const (
+	kindKey   = "kasmina.blueprint"
+	chunkKey  = "kasmina.chunk"
+	scaleName = "scale"
+)
+
+// SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to the safetensors file at
+// path: the weights and the scale of its slot as they are now. Call it where callbacks are called, between the steps.
+func (m *Model) SaveBlueprint(path string, layer, seed int) error {
+	fail := func(err error) error {
+		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
+	}
+	l := m.Kasmina.Lattice(layer)
+	if l == nil || seed < 0 || seed >= l.Seeds() {
+		return fail(state.ErrSeed)
+	}
+	s := l.Report().Seeds[seed]
+	if s.Slot == 0 {
+		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
+	}
+	parts, err := m.parts(s.Kind)
+	if err != nil {
+		return fail(err)
+	}
+	p, err := slots{m}.Read(layer, s.Slot)
+	if err != nil {
+		return fail(err)
+	}
+	tensors := []safetensors.Tensor{{Name: scaleName, DType: safetensors.F64, Shape: []int{1}, Data: []float64{p.Scale}}}
+	for _, part := range parts {
+		n := elements(part.Shape)
+		tensors = append(tensors, safetensors.Tensor{Name: part.Name, DType: safetensors.F64, Shape: part.Shape, Data: p.Weights[:n]})
+		p.Weights = p.Weights[n:]
+	}
+	metadata := map[string]string{kindKey: s.Kind.String(), chunkKey: strconv.Itoa(m.Config.Dim / m.Config.Seeds)}
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		return fail(err)
+	}
+	return nil
+}
+
+// parts are the arrays of a blueprint's weights in this model's slots.
+func (m *Model) parts(k blueprints.Kind) ([]blueprints.Part, error) {
+	c := m.Config.Dim / m.Config.Seeds
+	n, err := blueprints.Size(k, c, m.Config.slotWidth())
+	if err != nil {
+		return nil, err
+	}
+	return blueprints.Parts(k, c, n)
+}
+
+func elements(shape []int) int {
+	n := 1
+	for _, d := range shape {
+		n *= d
+	}
+	return n
+}
+
+// LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as [Model.SaveBlueprint] writes
+// it; other programs may write its numbers as float32 too. Call it where callbacks are called; from other goroutines submit
+// what [Model.ReadBlueprint] returns. On an error nothing has changed: a damaged file, numbers that are not finite, another
+// kind than the seed's or than that of a seed that shares the slot, another shape than this model's slots hold, or a seed that
+// is dormant or frozen for good.
+func (m *Model) LoadBlueprint(path string, layer, seed int) error {
+	c, err := m.ReadBlueprint(path, layer, seed)
+	if err != nil {
+		return err
+	}
+	if err := m.Kasmina.Do(c); err != nil {
+		return fmt.Errorf("llm: LoadBlueprint: %s: %w", path, err)
+	}
+	return nil
+}
+
+// ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a seed's slot to it, for
+// m.Kasmina.Submit, alone or behind the command that germinates the seed, while training runs.
+func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
+	tensors, metadata, err := safetensors.Load(path)
+	if err != nil {
+		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
+	}
+	fail := func(format string, args ...any) (state.Command, error) {
+		return state.Command{}, fmt.Errorf("llm: ReadBlueprint: %s: "+format, append([]any{path}, args...)...)
+	}
+	kind, ok := blueprints.ByName(metadata[kindKey])
+	if !ok {
+		return fail("%w: its metadata have %q for %s, want the name of a kind", blueprints.ErrUnknownKind, metadata[kindKey], kindKey)
+	}
+	if len(m.Config.Kasmina) == 0 {
+		return fail("the model has no Kasmina layers")
+	}
+	if chunk := m.Config.Dim / m.Config.Seeds; metadata[chunkKey] != strconv.Itoa(chunk) {
+		return fail("%w: it is for chunks of %q features, and the model's have %d", ErrArchitecture, metadata[chunkKey], chunk)
+	}
+	parts, err := m.parts(kind)
+	if err != nil {
+		return fail("%w", err)
+	}
+	if len(tensors) != len(parts)+1 {
+		return fail("%w: it has %d tensors, want %d for a %v", ErrArchitecture, len(tensors), len(parts)+1, kind)
+	}
+	var all []float64
+	for _, part := range append(parts, blueprints.Part{Name: scaleName, Shape: []int{1}}) {
+		i := slices.IndexFunc(tensors, func(x safetensors.Tensor) bool { return x.Name == part.Name })
+		if i < 0 {
+			return fail("%w: a %v has a tensor %q, which is missing", ErrArchitecture, kind, part.Name)
+		}
+		x := tensors[i]
+		if !slices.Equal(x.Shape, part.Shape) {
+			return fail("%w: tensor %q has shape %v, want %v, as slots of %d weights hold", ErrArchitecture, part.Name, x.Shape,
+				part.Shape, m.Config.slotWidth())
+		}
+		switch data := x.Data.(type) {
+		case []float64:
+			all = append(all, data...)
+		case []float32:
+			for _, v := range data {
+				all = append(all, float64(v))
+			}
+		default:
+			return fail("%w: tensor %q is of type %s, want F32 or F64", ErrArchitecture, part.Name, x.DType)
+		}
+	}
+	if m.Dtype() == tensor.Float32 {
+		for i, v := range all {
+			if math.Abs(v) > math.MaxFloat32 {
+				return fail("number %d is %v, which the model's float32 cannot hold", i, v)
+			}
+		}
+	}
+	n := len(all) - 1
+	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: state.SlotParams{Weights: all[:n], Scale: all[n]}}, nil
+}
