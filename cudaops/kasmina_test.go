@@ -467,7 +467,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	graph := func() *kasminaGraph {
-		k := newKasminaGraph(t, seed, nil, layer...)
+		k := newWideKasminaGraph(t, seed, 13, nil, layer...)
 		if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5, Kind: kind}); err != nil {
 			t.Fatal(err)
 		}
