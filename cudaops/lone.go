@@ -156,7 +156,8 @@ func (l *loneOp) check(in *input) error {
 		return nil
 	}
 	ids := in.staging[:in.array.extent()]
-	if err := errors.Join(l.m.device.ctx.CopyToHost(ids, in.array.ptr(), l.m.stream), l.m.device.ctx.SyncStream(l.m.stream)); err != nil {
+	ctx, stream := l.m.device.ctx, l.m.stream
+	if err := errors.Join(ctx.CopyToHost(ids, in.array.ptr(), stream), ctx.SyncStream(stream)); err != nil {
 		return err
 	}
 	for _, r := range in.ids {

@@ -28,7 +28,8 @@ func (p *placement) place(o gorgonia.Op) { p.op = o }
 func (p *placement) CallsExtern() bool { return true }
 
 // CUDADo makes every op a gorgonia.CUDADoer.
-func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, prealloc gorgonia.Value, in ...gorgonia.Value) (gorgonia.Value, error) {
+func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, prealloc gorgonia.Value,
+	in ...gorgonia.Value) (gorgonia.Value, error) {
 	if prealloc == nil {
 		return nil, fmt.Errorf("%v: Gorgonia has allocated no memory for the result", p.op)
 	}
