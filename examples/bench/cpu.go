@@ -2,9 +2,11 @@ package main
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"runtime"
+	"strconv"
 	"strings"
 	"time"
 
@@ -177,7 +179,8 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 	return l.SetAlpha(seed, alpha)
 }
 
-// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW.
+// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW. The peer is the same model
+// made of Gorgonia's own ops on its own machine. Memory is the most that the process has held so far.
 func cpuTrain(o options) error {
 	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4, FF: 704, Seq: 256}, 4}
 	m, err := llm.NewModel(s.config.Default(), tensor.Float32, 1)
@@ -193,34 +196,74 @@ func cpuTrain(o options) error {
 		return err
 	}
 	defer machine.Close()
-	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
+	took, err := cpuSteps(o.steps, s, machine, machine.ValueGrads(), g.Let)
 	if err != nil {
 		return err
 	}
-	grads := machine.ValueGrads()
+	line := s.trained("train_"+s.name, took, m.NumParams())
+	line.PeakGiB = peakGiB()
+	if err := emit(line); err != nil {
+		return err
+	}
+	stock, err := newStockModel(m, s.batch)
+	if err != nil {
+		return err
+	}
+	tape := gorgonia.NewTapeMachine(stock.g, gorgonia.BindDualValues(stock.params...))
+	defer tape.Close()
+	if took, err = cpuSteps(max(1, o.steps/4), s, tape, gorgonia.NodesToValueGrads(stock.params), stock.let); err != nil {
+		return err
+	}
+	line = s.trained("train_"+s.name, took, m.NumParams())
+	line.Peer, line.PeakGiB = "gorgonia", peakGiB()
+	return emit(line)
+}
+
+// cpuSteps returns the median time of a training step.
+func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad, let func(llm.Batch) error) (time.Duration, error) {
+	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
+	if err != nil {
+		return 0, err
+	}
 	random := rand.New(rand.NewPCG(1, 1))
 	var times []time.Duration
-	for i := range 2 + o.steps {
-		if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
-			return err
+	for i := range 2 + steps {
+		ids := make([]int, s.batch*s.config.Seq+1)
+		for j := range ids {
+			ids[j] = random.IntN(s.config.Vocab)
 		}
 		start := time.Now()
-		if err := machine.RunAll(); err != nil {
-			return err
+		vm.Reset()
+		if err := let(llm.Batch{Inputs: ids[:len(ids)-1], Targets: ids[1:]}); err != nil {
+			return 0, err
+		}
+		if err := vm.RunAll(); err != nil {
+			return 0, err
 		}
 		if _, err := autodiff.ClipGlobalNorm(grads, 1); err != nil {
-			return err
+			return 0, err
 		}
 		if err := adamw.Step(grads); err != nil {
-			return err
+			return 0, err
 		}
 		if i >= 2 {
 			times = append(times, time.Since(start))
 		}
 	}
-	took, err := median(times)
+	return median(times)
+}
+
+// peakGiB is the most memory that the process has held, 0 where the operating system does not tell.
+func peakGiB() float64 {
+	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {
-		return err
+		return 0
 	}
-	return emit(s.trained("train_"+s.name, took, m.NumParams()))
+	for line := range strings.Lines(string(status)) {
+		if kib, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+			n, _ := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib), "kB")), 64)
+			return math.Round(n/1048576*1000) / 1000
+		}
+	}
+	return 0
 }
