@@ -154,7 +154,7 @@ func (in *input) refresh() error {
 // lasting returns the memory of a node whose value outlives a run.
 func (m *Machine) lasting(n *gorgonia.Node) (*array, error) {
 	if m.closed {
-		return nil, errors.New("the machine is closed")
+		return nil, errClosed
 	}
 	a, ok := m.program.values[n]
 	switch {

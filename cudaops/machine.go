@@ -51,6 +51,8 @@ type Machine struct {
 	loaded     bool // the program has run as it is, so that a capture loads no modules
 }
 
+var errClosed = errors.New("the machine is closed")
+
 // attendant has work of its own around every run, on the machine's stream but outside of what is captured.
 type attendant interface {
 	before() error // ahead of a run, when the last one's inputs have left their staging memory
@@ -340,7 +342,7 @@ func (m *Machine) RunAll() error {
 
 func (m *Machine) run() error {
 	if m.closed {
-		return errors.New("the machine is closed")
+		return errClosed
 	}
 	if m.ran {
 		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
@@ -499,22 +501,29 @@ func (m *Machine) owns(in *input) bool { return m != nil && slices.Contains(m.pr
 
 // Upload copies the values of parameters to the device again, after the host has changed them.
 func (m *Machine) Upload(params ...*gorgonia.Node) error {
-	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+	if err := m.upload(params); err != nil {
 		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) upload(params gorgonia.Nodes) error {
+	if m.closed {
+		return errClosed
+	}
+	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+		return err
 	}
 	for _, p := range params {
 		i := slices.IndexFunc(m.program.inputs, func(in *input) bool { return in.node == p })
 		if i < 0 {
-			return fmt.Errorf("cudaops.Machine.Upload: %s is no input of the graph", describe(p))
+			return fmt.Errorf("%s is no input of the graph", describe(p))
 		}
 		if err := m.send(m.program.inputs[i]); err != nil {
-			return fmt.Errorf("cudaops.Machine.Upload: %w", err)
+			return err
 		}
 	}
-	if err := m.device.ctx.SyncStream(m.stream); err != nil {
-		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
-	}
-	return nil
+	return m.device.ctx.SyncStream(m.stream)
 }
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the

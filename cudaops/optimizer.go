@@ -66,6 +66,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) error {
 func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	rules, ok := o.(ruled)
 	switch {
+	case m.closed:
+		return errClosed
 	case !ok:
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
@@ -266,7 +268,7 @@ func (m *Machine) update() (float64, error) {
 	x := m.optimizer
 	switch {
 	case m.closed:
-		return 0, errors.New("the machine is closed")
+		return 0, errClosed
 	case x == nil:
 		return 0, errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	case !m.ran:
@@ -358,7 +360,11 @@ func (m *Machine) launchUpdate(x *optimizer) error {
 
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the last update.
 func (m *Machine) DropGradients() error {
-	if err := m.clearSums(); err != nil {
+	err := errClosed
+	if !m.closed {
+		err = m.clearSums()
+	}
+	if err != nil {
 		return fmt.Errorf("cudaops.Machine.DropGradients: %w", err)
 	}
 	return nil
@@ -400,6 +406,9 @@ func (m *Machine) Download() error {
 }
 
 func (m *Machine) download() error {
+	if m.closed {
+		return errClosed
+	}
 	for _, in := range m.program.inputs {
 		if !slices.Contains(m.config.params, in.node) {
 			continue

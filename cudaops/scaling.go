@@ -54,7 +54,7 @@ func (m *Machine) setLossScale(s LossScale) error {
 	scale := kernels.LossScale{Scale: float32(s.Scale), Good: int32(s.Good), Skipped: int32(s.Skipped)}
 	switch {
 	case m.closed:
-		return errors.New("the machine is closed")
+		return errClosed
 	case m.program.scale == nil:
 		return errors.New("the machine does not scale: it has another precision than Float16, or a graph without gradients")
 	case float64(scale.Scale) != s.Scale || !(s.Scale >= 1) || scale.Scale-scale.Scale != 0:

@@ -12,6 +12,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // TestLossScale wants gradients without the scale, a step that overflows to change nothing but the scale, and the scale to
@@ -128,6 +130,49 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	if n := steps(); n != 3 {
 		t.Errorf("the optimiser has made %d steps, want 3", n)
+	}
+}
+
+// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its scale has made infinite.
+func TestOverflowInKasmina(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for _, scale := range []float64{1, 0x1p127} {
+		g := gorgonia.NewGraph()
+		input := func(name string, values ...float32) *gorgonia.Node {
+			shape := tensor.Shape{len(values) / 2, 2}
+			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(values)), gorgonia.WithName(name))
+		}
+		lattice, err := state.NewLattice(1, 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
+		scales := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]float32{1, 1})), gorgonia.WithName("scales"))
+		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 1})), gorgonia.WithName("targets"))
+		y, err := op.Kasmina(x, weights, scales, lattice, op.StopOnNonFinite())
+		if err != nil {
+			t.Fatal(err)
+		}
+		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)), gorgonia.NewConstant(float32(1e20))))
+		if _, err := gorgonia.Grad(loss, x); err != nil {
+			t.Fatal(err)
+		}
+		m, err := NewMachine(device, g, fakeOption, WithParams(x), WithOutputs(loss), scaledGradients)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if err := errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(x.Deriv())
+		if err != nil {
+			t.Errorf("scale %v: %v", scale, err)
+			continue
+		}
+		if finite := flat(t, v)[0]-flat(t, v)[0] == 0; finite != (scale == 1) {
+			t.Errorf("scale %v: the gradient is %v", scale, v)
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
@@ -19,13 +20,15 @@ type stored struct {
 func (r *rig) matrix(t driver.DType, n int) stored {
 	f := r.floats(n)
 	m := stored{values: make([]float64, n)}
-	if t == driver.BFloat16 {
+	if t.Size() == 2 {
 		b := make([]uint16, n)
 		for i, v := range f {
-			b[i] = uint16(math.Float32bits(v) >> 16)
-			m.values[i] = float64(math.Float32frombits(uint32(b[i]) << 16))
+			if b[i] = uint16(math.Float32bits(v) >> 16); t == driver.Float16 {
+				b[i] = uint16(state.NewFloat16(float64(v)))
+			}
 		}
 		m.bytes = driver.Bytes(b)
+		m.values = values(t, m.bytes)
 		return m
 	}
 	for i, v := range f {
@@ -38,9 +41,12 @@ func (r *rig) matrix(t driver.DType, n int) stored {
 func values(t driver.DType, b []byte) []float64 {
 	out := make([]float64, len(b)/t.Size())
 	for i := range out {
-		if t == driver.BFloat16 {
+		switch t {
+		case driver.BFloat16:
 			out[i] = float64(math.Float32frombits(uint32(driver.View[uint16](b)[i]) << 16))
-		} else {
+		case driver.Float16:
+			out[i] = state.Float16(driver.View[uint16](b)[i]).Float64()
+		default:
 			out[i] = float64(driver.View[float32](b)[i])
 		}
 	}
@@ -55,7 +61,7 @@ func TestMatmul(t *testing.T) {
 		if again, err := r.Blas(); err != nil || again != blas {
 			t.Errorf("second call: %v, %v", again, err)
 		}
-		const f32, b16 = driver.Float32, driver.BFloat16
+		const f32, b16, f16 = driver.Float32, driver.BFloat16, driver.Float16
 		for _, c := range []driver.MatmulSpec{
 			{M: 1, N: 1, K: 1},
 			{M: 37, N: 29, K: 61, Align: 4},
@@ -65,6 +71,9 @@ func TestMatmul(t *testing.T) {
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 67, N: 35, K: 81, TransB: true, A: b16, B: b16, D: b16, Align: 2},
 			{M: 48, N: 40, K: 72, TransA: true, A: b16, B: b16, D: f32},
+			{M: 64, N: 48, K: 80, TransB: true, A: f16, B: f16, D: f16},
+			{M: 67, N: 35, K: 81, A: f16, B: f16, D: f16, Align: 2},
+			{M: 48, N: 40, K: 72, TransA: true, A: f16, B: f16, D: f32},
 			{M: 33, N: 24, K: 16, Epilogue: driver.Bias},
 			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true, Epilogue: driver.BiasGELU},
 			{M: 33, N: 24, K: 16, Epilogue: driver.ReLU},
@@ -144,8 +153,11 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 		args.Bias = pbias.Offset(c.Align)
 	}
 	tolerance := 1e-6
-	if c.A == driver.BFloat16 && c.D == driver.BFloat16 {
+	switch c.D {
+	case driver.BFloat16:
 		tolerance = 4e-3
+	case driver.Float16:
+		tolerance = 5e-4
 	}
 	if len(p.Algos()) == 0 {
 		t.Fatal("no algorithm")
