@@ -3,6 +3,7 @@ package cudaops
 import (
 	"errors"
 	"math"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -130,6 +132,66 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	if n := steps(); n != 3 {
 		t.Errorf("the optimiser has made %d steps, want 3", n)
+	}
+}
+
+// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is not the scale itself, and such
+// as are computed again for their gradient.
+func TestScaledOutputLayer(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
+		"fused": op.LinearCrossEntropy,
+		"separate": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			logits, err := op.Linear(x, w)
+			if err != nil {
+				return nil, err
+			}
+			return op.CrossEntropy(logits, targets)
+		},
+		"recomputed": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			return autodiff.Recompute(gorgonia.Nodes{x, w, targets}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return op.LinearCrossEntropy(in[0], in[1], in[2])
+			})
+		},
+	} {
+		g := gorgonia.NewGraph()
+		input := func(name string, s shape) *gorgonia.Node {
+			values := make([]float32, size(s))
+			for i := range values {
+				values[i] = float32(rand.NormFloat64())
+			}
+			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(values)), gorgonia.WithName(name))
+		}
+		x, w := input("x", shape{3, 4}), input("w", shape{5, 4})
+		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 4, 2})), gorgonia.WithName("targets"))
+		loss, err := head(x, w, targets)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss, gorgonia.NewConstant(float32(0.3)))), gorgonia.Must(gorgonia.Mean(x))))
+		if _, err := gorgonia.Grad(cost, x, w); err != nil {
+			t.Fatal(err)
+		}
+		m, err := NewMachine(device, g, fakeOption, WithParams(x, w), scaledGradients)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		tape := gorgonia.NewTapeMachine(g)
+		defer tape.Close()
+		// No power of two, so that one factor too many or too few shows.
+		if err := errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range []*gorgonia.Node{x, w} {
+			v, err := m.Value(p.Deriv())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, p.Deriv().Value()); !(d < 1e-5) {
+				t.Errorf("%s: the gradient of %s differs by %.2g", name, p.Name(), d)
+			}
+		}
 	}
 }
 

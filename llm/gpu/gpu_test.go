@@ -124,6 +124,7 @@ func TestSameLosses(t *testing.T) {
 		"muon":       {cudaops.Float32, 1, true, 1e-3},
 		"bfloat16":   {cudaops.BFloat16, 1, false, 2e-2},
 		"float16":    {cudaops.Float16, 1, false, 5e-3},
+		"float16 +":  {cudaops.Float16, 2, true, 2e-2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			want := losses(t, newTrainer(t, nil, 0, c.accumulate, c.muon))
