@@ -13,6 +13,7 @@ import (
 
 // Nodes that are lowered together, since that takes fewer passes over memory than one after the other:
 //
+//   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
 //   - a sum and a norm of it: one kernel writes both;
 //   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
 //   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
@@ -27,7 +28,12 @@ func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 	case *op.RMSNormGradOp:
 		return c.fuseNormGrad(n), nil
 	case *op.LinearOp:
-		return c.fuseProjections(n)
+		if fused, err := c.fuseProjections(n); fused || err != nil {
+			return fused, err
+		}
+		return c.fuseResidual(n, (*compiler).linear)
+	case *op.SiLUMLPOp:
+		return c.fuseResidual(n, (*compiler).perceptron)
 	case *op.AttentionGradOp:
 		return c.fuseProjectionsGrad(n)
 	case *op.EmbeddingGradOp:
@@ -96,12 +102,36 @@ func (c *compiler) there(n *gorgonia.Node) *array {
 	return c.values[n]
 }
 
-// activation returns the value of a node if it is there and stored as activations are, else nil.
+// activation returns the value of a node if it is there and stored as activations are, without gaps, else nil.
 func (c *compiler) activation(n *gorgonia.Node) *array {
-	if a := c.there(n); a != nil && a.block != nil && a.elem == c.m.activations() {
+	if a := c.there(n); a != nil && a.block != nil && a.stride == 0 && a.elem == c.m.activations() {
 		return a
 	}
 	return nil
+}
+
+// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and that.
+func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*array, *array) (*array, error)) (bool, error) {
+	var sum *gorgonia.Node
+	for _, u := range c.users[n] {
+		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(opbase.Children(u), n) == 4 {
+			continue // which has the result as an input only to come after it
+		}
+		if sum != nil && u != sum {
+			return false, nil
+		}
+		sum = u
+	}
+	add := c.activation(other(sum, n))
+	if add == nil || c.kept[n] {
+		return false, nil
+	}
+	y, err := lower(c, n, c.operands(n), add)
+	if err != nil {
+		return false, err
+	}
+	c.values[n], c.values[sum] = folded(n), y
+	return true, nil
 }
 
 // fuseNorm lowers the sum n and a norm of it.

@@ -68,9 +68,14 @@ func (c *compiler) lowerPair(n *gorgonia.Node, a, b *array) (*array, *array) {
 }
 
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	return c.linear(n, in, nil)
+}
+
+// linear adds a linear layer, to whose result it adds another matrix, if there is one.
+func (c *compiler) linear(n *gorgonia.Node, in []*array, add *array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	y := c.newArray(x.elem, n.Shape()...)
-	return y, c.matmul(n, product{d: y, a: x, b: w, transB: true})
+	return y, c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
 }
 
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
@@ -231,6 +236,11 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 type gated struct{ ab, weights *array }
 
 func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	return c.perceptron(n, in, nil)
+}
+
+// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
+func (c *compiler) perceptron(n *gorgonia.Node, in []*array, add *array) (*array, error) {
 	x, down := c.lowerPair(n, in[0], in[3])
 	rows, f := x.shape[0], in[1].shape[0]
 	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
@@ -244,7 +254,7 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 			Type: x.elem.dtype()})
 	}, s.ab, h)
 	y := c.like(x)
-	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true})
+	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {

@@ -76,6 +76,14 @@ type product struct {
 	alpha, beta    float32
 }
 
+// plus is the product with another matrix added, if there is one.
+func (p product) plus(add *array) product {
+	if add != nil {
+		p.c, p.beta = add, 1
+	}
+	return p
+}
+
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, err := c.m.blas.product(p)

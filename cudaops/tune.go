@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -67,7 +68,7 @@ const (
 	// tuneLeast is the multiplications and additions from which on a product is worth timing.
 	tuneLeast = 1e9
 	// tuneWays is how many ways are timed, of those that cuBLASLt thinks the fastest, and tuneRounds how often.
-	tuneWays, tuneRounds = 12, 3
+	tuneWays, tuneRounds = 12, 7
 	// tuneGain is what another way must save to take the place of cuBLASLt's first: less than that is noise.
 	tuneGain = 0.01
 	// tuneApart is by how much two ways may differ, as ‖x − y‖/‖x‖; both round 16-bit results or add long sums.
@@ -128,7 +129,7 @@ func (b *matmuls) tune() error {
 	chosen := map[string]any{}
 	for _, p := range todo {
 		if p.way, err = t.fastest(p.MatmulPlan); err != nil {
-			return fmt.Errorf("timing a matrix product: %w", cmp.Or(t.close(), err))
+			return errors.Join(fmt.Errorf("timing a matrix product: %w", err), t.close())
 		}
 		chosen[p.key] = p.Algos()[p.way].ID
 	}
@@ -144,13 +145,12 @@ type timer struct {
 	memory                   driver.Ptr
 	first, second, out, cold driver.Ptr
 	coldBytes                int
-	events                   [2]driver.Event
+	events                   []driver.Event
 }
 
 // newTimer allocates operands for the largest of the products, filled with random numbers: zeros cost less power, and so
 // less time. To be closed also on an error.
 func newTimer(b *matmuls, todo []pending) (*timer, error) {
-	ctx := b.m.device.ctx
 	t := &timer{matmuls: b, coldBytes: 2 * b.m.device.info.L2}
 	var bytes [3]int
 	for _, p := range todo {
@@ -166,25 +166,18 @@ func newTimer(b *matmuls, todo []pending) (*timer, error) {
 	t.second = t.first.Offset(bytes[0])
 	t.out = t.second.Offset(bytes[1])
 	t.cold = t.out.Offset(bytes[2])
-	for i := range t.events {
-		if t.events[i], err = ctx.NewEvent(true); err != nil {
-			return t, err
-		}
-	}
 	return t, nil
 }
 
 func (t *timer) close() error {
-	var err error
+	var errs []error
 	for _, e := range t.events {
-		if e != 0 {
-			err = cmp.Or(err, t.m.device.ctx.DestroyEvent(e))
-		}
+		errs = append(errs, t.m.device.ctx.DestroyEvent(e))
 	}
 	if t.memory != 0 {
-		err = cmp.Or(err, t.m.free(t.memory))
+		errs = append(errs, t.m.free(t.memory))
 	}
-	return err
+	return errors.Join(errs...)
 }
 
 // operandBytes is the memory of A, B and D.
@@ -241,41 +234,78 @@ func (t *timer) fastest(p driver.MatmulPlan) (int, error) {
 		return 0, err
 	}
 	n := len(p.Algos())
-	best := make([]time.Duration, n)
-	for i := range best {
-		best[i] = math.MaxInt64
+	ok := make([]int, 0, n)
+	for i := range n {
 		if err := t.run(p, i); err != nil { // the first run loads the kernel
 			t.drop(p, i, err.Error())
-			best[i] = -1
+		} else {
+			ok = append(ok, i)
 		}
 	}
+	if len(ok) == 0 {
+		return 0, fmt.Errorf("all %d ways of cuBLASLt to compute %+v fail", n, m)
+	}
+	times, err := t.times(p, ok)
+	if err != nil {
+		return 0, err
+	}
+	return t.pick(p, ok, times, bytes[2])
+}
+
+// times returns the median time of each way. All runs are enqueued together and the ways take turns, so that each meets the
+// clock rates of a GPU at work.
+func (t *timer) times(p driver.MatmulPlan, ways []int) (map[int]time.Duration, error) {
+	ctx, s := t.m.device.ctx, t.m.stream
+	t.m.choices.Timed(tuneRounds * len(ways))
+	for len(t.events) < 2*tuneRounds*len(ways) {
+		e, err := ctx.NewEvent(true)
+		if err != nil {
+			return nil, err
+		}
+		t.events = append(t.events, e)
+	}
+	at := 0
 	for range tuneRounds {
-		for i := range best {
-			if best[i] < 0 {
-				continue
+		for _, way := range ways {
+			from, to := t.events[at], t.events[at+1]
+			at += 2
+			if err := ctx.Memset8(t.cold, 0, t.coldBytes, s); err != nil {
+				return nil, err
 			}
-			d, err := t.time(p, i)
-			if err != nil {
-				return 0, err
+			if err := ctx.Record(from, s); err != nil {
+				return nil, err
 			}
-			best[i] = min(best[i], d)
+			if err := t.run(p, way); err != nil {
+				return nil, err
+			}
+			if err := ctx.Record(to, s); err != nil {
+				return nil, err
+			}
 		}
 	}
-	return t.pick(p, best, bytes[2])
+	if err := ctx.SyncStream(s); err != nil {
+		return nil, err
+	}
+	medians := map[int]time.Duration{}
+	for i, way := range ways {
+		var all []time.Duration
+		for round := range tuneRounds {
+			k := 2 * (round*len(ways) + i)
+			d, err := ctx.Elapsed(t.events[k], t.events[k+1])
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, d)
+		}
+		slices.Sort(all)
+		medians[way] = all[len(all)/2]
+	}
+	return medians, nil
 }
 
 // pick returns the fastest way whose result is that of the first.
-func (t *timer) pick(p driver.MatmulPlan, times []time.Duration, bytes int) (int, error) {
-	order := make([]int, 0, len(times))
-	for i, d := range times {
-		if d >= 0 {
-			order = append(order, i)
-		}
-	}
-	if len(order) == 0 {
-		return 0, fmt.Errorf("all %d ways of cuBLASLt to compute %+v fail", len(times), p.Spec())
-	}
-	first := order[0]
+func (t *timer) pick(p driver.MatmulPlan, ways []int, times map[int]time.Duration, bytes int) (int, error) {
+	first, order := ways[0], slices.Clone(ways)
 	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(times[i], times[j]) })
 	want, err := t.result(p, first, bytes)
 	if err != nil {
@@ -305,28 +335,6 @@ func (t *timer) drop(p driver.MatmulPlan, way int, why string) {
 func (t *timer) run(p driver.MatmulPlan, way int) error {
 	return p.Run(way, driver.MatmulArgs{Alpha: 1, A: t.first, B: t.second, C: t.out, D: t.out, Workspace: t.workspace, WorkspaceSize: workspaceBytes},
 		t.m.stream)
-}
-
-// time is how long one run takes.
-func (t *timer) time(p driver.MatmulPlan, way int) (time.Duration, error) {
-	ctx, s := t.m.device.ctx, t.m.stream
-	t.m.choices.Timed(1)
-	if err := ctx.Memset8(t.cold, 0, t.coldBytes, s); err != nil {
-		return 0, err
-	}
-	if err := ctx.Record(t.events[0], s); err != nil {
-		return 0, err
-	}
-	if err := t.run(p, way); err != nil {
-		return 0, err
-	}
-	if err := ctx.Record(t.events[1], s); err != nil {
-		return 0, err
-	}
-	if err := ctx.SyncEvent(t.events[1]); err != nil {
-		return 0, err
-	}
-	return ctx.Elapsed(t.events[0], t.events[1])
 }
 
 // result is the first numbers of what one run computes.
