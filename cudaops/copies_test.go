@@ -46,17 +46,17 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	with := func(c driver.Copies, bytes int64) driver.Copies {
 		return driver.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
 	}
-	alpha := 0.0
+	stateBytes, alpha := int64(len(l.machine.attendants[0].(*kasminaLayer).next)), 0.0
 	for _, c := range []struct {
 		name     string
 		set      func() error
 		up, down driver.Copies
 	}{
 		{"a steady step", nil, up, with(down, 4*kasminaBins*seeds)},
-		{"telemetry with histograms", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug}) }, up, with(down, 4*kasminaWords*seeds)},
+		{"telemetry with histograms", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug}) }, up,
+			with(down, 4*kasminaWords*seeds)},
 		{"telemetry off", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Off}) }, up, with(down, 4*kasminaHealth*seeds)},
-		{"a seed that changes", func() error { alpha += 0.1; return lattice.SetAlpha(1, alpha) }, with(up, int64(len(l.machine.attendants[0].(*kasminaLayer).next))),
-			with(down, 4*kasminaHealth*seeds)},
+		{"a seed that changes", func() error { alpha += 0.1; return lattice.SetAlpha(1, alpha) }, with(up, stateBytes), with(down, 4*kasminaHealth*seeds)},
 		{"another learning rate", func() error { return l.optimizer.SetLR(l.optimizer.LR() / 2) }, with(up, control), with(down, 4*kasminaHealth*seeds)},
 	} {
 		// Runs and updates are launched one by one at first and recorded at the second time.
