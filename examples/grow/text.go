@@ -1,0 +1,47 @@
+package main
+
+import "github.com/kasmina-go/kasmina/llm"
+
+// text is what both models learn from and are judged by.
+type text struct {
+	path       string
+	train      *llm.Text
+	tokens     llm.Tokens
+	validation *llm.Evaluation // for the controller
+	test       *llm.Evaluation // for the comparison
+}
+
+const (
+	validationBytes = 4 << 10
+	testBytes       = 128 << 10
+)
+
+func openText(o options) (*text, error) {
+	t := &text{path: o.data}
+	var opts []llm.CorpusOption
+	if t.path == "" {
+		var err error
+		if t.path, err = llm.GoSource(); err != nil {
+			return nil, err
+		}
+		opts = append(opts, llm.WithExtensions(".go"))
+	}
+	corpus, err := llm.OpenCorpus(t.path, opts...)
+	if err != nil {
+		return nil, err
+	}
+	t.train = corpus.Train
+	if t.tokens, err = llm.Tokenize(t.train, llm.ByteTokenizer{}); err != nil {
+		return nil, err
+	}
+	held, err := corpus.HeldOut.Sample(validationBytes + testBytes)
+	if err != nil {
+		return nil, err
+	}
+	cut := min(validationBytes, len(held)/2)
+	if t.validation, err = llm.NewEvaluation(held[:cut], llm.ByteTokenizer{}, 1, o.model.Seq); err != nil {
+		return nil, err
+	}
+	t.test, err = llm.NewEvaluation(held[cut:], llm.ByteTokenizer{}, o.train.Batch, o.model.Seq)
+	return t, err
+}
