@@ -201,7 +201,7 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 	if s.finished[i] != 0 {
 		return false, ""
 	}
-	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]], Graft{
+	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]].Strategy, Graft{
 		Seed:        i,
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),

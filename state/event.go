@@ -67,6 +67,13 @@ type outbox struct {
 	list    []*func(Event)
 	waiting []Event
 	busy    bool // a goroutine is delivering
+	relays  []relay
+}
+
+// relay is an outbox that gets the events of a lattice too, as those of a layer.
+type relay struct {
+	to    *outbox
+	layer int
 }
 
 func (o *outbox) listen(f func(Event)) (stop func()) {
@@ -89,11 +96,24 @@ func (o *outbox) add(events ...Event) {
 	if len(o.list) > 0 {
 		o.waiting = append(o.waiting, events...)
 	}
+	for _, r := range o.relays {
+		events = slices.Clone(events)
+		for i := range events {
+			events[i].Layer = r.layer
+		}
+		r.to.add(events...)
+	}
 }
 
 // deliver hands over what waits, unless another goroutine or a caller of this one is at it, which will see to it.
 func (o *outbox) deliver() {
 	for o.take() {
+	}
+	o.mu.Lock()
+	relays := o.relays
+	o.mu.Unlock()
+	for _, r := range relays {
+		r.to.deliver()
 	}
 }
 

@@ -208,7 +208,7 @@ func (l *Lattice) install(img *image) {
 	l.n, l.hidden, l.config = img.n, img.hidden, img.config
 	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
 	l.strategies, l.seeds = img.strategies, img.seeds
-	l.sums = newChecksummer(l.seeds.columns())
+	l.sums = newChecksummer(l.seeds.columns(), Schema)
 	l.quarantined = img.quarantined
 	l.countUsers()
 	l.ring, l.timing, l.muted = ring{}, timing{}, nil

@@ -84,11 +84,12 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 				return nil, fmt.Errorf("state.NewNetwork: %w: layers %d and %d have one lattice or one name, %q", ErrArgument, j, i, a.Name)
 			}
 		}
-		a.Lattice.outbox.listen(func(e Event) {
-			e.Layer = i
-			n.outbox.add(e)
-			n.outbox.deliver()
-		})
+	}
+	for i, l := range layers {
+		o := &l.Lattice.outbox
+		o.mu.Lock()
+		o.relays = append(slices.Clip(o.relays), relay{&n.outbox, i})
+		o.mu.Unlock()
 	}
 	return n, nil
 }

@@ -243,7 +243,7 @@ func (h *header) image(stored []column) (*image, error) {
 	if err := h.Config.check(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	sums := newChecksummer(stored)
+	sums := newChecksummer(stored, h.Schema)
 	found := sums.all(h.Seeds, crc)
 	if err := sums.faultError(found, h.Seeds); err != nil && !h.Config.Quarantine {
 		return nil, err
@@ -276,7 +276,7 @@ func (h *header) image(stored []column) (*image, error) {
 		return nil, err
 	}
 	if h.Schema < Schema || len(found) > 0 {
-		sums := newChecksummer(img.seeds.columns())
+		sums := newChecksummer(img.seeds.columns(), Schema)
 		sums.each(0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
 	}
 	return img, nil

@@ -259,7 +259,7 @@ func resaved(t *testing.T, l *Lattice, change func(h *header, fields []column) [
 	t.Helper()
 	h := l.header()
 	fields := change(&h, l.seeds.columns())
-	sums := newChecksummer(fields)
+	sums := newChecksummer(fields, h.Schema)
 	crc := make([]uint32, l.n)
 	sums.each(0, l.n, func(seed int, sum uint32) { crc[seed] = sum })
 	fields = append(fields, column{crcName, &crc})

@@ -259,44 +259,71 @@ func TestRunningStatistics(t *testing.T) {
 	}
 }
 
-// 100,000 seeds cross an epoch boundary in well under 100 ms.
+// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms on two cores that have nothing
+// else to do. On others it is tried a few times.
 func TestEpochOf100000Seeds(t *testing.T) {
 	n := 100_000
 	if testing.Short() {
 		n = 10_000
 	}
-	l := lattice(t, n, 4*n, state.WithoutGates())
+	l := grafting(t, n)
+	best, tries := time.Hour, 0
+	for ; tries < 3 || tries < 30 && best > 100*time.Millisecond; tries++ {
+		start := time.Now()
+		epochs(t, l, 1)
+		if r := l.Report(); len(r.Seeds) != n {
+			t.Fatal(r.Epoch)
+		}
+		if err := l.Verify(); err != nil {
+			t.Fatal(err)
+		}
+		best = min(best, time.Since(start))
+	}
+	t.Logf("the boundary of an epoch of %d grafting seeds takes %v", n, best)
+	if best > 100*time.Millisecond && !raceEnabled {
+		t.Errorf("the boundary of an epoch of %d seeds takes %v, want less than 100 ms", n, best)
+	}
+	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-float64(min(tries, 50))/50) > 1e-6 {
+		t.Errorf("α after %d of 50 epochs is %v", tries, got)
+	}
+}
+
+// grafting returns a lattice with gates, all of whose seeds are being grafted.
+func grafting(t testing.TB, n int) *state.Lattice {
+	thresholds := state.DefaultThresholds()
+	clear(thresholds.MinEpochs[:])
+	l := lattice(t, n, 4*n, state.WithThresholds(thresholds))
+	m := state.Metrics{Loss: 1}
 	for seed := range n {
 		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed%60000, Kind: blueprints.Kind(seed % 4)}); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(l.Transition(seed, state.Training), l.Transition(seed, state.Grafting)); err != nil {
+		if err := l.Transition(seed, state.Training); err != nil {
+			t.Fatal(err)
+		}
+		m.Seeds = append(m.Seeds, state.SeedMetrics{Seed: seed, TrainingError: 0.01})
+	}
+	if _, err := l.StepEpoch(m); err != nil {
+		t.Fatal(err)
+	}
+	for seed := range n {
+		if err := l.Transition(seed, state.Grafting); err != nil {
 			t.Fatal(err)
 		}
 	}
-	best := time.Hour
-	for range 5 {
-		start := time.Now()
-		epochs(t, l, 1)
-		best = min(best, time.Since(start))
-	}
-	t.Logf("an epoch of %d grafting seeds takes %v", n, best)
-	if best > 100*time.Millisecond && !raceEnabled {
-		t.Errorf("an epoch of %d seeds takes %v, want less than 100 ms", n, best)
-	}
-	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-5.0/50) > 1e-7 {
-		t.Errorf("α after 5 of 50 epochs is %v", got)
-	}
-	if err := l.Verify(); err != nil {
-		t.Error(err)
-	}
+	return l
 }
 
-func BenchmarkStepEpoch100000(b *testing.B) {
-	l := lattice(b, 100_000, 400_000)
+// The whole boundary: gates, ramps, checksums before and after, the report, and a verification.
+func BenchmarkEpoch100000(b *testing.B) {
+	l := grafting(b, 100_000)
 	b.ReportAllocs()
 	for b.Loop() {
 		if _, err := l.StepEpoch(state.Metrics{Loss: 1}); err != nil {
+			b.Fatal(err)
+		}
+		l.Report()
+		if err := l.Verify(); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -1,0 +1,391 @@
+package state_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// memory is the parameters of a network's slots.
+type memory struct {
+	slots map[[2]int]state.SlotParams
+	fail  error // of Write
+}
+
+func (m *memory) Start(g state.Germination) (state.SlotParams, error) {
+	return state.SlotParams{Weights: []float64{float64(g.Kind), float64(g.Seed)}, Scale: float64(g.Epoch)}, nil
+}
+
+func (m *memory) Read(layer, slot int) (state.SlotParams, error) {
+	p := m.slots[[2]int{layer, slot}]
+	return state.SlotParams{Weights: slices.Clone(p.Weights), Scale: p.Scale}, nil
+}
+
+func (m *memory) Write(writes []state.SlotWrite) error {
+	if m.fail != nil {
+		return m.fail
+	}
+	for _, w := range writes {
+		m.slots[[2]int{w.Layer, w.Slot}] = state.SlotParams{Weights: slices.Clone(w.Params.Weights), Scale: w.Params.Scale}
+	}
+	return nil
+}
+
+func (m *memory) set(layer, slot int, v float64) {
+	m.slots[[2]int{layer, slot}] = state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2}
+}
+
+func (m *memory) is(layer, slot int, v float64) bool {
+	return reflect.DeepEqual(m.slots[[2]int{layer, slot}], state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2})
+}
+
+// network returns one of two layers of 4 and 6 seeds.
+func network(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
+	t.Helper()
+	m := &memory{slots: map[[2]int]state.SlotParams{}}
+	opts = append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)}, opts...)
+	n, err := state.NewNetwork(m, state.Layer{Name: "a", Lattice: lattice(t, 4, 8, opts...)}, state.Layer{Name: "b", Lattice: lattice(t, 6, 12, opts...)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n, m
+}
+
+func germinate(layer, seed, slot int) state.Command {
+	return state.Command{Action: state.Germinate, Layer: layer, Seed: seed, Request: state.GerminationRequest{Slot: slot, Kind: blueprints.ConvFilter}}
+}
+
+func move(layer, seed int, to ...state.Stage) (commands []state.Command) {
+	for _, s := range to {
+		commands = append(commands, state.Command{Action: state.Move, Layer: layer, Seed: seed, To: s})
+	}
+	return commands
+}
+
+func do(t testing.TB, n *state.Network, commands ...state.Command) {
+	t.Helper()
+	if err := n.Do(commands...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Commands that are given together take effect together or not at all, and nobody hears of what did not happen.
+func TestCommandsAreAtomic(t *testing.T) {
+	n, m := network(t)
+	var heard []string
+	if _, err := n.Listen(func(e state.Event) { heard = append(heard, fmt.Sprint(e.Layer, e.Seed, e.To)) }); err != nil {
+		t.Fatal(err)
+	}
+	do(t, n, append(append([]state.Command{germinate(1, 5, 2)}, move(1, 5, state.Training)...), germinate(0, 0, 2))...)
+	if want := []string{"0 0 Germinated", "1 5 Germinated", "1 5 Training"}; !slices.Equal(sorted(heard), want) {
+		t.Errorf("heard %v, want %v", heard, want)
+	}
+	if p := m.slots[[2]int{1, 2}]; !slices.Equal(p.Weights, []float64{3, 5}) {
+		t.Errorf("slot 2 of layer 1 starts at %v", p)
+	}
+	before, slots := fmt.Sprint(n.Arrays()), fmt.Sprint(m.slots)
+	heard = nil
+	bad := errors.New("disk on fire")
+	for text, commands := range map[string][]state.Command{
+		"command 3 of 3, layer 0, seed 1: move to Fossilized: state.Transition: transition not allowed: seed 1 cannot go from Training to Fossilized": append(
+			[]state.Command{germinate(0, 1, 3)}, move(0, 1, state.Training, state.Fossilized)...),
+		"layer 0: state.Recycle: transition not allowed": {{Action: state.Recycle, Layer: 0, Seed: 1}},
+		"state.Move: no such seed: the layer is 2":       move(2, 0, state.Training),
+		"state.Move: no such seed: seed is 6":            move(1, 6, state.Training),
+		"the action is Action(0)":                        {{Layer: 1}},
+		"layer 1: state.SetAlpha: invalid argument: seed 5: alpha is 2": {germinate(0, 2, 1),
+			{Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 0.25}, {Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 2}},
+		bad.Error(): {germinate(0, 1, 3)},
+	} {
+		m.fail = bad
+		if err := n.Do(commands...); err == nil || !strings.Contains(strings.Replace(err.Error(), "layer 1: command 3 of 3, layer 1, seed 5: set α to 2: ", "layer 1: ", 1), text) {
+			t.Errorf("got %v, want %q", err, text)
+		}
+		m.fail = nil
+		if fmt.Sprint(n.Arrays()) != before || fmt.Sprint(m.slots) != slots || len(heard) > 0 {
+			t.Errorf("%s: something has changed; heard %v", text, heard)
+		}
+		if err := n.Verify(); err != nil {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+func sorted(s []string) []string {
+	slices.Sort(s)
+	return s
+}
+
+// A rollback puts a slot's parameters back to what they were when grafting began, unless another living seed has the slot.
+func TestRollbackRestoresTheSlot(t *testing.T) {
+	for _, saved := range []bool{false, true} {
+		n, m := network(t)
+		do(t, n, germinate(0, 1, 2), germinate(0, 2, 3), germinate(0, 3, 3), germinate(1, 0, 2))
+		for _, at := range [][2]int{{0, 1}, {0, 2}, {0, 3}, {1, 0}} {
+			do(t, n, move(at[0], at[1], state.Training)...)
+		}
+		for i, slot := range [][2]int{{0, 2}, {0, 3}, {1, 2}} {
+			m.set(slot[0], slot[1], float64(1+i))
+		}
+		do(t, n, slices.Concat(move(0, 1, state.Grafting), move(0, 2, state.Grafting), move(1, 0, state.Grafting))...)
+		for i, slot := range [][2]int{{0, 2}, {0, 3}, {1, 2}} {
+			m.set(slot[0], slot[1], float64(11+i))
+		}
+		if saved {
+			arrays := n.Arrays()
+			n2, m2 := network(t)
+			install, err := n2.Load(arrays)
+			if err != nil {
+				t.Fatal(err)
+			}
+			install()
+			if fmt.Sprint(n2.Arrays()) != fmt.Sprint(arrays) {
+				t.Error("what was loaded is not what was saved")
+			}
+			m2.slots = m.slots
+			n, m = n2, m2
+		}
+		do(t, n, move(0, 1, state.Stabilization, state.Evaluating, state.RolledBack)...)
+		if !m.is(0, 2, 1) || !m.is(1, 2, 13) {
+			t.Errorf("after the rollback of seed 1 of layer 0 the slots are %v", m.slots)
+		}
+		do(t, n, move(0, 2, state.RolledBack)...)
+		if !m.is(0, 3, 12) {
+			t.Errorf("slot 3 is shared, and was put back to %v", m.slots[[2]int{0, 3}])
+		}
+		do(t, n, move(1, 0, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized)...)
+		if names := arrayNames(n); slices.Contains(names, "a.kept_seeds") || slices.Contains(names, "b.kept_seeds") {
+			t.Errorf("something is kept: %v", names)
+		}
+		if s := n.Report()[0].Seeds[1]; s.Stage != state.RolledBack || s.Alpha != 0 {
+			t.Errorf("%+v", s)
+		}
+	}
+}
+
+func arrayNames(n *state.Network) (names []string) {
+	for _, a := range n.Arrays() {
+		names = append(names, a.Name)
+	}
+	return names
+}
+
+// A seed that germinates in a slot which a living one has joins it; one that is left alone in it starts anew.
+func TestSharedSlotsStartOnce(t *testing.T) {
+	n, m := network(t)
+	do(t, n, germinate(0, 0, 1))
+	m.set(0, 1, 5)
+	do(t, n, germinate(0, 1, 1))
+	if !m.is(0, 1, 5) {
+		t.Errorf("the second seed of a slot has reset it to %v", m.slots)
+	}
+	do(t, n, append(move(0, 0, state.Cancelled), move(0, 1, state.Cancelled)...)...)
+	do(t, n, germinate(0, 2, 1))
+	if m.is(0, 1, 5) {
+		t.Error("a slot that nobody lives in has not been reset")
+	}
+}
+
+func TestSubmittedCommandsWait(t *testing.T) {
+	n, _ := network(t)
+	first, second := n.Submit(germinate(0, 0, 1)), n.Submit(move(0, 0, state.Fossilized)...)
+	if s := n.Report()[0].Seeds[0].Stage; s != state.Dormant {
+		t.Errorf("before Apply the seed is %v", s)
+	}
+	n.Apply()
+	if err := <-first; err != nil {
+		t.Error(err)
+	}
+	if err := <-second; !errors.Is(err, state.ErrTransition) {
+		t.Errorf("got %v", err)
+	}
+	if s := n.Report()[0].Seeds[0].Stage; s != state.Germinated {
+		t.Errorf("after Apply the seed is %v", s)
+	}
+}
+
+// An epoch ends in all layers or in none.
+func TestNetworkEpoch(t *testing.T) {
+	n, _ := network(t)
+	before := fmt.Sprint(n.Arrays())
+	for text, m := range map[string][]state.Metrics{
+		"metrics of 1 layers, want 2": {{}},
+		"layer 1: state.StepEpoch":    {{Loss: 1, Seeds: []state.SeedMetrics{{Seed: 1}}}, {Seeds: []state.SeedMetrics{{Seed: 6}}}},
+	} {
+		if _, err := n.StepEpoch(m); err == nil || !strings.Contains(err.Error(), text) || fmt.Sprint(n.Arrays()) != before {
+			t.Errorf("got %v, want %q", err, text)
+		}
+	}
+	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Culled)...)...)
+	events, err := n.StepEpoch(make([]state.Metrics, 2))
+	if err != nil || len(events) != 0 || n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
+		t.Errorf("%v, %v", events, err)
+	}
+	if n.Seeds() != 10 || n.Layers() != 2 || n.Lattice(2) != nil || n.Lattice(-1) != nil {
+		t.Error("the network is not the one that was made")
+	}
+}
+
+// Listeners hear of everything in order, may act on it, and hear nothing after they have stopped.
+func TestListen(t *testing.T) {
+	n, _ := network(t)
+	var heard []string
+	stop, err := n.Listen(func(e state.Event) {
+		heard = append(heard, e.String())
+		if e.To == state.Germinated {
+			if err := n.Do(move(e.Layer, e.Seed, state.Training)...); err != nil {
+				t.Error(err)
+			}
+			if err := n.Lattice(1-e.Layer).Transition(3, state.Germinated); err != nil && e.Seed != 3 {
+				t.Error(err)
+			}
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	do(t, n, germinate(0, 1, 1))
+	want := []string{"epoch 0, layer 0, seed 1: Dormant → Germinated", "epoch 0, layer 0, seed 1: Germinated → Training",
+		"epoch 0, layer 1, seed 3: Dormant → Germinated", "epoch 0, layer 1, seed 3: Germinated → Training",
+		"epoch 0, layer 0, seed 3: Dormant → Germinated", "epoch 0, layer 0, seed 3: Germinated → Training"}
+	if !slices.Equal(heard, want) {
+		t.Errorf("heard %q, want %q", heard, want)
+	}
+	stop()
+	do(t, n, germinate(0, 0, 1))
+	if len(heard) != len(want) {
+		t.Errorf("heard %q after stopping", heard[len(want):])
+	}
+	if _, err := n.Listen(nil); !errors.Is(err, state.ErrArgument) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := n.Lattice(0).Listen(nil); !errors.Is(err, state.ErrArgument) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestNewNetworkErrors(t *testing.T) {
+	l := lattice(t, 2, 4)
+	for text, layers := range map[string][]state.Layer{
+		"layer 1 is nil":        {{Name: "a", Lattice: l}, {Name: "b"}},
+		"layers 0 and 1":        {{Name: "a", Lattice: l}, {Name: "b", Lattice: l}},
+		`one name, "a"`:         {{Name: "a", Lattice: l}, {Name: "a", Lattice: lattice(t, 2, 4)}},
+		`"a.b", want one witho`: {{Name: "a.b", Lattice: l}},
+	} {
+		if _, err := state.NewNetwork(nil, layers...); !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), text) {
+			t.Errorf("got %v, want %q", err, text)
+		}
+	}
+}
+
+func TestLoadErrors(t *testing.T) {
+	n, m := network(t, state.WithSlots(5))
+	m.set(1, 1, 3)
+	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Grafting)...)...)
+	other, _ := network(t, state.WithSlots(9))
+	for text, change := range map[string]func([]state.Array) []state.Array{
+		`layer "b": seed state is corrupt: array "header"`: func(a []state.Array) []state.Array {
+			return slices.DeleteFunc(a, func(a state.Array) bool { return strings.HasPrefix(a.Name, "b.") })
+		},
+		"arrays of 3 layers, want 2": func(a []state.Array) []state.Array { return append(a, state.Array{Name: "c.header"}) },
+		`array "kept_seeds" is a []int`: func(a []state.Array) []state.Array {
+			a[slices.IndexFunc(a, func(a state.Array) bool { return a.Name == "b.kept_seeds" })].Data = []int{3}
+			return a
+		},
+		"have 1 seeds, 2 weights and 0 scales": func(a []state.Array) []state.Array {
+			return slices.DeleteFunc(a, func(a state.Array) bool { return a.Name == "b.kept_scales" })
+		},
+		"lattice of another shape: the saved one has 9 slots, this one 5": func([]state.Array) []state.Array { return other.Arrays() },
+	} {
+		fresh, _ := network(t, state.WithSlots(5))
+		before := fmt.Sprint(fresh.Arrays())
+		if _, err := fresh.Load(change(n.Arrays())); err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("got %v, want %q", err, text)
+		}
+		if fmt.Sprint(fresh.Arrays()) != before {
+			t.Errorf("%s: something has changed", text)
+		}
+	}
+}
+
+// Muted seeds are dormant in the passes that begin while they are.
+func TestMute(t *testing.T) {
+	l := lattice(t, 3, 6, state.WithoutGates())
+	send(t, l, 1, state.FineTuning)
+	before := bytesOf(t, l)
+	var p state.Pass
+	for _, muted := range []bool{true, false} {
+		if err := l.Mute(1, muted); err != nil {
+			t.Fatal(err)
+		}
+		want, alpha := state.FineTuning, float32(1)
+		if muted {
+			want, alpha = state.Dormant, 0
+		}
+		if l.Begin(&p, false); p.Stage[1] != want || p.Alpha[1] != alpha {
+			t.Errorf("muted %v: the seed is %v at α = %v", muted, p.Stage[1], p.Alpha[1])
+		}
+		if s, _ := l.Stage(1); s != state.FineTuning || bytesOf(t, l) != before {
+			t.Errorf("muted %v: the state says %v", muted, s)
+		}
+	}
+	if err := l.Mute(3, true); !errors.Is(err, state.ErrSeed) {
+		t.Errorf("got %v", err)
+	}
+}
+
+// Commands, passes, epochs, reports and a scrub go on at once; the race detector and the checksums watch.
+func TestNetworkFromEightGoroutines(t *testing.T) {
+	n, _ := network(t)
+	if _, err := n.Listen(func(e state.Event) { _ = e.String() }); err != nil {
+		t.Fatal(err)
+	}
+	ctx := t.Context()
+	go n.Scrub(ctx, time.Millisecond, func(layer int, err error) { t.Errorf("layer %d: %v", layer, err) })
+	var senders sync.WaitGroup
+	for g := range 8 {
+		senders.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(g), 1))
+			for range 100 {
+				commands := []state.Command{randomCommand(r), randomCommand(r)}
+				if done := n.Submit(commands...); r.IntN(4) == 0 {
+					<-done
+				}
+			}
+		})
+	}
+	over := make(chan struct{})
+	go func() { senders.Wait(); close(over) }()
+	for running := true; running; {
+		select {
+		case <-over:
+			running = false
+		default:
+		}
+		for _, l := range n.Lattices() {
+			pass(t, l, true, state.HealthSample{Moments: state.Moments{Count: 1}}, state.GradientSample{})
+		}
+		n.Apply()
+		if _, err := n.StepEpoch(make([]state.Metrics, 2)); err != nil {
+			t.Error(err)
+		}
+		n.Report()
+	}
+	if err := n.Verify(); err != nil {
+		t.Error(err)
+	}
+}
+
+func randomCommand(r *rand.Rand) state.Command {
+	return state.Command{Action: state.Action(1 + r.IntN(5)), Layer: r.IntN(2), Seed: r.IntN(4), To: state.Stage(r.IntN(stages)), Alpha: r.Float64(),
+		Request: state.GerminationRequest{Slot: 1 + r.IntN(3), Kind: blueprints.Kind(r.IntN(4))}}
+}
