@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"time"
+	"unsafe"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -54,16 +56,19 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	if err != nil {
 		return err
 	}
-	if r.pass.Record && !o.Replaying {
+	x := opbase.Slice[T](in, 0)
+	run := func() { k.Forward(y, x, opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)) }
+	if o.Replaying {
+		run()
+		return nil
+	}
+	defer timed(o, y, x, run)()
+	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
 			k.Measure[s] = watch || o.Config.Stability == Strict // whose limits in the next pass are made of the moments
 		}
 	}
-	x := opbase.Slice[T](in, 0)
-	k.Forward(y, x, opbase.Slice[T](in, 1), opbase.Slice[T](in, 2))
-	if o.Replaying {
-		return nil
-	}
+	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
 		if err := o.Lattice.RecordHealth(&r.pass, healthSamples(o, k, x)); err != nil {
@@ -87,15 +92,17 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 		return err
 	}
 	k.Limit = gradLimits(o, k.Limit)
+	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 4)
+	dx, rest := out[:len(x)], out[len(x):]
+	dweights, dscales := rest[:len(weights)], rest[len(weights):]
+	run := func() { k.Backward(dx, dweights, dscales, g, x, weights, scales) }
+	defer timed(o, dx, g, run)()
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
 			k.Measure[s] = watch || o.Config.AdaptiveClip > 0 // whose limits in the next pass are made of the norms
 		}
 	}
-	x, weights, scales := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
-	dx, rest := out[:len(x)], out[len(x):]
-	dweights, dscales := rest[:len(weights)], rest[len(weights):]
-	k.Backward(dx, dweights, dscales, opbase.Slice[T](in, 4), x, weights, scales)
+	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
 		if err := o.Lattice.RecordGradient(&r.pass, gradientSamples(k)); err != nil {
@@ -103,6 +110,27 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 		}
 	}
 	return bad.error(o, "the gradient of y")
+}
+
+// timedEvery is how many passes go by from one that is timed to the next.
+const timedEvery = 128
+
+// timed is called when all is ready to run but the list of what to measure. When the pass is one to be timed, it runs the
+// arithmetic twice without telemetry, the first time only for the caches, and times the second. It returns what tells the
+// lattice, once the pass is over, how much longer that took.
+func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) (over func()) {
+	p := &o.run.pass
+	if !p.Record || p.Telemetry.Mode == state.Off || p.Step%timedEvery != 0 || &out[0] == &in[0] {
+		return func() {}
+	}
+	run()
+	start := time.Now()
+	run()
+	bare := time.Since(start)
+	start = time.Now()
+	return func() {
+		o.Lattice.RecordTiming(state.Timing{Kernel: bare, Telemetry: time.Since(start) - bare, Bytes: 2 * int64(len(in)) * int64(unsafe.Sizeof(in[0]))})
+	}
 }
 
 // kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how. Nothing is measured yet.

@@ -143,7 +143,22 @@ func (c column) make(n int) {
 }
 
 // typ names the element type, as files do.
-func (c column) typ() string { return fmt.Sprintf("%T", c.array)[len("*[]"):] }
+func (c column) typ() string {
+	switch c.array.(type) {
+	case *[]uint8:
+		return "uint8"
+	case *[]uint16:
+		return "uint16"
+	case *[]uint32:
+		return "uint32"
+	case *[]uint64:
+		return "uint64"
+	case *[]float32:
+		return "float32"
+	default:
+		return "float64"
+	}
+}
 
 // widths are the element types' sizes in bytes.
 var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4, "float64": 8}
@@ -230,6 +245,14 @@ func newChecksummer(columns []column, schema int) *checksummer {
 		c.stride = (c.stride + 15) / 16 * 16
 	}
 	return c
+}
+
+// row writes a seed's fields to a row of bytes that begins with the seed's number.
+func (c *checksummer) row(row []byte, seed int) {
+	binary.LittleEndian.PutUint32(row, uint32(seed))
+	for k, col := range c.columns {
+		col.gather(row[c.offsets[k]:], c.stride, seed, seed+1)
+	}
 }
 
 // each calls f with the checksum of every seed in [lo, hi).

@@ -268,7 +268,7 @@ func (h *Heuristic) remedy(r *Report, c candidate) (blueprints.Kind, Strategy) {
 	case s.Drift > h.Drift:
 		return kind, DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
 	case c.ailment == hungry && c.severity > 2:
-		return kind, GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: float64(float32(2 * s.Gradient.Norm))}
+		return kind, GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
 	}
 	return kind, PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: 4}
 }

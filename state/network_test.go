@@ -48,11 +48,15 @@ func (m *memory) is(layer, slot int, v float64) bool {
 	return reflect.DeepEqual(m.slots[[2]int{layer, slot}], state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2})
 }
 
-// network returns one of two layers of 4 and 6 seeds.
+// network returns one of two layers of 4 and 6 seeds, without gates and embargo.
 func network(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
 	t.Helper()
+	return networkOf(t, append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)}, opts...)...)
+}
+
+func networkOf(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
+	t.Helper()
 	m := &memory{slots: map[[2]int]state.SlotParams{}}
-	opts = append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)}, opts...)
 	n, err := state.NewNetwork(m, state.Layer{Name: "a", Lattice: lattice(t, 4, 8, opts...)}, state.Layer{Name: "b", Lattice: lattice(t, 6, 12, opts...)})
 	if err != nil {
 		t.Fatal(err)

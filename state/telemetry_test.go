@@ -14,10 +14,14 @@ import (
 // pass runs a forward and a backward pass that measure the given figures in every seed.
 func pass(t testing.TB, l *state.Lattice, record bool, h state.HealthSample, g state.GradientSample) *state.Pass {
 	t.Helper()
+	return passWith(t, l, record, func(int) state.HealthSample { return h }, func(int) state.GradientSample { return g })
+}
+
+func passWith(t testing.TB, l *state.Lattice, record bool, h func(int) state.HealthSample, g func(int) state.GradientSample) *state.Pass {
+	t.Helper()
 	var p state.Pass
 	l.Begin(&p, record)
-	err := errors.Join(l.RecordHealth(&p, func(int) state.HealthSample { return h }), l.RecordGradient(&p, func(int) state.GradientSample { return g }))
-	if err != nil {
+	if err := errors.Join(l.RecordHealth(&p, h), l.RecordGradient(&p, g)); err != nil {
 		t.Fatal(err)
 	}
 	return &p

@@ -5,8 +5,8 @@ import "time"
 // Timing is what was measured of the time that one run of a layer took, forward or backward. Who executes the layer may
 // measure it as seldom as it likes.
 type Timing struct {
-	Kernel    time.Duration // of the layer's arithmetic with its telemetry
-	Telemetry time.Duration // the part of it, and of the lattice's bookkeeping, that is telemetry
+	Kernel    time.Duration // of the layer's arithmetic alone
+	Telemetry time.Duration // by how much telemetry and the lattice's bookkeeping prolong it
 	Bytes     int64         // read and written by the arithmetic at least, if caches hold nothing
 }
 
@@ -15,7 +15,7 @@ type LayerReport struct {
 	Timed     int           // runs of the layer, forward or backward, that were timed since the lattice was made or loaded
 	Kernel    time.Duration // mean time of one of them
 	Bandwidth float64       // bytes a second that they read and wrote on average
-	Overhead  float64       // per cent of their time that telemetry took
+	Overhead  float64       // per cent by which telemetry and bookkeeping prolonged them
 	Errors    int           // NaN and Inf seen by all seeds
 	Clips     int           // rows of all seeds whose gradient was clipped
 }
@@ -39,7 +39,7 @@ func (t *timing) report() (r LayerReport) {
 	if r.Timed = t.runs; r.Timed > 0 && t.total.Kernel > 0 {
 		r.Kernel = t.total.Kernel / time.Duration(t.runs)
 		r.Bandwidth = float64(t.total.Bytes) / t.total.Kernel.Seconds()
-		r.Overhead = 100 * t.total.Telemetry.Seconds() / t.total.Kernel.Seconds()
+		r.Overhead = max(0, 100*t.total.Telemetry.Seconds()/t.total.Kernel.Seconds())
 	}
 	return r
 }

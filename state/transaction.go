@@ -68,10 +68,10 @@ type table struct {
 	pending    int
 }
 
-// undo holds the fields of a seed and its checksum.
+// undo is a seed as it was.
 type undo struct {
-	seed int
-	row  []byte
+	row []byte // as its checksum is made of
+	crc uint32
 }
 
 func (t *transaction) do(c Command) error {
@@ -174,12 +174,8 @@ func (t *transaction) remember(l *Lattice, seed address) {
 	if _, known := t.seeds[seed]; known {
 		return
 	}
-	u := undo{seed: seed.number}
-	for _, c := range l.seeds.saved() {
-		width := widths[c.typ()]
-		u.row = append(u.row, make([]byte, width)...)
-		c.gather(u.row[len(u.row)-width:], width, u.seed, u.seed+1)
-	}
+	u := undo{make([]byte, l.sums.stride), l.seeds.crc[seed.number]}
+	l.sums.row(u.row, seed.number)
 	t.seeds[seed] = u
 }
 
@@ -205,11 +201,11 @@ func (t *transaction) commit() error {
 
 func (t *transaction) rollback() {
 	for seed, u := range t.seeds {
-		for _, c := range t.Lattice(seed.layer).seeds.saved() {
-			width := widths[c.typ()]
-			c.scatter(u.row, width, u.seed, u.seed+1)
-			u.row = u.row[width:]
+		l := t.Lattice(seed.layer)
+		for k, c := range l.sums.columns {
+			c.scatter(u.row[l.sums.offsets[k]:], l.sums.stride, seed.number, seed.number+1)
 		}
+		l.seeds.crc[seed.number] = u.crc
 	}
 	for layer, b := range t.before {
 		l := t.Lattice(layer)

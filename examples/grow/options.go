@@ -36,15 +36,16 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
 	f.IntVar(&o.runs, "runs", 1, "how often to compare, with one random seed after the other")
 	f.BoolVar(&o.dryRun, "dry-run", false, "print what the controller would do, and do nothing")
-	f.IntVar(&o.train.Steps, "steps", 600, "optimiser steps")
-	f.IntVar(&o.train.Batch, "batch", 8, "sequences in a batch")
-	f.Float64Var(&o.lr, "lr", 3e-3, "peak learning rate")
+	f.IntVar(&o.train.Steps, "steps", 2000, "optimiser steps")
+	f.IntVar(&o.train.Batch, "batch", 16, "sequences in a batch")
+	f.Float64Var(&o.lr, "lr", 6e-3, "peak learning rate")
 	f.IntVar(&o.model.Layers, "layers", 2, "blocks, each with a Kasmina layer behind it")
-	f.IntVar(&o.model.Dim, "dim", 96, "features of the residual stream")
+	f.IntVar(&o.model.Dim, "dim", 48, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
-	f.IntVar(&o.model.Seq, "seq", 128, "bytes in a sequence")
-	f.IntVar(&o.model.Seeds, "seeds", 4, "seeds of each Kasmina layer")
-	f.IntVar(&rank, "rank", 48, "hidden features of a blueprint with capacity")
+	f.IntVar(&o.model.FF, "ff", 32, "hidden features of the perceptrons: few, so that there is something to grow for")
+	f.IntVar(&o.model.Seq, "seq", 64, "bytes in a sequence")
+	f.IntVar(&o.model.Seeds, "seeds", 3, "seeds of each Kasmina layer")
+	f.IntVar(&rank, "rank", 96, "hidden features of a blueprint with capacity")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
@@ -81,12 +82,12 @@ func (o *options) plan() {
 	t := &o.thresholds
 	*t = state.DefaultThresholds()
 	clear(t.MinEpochs[:])
-	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = part(30), part(30)
-	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(30), part(15)
+	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = 2, part(20)
+	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(40), part(4)
 	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
 	o.embargo = part(20)
 	c := state.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
-	c.Begin, c.End, c.PerEpoch = part(20), epochs*2/3, 2
-	c.Patience, c.RampEpochs, c.Hunger = part(4), part(15), 0.8
+	c.Begin, c.End, c.PerEpoch = part(50), epochs*2/3, 2
+	c.Patience, c.RampEpochs, c.Hunger = part(3), part(20), 0.5
 	o.controller = c
 }

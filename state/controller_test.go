@@ -1,0 +1,204 @@
+package state_test
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which nothing is wrong.
+func healthy() state.Report {
+	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]state.SeedReport, 4)}
+	for i := range r.Seeds {
+		r.Seeds[i] = state.SeedReport{Seed: i, CanAdvance: true, Health: state.Health{Variance: 1, Min: -3, Max: 3}, Gradient: state.Gradient{Norm: 1}}
+	}
+	return r
+}
+
+func heuristic(maxActive, maxParameters int) *state.Heuristic {
+	h := state.NewHeuristic(maxActive, maxParameters)
+	h.Hunger, h.PerEpoch = 1.5, 100
+	return h
+}
+
+// What is wrong with a chunk decides what is grown there, and how it is grafted.
+func TestHeuristicDiagnosis(t *testing.T) {
+	for name, c := range map[string]struct {
+		change   func(s *state.SeedReport, h *state.Heuristic)
+		kind     blueprints.Kind
+		strategy string // empty: nothing germinates
+		why      string
+	}{
+		"healthy": {func(*state.SeedReport, *state.Heuristic) {}, 0, "", ""},
+		"hungry":  {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm = 2 }, blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
+		"hungry, only": {func(s *state.SeedReport, h *state.Heuristic) {
+			s.Gradient.Norm, h.Capacity = 2, []blueprints.Kind{99, blueprints.LowRank}
+		}, blueprints.LowRank, "PerformanceLinked", ""},
+		"hungry, poor": {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.Capacity = 2, nil }, blueprints.Residual, "PerformanceLinked", ""},
+		"starving":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm = 9 }, blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
+		"dead":         {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.DeadRatio = 0.9 }, blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
+		"silent":       {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Variance = 0.05 }, blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
+		"spiky":        {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Max = 60 }, blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
+		"drifting":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 }, blueprints.Residual, "DriftControlled", ""},
+		"constant":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Variance = 0 }, 0, "", ""},
+		"unmeasured":   {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm, s.Health = 9, state.Health{} }, 0, "", ""},
+		"too early":    {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.Begin = 2, 6 }, 0, "", ""},
+		"too late":     {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.End = 2, 5 }, 0, "", ""},
+		"no room":      {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.MaxActive = 2, 0 }, 0, "", ""},
+		"no money":     {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.MaxParameters = 2, 8 }, 0, "", ""},
+	} {
+		h, r := heuristic(4, 100), healthy()
+		c.change(&r.Seeds[2], h)
+		commands := h.Decide([]state.Report{healthy(), r})
+		if c.strategy == "" {
+			if len(commands) > 0 {
+				t.Errorf("%s: %v", name, commands)
+			}
+			continue
+		}
+		if len(commands) != 1 {
+			t.Errorf("%s: %v", name, commands)
+			continue
+		}
+		got := commands[0]
+		if got.Action != state.Germinate || got.Layer != 1 || got.Seed != 2 || got.Request.Slot != 1 || got.Request.Kind != c.kind ||
+			got.Request.Strategy.Name() != c.strategy || got.Request.Strategy.Check() != nil || !strings.Contains(got.Why, c.why) {
+			t.Errorf("%s: %v, %+v", name, got, got.Request)
+		}
+	}
+}
+
+// The life of a blueprint that goes well, and its ends.
+func TestHeuristicMoves(t *testing.T) {
+	for name, c := range map[string]struct {
+		seed state.SeedReport
+		want string
+	}{
+		"germinated":    {state.SeedReport{Stage: state.Germinated, CanAdvance: true}, "move to Training"},
+		"trained":       {state.SeedReport{Stage: state.Training, CanAdvance: true}, "move to Grafting"},
+		"still ramping": {state.SeedReport{Stage: state.Grafting, CanAdvance: true}, ""},
+		"grafted":       {state.SeedReport{Stage: state.Grafting, CanAdvance: true, RampFinished: true}, "move to Stabilization"},
+		"stable":        {state.SeedReport{Stage: state.Stabilization, CanAdvance: true}, "move to Evaluating"},
+		"good":          {state.SeedReport{Stage: state.Evaluating, CanAdvance: true}, "move to FineTuning"},
+		"bad":           {state.SeedReport{Stage: state.Evaluating, CanCull: true}, "move to Culled, because the model is better without it"},
+		"undecided":     {state.SeedReport{Stage: state.Evaluating, EpochsInStage: 200}, ""},
+		"too long":      {state.SeedReport{Stage: state.Evaluating, EpochsInStage: 201}, "move to RolledBack, because 201 epochs"},
+		"stuck ramp":    {state.SeedReport{Stage: state.Grafting, CanAdvance: true, EpochsInStage: 201}, "move to RolledBack"},
+		"unteachable":   {state.SeedReport{Stage: state.Training, EpochsInStage: 201}, "move to Cancelled, because it has not learnt"},
+		"tuned":         {state.SeedReport{Stage: state.FineTuning, CanAdvance: true}, "move to Fossilized"},
+		"fossil":        {state.SeedReport{Stage: state.Fossilized, EpochsInStage: 999}, ""},
+		"under embargo": {state.SeedReport{Stage: state.Culled, EpochsInStage: 999}, ""},
+		"recyclable":    {state.SeedReport{Stage: state.RolledBack, CanRecycle: true}, "recycle"},
+	} {
+		r := healthy()
+		c.seed.Seed = 3
+		r.Seeds[3] = c.seed
+		commands := heuristic(1, 100).Decide([]state.Report{r})
+		if c.want == "" && len(commands) == 0 {
+			continue
+		}
+		if len(commands) != 1 || c.want == "" || !strings.HasPrefix(commands[0].String(), "layer 0, seed 3: "+c.want) {
+			t.Errorf("%s: %v, want %q", name, commands, c.want)
+		}
+	}
+}
+
+// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends.
+func TestHeuristicOnANetwork(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	thresholds := state.DefaultThresholds()
+	clear(thresholds.MinEpochs[:])
+	n, _ := networkOf(t, state.WithThresholds(thresholds), state.WithSlots(4), state.WithWidth(8))
+	h := state.NewHeuristic(3, 6*9)
+	h.Patience, h.RampEpochs = 20, 4
+	reached := map[state.Stage]int{}
+	if _, err := n.Listen(func(e state.Event) { reached[e.To]++ }); err != nil {
+		t.Fatal(err)
+	}
+	for range 600 {
+		metrics := make([]state.Metrics, 2)
+		for layer, l := range n.Lattices() {
+			metrics[layer].Loss = 1 + r.Float64()
+			passWith(t, l, true, func(int) state.HealthSample {
+				v := r.ExpFloat64()
+				return state.HealthSample{Health: state.Health{Variance: v, Min: -v, Max: 9 * v, DeadRatio: r.Float64()}, Moments: state.Moments{Count: 8, Variance: v}}
+			}, func(int) state.GradientSample {
+				return state.GradientSample{Gradient: state.Gradient{Norm: r.ExpFloat64()}, Norms: state.Moments{Count: 4, Mean: 1}}
+			})
+			for s := range l.Seeds() {
+				metrics[layer].Seeds = append(metrics[layer].Seeds, state.SeedMetrics{Seed: s, TrainingError: math.NaN(), Performance: -1,
+					Compared: true, Without: -1 - 0.1*r.NormFloat64(), Stability: math.Sqrt(r.Float64())})
+			}
+		}
+		if _, err := n.StepEpoch(metrics); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range h.Decide(n.Report()) {
+			if err := n.Do(c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		active, living := 0, 0
+		for _, report := range n.Report() {
+			var slots []int
+			for _, s := range report.Seeds {
+				if s.Stage > state.Dormant && !s.Stage.Ended() {
+					living++
+					if s.Stage != state.Fossilized {
+						active++
+					}
+					slots = append(slots, s.Slot)
+				}
+			}
+			slices.Sort(slots)
+			if len(slices.Compact(slices.Clone(slots))) != len(slots) {
+				t.Fatalf("slots %v", slots)
+			}
+		}
+		if active > 3 || living > 6 {
+			t.Fatalf("%d seeds are active and %d living, want at most 3 and 6", active, living)
+		}
+	}
+	for _, s := range []state.Stage{state.Fossilized, state.Culled, state.RolledBack, state.Dormant} {
+		if reached[s] == 0 {
+			t.Errorf("no seed became %v: %v", s, reached)
+		}
+	}
+}
+
+func TestDryRun(t *testing.T) {
+	var out strings.Builder
+	r := healthy()
+	r.Seeds[1].Health.DeadRatio = 1
+	if commands := state.DryRun(heuristic(1, 100), &out).Decide([]state.Report{r}); len(commands) > 0 {
+		t.Errorf("it would do %v", commands)
+	}
+	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by PerformanceLinked, because its chunk is dead, 2.00 times the limit\n"
+	if out.String() != want {
+		t.Errorf("it says %q, want %q", out.String(), want)
+	}
+}
+
+func TestHeuristicCheck(t *testing.T) {
+	if err := state.NewHeuristic(3, 100).Check(); err != nil {
+		t.Error(err)
+	}
+	for name, change := range map[string]func(*state.Heuristic){
+		"Hunger": func(h *state.Heuristic) { h.Hunger = 0 }, "Spike": func(h *state.Heuristic) { h.Spike = math.Inf(1) },
+		"Patience": func(h *state.Heuristic) { h.Patience = 0 }, "RampEpochs": func(h *state.Heuristic) { h.RampEpochs = 1 << 16 },
+		"MaxActive": func(h *state.Heuristic) { h.MaxActive = -1 },
+	} {
+		h := state.NewHeuristic(3, 100)
+		if change(h); h.Check() == nil || !strings.Contains(h.Check().Error(), name) {
+			t.Errorf("%s: %v", name, h.Check())
+		}
+	}
+}

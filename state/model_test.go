@@ -1,0 +1,376 @@
+package state_test
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// seedModel is what the specification says of a seed, written out a second time.
+type seedModel struct {
+	stage    state.Stage
+	slot     int
+	kind     blueprints.Kind
+	alpha    float64 // its own
+	epochs   int
+	embargo  int // epoch from which it may be recycled
+	ramp     state.FixedRamp
+	finished bool
+	past     []state.Transition
+}
+
+// latticeModel predicts what a lattice does with each command.
+type latticeModel struct {
+	epoch int
+	seeds []seedModel
+}
+
+const (
+	modelSlots     = 9
+	modelEmbargo   = 3
+	modelMinEpochs = 2 // in Training, Grafting and Evaluating
+)
+
+func (m *latticeModel) move(seed int, to state.Stage) error {
+	s := &m.seeds[seed]
+	if !slices.Contains(table[s.stage], to) {
+		return state.ErrTransition
+	}
+	least := map[state.Stage]int{state.Training: modelMinEpochs, state.Grafting: modelMinEpochs, state.Evaluating: modelMinEpochs}[s.stage]
+	if to != state.RolledBack && s.epochs < least {
+		return state.ErrGate
+	}
+	if s.stage == state.Training && to == state.Grafting || s.stage == state.Evaluating && to != state.RolledBack ||
+		s.stage == state.FineTuning && to == state.Fossilized {
+		return state.ErrGate // nothing is reported that would open it
+	}
+	m.enter(s, to)
+	return nil
+}
+
+func (m *latticeModel) enter(s *seedModel, to state.Stage) {
+	s.past = append([]state.Transition{{Epoch: m.epoch, From: s.stage, To: to}}, s.past...)
+	s.past = s.past[:min(4, len(s.past))]
+	s.stage, s.epochs, s.finished = to, 0, false
+	switch {
+	case to == state.Germinated:
+		s.alpha = 0
+	case to == state.FineTuning:
+		s.alpha = 1
+	case to.Ended():
+		s.alpha, s.embargo = 0, m.epoch+modelEmbargo
+	}
+}
+
+func (m *latticeModel) do(c state.Command) error {
+	s := &m.seeds[c.Seed]
+	switch c.Action {
+	case state.Germinate:
+		switch {
+		case s.stage != state.Dormant:
+			return state.ErrTransition
+		case c.Request.Slot < 1 || c.Request.Slot >= modelSlots || c.Request.Strategy.Check() != nil || c.Request.Kind > 199:
+			return state.ErrArgument
+		}
+		s.slot, s.kind, s.ramp = c.Request.Slot, c.Request.Kind, c.Request.Strategy.(state.FixedRamp)
+		m.enter(s, state.Germinated)
+	case state.Move:
+		return m.move(c.Seed, c.To)
+	case state.Recycle:
+		if !s.stage.Ended() {
+			return state.ErrTransition
+		}
+		if m.epoch < s.embargo {
+			return state.ErrEmbargo
+		}
+		s.slot, s.kind = 0, 0
+		s.ramp = state.FixedRamp{Epochs: 50, Target: 1}
+		m.enter(s, state.Dormant)
+	case state.SetAlpha:
+		if !(c.Alpha >= 0 && c.Alpha <= 1) {
+			return state.ErrArgument
+		}
+		s.alpha = float64(float32(c.Alpha))
+	}
+	return nil
+}
+
+func (m *latticeModel) endEpoch() {
+	m.epoch++
+	for i := range m.seeds {
+		s := &m.seeds[i]
+		if s.epochs < math.MaxUint16 {
+			s.epochs++
+		}
+		if s.stage == state.Grafting && !s.finished {
+			f := min(1, float64(s.epochs)/float64(s.ramp.Epochs))
+			s.alpha = max(s.alpha, float64(float32(s.ramp.Target*f)))
+			s.finished = s.epochs >= s.ramp.Epochs
+		}
+	}
+}
+
+// share is the α with which the output blends.
+func (s *seedModel) share() float64 {
+	switch s.stage {
+	case state.Grafting, state.Stabilization, state.Evaluating:
+		return s.alpha
+	case state.FineTuning, state.Fossilized:
+		return 1
+	}
+	return 0
+}
+
+// A million random commands, most of which are refused, leave a lattice in the state that the specification predicts, with
+// every checksum right.
+func TestRandomCommands(t *testing.T) {
+	commands := 1_000_000
+	if testing.Short() {
+		commands = 30_000
+	}
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	thresholds := state.DefaultThresholds()
+	clear(thresholds.MinEpochs[:])
+	for _, s := range []state.Stage{state.Training, state.Grafting, state.Evaluating} {
+		thresholds.MinEpochs[s] = modelMinEpochs
+	}
+	const seeds = 12
+	options := []state.Option{state.WithThresholds(thresholds), state.WithSlots(modelSlots), state.WithEmbargo(modelEmbargo)}
+	open := lattice(t, seeds, 2*seeds, options...)
+	free := lattice(t, seeds, 2*seeds, append(options, state.WithoutGates())...)
+	for _, l := range []*state.Lattice{open, free} {
+		testRandomCommands(t, r, l, l == free, commands/2)
+	}
+}
+
+func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool, commands int) {
+	n, err := state.NewNetwork(nil, state.Layer{Name: "x", Lattice: l})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := &latticeModel{seeds: make([]seedModel, l.Seeds())}
+	for i := range m.seeds {
+		m.seeds[i].ramp = state.FixedRamp{Epochs: 50, Target: 1}
+	}
+	for k := range commands {
+		if r.IntN(8) == 0 {
+			if _, err := l.StepEpoch(state.Metrics{}); err != nil {
+				t.Fatal(err)
+			}
+			m.endEpoch()
+			continue
+		}
+		c := anyCommand(r, m)
+		want := m.allow(c, free)
+		if got := n.Do(c); (got == nil) != (want == nil) || want != nil && !errors.Is(got, want) {
+			t.Fatalf("command %d, %v of a seed in %v: error %v, want %v", k, c, m.seeds[c.Seed].stage, got, want)
+		}
+		if k%64 == 0 || k == commands-1 {
+			compareWithModel(t, l, m)
+		}
+	}
+}
+
+// allow is do; without gates it passes over what they would refuse.
+func (m *latticeModel) allow(c state.Command, free bool) error {
+	err := m.do(c)
+	if free && errors.Is(err, state.ErrGate) {
+		m.enter(&m.seeds[c.Seed], c.To)
+		return nil
+	}
+	return err
+}
+
+// anyCommand favours transitions that the table allows: others would leave most stages unvisited.
+func anyCommand(r *rand.Rand, m *latticeModel) state.Command {
+	c := state.Command{Seed: r.IntN(len(m.seeds)), Action: state.Action(1 + r.IntN(4)), To: state.Stage(r.IntN(stages + 1))}
+	if next := table[m.seeds[c.Seed].stage]; len(next) > 0 && r.IntN(2) == 0 {
+		c.Action, c.To = state.Move, next[r.IntN(len(next))]
+	}
+	if c.Action == state.Move && m.seeds[c.Seed].stage == state.Dormant && c.To == state.Germinated {
+		c.Action = state.Germinate
+	}
+	c.Alpha = r.Float64()*1.1 - 0.05
+	c.Request = state.GerminationRequest{Slot: r.IntN(modelSlots+2) - 1, Kind: blueprints.Kind(r.IntN(4)),
+		Strategy: state.FixedRamp{Epochs: r.IntN(6), Target: float64(1+r.IntN(4)) / 4}}
+	if r.IntN(20) == 0 {
+		c.Request.Kind = 200
+	}
+	return c
+}
+
+func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
+	t.Helper()
+	if err := l.Verify(); err != nil {
+		t.Fatal(err)
+	}
+	report := l.Report()
+	if report.Epoch != m.epoch {
+		t.Fatalf("epoch %d, want %d", report.Epoch, m.epoch)
+	}
+	for i, got := range report.Seeds {
+		want := &m.seeds[i]
+		past, err := l.Transitions(i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got.Stage != want.stage || got.Slot != want.slot || got.Kind != want.kind || got.EpochsInStage != want.epochs ||
+			math.Abs(got.Alpha-want.share()) > 1e-7 || got.RampFinished != want.finished || !slices.Equal(past, want.past) ||
+			got.CanRecycle != (want.stage.Ended() && m.epoch >= want.embargo) {
+			t.Fatalf("seed %d is %+v after %v, want %+v", i, got, past, *want)
+		}
+	}
+}
+
+// grafted drives a strategy as a lattice does, which keeps α in single precision and never lets it fall.
+type grafted struct {
+	state.Graft
+	done bool
+}
+
+func (g *grafted) step(s state.Strategy) {
+	g.Epochs++
+	if g.done {
+		return
+	}
+	var alpha float64
+	alpha, g.Memory, g.done = s.Advance(g.Graft)
+	g.Alpha = max(g.Alpha, float64(float32(min(1, max(0, alpha)))))
+}
+
+// Whatever the measurements, α of every strategy stays in [0, 1], never falls, ends at the target, and rests when it has to.
+func TestStrategyProperties(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 3000 {
+		epochs, target := 1+r.IntN(60), 1-r.Float64()
+		low := r.Float64()
+		for _, s := range []state.Strategy{
+			state.FixedRamp{Ramp: state.Ramp(r.IntN(3)), Epochs: epochs, Target: target},
+			state.PerformanceLinked{Epochs: epochs, Target: target, Gain: r.Float64(), MaxSpeed: 1 + 5*r.Float64()},
+			state.DriftControlled{Epochs: epochs, Target: target, Threshold: 0.8, Pause: 1 + r.IntN(4)},
+			state.GradNormGated{Epochs: epochs, Target: target, Low: low, High: low + 0.5 + r.Float64()},
+		} {
+			if err := s.Check(); err != nil {
+				t.Fatal(err)
+			}
+			g := grafted{}
+			if r.IntN(4) == 0 {
+				g.Alpha = float64(float32(r.Float64())) // set by hand
+			}
+			if err := follow(r, s, &g, epochs, target); err != nil {
+				t.Fatalf("%+v, %+v: %v", s, g, err)
+			}
+		}
+	}
+}
+
+func follow(r *rand.Rand, s state.Strategy, g *grafted, epochs int, target float64) error {
+	least := float64(float32(target)) - 1e-6
+	share, start, moved, rest := target/float64(epochs), g.Alpha, 0, 0
+	for range 40*epochs + 400 {
+		before, memory := g.Alpha, g.Memory
+		g.Drift, g.GradNorm, g.Performance = r.Float64(), 2*r.Float64(), r.NormFloat64()
+		if r.IntN(50) == 0 {
+			g.Drift, g.GradNorm = math.NaN(), math.Inf(1)
+		}
+		wasDone := g.done
+		g.step(s)
+		step := g.Alpha - before
+		resting := false
+		switch s := s.(type) {
+		case state.DriftControlled:
+			if rest--; !(g.Drift <= s.Threshold) {
+				rest = s.Pause
+			}
+			resting = rest > 0
+		case state.GradNormGated:
+			resting = !(g.GradNorm >= s.Low && g.GradNorm <= s.High)
+		case state.PerformanceLinked:
+			if most := share * s.MaxSpeed * (1 + 2*0x1p-8); !g.done && (step < share*(1-1e-3)-1e-7 || step > most+1e-7) {
+				return fmt.Errorf("a step of %v, want %v to %v", step, share, most)
+			}
+			if improved := memory[1] > 0 && float64(float32(g.Performance)) > float64(memory[0]); !wasDone && (g.Memory[1] > 1) != (improved && s.Gain > 0 && s.MaxSpeed > 1) {
+				return fmt.Errorf("speed %v after %v, performance %v", g.Memory[1], memory, g.Performance)
+			}
+		}
+		if step > 0 {
+			moved++
+		}
+		switch {
+		case !(g.Alpha >= 0 && g.Alpha <= 1) || step < 0:
+			return fmt.Errorf("α went from %v to %v", before, g.Alpha)
+		case (wasDone || resting) && step != 0:
+			return fmt.Errorf("α went from %v to %v while at rest", before, g.Alpha)
+		case g.done && g.Alpha < least:
+			return fmt.Errorf("it ended at %v, want %v", g.Alpha, target)
+		}
+	}
+	if _, fixed := s.(state.FixedRamp); !g.done || !fixed && start < target-share && moved == 0 {
+		return fmt.Errorf("it did not end in %d epochs, or did nothing", g.Epochs)
+	}
+	return nil
+}
+
+// The measurements of a lattice reach its strategies: one is held up by drift, one by the gradient, one speeds up.
+func TestStrategiesAreFed(t *testing.T) {
+	l := lattice(t, 4, 8, state.WithoutGates())
+	for seed, s := range []state.Strategy{
+		state.DriftControlled{Epochs: 10, Target: 1, Threshold: 0.25, Pause: 2},
+		state.GradNormGated{Epochs: 10, Target: 1, Low: 0.5, High: 2},
+		state.PerformanceLinked{Epochs: 10, Target: 1, Gain: 1, MaxSpeed: 8},
+		state.FixedRamp{Epochs: 10, Target: 1},
+	} {
+		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: s}); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(l.Transition(seed, state.Training), l.Transition(seed, state.Grafting)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mean := 1.0
+	for epoch, want := range [][4]float64{{0.1, 0.1, 0.1, 0.1}, {0.2, 0.1, 0.3, 0.2}, {0.2, 0.2, 0.7, 0.3}, {0.2, 0.3, 0.8, 0.4}, {0.3, 0.4, 0.9, 0.5}} {
+		norm := 1.0
+		if epoch == 1 {
+			norm = 3
+		}
+		if epoch == 2 {
+			mean = 4
+		}
+		pass(t, l, true, state.HealthSample{Moments: state.Moments{Count: 8, Mean: mean, Variance: 0.01}},
+			state.GradientSample{Gradient: state.Gradient{Norm: norm}, Norms: state.Moments{Count: 1, Mean: norm}})
+		if _, err := l.StepEpoch(state.Metrics{Seeds: []state.SeedMetrics{{Seed: 2, Performance: math.Min(float64(epoch), 2)}}}); err != nil {
+			t.Fatal(err)
+		}
+		for seed, s := range l.Report().Seeds {
+			if math.Abs(s.Alpha-want[seed]) > 1e-6 {
+				t.Errorf("epoch %d: α of seed %d is %v, want %v (drift %v)", epoch, seed, s.Alpha, want[seed], s.Drift)
+			}
+		}
+	}
+}
+
+func TestStrategyChecks(t *testing.T) {
+	for _, s := range []state.Strategy{
+		state.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1}, state.PerformanceLinked{Epochs: 1, Target: 1, Gain: -1, MaxSpeed: 1},
+		state.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: 0.5}, state.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: math.Inf(1)},
+		state.DriftControlled{Epochs: 1, Target: 2, Pause: 1}, state.DriftControlled{Epochs: 1, Target: 1, Threshold: -1, Pause: 1},
+		state.DriftControlled{Epochs: 1, Target: 1}, state.GradNormGated{Epochs: 1, Target: 0, High: 1},
+		state.GradNormGated{Epochs: 1, Target: 1, Low: 2, High: 1}, state.GradNormGated{Epochs: 1, Target: 1, High: math.Inf(1)},
+		state.GradNormGated{Epochs: 1 << 16, Target: 1, High: 1},
+	} {
+		if s.Check() == nil {
+			t.Errorf("%+v passes its check", s)
+		}
+	}
+}
