@@ -1,7 +1,8 @@
 // Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs nothing but NVIDIA's driver: no toolkit, no cgo, no build
 // tag. One binary runs everywhere and finds out when it starts what is there; Open says what is missing, and
 // errors.Is(err, ErrNoDevice) tells a machine without a GPU from a fault. The environment variables KASMINA_LIBCUDA and
-// KASMINA_LIBCUBLASLT name NVIDIA's libraries (a file, or a folder that holds it) where they are in an unusual place.
+// KASMINA_LIBCUBLASLT name NVIDIA's libraries (a file, or a folder that holds it) where they are in an unusual place, and
+// KASMINA_TUNE says whether machines time matrix products ([WithTuning]).
 package cudaops
 
 import (

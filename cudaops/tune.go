@@ -224,7 +224,7 @@ func elemOfType(dt driver.DType) elem {
 }
 
 // fastest returns the way that computes a product in the least time, with none of its operands in the L2. Ways that fail, or
-// whose result is not that of the others, do not count.
+// whose result is not that of the first, do not count.
 func (t *timer) fastest(p driver.MatmulPlan) (int, error) {
 	m, bytes := p.Spec(), operandBytes(p.Spec())
 	if err := t.fill(t.first, bytes[0], m.A); err != nil {
@@ -235,12 +235,24 @@ func (t *timer) fastest(p driver.MatmulPlan) (int, error) {
 	}
 	n := len(p.Algos())
 	ok := make([]int, 0, n)
-	for i := range n {
-		if err := t.run(p, i); err != nil { // the first run loads the kernel
+	var want []float32
+	for i := range n { // the first run also loads the kernel
+		got, err := t.result(p, i, bytes[2])
+		if errors.As(err, new(driver.BlasStatus)) {
 			t.drop(p, i, err.Error())
-		} else {
-			ok = append(ok, i)
+			continue
 		}
+		if err != nil {
+			return 0, err
+		}
+		if want == nil {
+			want = got
+		}
+		if d := apartBy(got, want); d > tuneApart || d != d {
+			t.drop(p, i, fmt.Sprintf("its result differs by %.2g from that of the first", d))
+			continue
+		}
+		ok = append(ok, i)
 	}
 	if len(ok) == 0 {
 		return 0, fmt.Errorf("all %d ways of cuBLASLt to compute %+v fail", n, m)
@@ -249,7 +261,11 @@ func (t *timer) fastest(p driver.MatmulPlan) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	return t.pick(p, ok, times, bytes[2])
+	best := slices.MinFunc(ok, func(i, j int) int { return cmp.Compare(times[i], times[j]) })
+	if float64(times[best]) > (1-tuneGain)*float64(times[ok[0]]) {
+		best = ok[0]
+	}
+	return best, nil
 }
 
 // times returns the median time of each way. All runs are enqueued together and the ways take turns, so that each meets the
@@ -301,31 +317,6 @@ func (t *timer) times(p driver.MatmulPlan, ways []int) (map[int]time.Duration, e
 		medians[way] = all[len(all)/2]
 	}
 	return medians, nil
-}
-
-// pick returns the fastest way whose result is that of the first.
-func (t *timer) pick(p driver.MatmulPlan, ways []int, times map[int]time.Duration, bytes int) (int, error) {
-	first, order := ways[0], slices.Clone(ways)
-	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(times[i], times[j]) })
-	want, err := t.result(p, first, bytes)
-	if err != nil {
-		return 0, err
-	}
-	for _, i := range order {
-		if i == first || float64(times[i]) > (1-tuneGain)*float64(times[first]) {
-			break
-		}
-		got, err := t.result(p, i, bytes)
-		if err != nil {
-			return 0, err
-		}
-		if d := apartBy(got, want); d <= tuneApart {
-			return i, nil
-		} else {
-			t.drop(p, i, fmt.Sprintf("its result differs by %.2g from that of the first", d))
-		}
-	}
-	return first, nil
 }
 
 func (t *timer) drop(p driver.MatmulPlan, way int, why string) {
