@@ -1,7 +1,7 @@
 package cudaops
 
 import (
-	"fmt"
+	"maps"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -25,36 +25,44 @@ func tasksOf(m *Machine) map[string]int {
 	return count
 }
 
-// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for queries, keys and values.
+// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for queries, keys and values,
+// and in a graph that uses the parameters of another machine no copies of these.
 func TestModelIsFused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
-	for _, kind := range []llm.GraphKind{llm.ForTraining, llm.ForLoss} {
-		c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
-		m, err := llm.NewModel(c, tensor.Float32, 1)
-		if err != nil {
-			t.Fatal(err)
-		}
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	forward := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12, "Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
+	both := maps.Clone(forward)
+	both["LinearCrossEntropy"] += 2
+	for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48, "Attention": 12, "SiLUMLP": 60} {
+		both[name+"Grad"] = n
+	}
+	check := func(kind llm.GraphKind, want map[string]int, opts ...MachineOption) *Machine {
+		t.Helper()
 		g, err := m.Graph(kind, 2)
 		if err != nil {
 			t.Fatal(err)
 		}
-		b := &batch{Graph: g}
-		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
+		machine, err := NewMachine(device, g.G, append(opts, fakeOption, WithOutputs(g.Loss), WithStrict(), WithParams(g.Params...))...)
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer machine.Close()
-		want := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12, "Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
-		if kind == llm.ForTraining {
-			want["LinearCrossEntropy"] += 2
-			for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48, "Attention": 12, "SiLUMLP": 60} {
-				want[name+"Grad"] = n
+		t.Cleanup(func() {
+			if err := machine.Close(); err != nil {
+				t.Error(err)
 			}
-		}
-		if got := tasksOf(machine); fmt.Sprint(got) != fmt.Sprint(want) {
+		})
+		if got := tasksOf(machine); !maps.Equal(got, want) {
 			t.Errorf("kind %v: tasks\n%v, want\n%v", kind, got, want)
 		}
+		return machine
 	}
+	training := check(llm.ForTraining, both)
+	check(llm.ForLoss, forward)
+	check(llm.ForLoss, forward, WithParamsOf(training))
 }
 
 // fuseCase is a small graph with everything that could be fused, and a reason not to.
