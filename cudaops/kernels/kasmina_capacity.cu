@@ -31,8 +31,8 @@ struct Mixing {
   int64_t rows;
   int seeds, slots, chunk, m, width;
   int tile, parts;  // rows at a time; parts of the rows
-  int resident;     // U and V are copied to shared memory
   int strict;
+  int vectors;  // chunks can be read and written 16 bytes at a time
   float eps;
   float large;  // rows of LowRank beyond it are evaluated scaled down
 
@@ -65,88 +65,190 @@ struct Seed {
   __device__ bool bites(float x, float eps) const { return fabsf(x) < eps || x < low || x > high; }
 };
 
-// Matrix is in shared or global memory: element (i, j) at p[i·step + j].
+// Matrix is in shared memory: element (i, j) at p[i·step + j]. Rows begin 16 bytes apart or more in the banks, and are filled up
+// with zeros to a multiple of four columns.
 struct Matrix {
   float* p;
   int step;
-  __device__ float& operator()(int i, int j) const { return p[i * step + j]; }
+  __device__ __forceinline__ float& operator()(int i, int j) const { return p[i * step + j]; }
+  __device__ __forceinline__ float4 four(int i, int j) const { return *reinterpret_cast<const float4*>(p + i * step + j); }
 };
 
-// Arena hands out shared memory. An odd step keeps the rows of a column in different banks.
+// Far is a matrix [rows, columns] in global memory, read as if it were filled up with zeros.
+struct Far {
+  const float* p;
+  int rows, columns;
+  __device__ __forceinline__ float at(int i, int j) const { return i < rows && j < columns ? p[int64_t(i) * columns + j] : 0; }
+  __device__ __forceinline__ float4 four(int i, int j) const { return {at(i, j), at(i, j + 1), at(i, j + 2), at(i, j + 3)}; }
+};
+
+__device__ __host__ constexpr int padded(int n) { return (n + 3) / 4 * 4; }
+
+// Arena hands out shared memory.
 struct Arena {
   float* next;
   __device__ Matrix matrix(int rows, int columns) {
-    Matrix m{next, columns | 1};
+    Matrix m{next, padded(columns) + 4};
     next += rows * m.step;
     return m;
   }
 };
 
+// fill makes the columns of rows that are there for the padding 0.
+__device__ __forceinline__ void fill(const Matrix& m, int rows, int columns) {
+  int more = padded(columns) - columns;
+  for (int i = threadIdx.x; i < rows * more; i += kBlock) m(i / more, columns + i % more) = 0;
+}
+
 // ---- Products of small matrices by a block ----
 
-// Tile is a thread's share of an I×J product: elements (i + u·down, j + v·across), 4×4 of them.
-struct Tile {
-  int i, j, down, across;
-  __device__ Tile(int I, int J, int index) {
-    down = (I + 3) / 4, across = (J + 3) / 4;
-    i = index / across, j = index % across;
-  }
-  __device__ static int number(int I, int J) { return (I + 3) / 4 * ((J + 3) / 4); }
+// A thread's share of an I×J product is a tile of 4×4 elements. Where a factor's elements lie along k, the tile's rows, or
+// columns, are a quarter of all apart, so that neighbouring threads read neighbouring rows; else they are consecutive.
+enum Form {
+  kDot,    // Σ_k a(i, k)·b(j, k)
+  kRows,   // Σ_k a(i, k)·b(k, j)
+  kOuter,  // Σ_k a(k, i)·b(k, j)
 };
 
-// addProduct adds Σ_k a[i·ai + k·ak]·b[j·bj + k·bk] to a tile's elements, over k from first on in steps.
-__device__ __forceinline__ void addProduct(float (&sum)[4][4], const Tile& t, const float* a, int ai, int ak, const float* b, int bj,
-                                           int bk, int I, int J, int first, int K, int step) {
-  int ia[4], jb[4];
-#pragma unroll
-  for (int u = 0; u < 4; u++) ia[u] = min(t.i + u * t.down, I - 1) * ai, jb[u] = min(t.j + u * t.across, J - 1) * bj;
+struct Tile {
+  int i, j, down, across;
+  __device__ __forceinline__ Tile(int I, int J, int index) {
+    down = (I + 3) / 4, across = (J + 3) / 4;
+    i = index / across, j = index - i * across;
+  }
+  __device__ __forceinline__ static int number(int I, int J) { return ((I + 3) / 4) * ((J + 3) / 4); }
+  template <Form form> __device__ __forceinline__ int row(int u) const { return form == kOuter ? 4 * i + u : i + u * down; }
+  template <Form form> __device__ __forceinline__ int column(int v) const { return form == kDot ? j + v * across : 4 * j + v; }
+};
+
+__device__ __forceinline__ void spread(float (&x)[4], float4 v) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }
+
+// addProduct adds a tile's elements of a product over K, which for kOuter begins at first and goes in steps.
+template <Form form, class A, class B>
+__device__ __forceinline__ void addProduct(float (&sum)[4][4], const Tile& t, const A& a, const B& b, int I, int J, int K, int first = 0,
+                                           int step = 1) {
+  if constexpr (form == kOuter) {
 #pragma unroll 4
-  for (int k = first; k < K; k += step) {
-    float x[4], y[4];
+    for (int k = first; k < K; k += step) {
+      float x[4], y[4];
+      spread(x, a.four(k, 4 * t.i)), spread(y, b.four(k, 4 * t.j));
 #pragma unroll
-    for (int u = 0; u < 4; u++) x[u] = a[ia[u] + k * ak], y[u] = b[jb[u] + k * bk];
+      for (int u = 0; u < 4; u++)
 #pragma unroll
-    for (int u = 0; u < 4; u++)
+        for (int v = 0; v < 4; v++) sum[u][v] = fmaf(x[u], y[v], sum[u][v]);
+    }
+  } else {
+    int ia[4], jb[4];
 #pragma unroll
-      for (int v = 0; v < 4; v++) sum[u][v] = fmaf(x[u], y[v], sum[u][v]);
+    for (int u = 0; u < 4; u++) ia[u] = min(t.row<form>(u), I - 1), jb[u] = min(t.column<form>(u), J - 1);
+#pragma unroll 1
+    for (int k = 0; k < K; k += 4) {
+      float x[4][4], y[4][4];
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        spread(x[u], a.four(ia[u], k));
+        spread(y[u], form == kDot ? b.four(jb[u], k) : b.four(k + u, 4 * t.j));
+      }
+#pragma unroll
+      for (int l = 0; l < 4; l++)
+#pragma unroll
+        for (int u = 0; u < 4; u++)
+#pragma unroll
+          for (int v = 0; v < 4; v++) sum[u][v] = fmaf(x[u][l], form == kDot ? y[v][l] : y[l][v], sum[u][v]);
+    }
   }
 }
 
 // each calls f(i, j, sum) for a tile's elements.
-template <class F> __device__ __forceinline__ void each(const float (&sum)[4][4], const Tile& t, int I, int J, F f) {
+template <Form form, class F> __device__ __forceinline__ void each(const float (&sum)[4][4], const Tile& t, int I, int J, F f) {
 #pragma unroll
   for (int u = 0; u < 4; u++)
 #pragma unroll
     for (int v = 0; v < 4; v++)
-      if (int i = t.i + u * t.down, j = t.j + v * t.across; i < I && j < J) f(i, j, sum[u][v]);
+      if (int i = t.row<form>(u), j = t.column<form>(v); i < I && j < J) f(i, j, sum[u][v]);
 }
 
-// product calls f(i, j, Σ_k a[i·ai + k·ak]·b[j·bj + k·bk]) for every element. A thread has the same elements of every product
-// of the same shape.
-template <class F>
-__device__ __forceinline__ void product(const float* a, int ai, int ak, const float* b, int bj, int bk, int I, int J, int K, F f) {
+// product calls f(i, j, sum) for every element of a product. A thread has the same elements every time.
+template <Form form, class A, class B, class F>
+__device__ __forceinline__ void product(const A& a, const B& b, int I, int J, int K, F f) {
   for (int index = threadIdx.x; index < Tile::number(I, J); index += kBlock) {
     Tile t(I, J, index);
     float sum[4][4] = {};
-    addProduct(sum, t, a, ai, ak, b, bj, bk, I, J, 0, K, 1);
-    each(sum, t, I, J, f);
+    addProduct<form>(sum, t, a, b, I, J, K);
+    each<form>(sum, t, I, J, f);
   }
 }
 
 // ---- Passes ----
 
-// weightsOf gives V and U of a slot.
-__device__ __forceinline__ void weightsOf(Matrix& v, Matrix& u, Arena& arena, const Mixing& l, int slot) {
-  float* row = const_cast<float*>(l.weights) + int64_t(slot) * l.width;
-  int c = l.chunk, m = l.m;
-  v = {row, c}, u = {row + m * c, m};
-  if (!l.resident) return;
-  v = arena.matrix(m, c), u = arena.matrix(c, m);
-  for (int i = threadIdx.x; i < m * c; i += kBlock) {
-    v(i / c, i % c) = row[i];
-    u(i / m, i % m) = row[m * c + i];
+// Weights are V and U of a slot, in shared memory if they fit.
+template <bool near> struct Weights;
+
+template <> struct Weights<true> {
+  Matrix v, u;
+  __device__ __forceinline__ Weights(Arena& arena, const Mixing& l, int slot) {
+    const int c = l.chunk, m = l.m, rows = padded(m), columns = padded(c);
+    const float* row = l.weights + int64_t(slot) * l.width;
+    v = arena.matrix(rows, c), u = arena.matrix(columns, m);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < rows * columns; i += kBlock) {
+      int k = i / columns, j = i - k * columns;
+      v(k, j) = k < m && j < c ? __ldg(row + k * c + j) : 0;
+      j = i / rows, k = i - j * rows;
+      u(j, k) = k < m && j < c ? __ldg(row + m * c + j * m + k) : 0;
+    }
   }
-}
+};
+
+template <> struct Weights<false> {
+  Far v, u;
+  __device__ __forceinline__ Weights(Arena&, const Mixing& l, int slot) {
+    const float* row = l.weights + int64_t(slot) * l.width;
+    v = {row, l.m, l.chunk}, u = {row + l.m * l.chunk, l.chunk, l.m};
+  }
+};
+
+// Rows are n rows of a seed's chunk of a tensor, from the address of its first element on.
+template <class T> struct Rows {
+  int64_t columns;  // of the tensor
+  int n, c;
+  bool vectors;  // of 16 bytes can be moved
+
+  // loadPacks is load with N elements an access, some of which are under way together.
+  template <int N, class F> __device__ __forceinline__ void loadPacks(const T* from, F f) const {
+    constexpr int batch = N > 1 ? 2 : 4;
+    const int per = c / N, all = n * per;
+    for (int first = threadIdx.x; first < all; first += batch * kBlock) {
+      Pack<T, N> v[batch];
+#pragma unroll
+      for (int u = 0; u < batch; u++)
+        if (int i = first + u * kBlock; i < all) v[u] = ::load<N>(from + i / per * columns + i % per * N);
+#pragma unroll
+      for (int u = 0; u < batch; u++)
+        if (int i = first + u * kBlock; i < all)
+#pragma unroll
+          for (int k = 0; k < N; k++) f(i / per, i % per * N + k, v[u].get(k));
+    }
+  }
+  // load calls f(row, column, value) for every element.
+  template <class F> __device__ __forceinline__ void load(const T* from, F f) const {
+    if (vectors) loadPacks<kVec<T>>(from, f);
+    else loadPacks<1>(from, f);
+  }
+  template <int N> __device__ __forceinline__ void storePacks(T* to, const Matrix& m) const {
+    const int per = c / N, all = n * per;
+    for (int i = threadIdx.x; i < all; i += kBlock) {
+      Pack<T, N> v;
+#pragma unroll
+      for (int k = 0; k < N; k++) v.set(k, m(i / per, i % per * N + k));
+      ::store(to + i / per * columns + i % per * N, v);
+    }
+  }
+  __device__ __forceinline__ void store(T* to, const Matrix& m) const {
+    if (vectors) storePacks<kVec<T>>(to, m);
+    else storePacks<1>(to, m);
+  }
+};
 
 // activation is f(z) of a kind and its derivative.
 __device__ __forceinline__ float activation(uint32_t kind, float z, float& slope) {
@@ -160,29 +262,30 @@ __device__ __forceinline__ float activation(uint32_t kind, float z, float& slope
   return z * on;
 }
 
-template <class T> __device__ __forceinline__ void mix(const Mixing& l, T* y, const T* x) {
-  extern __shared__ float memory[];
+template <class T, bool near> __device__ __forceinline__ void mix(const Mixing& l, T* y, const T* x) {
+  extern __shared__ float4 memory[];
   const int c = l.chunk, m = l.m, items = l.count() * l.parts;
+  const int64_t columns = l.columns();
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Seed s(l, item / l.parts);
     if (!s.blends) continue;
     __syncthreads();  // the last item's readers are done
-    Arena arena{memory};
-    Matrix v, u;
-    weightsOf(v, u, arena, l, s.slot);
-    Matrix in = arena.matrix(l.tile, c), h = arena.matrix(l.tile, m);
+    Arena arena{reinterpret_cast<float*>(memory)};
+    const Weights<near> w(arena, l, s.slot);
+    const Matrix in = arena.matrix(l.tile, c), h = arena.matrix(l.tile, m);
     float* down = arena.next;
-    const bool scales = s.kind == kLowRank && l.large < INFINITY;
+    fill(in, l.tile, c), fill(h, l.tile, m);
     for (int64_t first = int64_t(item % l.parts) * l.tile; first < l.rows; first += int64_t(l.parts) * l.tile) {
       const int n = int(min(int64_t(l.tile), l.rows - first));
-      const int64_t at = first * l.columns() + int64_t(s.seed) * c;
-      for (int i = threadIdx.x; i < n * c; i += kBlock) {
-        int r = i / c, j = i % c;
-        float value = toFloat(x[at + r * l.columns() + j]);
+      const int64_t at = first * columns + int64_t(s.seed) * c;
+      const Rows<T> rows{columns, n, c, l.vectors != 0};
+      bool beyond = false;
+      rows.load(x + at, [&](int r, int j, float value) {
         in(r, j) = l.strict ? s.clamp(value, l.eps) : value;
-      }
-      __syncthreads();
-      if (scales) {
+        beyond |= fabsf(value) > l.large;
+      });
+      const bool scaled = __syncthreads_or(s.kind == kLowRank && beyond);
+      if (scaled) {
         for (int r = threadIdx.x; r < n; r += kBlock) {
           float top = 0;
           for (int j = 0; j < c; j++) top = fmaxf(top, fabsf(in(r, j)));
@@ -194,16 +297,18 @@ template <class T> __device__ __forceinline__ void mix(const Mixing& l, T* y, co
         }
         __syncthreads();
       }
-      product(in.p, in.step, 1, v.p, v.step, 1, n, m, c, [&](int r, int k, float z) {
+      product<kDot>(in, w.v, n, m, c, [&](int r, int k, float z) {
         float slope;
         h(r, k) = s.scale * activation(s.kind, z, slope);
       });
       __syncthreads();
-      product(h.p, h.step, 1, u.p, u.step, 1, n, c, m, [&](int r, int j, float added) {
+      product<kDot>(h, w.u, n, c, m, [&](int r, int j, float added) {
         float value = in(r, j);
         if (s.alpha != 0) value = fmaf(s.alpha, added, value);  // else t(x), NaN included, has no part in the result
-        y[at + r * l.columns() + j] = fromFloat<T>(scales ? value / down[r] : value);
+        in(r, j) = scaled ? value / down[r] : value;
       });
+      __syncthreads();
+      rows.store(y + at, in);
       __syncthreads();
     }
   }
@@ -225,7 +330,7 @@ __device__ __forceinline__ void clip(const Matrix& g, int n, int c, float limit,
 __device__ __forceinline__ void put(float* out, const float (&sum)[4][4], float* shared, int I, int J, int group, int groups) {
   __syncthreads();
   Tile t(I, J, threadIdx.x % Tile::number(I, J));
-  if (group < groups) each(sum, t, I, J, [&](int i, int j, float v) { shared[group * I * J + i * J + j] = v; });
+  if (group < groups) each<kOuter>(sum, t, I, J, [&](int i, int j, float v) { shared[group * I * J + i * J + j] = v; });
   __syncthreads();
   for (int i = threadIdx.x; i < I * J; i += kBlock) {
     float total = 0;
@@ -236,42 +341,41 @@ __device__ __forceinline__ void put(float* out, const float (&sum)[4][4], float*
 
 // mixBackward writes dx of seeds that blend, and of those that learn partial sums: dweights [parts, seeds, 2mC] and dscales
 // [parts, seeds] by their position in the list.
-template <class T>
+template <class T, bool near>
 __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, const T* x, float* dweights, float* dscales) {
-  extern __shared__ float memory[];
+  extern __shared__ float4 memory[];
   const int c = l.chunk, m = l.m, items = l.count() * l.parts;
+  const int64_t columns = l.columns();
   const int tiles = Tile::number(m, c), groups = max(1, min(kBlock / tiles, l.tile / 8)), group = threadIdx.x / tiles;
   const bool kept = tiles <= kBlock;  // sums are in registers; else in memory
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int position = item / l.parts, part = item % l.parts;
     const Seed s(l, position);
     __syncthreads();
-    Arena arena{memory};
-    Matrix v, u;
-    weightsOf(v, u, arena, l, s.slot);
+    Arena arena{reinterpret_cast<float*>(memory)};
+    const Weights<near> w(arena, l, s.slot);
     float* shared = arena.next;
-    Matrix in = arena.matrix(l.tile, c), gs = arena.matrix(l.tile, c), h = arena.matrix(l.tile, m), dz = arena.matrix(l.tile, m);
+    const Matrix in = arena.matrix(l.tile, c), gs = arena.matrix(l.tile, c), h = arena.matrix(l.tile, m), dz = arena.matrix(l.tile, m);
+    fill(in, l.tile, c), fill(gs, l.tile, c), fill(h, l.tile, m), fill(dz, l.tile, m);
     float* dv = dweights + (int64_t(part) * l.seeds + position) * 2 * m * c;
     float* du = dv + m * c;
     float sumV[4][4] = {}, sumU[4][4] = {}, da = 0;
     bool begun = false;
     for (int64_t first = int64_t(part) * l.tile; first < l.rows; first += int64_t(l.parts) * l.tile, begun = true) {
       const int n = int(min(int64_t(l.tile), l.rows - first));
-      const int64_t at = first * l.columns() + int64_t(s.seed) * c;
-      for (int i = threadIdx.x; i < n * c; i += kBlock) {
-        int r = i / c, j = i % c;
-        float value = toFloat(x[at + r * l.columns() + j]);
-        in(r, j) = l.strict ? s.clamp(value, l.eps) : value;
-        gs(r, j) = toFloat(g[at + r * l.columns() + j]);
-      }
+      const int64_t at = first * columns + int64_t(s.seed) * c;
+      const Rows<T> rows{columns, n, c, l.vectors != 0};
+      rows.load(x + at, [&](int r, int j, float value) { in(r, j) = l.strict ? s.clamp(value, l.eps) : value; });
+      rows.load(g + at, [&](int r, int j, float value) { gs(r, j) = value; });
       __syncthreads();
       if (l.limit) {
         clip(gs, n, c, l.limit[s.seed], l.eps);
         __syncthreads();
       }
       if (s.alpha != 0) {  // else t(x), NaN included, has no part in anything
-        product(in.p, in.step, 1, v.p, v.step, 1, n, m, c, [&](int r, int k, float z) { h(r, k) = z; });
-        product(gs.p, gs.step, 1, u.p, 1, u.step, n, m, c, [&](int r, int k, float q) {
+        product<kDot>(in, w.v, n, m, c, [&](int r, int k, float z) { h(r, k) = z; });
+        __syncthreads();
+        product<kRows>(gs, w.u, n, m, c, [&](int r, int k, float q) {
           float slope, f = activation(s.kind, h(r, k), slope);
           q *= s.alpha;
           da = fmaf(q, f, da);
@@ -280,22 +384,23 @@ __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, 
         });
         __syncthreads();
       }
-      auto out = [&](int r, int j, float added) {
-        int64_t to = at + r * l.columns() + j;
-        float value = gs(r, j);
-        if (s.alpha != 0) value += added;
-        if (l.strict && s.bites(toFloat(x[to]), l.eps)) value = 0;
-        dx[to] = fromFloat<T>(value);
-      };
-      if (s.blends) product(dz.p, dz.step, 1, v.p, 1, v.step, n, c, s.alpha != 0 ? m : 0, out);
       if (s.learns && kept && group < groups) {
-        addProduct(sumV, Tile(m, c, threadIdx.x % tiles), dz.p, 1, dz.step, in.p, 1, in.step, m, c, group, n, groups);
-        addProduct(sumU, Tile(c, m, threadIdx.x % tiles), gs.p, 1, gs.step, h.p, 1, h.step, c, m, group, n, groups);
+        addProduct<kOuter>(sumV, Tile(m, c, threadIdx.x % tiles), dz, in, m, c, n, group, groups);
+        addProduct<kOuter>(sumU, Tile(c, m, threadIdx.x % tiles), gs, h, c, m, n, group, groups);
       } else if (s.learns && !kept) {
         auto add = [&](float* to, float sum) { *to = begun ? *to + sum : sum; };
-        product(dz.p, 1, dz.step, in.p, 1, in.step, m, c, n, [&](int k, int j, float sum) { add(dv + k * c + j, sum); });
-        product(gs.p, 1, gs.step, h.p, 1, h.step, c, m, n, [&](int j, int k, float sum) { add(du + j * m + k, sum); });
+        product<kOuter>(dz, in, m, c, n, [&](int k, int j, float sum) { add(dv + k * c + j, sum); });
+        product<kOuter>(gs, h, c, m, n, [&](int j, int k, float sum) { add(du + j * m + k, sum); });
       }
+      __syncthreads();
+      if (!s.blends) continue;
+      product<kRows>(dz, w.v, n, c, s.alpha != 0 ? m : 0, [&](int r, int j, float added) {
+        float& value = gs(r, j);
+        if (s.alpha != 0) value += added;
+        if (l.strict && s.bites(toFloat(x[at + r * columns + j]), l.eps)) value = 0;
+      });
+      __syncthreads();
+      rows.store(dx + at, gs);
       __syncthreads();
     }
     if (!s.learns) continue;
@@ -337,14 +442,19 @@ __device__ __forceinline__ void sumSlot(const Mixing& l, float* dweights, float*
   if (threadIdx.x == 0) dscales[slot] = float(narrowScales[slot] + share[0]);
 }
 
-#define DEFINE(T)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(kBlock) kasmina_mix_##T(Mixing l, T* y, const T* x) { mix(l, y, x); } \
-  extern "C" __global__ void __launch_bounds__(kBlock, 2)                                                            \
-      kasmina_mix_backward_##T(Mixing l, T* dx, const T* g, const T* x, float* dweights, float* dscales) {           \
-    mixBackward(l, dx, g, x, dweights, dscales);                                                                     \
+// Kernels of which the name has far read weights from global memory.
+#define DEFINE_PLACE(T, place, near)                                                                                \
+  extern "C" __global__ void __launch_bounds__(kBlock, 2) kasmina_mix_##place##_##T(Mixing l, T* y, const T* x) {   \
+    mix<T, near>(l, y, x);                                                                                          \
+  }                                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(kBlock, 2)                                                           \
+      kasmina_mix_backward_##place##_##T(Mixing l, T* dx, const T* g, const T* x, float* dweights, float* dscales) { \
+    mixBackward<T, near>(l, dx, g, x, dweights, dscales);                                                           \
   }
+#define DEFINE(T) DEFINE_PLACE(T, near, true) DEFINE_PLACE(T, far, false)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
+#undef DEFINE_PLACE
 
 extern "C" __global__ void __launch_bounds__(kBlock)
     kasmina_mix_slots(Mixing l, float* dweights, float* dscales, const float* narrow, const float* narrowScales, const float* partial,

@@ -49,8 +49,11 @@ func open(t *testing.T) *cudaops.Device {
 	return device
 }
 
+// kinds are grafted in by newTrainer's trainer, one after the other.
+var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
+
 // newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil, whose seeds are grafted in
-// during the run.
+// during the run. Seed 6 goes on with what seed 0 has learned by step 14.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool) *llm.Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "text")
@@ -58,7 +61,7 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	config := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}, Seeds: 8}.Default()
+	config := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}, Seeds: 8, SlotWidth: 53}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, state.WithoutGates()))
 	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
 	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
@@ -78,14 +81,20 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		}
 	})
 	trainer.On(func(e llm.Event) error {
-		if e.Kind != llm.StepEnd || e.Step%4 != 0 {
+		if e.Kind != llm.StepEnd || e.Step%4 != 0 && e.Step != 14 {
 			return nil
 		}
 		for layer, l := range model.Kasmina.Lattices() {
 			seed := e.Step/4 - 1
-			if err := errors.Join(
-				model.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: blueprints.Kind(seed % 4)}),
-				l.Transition(seed, state.Training), l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5)); err != nil {
+			kind := kinds[seed]
+			if e.Step == 14 {
+				seed, kind = 6, kinds[0]
+			}
+			err := model.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: kind})
+			if e.Step == 14 {
+				err = errors.Join(err, model.SaveBlueprint(path+".blueprint", layer, 0), model.LoadBlueprint(path+".blueprint", layer, seed))
+			}
+			if err := errors.Join(err, l.Transition(seed, state.Training), l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5)); err != nil {
 				return err
 			}
 		}

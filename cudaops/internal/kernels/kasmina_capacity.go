@@ -91,8 +91,9 @@ type mixGrid struct {
 // mixGrid cuts up a layer for the pass that has so many arrays of a chunk's and of m columns in shared memory.
 func (k *Kernels) mixGrid(l KasminaLayer, w KasminaWide, arrays int) (g mixGrid) {
 	g.m = blueprints.Mixing(l.Chunk, w.Width)
-	weights := g.m*(l.Chunk|1) + l.Chunk*(g.m|1)
-	row := arrays*((l.Chunk|1)+(g.m|1)) + 1
+	step := func(columns int) int { return mixPadded(columns) + 4 }
+	weights := mixPadded(g.m)*step(l.Chunk) + mixPadded(l.Chunk)*step(g.m)
+	row := arrays*(step(l.Chunk)+step(g.m)) + 1
 	size := func() int {
 		bytes := 4 * max(g.tile*row, mixSums)
 		if g.resident {
@@ -113,6 +114,17 @@ func (k *Kernels) mixGrid(l KasminaLayer, w KasminaWide, arrays int) (g mixGrid)
 	g.parts = min(ceilDiv(l.Rows, g.tile), max(mixSpread, ceilDiv(4*k.sms, l.State.Seeds)))
 	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
 	return g
+}
+
+// mixPadded is padded of kasmina_capacity.cu.
+func mixPadded(n int) int { return ceilDiv(n, 4) * 4 }
+
+// name is that of a kernel for where the weights are.
+func (g mixGrid) name(kernel, suffix string) string {
+	if g.resident {
+		return kernel + "_near" + suffix
+	}
+	return kernel + "_far" + suffix
 }
 
 // mixScratch is the workspace of a pass.
@@ -154,8 +166,8 @@ func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w Kasmin
 	if err := k.KasminaForward(s, f); err != nil || g.m == 0 {
 		return err
 	}
-	a := args().Struct(g.bytes(f.KasminaLayer, w, wide, false), 8).Ptr(f.Y).Ptr(f.X)
-	return k.mix(s, "kasmina_mix"+suf, g, a)
+	a := args().Struct(g.bytes(f.KasminaLayer, w, wide, packed(f.Type, f.Chunk, f.X, f.Y), false), 8).Ptr(f.Y).Ptr(f.X)
+	return k.mix(s, g.name("kasmina_mix", suf), g, a)
 }
 
 // KasminaWideBackward is KasminaBackward for a layer with wide slots.
@@ -179,10 +191,10 @@ func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w Kasm
 	if err := k.KasminaBackward(s, b); err != nil {
 		return err
 	}
-	layer := g.bytes(b.KasminaLayer, w, wide, b.Clip)
+	layer := g.bytes(b.KasminaLayer, w, wide, packed(b.Type, b.Chunk, b.X, b.G, b.DX), b.Clip)
 	if g.m > 0 {
 		a := args().Struct(layer, 8).Ptr(b.DX).Ptr(b.G).Ptr(b.X).Ptr(scratch.partial).Ptr(scratch.partialScales)
-		if err := k.mix(s, "kasmina_mix_backward"+suf, g, a); err != nil {
+		if err := k.mix(s, g.name("kasmina_mix_backward", suf), g, a); err != nil {
 			return err
 		}
 	}
@@ -221,7 +233,7 @@ func (k *Kernels) mix(s driver.Stream, name string, g mixGrid, a *driver.Args) e
 }
 
 // bytes is Mixing of kasmina_capacity.cu.
-func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights driver.Ptr, clip bool) []byte {
+func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights driver.Ptr, vectors, clip bool) []byte {
 	large := float32(math.Inf(1))
 	if l.Stability == KasminaAdaptive {
 		large = mixLarge
@@ -233,6 +245,6 @@ func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights driver.Ptr, clip b
 	return args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
 		Ptr(weights).Ptr(l.Scales).Int64(int64(l.Rows)).
 		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(g.tile).Int32(g.parts).
-		Int32(int(bit(g.resident))).Int32(int(bit(l.Stability == KasminaStrict))).Float32(float32(l.Eps)).Float32(large).
+		Int32(int(bit(l.Stability == KasminaStrict))).Int32(int(bit(vectors))).Float32(float32(l.Eps)).Float32(large).
 		Int32(0).Packed() // to a multiple of 8 bytes
 }

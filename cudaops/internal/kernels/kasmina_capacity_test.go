@@ -146,9 +146,9 @@ func TestKasminaCapacityTime(t *testing.T) {
 	}
 	g := newRig(t)
 	for _, c := range []kasminaCase{
-		{rows: 32768, seeds: 12, chunk: 64, slots: 13, width: 2 * 64 * 16, dtype: bf16, deviation: 1},
-		{rows: 32768, seeds: 48, chunk: 16, slots: 49, width: 2 * 16 * 8, dtype: bf16, deviation: 1},
-		{rows: 32768, seeds: 6, chunk: 128, slots: 7, width: 2 * 128 * 32, dtype: bf16, deviation: 1},
+		{rows: 32768, seeds: 12, chunk: 64, slots: 13, width: 2 * 64 * 16, dtype: bf16, stability: KasminaAdaptive, deviation: 1},
+		{rows: 32768, seeds: 48, chunk: 16, slots: 49, width: 2 * 16 * 8, dtype: bf16, stability: KasminaAdaptive, deviation: 1},
+		{rows: 32768, seeds: 6, chunk: 128, slots: 7, width: 2 * 128 * 32, dtype: bf16, stability: KasminaAdaptive, deviation: 1},
 	} {
 		for _, kind := range []blueprints.Kind{blueprints.Residual, blueprints.LowRank, blueprints.ChunkMLP} {
 			g.scope(c.String(), func(g *rig) {

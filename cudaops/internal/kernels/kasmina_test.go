@@ -209,18 +209,36 @@ func (g *rig) readWords(b *buffer) []uint32 {
 	return words
 }
 
-// checkCounts compares the counts after so many runs.
+// checkCounts compares the counts after so many runs. A row whose norm is the limit but for rounding may be clipped or not.
 func (r *kasminaRun) checkCounts(runs int) {
 	r.Helper()
 	got := r.readWords(r.counts)
 	for s := range r.seeds {
 		for i, want := range [...]int{r.wantHealth[s].Bad, r.wantGradient[s].Bad, r.wantGradient[s].Clipped} {
-			if got := int(got[i*r.seeds+s]); got != runs*want {
-				r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g", "clipped"}[i], got, runs*want)
-				return
+			got := int(got[i*r.seeds+s])
+			if got == runs*want || i == 2 && max(got-runs*want, runs*want-got) <= runs*r.borderline(s) {
+				continue
 			}
+			r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g", "clipped"}[i], got, runs*want)
+			return
 		}
 	}
+}
+
+// borderline is how many rows of a seed's gradient have a norm that float32 cannot tell from the limit.
+func (r *kasminaRun) borderline(seed int) (n int) {
+	for row := range r.rows {
+		var sum float64
+		for _, v := range r.gr[(row*r.seeds+seed)*r.chunk:][:r.chunk] {
+			if finite(v) {
+				sum += v * v
+			}
+		}
+		if math.Abs(math.Sqrt(sum)/float64(r.states[seed].Limit)-1) < 1e-6 {
+			n++
+		}
+	}
+	return n
 }
 
 // checkFigures compares the figures of every seed: each to tol of the scale that it is known to.
