@@ -3,40 +3,34 @@
 //   y = x + α(t(x) − x)     for seeds that blend, y = x for others; see kasmina.cuh
 //   variance, mean, min, max, share of |x| < eps, |mean|/sqrt(variance + eps)
 //
-// NaN and Inf are counted and left out of the figures. While rows are on their way from memory, those that have arrived go
-// once through registers: transform, and sums for the moments; what 16-bit types can do two at a time is done so. A second
-// kernel merges what the lanes leave, in order.
-#include "kasmina.cuh"
-
-enum ForwardFigure { kMean, kLow = 4, kHigh, kDead, kForwardFigures };
+// NaN and Inf are counted and left out of the figures. A batch of rows goes once through registers: transform, and sums for
+// the moments; what 16-bit types can do two at a time is done so. What the warp's seeds do not need is left out: a warp whose
+// seeds are all dormant copies and measures. Rows with NaN, Inf or numbers too large to multiply, and the strict mode, take a
+// careful way, row by row. The lanes' figures are merged in order: by a second kernel, or where a block has all rows of its
+// seeds, by the block.
+#include "kasmina_feed.cuh"
 
 // Health is what a lane has seen of a seed's elements.
 template <class T, int E> struct Health {
   static constexpr bool pairs = inPairs<T, E>;
   using V = Wide<T, E>;
   Running m;
-  float s1, s2, dead;     // the first two of a group of rows
+  float dead, s1, s2;      // s1, s2: of a group of rows, over v − k and its square
   V low, high, few, eps;  // few: dead ones of a group, so that it is exact
 
   __device__ __forceinline__ void init(float e) {
-    dead = 0;
+    dead = s1 = s2 = 0;
     if constexpr (pairs) {
       // |x| < eps if and only if |x| < eps rounded up to x's type
       T up = fromFloat<T>(e);
       if (toFloat(up) < e) *reinterpret_cast<uint16_t*>(&up) += 1;
-      eps = V{up, up}, low = pairOf<T>(INFINITY), high = pairOf<T>(-INFINITY);
+      eps = V{up, up}, low = pairOf<T>(INFINITY), high = pairOf<T>(-INFINITY), few = pairOf<T>(0);
     } else {
-      eps = e, low = INFINITY, high = -INFINITY;
+      few = 0, eps = e, low = INFINITY, high = -INFINITY;
     }
-    clear();
   }
-  __device__ __forceinline__ void clear() {
-    s1 = s2 = 0;
-    if constexpr (pairs) few = pairOf<T>(0);
-    else few = 0;
-  }
-  // add takes in elements that are all finite: v, as they are stored, and their magnitudes.
-  __device__ __forceinline__ void add(const float* v, const T* stored, const V* magnitude) {
+  // add takes in elements that are all finite: v, and as they are stored. A group of them ends with merge.
+  __device__ __forceinline__ void add(const float* v, const T* stored) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       float d = v[j] - m.k;
@@ -47,115 +41,151 @@ template <class T, int E> struct Health {
 #pragma unroll
       for (int j = 0; j < E / 2; j++) {
         low = __hmin2(low, raw[j]), high = __hmax2(high, raw[j]);
-        few = __hadd2(few, __hlt2(magnitude[j], eps));
+        few = __hadd2(few, __hlt2(__habs2(raw[j]), eps));
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < E; j++) low = fminf(low, v[j]), high = fmaxf(high, v[j]), few += magnitude[j] < eps ? 1.0f : 0.0f;
+      for (int j = 0; j < E; j++) low = fminf(low, v[j]), high = fmaxf(high, v[j]), few += fabsf(v[j]) < eps ? 1.0f : 0.0f;
     }
   }
-  __device__ __forceinline__ void addFinite(float v, float e) {
-    float d = v - m.k;
-    s1 += d, s2 = fmaf(d, d, s2), dead += fabsf(v) < e;
-    if constexpr (pairs) low = __hmin2(low, pairOf<T>(v)), high = __hmax2(high, pairOf<T>(v));
-    else low = fminf(low, v), high = fmaxf(high, v);
-  }
-  __device__ __forceinline__ void group(int n) {
+  __device__ __forceinline__ void merge(int n) {
     m.add(s1, s2, float(n));
-    if constexpr (pairs) dead += __low2float(few) + __high2float(few);
-    else dead += few;
-    clear();
+    if constexpr (pairs) dead += __low2float(few) + __high2float(few), few = pairOf<T>(0);
+    else dead += few, few = 0;
+    s1 = s2 = 0;
   }
-  __device__ __forceinline__ void put(const Partials& out) const {
-    out.put(kMean, m);
-    out[kDead] = dead;
-    if constexpr (pairs) {
-      out[kLow] = fminf(__low2float(low), __high2float(low)), out[kHigh] = fmaxf(__low2float(high), __high2float(high));
-    } else {
-      out[kLow] = low, out[kHigh] = high;
+  // addRow takes in elements any of which may be NaN or Inf, and returns how many are.
+  __device__ __forceinline__ int addRow(const float* v, float e) {
+    float s1 = 0, s2 = 0;
+    int n = 0;
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      if (!finite(v[j])) continue;
+      float d = v[j] - m.k;
+      s1 += d, s2 = fmaf(d, d, s2), dead += fabsf(v[j]) < e, n++;
+      if constexpr (pairs) low = __hmin2(low, pairOf<T>(v[j])), high = __hmax2(high, pairOf<T>(v[j]));
+      else low = fminf(low, v[j]), high = fmaxf(high, v[j]);
     }
+    m.add(s1, s2, float(n));
+    return E - n;
+  }
+  __device__ __forceinline__ void put(float4* to) const {
+    to[0] = record(m);
+    if constexpr (pairs)
+      to[1] = {fminf(__low2float(low), __high2float(low)), fmaxf(__low2float(high), __high2float(high)), dead, 0};
+    else to[1] = {low, high, dead, 0};
   }
 };
 
 // evaluate computes the outputs of a seed's inputs x; x1 and x2 are those before them, unless the chunk is whole. All are
-// scaled alike.
-template <bool careful, bool whole, int E>
+// scaled alike. taps is whether any seed has r1 or r2.
+template <bool careful, bool whole, bool taps, int E>
 __device__ __forceinline__ void evaluate(float (&y)[E], const float* x, float x1, float x2, const Seed<E>& s, float scale) {
 #pragma unroll
   for (int j = 0; j < E; j++) {
     float sum = s.q[j] * scale;
-    if (!whole || j > 1) sum = addTerm<careful>(s.r2, j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, sum);
-    if (!whole || j > 0) sum = addTerm<careful>(s.r1, j > 0 ? x[j > 0 ? j - 1 : 0] : x1, sum);
+    if (taps && (!whole || j > 1)) sum = addTerm<careful>(s.r2, j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, sum);
+    if (taps && (!whole || j > 0)) sum = addTerm<careful>(s.r1, j > 0 ? x[j > 0 ? j - 1 : 0] : x1, sum);
     float c = x[j] > 0 ? s.p[j] : s.u[j];
     y[j] = careful && x[j] != x[j] ? x[j] : addTerm<careful>(c, x[j], sum);  // NaN is never hidden
   }
 }
 
+// HealthSums merge records.
+struct HealthSums {
+  Sums m;
+  float low = INFINITY, high = -INFINITY;
+  double dead = 0;
+  __device__ __forceinline__ void add(const HealthSums& o) {
+    m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
+  }
+};
+
+// mergeHealth turns records [lanes, units], two float4 each, into figures [8, seeds]: the six, and mean and variance once more
+// for those whose six are replaced by another reduction. share threads merge those of a seed, of each units; i is the thread's
+// number, and first the seed of the first threads, whose units begin at records. Launch: kMergeThreads a block.
+__device__ __forceinline__ void mergeHealth(float* figures, const float4* records, int lanes, int units, int each, int first,
+                                            int seeds, int share, int i, float eps) {
+  HealthSums h;
+  const int nth = i / share, seed = first + nth;
+  double pivot = 0;
+  if (seed < seeds) {
+    records += 2 * int64_t(nth) * each;
+    pivot = records->x;
+#pragma unroll 4
+    for (int p = i % share; p < lanes * each; p += share) {
+      const float4* r = records + 2 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
+      float4 m = r[0], o = r[1];
+      h.m.add(m, pivot);
+      h.low = fminf(h.low, o.x), h.high = fmaxf(h.high, o.y), h.dead += o.z;
+    }
+  }
+  addOver(h, share, i);
+  if (seed >= seeds || i % share > 0) return;
+  const Moments m = h.m.moments(pivot);
+  const bool any = m.n > 0;
+  const float v = float(m.variance()), mean = float(m.mean);
+  const float out[8] = {v, mean, any ? h.low : 0, any ? h.high : 0, any ? float(h.dead) / float(m.n) : 0,
+                        any ? fabsf(mean) / sqrtf(v + eps) : 0, mean, v};
+#pragma unroll
+  for (int f = 0; f < 8; f++) figures[int64_t(f) * seeds + seed] = out[f];
+}
+
 // Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
-// blocks share the rows. partial is [kForwardFigures, lanes, units], or null in the strict mode without figures; bad [seeds]
-// is added to. Dynamic shared memory, unless N is 1: kStages·kThreads·16 bytes.
-template <class T, int N, int E, bool whole, Mode mode>
-__device__ __forceinline__ void forward(const Layer& l, T* y, const T* x, float* partial, uint32_t* bad) {
-  constexpr int G = N / E;
-  extern __shared__ uint4 shared[];
-  const bool watch = mode == kWatch || mode == kStrict && partial;
+// blocks share the rows. records is [lanes, units] of two float4, or null in the strict mode without figures; bad [seeds] is
+// added to. alone: gridDim.y is 1 and N·blockDim.x columns are whole chunks; figures are written, records not.
+template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
+__device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>& src, const Share& share, float4* records,
+                                        float* figures, uint32_t* bad) {
+  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
+  extern __shared__ __align__(128) uint4 shared[];
+  const T* x = src.p[0];
+  const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   Lane lane(N);
-  if (!lane.find(d)) return;
-  const int col = lane.col, seed = col / l.chunk, at = whole ? 0 : col % l.chunk, count = lane.rows(l.rows);
-  const int64_t step = lane.count * d;
-  x += lane.index * d + col, y += lane.index * d + col;
-  Rows<T, N, 1> rows(shared, step, count);
-  rows.p[0] = x;
-  rows.start();
-
-  Neighbours<T, N> neighbours(lane, at, l.chunk);
-  const float large = greatest<T>(l.large);
-  Seed<E> s[G];
+  const bool here = lane.find(d);
+  if (!here && !alone) return;
   Health<T, E> h[G];
-  int lost[G], counted[G] = {};  // non-finite elements, and those of them that are already in m
 #pragma unroll
-  for (int g = 0; g < G; g++) {
-    s[g].init(l, seed + g, at);
-    s[g].bySign();
-    h[g].init(l.eps), lost[g] = 0;
-    if (watch && count > 0)
+  for (int g = 0; g < G; g++) h[g].init(l.eps);
+  const int seed = lane.col / l.chunk, at = whole ? 0 : lane.col % l.chunk;
+  if (here) {
+    const Work<B> work(lane, share, l.rows, d);
+    Feed feed(shared, src, lane, work);
+    const Neighbours<T, N> neighbours(lane, at, l.chunk);
+    const float large = greatest<T>(l.large);
+    Pack<T, N> top{};
+    if (watch && work.any()) top = load<N>(x + work.start());
+    Seed<E> s[G];
+    int lost[G] = {};  // elements that are NaN or Inf
+    bool blends = false, taps = false;
 #pragma unroll
-      for (int j = E - 1; j >= 0; j--) {
-        float v = toFloat(x[g * E + j]);
-        if (finite(v)) h[g].m.k = v;
-      }
-  }
+    for (int g = 0; g < G; g++) {
+      s[g].init(l, seed + g, at);
+      s[g].bySign();
+      blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
+#pragma unroll
+      for (int j = E - 1; j >= 0; j--)
+        if (watch && finite(top.get(g * E + j))) h[g].m.k = top.get(g * E + j);
+    }
+    const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, blends);
 
-  auto row = [&](auto n, int u) {
-    Pack<T, N> in[1];
-    rows.template next<decltype(n)::value>(u, in);
-    Pack<T, N>& v = in[0];
-    float x1 = 0, x2 = 0, e[N];
-    if (!whole) neighbours.before(v, x, x1, x2);
-    unpack(e, v, 0);
-    Magnitudes<T, N> magnitudes(v);
-    bool fine = magnitudes.within(large);
-    if (!whole) fine = fine && fabsf(x1) <= large && fabsf(x2) <= large;
-    if (mode != kStrict && fine) {
-#pragma unroll
-      for (int g = 0; g < G; g++) {
-        if (watch) h[g].add(e + g * E, v.v + g * E, magnitudes.v + g * (magnitudes.words / G));
-        float out[E];
-        evaluate<false, whole>(out, e + g * E, x1, x2, s[g], 1);
-        if (s[g].blends) setPart(v, g * E, out);
-      }
-    } else {  // NaN, Inf, or beyond what is safe to multiply; or the strict mode
+    auto slowRow = [&](int64_t row) {
+      Pack<T, N> v = load<N>(x + row);
+      float x1 = 0, x2 = 0, e[N];
+      if (!whole) neighbours.loadBefore(x + row, x1, x2);
+      unpack(e, v, 0);
 #pragma unroll
       for (int g = 0; g < G; g++) {
         float top = maxNaN(fabsf(x1), fabsf(x2)), out[E], b1 = x1, b2 = x2;
+        if (watch) {
+          lost[g] += h[g].addRow(e + g * E, l.eps);
+        } else {
 #pragma unroll
-        for (int j = 0; j < E; j++) {
-          float& v = e[g * E + j];
-          top = maxNaN(top, fabsf(v));
-          if (!finite(v)) lost[g]++;
-          else if (watch) h[g].addFinite(v, l.eps);
+          for (int j = 0; j < E; j++) lost[g] += !finite(e[g * E + j]);
         }
+#pragma unroll
+        for (int j = 0; j < E; j++) top = maxNaN(top, fabsf(e[g * E + j]));
         int exp = 0;
         if (mode == kStrict) {
           Strict strict(l, seed + g, s[g].active);
@@ -168,94 +198,132 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const T* x, float*
         float down = ldexpf(1, -exp), up = ldexpf(1, exp);
 #pragma unroll
         for (int j = 0; j < E; j++) e[g * E + j] *= down;
-        evaluate<true, whole>(out, e + g * E, b1 * down, b2 * down, s[g], down);
+        evaluate<true, whole, true>(out, e + g * E, b1 * down, b2 * down, s[g], down);
 #pragma unroll
         for (int j = 0; j < E; j++) out[j] *= up;
         if (s[g].blends) setPart(v, g * E, out);
       }
-    }
-    store(y, v);
-    x += step, y += step;
-  };
-  auto group = [&](int n) {
-    if (watch)
+      store(y + row, v);
+    };
+    // Of a batch without extremes; needs says what its seeds do: nothing, no taps, all.
+    auto fast = [&](auto needs, Pack<T, N>* v, const float* x1, const float* x2) {
+      constexpr int need = decltype(needs)::value;
 #pragma unroll
-      for (int g = 0; g < G; g++) h[g].group(n * E - lost[g] + counted[g]), counted[g] = lost[g];
-  };
-  walk<Rows<T, N, 1>::ahead>(count, row, group);
-
+      for (int g = 0; g < G; g++) {
 #pragma unroll
-  for (int g = 0; g < G; g++) {
-    if (lost[g] > 0) atomicAdd(bad + seed + g, uint32_t(lost[g]));  // of integers, so in any order
-    if (watch) h[g].put({partial, lane.count * units, lane.index * units + col / E + g});
-  }
-}
-
-// merge turns the partials into figures [8, seeds]: the six, and mean and variance once more, for those whose six are
-// replaced by another reduction. Launch: kMergeThreads, blockDim.x seeds a block and blockDim.y, a power of two, for each.
-__device__ __forceinline__ void merge(float* figures, float* partial, int lanes, int units, int seeds, float eps) {
-  struct Share {
-    Sums m;
-    float low, high, dead;
-  };
-  __shared__ Share shared[kMergeThreads];
-  int seed = blockIdx.x * blockDim.x + threadIdx.x, each = units / seeds;
-  Share h{{}, INFINITY, -INFINITY, 0};
-  double pivot = 0;
-  if (seed < seeds) {
-    Partials p{partial, int64_t(lanes) * units, int64_t(seed) * each};
-    pivot = p[kMean];
-#pragma unroll 4
-    for (int i = threadIdx.y; i < lanes * each; i += blockDim.y) {
-      p.at = int64_t(i / each) * units + int64_t(seed) * each + i % each;
-      h.m.add(p, kMean, pivot);
-      h.low = fminf(h.low, p[kLow]), h.high = fmaxf(h.high, p[kHigh]), h.dead += p[kDead];
+        for (int u = 0; u < B; u++) {
+          float e[E], out[E];
+          unpack(e, v[u], g * E);
+          if (watch) h[g].add(e, v[u].v + g * E);
+          if (need > 0) {
+            evaluate<false, whole, (need > 1)>(out, e, x1[u], x2[u], s[g], 1);
+            setPartIf(s[g].blends, v[u], g * E, out);
+          }
+        }
+      }
+    };
+    int pending = 0;  // batches not merged yet
+    auto flush = [&] {
+      if (watch)
+#pragma unroll
+        for (int g = 0; g < G; g++) h[g].merge(pending * (B * E));
+      pending = 0;
+    };
+    int64_t row = work.place(work.row);
+#pragma unroll 1
+    for (int i = 0; i < work.batches; i++, row += work.step()) {
+      bool fine = false;
+      Pack<T, N> v[1][B];
+      if (mode != kStrict) {
+        float x1[B] = {}, x2[B] = {};
+        feed.next(v, row);
+        Magnitudes<T, N> most(v[0]);
+        if (!whole && terms > 1)
+#pragma unroll
+          for (int u = 0; u < B; u++) {
+            neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
+            most.take(x1[u]), most.take(x2[u]);
+          }
+        fine = most.within(large);
+        if (fine) {
+          if (terms == 2) fast(Int<2>{}, v[0], x1, x2);
+          else if (terms == 1) fast(Int<1>{}, v[0], x1, x2);
+          else fast(Int<0>{}, v[0], x1, x2);
+        }
+      }
+      if (fine) {
+#pragma unroll
+        for (int u = 0; u < B; u++) store(y + row + int64_t(u) * d, v[0][u]);
+        if (++pending == group) flush();
+      } else {
+        flush();
+#pragma unroll 1
+        for (int u = 0; u < B; u++) slowRow(row + int64_t(u) * d);
+      }
     }
+    flush();
+#pragma unroll 1
+    for (int u = 0; u < work.singles; u++) slowRow(work.place(work.rest + u));
+#pragma unroll
+    for (int g = 0; g < G; g++)
+      if (lost[g] > 0) atomicAdd(bad + seed + g, uint32_t(lost[g]));  // of integers, so in any order
   }
-  auto mine = [&](int y) -> Share& { return shared[y * blockDim.x + threadIdx.x]; };
-  mine(threadIdx.y) = h;
-  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+  if (!watch) return;
+  if constexpr (alone) {
+    __shared__ float4 own[kThreads * G * 2];
+    const int wide = blockDim.x * G, each = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / each;
+#pragma unroll
+    for (int g = 0; g < G; g++) h[g].put(own + 2 * (threadIdx.y * wide + threadIdx.x * G + g));
     __syncthreads();
-    if (threadIdx.y >= half) continue;
-    Share& a = mine(threadIdx.y);
-    const Share& b = mine(threadIdx.y + half);
-    a.m.add(b.m);
-    a.low = fminf(a.low, b.low), a.high = fmaxf(a.high, b.high), a.dead += b.dead;
+    mergeHealth(figures, own, blockDim.y, wide, each, first, l.seeds, kThreads * each / wide, Lane::inBlock(), l.eps);
+  } else {
+#pragma unroll
+    for (int g = 0; g < G; g++) h[g].put(records + 2 * (lane.index * units + lane.col / E + g));
   }
-  if (seed >= seeds || threadIdx.y > 0) return;
-  h = mine(0);
-  Moments m = h.m.moments(pivot);
-  bool any = m.n > 0;
-  double v = m.variance();
-  const float out[8] = {float(v),
-                        float(m.mean),
-                        any ? h.low : 0,
-                        any ? h.high : 0,
-                        any ? float(h.dead / m.n) : 0,
-                        any ? float(fabs(m.mean) / sqrt(v + eps)) : 0,
-                        float(m.mean),
-                        float(v)};
-  for (int i = 0; i < 8; i++) figures[int64_t(i) * seeds + seed] = out[i];
 }
 
-#define DEFINE_MODE(mode, name, T, N, E, whole)                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      kasmina_forward_##name##_##T(Layer l, T* y, const T* x, float* partial, uint32_t* bad) {                \
-    forward<T, N, E, whole, mode>(l, y, x, partial, bad);                                                     \
+template <class T, int N> using PlainRows = Direct<T, N, 1, 4>;
+template <class T, int N> using TileRows = Early<T, N, 1, 2>;
+template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
+template <class T, int N> using BulkRows = Bulk<T, N, 1, 4>;
+
+#define DEFINE_FORWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                             \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                \
+      kasmina_forward_##family##_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,            \
+                                                        float4* records, float* figures, uint32_t* bad) {  \
+    forward<T, N, E, whole, mode, feed<T, N>, alone>(l, y, {{x}, {}}, share, records, figures, bad);       \
   }
-#define DEFINE_SHAPE(shape, T, N, E, whole)            \
-  DEFINE_MODE(kWatch, watch_##shape, T, N, E, whole)   \
-  DEFINE_MODE(kQuiet, quiet_##shape, T, N, E, whole)   \
-  DEFINE_MODE(kStrict, strict_##shape, T, N, E, whole)
-#define DEFINE(T) FOR_SHAPES(DEFINE_SHAPE, T)
+#define DEFINE_BULK(mode, name, shape, T, N, E, whole)                                                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                              \
+      kasmina_forward_bulk_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,                                \
+                                                  const __grid_constant__ TensorMap map, float4* records, float* figures, \
+                                                  uint32_t* bad) {                                                       \
+    forward<T, N, E, whole, mode, BulkRows<T, N>, false>(l, y, {{x}, {&map}}, share, records, figures, bad);             \
+  }
+#define DEFINE_PLAIN(shape, T, N, E, whole)                                                             \
+  DEFINE_FORWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)              \
+  DEFINE_FORWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows, false)              \
+  DEFINE_FORWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows, false)
+#define DEFINE_WIDE(shape, T, N, E, whole)                                                              \
+  DEFINE_FORWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)                \
+  DEFINE_FORWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)                    \
+  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)                    \
+  DEFINE_BULK(kWatch, watch, shape, T, N, E, whole)                                                     \
+  DEFINE_BULK(kQuiet, quiet, shape, T, N, E, whole)
+#define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
-#undef DEFINE_SHAPE
-#undef DEFINE_MODE
+#undef DEFINE_WIDE
+#undef DEFINE_PLAIN
+#undef DEFINE_BULK
+#undef DEFINE_FORWARD
 
+// Launch: kMergeThreads/share seeds a block; it may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_merge(float* figures, float* partial, int lanes, int units, int seeds, float eps) {
-  merge(figures, partial, lanes, units, seeds, eps);
+    kasmina_merge(float* figures, const float4* records, int lanes, int units, int seeds, int share, float eps) {
+  awaitPrevious();
+  const int each = units / seeds, first = blockIdx.x * (kMergeThreads / share);
+  mergeHealth(figures, records + 2 * int64_t(first) * each, lanes, units, each, first, seeds, share, threadIdx.x, eps);
 }
 
 // Of each slot, max(w) and 1/Σexp(w − max w). Launch: a warp a slot, 8 a block.

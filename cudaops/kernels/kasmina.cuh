@@ -160,111 +160,7 @@ __device__ __forceinline__ bool finite(float v) { return fabsf(v) < INFINITY; }
 // Int is a number as a type, for lambdas.
 template <int n> struct Int { static constexpr int value = n; };
 
-// ---- Memory ----
-
-constexpr int kThreads = 256;
-constexpr int kGroup = 8;   // rows whose sums are formed before they are merged with the others'
-constexpr int kStages = 8;  // rows of a thread on their way from memory at once, if accesses have 16 bytes
-
-// Lane is where a thread works: the columns from col on, and the rows first, first + step, ... The threads of a warp that
-// have the same rows are peers.
-struct Lane {
-  int col;
-  int64_t index, count;  // of lanes
-  unsigned peers;
-
-  __device__ __forceinline__ Lane(int n) {
-    col = (blockIdx.x * blockDim.x + threadIdx.x) * n;
-    index = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, count = int64_t(gridDim.y) * blockDim.y;
-  }
-  // find says whether the thread has any columns of d. All threads of the block call it.
-  __device__ __forceinline__ bool find(int d) {
-    unsigned busy = __ballot_sync(kAllLanes, col < d);
-    peers = busy & __match_any_sync(kAllLanes, threadIdx.y);
-    return col < d;
-  }
-  __device__ __forceinline__ int rows(int64_t all) const { return index < all ? int((all - 1 - index) / count) + 1 : 0; }
-  __device__ __forceinline__ int inWarp() const { return (threadIdx.y * blockDim.x + threadIdx.x) % kWarp; }
-};
-
-// Rows feeds a thread its columns of A arrays of one shape, row by row. Accesses of 16 bytes go through shared memory,
-// kStages − 1 rows ahead; a thread reads what it has itself fetched, so no barrier is needed. Others are loaded some rows at
-// a time.
-template <class T, int N, int A> struct Rows {
-  using V = Pack<T, N>;
-  static constexpr bool ahead = sizeof(V) == 16;
-  static constexpr int batch = 4;
-  static constexpr uint32_t array = kThreads * sizeof(V), stage = A * array;  // bytes of shared memory
-  const T* p[A];             // the next row to fetch
-  int64_t step;              // elements from one row of the lane to the next
-  int left;                  // rows not fetched yet
-  uint32_t ring, put, take;  // its address, and offsets into it
-  V loaded[ahead ? 1 : batch][A];
-
-  __device__ __forceinline__ Rows(void* shared, int64_t step, int rows) : step(step), left(rows), put(0), take(0) {
-    ring = uint32_t(__cvta_generic_to_shared(shared)) + (threadIdx.y * blockDim.x + threadIdx.x) * sizeof(V);
-  }
-  __device__ __forceinline__ void request() {
-    if (left > 0) {
-#pragma unroll
-      for (int a = 0; a < A; a++) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ring + put + a * array), "l"(p[a]) : "memory");
-        p[a] += step;
-      }
-    }
-    left--;
-    put = (put + stage) % (kStages * stage);
-    commitAsync();
-  }
-  __device__ __forceinline__ void start() {
-    if (ahead)
-      for (int i = 0; i < kStages - 1; i++) request();
-  }
-  // next gives row u of n that are loaded at a time.
-  template <int n> __device__ __forceinline__ void next(int u, V (&v)[A]) {
-    if constexpr (ahead) {
-      request();
-      awaitAsync<kStages - 1>();
-#pragma unroll
-      for (int a = 0; a < A; a++) {
-        uint4& w = *reinterpret_cast<uint4*>(&v[a]);
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                     : "r"(ring + take + a * array)
-                     : "memory");
-      }
-      take = (take + stage) % (kStages * stage);
-    } else {
-      if (u == 0)
-#pragma unroll
-        for (int i = 0; i < n; i++)
-#pragma unroll
-          for (int a = 0; a < A; a++) loaded[i][a] = load<N>(p[a]), p[a] += step;
-#pragma unroll
-      for (int a = 0; a < A; a++) v[a] = loaded[u][a];
-    }
-  }
-};
-
-// walk calls row(Int<n>, u) for each of a lane's rows, which may be row u of n that are loaded at a time, and after every few
-// of them group(how many).
-template <bool ahead, class Row, class Group> __device__ __forceinline__ void walk(int rows, Row row, Group group) {
-  constexpr int batch = 4;
-  int i = 0;
-  if (!ahead)
-    for (; i + batch <= rows; i += batch) {
-#pragma unroll
-      for (int u = 0; u < batch; u++) row(Int<batch>{}, u);
-      group(batch);
-    }
-  int n = 1, left = n;  // the first row alone: what deviations are taken from must soon be near the mean
-#pragma unroll 1
-  for (; i < rows; i++) {
-    row(Int<1>{}, 0);
-    if (--left == 0) group(n), left = n = kGroup;
-  }
-  group(n - left);
-}
+// ---- Elements ----
 
 // unpack converts E elements of a pack, from element at on.
 template <class T, int N, int E> __device__ __forceinline__ void unpack(float (&x)[E], const Pack<T, N>& v, int at) {
@@ -296,6 +192,22 @@ template <class T, int N, int E> __device__ __forceinline__ void setPart(Pack<T,
   }
 }
 
+// setPartIf is setPart if wanted: without a branch, across which nothing could be scheduled.
+template <class T, int N, int E>
+__device__ __forceinline__ void setPartIf(bool wanted, Pack<T, N>& v, int at, const float (&x)[E]) {
+  Pack<T, N> set = v;
+  setPart(set, at, x);
+  if constexpr (sizeof(T) * E % 4 == 0) {
+#pragma unroll
+    for (int j = 0; j < E; j += 4 / sizeof(T)) {
+      uint32_t& word = *reinterpret_cast<uint32_t*>(&v.v[at + j]);
+      word = wanted ? *reinterpret_cast<const uint32_t*>(&set.v[at + j]) : word;
+    }
+  } else if (wanted) {
+    v = set;
+  }
+}
+
 // Pair is two elements of a 16-bit type.
 template <class T> struct PairOf { using type = float; };
 template <> struct PairOf<bf16> { using type = __nv_bfloat162; };
@@ -314,36 +226,34 @@ template <class T> __device__ __forceinline__ float greatest(float limit) {
   return fminf(limit, sizeof(T) == 4 ? FLT_MAX : __is_same(T, bf16) ? 0x1.fep127f : 65504.0f);
 }
 
-// Magnitudes are those of N elements, two at a time if the type allows it.
+// Magnitudes tells whether numbers are all within a limit, two at a time if the type allows it.
 template <class T, int N> struct Magnitudes {
   static constexpr bool pairs = inPairs<T, N>;
-  using V = typename std::conditional<pairs, Pair<T>, float>::type;
-  static constexpr int words = pairs ? N / 2 : N;
-  V v[words];
+  typename std::conditional<pairs, Pair<T>, float>::type most;
+  float others = 0;
 
-  __device__ __forceinline__ Magnitudes(const Pack<T, N>& x) {
+  template <int B> __device__ __forceinline__ Magnitudes(const Pack<T, N> (&x)[B]) {
+    if constexpr (pairs) most = pairOf<T>(0);
+    else most = 0;
 #pragma unroll
-    for (int i = 0; i < words; i++) {
+    for (int b = 0; b < B; b++) {
       if constexpr (pairs) {
-        uint32_t w = reinterpret_cast<const uint32_t*>(&x)[i] & 0x7fff7fffu;
-        v[i] = *reinterpret_cast<const V*>(&w);
+        const Pair<T>* v = reinterpret_cast<const Pair<T>*>(&x[b]);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) most = __hmax2_nan(most, __habs2(v[i]));
       } else {
-        v[i] = fabsf(x.get(i));
+#pragma unroll
+        for (int i = 0; i < N; i++) most = maxNaN(most, fabsf(x[b].get(i)));
       }
     }
   }
+  __device__ __forceinline__ void take(float v) { others = maxNaN(others, fabsf(v)); }
+
   // within says whether none exceeds limit or is NaN.
   __device__ __forceinline__ bool within(float limit) const {
-    V most = v[0];
-    if constexpr (pairs) {
-#pragma unroll
-      for (int i = 1; i < words; i++) most = __hmax2_nan(most, v[i]);
-      return __hble2(most, V{fromFloat<T>(limit), fromFloat<T>(limit)});
-    } else {
-#pragma unroll
-      for (int i = 1; i < words; i++) most = maxNaN(most, v[i]);
-      return most <= limit;
-    }
+    bool fine = others <= limit;
+    if constexpr (pairs) return fine && __hble2(most, Pair<T>{fromFloat<T>(limit), fromFloat<T>(limit)});
+    else return fine && most <= limit;
   }
 };
 
@@ -352,49 +262,6 @@ template <class T, int E> using Wide = typename std::conditional<inPairs<T, E>, 
 
 // Mode is a variant of a kernel: with figures, without, or with the strict mode's clamp and figures where they are wanted.
 enum Mode { kWatch, kQuiet, kStrict };
-
-// Shuffles between the threads that hold neighbouring columns: the last elements of the one before, the first of the one
-// behind. Where that thread is in another warp, the elements are loaded.
-template <class T, int N> struct Neighbours {
-  bool left, right;  // of this thread's columns there is one in the chunk
-  bool loadLeft, loadRight;
-  unsigned peers;
-
-  __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk) : peers(l.peers) {
-    left = at > 0, right = at + N < chunk;
-    loadLeft = left && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
-    loadRight = right && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
-  }
-  // before gives the elements before v, whose place in memory is p: x1 right before it, x2 before x1.
-  __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
-    x1 = __shfl_up_sync(peers, v.get(N - 1), 1), x2 = __shfl_up_sync(peers, v.get(N - 2), 1);
-    if (loadLeft) x1 = toFloat(p[-1]), x2 = toFloat(p[-2]);
-    if (!left) x1 = x2 = 0;
-  }
-  __device__ __forceinline__ void behind(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
-    x1 = __shfl_down_sync(peers, v.get(0), 1), x2 = __shfl_down_sync(peers, v.get(1), 1);
-    if (loadRight) x1 = toFloat(p[N]), x2 = toFloat(p[N + 1]);
-    if (!right) x1 = x2 = 0;
-  }
-};
-
-// sumOver adds up over the threads that share a chunk: share of them, a power of two.
-__device__ __forceinline__ float sumOver(float v, int share, unsigned peers) {
-  for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
-  return v;
-}
-
-// A single element is loaded with those around it.
-template <class T> struct Neighbours<T, 1> {
-  int at, chunk;
-  __device__ __forceinline__ Neighbours(const Lane&, int at, int chunk) : at(at), chunk(chunk) {}
-  __device__ __forceinline__ void before(const Pack<T, 1>&, const T* p, float& x1, float& x2) const {
-    x1 = at > 0 ? toFloat(p[-1]) : 0, x2 = at > 1 ? toFloat(p[-2]) : 0;
-  }
-  __device__ __forceinline__ void behind(const Pack<T, 1>&, const T* p, float& x1, float& x2) const {
-    x1 = at + 1 < chunk ? toFloat(p[1]) : 0, x2 = at + 2 < chunk ? toFloat(p[2]) : 0;
-  }
-};
 
 // ---- Moments ----
 
@@ -414,6 +281,12 @@ struct Running {
   }
 };
 
+// inverse is 1/n to about 1e-14, in a fraction of the time of a division.
+__device__ __forceinline__ double inverse(double n) {
+  double r = __frcp_rn(float(n));
+  return r * (2 - n * r);
+}
+
 // Moments are the same in float64, for merging.
 struct Moments {
   double n = 0, mean = 0, m2 = 0;
@@ -425,43 +298,55 @@ struct Moments {
     m2 += o.m2 + d * d * n * share;
     n = all;
   }
-  __device__ __forceinline__ double variance() const { return n > 0 ? (m2 < INFINITY ? fmax(m2, 0.0) / n : INFINITY) : 0; }
+  __device__ __forceinline__ double variance() const { return n > 0 ? (m2 < INFINITY ? fmax(m2, 0.0) * inverse(n) : INFINITY) : 0; }
   __device__ __forceinline__ double norm() const { return sqrt(variance() * n + n * mean * mean); }
 };
 
-// Partials are what the lanes leave of their rows: arrays [figure, lane, unit], where a unit is the E elements of a Seed.
-struct Partials {
-  float* base;
-  int64_t stride; // lanes·units
-  int64_t at;
-  __device__ __forceinline__ float& operator[](int figure) const { return base[figure * stride + at]; }
-
-  __device__ __forceinline__ void put(int figure, const Running& r) const {
-    (*this)[figure] = r.k, (*this)[figure + 1] = r.e, (*this)[figure + 2] = r.m2, (*this)[figure + 3] = r.n;
-  }
-};
+// A record is what a lane leaves of a unit, the E elements of a Seed: four numbers of Running, then others.
+__device__ __forceinline__ float4 record(const Running& r) { return {r.k, r.e, r.m2, r.n}; }
 
 // Sums merge moments without a division for each: of deviations from a pivot next to the mean, so that nothing large
 // cancels, which double precision makes sure of.
 struct Sums {
   double n = 0, d = 0, d2 = 0;
 
-  __device__ __forceinline__ void add(const Partials& p, int figure, double pivot) {
-    double count = p[figure + 3], dv = double(p[figure]) - pivot + p[figure + 1];
-    n += count, d += count * dv, d2 += p[figure + 2] + count * dv * dv;
+  __device__ __forceinline__ void add(const float4& r, double pivot) {
+    double count = r.w, dv = double(r.x) - pivot + r.y;
+    n += count, d += count * dv, d2 += r.z + count * dv * dv;
   }
   __device__ __forceinline__ void add(const Sums& o) { n += o.n, d += o.d, d2 += o.d2; }
   __device__ __forceinline__ Moments moments(double pivot) const {
     if (!(n > 0)) return {};
-    return {n, pivot + d / n, d2 - d * d / n};
+    double mean = d * inverse(n);
+    return {n, pivot + mean, d2 - d * mean};
   }
 };
 
-constexpr int kMergeThreads = 512;
+constexpr int kMergeThreads = 256;
 
-// Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the
-// chunk. quad: chunks of 4. part: chunks of whole accesses. single: any chunk, element by element.
-#define FOR_SHAPES(DEFINE, T)       \
-  DEFINE(quad, T, kVec<T>, 4, true) \
-  DEFINE(part, T, kVec<T>, kVec<T>, false) \
-  DEFINE(single, T, 1, 1, false)
+// addOver adds up, with S::add, over the groups of share threads that a block of kMergeThreads is made of, share being a power
+// of two; the first of each group has the result. i is the thread's number. All threads of the block call it.
+template <class S> __device__ __forceinline__ void addOver(S& s, int share, int i) {
+  __shared__ alignas(S) char room[kMergeThreads / kWarp * sizeof(S)];
+  S* warps = reinterpret_cast<S*>(room);
+  constexpr int words = sizeof(S) / 4;
+  for (int k = min(share, kWarp) / 2; k > 0; k /= 2) {
+    S o;
+#pragma unroll
+    for (int w = 0; w < words; w++)
+      reinterpret_cast<uint32_t*>(&o)[w] = __shfl_xor_sync(kAllLanes, reinterpret_cast<const uint32_t*>(&s)[w], k);
+    s.add(o);
+  }
+  if (share <= kWarp) return;
+  if (i % kWarp == 0) warps[i / kWarp] = s;
+  __syncthreads();
+  if (i % share == 0)
+    for (int w = 1; w < share / kWarp; w++) s.add(warps[i / kWarp + w]);
+}
+
+// awaitPrevious waits for the kernel before this one, which was launched to overlap with it.
+__device__ __forceinline__ void awaitPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -9,55 +9,59 @@
 // The sums over rows that all this takes are few, whatever the kind: of g·m for each column, where m is 1 for Residual, x for
 // AttentionGate and ConvFilter and x where the relu is open for MLPExpansion, and of g[i]·x[i−1] and g[i]·x[i−2] for each seed.
 // What is made of them, softmax's own gradient included, is linear and comes after the sums. Lanes leave theirs in sums
-// [lanes, columns + 2·units]; they are added up in order, over lanes and then over the seeds of a slot.
-#include "kasmina.cuh"
+// [lanes, columns + 2·units]; they are added up in order, over lanes (which a block that has all rows of its seeds does at
+// once) and then over the seeds of a slot. Batches and the careful way are as in kasmina.cu.
+#include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
-enum GradientFigure { kMean, kTop = 4, kNorms, kGradientFigures = 9 };
 
 // Seen is what a lane has seen of a seed's gradients.
 template <class T, int E> struct Seen {
   static constexpr bool pairs = inPairs<T, E>;
   Running m, norms;
-  float s1, s2, n1, n2, normed;  // of a group of rows
+  float s1 = 0, s2 = 0, n1 = 0, n2 = 0;  // of rows not merged yet: over g − k, and over norms likewise
   Wide<T, E> top;
 
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ Seen() {
     if constexpr (pairs) top = pairOf<T>(0);
     else top = 0;
-    clear();
   }
-  __device__ __forceinline__ void clear() { s1 = s2 = n1 = n2 = normed = 0; }
-  __device__ __forceinline__ void add(const float* g, const Wide<T, E>* magnitude) {
+  // add takes in elements that are all finite: g, and as they are stored.
+  __device__ __forceinline__ void add(const float* g, const T* stored) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       float d = g[j] - m.k;
       s1 += d, s2 = fmaf(d, d, s2);
     }
+    if constexpr (pairs) {
+      const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(stored);
 #pragma unroll
-    for (int j = 0; j < (pairs ? E / 2 : E); j++) {
-      if constexpr (pairs) top = __hmax2(top, magnitude[j]);
-      else top = fmaxf(top, magnitude[j]);
+      for (int j = 0; j < E / 2; j++) top = __hmax2(top, __habs2(raw[j]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < E; j++) top = fmaxf(top, fabsf(g[j]));
     }
   }
+  __device__ __forceinline__ void addNorm(float norm) {
+    float d = norm - norms.k;
+    n1 += d, n2 = fmaf(d, d, n2);
+  }
+  // merge ends a group of so many elements and norms.
+  __device__ __forceinline__ void merge(int elements, int rows) {
+    m.add(s1, s2, float(elements)), norms.add(n1, n2, float(rows));
+    s1 = s2 = n1 = n2 = 0;
+  }
+  // addFinite takes in an element of a row that is merged by itself.
   __device__ __forceinline__ void addFinite(float g) {
     float d = g - m.k;
     s1 += d, s2 = fmaf(d, d, s2);
     if constexpr (pairs) top = __hmax2(top, pairOf<T>(fabsf(g)));
     else top = fmaxf(top, fabsf(g));
   }
-  __device__ __forceinline__ void addNorm(float norm) {
-    float d = norm - norms.k;
-    n1 += d, n2 = fmaf(d, d, n2), normed++;
-  }
-  __device__ __forceinline__ void group(int n) {
-    m.add(s1, s2, float(n)), norms.add(n1, n2, normed);
-    clear();
-  }
-  __device__ __forceinline__ void put(const Partials& out) const {
-    out.put(kMean, m), out.put(kNorms, norms);
-    if constexpr (pairs) out[kTop] = fmaxf(__low2float(top), __high2float(top));
-    else out[kTop] = top;
+  __device__ __forceinline__ void put(float4* to) const {
+    to[0] = record(m), to[1] = record(norms);
+    if constexpr (pairs) to[2] = {fmaxf(__low2float(top), __high2float(top)), 0, 0, 0};
+    else to[2] = {top, 0, 0, 0};
   }
 };
 
@@ -69,19 +73,19 @@ __device__ __forceinline__ float squareRoot(float v) {
 
 // differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
 // the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
-// is 1.
-template <bool careful, bool whole, int E>
+// is 1. taps is whether any seed has r1 or r2, or needs their gradients.
+template <bool careful, bool whole, bool taps, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
 #pragma unroll
   for (int j = 0; j < E; j++) {
     bool on = s.on(x[j], j);
     float sum = 0;
-    if (!whole || j + 2 < E) sum = addTerm<careful>(s.r2, j + 2 < E ? g[j + 2 < E ? j + 2 : 0] : j + 1 < E ? g1 : g2, sum);
-    if (!whole || j + 1 < E) sum = addTerm<careful>(s.r1, j + 1 < E ? g[j + 1 < E ? j + 1 : 0] : g1, sum);
+    if (taps && (!whole || j + 2 < E)) sum = addTerm<careful>(s.r2, j + 2 < E ? g[j + 2 < E ? j + 2 : 0] : j + 1 < E ? g1 : g2, sum);
+    if (taps && (!whole || j + 1 < E)) sum = addTerm<careful>(s.r1, j + 1 < E ? g[j + 1 < E ? j + 1 : 0] : g1, sum);
     dx[j] = addTerm<careful>(on ? s.p[j] : s.off, g[j], sum);
-    if (!whole || j > 0) d1 = fmaf(g[j], j > 0 ? x[j > 0 ? j - 1 : 0] : x1, d1);
-    if (!whole || j > 1) d2 = fmaf(g[j], j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, d2);
+    if (taps && (!whole || j > 0)) d1 = fmaf(g[j], j > 0 ? x[j > 0 ? j - 1 : 0] : x1, d1);
+    if (taps && (!whole || j > 1)) d2 = fmaf(g[j], j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, d2);
     acc[j] = fmaf(g[j], on ? x[j] : 0.0f, acc[j]);
   }
 }
@@ -101,213 +105,308 @@ template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>
   }
 }
 
-// share is how many threads share a chunk and form its norm, a power of two, or 0 where they do not; then scale
-// [rows, seeds] holds the factors that clip, or is null for none. partial [kGradientFigures, lanes, units] may be null in the
-// strict mode. Launch: as forward, with twice the shared memory.
-template <class T, int N, int E, bool whole, Mode mode>
-__device__ __forceinline__ void backward(const Layer& l, T* dx, const T* g, const T* x, int share, const float* scale,
-                                         float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {
-  constexpr int G = N / E;
-  extern __shared__ uint4 shared[];
-  const bool watch = mode == kWatch || mode == kStrict && partial;
-  const int d = l.seeds * l.chunk, units = d / E;
-  Lane lane(N);
-  if (!lane.find(d)) return;
-  const int col = lane.col, seed = col / l.chunk, at = whole ? 0 : col % l.chunk, count = lane.rows(l.rows);
-  const int64_t step = lane.count * d;
-  x += lane.index * d + col, g += lane.index * d + col, dx += lane.index * d + col;
-  Rows<T, N, 2> rows(shared, step, count);
-  rows.p[0] = g, rows.p[1] = x;
-  rows.start();
+// GradientSums merge records.
+struct GradientSums {
+  Sums m, norms;
+  float top = 0;
+  float unused = 0;
+  __device__ __forceinline__ void add(const GradientSums& o) { m.add(o.m), norms.add(o.norms), top = fmaxf(top, o.top); }
+};
 
-  Neighbours<T, N> neighbours(lane, at, l.chunk);
-  const bool norm = whole || share > 0, leads = at == 0;
-  const float large = greatest<T>(kLargestSquared);
-  Seed<E> s[G];
-  Seen<T, E> h[G];
-  bool residual[G];
-  float acc[N] = {}, d1[G] = {}, d2[G] = {};
-  int lost[G] = {}, counted[G] = {};  // non-finite elements, and those of them that are already in m
-  uint32_t clips[G] = {};
-#pragma unroll
-  for (int k = 0; k < G; k++) {
-    s[k].init(l, seed + k, at);
-    h[k].init();
-    residual[k] = Word{l.word[seed + k]}.kind() == kResidual;
-    if (watch && count > 0) {
-      float q = 0;
-#pragma unroll
-      for (int j = E - 1; j >= 0; j--) {
-        float v = toFloat(g[k * E + j]);
-        if (finite(v)) h[k].m.k = v, q = fmaf(v, v, q);
-      }
-      if (!whole && share > 1) q = sumOver(q, share, lane.peers);
-      if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
+// mergeGradient turns records [lanes, units], three float4 each, into figures [6, seeds]: norm, variance, largest magnitude,
+// and if there are norms, their mean, variance and number. The rest is as in mergeHealth.
+__device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int lanes, int units, int each, int first,
+                                              int seeds, int share, int i, bool norms) {
+  GradientSums h;
+  const int nth = i / share, seed = first + nth;
+  double pivot = 0, middle = 0;
+  if (seed < seeds) {
+    records += 3 * int64_t(nth) * each;
+    pivot = records[0].x, middle = records[1].x;
+#pragma unroll 4
+    for (int p = i % share; p < lanes * each; p += share) {
+      const float4* r = records + 3 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
+      float4 m = r[0], n = r[1];
+      h.m.add(m, pivot), h.norms.add(n, middle), h.top = fmaxf(h.top, r[2].x);
     }
   }
-  if (scale) scale += lane.index * l.seeds + seed;
-
-  auto row = [&](auto n, int u) {
-    Pack<T, N> in[2];
-    rows.template next<decltype(n)::value>(u, in);
-    Pack<T, N>&gv = in[0], &xv = in[1], strictX;
-    float x1 = 0, x2 = 0, g1 = 0, g2 = 0, rowScale = 1;
-    if (!whole) {
-      neighbours.before(xv, x, x1, x2);
-      neighbours.behind(gv, g, g1, g2);
-      if (scale) rowScale = *scale, scale += lane.count * l.seeds;
-    }
-    if (mode == kStrict) strictX = xv;
+  addOver(h, share, i);
+  if (seed >= seeds || i % share > 0) return;
+  Moments m = h.m.moments(pivot), n = h.norms.moments(middle);
+  const float out[6] = {float(m.norm()), float(m.variance()), h.top, float(n.mean), float(n.variance()), float(n.n)};
 #pragma unroll
-    for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
-    float ge[N], xe[N];
-    unpack(ge, gv, 0);
-    unpack(xe, xv, 0);
-    Magnitudes<T, N> magnitudes(gv);
-    bool fine = magnitudes.within(large);
-    if (!whole) fine = fine && fabsf(g1) <= large && fabsf(g2) <= large;
+  for (int f = 0; f < 6; f++)
+    if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
+}
+
+// sharing is how many threads share a chunk and form its norm, a power of two, or 0 where they do not; then scale
+// [rows, seeds] holds the factors that clip, or is null for none. records [lanes, units] of three float4 may be null in the
+// strict mode. alone: sums has a single lane, and figures are written, records not. Launch: as forward.
+template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
+__device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 2>& src, const Share& share, int sharing,
+                                         const float* scale, float* sums, float4* records, float* figures, uint32_t* bad,
+                                         uint32_t* clipped) {
+  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
+  extern __shared__ __align__(128) uint4 shared[];
+  const T *g = src.p[0], *x = src.p[1];
+  const bool watch = mode == kWatch || mode == kStrict && records;
+  const int d = l.seeds * l.chunk, units = d / E;
+  Lane lane(N);
+  const bool here = lane.find(d);
+  if (!here && !alone) return;
+  const int seed = lane.col / l.chunk, at = whole ? 0 : lane.col % l.chunk;
+  Seen<T, E> h[G];
+  float acc[N] = {}, d1[G] = {}, d2[G] = {};
+  if (here) {
+    const Work<B> work(lane, share, l.rows, d);
+    Feed feed(shared, src, lane, work);
+    const Neighbours<T, N> neighbours(lane, at, l.chunk);
+    const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
+    const float large = greatest<T>(kLargestSquared);
+    Pack<T, N> head{};
+    if (watch && work.any()) head = load<N>(g + work.start());
+    Seed<E> s[G];
+    bool residual[G], active = false, taps = false;
+    int lost[G] = {};  // elements that are NaN or Inf
+    uint32_t clips[G] = {};
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      bool huge = false, some = true;
-      float by = rowScale;
-      if (fine) {
-        if (watch) h[k].add(ge + k * E, magnitudes.v + k * (magnitudes.words / G));
-      } else {
-        some = false;
+      Word word{l.word[seed + k]};
+      s[k].init(l, seed + k, at);
+      residual[k] = word.kind() == kResidual;
+      active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
+      if (watch) {
+        float q = 0;
+#pragma unroll
+        for (int j = E - 1; j >= 0; j--) {
+          float v = head.get(k * E + j);
+          if (finite(v)) h[k].m.k = v, q = fmaf(v, v, q);
+        }
+        if (together) q = sumOver(q, sharing, lane.peers);
+        if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
+      }
+    }
+    const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, active);
+
+    // A row in the careful way: the threads that share a chunk take it together.
+    auto slowRow = [&](int64_t r) {
+      const int64_t row = work.place(r);
+      Pack<T, N> gv = load<N>(g + row), xv = load<N>(x + row), strictX = xv;
+      float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
+      if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
+#pragma unroll
+      for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
+      unpack(ge, gv, 0);
+      unpack(xe, xv, 0);
+#pragma unroll
+      for (int k = 0; k < G; k++) {
+        bool huge = false, some = false;
+        int left = 0;
 #pragma unroll
         for (int j = 0; j < E; j++) {
           float v = ge[k * E + j];
-          if (!finite(v)) {
-            lost[k]++;
-            continue;
-          }
-          some = true, huge = huge || fabsf(v) > kLargestSquared;
+          if (!finite(v)) continue;
+          some = true, huge = huge || fabsf(v) > kLargestSquared, left++;
           if (watch) h[k].addFinite(v);
         }
-      }
-      if (norm && (watch || l.limit)) {
-        const bool together = !whole && share > 1;  // with the threads that share the chunk
-        bool any = some;
-        if (together && __any_sync(lane.peers, !fine)) {
-          huge = __any_sync(lane.peers, huge);
-          any = sumOver(some, share, lane.peers) > 0;
-        }
-        float q = 0, down = huge ? 0x1p-66f : 1;
-        if (fine && !huge) {
-#pragma unroll
-          for (int j = 0; j < E; j++) q = fmaf(ge[k * E + j], ge[k * E + j], q);
-        } else {
+        lost[k] += E - left;
+        float by = !whole && scale ? scale[r * l.seeds + seed] : 1;
+        bool counts = false;
+        if (norm && (watch || l.limit)) {
+          if (together) huge = __any_sync(lane.peers, huge), some = sumOver(some, sharing, lane.peers) > 0;
+          float q = 0, down = huge ? 0x1p-66f : 1;
 #pragma unroll
           for (int j = 0; j < E; j++)
             if (finite(ge[k * E + j])) q = fmaf(ge[k * E + j] * down, ge[k * E + j] * down, q);
+          if (together) q = sumOver(q, sharing, lane.peers);
+          float length = squareRoot(q) / down;
+          counts = watch && leads && some;
+          if (counts) h[k].addNorm(length);
+          if (l.limit) {
+            by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
+            clips[k] += leads && by < 1;
+          }
         }
-        if (together) q = sumOver(q, share, lane.peers);
-        float length = squareRoot(q);
-        if (huge) length /= down;
-        if (watch && leads && any) h[k].addNorm(length);
-        if (l.limit) {
-          by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
-          clips[k] += leads && by < 1;
+        if (watch) h[k].merge(left, counts);
+        if (by < 1) {
+#pragma unroll
+          for (int j = 0; j < E; j++) ge[k * E + j] *= by;
+        }
+        float out[E], b1 = x1, b2 = x2;
+        if (mode == kStrict) {
+          Strict strict(l, seed + k, s[k].active);
+#pragma unroll
+          for (int j = 0; j < E; j++)
+            if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
+          b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
+        }
+        differentiate<true, whole, true>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);
+        if (mode == kStrict) {
+          Strict strict(l, seed + k, s[k].active);
+#pragma unroll
+          for (int j = 0; j < E; j++)
+            if (strict.bites(strictX.get(k * E + j))) out[j] = 0;
+        }
+        if (by < 1) {
+#pragma unroll
+          for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : ge[k * E + j];
+        }
+        if (s[k].blends || by < 1) setPart(gv, k * E, out);
+      }
+      store(dx + row, gv);
+    };
+    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
+    // nothing, no taps, all.
+    auto fastRow = [&](auto needs, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale) {
+      constexpr int need = decltype(needs)::value;
+#pragma unroll
+      for (int k = 0; k < G; k++) {
+        float ge[E], xe[E], by = rowScale;
+        unpack(ge, gv, k * E);
+        if (watch) h[k].add(ge, gv.v + k * E);
+        if (norm && (watch || l.limit)) {
+          float q = 0;
+#pragma unroll
+          for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
+          if (together) q = sumOver(q, sharing, lane.peers);
+          float length = squareRoot(q);
+          if (watch && leads) h[k].addNorm(length);
+          if (l.limit) {
+            by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
+            clips[k] += leads && by < 1;
+          }
+        }
+        if (by < 1) {
+#pragma unroll
+          for (int j = 0; j < E; j++) ge[j] *= by;
+        }
+        float out[E];
+        if (need > 0) {
+          ones<E>(xv, k * E, residual[k]);
+          unpack(xe, xv, k * E);
+          differentiate<false, whole, (need > 1)>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
+                                                  near[3], s[k]);
+        }
+        if (by < 1 || need == 0) {
+#pragma unroll
+          for (int j = 0; j < E; j++) out[j] = need > 0 && s[k].blends ? out[j] : ge[j];
+        }
+        if (need > 0 && s[k].blends || by < 1) setPart(gv, k * E, out);
+      }
+    };
+    int pending = 0;  // batches not merged yet
+    auto flush = [&] {
+      if (watch)
+#pragma unroll
+        for (int k = 0; k < G; k++) h[k].merge(pending * (B * E), leads && norm ? pending * B : 0);
+      pending = 0;
+    };
+    int64_t r = work.row;
+#pragma unroll 1
+    for (int i = 0; i < work.batches; i++, r += work.stride) {
+      bool fine = false;
+      Pack<T, N> v[2][B];
+      if (mode != kStrict) {
+        float near[B][4] = {};
+        const int64_t row = work.place(r);
+        feed.next(v, row);
+        Magnitudes<T, N> most(v[0]);
+        if (!whole && terms > 1)
+#pragma unroll
+          for (int u = 0; u < B; u++) {
+            neighbours.behind(v[0][u], g + row + int64_t(u) * d, near[u][0], near[u][1]);
+            neighbours.before(v[1][u], x + row + int64_t(u) * d, near[u][2], near[u][3]);
+            most.take(near[u][0]), most.take(near[u][1]);
+          }
+        fine = most.within(large);
+        if (together) fine = __all_sync(lane.peers, fine);
+        if (fine) {
+          float by[B];
+#pragma unroll
+          for (int u = 0; u < B; u++) by[u] = !whole && scale ? scale[(r + u) * l.seeds + seed] : 1;
+          auto rows = [&](auto needs) {
+#pragma unroll
+            for (int u = 0; u < B; u++) fastRow(needs, v[0][u], v[1][u], near[u], by[u]);
+          };
+          if (terms == 2) rows(Int<2>{});
+          else if (terms == 1) rows(Int<1>{});
+          else rows(Int<0>{});
+#pragma unroll
+          for (int u = 0; u < B; u++) store(dx + row + int64_t(u) * d, v[0][u]);
+          if (++pending == group) flush();
         }
       }
-      if (by < 1) {
-#pragma unroll
-        for (int j = 0; j < E; j++) ge[k * E + j] *= by;
+      if (!fine) {
+        flush();
+#pragma unroll 1
+        for (int u = 0; u < B; u++) slowRow(r + u);
       }
-      float out[E], b1 = x1, b2 = x2;
-      if (mode == kStrict) {
-        Strict strict(l, seed + k, s[k].active);
-#pragma unroll
-        for (int j = 0; j < E; j++)
-          if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
-        b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
-      }
-      const float *gk = ge + k * E, *xk = xe + k * E;
-      if (fine) differentiate<false, whole>(out, acc + k * E, d1[k], d2[k], gk, xk, g1 * by, g2 * by, b1, b2, s[k]);
-      else differentiate<true, whole>(out, acc + k * E, d1[k], d2[k], gk, xk, g1 * by, g2 * by, b1, b2, s[k]);
-      if (mode == kStrict) {
-        Strict strict(l, seed + k, s[k].active);
-#pragma unroll
-        for (int j = 0; j < E; j++)
-          if (strict.bites(strictX.get(k * E + j))) out[j] = 0;
-      }
-      if (by < 1) {
-#pragma unroll
-        for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : gk[j];
-      }
-      if (s[k].blends || by < 1) setPart(gv, k * E, out);
     }
-    store(dx, gv);
-    x += step, g += step, dx += step;
-  };
-  auto group = [&](int n) {
-    if (watch)
+    flush();
+#pragma unroll 1
+    for (int u = 0; u < work.singles; u++) slowRow(work.rest + u);
 #pragma unroll
-      for (int k = 0; k < G; k++) h[k].group(n * E - lost[k] + counted[k]), counted[k] = lost[k];
-  };
-  walk<Rows<T, N, 2>::ahead>(count, row, group);
-
-  float* mine = sums + lane.index * (d + 2 * units);
-  store(mine + col, *reinterpret_cast<Pack<float, N>*>(acc));
+    for (int k = 0; k < G; k++) {
+      if (lost[k] > 0) atomicAdd(bad + seed + k, uint32_t(lost[k]));  // of integers, so in any order
+      if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
+    }
+  }
+  if constexpr (alone) {
+    constexpr int each = N + 2 * G;  // sums of a thread
+    __shared__ float own[kThreads * each];
+    const int across = blockDim.x, down = blockDim.y, wide = across * G;
+    float* mine = own + (threadIdx.y * across + threadIdx.x) * N;
 #pragma unroll
-  for (int k = 0; k < G; k++) {
-    int unit = col / E + k;
-    mine[d + unit] = d1[k], mine[d + units + unit] = d2[k];
-    if (lost[k] > 0) atomicAdd(bad + seed + k, uint32_t(lost[k]));  // of integers, so in any order
-    if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
-    if (watch) h[k].put({partial, lane.count * units, lane.index * units + unit});
+    for (int j = 0; j < N; j++) mine[j] = acc[j];
+    float* taps = own + kThreads * N + (threadIdx.y * across + threadIdx.x) * 2 * G;
+#pragma unroll
+    for (int k = 0; k < G; k++) taps[k] = d1[k], taps[G + k] = d2[k];
+    __syncthreads();
+    for (int i = Lane::inBlock(); i < across * each; i += kThreads) {
+      const bool tap = i >= across * N;
+      const int c = tap ? i - across * N : i, stride = across * (tap ? 2 * G : N);
+      const float* from = own + (tap ? kThreads * N : 0) + c;
+      float sum = 0;
+      for (int y = 0; y < down; y++) sum += from[y * stride];
+      const int col = blockIdx.x * across * N + (tap ? c / (2 * G) * N : c);
+      if (col >= d) continue;
+      if (tap) sums[d + (c % (2 * G) < G ? 0 : units) + col / E + c % G] = sum;
+      else sums[col] = sum;
+    }
+    if (!watch) return;
+    __shared__ float4 records[kThreads * G * 3];
+    const int parts = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / parts;
+#pragma unroll
+    for (int k = 0; k < G; k++) h[k].put(records + 3 * (threadIdx.y * wide + threadIdx.x * G + k));
+    __syncthreads();
+    mergeGradient(figures, records, down, wide, parts, first, l.seeds, kThreads * parts / wide, Lane::inBlock(), sharing > 0);
+  } else {
+    float* mine = sums + lane.index * (d + 2 * units);
+    store(mine + lane.col, *reinterpret_cast<Pack<float, N>*>(acc));
+#pragma unroll
+    for (int k = 0; k < G; k++) {
+      int unit = lane.col / E + k;
+      mine[d + unit] = d1[k], mine[d + units + unit] = d2[k];
+      if (watch) h[k].put(records + 3 * (lane.index * units + unit));
+    }
   }
 }
 
-// total[i] = Σ_lanes sums[lane, i]. Launch: 32 columns a block, 32 by 32 threads.
+// total[i] = Σ_lanes sums[lane, i], for 32 columns a block.
 __device__ __forceinline__ void addLanes(float* total, const float* sums, int lanes, int64_t columns) {
-  __shared__ float tile[kWarp][kWarp + 1];
-  int64_t i = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+  constexpr int rows = kMergeThreads / kWarp;
+  __shared__ float tile[rows][kWarp];
+  const int x = threadIdx.x % kWarp, y = threadIdx.x / kWarp;
+  const int64_t i = int64_t(blockIdx.x) * kWarp + x;
   float sum = 0;
   if (i < columns)
-    for (int b = threadIdx.y; b < lanes; b += kWarp) sum += sums[b * columns + i];
-  tile[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll 8
+    for (int b = y; b < lanes; b += rows) sum += sums[b * columns + i];
+  tile[y][x] = sum;
   __syncthreads();
-  sum = warpReduce<Sum>(tile[threadIdx.x][threadIdx.y]);
-  i = int64_t(blockIdx.x) * kWarp + threadIdx.y;
-  if (threadIdx.x == 0 && i < columns) total[i] = sum;
-}
-
-// Figures [6, seeds] from the partials: norm, variance, largest magnitude; if there are norms, their mean, variance and
-// number. Launch: as kasmina_merge.
-__device__ __forceinline__ void merge(float* figures, float* partial, int lanes, int units, int seeds, int norms) {
-  struct Share {
-    Sums m, norms;
-    float top;
-  };
-  __shared__ Share shared[kMergeThreads];
-  int seed = blockIdx.x * blockDim.x + threadIdx.x, each = units / seeds;
-  Share h{{}, {}, 0};
-  double pivot = 0, middle = 0;
-  if (seed < seeds) {
-    Partials p{partial, int64_t(lanes) * units, int64_t(seed) * each};
-    pivot = p[kMean], middle = p[kNorms];
-#pragma unroll 4
-    for (int i = threadIdx.y; i < lanes * each; i += blockDim.y) {
-      p.at = int64_t(i / each) * units + int64_t(seed) * each + i % each;
-      h.m.add(p, kMean, pivot), h.norms.add(p, kNorms, middle);
-      h.top = fmaxf(h.top, p[kTop]);
-    }
-  }
-  auto mine = [&](int y) -> Share& { return shared[y * blockDim.x + threadIdx.x]; };
-  mine(threadIdx.y) = h;
-  for (int half = blockDim.y / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.y >= half) continue;
-    Share& a = mine(threadIdx.y);
-    const Share& b = mine(threadIdx.y + half);
-    a.m.add(b.m), a.norms.add(b.norms), a.top = fmaxf(a.top, b.top);
-  }
-  if (seed >= seeds || threadIdx.y > 0) return;
-  h = mine(0);
-  Moments m = h.m.moments(pivot), n = h.norms.moments(middle);
-  const float out[6] = {float(m.norm()), float(m.variance()), h.top, float(n.mean), float(n.variance()), float(n.n)};
-  for (int i = 0; i < (norms ? 6 : 3); i++) figures[int64_t(i) * seeds + seed] = out[i];
+  if (y > 0 || i >= columns) return;
+  for (int k = 1; k < rows; k++) sum += tile[k][x];
+  total[i] = sum;
 }
 
 // Slot is the seeds of a slot that learn: order[heads[slot]] to order[heads[slot + 1] − 1], in their order. total holds the
@@ -371,32 +470,66 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   if (col == 0) dscales[slot] = float(scale);
 }
 
-#define DEFINE_MODE(mode, name, T, N, E, whole)                                                                 \
+template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
+template <class T, int N> using TileRows = Early<T, N, 2, 2>;
+template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
+template <class T, int N> using BulkRows = Bulk<T, N, 2, 2>;
+
+// What the kernels take after the layer, share, dx and g, and for Bulk two descriptors.
+#define PARAMETERS(T)                                                                                           \
+  const T *x, int sharing, const float *scale, float *sums, float4 *records, float *figures, uint32_t *bad,     \
+      uint32_t *clipped
+#define DEFINE_BACKWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                                 \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
-      kasmina_backward_##name##_##T(Layer l, T* dx, const T* g, const T* x, int share, const float* scale,      \
-                                    float* sums, float* partial, uint32_t* bad, uint32_t* clipped) {            \
-    backward<T, N, E, whole, mode>(l, dx, g, x, share, scale, sums, partial, bad, clipped);                     \
+      kasmina_backward_##family##_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, PARAMETERS(T)) { \
+    backward<T, N, E, whole, mode, feed<T, N>, alone>(l, dx, {{g, x}, {}}, share, sharing, scale, sums, records, \
+                                                      figures, bad, clipped);                                   \
   }
-#define DEFINE_SHAPE(shape, T, N, E, whole)            \
-  DEFINE_MODE(kWatch, watch_##shape, T, N, E, whole)   \
-  DEFINE_MODE(kQuiet, quiet_##shape, T, N, E, whole)   \
-  DEFINE_MODE(kStrict, strict_##shape, T, N, E, whole)
-#define DEFINE(T) FOR_SHAPES(DEFINE_SHAPE, T)
+#define DEFINE_BULK(mode, name, shape, T, N, E, whole)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
+      kasmina_backward_bulk_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g,                     \
+                                                   const __grid_constant__ TensorMap gMap,                      \
+                                                   const __grid_constant__ TensorMap xMap, PARAMETERS(T)) {     \
+    backward<T, N, E, whole, mode, BulkRows<T, N>, false>(l, dx, {{g, x}, {&gMap, &xMap}}, share, sharing,      \
+                                                          scale, sums, records, figures, bad, clipped);         \
+  }
+#define DEFINE_PLAIN(shape, T, N, E, whole)                                                \
+  DEFINE_BACKWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)           \
+  DEFINE_BACKWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows, false)           \
+  DEFINE_BACKWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows, false)
+#define DEFINE_WIDE(shape, T, N, E, whole)                                                 \
+  DEFINE_BACKWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)              \
+  DEFINE_BACKWARD(tile, kQuiet, quiet, shape, T, N, E, whole, TileRows, true)              \
+  DEFINE_BACKWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)             \
+  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)             \
+  DEFINE_BULK(kWatch, watch, shape, T, N, E, whole)                                        \
+  DEFINE_BULK(kQuiet, quiet, shape, T, N, E, whole)
+#define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
-#undef DEFINE_SHAPE
-#undef DEFINE_MODE
+#undef DEFINE_WIDE
+#undef DEFINE_PLAIN
+#undef DEFINE_BULK
+#undef DEFINE_BACKWARD
+#undef PARAMETERS
 
-extern "C" __global__ void __launch_bounds__(1024) kasmina_total(float* total, const float* sums, int lanes, int64_t columns) {
-  addLanes(total, sums, lanes, columns);
-}
-
+// The first `adding` blocks add up sums [lanes, columns] over the lanes into total; the others merge records into figures,
+// kMergeThreads/share seeds each. It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_gradient_merge(float* figures, float* partial, int lanes, int units, int seeds, int norms) {
-  merge(figures, partial, lanes, units, seeds, norms);
+    kasmina_gather(float* total, const float* sums, int adding, int64_t columns, float* figures, const float4* records,
+                   int lanes, int units, int seeds, int share, int norms) {
+  awaitPrevious();
+  if (blockIdx.x < adding) {
+    addLanes(total, sums, lanes, columns);
+    return;
+  }
+  const int each = units / seeds, first = (blockIdx.x - adding) * (kMergeThreads / share);
+  mergeGradient(figures, records + 3 * int64_t(first) * each, lanes, units, each, first, seeds, share, threadIdx.x, norms);
 }
 
+// It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(1024)
     kasmina_slots(Layer l, float* dweights, float* dscales, const float* total, const int* heads, const int* order, int units) {
+  awaitPrevious();
   gatherSlot(l, dweights, dscales, total, heads, order, units);
 }

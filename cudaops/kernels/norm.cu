@@ -70,6 +70,14 @@ template <class V> __device__ __forceinline__ void forget(V& v) {
   for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
 }
 
+// storeOnce is store for 16 bytes that this kernel does not read again, and goes with loadOnce: without it such loads make
+// copies slower.
+template <int N, class T> __device__ __forceinline__ void storeOnce(T* p, const Pack<T, N>& v) {
+  static_assert(sizeof(T) * N % 16 == 0, "16-byte accesses only");
+#pragma unroll
+  for (int i = 0; i < int(sizeof(v)) / 16; i++) __stcs(reinterpret_cast<uint4*>(p) + i, reinterpret_cast<const uint4*>(&v)[i]);
+}
+
 // K packs a lane: rows of up to 32·K·kVec elements, d a multiple of kVec; with 16 packs there are no registers for a residual.
 // Launch: a warp a row, at most four a block.
 template <class T, int K>
@@ -105,7 +113,7 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* sum, const T* 
         if (i < d) {
 #pragma unroll
           for (int j = 0; j < N; j++) v[first + k].set(j, v[first + k].get(j) + r[k].get(j));
-          store(sum + i, v[first + k]);
+          storeOnce(sum + i, v[first + k]);
         }
       }
     }
@@ -126,7 +134,7 @@ __device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* sum, const T* 
       Pack<float, N> wk = load<N>(w + i);
 #pragma unroll
       for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * wk.v[j]);
-      store(y + i, v[k]);
+      storeOnce(y + i, v[k]);
     }
   }
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/bits"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -133,6 +134,8 @@ type KasminaLayer struct {
 	Eps                float64
 	Stability          KasminaStability
 	Type               driver.DType
+	Family             KasminaFamily
+	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
 }
 
 // KasminaForward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
@@ -160,26 +163,86 @@ type KasminaBackward struct {
 	Workspace                driver.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
 }
 
-// What kasmina.cu and kasmina_backward.cu leave in partials, and RowPartial of kasmina_rows.cu in bytes.
+// KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
+// same results, up to the rounding of figures and of gradients of parameters.
+type KasminaFamily int
+
+// The families. Auto is the first of [Kernels.KasminaFamilies].
 const (
-	kasminaForwardPartials  = 7
-	kasminaBackwardPartials = 9
-	kasminaRowPartial       = 72
-	kasminaThreads          = 256
-	kasminaBlocks           = 4 // a multiprocessor at most
-	kasminaMergeThreads     = 512
-	kasminaRowBlocks        = 128 // of kasmina_rows.cu at most
+	KasminaAuto  KasminaFamily = iota
+	KasminaPlain               // any layer, alignment and mode; loads into registers
+	KasminaRing                // through shared memory, each thread for itself
+	KasminaBulk                // through shared memory, by the copy engine of compute capability 9.0
+	KasminaTile                // a block has all rows of its seeds, and nothing is left to merge
+	kasminaFamilies
+)
+
+func (f KasminaFamily) String() string {
+	if f < 0 || f >= kasminaFamilies {
+		return fmt.Sprintf("KasminaFamily(%d)", int(f))
+	}
+	return [...]string{"auto", "plain", "ring", "bulk", "tile"}[f]
+}
+
+// KasminaFamilies lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
+// arrays of the layer's shape that the pass takes count by their alignment.
+func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []KasminaFamily {
+	plain := []KasminaFamily{KasminaPlain}
+	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
+	if l.Stability == KasminaStrict || !aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
+		return plain
+	}
+	families := []KasminaFamily{KasminaRing, KasminaPlain}
+	if k.ctx.Device().Capability() == 90 && d > 16*n && l.Rows <= math.MaxInt32 { // as quick as Ring or a little slower in all that was measured
+		families = slices.Insert(families, 1, KasminaBulk)
+	}
+	if l.tileAcross() > 0 && (telemetry || backward) {
+		at := len(families)
+		if l.Rows <= kasminaTileRows {
+			at = 0
+		}
+		families = slices.Insert(families, at, KasminaTile)
+	}
+	return families
+}
+
+// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles.
+func (l KasminaLayer) tileAcross() int {
+	across := max(8, l.Chunk/vector(l.Type))
+	if across > 32 || across&(across-1) != 0 {
+		return 0
+	}
+	return across
+}
+
+// What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
+const (
+	kasminaForwardRecord  = 32
+	kasminaBackwardRecord = 48
+	kasminaRowPartial     = 72
+	kasminaThreads        = 256
+	kasminaBlocks         = 4 // a multiprocessor at most
+	kasminaMergeThreads   = 256
+	kasminaRowBlocks      = 128  // of kasmina_rows.cu at most
+	kasminaTileRows       = 1024 // up to which tiles should be fastest
+	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
+	kasminaRingAhead      = 3
 )
 
 // kasminaGrid is how a layer is cut up for a launch.
 type kasminaGrid struct {
-	shape        string // of FOR_SHAPES in kasmina.cuh
+	family       KasminaFamily
+	shape        string // of FOR_SHAPES in kasmina_feed.cuh
+	arrays       int    // that are read
+	batch        int    // rows
 	perThread    int    // columns
 	units        int
-	share        int // threads that share a chunk, if a power of two within a warp, else 0
+	sharing      int // threads that share a chunk, if a power of two within a warp, else 0
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
-	rowBlocks    int
+	rowBlocks    int // blocks for the rows, that take batches in turn
+	late         int // and those behind them that each take a run of batches
+	first, run   int // Share of kasmina_feed.cuh
 	rowLanes     int // of kasmina_rows.cu: lanes that share a row of a chunk
 	rowTiles     int
 	rowParts     int
@@ -187,33 +250,59 @@ type kasminaGrid struct {
 
 func (g kasminaGrid) whole() bool { return g.shape == "quad" }
 
-// shared is the dynamic shared memory for so many arrays: kStages·kThreads·16 of kasmina.cuh.
-func (g kasminaGrid) shared(arrays int) int {
-	if g.perThread == 1 {
-		return 0
+// shared is the dynamic shared memory, as kasmina_feed.cuh has it.
+func (g kasminaGrid) shared() int {
+	switch warps := kasminaThreads / 32; g.family {
+	case KasminaRing:
+		return kasminaRingAhead * g.arrays * g.batch * kasminaThreads * 16
+	case KasminaBulk:
+		slot := g.arrays * g.batch * 512
+		return warps * (kasminaBulkBytes + kasminaBulkBytes/slot*8)
 	}
-	return arrays * 8 * kasminaThreads * 16
+	return 0
 }
-func (g kasminaGrid) lanes() int { return g.rowBlocks * g.down }
+func (g kasminaGrid) lanes() int { return (g.rowBlocks + g.late) * g.down }
 
-// kasminaGrid cuts up a layer with at most so many blocks in flight.
-func (k *Kernels) kasminaGrid(l KasminaLayer, blocks int, aligned bool) kasminaGrid {
+// kasminaGrid cuts up a layer with at most so many blocks in flight. Lanes that come after those add a fifth of the rows of a
+// long layer in short runs, which even out what multiprocessors differ in speed; without records, which each lane adds to, more
+// of them pay.
+func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, aligned, backward, records bool) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
-	g := kasminaGrid{shape: "single", perThread: 1, units: d}
+	g := kasminaGrid{family: f, arrays: 1, batch: 4, shape: "single", perThread: 1, units: d}
+	if backward {
+		g.arrays, g.batch = 2, 2
+	}
 	switch {
 	case aligned && l.Chunk == 4 && d%n == 0:
 		g.shape, g.perThread, g.units = "quad", n, l.State.Seeds
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.units = "part", n, d/n
 	}
-	if g.share = max(1, l.Chunk/g.perThread); g.share > 32 || g.share&(g.share-1) != 0 {
-		g.share = 0
+	if g.sharing = max(1, l.Chunk/g.perThread); g.sharing > 32 || g.sharing&(g.sharing-1) != 0 {
+		g.sharing = 0
 	}
 	threads := ceilDiv(d, g.perThread)
 	g.across = min(kasminaThreads, powerOfTwo(threads))
+	if f == KasminaTile {
+		g.across, g.batch = l.tileAcross(), 2
+	}
 	g.down = kasminaThreads / g.across
 	g.tiles = ceilDiv(threads, g.across)
-	g.rowBlocks = min(max(1, blocks/g.tiles), ceilDiv(l.Rows, g.down), 1<<16-1)
+	batches := ceilDiv(l.Rows, g.batch)
+	g.rowBlocks = min(max(1, blocks/g.tiles), ceilDiv(batches, g.down), 1<<16-1)
+	if f == KasminaTile {
+		g.rowBlocks = 1
+	}
+	g.first = g.rowBlocks * g.down
+	part, rows := 5, 32
+	if !records {
+		part, rows = 2, 16
+	}
+	g.run = rows / g.batch
+	g.late = min(batches/part/g.run/g.down, 1<<16-1-g.rowBlocks)
+	if l.Rows < 4*rows*g.first || f == KasminaTile {
+		g.late = 0
+	}
 	g.rowLanes = min(32, powerOfTwo(l.Chunk/2+1))
 	g.rowTiles = ceilDiv(l.State.Seeds, kasminaThreads/g.rowLanes)
 	g.rowParts = min(l.Rows, kasminaRowBlocks, max(1, 8*k.sms/g.rowTiles))
@@ -234,7 +323,7 @@ func (c *carve) take(bytes int) driver.Ptr {
 
 // kasminaScratch is the workspace of a pass; what it does not need is null.
 type kasminaScratch struct {
-	gates, partial, rows, sums, total, scale driver.Ptr
+	gates, records, rows, sums, total, scale driver.Ptr
 	bytes                                    int
 }
 
@@ -243,14 +332,17 @@ func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr, backward, clip bool)
 	if !g.whole() {
 		s.gates = c.take(8 * l.State.Slots)
 	}
-	columns := l.State.Seeds*l.Chunk + 2*g.units
+	columns, lanes := l.State.Seeds*l.Chunk+2*g.units, g.lanes()
+	if g.family == KasminaTile {
+		lanes = 0 // leave nothing
+	}
 	s.rows = c.take(kasminaRowPartial * g.rowParts * l.State.Seeds)
 	if !backward {
-		s.partial = c.take(4 * kasminaForwardPartials * g.lanes() * g.units)
+		s.records = c.take(kasminaForwardRecord * lanes * g.units)
 	} else {
-		s.partial = c.take(4 * kasminaBackwardPartials * g.lanes() * g.units)
-		s.sums, s.total = c.take(4*g.lanes()*columns), c.take(4*columns)
-		if clip && g.share == 0 {
+		s.records = c.take(kasminaBackwardRecord * lanes * g.units)
+		s.sums, s.total = c.take(4*lanes*columns), c.take(4*columns)
+		if clip && g.sharing == 0 {
 			s.scale = c.take(4 * l.Rows * l.State.Seeds)
 		}
 	}
@@ -258,20 +350,23 @@ func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr, backward, clip bool)
 	return s
 }
 
-// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes.
+// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
 func (k *Kernels) KasminaForwardWorkspace(l KasminaLayer) int {
 	return k.kasminaWorkspace(l, false, false)
 }
 
-// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes.
+// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
 func (k *Kernels) KasminaBackwardWorkspace(l KasminaLayer, clip bool) int {
 	return k.kasminaWorkspace(l, true, clip)
 }
 
 func (k *Kernels) kasminaWorkspace(l KasminaLayer, backward, clip bool) (bytes int) {
 	for _, aligned := range []bool{false, true} {
-		g := k.kasminaGrid(l, kasminaBlocks*k.sms, aligned)
-		bytes = max(bytes, g.scratch(l, 0, backward, clip).bytes)
+		for f := KasminaPlain; f < KasminaTile; f++ { // a tile takes less
+			g := k.kasminaGrid(l, f, kasminaBlocks*k.sms, aligned, backward, true)
+			g.late = k.kasminaGrid(l, f, 1, aligned, backward, true).late // as many as follow fewer blocks
+			bytes = max(bytes, g.scratch(l, 0, backward, clip).bytes)
+		}
 	}
 	return bytes
 }
@@ -325,53 +420,87 @@ type kasminaPass struct {
 	KasminaLayer
 	kasminaGrid
 	kasminaScratch
-	suf    string
-	memory int // dynamic and shared
-	layer  []byte
+	unit, name string // of the kernel
+	suf        string // of the type
+	layer      []byte
 }
 
-// kasminaPass prepares the launch of the kernel that the name begins with.
-func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, unit, name, suf string, ok, backward, clip bool, work driver.Ptr) (*kasminaPass, string, error) {
-	p := &kasminaPass{Kernels: k, Stream: s, KasminaLayer: l, suf: suf}
-	name += "_" + k.kasminaGrid(l, 1, ok).shape + suf
-	arrays := 1 + int(bit(backward))
-	blocks, err := k.resident(unit, name, kasminaThreads, k.kasminaGrid(l, 1, ok).shared(arrays))
-	if err != nil {
-		return nil, "", err
+// kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
+func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, backward, telemetry, clip bool, work driver.Ptr,
+	others ...driver.Ptr) (*kasminaPass, error) {
+	unit, op := "kasmina", "forward"
+	if backward {
+		unit, op = "kasmina_backward", "backward"
 	}
-	p.kasminaGrid = k.kasminaGrid(l, min(blocks, kasminaBlocks*k.sms), ok)
-	p.memory = p.shared(arrays)
+	family, can := l.Family, k.KasminaFamilies(l, backward, telemetry, others...)
+	if family == KasminaAuto {
+		family = can[0]
+	} else if !slices.Contains(can, family) {
+		return nil, fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, only %v can", family, op, can)
+	}
+	p := &kasminaPass{Kernels: k, Stream: s, KasminaLayer: l, unit: unit, suf: suf}
+	grid := func(blocks int) kasminaGrid {
+		return k.kasminaGrid(l, family, blocks, aligned(append(others, l.X)...), backward, telemetry || backward)
+	}
+	g := grid(1)
+	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(telemetry) + "_" + g.shape + suf
+	blocks, err := k.resident(unit, p.name, kasminaThreads, g.shared())
+	if err != nil {
+		return nil, err
+	}
+	if l.Blocks > 0 {
+		blocks = min(blocks, l.Blocks)
+	}
+	p.kasminaGrid = grid(min(blocks, kasminaBlocks*k.sms))
 	p.kasminaScratch = p.kasminaGrid.scratch(l, work, backward, clip)
 	p.layer = l.bytes(p.gates, clip)
 	if p.gates != 0 {
 		a := args().Ptr(p.gates).Ptr(l.Weights).Int32(l.State.Slots).Int32(l.Chunk)
 		err = k.launch(s, "kasmina", "kasmina_softmax", line(ceilDiv(l.State.Slots, 8), 256), a)
 	}
-	return p, name, err
+	return p, err
 }
 
-func (p *kasminaPass) args() *driver.Args { return args().Struct(p.layer, 8) }
+// args begins the arguments of the pass's kernel: the layer, Share, two arrays, and descriptors of those that it reads, where
+// the family takes them.
+func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, error) {
+	a := args().Struct(p.layer, 8).Struct(args().Int32(p.first).Int32(p.run).Packed(), 4).Ptr(y).Ptr(x)
+	if p.family != KasminaBulk {
+		return a, nil
+	}
+	d := p.State.Seeds * p.Chunk
+	for _, x := range reads {
+		m, err := p.ctx.EncodeTiled(driver.TiledTensor{
+			Type: p.Type, Address: x, Dims: []uint64{uint64(d), uint64(p.Rows)}, Strides: []uint64{uint64(d * p.Type.Size())},
+			Box: []uint32{uint32(32 * p.perThread), uint32(p.batch)}, Promotion: 256,
+		})
+		if err != nil {
+			return nil, err
+		}
+		a.Struct(m[:], 16) // the compiler aligns it to 64 bytes in memory, where parameters begin at 0x210: to 112 and 240
+	}
+	return a, nil
+}
 
-// main launches a kernel over the whole layer.
-func (p *kasminaPass) main(unit, name string, a *driver.Args) error {
-	return p.launch(p.Stream, unit, name, driver.LaunchConfig{
-		Grid:   driver.Dim{X: p.tiles, Y: p.rowBlocks},
+// main launches the pass's kernel over the whole layer.
+func (p *kasminaPass) main(a *driver.Args) error {
+	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
+		Grid:   driver.Dim{X: p.tiles, Y: p.rowBlocks + p.late},
 		Block:  driver.Dim{X: p.across, Y: p.down},
-		Shared: p.memory,
+		Shared: p.shared(),
 	}, a)
 }
 
-// merge launches a kernel that merges partials: each seed's by so many threads that none has many.
-func (p *kasminaPass) merge(unit, name string, figures driver.Ptr, last func(*driver.Args)) error {
-	parts := p.lanes() * p.units / p.State.Seeds
-	down := min(max(powerOfTwo(parts/2), kasminaMergeThreads/16), kasminaMergeThreads)
-	across := kasminaMergeThreads / down
-	a := args().Ptr(figures).Ptr(p.partial).Int32(p.lanes()).Int32(p.units).Int32(p.State.Seeds)
-	last(a)
-	return p.launch(p.Stream, unit, name, driver.LaunchConfig{
-		Grid:  driver.Dim{X: ceilDiv(p.State.Seeds, across)},
-		Block: driver.Dim{X: across, Y: down},
-	}, a)
+// follow launches a kernel that awaits the one before it by itself, where GPUs can do that.
+func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args) error {
+	c := driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.ctx.Device().Capability() >= 90}
+	return p.launch(p.Stream, p.unit, name, c, a)
+}
+
+// merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
+func (p *kasminaPass) merging() (share, blocks int) {
+	share = min(max(powerOfTwo(p.lanes()*p.units/p.State.Seeds/4), 8), kasminaMergeThreads)
+	return share, ceilDiv(p.State.Seeds, kasminaMergeThreads/share)
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
@@ -387,38 +516,44 @@ func (p *kasminaPass) mergeRows(figures driver.Ptr, r KasminaReduction, count, n
 	return p.launch(p.Stream, "kasmina_rows", "kasmina_rows_merge", line(ceilDiv(p.State.Seeds, 128), 128), a)
 }
 
-// KasminaForward launches a kernel for Y and partial figures, and with telemetry one that merges them; a tiny one before
-// them where a chunk does not lie within a thread.
+// KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
+// does that at once; a tiny one before them where a chunk does not lie within a thread.
 func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	suf, empty, err := f.check("KasminaForward", f.Reduction)
 	if empty || err != nil {
 		return err
 	}
-	p, name, err := k.kasminaPass(s, f.KasminaLayer, "kasmina", "kasmina_forward_"+f.mode(f.Telemetry), suf, aligned(f.X, f.Y), false, false, f.Workspace)
+	p, err := k.kasminaPass(s, f.KasminaLayer, suf, false, f.Telemetry, false, f.Workspace, f.Y)
 	if err != nil {
 		return err
 	}
 	if !f.Telemetry {
-		p.partial = 0
+		p.records = 0
 	}
-	if err := p.main("kasmina", name, p.args().Ptr(f.Y).Ptr(f.X).Ptr(p.partial).Ptr(f.Bad)); err != nil {
+	a, err := p.args(f.Y, f.X, f.X)
+	if err != nil {
 		return err
+	}
+	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
+		return err
+	}
+	if f.Telemetry && p.family != KasminaTile {
+		share, blocks := p.merging()
+		a := args().Ptr(f.Figures).Ptr(p.records).Int32(p.lanes()).Int32(p.units).Int32(p.State.Seeds).Int32(share).
+			Float32(float32(f.Eps))
+		if err := p.follow("kasmina_merge", driver.Dim{X: blocks}, driver.Dim{X: kasminaMergeThreads}, a); err != nil {
+			return err
+		}
 	}
 	if f.Histogram != 0 {
 		if err := p.histogram(f.Histogram); err != nil {
 			return err
 		}
 	}
-	if !f.Telemetry {
+	if !f.Telemetry || f.Reduction == KasminaExact {
 		return nil
 	}
-	if err := p.merge("kasmina", "kasmina_merge", f.Figures, func(a *driver.Args) { a.Float32(float32(f.Eps)) }); err != nil {
-		return err
-	}
-	if f.Reduction == KasminaExact {
-		return nil
-	}
-	if err := p.measureRows("kasmina_rows_health", p.args().Ptr(f.X).Ptr(p.rows), f.Reduction); err != nil {
+	if err := p.measureRows("kasmina_rows_health", args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.rows), f.Reduction); err != nil {
 		return err
 	}
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
@@ -435,9 +570,9 @@ func (p *kasminaPass) histogram(bins driver.Ptr) error {
 	}, args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
 
-// KasminaBackward launches a kernel for DX and partial sums, and three small ones that add those up: over rows, over the
-// seeds of a slot, and the figures. Where a chunk's threads are not a power of two within a warp, norms and clipping take one
-// more pass over G.
+// KasminaBackward launches a kernel for DX, sums over rows and records of figures, one that adds those up over the lanes,
+// unless the family does that at once, and one that adds them up over the seeds of a slot. Where a chunk's threads are not a
+// power of two within a warp, norms and clipping take one more pass over G.
 func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 	suf, empty, err := b.check("KasminaBackward", b.Reduction)
 	if err != nil {
@@ -447,11 +582,11 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, driver.Float32),
 			k.Fill(s, b.DScales, 0, b.State.Slots, driver.Float32))
 	}
-	p, name, err := k.kasminaPass(s, b.KasminaLayer, "kasmina_backward", "kasmina_backward_"+b.mode(b.Telemetry), suf, aligned(b.DX, b.G, b.X), true, b.Clip, b.Workspace)
+	p, err := k.kasminaPass(s, b.KasminaLayer, suf, true, b.Telemetry, b.Clip, b.Workspace, b.DX, b.G)
 	if err != nil {
 		return err
 	}
-	byRow := b.Telemetry && (b.Reduction != KasminaExact || p.share == 0) || p.scale != 0
+	byRow := b.Telemetry && (b.Reduction != KasminaExact || p.sharing == 0) || p.scale != 0
 	if byRow {
 		l := args().Struct(b.KasminaLayer.bytes(p.gates, p.scale != 0), 8)
 		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.rows).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
@@ -459,41 +594,43 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		}
 	}
 	if !b.Telemetry {
-		p.partial = 0
+		p.records = 0
 	}
-	a := p.args().Ptr(b.DX).Ptr(b.G).Ptr(b.X).Int32(p.share).Ptr(p.scale).Ptr(p.sums).Ptr(p.partial).Ptr(b.Bad).Ptr(b.Clipped)
-	if err := p.main("kasmina_backward", name, a); err != nil {
+	a, err := p.args(b.DX, b.G, b.G, b.X)
+	if err != nil {
 		return err
 	}
-	if err := p.addUp(b); err != nil || !b.Telemetry {
-		return err
+	sums := p.sums
+	if p.family == KasminaTile {
+		sums = p.total
 	}
-	if err := p.merge("kasmina_backward", "kasmina_gradient_merge", b.Figures, func(a *driver.Args) { a.Int32(int(bit(p.share > 0))) }); err != nil {
+	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
+	if err := errors.Join(p.main(a), p.addUp(b)); err != nil || !byRow || !b.Telemetry {
 		return err
-	}
-	if !byRow {
-		return nil
 	}
 	norms := KasminaNorms
-	if p.share > 0 {
+	if p.sharing > 0 {
 		norms = -1
 	}
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
 }
 
-// addUp makes the gradients of weights and scales of the lanes' sums.
+// addUp makes figures, and the gradients of weights and scales, of what the lanes leave.
 func (p *kasminaPass) addUp(b KasminaBackward) error {
-	columns := p.State.Seeds*p.Chunk + 2*p.units
-	err := p.launch(p.Stream, "kasmina_backward", "kasmina_total", driver.LaunchConfig{
-		Grid:  driver.Dim{X: ceilDiv(columns, 32)},
-		Block: driver.Dim{X: 32, Y: 32},
-	}, args().Ptr(p.total).Ptr(p.sums).Int32(p.lanes()).Int64(int64(columns)))
-	if err != nil {
-		return err
+	if p.family != KasminaTile {
+		columns := p.State.Seeds*p.Chunk + 2*p.units
+		adding := ceilDiv(columns, 32)
+		share, merging := p.merging()
+		if !b.Telemetry {
+			merging = 0
+		}
+		a := args().Ptr(p.total).Ptr(p.sums).Int32(adding).Int64(int64(columns)).Ptr(b.Figures).Ptr(p.records).Int32(p.lanes()).
+			Int32(p.units).Int32(p.State.Seeds).Int32(share).Int32(int(bit(p.sharing > 0)))
+		if err := p.follow("kasmina_gather", driver.Dim{X: adding + merging}, driver.Dim{X: kasminaMergeThreads}, a); err != nil {
+			return err
+		}
 	}
 	down := min(max(powerOfTwo(p.State.Seeds/p.State.Slots), 4), 32)
-	return p.launch(p.Stream, "kasmina_backward", "kasmina_slots", driver.LaunchConfig{
-		Grid:  driver.Dim{X: p.State.Slots, Y: ceilDiv(p.Chunk, 32)},
-		Block: driver.Dim{X: 32, Y: down},
-	}, p.args().Ptr(b.DWeights).Ptr(b.DScales).Ptr(p.total).Ptr(p.State.heads()).Ptr(p.State.order()).Int32(p.units))
+	return p.follow("kasmina_slots", driver.Dim{X: p.State.Slots, Y: ceilDiv(p.Chunk, 32)}, driver.Dim{X: 32, Y: down},
+		args().Struct(p.layer, 8).Ptr(b.DWeights).Ptr(b.DScales).Ptr(p.total).Ptr(p.State.heads()).Ptr(p.State.order()).Int32(p.units))
 }

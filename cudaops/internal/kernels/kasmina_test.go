@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -23,7 +22,7 @@ type kasminaCase struct {
 	stability                 KasminaStability
 	reduction                 KasminaReduction
 	clip, telemetry           bool
-	skew                      int
+	skew, blocks              int
 	mean, deviation           float64 // of x and g
 }
 
@@ -53,6 +52,8 @@ type kasminaRun struct {
 	wantHealth       []cpu.ChunkFigures
 	wantGradient     []cpu.ChunkFigures
 	reference        *cpu.Kasmina[float64]
+	forwardFamily    KasminaFamily
+	backwardFamily   KasminaFamily
 	wantBins         [][cpu.Exponents]uint32
 }
 
@@ -126,7 +127,7 @@ func (g *rig) newKasmina(c kasminaCase, spoil func(i int, v float64) float64) *k
 	g.must(g.ctx.CopyToDevice(b.Ptr, raw, g.stream))
 	st.Ptr = b.Ptr
 	r.layer = KasminaLayer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows, Chunk: c.chunk, Eps: 1e-8,
-		Stability: c.stability, Type: c.dtype}
+		Stability: c.stability, Type: c.dtype, Blocks: c.blocks}
 	r.y, r.dx = g.alloc(n, c.dtype, c.skew), g.alloc(n, c.dtype, c.skew)
 	r.dw, r.ds = g.alloc(c.slots*width, f32, 0), g.alloc(c.slots, f32, 0)
 	r.health, r.gradient = g.alloc(KasminaForwardFigures*c.seeds, f32, 0), g.alloc(KasminaBackwardFigures*c.seeds, f32, 0)
@@ -143,10 +144,17 @@ func (g *rig) newKasmina(c kasminaCase, spoil func(i int, v float64) float64) *k
 
 func (r *kasminaRun) count(i int) driver.Ptr { return r.counts.Offset(4 * i * r.seeds) }
 
+// in is the layer in a family.
+func (r *kasminaRun) in(f KasminaFamily) KasminaLayer {
+	l := r.layer
+	l.Family = f
+	return l
+}
+
 func (r *kasminaRun) launchForward() {
 	r.Helper()
-	f := KasminaForward{KasminaLayer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.health.Ptr,
-		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+	f := KasminaForward{KasminaLayer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Reduction: r.reduction,
+		Figures: r.health.Ptr, Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
 	if r.telemetry {
 		f.Histogram = r.bins.Ptr
 	}
@@ -159,8 +167,8 @@ func (r *kasminaRun) launchForward() {
 
 func (r *kasminaRun) launchBackward() {
 	r.Helper()
-	b := KasminaBackward{KasminaLayer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr, DScales: r.ds.Ptr,
-		G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
+	b := KasminaBackward{KasminaLayer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
+		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
 		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
 	if r.width > 0 {
 		r.must(r.KasminaWideBackward(r.stream, b, r.wide[1]))
@@ -283,10 +291,36 @@ func (r *kasminaRun) checkFigures(tol float64) {
 	}
 }
 
-// check runs both passes twice, with different garbage in the outputs, and compares.
+// check runs both passes in every family that can.
 func (r *kasminaRun) check() {
 	r.Helper()
 	r.refer()
+	forward := r.KasminaFamilies(r.layer, false, r.telemetry, r.y.Ptr)
+	backward := r.KasminaFamilies(r.layer, true, r.telemetry, r.g.Ptr, r.dx.Ptr)
+	for i := range max(len(forward), len(backward)) {
+		r.forwardFamily, r.backwardFamily = forward[i%len(forward)], backward[i%len(backward)]
+		r.scope(fmt.Sprintf("%v %v", r.forwardFamily, r.backwardFamily), func(g *rig) {
+			one := *r
+			one.rig = g
+			one.checkFamily()
+		})
+	}
+}
+
+// checkFamily runs both passes twice, with different garbage in the outputs, and compares.
+func (r *kasminaRun) checkFamily() {
+	r.Helper()
+	outputs := []*buffer{r.y, r.dx, r.dw, r.ds}
+	if r.telemetry {
+		outputs = append(outputs, r.health, r.gradient, r.bins)
+	}
+	poison := func(with uint8) {
+		for _, b := range append([]*buffer{r.forwardSpace, r.backwardSpace}, outputs...) {
+			r.must(r.ctx.Memset8(b.Ptr, with, b.bytes(), r.stream))
+		}
+	}
+	r.must(r.ctx.Memset32(r.counts.Ptr, 0, 3*r.seeds, r.stream))
+	poison(0xff)
 	r.launchForward()
 	r.launchBackward()
 	r.near("y", r.y, r.wantY, forward(r.dtype))
@@ -296,19 +330,12 @@ func (r *kasminaRun) check() {
 	if r.telemetry {
 		r.checkFigures(2e-6)
 	}
-	outputs := []*buffer{r.y, r.dx, r.dw, r.ds}
-	if r.telemetry {
-		outputs = append(outputs, r.health, r.gradient, r.bins)
-	}
 	first := make([][]byte, len(outputs))
 	for i, b := range outputs {
 		first[i] = make([]byte, b.bytes())
 		r.must(r.ctx.CopyToHost(first[i], b.Ptr, r.stream))
-		r.must(r.ctx.Memset8(b.Ptr, 0xee, b.bytes(), r.stream))
 	}
-	for _, b := range []*buffer{r.forwardSpace, r.backwardSpace} {
-		r.must(r.ctx.Memset8(b.Ptr, 0xee, b.bytes(), r.stream))
-	}
+	poison(0xee)
 	r.launchForward()
 	r.launchBackward()
 	for i, b := range outputs {
@@ -341,6 +368,25 @@ func TestKasmina(t *testing.T) {
 					reduction: KasminaReduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
 				g.scope(c.String(), func(g *rig) { g.newKasmina(c, nil).check() })
 			}
+		}
+	}
+}
+
+// TestKasminaLateBlocks has more rows than the blocks in flight take in turn.
+func TestKasminaLateBlocks(t *testing.T) {
+	g := newRig(t)
+	for i, s := range [][3]int{{1111, 600, 4}, {1333, 160, 16}, {1030, 100, 3}} {
+		for j, c := range []kasminaCase{{telemetry: true, clip: true}, {}} {
+			c.rows, c.seeds, c.chunk, c.slots, c.blocks, c.deviation = s[0], s[1], s[2], 50, 3, 1
+			c.dtype, c.stability = storageTypes[(i+j)%3], KasminaAdaptive
+			g.scope(c.String(), func(g *rig) {
+				r := g.newKasmina(c, nil)
+				grid := g.kasminaGrid(r.layer, KasminaPlain, c.blocks, true, false, c.telemetry)
+				if grid.late == 0 {
+					t.Errorf("no blocks come late: %+v", grid)
+				}
+				r.check()
+			})
 		}
 	}
 }
@@ -379,9 +425,12 @@ func TestKasminaIllConditioned(t *testing.T) {
 			g.scope(c.String(), func(g *rig) {
 				r := g.newKasmina(c, nil)
 				r.refer()
-				r.launchForward()
-				r.launchBackward()
-				r.checkFigures(1e-6)
+				for _, f := range g.KasminaFamilies(r.layer, true, true) {
+					r.forwardFamily, r.backwardFamily = f, f
+					r.launchForward()
+					r.launchBackward()
+					r.checkFigures(1e-6)
+				}
 			})
 		}
 	}
@@ -417,23 +466,32 @@ func TestKasminaExtremes(t *testing.T) {
 					return v
 				})
 				r.refer()
-				r.launchForward()
-				r.launchBackward()
-				r.checkFigures(2e-6)
-				r.checkCounts(1)
-				y, dx := r.read(r.y), r.read(r.dx)
-				for i := range y {
-					s := r.states[i/chunk%c.seeds]
-					if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
-						if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
-							g.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
-						}
-					} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
-						finite(r.wantY[i]) && !finite(y[i]) {
-						g.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
-					}
+				for i, f := range g.KasminaFamilies(r.layer, true, true) {
+					r.forwardFamily, r.backwardFamily = f, f
+					r.launchForward()
+					r.launchBackward()
+					r.checkFigures(2e-6)
+					r.checkCounts(i + 1)
+					r.checkNonFinite()
 				}
 			})
+		}
+	}
+}
+
+// checkNonFinite: what does not blend keeps its bits, and what should not be finite is not.
+func (r *kasminaRun) checkNonFinite() {
+	r.Helper()
+	y, dx := r.read(r.y), r.read(r.dx)
+	for i := range y {
+		s := r.states[i/r.chunk%r.seeds]
+		if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
+			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
+				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
+			}
+		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
+			finite(r.wantY[i]) && !finite(y[i]) {
+			r.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
 		}
 	}
 }
@@ -475,11 +533,13 @@ func TestKasminaRefusals(t *testing.T) {
 	g := newRig(t)
 	l := KasminaLayer{Rows: 1, Chunk: 4, State: KasminaState{Seeds: 1, Slots: 2}, Type: f32}
 	for what, change := range map[string]func(*KasminaForward){
-		"type":      func(f *KasminaForward) { f.Type = driver.Float8E4M3 },
-		"size":      func(f *KasminaForward) { f.Rows = -1 },
-		"columns":   func(f *KasminaForward) { f.Chunk = 1 << 30 },
-		"stability": func(f *KasminaForward) { f.Stability = 3 },
-		"reduction": func(f *KasminaForward) { f.Reduction = 3 },
+		"type":         func(f *KasminaForward) { f.Type = driver.Float8E4M3 },
+		"size":         func(f *KasminaForward) { f.Rows = -1 },
+		"columns":      func(f *KasminaForward) { f.Chunk = 1 << 30 },
+		"stability":    func(f *KasminaForward) { f.Stability = 3 },
+		"reduction":    func(f *KasminaForward) { f.Reduction = 3 },
+		"no family":    func(f *KasminaForward) { f.Family = kasminaFamilies },
+		"other family": func(f *KasminaForward) { f.Family, f.Chunk = KasminaBulk, 3 },
 	} {
 		f := KasminaForward{KasminaLayer: l}
 		change(&f)
@@ -489,7 +549,27 @@ func TestKasminaRefusals(t *testing.T) {
 	}
 }
 
-// TestKasminaBandwidth runs on several sets of arrays in turn.
+// largeKasmina is a layer for measuring, whose rows repeat.
+func (g *rig) largeKasmina(c kasminaCase) *kasminaRun {
+	g.Helper()
+	few := c
+	few.rows = min(c.rows, 64)
+	r := g.newKasmina(few, nil)
+	r.rows, r.layer.Rows = c.rows, c.rows
+	for _, b := range []**buffer{&r.x, &r.g, &r.y, &r.dx} {
+		one := *b
+		*b = g.alloc(one.n/few.rows*c.rows, c.dtype, 0)
+		for at := 0; at < (*b).bytes(); at += one.bytes() {
+			g.must(g.ctx.CopyOnDevice((*b).Offset(at), one.Ptr, one.bytes(), g.stream))
+		}
+	}
+	r.layer.X = r.x.Ptr
+	r.forwardSpace = g.alloc(g.KasminaForwardWorkspace(r.layer)/4, f32, 0)
+	r.backwardSpace = g.alloc(g.KasminaBackwardWorkspace(r.layer, c.clip)/4, f32, 0)
+	return r
+}
+
+// TestKasminaBandwidth runs every family on several sets of arrays in turn.
 func TestKasminaBandwidth(t *testing.T) {
 	if !benchmark {
 		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
@@ -504,15 +584,25 @@ func TestKasminaBandwidth(t *testing.T) {
 		c.deviation, c.stability = 1, KasminaAdaptive
 		for _, c.telemetry = range []bool{true, false} {
 			g.scope(fmt.Sprintf("%dx%dx%d %v telemetry=%v", c.rows, c.seeds, c.chunk, c.dtype, c.telemetry), func(g *rig) {
-				var forward, backward []func()
-				for range 2 {
-					r := g.newKasmina(c, nil)
-					forward, backward = append(forward, r.forwardOnly), append(backward, r.launchBackward)
-				}
+				runs := []*kasminaRun{g.largeKasmina(c), g.largeKasmina(c)}
 				n := c.rows * c.seeds * c.chunk * c.dtype.Size()
-				name := fmt.Sprintf("forward %dx%dx%d %v, telemetry %v", c.rows, c.seeds, c.chunk, c.dtype, c.telemetry)
-				g.bench(name, 2*n, forward)
-				g.bench(strings.Replace(name, "forward", "backward", 1), 3*n, backward)
+				measure := func(backward bool, arrays int, launch func(r *kasminaRun, f KasminaFamily)) {
+					for _, f := range g.KasminaFamilies(runs[0].layer, backward, c.telemetry) {
+						var each []func()
+						for _, r := range runs {
+							each = append(each, func() { launch(r, f) })
+						}
+						g.bench(map[bool]string{false: "forward ", true: "backward "}[backward]+f.String(), arrays*n, each)
+					}
+				}
+				measure(false, 2, func(r *kasminaRun, f KasminaFamily) {
+					r.forwardFamily = f
+					r.forwardOnly()
+				})
+				measure(true, 3, func(r *kasminaRun, f KasminaFamily) {
+					r.backwardFamily = f
+					r.launchBackward()
+				})
 			})
 		}
 	}
@@ -520,6 +610,6 @@ func TestKasminaBandwidth(t *testing.T) {
 
 // forwardOnly leaves out the histogram.
 func (r *kasminaRun) forwardOnly() {
-	r.must(r.KasminaForward(r.stream, KasminaForward{KasminaLayer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
+	r.must(r.KasminaForward(r.stream, KasminaForward{KasminaLayer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
 		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}))
 }

@@ -1,0 +1,277 @@
+// How the rows of a layer reach the threads of a kernel: one feed for each family.
+//
+//   Direct  each thread loads a batch of rows into its registers
+//   Ring    each thread copies batches to its places in shared memory, two ahead (cp.async, sm_80)
+//   Bulk    one thread of a warp has the copy engine bring batches for all of it, described by tensor maps, with a barrier
+//           in shared memory that counts the bytes of each (cp.async.bulk.tensor, sm_90)
+//
+// A thread reads only what it or its warp has fetched, so that no block ever waits for itself. A batch is B consecutive rows;
+// the lanes take batches in turn, so that all blocks move through memory together, and rows that do not fill a batch one by
+// one.
+#pragma once
+#include "kasmina.cuh"
+
+constexpr int kThreads = 256;
+
+// What the driver calls a CUtensorMap.
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+
+// Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
+// the same rows are peers.
+struct Lane {
+  int col;
+  int64_t index, count;  // of lanes
+  unsigned peers;
+
+  __device__ __forceinline__ Lane(int n) {
+    col = (blockIdx.x * blockDim.x + threadIdx.x) * n;
+    index = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, count = int64_t(gridDim.y) * blockDim.y;
+  }
+  // find says whether the thread has any columns of d. All threads of the block call it.
+  __device__ __forceinline__ bool find(int d) {
+    unsigned busy = __ballot_sync(kAllLanes, col < d);
+    peers = busy & __match_any_sync(kAllLanes, threadIdx.y);
+    return col < d;
+  }
+  __device__ __forceinline__ static int inBlock() { return threadIdx.y * blockDim.x + threadIdx.x; }
+  __device__ __forceinline__ static int inWarp() { return inBlock() % kWarp; }
+};
+
+// Share is how the lanes share the rows: the first so many take batches in turn, and each of the others run batches behind
+// those. Blocks of lanes start in order, so that the others even out what the first ones' multiprocessors differ in speed.
+struct Share {
+  int first, run;
+};
+
+// Work is the rows of a lane: batches of B, then single rows, which one lane has. Places are in elements, of its columns.
+template <int B> struct Work {
+  int64_t row, stride;  // of the first batch; rows from one batch to the next
+  int64_t rest;         // the first single row
+  int batches, singles, col, d;
+
+  __device__ __forceinline__ Work(const Lane& lane, const Share& share, int64_t rows, int d) : col(lane.col), d(d) {
+    int64_t full = rows / B, turns = full - (lane.count - share.first) * share.run;  // batches taken in turn
+    bool extra = lane.index >= share.first;
+    if (turns < 0) turns = 0;
+    int64_t at = extra ? turns + (lane.index - share.first) * share.run : lane.index;
+    int64_t end = extra ? min(full, at + share.run) : turns, by = extra ? 1 : share.first;
+    batches = at < end ? int((end - 1 - at) / by) + 1 : 0;
+    row = at * B, stride = by * B, rest = full * B;
+    singles = lane.index == 0 ? int(rows - rest) : 0;
+  }
+  __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
+  __device__ __forceinline__ int64_t step() const { return stride * d; }
+  __device__ __forceinline__ bool any() const { return batches + singles > 0; }
+  __device__ __forceinline__ int64_t start() const { return place(batches > 0 ? row : rest); }
+};
+
+// Source is A arrays of one shape.
+template <class T, int A> struct Source {
+  const T* p[A];
+  const TensorMap* map[A];  // for Bulk
+};
+
+// A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
+// where the batch begins.
+template <class T, int N, int A, int B_> struct Direct {
+  static constexpr int B = B_;
+  const Source<T, A>& src;
+  const Work<B>& work;
+
+  __device__ __forceinline__ Direct(void*, const Source<T, A>& src, const Lane&, const Work<B>& w) : src(src), work(w) {}
+  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t at) {
+#pragma unroll
+    for (int u = 0; u < B; u++)
+#pragma unroll
+      for (int a = 0; a < A; a++) v[a][u] = load<N>(src.p[a] + at + int64_t(u) * work.d);
+  }
+};
+
+// Early is Direct with the first batch on its way before anything else is: for lanes that have little more than one.
+template <class T, int N, int A, int B_> struct Early : Direct<T, N, A, B_> {
+  using Base = Direct<T, N, A, B_>;
+  Pack<T, N> first[A][B_];
+  bool begun = false;
+
+  __device__ __forceinline__ Early(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B_>& w)
+      : Base(shared, src, lane, w) {
+    if (w.batches > 0) Base::next(first, w.place(w.row));
+  }
+  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B_], int64_t at) {
+    if (begun) return Base::next(v, at);
+    begun = true;
+#pragma unroll
+    for (int a = 0; a < A; a++)
+#pragma unroll
+      for (int u = 0; u < B_; u++) v[a][u] = first[a][u];
+  }
+};
+
+// loadShared reads 16 bytes.
+template <class V> __device__ __forceinline__ void loadShared(V& v, uint32_t from) {
+  static_assert(sizeof(V) == 16, "16-byte accesses only");
+  uint4& w = reinterpret_cast<uint4&>(v);
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
+}
+
+// Ring takes ahead·A·B·kThreads·16 bytes of shared memory.
+template <class T, int N, int A, int B_> struct Ring {
+  static constexpr int B = B_, ahead = 3;
+  static constexpr uint32_t array = kThreads * 16, stage = A * B * array;
+  const Source<T, A>& src;
+  const Work<B>& work;
+  int64_t at;
+  int left;                  // batches not fetched yet
+  uint32_t ring, put, take;  // its address, and offsets into it
+
+  __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w)
+      : src(src), work(w), at(w.place(w.row)), left(w.batches), put(0), take(0) {
+    ring = uint32_t(__cvta_generic_to_shared(shared)) + Lane::inBlock() * 16;
+    for (int i = 0; i < ahead - 1; i++) request();
+  }
+  __device__ __forceinline__ void request() {
+    if (left > 0)
+#pragma unroll
+      for (int u = 0; u < B; u++)
+#pragma unroll
+        for (int a = 0; a < A; a++)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ring + put + (u * A + a) * array),
+                       "l"(src.p[a] + at + int64_t(u) * work.d)
+                       : "memory");
+    left--, at += work.step();
+    put = put + stage == ahead * stage ? 0 : put + stage;
+    commitAsync();
+  }
+  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t) {
+    request();
+    awaitAsync<ahead - 1>();
+#pragma unroll
+    for (int u = 0; u < B; u++)
+#pragma unroll
+      for (int a = 0; a < A; a++) loadShared(v[a][u], ring + take + (u * A + a) * array);
+    take = take + stage == ahead * stage ? 0 : take + stage;
+  }
+};
+
+// Bulk takes, of shared memory, kBulkBytes for each warp, cut into slots of A·B·512 bytes, and behind that a barrier of 8 bytes
+// for each slot. A warp must work on one lane: blockDim.x is a multiple of 32. The tensor maps' boxes are 32·N columns by B
+// rows.
+constexpr int kBulkBytes = 4096;
+
+template <class T, int N, int A, int B_> struct Bulk {
+  static constexpr int B = B_;
+  static constexpr uint32_t box = B * kWarp * 16, slot = A * box;
+  static constexpr int count = kBulkBytes / slot;
+  const Source<T, A>& src;
+  uint32_t slots, barriers;  // addresses
+  int64_t row, stride;       // the next batch to fetch
+  int column, left, now;     // now: the slot of the next batch
+  uint32_t phases;           // a bit for each slot
+  unsigned peers;
+
+  __device__ __forceinline__ Bulk(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B>& w)
+      : src(src), row(w.row), stride(w.stride), left(w.batches), now(0), phases(0), peers(lane.peers) {
+    const int warp = Lane::inBlock() / kWarp;
+    column = lane.col - Lane::inWarp() * N;
+    uint32_t base = uint32_t(__cvta_generic_to_shared(shared));
+    slots = base + warp * kBulkBytes, barriers = base + kThreads / kWarp * kBulkBytes + warp * count * 8;
+#if __CUDA_ARCH__ >= 900
+    if (Lane::inWarp() == 0) {
+      for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + i * 8));
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      for (int i = 0; i < count; i++) request(i);
+    }
+    __syncwarp(peers);
+#endif
+  }
+  // request is for the warp's first thread.
+  __device__ __forceinline__ void request(int i) {
+#if __CUDA_ARCH__ >= 900
+    if (left-- <= 0) return;
+    uint32_t barrier = barriers + i * 8;
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(slot) : "memory");
+#pragma unroll
+    for (int a = 0; a < A; a++)
+      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                       slots + i * slot + a * box),
+                   "l"(src.map[a]), "r"(barrier), "r"(column), "r"(int(row))
+                   : "memory");
+    row += stride;
+#endif
+  }
+  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barriers + now * 8),
+        "r"(phases >> now & 1)
+        : "memory");
+    phases ^= 1u << now;
+#pragma unroll
+    for (int a = 0; a < A; a++)
+#pragma unroll
+      for (int u = 0; u < B; u++) loadShared(v[a][u], slots + now * slot + a * box + u * kWarp * 16 + Lane::inWarp() * 16);
+    __syncwarp(peers);
+    if (Lane::inWarp() == 0) request(now);
+    now = now + 1 == count ? 0 : now + 1;
+#endif
+  }
+};
+
+// Neighbours gives the elements on either side of a thread's N columns: x1 right before them, x2 before x1, and likewise
+// behind; zeros where the chunk ends.
+template <class T, int N> struct Neighbours {
+  int at, chunk;
+  bool loadLeft, loadRight;  // the neighbour is in another warp
+  unsigned peers;
+
+  __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk) : at(at), chunk(chunk), peers(l.peers) {
+    loadLeft = at > 0 && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
+    loadRight = at + N < chunk && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
+  }
+  // loadBefore and loadBehind take them from memory, where the thread's columns are at p.
+  __device__ __forceinline__ void loadBefore(const T* p, float& x1, float& x2) const {
+    x1 = at > 0 ? toFloat(p[-1]) : 0, x2 = at > 1 ? toFloat(p[-2]) : 0;
+  }
+  __device__ __forceinline__ void loadBehind(const T* p, float& x1, float& x2) const {
+    x1 = at + N < chunk ? toFloat(p[N]) : 0, x2 = at + N + 1 < chunk ? toFloat(p[N + 1]) : 0;
+  }
+  // before and behind take them from the neighbouring threads, all of which call it.
+  __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
+    if constexpr (N == 1) {
+      loadBefore(p, x1, x2);
+    } else {
+      x1 = __shfl_up_sync(peers, v.get(N - 1), 1), x2 = __shfl_up_sync(peers, v.get(N - 2), 1);
+      if (loadLeft) x1 = toFloat(p[-1]), x2 = toFloat(p[-2]);
+      if (at == 0) x1 = x2 = 0;
+    }
+  }
+  __device__ __forceinline__ void behind(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
+    if constexpr (N == 1) {
+      loadBehind(p, x1, x2);
+    } else {
+      x1 = __shfl_down_sync(peers, v.get(0), 1), x2 = __shfl_down_sync(peers, v.get(1), 1);
+      if (loadRight) x1 = toFloat(p[N]), x2 = toFloat(p[N + 1]);
+      if (at + N >= chunk) x1 = x2 = 0;
+    }
+  }
+};
+
+// sumOver adds up over the threads that share a chunk: share of them, a power of two.
+__device__ __forceinline__ float sumOver(float v, int share, unsigned peers) {
+  for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
+  return v;
+}
+
+// Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the
+// chunk. quad: chunks of 4. part: chunks of whole accesses. single: any chunk, element by element. The first two are wide.
+#define FOR_WIDE_SHAPES(DEFINE, T)  \
+  DEFINE(quad, T, kVec<T>, 4, true) \
+  DEFINE(part, T, kVec<T>, kVec<T>, false)
+#define FOR_SHAPES(DEFINE, T) FOR_WIDE_SHAPES(DEFINE, T) DEFINE(single, T, 1, 1, false)
