@@ -193,8 +193,8 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 		return plain
 	}
 	families := []KasminaFamily{KasminaRing, KasminaPlain}
-	if k.ctx.Device().Capability() == 90 && d > 16*n && l.Rows <= math.MaxInt32 { // as quick as Ring or a little slower in all that was measured
-		families = slices.Insert(families, 1, KasminaBulk)
+	if k.ctx.Device().Capability() == 90 && d > 16*n && l.Rows <= math.MaxInt32 {
+		families = slices.Insert(families, 1, KasminaBulk) // as quick as Ring or a little slower in all that was measured
 	}
 	if l.tileAcross() > 0 && (telemetry || backward) {
 		at := len(families)
@@ -631,6 +631,7 @@ func (p *kasminaPass) addUp(b KasminaBackward) error {
 		}
 	}
 	down := min(max(powerOfTwo(p.State.Seeds/p.State.Slots), 4), 32)
-	return p.follow("kasmina_slots", driver.Dim{X: p.State.Slots, Y: ceilDiv(p.Chunk, 32)}, driver.Dim{X: 32, Y: down},
-		args().Struct(p.layer, 8).Ptr(b.DWeights).Ptr(b.DScales).Ptr(p.total).Ptr(p.State.heads()).Ptr(p.State.order()).Int32(p.units))
+	a := args().Struct(p.layer, 8).Ptr(b.DWeights).Ptr(b.DScales).Ptr(p.total).Ptr(p.State.heads()).Ptr(p.State.order()).
+		Int32(p.units)
+	return p.follow("kasmina_slots", driver.Dim{X: p.State.Slots, Y: ceilDiv(p.Chunk, 32)}, driver.Dim{X: 32, Y: down}, a)
 }
