@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -291,6 +292,18 @@ func (k *fakeKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 		cpu.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
 	})
 }
+
+func (k *fakeKernels) RMSNormWays(kernels.RMSNorm) ([]kernels.Way, error) { return nil, nil }
+
+func (k *fakeKernels) RMSNormBackwardWays(kernels.RMSNormBackward) ([]kernels.Way, error) {
+	return nil, nil
+}
+
+func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, driver.DType, ...kernels.Rows) []kernels.AttentionVariant {
+	return nil
+}
+
+func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
 func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
 

@@ -107,6 +107,11 @@ func (c *compiler) onHost(n *gorgonia.Node, in []*array) (*array, error) {
 	return c.hosted(n, in, fmt.Sprintf("there is no kernel for %T", n.Op()))
 }
 
+// onHostByRule computes a node on the host although there is a kernel.
+func (c *compiler) onHostByRule(n *gorgonia.Node, in []*array) (*array, error) {
+	return c.hosted(n, in, "a rule wants it there")
+}
+
 // hosted is onHost for another reason.
 func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, error) {
 	if c.m.config.strict {

@@ -56,6 +56,10 @@ type kernelSet interface {
 	KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error
 	KasminaWideBackward(s driver.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error
 	KasminaWideWorkspace(l kernels.KasminaLayer, w kernels.KasminaWide, backward bool) int
+	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
+	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
+	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
+	Build(units ...string) string
 	Close() error
 }
 
@@ -111,6 +115,9 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	f := lowerings[reflect.TypeOf(n.Op())]
 	if f == nil {
 		f = stock(n)
+		if f != nil && c.m.tuner.onHost(fmt.Sprint(n.Op())) {
+			f = (*compiler).onHostByRule
+		}
 	}
 	if f == nil {
 		f = (*compiler).onHost

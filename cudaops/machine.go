@@ -41,7 +41,8 @@ type Machine struct {
 	ran       bool
 	captured  *driver.Graph
 	warned    map[string]bool
-	choices   *tune.Store // nil with TuneOff
+	tuner     *tuner
+	capturing bool
 	closed    bool
 
 	scale   kernels.LossScale // as on the device
@@ -75,6 +76,7 @@ type machineConfig struct {
 	kernels func(driver.Context) (kernelSet, error)
 
 	tuning    tune.Mode
+	rules     []wayRule
 	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
 	tunePath  string  // of the stored choices; "" for the user's
 }
@@ -217,14 +219,12 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.sent, err = d.ctx.NewEvent(false); err != nil {
 		return nil, err
 	}
-	if err := m.setTuning(); err != nil {
+	if m.tuner, err = newTuner(m); err != nil {
 		return nil, err
 	}
+	m.k = tunedKernels{m.k, m.tuner}
 	m.blas = newMatmuls(m)
 	if m.program, err = compile(m, m.keep()); err != nil {
-		return nil, err
-	}
-	if err := m.blas.tune(); err != nil { // before the memory is full
 		return nil, err
 	}
 	if err := m.allocate(); err != nil {
@@ -413,7 +413,9 @@ func (m *Machine) capture(enqueue func() error) (*driver.Graph, error) {
 	if err := ctx.BeginCapture(m.stream); err != nil {
 		return nil, err
 	}
+	m.capturing = true
 	err := enqueue()
+	m.capturing = false
 	g, endErr := ctx.EndCapture(m.stream)
 	if err != nil && g != nil { // a part of it
 		endErr = ctx.DestroyGraph(g)

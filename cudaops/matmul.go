@@ -2,6 +2,8 @@ package cudaops
 
 import (
 	"errors"
+	"fmt"
+	"strings"
 
 	"gorgonia.org/gorgonia"
 
@@ -15,7 +17,6 @@ const workspaceBytes = 32 << 20
 type matmuls struct {
 	m         *Machine
 	plans     map[driver.MatmulSpec]*planned
-	pending   []pending // to be timed
 	workspace driver.Ptr
 }
 
@@ -54,10 +55,78 @@ func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {
 	}
 	p := &planned{MatmulPlan: plan}
 	b.plans[spec] = p
-	if ways > 1 {
-		b.choose(p, b.key(blas, spec))
+	if p.way, err = b.m.tuner.choose(p.job(b, blas)); err != nil {
+		return nil, err
 	}
 	return p, nil
+}
+
+const (
+	// tuneLeast is the multiplications and additions from which on a product is worth timing.
+	tuneLeast = 1e9
+	// tuneWays is how many ways are timed, of those that cuBLASLt thinks the fastest.
+	tuneWays = 12
+)
+
+// worthTiming reports whether the machine's tuning is for such a product.
+func (b *matmuls) worthTiming(m driver.MatmulSpec) bool {
+	return b.m.tuner.on() && flops(m) >= b.m.config.tuneLeast
+}
+
+// flops is the multiplications and additions of a product.
+func flops(m driver.MatmulSpec) float64 {
+	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
+}
+
+// planned is a product and the way to compute it.
+type planned struct {
+	driver.MatmulPlan
+	way int
+}
+
+// run enqueues the product.
+func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.Run(p.way, a, s) }
+
+// job is the product as the tuner sees it.
+func (p *planned) job(b *matmuls, blas driver.Blas) job {
+	spec := p.Spec()
+	j := job{op: "Matmul", shape: fmt.Sprintf("%+v", spec), computes: true,
+		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
+	for _, a := range p.Algos() {
+		j.ways = append(j.ways, strings.Trim(fmt.Sprint(a.ID), "[]"))
+	}
+	types := []driver.DType{spec.A, spec.B, spec.D}
+	for i, bytes := range operandBytes(spec) {
+		j.arguments = append(j.arguments, argument{bytes: bytes, elem: elemOfType(types[i]), role: []role{reads, reads, writes}[i]})
+	}
+	j.run = func(way int, memory []driver.Ptr) error {
+		return p.Run(way, driver.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
+			WorkspaceSize: workspaceBytes}, b.m.stream)
+	}
+	return j
+}
+
+// operandBytes is the memory of A, B and D.
+func operandBytes(m driver.MatmulSpec) [3]int {
+	rowsA, rowsB := m.M, m.K
+	if m.TransA {
+		rowsA = m.K
+	}
+	if m.TransB {
+		rowsB = m.N
+	}
+	return [3]int{((m.Batch-1)*m.StrideA + rowsA*m.LDA) * m.A.Size(), ((m.Batch-1)*m.StrideB + rowsB*m.LDB) * m.B.Size(),
+		((m.Batch-1)*m.StrideD + m.M*m.LDD) * m.D.Size()}
+}
+
+// elemOfType is the elem that is stored as dt.
+func elemOfType(dt driver.DType) elem {
+	for _, e := range []elem{float16s, bfloat16s} {
+		if e.dtype() == dt {
+			return e
+		}
+	}
+	return float32s
 }
 
 func (b *matmuls) close() error {

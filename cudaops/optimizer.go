@@ -105,9 +105,6 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if err := m.buildTables(x); err != nil {
 		return err
 	}
-	if err := m.blas.tune(); err != nil {
-		return err
-	}
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
 	}

@@ -1,34 +1,33 @@
 package cudaops
 
 import (
-	"cmp"
-	"errors"
 	"fmt"
-	"math"
-	"math/rand/v2"
+	"os"
+	"path"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
-	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// Tuning says how a machine finds the fastest way to compute a matrix product of those that cuBLASLt has. Another way adds
-// in another order: only with the same ways do two machines compute the same bits.
+// Tuning says how a machine finds the fastest of several ways to compute something: those that cuBLASLt has for a matrix
+// product, and the families of kernels that a norm, attention or a Kasmina layer has. Another way may add in another order:
+// only with the same ways do two machines compute the same bits.
 type Tuning uint8
 
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache directory, by card, driver,
-// version of cuBLASLt, shape and types.
+// build of the kernels or version of cuBLASLt, op, shape and types.
 const (
-	TuneOff    = Tuning(tune.Off)    // time nothing, take what cuBLASLt proposes first
+	TuneOff    = Tuning(tune.Off)    // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
 	TuneCached = Tuning(tune.Cached) // take what is stored, and time, once, what is not
 	TuneFull   = Tuning(tune.Full)   // time anew, and replace what is stored
 )
 
 // WithTuning sets the tuning. The default is TuneOff with the precision [Float32] and else TuneCached. The environment
-// variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a second for a model, at NewMachine and at
-// [Machine.SetOptimizer].
+// variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a second for a model: of products at
+// NewMachine and [Machine.SetOptimizer], of other ops in the first run.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t < TuneOff || t > TuneFull {
@@ -39,17 +38,113 @@ func WithTuning(t Tuning) MachineOption {
 	}
 }
 
-// setTuning resolves what the options and the environment say.
-func (m *Machine) setTuning() error {
+// WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY, with names as in
+// [Machine.Choices] and with the wildcards of [path.Match]:
+//
+//	cudaops.WithWays("Attention*=mma", "RMSNorm!=rows-*")
+//
+// The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be computed in is not forced upon
+// it. The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
+func WithWays(rules ...string) MachineOption {
+	return func(c *machineConfig) error {
+		parsed, err := parseRules(rules)
+		if err != nil {
+			return fmt.Errorf("WithWays: %w", err)
+		}
+		c.rules = append(c.rules, parsed...)
+		return nil
+	}
+}
+
+// waysVariable is the environment variable with further rules.
+const waysVariable = "KASMINA_WAYS"
+
+// hostWay is the way to compute an op on the CPU.
+const hostWay = "host"
+
+// wayRule forces a way upon an op, or forbids it.
+type wayRule struct {
+	op, way string
+	forbid  bool
+}
+
+func parseRules(texts []string) ([]wayRule, error) {
+	var rules []wayRule
+	for _, text := range texts {
+		op, way, ok := strings.Cut(text, "=")
+		r := wayRule{op: strings.TrimSpace(op), way: strings.TrimSpace(way)}
+		if strings.HasSuffix(r.op, "!") {
+			r.op, r.forbid = strings.TrimSpace(strings.TrimSuffix(r.op, "!")), true
+		}
+		_, opErr := path.Match(r.op, "")
+		_, wayErr := path.Match(r.way, "")
+		if !ok || r.op == "" || r.way == "" || opErr != nil || wayErr != nil {
+			return nil, fmt.Errorf("the rule is %q, want OP=WAY or OP!=WAY", text)
+		}
+		rules = append(rules, r)
+	}
+	return rules, nil
+}
+
+func matches(pattern, name string) bool {
+	ok, _ := path.Match(pattern, name)
+	return ok
+}
+
+// Choice is the way in which a machine computes an op of some shape.
+type Choice struct {
+	Op, Shape string // as in RMSNorm, "4096x1024 bfloat16"
+	Way       string // as in warp-4; of a matrix product what cuBLASLt calls it
+	Of        int    // how many ways there were
+	Source    Source
+	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it reads there. 0 if it was
+	// not timed.
+	Cold, Warm time.Duration
+}
+
+// Source says why a way was chosen.
+type Source string
+
+// The sources of a choice.
+const (
+	ByRule   Source = "rule"   // by rule of thumb
+	Stored   Source = "stored" // timed before
+	Measured Source = "timed"  // in this process
+	Forced   Source = "forced" // by WithWays or KASMINA_WAYS
+)
+
+// Choices returns what the machine has chosen so far, in that order.
+func (m *Machine) Choices() []Choice { return slices.Clone(m.tuner.made) }
+
+// tuner chooses the ways of a machine.
+type tuner struct {
+	m     *Machine
+	mode  tune.Mode
+	rules []wayRule
+	store *tune.Store // nil with TuneOff
+	made  []Choice
+	known map[string]int // positions in made
+	used  []int          // positions, since watch
+}
+
+func newTuner(m *Machine) (*tuner, error) {
 	c := &m.config
-	if c.tuning == tune.Default {
-		if c.tuning = tune.Cached; c.act == float32s {
-			c.tuning = tune.Off
+	t := &tuner{m: m, mode: c.tuning, rules: slices.Clone(c.rules), known: map[string]int{}}
+	if v := os.Getenv(waysVariable); v != "" {
+		more, err := parseRules(strings.Split(v, ","))
+		if err != nil {
+			return nil, fmt.Errorf("the environment variable %s: %w", waysVariable, err)
+		}
+		t.rules = append(t.rules, more...)
+	}
+	if t.mode == tune.Default {
+		if t.mode = tune.Cached; c.act == float32s {
+			t.mode = tune.Off
 		}
 	}
 	var err error
-	if c.tuning, err = tune.Override(c.tuning); err != nil || c.tuning == tune.Off {
-		return err
+	if t.mode, err = tune.Override(t.mode); err != nil || t.mode == tune.Off {
+		return t, err
 	}
 	if c.tuneLeast == 0 {
 		c.tuneLeast = tuneLeast
@@ -60,305 +155,135 @@ func (m *Machine) setTuning() error {
 			m.warn(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
 		}
 	}
-	m.choices = tune.Open(path, m.warn)
-	return nil
-}
-
-const (
-	// tuneLeast is the multiplications and additions from which on a product is worth timing.
-	tuneLeast = 1e9
-	// tuneWays is how many ways are timed, of those that cuBLASLt thinks the fastest, and tuneRounds how often.
-	tuneWays, tuneRounds = 12, 7
-	// tuneGain is what another way must save to take the place of cuBLASLt's first: less than that is noise.
-	tuneGain = 0.01
-	// tuneApart is by how much two ways may differ, as ‖x − y‖/‖x‖; both round 16-bit results or add long sums.
-	tuneApart = 2e-2
-)
-
-// planned is a product and the way to compute it.
-type planned struct {
-	driver.MatmulPlan
-	way int
-}
-
-// run enqueues the product.
-func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.Run(p.way, a, s) }
-
-// key names everything that the choice of a way depends on.
-func (b *matmuls) key(blas driver.Blas, spec driver.MatmulSpec) string {
-	d := b.m.device
-	return fmt.Sprintf("%s, CUDA %d, cuBLASLt %d, workspace %d, matmul %+v", d.info.Name, d.version, blas.Version(), workspaceBytes, spec)
-}
-
-// worthTiming reports whether the machine's tuning is for such a product.
-func (b *matmuls) worthTiming(m driver.MatmulSpec) bool {
-	return b.m.choices != nil && 2*float64(m.M)*float64(m.N)*float64(m.K)*float64(m.Batch) >= b.m.config.tuneLeast
-}
-
-// choose takes the stored way, or notes that the product is to be timed.
-func (b *matmuls) choose(p *planned, key string) {
-	var id [8]uint64
-	if b.m.config.tuning == tune.Cached && b.m.choices.Get(key, &id, b.m.warn) {
-		way := slices.IndexFunc(p.Algos(), func(a driver.Algo) bool { return a.ID == id })
-		if way >= 0 {
-			p.way = way
-			return
-		}
-	}
-	b.pending = append(b.pending, pending{p, key})
-}
-
-// pending is a product that is to be timed.
-type pending struct {
-	*planned
-	key string
-}
-
-// tune times the products that have been planned since the last time. If there is no memory to do so, it warns.
-func (b *matmuls) tune() error {
-	todo := b.pending
-	b.pending = nil
-	if len(todo) == 0 {
-		return nil
-	}
-	t, err := newTimer(b, todo)
-	if err != nil {
-		b.m.warn(fmt.Sprintf("matrix products are not tuned: %v", err))
-		return t.close()
-	}
-	chosen := map[string]any{}
-	for _, p := range todo {
-		if p.way, err = t.fastest(p.MatmulPlan); err != nil {
-			return errors.Join(fmt.Errorf("timing a matrix product: %w", err), t.close())
-		}
-		chosen[p.key] = p.Algos()[p.way].ID
-	}
-	if err := b.m.choices.Put(chosen); err != nil {
-		b.m.warn(err.Error())
-	}
-	return t.close()
-}
-
-// timer times products on operands of its own.
-type timer struct {
-	*matmuls
-	memory                   driver.Ptr
-	first, second, out, cold driver.Ptr
-	coldBytes                int
-	events                   []driver.Event
-}
-
-// newTimer allocates operands for the largest of the products, filled with random numbers: zeros cost less power, and so
-// less time. To be closed also on an error.
-func newTimer(b *matmuls, todo []pending) (*timer, error) {
-	t := &timer{matmuls: b, coldBytes: 2 * b.m.device.info.L2}
-	var bytes [3]int
-	for _, p := range todo {
-		for i, n := range operandBytes(p.Spec()) {
-			bytes[i] = max(bytes[i], plan.Align(n, alignment))
-		}
-	}
-	var err error
-	if t.memory, err = b.m.alloc(bytes[0]+bytes[1]+bytes[2]+t.coldBytes, "timing"); err != nil {
-		return t, err
-	}
-	t.first = t.memory
-	t.second = t.first.Offset(bytes[0])
-	t.out = t.second.Offset(bytes[1])
-	t.cold = t.out.Offset(bytes[2])
+	t.store = tune.Open(path, m.warn)
 	return t, nil
 }
 
-func (t *timer) close() error {
-	var errs []error
-	for _, e := range t.events {
-		errs = append(errs, t.m.device.ctx.DestroyEvent(e))
-	}
-	if t.memory != 0 {
-		errs = append(errs, t.m.free(t.memory))
-	}
-	return errors.Join(errs...)
-}
+// on reports whether anything may be timed.
+func (t *tuner) on() bool { return t.store != nil }
 
-// operandBytes is the memory of A, B and D.
-func operandBytes(m driver.MatmulSpec) [3]int {
-	rowsA, rowsB := m.M, m.K
-	if m.TransA {
-		rowsA = m.K
+// allowed returns the ways that the rules leave, and whether they force one. Later rules have precedence.
+func (t *tuner) allowed(op string, ways []string) (left []int, forced bool) {
+	for i := range ways {
+		left = append(left, i)
 	}
-	if m.TransB {
-		rowsB = m.N
-	}
-	return [3]int{((m.Batch-1)*m.StrideA + rowsA*m.LDA) * m.A.Size(), ((m.Batch-1)*m.StrideB + rowsB*m.LDB) * m.B.Size(),
-		((m.Batch-1)*m.StrideD + m.M*m.LDD) * m.D.Size()}
-}
-
-// fill puts random numbers of a type into memory: some, again and again.
-func (t *timer) fill(p driver.Ptr, bytes int, dt driver.DType) error {
-	const some = 1 << 16
-	r := rand.New(rand.NewPCG(1, uint64(dt)))
-	x := make([]float32, some)
-	for i := range x {
-		x[i] = float32(r.NormFloat64())
-	}
-	e := elemOfType(dt)
-	raw := make([]byte, some*e.size())
-	encodeFloats(raw, e, x)
-	ctx, s := t.m.device.ctx, t.m.stream
-	done := min(bytes, len(raw))
-	err := ctx.CopyToDevice(p, raw[:done], s)
-	for ; err == nil && done < bytes; done += min(done, bytes-done) {
-		err = ctx.CopyOnDevice(p.Offset(done), p, min(done, bytes-done), s)
-	}
-	return err
-}
-
-// elemOfType is the elem that is stored as dt.
-func elemOfType(dt driver.DType) elem {
-	for _, e := range []elem{float16s, bfloat16s} {
-		if e.dtype() == dt {
-			return e
-		}
-	}
-	return float32s
-}
-
-// fastest returns the way that computes a product in the least time, with none of its operands in the L2. Ways that fail, or
-// whose result is not that of the first, do not count.
-func (t *timer) fastest(p driver.MatmulPlan) (int, error) {
-	m, bytes := p.Spec(), operandBytes(p.Spec())
-	if err := t.fill(t.first, bytes[0], m.A); err != nil {
-		return 0, err
-	}
-	if err := t.fill(t.second, bytes[1], m.B); err != nil {
-		return 0, err
-	}
-	n := len(p.Algos())
-	ok := make([]int, 0, n)
-	var want []float32
-	for i := range n { // the first run also loads the kernel
-		got, err := t.result(p, i, bytes[2])
-		if errors.As(err, new(driver.BlasStatus)) {
-			t.drop(p, i, err.Error())
+	for _, r := range t.rules {
+		if !matches(r.op, op) || r.way == hostWay {
 			continue
 		}
-		if err != nil {
-			return 0, err
+		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool { return matches(r.way, ways[i]) == r.forbid })
+		if len(kept) == 0 {
+			if !r.forbid { // it overrules those before
+				for i := range ways {
+					if matches(r.way, ways[i]) {
+						kept = append(kept, i)
+					}
+				}
+			}
+			if len(kept) == 0 {
+				t.m.warn(fmt.Sprintf("%s: a rule about %s leaves none of the ways %v, and is ignored", op, r.way, ways))
+				continue
+			}
 		}
-		if want == nil {
-			want = got
-		}
-		if d := apartBy(got, want); d > tuneApart || d != d {
-			t.drop(p, i, fmt.Sprintf("its result differs by %.2g from that of the first", d))
-			continue
-		}
-		ok = append(ok, i)
+		left, forced = kept, forced || len(kept) < len(ways)
 	}
-	if len(ok) == 0 {
-		return 0, fmt.Errorf("all %d ways of cuBLASLt to compute %+v fail", n, m)
+	return left, forced
+}
+
+// onHost reports whether the rules want an op on the CPU.
+func (t *tuner) onHost(op string) bool {
+	host := false
+	for _, r := range t.rules {
+		if matches(r.op, op) && r.way == hostWay {
+			host = !r.forbid
+		}
 	}
-	times, err := t.times(p, ok)
+	return host
+}
+
+// stored is a choice in the store.
+type stored struct {
+	Way  string        `json:"way"`
+	Cold time.Duration `json:"cold_ns"`
+	Warm time.Duration `json:"warm_ns"`
+}
+
+// job is something that can be computed in several ways.
+type job struct {
+	op, shape string   // all that its time depends on, beside the card and the build
+	build     string   // what its ways are from
+	ways      []string // names, that of the rule of thumb first
+	plain     int      // the way whose result counts as right
+	arguments []argument
+	warm      bool // what it reads is in the cache when it runs, as what is small is
+	computes  bool // memory does not bound it
+	run       func(way int, memory []driver.Ptr) error
+}
+
+// choose returns the way for a job.
+func (t *tuner) choose(j job) (int, error) {
+	key := j.op + " " + j.shape
+	if i, ok := t.known[key]; ok {
+		t.used = append(t.used, i)
+		return slices.Index(j.ways, t.made[i].Way), nil
+	}
+	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Source: ByRule}
+	left, forced := t.allowed(j.op, j.ways)
+	way := left[0]
+	if forced {
+		c.Source = Forced
+	}
+	if t.on() && len(left) > 1 {
+		var err error
+		if way, err = t.timed(j, left, &c); err != nil {
+			return 0, fmt.Errorf("timing %s %s: %w", j.op, j.shape, err)
+		}
+	}
+	if way < 0 { // neither stored, nor can it be timed now
+		return left[0], nil
+	}
+	c.Way = j.ways[way]
+	t.known[key] = len(t.made)
+	t.used = append(t.used, len(t.made))
+	t.made = append(t.made, c)
+	return way, nil
+}
+
+// timed returns the fastest of some ways: as it is stored, or timed and stored. It is -1 while a graph is captured, when
+// nothing can be timed.
+func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
+	d := t.m.device
+	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", d.info.Name, d.version, j.build, j.op, j.shape)
+	if len(left) < len(j.ways) {
+		key += fmt.Sprintf(", of %v", left)
+	}
+	var s stored
+	if t.mode == tune.Cached && t.store.Get(key, &s, t.m.warn) {
+		if way := slices.Index(j.ways, s.Way); slices.Contains(left, way) {
+			c.Source, c.Cold, c.Warm = Stored, s.Cold, s.Warm
+			return way, nil
+		}
+	}
+	if t.m.capturing {
+		return -1, nil
+	}
+	x, err := newTimer(t, j)
 	if err != nil {
+		t.m.warn(fmt.Sprintf("%s %s is not tuned: %v", j.op, j.shape, err))
+		return left[0], x.close()
+	}
+	way, err := x.fastest(left)
+	if err = joined(err, x.close()); err != nil {
 		return 0, err
 	}
-	best := slices.MinFunc(ok, func(i, j int) int { return cmp.Compare(times[i], times[j]) })
-	if float64(times[best]) > (1-tuneGain)*float64(times[ok[0]]) {
-		best = ok[0]
+	c.Source, c.Cold, c.Warm = Measured, x.cold[way], x.warm[way]
+	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm}}); err != nil {
+		t.m.warn(err.Error())
 	}
-	return best, nil
+	return way, nil
 }
 
-// times returns the median time of each way. All runs are enqueued together and the ways take turns, so that each meets the
-// clock rates of a GPU at work.
-func (t *timer) times(p driver.MatmulPlan, ways []int) (map[int]time.Duration, error) {
-	ctx, s := t.m.device.ctx, t.m.stream
-	t.m.choices.Timed(tuneRounds * len(ways))
-	for len(t.events) < 2*tuneRounds*len(ways) {
-		e, err := ctx.NewEvent(true)
-		if err != nil {
-			return nil, err
-		}
-		t.events = append(t.events, e)
-	}
-	at := 0
-	for range tuneRounds {
-		for _, way := range ways {
-			from, to := t.events[at], t.events[at+1]
-			at += 2
-			if err := ctx.Memset8(t.cold, 0, t.coldBytes, s); err != nil {
-				return nil, err
-			}
-			if err := ctx.Record(from, s); err != nil {
-				return nil, err
-			}
-			if err := t.run(p, way); err != nil {
-				return nil, err
-			}
-			if err := ctx.Record(to, s); err != nil {
-				return nil, err
-			}
-		}
-	}
-	if err := ctx.SyncStream(s); err != nil {
-		return nil, err
-	}
-	medians := map[int]time.Duration{}
-	for i, way := range ways {
-		var all []time.Duration
-		for round := range tuneRounds {
-			k := 2 * (round*len(ways) + i)
-			d, err := ctx.Elapsed(t.events[k], t.events[k+1])
-			if err != nil {
-				return nil, err
-			}
-			all = append(all, d)
-		}
-		slices.Sort(all)
-		medians[way] = all[len(all)/2]
-	}
-	return medians, nil
-}
-
-func (t *timer) drop(p driver.MatmulPlan, way int, why string) {
-	t.m.warn(fmt.Sprintf("way %d of cuBLASLt to compute %+v is not used: %s", way, p.Spec(), why))
-}
-
-func (t *timer) run(p driver.MatmulPlan, way int) error {
-	return p.Run(way, driver.MatmulArgs{Alpha: 1, A: t.first, B: t.second, C: t.out, D: t.out, Workspace: t.workspace, WorkspaceSize: workspaceBytes},
-		t.m.stream)
-}
-
-// result is the first numbers of what one run computes.
-func (t *timer) result(p driver.MatmulPlan, way, bytes int) ([]float32, error) {
-	ctx, s, e := t.m.device.ctx, t.m.stream, elemOfType(p.Spec().D)
-	if err := ctx.Memset8(t.out, 0xff, bytes, s); err != nil { // NaN
-		return nil, err
-	}
-	if err := t.run(p, way); err != nil {
-		return nil, err
-	}
-	raw := make([]byte, min(bytes, 1<<18))
-	if err := ctx.CopyToHost(raw, t.out, s); err != nil {
-		return nil, err
-	}
-	if err := ctx.SyncStream(s); err != nil {
-		return nil, err
-	}
-	x := make([]float32, len(raw)/e.size())
-	decodeFloats(x, e, raw)
-	return x, nil
-}
-
-// apartBy is ‖x − y‖/‖y‖, and NaN where any number is.
-func apartBy(x, y []float32) float64 {
-	var diff, norm float64
-	for i := range x {
-		d := float64(x[i]) - float64(y[i])
-		diff += d * d
-		norm += float64(y[i]) * float64(y[i])
-	}
-	if diff == 0 {
-		return 0
-	}
-	return math.Sqrt(diff / norm)
+// drop tells that a way is not to be used.
+func (t *tuner) drop(j job, way int, why error) {
+	t.m.warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", j.op, j.shape, j.ways[way], why))
 }

@@ -56,8 +56,8 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts 
 	for _, p := range m.blas.plans {
 		r.way = p.way
 	}
-	if m.choices != nil {
-		r.timings = m.choices.Timings()
+	if m.tuner.store != nil {
+		r.timings = m.tuner.store.Timings()
 	}
 	return r
 }
@@ -74,8 +74,8 @@ func TestTuning(t *testing.T) {
 		t.Errorf("Float32 without an option: way %d, %d timings, want no tuning", r.way, r.timings)
 	}
 	first := tuneProduct(t, path, slowFirst, card, cached)
-	if first.way != 1 || first.timings != 3*tuneRounds || first.log != "" {
-		t.Errorf("the first time: way %d, %d timings, want way 1 after %d\n%s", first.way, first.timings, 3*tuneRounds, first.log)
+	if first.way != 1 || first.timings < 3 || first.log != "" {
+		t.Errorf("the first time: way %d, %d timings, want way 1 after at least 3\n%s", first.way, first.timings, first.log)
 	}
 	if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), card) || !strings.Contains(string(b), "cuBLASLt 130000") {
 		t.Errorf("stored: %s, %v", b, err)
@@ -90,7 +90,7 @@ func TestTuning(t *testing.T) {
 		}
 	}
 	third := tuneProduct(t, path, fastFirst, card, full)
-	if third.way != 0 || third.timings != 2*first.timings {
+	if third.way != 0 || third.timings < second.timings+3 {
 		t.Errorf("TuneFull: way %d, %d timings, want way 0, timed anew", third.way, third.timings)
 	}
 	if r := tuneProduct(t, path, slowFirst, card, cached); r.way != 0 || r.timings != third.timings {
@@ -140,15 +140,15 @@ func TestTuningIgnores(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	from := bytes.LastIndex(b, []byte("[")) // of the id
-	for name, id := range map[string]string{"text": `"fast"`, "unknown": "[7,7,7,7,7,7,7,7]", "cut": "["} {
+	from := bytes.LastIndex(b, []byte("{")) // of the choice
+	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"way": "7"}`, "cut": "{"} {
 		other := filepath.Join(t.TempDir(), "tune.json")
 		damaged := string(b[:from]) + id + "}}"
 		if err := os.WriteFile(other, []byte(damaged), 0o644); err != nil {
 			t.Fatal(err)
 		}
 		r := tuneProduct(t, other, ways, "Some GPU", WithTuning(TuneCached))
-		if r.way != 1 || r.timings != 3*tuneRounds {
+		if r.way != 1 || r.timings < 3 {
 			t.Errorf("%s: way %d, %d timings, want it timed", name, r.way, r.timings)
 		}
 		if warned := strings.Contains(r.log, "ignored"); warned != (name != "unknown") {

@@ -27,3 +27,12 @@ func Image(unit string) ([]byte, error) {
 	}
 	return b[:len(b)-sha256.Size], nil
 }
+
+// Hash tells one build of a unit from another.
+func Hash(unit string) (string, error) {
+	b, err := fatbins.ReadFile(unit + ".fatbin")
+	if err != nil {
+		return "", fmt.Errorf("kernels: there is no unit %q", unit)
+	}
+	return fmt.Sprintf("%x", sha256.Sum256(b))[:16], nil
+}

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -172,6 +173,30 @@ func (s *Store) Put(choices map[string]any) error {
 		return fmt.Errorf("tune: storing choices: %w", err)
 	}
 	return nil
+}
+
+// All returns every choice, as JSON, by its key.
+func (s *Store) All() map[string]json.RawMessage {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return maps.Clone(s.choices)
+}
+
+// Clear forgets the choices whose keys match, on disk too, and returns how many they were.
+func (s *Store) Clear(match func(key string) bool) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before := maps.Clone(s.choices)
+	maps.DeleteFunc(s.choices, func(key string, _ json.RawMessage) bool { return match(key) })
+	gone := len(before) - len(s.choices)
+	if gone == 0 || s.path == "" {
+		return gone, nil
+	}
+	if err := s.write(); err != nil {
+		s.choices = before
+		return 0, fmt.Errorf("tune: clearing choices: %w", err)
+	}
+	return gone, nil
 }
 
 // write replaces the file by one that is complete.

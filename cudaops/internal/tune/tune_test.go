@@ -150,3 +150,19 @@ func TestOverride(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 }
+
+func TestClear(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tune.json")
+	s := Open(path, silent(t))
+	if err := s.Put(map[string]any{"one, a": 1, "one, b": 2, "two, a": 3}); err != nil {
+		t.Fatal(err)
+	}
+	n, err := s.Clear(func(key string) bool { return strings.HasPrefix(key, "one") })
+	if err != nil || n != 2 {
+		t.Errorf("cleared %d, %v, want 2", n, err)
+	}
+	left := reopen(t, path, silent(t)).All()
+	if len(left) != 1 || string(left["two, a"]) != "3" {
+		t.Errorf("left: %s", left)
+	}
+}

@@ -1,0 +1,129 @@
+// Command kasmina-tune shows and clears what tuning has stored: for each card, driver, build, op and shape the way that was
+// the fastest, and what it took.
+//
+//	go run ./cudaops/cmd/kasmina-tune list              # a line each
+//	go run ./cudaops/cmd/kasmina-tune export > a.json   # the store itself, to keep or for another computer with such a card
+//	go run ./cudaops/cmd/kasmina-tune import a.json
+//	go run ./cudaops/cmd/kasmina-tune clear             # everything, so that it is timed anew
+//	go run ./cudaops/cmd/kasmina-tune -match 'RMSNorm' clear
+//
+// Choices for other cards, drivers or builds lie beside each other and do no harm.
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+)
+
+func main() {
+	err := run(os.Args[1:], os.Stdout, os.Stderr)
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, "kasmina-tune:", err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string, stdout, stderr io.Writer) error {
+	f := flag.NewFlagSet("kasmina-tune", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	path := f.String("store", "", "the store (default: kasmina/tune.json in the user's cache directory)")
+	match := f.String("match", "", "only choices whose card, driver, build, op or shape has this in it")
+	f.Usage = func() {
+		fmt.Fprintln(stderr, "usage: kasmina-tune [options] list | export | import FILE | clear")
+		f.PrintDefaults()
+	}
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	if *path == "" {
+		var err error
+		if *path, err = tune.DefaultPath(); err != nil {
+			return err
+		}
+	}
+	var damaged error
+	s := tune.Open(*path, func(why string) { damaged = errors.New(why) })
+	matches := func(key string) bool { return strings.Contains(key, *match) }
+	switch command := f.Arg(0); {
+	case command == "import" && f.NArg() == 2:
+		return load(s, f.Arg(1), stdout)
+	case f.NArg() != 1:
+		f.Usage()
+		return errors.New("give one command")
+	case command == "clear":
+		n, err := s.Clear(matches)
+		fmt.Fprintf(stdout, "%d choices cleared\n", n)
+		return err
+	case damaged != nil:
+		return damaged
+	case command == "list":
+		return list(s, matches, stdout)
+	case command == "export":
+		return export(s, matches, stdout)
+	default:
+		return fmt.Errorf("%q is no command, want list, export, import or clear", command)
+	}
+}
+
+func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
+	all := s.All()
+	for _, key := range slices.Sorted(maps.Keys(all)) {
+		if !matches(key) {
+			continue
+		}
+		var c struct {
+			Way  string        `json:"way"`
+			Cold time.Duration `json:"cold_ns"`
+			Warm time.Duration `json:"warm_ns"`
+		}
+		if json.Unmarshal(all[key], &c) != nil {
+			continue
+		}
+		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  %s\n", c.Way, c.Cold, c.Warm, key); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func export(s *tune.Store, matches func(string) bool, w io.Writer) error {
+	all := s.All()
+	maps.DeleteFunc(all, func(key string, _ json.RawMessage) bool { return !matches(key) })
+	b, err := json.MarshalIndent(all, "", "\t")
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "%s\n", b)
+	return err
+}
+
+// load adds what was exported.
+func load(s *tune.Store, path string, w io.Writer) error {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	var all map[string]json.RawMessage
+	if err := json.Unmarshal(b, &all); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	choices := map[string]any{}
+	for key, c := range all {
+		choices[key] = c
+	}
+	if err := s.Put(choices); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "%d choices added\n", len(choices))
+	return err
+}

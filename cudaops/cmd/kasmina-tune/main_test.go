@@ -1,0 +1,59 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// tool runs the command on a store and returns what it prints.
+func tool(t *testing.T, args ...string) string {
+	t.Helper()
+	var out, errs bytes.Buffer
+	if err := run(args, &out, &errs); err != nil {
+		t.Fatalf("%v: %v\n%s", args, err, errs.String())
+	}
+	return out.String()
+}
+
+func TestCommands(t *testing.T) {
+	dir := t.TempDir()
+	exported, store, other := filepath.Join(dir, "in.json"), filepath.Join(dir, "a.json"), filepath.Join(dir, "b.json")
+	const content = `{"Card, RMSNorm 4x4": {"way": "warp-4", "cold_ns": 2500, "warm_ns": 1500}, "Card, Attention": {"way": "mma"}}`
+	if err := os.WriteFile(exported, []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if got := tool(t, "-store", store, "import", exported); got != "2 choices added\n" {
+		t.Errorf("import: %q", got)
+	}
+	listed := tool(t, "-store", store, "list")
+	if strings.Count(listed, "\n") != 2 || !strings.Contains(listed, "warp-4") || !strings.Contains(listed, "2.5µs") {
+		t.Errorf("list: %q", listed)
+	}
+	again := filepath.Join(dir, "out.json")
+	if err := os.WriteFile(again, []byte(tool(t, "-store", store, "-match", "RMSNorm", "export")), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	tool(t, "-store", other, "import", again)
+	if got := tool(t, "-store", other, "list"); strings.Count(got, "\n") != 1 || !strings.Contains(listed, got) {
+		t.Errorf("exported, imported and listed: %q", got)
+	}
+	if got := tool(t, "-store", store, "-match", "RMSNorm", "clear"); got != "1 choices cleared\n" {
+		t.Errorf("clear: %q", got)
+	}
+	if got := tool(t, "-store", store, "list"); strings.Contains(got, "RMSNorm") || !strings.Contains(got, "Attention") {
+		t.Errorf("after clear: %q", got)
+	}
+}
+
+func TestRefused(t *testing.T) {
+	store := filepath.Join(t.TempDir(), "a.json")
+	for _, args := range [][]string{{}, {"sort"}, {"list", "export"}, {"import", store}} {
+		var out, errs bytes.Buffer
+		if err := run(append([]string{"-store", store}, args...), &out, &errs); err == nil {
+			t.Errorf("%v: no error", args)
+		}
+	}
+}

@@ -1,0 +1,66 @@
+package kernels
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/kernels"
+)
+
+// Way is one of the implementations of an op: a family of kernels and, where that can be chosen, how many warps or blocks it
+// works with. The zero Way is the one that should be fastest.
+type Way struct {
+	Family string
+	Size   int
+}
+
+func (w Way) String() string {
+	if w.Size == 0 {
+		return w.Family
+	}
+	return fmt.Sprintf("%s-%d", w.Family, w.Size)
+}
+
+// of returns w, or the first of the ways that take the arguments if w is zero.
+func (w Way) of(op string, ways []Way) (Way, error) {
+	switch {
+	case w == Way{}:
+		return ways[0], nil
+	case !slices.Contains(ways, w):
+		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w, ways)
+	}
+	return w, nil
+}
+
+// AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+func (k *Kernels) AttentionVariants(a AttentionShape, t driver.DType, rows ...Rows) []AttentionVariant {
+	variants := []AttentionVariant{AttentionPlain}
+	if !a.tensorCores(t, rows) {
+		return variants
+	}
+	variants = []AttentionVariant{AttentionMMA, AttentionPlain}
+	if k.ctx.Device().Capability() == 90 {
+		variants = []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain}
+	}
+	return variants
+}
+
+// tensorCores reports whether the variants that use these take the arguments.
+func (a AttentionShape) tensorCores(t driver.DType, rows []Rows) bool {
+	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
+		!slices.ContainsFunc(rows, func(r Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
+}
+
+// Build tells one build of some units from another.
+func (k *Kernels) Build(units ...string) string {
+	build := "kernels"
+	for _, u := range units {
+		h, err := kernels.Hash(u)
+		if err != nil {
+			h = err.Error()
+		}
+		build += " " + h
+	}
+	return build
+}

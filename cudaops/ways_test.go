@@ -1,0 +1,202 @@
+package cudaops
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// normWays is kernels that have several ways to compute RMSNorm.
+type normWays struct {
+	kernelSet
+	fake  *fakeKernels
+	names []kernels.Way
+	ways  []fake.Way
+	build string
+	ran   []string
+}
+
+func (k *normWays) RMSNormWays(kernels.RMSNorm) ([]kernels.Way, error) { return k.names, nil }
+
+func (k *normWays) Build(...string) string { return k.build }
+
+func (k *normWays) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+	k.ran = append(k.ran, a.Way.String())
+	w := k.ways[slices.Index(k.names, a.Way)]
+	if w.Fails {
+		return errors.New("no such luck")
+	}
+	if err := k.kernelSet.RMSNorm(s, a); err != nil {
+		return err
+	}
+	return k.fake.launch(s, func(l *fake.Launch) {
+		l.Took = w.Took
+		if w.Wrong {
+			floatsAt(l, a.Y, a.Rows*a.D)[3] += 7
+		}
+	})
+}
+
+// normed is what a machine that normalises did.
+type normed struct {
+	Choice
+	timings int
+	log     string
+	last    string // the way of its last launch
+	runs    int
+}
+
+// tuneNorm runs one thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
+func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ...MachineOption) normed {
+	t.Helper()
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(6, 5), gorgonia.WithName("x"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(6, 5), tensor.WithBacking(tensor.Range(tensor.Float32, 0, 30)))))
+	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(5), tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
+	if _, err := op.RMSNorm(x, w, 1e-5); err != nil {
+		t.Fatal(err)
+	}
+	var log bytes.Buffer
+	var k *normWays
+	private := func(c *machineConfig) error {
+		c.tuneLeast, c.tunePath = 1, path
+		inner := c.kernels
+		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+			set, err := inner(ctx)
+			k = &normWays{kernelSet: set, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}},
+				ways: ways[:], build: build}
+			if err == nil {
+				k.fake = set.(*moduleOf).fakeKernels
+			}
+			return k, err
+		}
+		return nil
+	}
+	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	for range 3 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := normed{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
+	if c := m.Choices(); len(c) > 0 {
+		r.Choice = c[0]
+	}
+	if m.tuner.store != nil {
+		r.timings = m.tuner.store.Timings()
+	}
+	return r
+}
+
+func TestTuningKernels(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	path := filepath.Join(t.TempDir(), "tune.json")
+	cached := WithTuning(TuneCached)
+	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
+	firstBest := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
+
+	if r := tuneNorm(t, path, secondBest, "a"); r.Way != "wide-4" || r.Source != ByRule || r.timings != 0 || r.runs != 2 {
+		t.Errorf("without tuning: %+v", r)
+	}
+	r := tuneNorm(t, path, secondBest, "a", cached)
+	if r.Way != "wide-1" || r.last != r.Way || r.Source != Measured || r.timings < 3 || r.Of != 3 || r.log != "" {
+		t.Errorf("timed: %+v", r)
+	}
+	if r.Cold < 2*time.Millisecond || r.Cold > 3*time.Millisecond || r.Warm < 2*time.Millisecond {
+		t.Errorf("it took %v cold and %v warm, want 2 ms", r.Cold, r.Warm)
+	}
+	again := tuneNorm(t, path, firstBest, "a", cached)
+	if again.Way != "wide-1" || again.Source != Stored || again.timings != r.timings || again.runs != 2 || again.Cold != r.Cold {
+		t.Errorf("a second start: %+v, want no timing", again)
+	}
+	if r := tuneNorm(t, path, firstBest, "b", cached); r.Way != "wide-4" || r.Source != Measured {
+		t.Errorf("another build: %+v, want it timed", r)
+	}
+	for i, c := range []struct {
+		ways    [3]fake.Way
+		rules   []string
+		env     string
+		way     string
+		source  Source
+		warning string
+	}{
+		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1", Measured, "differs by"},
+		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "plain", Measured, "no such luck"},
+		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "", "plain", Measured, "differs by"},
+		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1", Measured, "no such luck"},
+		{firstBest, []string{"RMSNorm=plain"}, "", "plain", Forced, ""},
+		{firstBest, []string{"RMS*!=wide-4"}, "", "wide-1", Measured, ""},
+		{secondBest, []string{"*!=wide-1"}, "", "plain", Measured, ""},
+		{firstBest, []string{"RMSNorm=plain"}, "RMSNorm=wide-1", "wide-1", Forced, ""},
+		{firstBest, []string{"RMSNorm=warp"}, "", "wide-4", Measured, "is ignored"},
+		{firstBest, []string{"RMSNorm!=*"}, "", "wide-4", Measured, "is ignored"},
+		{firstBest, []string{"Attention=plain"}, "", "wide-4", Measured, ""},
+	} {
+		t.Setenv("KASMINA_WAYS", c.env)
+		r := tuneNorm(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a", cached, WithWays(c.rules...))
+		if r.Way != c.way || r.last != c.way || r.Source != c.source || !strings.Contains(r.log, c.warning) || (c.warning == "") != (r.log == "") {
+			t.Errorf("case %d: %+v, want the way %s, %s, and a warning %q", i, r, c.way, c.source, c.warning)
+		}
+	}
+}
+
+func TestWaysRefused(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {
+		if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithWays(rule)); err == nil || !strings.Contains(err.Error(), "want OP=WAY") {
+			t.Errorf("WithWays(%q): error %v", rule, err)
+		}
+	}
+	t.Setenv("KASMINA_WAYS", "RMSNorm")
+	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption); err == nil || !strings.Contains(err.Error(), "KASMINA_WAYS") {
+		t.Errorf("environment: error %v", err)
+	}
+}
+
+// TestHostByRule wants an op that has a kernel to be computed on the host where a rule wants it there.
+func TestHostByRule(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(3), gorgonia.WithName("x"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))))
+	y := gorgonia.Must(gorgonia.Square(x))
+	var log bytes.Buffer
+	m, err := NewMachine(device, g, fakeOption, WithWays("square*=host"), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	v, err := m.Value(y)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.program.tasks[0].host || !strings.Contains(log.String(), "a rule wants it there") {
+		t.Errorf("got %v, log %s", got, log.String())
+	}
+	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"), WithStrict()); err == nil {
+		t.Error("WithStrict allows it")
+	}
+}
