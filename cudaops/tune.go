@@ -20,18 +20,32 @@ type Tuning uint8
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache directory, by card, driver,
 // build of the kernels or version of cuBLASLt, op, shape and types.
 const (
-	TuneOff    = Tuning(tune.Off)    // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
-	TuneCached = Tuning(tune.Cached) // take what is stored, and time, once, what is not
-	TuneFull   = Tuning(tune.Full)   // time anew, and replace what is stored
+	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
+	TuneOff     = Tuning(tune.Off)     // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
+	TuneCached  = Tuning(tune.Cached)  // take what is stored, and time, once, what is not
+	TuneFull    = Tuning(tune.Full)    // time anew, and replace what is stored
 )
 
-// WithTuning sets the tuning. The default is TuneOff with the precision [Float32] and else TuneCached. The environment
-// variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a second for a model: of products at
-// NewMachine and [Machine.SetOptimizer], of other ops in the first run.
+// MarshalText is off, cached, full or default, for flag.TextVar.
+func (t Tuning) MarshalText() ([]byte, error) { return []byte(tune.Mode(t).String()), nil }
+
+// UnmarshalText is the inverse of MarshalText.
+func (t *Tuning) UnmarshalText(text []byte) error {
+	for m := TuneDefault; m <= TuneFull; m++ {
+		if tune.Mode(m).String() == string(text) {
+			*t = m
+			return nil
+		}
+	}
+	return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
+}
+
+// WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a
+// second for a model: of products at NewMachine and [Machine.SetOptimizer], of other ops in the first run.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
-		if t < TuneOff || t > TuneFull {
-			return fmt.Errorf("WithTuning: got %d, want TuneOff, TuneCached or TuneFull", t)
+		if t > TuneFull {
+			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or TuneFull", t)
 		}
 		c.tuning = tune.Mode(t)
 		return nil

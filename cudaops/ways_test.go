@@ -200,3 +200,16 @@ func TestHostByRule(t *testing.T) {
 		t.Error("WithStrict allows it")
 	}
 }
+
+func TestTuningText(t *testing.T) {
+	for _, want := range []Tuning{TuneDefault, TuneOff, TuneCached, TuneFull} {
+		text, err := want.MarshalText()
+		got := Tuning(99)
+		if err = errors.Join(err, got.UnmarshalText(text)); err != nil || got != want {
+			t.Errorf("%s became %d, %v, want %d", text, got, err, want)
+		}
+	}
+	if err := new(Tuning).UnmarshalText([]byte("fast")); err == nil {
+		t.Error("fast is taken for a tuning")
+	}
+}

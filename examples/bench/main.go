@@ -65,6 +65,7 @@ type options struct {
 	profile   bool
 	recompute bool
 	batch     int
+	tune      cudaops.Tuning
 }
 
 func main() {
@@ -79,6 +80,7 @@ func main() {
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
 	flag.StringVar(&o.precision, "precision", "bf16", "bf16, f16 or f32, for training on a GPU")
+	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")

@@ -53,7 +53,7 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, o optio
 		return r, err
 	}
 	machine, err := cudaops.NewMachine(device, g.G, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
-		cudaops.WithPrecision(precision), cudaops.WithStrict())
+		cudaops.WithPrecision(precision), cudaops.WithTuning(o.tune), cudaops.WithStrict())
 	if err != nil {
 		return r, err
 	}

@@ -70,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	if device != nil {
 		defer device.Close()
-		o.train.Engine = gpu.Engine(device, precisions[o.precision])
+		o.train.Engine = gpu.Engine(device, precisions[o.precision], cudaops.WithTuning(o.tune))
 	}
 	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -19,6 +20,7 @@ type options struct {
 	data, out, cache, preset string
 	optimizer, prompt        string
 	device, precision        string
+	tune                     cudaops.Tuning
 	resume                   resumeFlag
 	kasmina                  bool
 	model                    llm.Config
@@ -107,6 +109,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
 	f.IntVar(&o.train.Steps, "steps", 450, "optimiser steps in all; learning rate and growth follow them")
+	f.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")

@@ -23,10 +23,10 @@ import (
 
 // Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
 // float32 whatever the precision, and come back when a checkpoint is saved and when the trainer is closed. The device must
-// stay open until then.
-func Engine(device *cudaops.Device, precision cudaops.Precision) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
+// stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
+func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := newEngine(device, precision, m, o, c)
+		e, err := newEngine(device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
 		if err != nil {
 			return nil, fmt.Errorf("llm/gpu: %w", err)
 		}
@@ -40,7 +40,7 @@ func Engine(device *cudaops.Device, precision cudaops.Precision) func(*llm.Model
 // engine is an llm.Engine. Losses and logits come from machines that share the parameters' memory.
 type engine struct {
 	device    *cudaops.Device
-	precision cudaops.MachineOption
+	options   []cudaops.MachineOption
 	model     *llm.Model
 	optimizer optim.Optimizer
 	limit     float64
@@ -65,7 +65,7 @@ type runner struct {
 	machine *cudaops.Machine
 }
 
-func newEngine(device *cudaops.Device, precision cudaops.Precision, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+func newEngine(device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
 	if m.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
 	}
@@ -76,9 +76,9 @@ func newEngine(device *cudaops.Device, precision cudaops.Precision, m *llm.Model
 	if err := o.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
 		return nil, err
 	}
-	e := &engine{device: device, precision: cudaops.WithPrecision(precision), model: m, optimizer: o, limit: c.Clip,
+	e := &engine{device: device, options: slices.Clip(opts), model: m, optimizer: o, limit: c.Clip,
 		losses: map[int]*runner{}}
-	opts := []cudaops.MachineOption{e.precision, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss)}
+	opts = append(e.options, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
 	if c.Accumulate > 1 {
 		opts = append(opts, cudaops.WithAccumulation())
 	}
@@ -143,7 +143,7 @@ func (e *engine) beside(kind llm.GraphKind, batch int) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := cudaops.NewMachine(e.device, g.G, e.precision, cudaops.WithParamsOf(e.train.machine))
+	m, err := cudaops.NewMachine(e.device, g.G, append(e.options, cudaops.WithParamsOf(e.train.machine))...)
 	if err != nil {
 		return nil, err
 	}
