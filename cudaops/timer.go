@@ -126,11 +126,14 @@ func (x *timer) fill(p driver.Ptr, o argument, seed uint64) error {
 }
 
 // fastest returns the way of some that computes the job in the least time. Ways that fail, or whose result is not that of the
-// plain one, do not count.
+// plain one, do not count; it is -1 if none is left.
 func (x *timer) fastest(ways []int) (int, error) {
-	live := x.right(ways)
+	live, err := x.right(ways)
+	if err != nil {
+		return 0, err
+	}
 	if len(live) == 0 {
-		return 0, fmt.Errorf("none of the ways %v works", x.j.ways)
+		return -1, nil
 	}
 	if err := x.time(live, 1); err != nil { // which tells the hopeless ones
 		return 0, err
@@ -156,34 +159,33 @@ func (x *timer) key(way, first int) float64 {
 }
 
 // right returns those of some ways that work, and whose result is that of the plain way or, where that fails itself, of the
-// first that works. The run also loads the kernels.
-func (x *timer) right(ways []int) (live []int) {
+// first that works. The run also loads the kernels. A fault that loses the context is an error.
+func (x *timer) right(ways []int) ([]int, error) {
 	plain := x.j.plain
-	want, err := x.result(plain)
-	if err != nil && slices.Contains(ways, plain) {
-		x.drop(x.j, plain, err)
-	}
-	for _, i := range ways {
-		got := want
-		if i != plain {
-			if got, err = x.result(i); err != nil {
-				x.drop(x.j, i, err)
-				continue
-			}
-			if want == nil {
-				plain, want = i, got
-			}
-		}
-		if got == nil {
+	var want [][]float32
+	good := map[int]bool{}
+	for k, i := range append([]int{plain}, ways...) {
+		if k > 0 && i == x.j.plain {
 			continue
 		}
-		if err := x.compare(got, want, plain); err != nil {
+		got, err := x.result(i)
+		var e *driver.Error
+		if errors.As(err, &e) && e.Sticky() {
+			return nil, err
+		}
+		if err == nil && want == nil {
+			plain, want = i, got
+		}
+		if err == nil {
+			err = x.compare(got, want, plain)
+		}
+		if err != nil {
 			x.drop(x.j, i, err)
 			continue
 		}
-		live = append(live, i)
+		good[i] = true
 	}
-	return live
+	return slices.DeleteFunc(slices.Clone(ways), func(i int) bool { return !good[i] }), nil
 }
 
 // took is the time by which ways are compared.
@@ -324,15 +326,24 @@ func (x *timer) compare(got, want [][]float32, plain int) error {
 	return nil
 }
 
-// apartBy is ‖x − y‖/‖y‖, and NaN where any number is.
+// apartBy is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN as before. It is NaN where
+// one is, or all are.
 func apartBy(x, y []float32) float64 {
 	var diff, norm float64
+	written := false
 	for i := range x {
+		if x[i] != x[i] && y[i] != y[i] {
+			continue
+		}
+		written = true
 		d := float64(x[i]) - float64(y[i])
 		diff += d * d
 		norm += float64(y[i]) * float64(y[i])
 	}
-	if diff == 0 {
+	switch {
+	case !written:
+		return math.NaN()
+	case diff == 0:
 		return 0
 	}
 	return math.Sqrt(diff / norm)

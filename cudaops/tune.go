@@ -290,6 +290,10 @@ func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 	if err = joined(err, x.close()); err != nil {
 		return 0, err
 	}
+	if way < 0 {
+		t.m.warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random numbers", j.op, j.shape, j.ways))
+		return left[0], nil
+	}
 	c.Source, c.Cold, c.Warm = Measured, x.cold[way], x.warm[way]
 	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm}}); err != nil {
 		t.m.warn(err.Error())
