@@ -579,6 +579,7 @@ func TestKasminaBandwidth(t *testing.T) {
 		{rows: 32768, seeds: 1024, chunk: 4, slots: 1025, dtype: bf16},
 		{rows: 32768, seeds: 256, chunk: 16, slots: 257, dtype: bf16},
 		{rows: 32768, seeds: 1024, chunk: 4, slots: 1025, dtype: f32},
+		{rows: 32768, seeds: 16, chunk: 48, slots: 17, dtype: bf16},
 		{rows: 64, seeds: 1000, chunk: 4, slots: 1001, dtype: bf16},
 	} {
 		c.deviation, c.stability = 1, KasminaAdaptive
