@@ -78,12 +78,12 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 func (o *options) plan() {
 	epochs := o.train.Steps / o.train.Epoch
 	part := func(of int) int { return max(1, epochs/of) }
-	o.every = part(40)
+	o.every = part(20)
 	t := &o.thresholds
 	*t = state.DefaultThresholds()
 	clear(t.MinEpochs[:])
 	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = 2, part(20)
-	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(40), part(4)
+	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(20), part(4)
 	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
 	o.embargo = part(20)
 	c := state.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))

@@ -12,8 +12,10 @@ type text struct {
 }
 
 const (
-	validationBytes = 4 << 10
+	validationBytes = 8 << 10
 	testBytes       = 128 << 10
+
+	validationBatches = 16 // about: the share of them in which a blueprint helps is its stability
 )
 
 func openText(o options) (*text, error) {
@@ -39,7 +41,7 @@ func openText(o options) (*text, error) {
 		return nil, err
 	}
 	cut := min(validationBytes, len(held)/2)
-	if t.validation, err = llm.NewEvaluation(held[:cut], llm.ByteTokenizer{}, 1, o.model.Seq); err != nil {
+	if t.validation, err = llm.NewEvaluation(held[:cut], llm.ByteTokenizer{}, max(1, cut/o.model.Seq/validationBatches), o.model.Seq); err != nil {
 		return nil, err
 	}
 	t.test, err = llm.NewEvaluation(held[cut:], llm.ByteTokenizer{}, o.train.Batch, o.model.Seq)

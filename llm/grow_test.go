@@ -1,0 +1,191 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// growing makes a trainer of a run short enough for a test follow a controller, and lists what happens.
+func growing(t *testing.T, tr *Trainer) *[]string {
+	t.Helper()
+	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := state.NewHeuristic(4, 1<<20)
+	h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
+	if err := tr.Grow(Growth{Controller: h, Validation: text}); err != nil {
+		t.Fatal(err)
+	}
+	var events []string
+	if _, err := tr.Model.Kasmina.Listen(func(e state.Event) { events = append(events, e.String()) }); err != nil {
+		t.Fatal(err)
+	}
+	return &events
+}
+
+// TestGrowResumes wants a run with a controller that is interrupted and resumed, several times, to go as one that is not: the
+// same decisions, bit for bit the same model.
+func TestGrowResumes(t *testing.T) {
+	const steps = 45
+	c := tiny()
+	c.SlotWidth = 16
+	fresh := func() *Trainer { return newTrainer(t, trainerOptions{config: c, steps: steps}) }
+	straight := fresh()
+	events := growing(t, straight)
+	if err := straight.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "run.safetensors")
+	var broken *Trainer
+	var again []string
+	for k, until := range []int{7, 16, 22, 31, steps} {
+		broken = fresh()
+		if k > 0 {
+			if err := broken.Resume(path); err != nil {
+				t.Fatal(err)
+			}
+		}
+		part := growing(t, broken)
+		broken.On(Checkpoint(broken, path, 0))
+		ctx, cancel := context.WithCancel(context.Background())
+		broken.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Step == until && until < steps {
+				cancel()
+			}
+			return nil
+		})
+		if err := broken.Run(ctx); err != nil && !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		cancel()
+		again = append(again, *part...)
+	}
+	checkSame(t, straight, broken)
+	if a, b := strings.Join(*events, "\n"), strings.Join(again, "\n"); a != b {
+		t.Errorf("what happened:\n%s\nand with interruptions:\n%s", a, b)
+	}
+	for _, stage := range []string{"Training → Grafting", "Evaluating → "} {
+		if !strings.Contains(strings.Join(again, "\n"), stage) {
+			t.Errorf("nothing went from %s", stage)
+		}
+	}
+}
+
+// TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race detector and the checksums watch.
+func TestCommandsDuringTraining(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 40})
+	stop := make(chan struct{})
+	var senders sync.WaitGroup
+	var mu sync.Mutex
+	done := map[bool]int{}
+	for g := range 8 {
+		senders.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(g), 7))
+			for {
+				c := state.Command{Action: state.Action(1 + r.IntN(4)), Layer: r.IntN(2), Seed: r.IntN(4), To: state.Stage(r.IntN(11)), Alpha: r.Float64(),
+					Request: state.GerminationRequest{Slot: 1 + r.IntN(4), Kind: blueprints.Kind(r.IntN(4))}}
+				applied := tr.Model.Kasmina.Submit(c)
+				tr.Model.Kasmina.Report()
+				select {
+				case err := <-applied:
+					mu.Lock()
+					done[err == nil]++
+					mu.Unlock()
+				case <-stop:
+					return
+				}
+			}
+		})
+	}
+	err := tr.Run(context.Background())
+	close(stop)
+	senders.Wait()
+	if err := errors.Join(err, tr.Model.Kasmina.Verify()); err != nil {
+		t.Fatal(err)
+	}
+	if done[true] < 8 || done[false] < 8 {
+		t.Errorf("%d commands were done and %d refused, want some of each", done[true], done[false])
+	}
+}
+
+// TestRollbackOfAModel wants a rollback to put the parameters of the slot back to what they were when grafting began.
+func TestRollbackOfAModel(t *testing.T) {
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12, dt: dt})
+		n := tr.Model.Kasmina
+		// newTrainer has seed 1 of each layer in Training, with slot 1.
+		read := func() state.SlotParams {
+			p, err := slots{tr.Model}.Read(1, 1)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return p
+		}
+		var before, during, after state.SlotParams
+		at := func(step int, f func() error) {
+			tr.On(func(e Event) error {
+				if e.Kind == StepEnd && e.Step == step {
+					return f()
+				}
+				return nil
+			})
+		}
+		at(4, func() error {
+			before = read()
+			return n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.Grafting}, state.Command{Action: state.SetAlpha, Layer: 1, Seed: 1, Alpha: 0.5})
+		})
+		at(8, func() error {
+			during = read()
+			err := n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.RolledBack})
+			after = read()
+			return err
+		})
+		if err := tr.Run(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		if same(before, during) || !same(before, after) {
+			t.Errorf("%v: the slot was %v, then %v, and after the rollback %v", dt, before, during, after)
+		}
+	}
+}
+
+func same(a, b state.SlotParams) bool {
+	if a.Scale != b.Scale || len(a.Weights) != len(b.Weights) {
+		return false
+	}
+	for i := range a.Weights {
+		if a.Weights[i] != b.Weights[i] {
+			return false
+		}
+	}
+	return true
+}
+
+func TestGrowErrors(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := state.NewHeuristic(1, 1)
+	for want, g := range map[string]Growth{
+		"the controller is nil":    {Validation: text},
+		"the held-out text is nil": {Controller: h},
+		"Every is -1":              {Controller: h, Validation: text, Every: -1},
+	} {
+		if err := tr.Grow(g); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %q", err, want)
+		}
+	}
+}
