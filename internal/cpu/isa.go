@@ -30,6 +30,7 @@ func useISA(l isa) {
 	level = l
 	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
 	rows32 = rowKernelsFor(l)
+	strips32 = stripKernelsFor(l)
 }
 
 func chooseISA(wish string, best isa) isa {

@@ -3,7 +3,7 @@ package cpu
 import (
 	"fmt"
 	"math"
-	"sort"
+	"slices"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -35,6 +35,7 @@ type KasminaSeed[T Float] struct {
 	rule        *blueprints.Arithmetic[T]
 	homogeneity blueprints.Homogeneity
 	mixes       bool // the kind is computed for many rows at once
+	ruled       bool // strips compute it
 	size        int  // how many weights the kind uses
 	w, p        []T  // those of the slot, and what rule makes of them
 	scale       T
@@ -59,15 +60,17 @@ type Kasmina[T Float] struct {
 
 	partial  []ChunkFigures // of each block of rows and seed
 	measured bool           // some seed is
+	columns  bool           // the pass is computed in strips
 	prepared []T
-	needs    int       // elements of scratch memory
-	learning []int     // indices into Active
-	learned  int       // elements of their p
-	dp       []T       // of each block of rows, the gradients of the learning seeds' p
-	da       []float64 // likewise of the scale
-	heads    []int     // counting sort of the learning seeds by slot
+	needs    int          // elements of scratch memory
+	rules    []columnRule // of every strip of a row of tiles
+	learning []int        // indices into Active
+	learned  int          // elements of their p
+	dp       []T          // of each block of rows, the gradients of the learning seeds' p
+	da       []float64    // likewise of the scale
+	heads    []int        // counting sort of the learning seeds by slot
 	order    []int
-	scratch  sync.Pool
+	memory   sync.Pool // of *tile[T]
 }
 
 // RulePanic is the Value of the [Panic] that Forward and Backward panic with when the rule of a seed does.
@@ -111,58 +114,20 @@ func (k *Kasmina[T]) Activate(s KasminaSeed[T]) error {
 	return nil
 }
 
-// The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
-// within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
-const (
-	tileColumns  = 1024
-	tileElements = 1 << 16
-	tileRows     = 256
-)
-
-func (k *Kasmina[T]) tile() (rows, seeds int) {
-	seeds = min(k.Seeds, max(1, tileColumns/k.Chunk))
-	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
-}
-
-// tiles calls f for every tile, on all cores: rows r0 to r1, seeds s0 to s1, of the given block of rows, with scratch memory
-// of k.needs elements.
-func (k *Kasmina[T]) tiles(f func(block, r0, r1, s0, s1 int, scratch []T)) (blocks int) {
-	rows, seeds := k.tile()
-	blocks = (k.Rows + rows - 1) / rows
-	groups := (k.Seeds + seeds - 1) / seeds
-	Parallel(blocks*groups, 1, func(lo, hi int) {
-		scratch, _ := k.scratch.Get().(*[]T)
-		if scratch == nil || len(*scratch) < k.needs {
-			s := make([]T, k.needs)
-			scratch = &s
-		}
-		for i := lo; i < hi; i++ {
-			block, group := i/groups, i%groups
-			f(block, block*rows, min(k.Rows, (block+1)*rows), group*seeds, min(k.Seeds, (group+1)*seeds), *scratch)
-		}
-		k.scratch.Put(scratch)
-	})
-	return blocks
-}
-
-// active returns the active seeds in [s0, s1).
-func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
-	from := sort.Search(len(k.Active), func(i int) bool { return k.Active[i].Seed >= s0 })
-	n := sort.Search(len(k.Active)-from, func(i int) bool { return k.Active[from+i].Seed >= s1 })
-	return k.Active[from : from+n]
-}
-
 // prepare binds the active seeds to the parameters and readies the buffers.
-func (k *Kasmina[T]) prepare(weights, scales []T) {
+func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
 	rows, _ := k.tile()
 	prepared := 0
 	k.needs = 4 * k.Chunk
+	_, single := any(k).(*Kasmina[float32])
+	k.columns = single && k.Reduce == ReduceExact && !(backward && k.Limit != nil)
 	for i := range k.Active {
 		s := &k.Active[i]
 		s.w, s.scale = weights[s.Slot*k.Width:][:s.size:s.size], scales[s.Slot]
 		if s.p = s.w; s.rule.Prepare != nil {
 			prepared += s.size
 		}
+		s.ruled = k.columns && k.Stability != StabilityStrict && s.Kind <= blueprints.ConvFilter
 		if s.mixes {
 			k.needs = max(k.needs, mixingScratch(rows, k.Chunk, s.size))
 		} else {
@@ -176,23 +141,28 @@ func (k *Kasmina[T]) prepare(weights, scales []T) {
 			next += s.size
 		}
 	}
-	Parallel(len(k.Active), grain(64*k.Chunk), func(lo, hi int) {
-		seed := noSeed
-		defer attribute(&seed)
-		for i := lo; i < hi; i++ {
-			if s := &k.Active[i]; s.rule.Prepare != nil {
-				seed = s.Seed
-				s.rule.Prepare(s.p, s.w)
-			}
-		}
-	})
-	k.measured = false
-	for _, m := range k.Measure {
-		k.measured = k.measured || m
-	}
-	blocks := (k.Rows + rows - 1) / rows
-	k.partial = grow(k.partial, blocks*k.Seeds)
+	parallel(len(k.Active), grain(64*k.Chunk), kasminaPrepare[T]{k})
+	k.measured = slices.Contains(k.Measure, true)
+	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
+	if k.columns {
+		k.rules = grow(k.rules, k.groups()*k.strips())
+		parallel(k.groups(), 4, kasminaRules{any(k).(*Kasmina[float32]), backward})
+	}
+}
+
+// kasminaPrepare makes the active seeds' p of their weights.
+type kasminaPrepare[T Float] struct{ k *Kasmina[T] }
+
+func (p *kasminaPrepare[T]) span(lo, hi int) {
+	seed := noSeed
+	defer attribute(&seed)
+	for i := lo; i < hi; i++ {
+		if s := &p.k.Active[i]; s.rule.Prepare != nil {
+			seed = s.Seed
+			s.rule.Prepare(s.p, s.w)
+		}
+	}
 }
 
 // grow returns n elements, in s's memory when there is room, with whatever they hold.
@@ -209,41 +179,62 @@ func grow[E any](s []E, n int) []E {
 //
 // for active seeds that blend, with x clamped first in the strict mode, and y = x for all others.
 func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
-	k.prepare(weights, scales)
-	c, d := k.Chunk, k.Seeds*k.Chunk
-	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
-		seed := noSeed
-		defer attribute(&seed)
-		figures := k.partial[block*k.Seeds+s0 : block*k.Seeds+s1]
-		for i := range figures {
-			figures[i] = newFigures(k.Reduce)
+	k.prepare(weights, scales, false)
+	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaForward[T]{k, y, x})
+	parallel(k.Seeds, 256, kasminaFinish[T]{k, x})
+}
+
+// kasminaForward computes tiles of the forward pass.
+type kasminaForward[T Float] struct {
+	k    *Kasmina[T]
+	y, x []T
+}
+
+func (p *kasminaForward[T]) span(lo, hi int) {
+	k, seed := p.k, noSeed
+	defer attribute(&seed)
+	t := k.takeTile()
+	for i := lo; i < hi; i++ {
+		t.moveTo(k, i)
+		if k.columns {
+			p := any(p).(*kasminaForward[float32])
+			forwardStrips(p.k, any(t).(*tile[float32]), p.y, p.x)
+		} else {
+			k.forwardRows(t, p.y, p.x)
 		}
-		active := k.active(s0, s1)
-		for r := r0; r < r1; r++ {
-			xr, yr := x[r*d:][s0*c:s1*c], y[r*d:][s0*c:s1*c]
-			copy(yr, xr)
-			k.watchInput(figures, xr, x, s0)
-			for i := range active {
-				if s := &active[i]; s.Blend && !s.mixes {
-					at := (s.Seed - s0) * c
-					seed = s.Seed
-					k.blend(yr[at:][:c], xr[at:][:c], s, scratch)
-					seed = noSeed
+		for j := range t.active {
+			s := &t.active[j]
+			if !s.Blend || s.ruled {
+				continue
+			}
+			seed = s.Seed
+			if s.mixes {
+				k.mix(p.y, p.x, t.r0, t.r1, s, t.scratch)
+			} else {
+				for r := t.r0; r < t.r1; r++ {
+					at := r*t.stride + s.Seed*k.Chunk
+					k.blend(p.y[at:][:k.Chunk], p.x[at:][:k.Chunk], s, t.scratch)
 				}
 			}
+			seed = noSeed
 		}
-		for i := range active {
-			if s := &active[i]; s.Blend && s.mixes {
-				k.mix(y, x, r0, r1, s, scratch)
-			}
-		}
-	})
-	k.finish(blocks, x)
+	}
+	k.memory.Put(t)
+}
+
+// forwardRows copies a tile and forms its figures row by row.
+func (k *Kasmina[T]) forwardRows(t *tile[T], y, x []T) {
+	for r := t.r0; r < t.r1; r++ {
+		at := r*t.stride + t.s0*k.Chunk
+		xr := x[at:][:t.columns]
+		copy(y[at:], xr)
+		k.watchInput(t.figures, xr, x, t.s0)
+	}
 }
 
 // watchInput takes one row of a tile, whose first seed is s0, into the tile's figures.
 func (k *Kasmina[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
-	if !k.measured && countBad(xr) == 0 {
+	if !k.measured && finite(xr) {
 		return
 	}
 	c := k.Chunk
@@ -263,18 +254,22 @@ func (k *Kasmina[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
 	}
 }
 
-// finish merges the figures of all blocks of rows, in order.
-func (k *Kasmina[T]) finish(blocks int, v []T) {
-	Parallel(k.Seeds, 256, func(lo, hi int) {
-		for s := lo; s < hi; s++ {
-			f := &k.Figures[s]
-			*f = k.partial[s]
-			for b := 1; b < blocks; b++ {
-				f.merge(&k.partial[b*k.Seeds+s], k.Reduce)
-			}
-			f.finish(k.Reduce, anchorOf(v[s*k.Chunk]))
+// kasminaFinish merges the figures of v of all blocks of rows, in order.
+type kasminaFinish[T Float] struct {
+	k *Kasmina[T]
+	v []T
+}
+
+func (p *kasminaFinish[T]) span(lo, hi int) {
+	k := p.k
+	for s := lo; s < hi; s++ {
+		f := &k.Figures[s]
+		*f = k.partial[s]
+		for b := 1; b < k.blocks(); b++ {
+			f.merge(&k.partial[b*k.Seeds+s], k.Reduce)
 		}
-	})
+		f.finish(k.Reduce, anchorOf(p.v[s*k.Chunk]))
+	}
 }
 
 // blend computes one chunk row of a seed that blends. scratch holds 2·Chunk elements.

@@ -10,62 +10,90 @@ package cpu
 //
 // summed over seeds that share a slot. Slots of no learning seed get 0.
 func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
-	k.prepare(weights, scales)
+	k.prepare(weights, scales, true)
 	k.prepareLearning()
-	c, d := k.Chunk, k.Seeds*k.Chunk
-	blocks := k.tiles(func(block, r0, r1, s0, s1 int, scratch []T) {
-		seed := noSeed
-		defer attribute(&seed)
-		figures := k.partial[block*k.Seeds+s0 : block*k.Seeds+s1]
-		for i := range figures {
-			figures[i] = newFigures(k.Reduce)
-		}
-		active := k.active(s0, s1)
-		dp, da := k.dp[block*k.learned:][:k.learned], k.da[block*len(k.learning):][:len(k.learning)]
-		for i := range active {
-			if s := &active[i]; s.Learn {
+	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaBackward[T]{k, dx, g, x})
+	parallel(k.Seeds, 256, kasminaFinish[T]{k, g})
+	k.reduceLearning(dweights, dscales)
+}
+
+// kasminaBackward computes tiles of the backward pass.
+type kasminaBackward[T Float] struct {
+	k        *Kasmina[T]
+	dx, g, x []T
+}
+
+func (p *kasminaBackward[T]) span(lo, hi int) {
+	k, seed := p.k, noSeed
+	defer attribute(&seed)
+	t := k.takeTile()
+	for i := lo; i < hi; i++ {
+		t.moveTo(k, i)
+		dp, da := k.dp[t.block*k.learned:][:k.learned], k.da[t.block*len(k.learning):][:len(k.learning)]
+		for j := range t.active {
+			if s := &t.active[j]; s.Learn {
 				clear(dp[s.at:][:s.size])
 				da[s.learn] = 0
 			}
 		}
-		for r := r0; r < r1; r++ {
-			gr, dr := g[r*d:][s0*c:s1*c], dx[r*d:][s0*c:s1*c]
-			copy(dr, gr)
-			k.watchGradient(figures, dr, g, s0)
-			for i := range active {
-				s := &active[i]
-				if s.mixes {
-					continue
-				}
-				at := (s.Seed - s0) * c
-				in := x[r*d+s.Seed*c:][:c]
+		if k.columns {
+			p := any(p).(*kasminaBackward[float32])
+			backwardStrips(p.k, any(t).(*tile[float32]), p.dx, p.g, p.x, any(dp).([]float32), da)
+		} else {
+			k.backwardRows(t, p.dx, p.g)
+		}
+		for j := range t.active {
+			if s := &t.active[j]; !s.ruled {
 				seed = s.Seed
-				if s.Learn {
-					da[s.learn] += k.blendBackward(dr[at:][:c], dp[s.at:][:s.size], in, s, scratch)
-				} else {
-					k.blendBackward(dr[at:][:c], scratch[3*c:][:s.size], in, s, scratch)
-				}
+				k.backwardSeed(t, p.dx, p.x, s, dp, da)
 				seed = noSeed
 			}
 		}
-		for i := range active {
-			if s := &active[i]; s.mixes {
-				if s.Learn {
-					da[s.learn] = k.mixBackward(dx, dp[s.at:][:s.size], x, r0, r1, s, scratch)
-				} else {
-					k.mixBackward(dx, nil, x, r0, r1, s, scratch)
-				}
-			}
+	}
+	k.memory.Put(t)
+}
+
+// backwardRows copies a tile of g, clipped, and forms its figures row by row.
+func (k *Kasmina[T]) backwardRows(t *tile[T], dx, g []T) {
+	for r := t.r0; r < t.r1; r++ {
+		at := r*t.stride + t.s0*k.Chunk
+		dr := dx[at:][:t.columns]
+		copy(dr, g[at:])
+		k.watchGradient(t.figures, dr, g, t.s0)
+	}
+}
+
+// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, a row at a time or by its kind's own
+// way, and adds the gradients of its parameters.
+func (k *Kasmina[T]) backwardSeed(t *tile[T], dx, x []T, s *KasminaSeed[T], dp []T, da []float64) {
+	c := k.Chunk
+	var gradients []T
+	if s.Learn {
+		gradients = dp[s.at:][:s.size]
+	}
+	if s.mixes {
+		d := k.mixBackward(dx, gradients, x, t.r0, t.r1, s, t.scratch)
+		if s.Learn {
+			da[s.learn] = d
 		}
-	})
-	k.finish(blocks, g)
-	k.reduceLearning(blocks, dweights, dscales)
+		return
+	}
+	if !s.Learn {
+		gradients = t.scratch[3*c:][:s.size] // of no use
+	}
+	for r := t.r0; r < t.r1; r++ {
+		at := r*t.stride + s.Seed*c
+		d := k.blendBackward(dx[at:][:c], gradients, x[at:][:c], s, t.scratch)
+		if s.Learn {
+			da[s.learn] += d
+		}
+	}
 }
 
 // watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and scales the chunks whose norm
 // exceeds their limit.
 func (k *Kasmina[T]) watchGradient(figures []ChunkFigures, gr, g []T, s0 int) {
-	if !k.measured && k.Limit == nil && countBad(gr) == 0 {
+	if !k.measured && k.Limit == nil && finite(gr) {
 		return
 	}
 	c := k.Chunk
@@ -147,58 +175,72 @@ func (k *Kasmina[T]) prepareLearning() {
 			k.learned += s.size
 		}
 	}
-	rows, _ := k.tile()
-	blocks := (k.Rows + rows - 1) / rows
+	blocks := k.blocks()
 	k.dp, k.da = grow(k.dp, blocks*k.learned), grow(k.da, blocks*len(k.learning))
 }
 
 // reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
-func (k *Kasmina[T]) reduceLearning(blocks int, dweights, dscales []T) {
+func (k *Kasmina[T]) reduceLearning(dweights, dscales []T) {
 	n := len(k.learning)
-	Parallel(n, grain(4*blocks*k.learned/max(n, 1)), func(lo, hi int) {
-		seed := noSeed
-		defer attribute(&seed)
-		for i := lo; i < hi; i++ {
-			s := &k.Active[k.learning[i]]
-			total := k.dp[s.at:][:s.size]
-			for j := range total {
-				var sum float64
-				for b := range blocks {
-					sum += float64(k.dp[b*k.learned+s.at+j])
-				}
-				total[j] = T(sum)
-			}
-			for b := 1; b < blocks; b++ {
-				k.da[i] += k.da[b*n+i]
-			}
-			if s.rule.Finish != nil {
-				seed = s.Seed
-				s.rule.Finish(total, s.p)
-				seed = noSeed
-			}
-		}
-	})
+	parallel(n, grain(4*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
 	k.sortBySlot()
-	Parallel(k.Slots, grain(4*k.Width), func(lo, hi int) {
-		for slot := lo; slot < hi; slot++ {
-			seeds := k.order[k.heads[slot]:k.heads[slot+1]]
-			dw := dweights[slot*k.Width:][:k.Width]
-			for j := range dw {
-				var sum float64
-				for _, i := range seeds {
-					if s := &k.Active[k.learning[i]]; j < s.size {
-						sum += float64(k.dp[s.at+j])
-					}
-				}
-				dw[j] = T(sum)
+	parallel(k.Slots, grain(4*k.Width), kasminaSlots[T]{k, dweights, dscales})
+}
+
+// kasminaLearned adds up the gradients of learning seeds over blocks of rows.
+type kasminaLearned[T Float] struct{ k *Kasmina[T] }
+
+func (p *kasminaLearned[T]) span(lo, hi int) {
+	k, seed := p.k, noSeed
+	defer attribute(&seed)
+	blocks, n := k.blocks(), len(k.learning)
+	for i := lo; i < hi; i++ {
+		s := &k.Active[k.learning[i]]
+		total := k.dp[s.at:][:s.size]
+		for j := range total {
+			var sum float64
+			for b := range blocks {
+				sum += float64(k.dp[b*k.learned+s.at+j])
 			}
+			total[j] = T(sum)
+		}
+		for b := 1; b < blocks; b++ {
+			k.da[i] += k.da[b*n+i]
+		}
+		if s.rule.Finish != nil {
+			seed = s.Seed
+			s.rule.Finish(total, s.p)
+			seed = noSeed
+		}
+	}
+}
+
+// kasminaSlots adds up the gradients of slots over their seeds.
+type kasminaSlots[T Float] struct {
+	k                 *Kasmina[T]
+	dweights, dscales []T
+}
+
+func (p *kasminaSlots[T]) span(lo, hi int) {
+	k := p.k
+	for slot := lo; slot < hi; slot++ {
+		seeds := k.order[k.heads[slot]:k.heads[slot+1]]
+		dw := p.dweights[slot*k.Width:][:k.Width]
+		for j := range dw {
 			var sum float64
 			for _, i := range seeds {
-				sum += k.da[i]
+				if s := &k.Active[k.learning[i]]; j < s.size {
+					sum += float64(k.dp[s.at+j])
+				}
 			}
-			dscales[slot] = T(sum)
+			dw[j] = T(sum)
 		}
-	})
+		var sum float64
+		for _, i := range seeds {
+			sum += k.da[i]
+		}
+		p.dscales[slot] = T(sum)
+	}
 }
 
 // sortBySlot orders the learning seeds by slot, those of a slot in their own order: slot s has order[heads[s]:heads[s+1]].

@@ -59,17 +59,19 @@ func TestKasminaTiles(t *testing.T) {
 	} {
 		seen := make([]int, k.Rows*k.Seeds)
 		rows, seeds := k.tile()
-		k.needs = 4 * k.Chunk
-		k.tiles(func(block, r0, r1, s0, s1 int, scratch []float32) {
-			if r0 != block*rows || s0%seeds != 0 || r1-r0 > tileRows || len(scratch) < k.needs {
-				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", r0, r1, s0, s1, block)
+		k.partial = make([]ChunkFigures, k.blocks()*k.Seeds)
+		tl := k.takeTile()
+		for i := range k.blocks() * k.groups() {
+			tl.moveTo(k, i)
+			if tl.r0 != tl.block*rows || tl.s0%seeds != 0 || tl.r1-tl.r0 > tileRows || tl.columns > max(tileColumns, k.Chunk) {
+				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", tl.r0, tl.r1, tl.s0, tl.s1, tl.block)
 			}
-			for r := r0; r < r1; r++ {
-				for s := s0; s < s1; s++ {
-					seen[r*k.Seeds+s]++ // tiles do not overlap, or the race detector tells
+			for r := tl.r0; r < tl.r1; r++ {
+				for s := tl.s0; s < tl.s1; s++ {
+					seen[r*k.Seeds+s]++
 				}
 			}
-		})
+		}
 		for i, n := range seen {
 			if n != 1 {
 				t.Fatalf("%d rows of %d seeds: chunk %d is in %d tiles", k.Rows, k.Seeds, i, n)

@@ -13,7 +13,7 @@ import (
 )
 
 func main() {
-	part := flag.String("part", "gemm", "what to generate: gemm, vec or rows")
+	part := flag.String("part", "gemm", "what to generate: gemm, vec, rows or kasmina")
 	flag.Parse()
 	ConstraintExpr("amd64")
 	switch *part {
@@ -38,6 +38,20 @@ func main() {
 		for _, v := range []isa{avx512, avx2} {
 			rows(v)
 		}
+	case "kasmina":
+		for _, v := range []isa{avx512, avx2} {
+			figures(v, "inputFigures", true)
+			figures(v, "gradientFigures", false)
+			for _, streamed := range []bool{false, true} {
+				blend(v, false, streamed)
+				blend(v, true, streamed)
+			}
+			blendSums(v)
+			moveRows(v, fetching)
+			moveRows(v, plain)
+			moveRows(v, streaming)
+		}
+		chunkNorms()
 	default:
 		log.Fatalf("unknown -part %q", *part)
 	}

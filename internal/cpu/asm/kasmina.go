@@ -1,0 +1,498 @@
+package main
+
+import (
+	"github.com/mmcloughlin/avo/attr"
+	. "github.com/mmcloughlin/avo/build"
+	. "github.com/mmcloughlin/avo/operand"
+	. "github.com/mmcloughlin/avo/reg"
+)
+
+// The kernels of Kasmina's strips work on a few rows of up to stripColumns columns, a vector of columns at a time: what
+// belongs to columns stays in registers while the rows pass. It is in structs of arrays, one element a column, at these
+// offsets; see kasmina_strip.go.
+const (
+	stripColumns = 256
+	packStride   = stripColumns + 16
+	array        = 4 * stripColumns
+	figureSquare = 2 * array // the sums, in float64, begin at 0
+	figureAnchor = 4 * array
+	figureLow    = 5 * array
+	figureHigh   = 6 * array
+	figureDead   = 7 * array
+
+	ruleOn       = 0 * array
+	ruleOff      = 1 * array
+	ruleGate     = 2 * array
+	ruleAdd      = 3 * array
+	ruleNear     = 4 * array
+	ruleFar      = 5 * array
+	ruleHasNear  = 6 * array
+	ruleHasFar   = 7 * array
+	ruleAbove    = 8 * array
+	ruleLeftNear = 9 * array
+	ruleLeftFar  = 10 * array
+
+	sumAll  = 0 * array
+	sumHere = 1 * array
+	sumNear = 2 * array
+	sumFar  = 3 * array
+
+	normSum    = 8 * stripColumns / 4 // the anchors begin at 0
+	normSquare = normSum + 8*stripColumns
+)
+
+const (
+	magnitude    = 0x7fffffff // all bits but the sign
+	notLessEqual = 6          // comparison that holds for NaN too
+)
+
+// strip emits body for every row of every vector of columns, between start and end of that vector. R9 holds the number of
+// rows, R8 that of columns, and R10 the distance of rows in the matrix, in elements. R11 is the offset of the current row in
+// packs, and R12 that in the matrix. arrays advance by a vector of float32, doubles by one of float64.
+func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func(), body func(masked bool), end func()) {
+	lanes := uint64(v.bytes / 4)
+	vector := func(label string, masked bool) {
+		start()
+		XORQ(R11, R11)
+		XORQ(R12, R12)
+		MOVQ(R9, RCX)
+		Label(label)
+		body(masked)
+		ADDQ(U32(4*packStride), R11)
+		ADDQ(R10, R12)
+		DECQ(RCX)
+		JNZ(LabelRef(label))
+		end()
+	}
+	SHLQ(Imm(2), R10)
+	SUBQ(Imm(lanes), R8)
+	JLT(LabelRef("tail"))
+	Label("columns")
+	vector("row", false)
+	for _, p := range arrays {
+		ADDQ(Imm(uint64(v.bytes)), p)
+	}
+	for _, p := range doubles {
+		ADDQ(Imm(uint64(2*v.bytes)), p)
+	}
+	SUBQ(Imm(lanes), R8)
+	JGE(LabelRef("columns"))
+	Label("tail")
+	ADDQ(Imm(lanes), R8)
+	JZ(LabelRef("done"))
+	v.setMask(R8)
+	vector("tailRow", true)
+	Label("done")
+}
+
+// loadSize loads the arguments that all kernels of strips have.
+func loadSize() {
+	Load(Param("rows"), R9)
+	Load(Param("columns"), R8)
+}
+
+// packed is the current vector of the current row of a pack, and inMatrix that of a matrix.
+func packed(pack Register) Mem   { return Mem{Base: pack, Index: R11, Scale: 1} }
+func inMatrix(base Register) Mem { return Mem{Base: base, Index: R12, Scale: 1} }
+
+// magnitudes sets dst = |x|.
+func (v isa) magnitudes(x, dst VecPhysical) {
+	if v.bytes == 64 {
+		VPANDD(constant("magnitude", magnitude), x, dst)
+		return
+	}
+	VANDPS(constant("magnitude", magnitude), x, dst)
+}
+
+// figures generates the sums, in float64, of the deviations of a column's elements from its anchor and of their squares, and
+// the column's least and largest element; with dead set also the number of elements with |x| < eps. It writes x to a pack, and
+// fetches into the second cache what lies 8 rows ahead.
+func figures(v isa, name string, dead bool) {
+	signature := "func(f, pack, x *float32, rows, stride, columns int)"
+	if dead {
+		signature = "func(f, pack, x *float32, rows, stride, columns int, eps float32)"
+	}
+	TEXT(name+v.name, attr.NOSPLIT, signature)
+	f, wide, pack, px, ahead := RDI, RDX, RBX, RSI, R13
+	Load(Param("f"), f)
+	MOVQ(f, wide)
+	Load(Param("pack"), pack)
+	Load(Param("x"), px)
+	Load(Param("stride"), R10)
+	loadSize()
+	MOVQ(R10, ahead)
+	SHLQ(Imm(5), ahead)
+	ADDQ(px, ahead)
+	r := v.regs
+	var sum, square, anchor, deviation [2]VecPhysical
+	for i := range 2 {
+		sum[i], square[i], anchor[i], deviation[i] = r[i], r[2+i], r[4+i], r[6+i]
+	}
+	low, high, count, eps, x, t := r[8], r[9], r[10], r[11], r[12], r[13]
+	if dead {
+		e, err := Param("eps").Resolve()
+		if err != nil {
+			panic(err)
+		}
+		VBROADCASTSS(e.Addr, eps)
+	}
+	half := v.bytes / 2
+	v.strip([]GPPhysical{f, pack, px, ahead}, []GPPhysical{wide}, func() {
+		for i := range 2 {
+			VMOVUPS(Mem{Base: wide, Disp: i * v.bytes}, sum[i])
+			VMOVUPS(Mem{Base: wide, Disp: figureSquare + i*v.bytes}, square[i])
+			VCVTPS2PD(Mem{Base: f, Disp: figureAnchor + i*half}, anchor[i])
+		}
+		VMOVUPS(Mem{Base: f, Disp: figureLow}, low)
+		VMOVUPS(Mem{Base: f, Disp: figureHigh}, high)
+		if dead {
+			VMOVUPS(Mem{Base: f, Disp: figureDead}, count)
+		}
+	}, func(masked bool) {
+		PREFETCHT1(inMatrix(ahead))
+		v.load(inMatrix(px), x, masked)
+		v.store(x, packed(pack), masked)
+		if masked {
+			VCVTPS2PD(v.half(x), deviation[0])
+			v.upper(x, t)
+			VCVTPS2PD(v.half(t), deviation[1])
+		} else {
+			VCVTPS2PD(inMatrix(px), deviation[0])
+			VCVTPS2PD(inMatrix(px).Offset(half), deviation[1])
+		}
+		for i := range 2 {
+			VSUBPD(anchor[i], deviation[i], deviation[i])
+			VADDPD(deviation[i], sum[i], sum[i])
+			VFMADD231PD(deviation[i], deviation[i], square[i])
+		}
+		VMINPS(x, low, low)
+		VMAXPS(x, high, high)
+		if !dead {
+			return
+		}
+		v.magnitudes(x, t)
+		if v.bytes == 64 {
+			VCMPPS(Imm(1), eps, t, K2)
+			VPADDD(constant("unit", 1), count, K2, count)
+		} else {
+			VCMPPS(Imm(1), eps, t, t)
+			VPSUBD(t, count, count)
+		}
+	}, func() {
+		for i := range 2 {
+			VMOVUPS(sum[i], Mem{Base: wide, Disp: i * v.bytes})
+			VMOVUPS(square[i], Mem{Base: wide, Disp: figureSquare + i*v.bytes})
+		}
+		VMOVUPS(low, Mem{Base: f, Disp: figureLow})
+		VMOVUPS(high, Mem{Base: f, Disp: figureHigh})
+		if dead {
+			VMOVUPS(count, Mem{Base: f, Disp: figureDead})
+		}
+	})
+	VZEROUPPER()
+	RET()
+}
+
+// selected reads which columns have a neighbour: into a mask register with AVX-512, and else into a vector.
+func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
+	VMOVUPS(src, r)
+	if v.bytes == 64 {
+		VPTESTMD(r, r, k)
+		return k
+	}
+	return r
+}
+
+// loadSelected reads the selected lanes, and zeros elsewhere.
+func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
+	if v.bytes == 64 {
+		VMOVUPS_Z(src, selected, dst)
+		return
+	}
+	VMASKMOVPS(src, selected, dst)
+}
+
+// blend generates the rule of a strip. Forward, with v = x and neighbours to the left, returning the largest |x|:
+//
+//	y = (on if x·gate > 0, else off)·v + add + near·v[∓1] + far·v[∓2]
+//
+// Backward there is no add, v is the gradient and its neighbours are to the right. v and x are packs, y is in a matrix: with
+// streamed set it is written past the caches, and its vectors are aligned.
+func blend(v isa, backward, streamed bool) {
+	py, pv, px, rule := RDI, RSI, RSI, RDX
+	name := "blendForward"
+	if backward {
+		name = "blendBackward"
+	}
+	if streamed {
+		name += "Streamed"
+	}
+	if backward {
+		TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule *float32, rows, stride, columns int)")
+		px = RBX
+		Load(Param("dx"), py)
+		Load(Param("grad"), pv)
+	} else {
+		TEXT(name+v.name, attr.NOSPLIT, "func(y, x, rule *float32, rows, stride, columns int) float32")
+		Load(Param("y"), py)
+	}
+	Load(Param("x"), px)
+	Load(Param("rule"), rule)
+	Load(Param("stride"), R10)
+	loadSize()
+	r := v.regs
+	on, off, gate, add, near, far := r[0], r[1], r[2], r[3], r[4], r[5]
+	x, c, t, zero, top := r[8], r[9], r[10], r[11], r[12]
+	var hasNear, hasFar Register
+	value, step := x, -4
+	if backward {
+		value, step = r[13], 4
+	}
+	v.zero(zero)
+	v.zero(top)
+	arrays := []GPPhysical{py, pv, rule}
+	if backward {
+		arrays = append(arrays, px)
+	}
+	v.strip(arrays, nil, func() {
+		VMOVUPS(Mem{Base: rule, Disp: ruleOn}, on)
+		VMOVUPS(Mem{Base: rule, Disp: ruleOff}, off)
+		VMOVUPS(Mem{Base: rule, Disp: ruleGate}, gate)
+		if !backward {
+			VMOVUPS(Mem{Base: rule, Disp: ruleAdd}, add)
+		}
+		VMOVUPS(Mem{Base: rule, Disp: ruleNear}, near)
+		VMOVUPS(Mem{Base: rule, Disp: ruleFar}, far)
+		hasNear = v.selected(Mem{Base: rule, Disp: ruleHasNear}, K3, r[6])
+		hasFar = v.selected(Mem{Base: rule, Disp: ruleHasFar}, K4, r[7])
+	}, func(masked bool) {
+		v.load(packed(px), x, masked)
+		VMULPS(gate, x, t)
+		v.choose(zero, t, on, off, c)
+		if backward {
+			v.load(packed(pv), value, masked)
+			VMULPS(value, c, c)
+		} else {
+			VFMADD213PS(add, value, c)
+		}
+		v.loadSelected(packed(pv).Offset(step), hasNear, t)
+		VFMADD231PS(t, near, c)
+		v.loadSelected(packed(pv).Offset(2*step), hasFar, t)
+		VFMADD231PS(t, far, c)
+		if streamed && !masked {
+			VMOVNTPS(c, inMatrix(py))
+		} else {
+			v.store(c, inMatrix(py), masked)
+		}
+		if !backward {
+			v.magnitudes(x, t)
+			VMAXPS(top, t, top) // a NaN in t loses
+		}
+	}, func() {})
+	if streamed {
+		SFENCE()
+	}
+	if backward {
+		VZEROUPPER()
+		RET()
+		return
+	}
+	VMOVAPS(top, r[0])
+	v.reduce(VMAXPS)
+	VZEROUPPER()
+	Store(r[0].AsX(), ReturnIndex(0))
+	RET()
+}
+
+// choose sets dst = on where t > least or t is NaN, and off elsewhere. It clobbers t.
+func (v isa) choose(least, t, on, off, dst VecPhysical) {
+	if v.bytes == 64 {
+		VCMPPS(Imm(notLessEqual), least, t, K2)
+		VBLENDMPS(on, off, K2, dst)
+		return
+	}
+	VCMPPS(Imm(notLessEqual), least, t, t)
+	VBLENDVPS(t, on, off, dst)
+}
+
+// blendSums generates, for every column, the sums that the gradients of weights are made of: over rows where x·gate > above,
+// those of g and g·x, and over all rows those of g·x[−1] and g·x[−2].
+func blendSums(v isa) {
+	TEXT("blendSums"+v.name, attr.NOSPLIT, "func(s, rule, grad, x *float32, rows, columns int)")
+	ps, rule, pg, px := RDI, RDX, RSI, RBX
+	Load(Param("s"), ps)
+	Load(Param("rule"), rule)
+	Load(Param("grad"), pg)
+	Load(Param("x"), px)
+	XORQ(R10, R10)
+	loadSize()
+	r := v.regs
+	sums := []VecPhysical{r[0], r[1], r[2], r[3]}
+	all, here, near, far := r[0], r[1], r[2], r[3]
+	gate, above, x, g, t := r[4], r[5], r[8], r[9], r[10]
+	var leftNear, leftFar Register
+	v.strip([]GPPhysical{ps, rule, pg, px}, nil, func() {
+		for i, s := range sums {
+			VMOVUPS(Mem{Base: ps, Disp: i * array}, s)
+		}
+		VMOVUPS(Mem{Base: rule, Disp: ruleGate}, gate)
+		VMOVUPS(Mem{Base: rule, Disp: ruleAbove}, above)
+		leftNear = v.selected(Mem{Base: rule, Disp: ruleLeftNear}, K3, r[6])
+		leftFar = v.selected(Mem{Base: rule, Disp: ruleLeftFar}, K4, r[7])
+	}, func(masked bool) {
+		v.load(packed(px), x, masked)
+		v.load(packed(pg), g, masked)
+		v.loadSelected(packed(px).Offset(-4), leftNear, t)
+		VFMADD231PS(t, g, near)
+		v.loadSelected(packed(px).Offset(-8), leftFar, t)
+		VFMADD231PS(t, g, far)
+		VMULPS(gate, x, t)
+		if v.bytes == 64 {
+			VCMPPS(Imm(notLessEqual), above, t, K2)
+			VADDPS(g, all, K2, all)
+			VFMADD231PS(x, g, K2, here)
+			return
+		}
+		VCMPPS(Imm(notLessEqual), above, t, t)
+		VANDPS(t, g, g)
+		VADDPS(g, all, all)
+		VFMADD231PS(x, g, here)
+	}, func() {
+		for i, s := range sums {
+			VMOVUPS(s, Mem{Base: ps, Disp: i * array})
+		}
+	})
+	VZEROUPPER()
+	RET()
+}
+
+// chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
+// squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, and chunk is a multiple of 4.
+// A vector of four rows is the natural one, so this has one form.
+func chunkNorms() {
+	TEXT("chunkNormsAVX2", attr.NOSPLIT, "func(n *float64, x *float32, groups, chunk, chunks int)")
+	anchors, sums, px, chunk, groups, stride, stride3, chunks := RDI, RDX, RSI, R8, R9, R10, R12, RBX
+	rows, at := R11, R13
+	Load(Param("n"), anchors)
+	LEAQ(Mem{Base: anchors, Disp: normSum}, sums)
+	Load(Param("x"), px)
+	Load(Param("groups"), groups)
+	MOVQ(U32(4*packStride), stride)
+	Load(Param("chunk"), chunk)
+	Load(Param("chunks"), chunks)
+	LEAQ(Mem{Base: stride, Index: stride, Scale: 2}, stride3)
+	SHRQ(Imm(2), chunk)
+	p := []VecPhysical{Y0, Y1, Y2, Y3}
+	x, low, high, sum, square, anchor := Y4, Y5, Y6, Y7, Y8, Y9
+	Label("chunk")
+	VBROADCASTSD(Mem{Base: anchors}, anchor)
+	VMOVUPD(Mem{Base: sums}, sum)
+	VMOVUPD(Mem{Base: sums, Disp: normSquare - normSum}, square)
+	MOVQ(px, rows)
+	MOVQ(groups, RCX)
+	Label("group")
+	for _, r := range p {
+		VXORPD(r, r, r)
+	}
+	MOVQ(rows, at)
+	MOVQ(chunk, RAX)
+	Label("column")
+	for i, m := range []Mem{{Base: at}, {Base: at, Index: stride, Scale: 1}, {Base: at, Index: stride, Scale: 2}, {Base: at, Index: stride3, Scale: 1}} {
+		VCVTPS2PD(m, x)
+		VFMADD231PD(x, x, p[i])
+	}
+	ADDQ(Imm(16), at)
+	DECQ(RAX)
+	JNZ(LabelRef("column"))
+	for i := 0; i < 4; i += 2 {
+		VUNPCKLPD(p[i+1], p[i], low)
+		VUNPCKHPD(p[i+1], p[i], high)
+		VADDPD(low, high, p[i])
+	}
+	VPERM2F128(Imm(0x20), p[2], p[0], low)
+	VPERM2F128(Imm(0x31), p[2], p[0], high)
+	VADDPD(low, high, x)
+	VSQRTPD(x, x)
+	VSUBPD(anchor, x, x)
+	VADDPD(x, sum, sum)
+	VFMADD231PD(x, x, square)
+	LEAQ(Mem{Base: rows, Index: stride, Scale: 4}, rows)
+	DECQ(RCX)
+	JNZ(LabelRef("group"))
+	VMOVUPD(sum, Mem{Base: sums})
+	VMOVUPD(square, Mem{Base: sums, Disp: normSquare - normSum})
+	ADDQ(Imm(8), anchors)
+	ADDQ(Imm(32), sums)
+	MOVQ(chunk, RAX)
+	SHLQ(Imm(4), RAX)
+	ADDQ(RAX, px)
+	DECQ(chunks)
+	JNZ(LabelRef("chunk"))
+	VZEROUPPER()
+	RET()
+}
+
+// The ways of moveRows.
+const (
+	fetching  = "loadRows" // what lies ahead in the source is fetched into the second cache
+	plain     = "storeRows"
+	streaming = "streamRows" // the destination, whose vectors are aligned, is written past the caches
+)
+
+// moveRows generates a copy of rows, in which ahead is the distance, in bytes, of what will be copied some time later.
+func moveRows(v isa, way string) {
+	TEXT(way+v.name, attr.NOSPLIT, "func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)")
+	dst, src, rows, dstStride, srcStride, ahead, toDst, toSrc := RDI, RSI, R9, R10, R12, RBX, R11, R13
+	Load(Param("dst"), dst)
+	Load(Param("src"), src)
+	Load(Param("rows"), rows)
+	Load(Param("dstStride"), dstStride)
+	Load(Param("srcStride"), srcStride)
+	Load(Param("columns"), R8)
+	Load(Param("ahead"), ahead)
+	SHLQ(Imm(2), dstStride)
+	SHLQ(Imm(2), srcStride)
+	lanes := uint64(v.bytes / 4)
+	x := v.regs[0]
+	MOVQ(R8, RDX)
+	ANDQ(I32(-int(lanes)), RDX) // columns in whole vectors
+	SUBQ(RDX, R8)
+	JZ(LabelRef("row"))
+	v.setMask(R8)
+	MOVL(U32(1), R8L)
+	Label("row")
+	MOVQ(dst, toDst)
+	MOVQ(src, toSrc)
+	MOVQ(RDX, RCX)
+	TESTQ(RCX, RCX)
+	JZ(LabelRef("rest"))
+	Label("vector")
+	if way == fetching {
+		PREFETCHT1(Mem{Base: toSrc, Index: ahead, Scale: 1})
+	}
+	VMOVUPS(Mem{Base: toSrc}, x)
+	if way == streaming {
+		VMOVNTPS(x, Mem{Base: toDst})
+	} else {
+		VMOVUPS(x, Mem{Base: toDst})
+	}
+	ADDQ(Imm(uint64(v.bytes)), toSrc)
+	ADDQ(Imm(uint64(v.bytes)), toDst)
+	SUBQ(Imm(lanes), RCX)
+	JNZ(LabelRef("vector"))
+	Label("rest")
+	TESTQ(R8, R8)
+	JZ(LabelRef("next"))
+	v.load(Mem{Base: toSrc}, x, true)
+	v.store(x, Mem{Base: toDst}, true)
+	Label("next")
+	ADDQ(dstStride, dst)
+	ADDQ(srcStride, src)
+	DECQ(rows)
+	JNZ(LabelRef("row"))
+	if way == streaming {
+		SFENCE()
+	}
+	VZEROUPPER()
+	RET()
+}

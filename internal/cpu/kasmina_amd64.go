@@ -1,0 +1,106 @@
+package cpu
+
+//go:generate go -C asm run . -part kasmina -pkg cpu -out ../kasmina_amd64.s
+
+// The kernels of kasmina_amd64.s, which the program in asm/ writes.
+
+//go:noescape
+func inputFiguresAVX512(f *columnFigures, pack, x *float32, rows, stride, columns int, eps float32)
+
+//go:noescape
+func gradientFiguresAVX512(f *columnFigures, pack, x *float32, rows, stride, columns int)
+
+//go:noescape
+func blendForwardAVX512(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+
+//go:noescape
+func blendForwardStreamedAVX512(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+
+//go:noescape
+func blendBackwardAVX512(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+
+//go:noescape
+func blendBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+
+//go:noescape
+func blendSumsAVX512(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
+
+//go:noescape
+func loadRowsAVX512(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func storeRowsAVX512(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func streamRowsAVX512(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func inputFiguresAVX2(f *columnFigures, pack, x *float32, rows, stride, columns int, eps float32)
+
+//go:noescape
+func gradientFiguresAVX2(f *columnFigures, pack, x *float32, rows, stride, columns int)
+
+//go:noescape
+func blendForwardAVX2(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+
+//go:noescape
+func blendForwardStreamedAVX2(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+
+//go:noescape
+func blendBackwardAVX2(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+
+//go:noescape
+func blendBackwardStreamedAVX2(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+
+//go:noescape
+func blendSumsAVX2(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
+
+//go:noescape
+func loadRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func storeRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func streamRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+
+//go:noescape
+func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
+
+var stripsAVX512 = stripKernels{
+	inputFigures:          inputFiguresAVX512,
+	gradientFigures:       gradientFiguresAVX512,
+	blendForward:          blendForwardAVX512,
+	blendForwardStreamed:  blendForwardStreamedAVX512,
+	blendBackward:         blendBackwardAVX512,
+	blendBackwardStreamed: blendBackwardStreamedAVX512,
+	blendSums:             blendSumsAVX512,
+	loadRows:              loadRowsAVX512,
+	storeRows:             storeRowsAVX512,
+	streamRows:            streamRowsAVX512,
+	chunkNorms:            chunkNormsAVX2,
+}
+
+var stripsAVX2 = stripKernels{
+	inputFigures:          inputFiguresAVX2,
+	gradientFigures:       gradientFiguresAVX2,
+	blendForward:          blendForwardAVX2,
+	blendForwardStreamed:  blendForwardStreamedAVX2,
+	blendBackward:         blendBackwardAVX2,
+	blendBackwardStreamed: blendBackwardStreamedAVX2,
+	blendSums:             blendSumsAVX2,
+	loadRows:              loadRowsAVX2,
+	storeRows:             storeRowsAVX2,
+	streamRows:            streamRowsAVX2,
+	chunkNorms:            chunkNormsAVX2,
+}
+
+func stripKernelsFor(l isa) *stripKernels {
+	switch l {
+	case avx512:
+		return &stripsAVX512
+	case avx2:
+		return &stripsAVX2
+	}
+	return nil
+}

@@ -1,0 +1,284 @@
+package cpu
+
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// In float32, and with figures reduced exactly, a tile is computed strip by strip: the blueprints that go by the element have
+// one rule for whole vectors of columns, whatever seeds these belong to, and figures are formed a column at a time and folded
+// into those of the seeds at the end of the tile. What does not go by the element (kinds that mix, registered kinds, the
+// strict mode) is computed a row and a seed at a time over what the strips have left there, which is x or g.
+
+// kasminaRules builds the rules of the strips of groups of seeds.
+type kasminaRules struct {
+	k        *Kasmina[float32]
+	backward bool
+}
+
+func (a *kasminaRules) span(lo, hi int) {
+	k, c, strips := a.k, a.k.Chunk, a.k.strips()
+	_, seeds := k.tile()
+	for group := lo; group < hi; group++ {
+		s0, s1 := group*seeds, min(k.Seeds, (group+1)*seeds)
+		rules := k.rules[group*strips:][:strips]
+		for i := range rules {
+			rules[i].blends, rules[i].learns = false, false
+		}
+		active := k.active(s0, s1)
+		for i := range active {
+			s := &active[i]
+			blends, learns := s.Blend && s.Alpha != 0, a.backward && s.Learn && !(s.Blend && s.Alpha == 0)
+			if !s.ruled || !blends && !learns {
+				continue
+			}
+			for j := 0; j < c; {
+				at := (s.Seed-s0)*c + j
+				rule, column := &rules[at/stripColumns], at%stripColumns
+				n := min(c-j, stripColumns-column)
+				if !rule.blends && !rule.learns {
+					*rule = identityRule
+				}
+				rule.blends, rule.learns = rule.blends || blends, rule.learns || learns
+				rule.set(s, column, n, j, c, a.backward)
+				j += n
+			}
+		}
+	}
+}
+
+// set makes n columns, from the given one on, follow the rule of features j to j+n−1 of the chunk of s, which has c. With
+// w, p and a as in package blueprints and β = α where the seed blends, x and its coefficient of each kind are
+//
+//	Residual       x + βa·w
+//	AttentionGate  (1 − β + βa·p)·x
+//	MLPExpansion   (1 − β + βa·w)·x where x·w > 0, else (1 − β)·x
+//	ConvFilter     (1 − β + βa·w0)·x + βa·w1·x[−1] + βa·w2·x[−2]
+func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward bool) {
+	rest, gain := 1-float64(s.Alpha), float64(s.Alpha)*float64(s.scale)
+	if !s.Blend {
+		rest, gain = 1, 0
+	}
+	on, off, p := r.on[column:][:n], r.off[column:][:n], s.p[j:]
+	switch s.Kind {
+	case blueprints.Residual:
+		if add := r.add[column:][:n]; !backward {
+			for i := range add {
+				add[i] = float32(gain * float64(p[i]))
+			}
+		}
+	case blueprints.AttentionGate:
+		for i := range on {
+			on[i] = float32(rest + gain*float64(p[i]))
+			off[i] = on[i]
+		}
+	case blueprints.MLPExpansion:
+		copy(r.gate[column:][:n], p)
+		for i := range on {
+			on[i], off[i] = float32(rest+gain*float64(p[i])), float32(rest)
+		}
+		if above := r.above[column:][:n]; backward {
+			clear(above)
+		}
+	case blueprints.ConvFilter:
+		w0, w1, w2 := taps(s.p)
+		for i := range on {
+			on[i] = float32(rest + gain*w0)
+			off[i] = on[i]
+			left, right := j+i, c-1-(j+i)
+			if backward {
+				r.leftNear[column+i], r.leftFar[column+i] = bits(left >= 1), bits(left >= 2)
+				left = right
+			}
+			if s.Blend {
+				r.near[column+i], r.far[column+i] = float32(gain*w1), float32(gain*w2)
+				r.hasNear[column+i], r.hasFar[column+i] = bits(left >= 1), bits(left >= 2)
+			}
+		}
+	}
+}
+
+// taps returns the first three weights, 0 for those that are not there.
+func taps(w []float32) (w0, w1, w2 float64) {
+	var t [3]float32
+	copy(t[:], w)
+	return float64(t[0]), float64(t[1]), float64(t[2])
+}
+
+// bits returns all bits set, or none.
+func bits(set bool) int32 {
+	if set {
+		return -1
+	}
+	return 0
+}
+
+// forwardStrips computes the strips of a tile of the forward pass.
+func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
+	eps, measured, top := ceil32(k.Eps), t.measured(k), float32(0)
+	for j := 0; j < t.columns; j += stripColumns {
+		s, rule := t.strip(k, j), &k.rules[t.strips+j/stripColumns]
+		if measured {
+			t.start(k, x, s)
+		}
+		for t.advance(&s) {
+			in := &t.packs[0]
+			if measured {
+				t.seen.addInput(in, x, s, eps)
+			} else {
+				in.load(x, s)
+				t.countBad(k, x, s)
+			}
+			if rule.blends {
+				in.loadEdges(x, s, t.columns)
+				top = max(top, rule.forward(y, in, s))
+			} else {
+				in.store(y, s)
+			}
+		}
+		if measured {
+			t.fold(k, x, s, k.Eps)
+		}
+	}
+	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
+	limit := float32(math.MaxFloat32)
+	if k.Stability == StabilityAdaptive {
+		limit = adaptiveLimit
+	}
+	if top > limit {
+		forwardLarge(k, t, y, x, limit)
+	}
+}
+
+// forwardLarge computes chunk rows with an element beyond the limit once more, by themselves.
+func forwardLarge(k *Kasmina[float32], t *tile[float32], y, x []float32, limit float32) {
+	for i := range t.active {
+		s := &t.active[i]
+		if !s.ruled || !s.Blend {
+			continue
+		}
+		for r := t.r0; r < t.r1; r++ {
+			at := r*t.stride + s.Seed*k.Chunk
+			if xr := x[at:][:k.Chunk]; exceeds(xr, limit) {
+				k.blend(y[at:][:k.Chunk], xr, s, t.scratch)
+			}
+		}
+	}
+}
+
+// exceeds reports whether some |x| is above the limit.
+func exceeds(x []float32, limit float32) bool {
+	for _, v := range x {
+		if v > limit || v < -limit {
+			return true
+		}
+	}
+	return false
+}
+
+// backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the parameters to dp and da.
+func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
+	measured, normed := t.measured(k), 0
+	if measured && canNorm(k.Chunk) {
+		normed = (t.r1 - t.r0) / normRows * normRows
+		t.startNorms(k, g)
+	}
+	for j := 0; j < t.columns; j += stripColumns {
+		s, rule := t.strip(k, j), &k.rules[t.strips+j/stripColumns]
+		if measured {
+			t.start(k, g, s)
+		}
+		if rule.learns {
+			t.sums = columnSums{}
+		}
+		for t.advance(&s) {
+			grad, in := &t.packs[0], &t.packs[1]
+			if measured {
+				t.seen.addGradient(grad, g, s)
+			} else {
+				grad.load(g, s)
+				t.countBad(k, g, s)
+			}
+			if s.done < normed {
+				t.norms.add(grad, s, k.Chunk)
+			}
+			if rule.blends || rule.learns {
+				in.load(x, s)
+				in.loadEdges(x, s, t.columns)
+				grad.loadEdges(g, s, t.columns)
+			}
+			if rule.learns {
+				t.sums.add(rule, grad, in, s)
+			}
+			if rule.blends {
+				rule.backward(dx, grad, in, s)
+			} else {
+				grad.store(dx, s)
+			}
+		}
+		if measured {
+			t.fold(k, g, s, 0)
+		}
+		if rule.learns {
+			foldSums(k, t, s, dp, da)
+		}
+	}
+	if measured {
+		t.foldNorms(k, g, normed)
+	}
+}
+
+// foldSums adds the gradients of the seeds' p and scales that follow from the sums of a strip. With β = α where the seed
+// blends, else 1, and Σ over rows,
+//
+//	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
+//	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
+//	ConvFilter                   dw[k] = βa·Σ g·x[−k],  da = β·Σ w[k]·Σ g·x[−k]
+func foldSums(k *Kasmina[float32], t *tile[float32], s strip, dp []float32, da []float64) {
+	c := k.Chunk
+	active := k.active(t.s0+s.from/c, t.s0+(s.from+s.columns-1)/c+1)
+	for i := range active {
+		a := &active[i]
+		if !a.Learn || !a.ruled || a.Blend && a.Alpha == 0 {
+			continue
+		}
+		beta := 1.0
+		if a.Blend {
+			beta = float64(a.Alpha)
+		}
+		start := (a.Seed-t.s0)*c - s.from // may lie in a strip to the left
+		feature := max(0, -start)
+		column := start + feature
+		n := min(c-feature, s.columns-column)
+		dp, sums := dp[a.at:][:a.size], &t.sums
+		var sum float64
+		if a.Kind == blueprints.ConvFilter {
+			for tap, v := range [][]float32{sums.here[column:][:n], sums.near[column:][:n], sums.far[column:][:n]} {
+				if tap < a.size {
+					total := sum64(v)
+					dp[tap] += float32(beta * float64(a.scale) * total)
+					sum += float64(a.p[tap]) * total
+				}
+			}
+		} else {
+			v := sums.here[column:][:n]
+			if a.Kind == blueprints.Residual {
+				v = sums.all[column:][:n]
+			}
+			dp, p := dp[feature:][:n], a.p[feature:][:n]
+			for j, e := range v {
+				dp[j] = float32(beta * float64(a.scale) * float64(e))
+				sum += float64(p[j]) * float64(e)
+			}
+		}
+		da[a.learn] += beta * sum
+	}
+}
+
+func sum64(v []float32) (sum float64) {
+	for _, e := range v {
+		sum += float64(e)
+	}
+	return sum
+}

@@ -1,0 +1,339 @@
+package cpu
+
+import (
+	"math"
+	"unsafe"
+)
+
+// The kernels in this file work on a strip: some rows of up to stripColumns columns of a float32 matrix. A vector holds
+// neighbouring columns, whatever chunks they belong to, and what belongs to a column is in structs of arrays, whose layout the
+// assembly knows.
+
+const stripColumns = 256
+
+// columnFigures sum up what has been seen of each column. Deviations are from the column's anchor, which is the same for the
+// columns of a chunk. Sums are formed in float64, in which neither squares nor sums of float32 elements overflow, so that
+// they are finite exactly where all elements are. Elsewhere nothing in a column has a meaning.
+type columnFigures struct {
+	sum, square       [stripColumns]float64 // of deviations, and of their squares
+	anchor, low, high [stripColumns]float32
+	dead              [stripColumns]int32
+}
+
+// columnRule says what becomes of each column. Forward, with the gate g and the neighbours to the left,
+//
+//	y = (on if x·g > 0, else off)·x + add + near·x[−1] + far·x[−2]
+//
+// and backward, for the gradient v of y, with the neighbours to the right,
+//
+//	dx = (on if x·g > 0, else off)·v + near·v[+1] + far·v[+2]
+//
+// Neighbours that are not of the column's chunk are masked out and never read.
+type columnRule struct {
+	on, off, gate, add, near, far [stripColumns]float32
+	hasNear, hasFar               [stripColumns]int32   // all bits set, or none
+	above                         [stripColumns]float32 // for columnSums
+	leftNear, leftFar             [stripColumns]int32   // those of the forward pass, for columnSums
+	blends, learns                bool                  // some column is not the identity; some column has sums
+}
+
+// columnSums are sums over rows of g·1 and g·x, where x·gate > above, and of g·x[−1] and g·x[−2].
+type columnSums struct{ all, here, near, far [stripColumns]float32 }
+
+// The norms of a strip's chunks: for each the sums of the deviations of its rows' norms from an anchor and of their squares,
+// every fourth row in one lane.
+type stripNorms struct {
+	anchor      [stripColumns / 4]float64
+	sum, square [stripColumns / 4][4]float64
+}
+
+// stripKernels are these functions in the vectors of an instruction set.
+type stripKernels struct {
+	inputFigures          func(f *columnFigures, pack, x *float32, rows, stride, columns int, eps float32)
+	gradientFigures       func(f *columnFigures, pack, x *float32, rows, stride, columns int)
+	blendForward          func(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+	blendForwardStreamed  func(y, x *float32, rule *columnRule, rows, stride, columns int) float32
+	blendBackward         func(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+	blendBackwardStreamed func(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+	blendSums             func(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
+	loadRows              func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	storeRows             func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	streamRows            func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	chunkNorms            func(n *stripNorms, x *float32, groups, chunk, chunks int)
+}
+
+// strips32 are the kernels in use, nil where plain Go is.
+var strips32 *stripKernels
+
+// strip is rows rows of columns columns that begin at index at of a matrix with the given stride.
+type strip struct {
+	at, rows, stride, columns int
+	from, done                int // the first one's number among the tile's columns; rows of the tile above it
+}
+
+// pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096 bytes apart: there they
+// would drive each other out of the cache, and processors take a load for one of what was just stored at the same place of
+// another such row. There is room on either side of a row for neighbours that are masked out.
+type pack [passRows*packStride + packRoom]float32
+
+const (
+	packRoom   = 16
+	packStride = stripColumns + packRoom
+)
+
+// at returns the index of column i of row r.
+func (p *pack) at(r, i int) int { return packRoom + r*packStride + i }
+
+// load fills the pack with the strip s of x, and fetches the next rows.
+func (p *pack) load(x []float32, s strip) {
+	if k := strips32; k != nil {
+		k.loadRows(&p[packRoom], &x[s.at], s.rows, packStride, s.stride, s.columns, 4*passRows*s.stride)
+		return
+	}
+	for r := range s.rows {
+		copy(p[p.at(r, 0):][:s.columns], x[s.at+r*s.stride:])
+	}
+}
+
+// loadEdges adds the neighbours, two on either side, that rows have in other strips of a tile of the given width.
+func (p *pack) loadEdges(x []float32, s strip, width int) {
+	for r := range s.rows {
+		if left := p.at(r, 0); s.from > 0 {
+			copy(p[left-2:left], x[s.at+r*s.stride-2:])
+		}
+		if right := s.columns; s.from+right < width {
+			n := min(2, width-s.from-right)
+			copy(p[p.at(r, right):][:n], x[s.at+r*s.stride+right:])
+		}
+	}
+}
+
+// store writes the pack to the strip s of y.
+func (p *pack) store(y []float32, s strip) {
+	if k := strips32; k != nil {
+		move := k.storeRows
+		if s.streams(y) {
+			move = k.streamRows
+		}
+		move(&y[s.at], &p[packRoom], s.rows, s.stride, packStride, s.columns, 0)
+		return
+	}
+	for r := range s.rows {
+		copy(y[s.at+r*s.stride:][:s.columns], p[p.at(r, 0):])
+	}
+}
+
+// streamed is the size, in elements, from which on a result is written past the caches: most of it would not be there any
+// more when it is needed, and they would first read what it overwrites.
+var streamed = 1 << 21
+
+// streams reports whether the strip of y is written past the caches. Vectors must be aligned then.
+func (s strip) streams(y []float32) bool {
+	return len(y) >= streamed && s.stride%16 == 0 && uintptr(unsafe.Pointer(&y[s.at]))%64 == 0
+}
+
+// negativeZero is what can be added to any number, −0 included, without changing it.
+var negativeZero = float32(math.Copysign(0, -1))
+
+// identityRule leaves columns as they are.
+var identityRule = func() (r columnRule) {
+	for i := range stripColumns {
+		r.on[i], r.off[i], r.above[i] = 1, 1, -1
+		r.add[i], r.near[i], r.far[i] = negativeZero, negativeZero, negativeZero
+	}
+	return r
+}()
+
+// start makes f the figures of nothing.
+func (f *columnFigures) start(columns int) {
+	clear(f.sum[:columns])
+	clear(f.square[:columns])
+	clear(f.dead[:columns])
+	low, high := f.low[:columns], f.high[:columns]
+	for i := range low {
+		low[i] = math.MaxFloat32
+	}
+	for i := range high {
+		high[i] = -math.MaxFloat32
+	}
+}
+
+// addInput adds the strip s of x, and which elements are smaller than eps. It leaves the strip in p.
+func (f *columnFigures) addInput(p *pack, x []float32, s strip, eps float32) {
+	if k := strips32; k != nil {
+		k.inputFigures(f, &p[packRoom], &x[s.at], s.rows, s.stride, s.columns, eps)
+		return
+	}
+	p.load(x, s)
+	f.add(p, s, eps)
+}
+
+// addGradient adds the strip s of g. It leaves the strip in p.
+func (f *columnFigures) addGradient(p *pack, g []float32, s strip) {
+	if k := strips32; k != nil {
+		k.gradientFigures(f, &p[packRoom], &g[s.at], s.rows, s.stride, s.columns)
+		return
+	}
+	p.load(g, s)
+	f.add(p, s, 0)
+}
+
+func (f *columnFigures) add(p *pack, s strip, eps float32) {
+	for r := range s.rows {
+		for i, v := range p[p.at(r, 0):][:s.columns] {
+			d := float64(v) - float64(f.anchor[i])
+			f.sum[i] += d
+			f.square[i] += d * d
+			if v < f.low[i] {
+				f.low[i] = v
+			}
+			if v > f.high[i] {
+				f.high[i] = v
+			}
+			if -eps < v && v < eps {
+				f.dead[i]++
+			}
+		}
+	}
+}
+
+// factor returns on or off for an element x of column i.
+func (c *columnRule) factor(i int, x float32) float32 {
+	if x*c.gate[i] <= 0 {
+		return c.off[i]
+	}
+	return c.on[i]
+}
+
+// forward computes the strip s of y from x, and returns the largest |x| of those that are no NaN.
+func (c *columnRule) forward(y []float32, x *pack, s strip) (top float32) {
+	if k := strips32; k != nil {
+		blend := k.blendForward
+		if s.streams(y) {
+			blend = k.blendForwardStreamed
+		}
+		return blend(&y[s.at], &x[packRoom], c, s.rows, s.stride, s.columns)
+	}
+	for r := range s.rows {
+		for i := range s.columns {
+			at := x.at(r, i)
+			v := x[at]
+			e := c.factor(i, v)*v + c.add[i]
+			if c.hasNear[i] != 0 {
+				e += c.near[i] * x[at-1]
+			}
+			if c.hasFar[i] != 0 {
+				e += c.far[i] * x[at-2]
+			}
+			y[s.at+r*s.stride+i] = e
+			if v = max(v, -v); v > top {
+				top = v
+			}
+		}
+	}
+	return top
+}
+
+// backward computes the strip s of dx from g and x.
+func (c *columnRule) backward(dx []float32, g, x *pack, s strip) {
+	if k := strips32; k != nil {
+		blend := k.blendBackward
+		if s.streams(dx) {
+			blend = k.blendBackwardStreamed
+		}
+		blend(&dx[s.at], &g[packRoom], &x[packRoom], c, s.rows, s.stride, s.columns)
+		return
+	}
+	for r := range s.rows {
+		for i := range s.columns {
+			at := x.at(r, i)
+			e := c.factor(i, x[at]) * g[at]
+			if c.hasNear[i] != 0 {
+				e += c.near[i] * g[at+1]
+			}
+			if c.hasFar[i] != 0 {
+				e += c.far[i] * g[at+2]
+			}
+			dx[s.at+r*s.stride+i] = e
+		}
+	}
+}
+
+// add adds what a rule needs of g and x in the strip s.
+func (t *columnSums) add(c *columnRule, g, x *pack, s strip) {
+	if k := strips32; k != nil {
+		k.blendSums(t, c, &g[packRoom], &x[packRoom], s.rows, s.columns)
+		return
+	}
+	for r := range s.rows {
+		for i := range s.columns {
+			at := x.at(r, i)
+			v, gi := x[at], g[at]
+			if !(v*c.gate[i] <= c.above[i]) {
+				t.all[i] += gi
+				t.here[i] += gi * v
+			}
+			if c.leftNear[i] != 0 {
+				t.near[i] += gi * x[at-1]
+			}
+			if c.leftFar[i] != 0 {
+				t.far[i] += gi * x[at-2]
+			}
+		}
+	}
+}
+
+// normRows is how many rows add takes at once.
+const normRows = 4
+
+// canNorm reports whether add computes norms of chunks of c columns.
+func canNorm(c int) bool { return c%4 == 0 && c <= stripColumns }
+
+// add adds the norms of the rows of the strip s of g, but for the last ones if there is no multiple of normRows, for chunks of
+// c columns.
+func (n *stripNorms) add(g *pack, s strip, c int) {
+	if k := strips32; k != nil {
+		k.chunkNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c)
+		return
+	}
+	for r := range s.rows / normRows * normRows {
+		for i := range s.columns / c {
+			d := math.Sqrt(squares(g[g.at(r, i*c):][:c])) - n.anchor[i]
+			n.sum[i][r%normRows] += d
+			n.square[i][r%normRows] += d * d
+		}
+	}
+}
+
+// moments returns those of the norms of rows rows that add has seen of chunk i.
+func (n *stripNorms) moments(i, rows int) Moments {
+	s, q := &n.sum[i], &n.square[i]
+	return shifted(n.anchor[i], (s[0]+s[1])+(s[2]+s[3]), (q[0]+q[1])+(q[2]+q[3]), rows)
+}
+
+// shifted returns the moments of n numbers, given the sums of their deviations from an anchor and of the squares of these.
+// It loses no more than a factor of n in precision if the anchor is one of the numbers.
+func shifted(anchor, sum, square float64, n int) Moments {
+	if n == 0 {
+		return Moments{}
+	}
+	mean := sum / float64(n)
+	return Moments{float64(n), anchor + mean, max(0, square-sum*mean)}
+}
+
+// ceil32 returns the smallest float32 that is no less than v: x < v and x < ceil32(v) are the same for float32 x.
+func ceil32(v float64) float32 {
+	c := float32(v)
+	if float64(c) < v {
+		c = math.Nextafter32(c, float32(math.Inf(1)))
+	}
+	return c
+}
+
+// The assembly relies on these.
+var (
+	_ = [1]int{}[unsafe.Offsetof(columnFigures{}.dead)-7*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(columnRule{}.leftFar)-10*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(columnSums{}.far)-3*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(stripNorms{}.square)-(8+32)*stripColumns/4]
+)
