@@ -3,6 +3,7 @@ package state_test
 import (
 	"errors"
 	"fmt"
+	"os"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
@@ -78,4 +79,115 @@ func ExampleLattice_UnmarshalBinary() {
 	// Output:
 	// 3 seeds
 	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
+}
+
+// HalfWay is a strategy of a user's own: each epoch it takes α half of the way that is left, and stops near the end. Its
+// parameters are exported fields, with which it is saved.
+type HalfWay struct{ Near float64 }
+
+func (HalfWay) Name() string { return "HalfWay" }
+
+func (s HalfWay) Check() error {
+	if !(s.Near > 0 && s.Near < 1) {
+		return fmt.Errorf("HalfWay: Near is %v, want a number between 0 and 1", s.Near)
+	}
+	return nil
+}
+
+func (s HalfWay) Advance(g state.Graft) (alpha float64, memory [2]float32, done bool) {
+	alpha = (1 + g.Alpha) / 2
+	return alpha, memory, 1-alpha <= s.Near
+}
+
+// A strategy of one's own is registered, so that lattices with it can be loaded, and requested like any other.
+func ExampleRegisterStrategy() {
+	if err := state.RegisterStrategy[HalfWay](); err != nil {
+		fmt.Println(err)
+		return
+	}
+	lattice, err := state.NewLattice(1, 8, state.WithoutGates())
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	err = errors.Join(
+		lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: HalfWay{Near: 0.1}}),
+		lattice.Transition(0, state.Training),
+		lattice.Transition(0, state.Grafting),
+	)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for range 5 {
+		events, err := lattice.StepEpoch(state.Metrics{})
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		fmt.Println(lattice.Report().Seeds[0].Alpha, events)
+	}
+	// Output:
+	// 0.5 []
+	// 0.75 []
+	// 0.875 []
+	// 0.9375 [epoch 4, layer 0, seed 0: the ramp has ended at α = 0.938]
+	// 0.9375 []
+}
+
+// impatient is a controller of a user's own: it germinates whatever is dormant, and moves everything on as soon as it can.
+type impatient struct{}
+
+func (impatient) Decide(layers []state.Report) (commands []state.Command) {
+	for layer, r := range layers {
+		for _, s := range r.Seeds {
+			c := state.Command{Action: state.Move, Layer: layer, Seed: s.Seed, To: s.Stage.Next()}
+			if s.Stage == state.Dormant {
+				c.Action, c.Request = state.Germinate, state.GerminationRequest{Slot: s.Seed + 1, Kind: blueprints.ConvFilter}
+			}
+			if s.CanAdvance {
+				commands = append(commands, c)
+			}
+		}
+	}
+	return commands
+}
+
+// A network has the seeds of several layers. A controller is given its reports and returns commands; a dry run says what they
+// would be.
+func ExampleNetwork() {
+	var layers []state.Layer
+	for _, name := range []string{"first", "second"} {
+		lattice, err := state.NewLattice(2, 8)
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		layers = append(layers, state.Layer{Name: name, Lattice: lattice})
+	}
+	network, err := state.NewNetwork(nil, layers...)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	if _, err := network.Listen(func(e state.Event) { fmt.Println(e) }); err != nil {
+		fmt.Println(err)
+		return
+	}
+	if err := network.Do(state.Command{Action: state.Germinate, Layer: 1, Seed: 0, Request: state.GerminationRequest{Slot: 1}}); err != nil {
+		fmt.Println(err)
+		return
+	}
+	state.DryRun(impatient{}, os.Stdout).Decide(network.Report())
+	done := network.Submit(impatient{}.Decide(network.Report())[2:3]...) // from any goroutine
+	network.Apply()                                                      // between two steps of the model
+	fmt.Println(<-done)
+	// Output:
+	// epoch 0, layer 1, seed 0: Dormant → Germinated
+	// would do: layer 0, seed 0: germinate ConvFilter in slot 1, to be grafted by FixedRamp
+	// would do: layer 0, seed 1: germinate ConvFilter in slot 2, to be grafted by FixedRamp
+	// would do: layer 1, seed 0: move to Training
+	// would do: layer 1, seed 1: germinate ConvFilter in slot 2, to be grafted by FixedRamp
+	// epoch 0, layer 1, seed 0: Germinated → Training
+	// <nil>
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // follow makes a trainer follow the controller, tells of what happens to the seeds, and counts what ends well or not.
-func follow(t *llm.Trainer, o options, text *text, r *result, w io.Writer) (*history, error) {
+func follow(t *llm.Trainer, o options, text *corpus, r *result, w io.Writer) (*history, error) {
 	var controller state.Controller = narrated{o.controller, w}
 	if o.dryRun {
 		controller = state.DryRun(o.controller, w)

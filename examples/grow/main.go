@@ -2,7 +2,7 @@
 // controller that lets it grow where its activations are unhealthy. It shows what happens to the seeds as it happens, and ends
 // with a comparison of the two and a picture of every seed's stages.
 //
-//	go run ./examples/grow                   # a few minutes on two cores, on the Go source tree
+//	go run ./examples/grow                   # about two minutes on two cores, on the Go source tree
 //	go run ./examples/grow -data ~/notes -runs 3
 //	go run ./examples/grow -dry-run          # says what the controller would do, and does nothing
 //
@@ -93,7 +93,7 @@ type result struct {
 }
 
 // train trains one of the two models.
-func train(ctx context.Context, o options, text *text, device *cudaops.Device, seed uint64, grown bool, stderr io.Writer) (r result, err error) {
+func train(ctx context.Context, o options, text *corpus, device *cudaops.Device, seed uint64, grown bool, stderr io.Writer) (r result, err error) {
 	t, err := newTrainer(o, text, device, seed, grown)
 	if err != nil {
 		return r, err
@@ -133,7 +133,7 @@ func name(grown bool) string {
 	return "plain"
 }
 
-func newTrainer(o options, text *text, device *cudaops.Device, seed uint64, grown bool) (*llm.Trainer, error) {
+func newTrainer(o options, text *corpus, device *cudaops.Device, seed uint64, grown bool) (*llm.Trainer, error) {
 	c := o.model
 	if !grown {
 		c.Kasmina, c.Seeds, c.Slots, c.SlotWidth = nil, 0, 0, 0

@@ -5,6 +5,7 @@ import (
 	"image/color"
 
 	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
 
@@ -63,14 +64,18 @@ func (h *history) draw(path, title string) error {
 		}
 	}
 	p.Y.Tick.Marker = plot.ConstantTicks(names)
-	p.X.Tick.Marker = plot.TickerFunc(func(lo, hi float64) (ticks []plot.Tick) {
+	p.X.Tick.Marker = plot.TickerFunc(func(lo, _ float64) (ticks []plot.Tick) {
 		for _, t := range (plot.DefaultTicks{}).Ticks(lo, float64(len(h.stages))) {
-			if t.Value <= float64(len(h.stages)) {
-				ticks = append(ticks, t)
+			if t.Label != "" && t.Value <= float64(len(h.stages)) {
+				ticks = append(ticks, plot.Tick{Value: t.Value, Label: fmt.Sprintf("%.0f", t.Value)})
 			}
 		}
 		return ticks
 	})
+	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle, &p.X.Label.TextStyle, &p.Y.Label.TextStyle,
+		&p.X.Tick.Label, &p.Y.Tick.Label} {
+		style.Font.Variant = "Sans"
+	}
 	for stage := state.Dormant; stage <= state.RolledBack; stage++ {
 		p.Legend.Add(stage.String(), swatch{colours[stage]})
 	}
@@ -83,11 +88,16 @@ func (h *history) draw(path, title string) error {
 func (h *history) Plot(c draw.Canvas, p *plot.Plot) {
 	x, y := p.Transforms(&c)
 	rows := h.network.Seeds()
-	for epoch, column := range h.stages {
-		for i, stage := range column {
-			bottom := float64(rows - 1 - i)
-			c.FillPolygon(colours[stage], []vg.Point{{X: x(float64(epoch)), Y: y(bottom)}, {X: x(float64(epoch + 1)), Y: y(bottom)},
-				{X: x(float64(epoch + 1)), Y: y(bottom + 0.9)}, {X: x(float64(epoch)), Y: y(bottom + 0.9)}})
+	for row := range rows {
+		top := float64(rows - row)
+		for from := 0; from < len(h.stages); {
+			to, stage := from+1, h.stages[from][row]
+			for to < len(h.stages) && h.stages[to][row] == stage {
+				to++
+			}
+			c.FillPolygon(colours[stage], []vg.Point{{X: x(float64(from)), Y: y(top - 0.9)}, {X: x(float64(to)), Y: y(top - 0.9)},
+				{X: x(float64(to)), Y: y(top)}, {X: x(float64(from)), Y: y(top)}})
+			from = to
 		}
 	}
 }

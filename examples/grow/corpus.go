@@ -2,8 +2,8 @@ package main
 
 import "github.com/kasmina-go/kasmina/llm"
 
-// text is what both models learn from and are judged by.
-type text struct {
+// corpus is what both models learn from and are judged by.
+type corpus struct {
 	path       string
 	train      *llm.Text
 	tokens     llm.Tokens
@@ -18,8 +18,8 @@ const (
 	validationBatches = 16 // about: the share of them in which a blueprint helps is its stability
 )
 
-func openText(o options) (*text, error) {
-	t := &text{path: o.data}
+func openText(o options) (*corpus, error) {
+	t := &corpus{path: o.data}
 	var opts []llm.CorpusOption
 	if t.path == "" {
 		var err error
@@ -28,15 +28,15 @@ func openText(o options) (*text, error) {
 		}
 		opts = append(opts, llm.WithExtensions(".go"))
 	}
-	corpus, err := llm.OpenCorpus(t.path, opts...)
+	c, err := llm.OpenCorpus(t.path, opts...)
 	if err != nil {
 		return nil, err
 	}
-	t.train = corpus.Train
+	t.train = c.Train
 	if t.tokens, err = llm.Tokenize(t.train, llm.ByteTokenizer{}); err != nil {
 		return nil, err
 	}
-	held, err := corpus.HeldOut.Sample(validationBytes + testBytes)
+	held, err := c.HeldOut.Sample(validationBytes + testBytes)
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,94 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"image/png"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+func textFile(t *testing.T) string {
+	t.Helper()
+	r := rand.New(rand.NewPCG(1, 2))
+	var text strings.Builder
+	for range 4000 {
+		text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n", "x := y\n"}[r.IntN(5)])
+	}
+	dir := t.TempDir()
+	for i := range 4 {
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i, ".txt")), []byte(text.String()[i*4000:][:4000]), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func TestRun(t *testing.T) {
+	for _, dry := range []bool{false, true} {
+		out := filepath.Join(t.TempDir(), "out")
+		var stdout, stderr bytes.Buffer
+		args := []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", "200", "-layers", "2", "-dim", "16", "-heads", "2", "-seq", "16",
+			"-batch", "2", "-seeds", "2", "-rank", "4", fmt.Sprint("-dry-run=", dry)}
+		if err := run(context.Background(), args, &stdout, &stderr); err != nil {
+			t.Fatalf("%v\n%s", err, stderr.String())
+		}
+		lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
+		var results []comparison
+		if err := json.Unmarshal([]byte(lines[len(lines)-1]), &results); err != nil {
+			t.Fatal(err)
+		}
+		c, told := results[0], stderr.String()
+		if len(results) != 1 || !(c.Plain.Loss > 0 && c.Plain.Loss < 4) || !(c.Grown.Loss > 0 && c.Grown.Loss < 4) {
+			t.Errorf("results %+v", results)
+		}
+		if dry && (c.Grown.Loss != c.Plain.Loss || c.Grown.Parameters != c.Plain.Parameters || !strings.Contains(told, "would do: layer")) {
+			t.Errorf("a dry run gives %+v\n%s", c, told)
+		}
+		if !dry && (!strings.Contains(told, "Training → Grafting") || !strings.Contains(told, "Evaluating → ")) {
+			t.Errorf("nothing grows:\n%s", told)
+		}
+		picture, err := os.Open(filepath.Join(out, "lattice-1.png"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer picture.Close()
+		if _, err := png.Decode(picture); err != nil {
+			t.Error(err)
+		}
+		if _, err := llm.LoadModel(filepath.Join(out, "grown-1.safetensors")); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestBadOptions(t *testing.T) {
+	for want, args := range map[string][]string{
+		`"x" is not an option`:     {"x"},
+		"-runs is 0":               {"-runs", "0"},
+		"-rank is -1":              {"-rank", "-1"},
+		"-steps is 0":              {"-steps", "0"},
+		"a divisor of -dim":        {"-seeds", "5", "-dim", "16"},
+		"-device is":               {"-device", "tpu"},
+		"flag provided but not de": {"-fast"},
+	} {
+		err := run(context.Background(), append(args, "-out", t.TempDir()), &bytes.Buffer{}, &bytes.Buffer{})
+		if want == `"x" is not an option` {
+			err = run(context.Background(), args, &bytes.Buffer{}, &bytes.Buffer{})
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: got %v, want %q", args, err, want)
+		}
+	}
+	if err := run(context.Background(), []string{"-h"}, &bytes.Buffer{}, &bytes.Buffer{}); err != flag.ErrHelp {
+		t.Errorf("got %v", err)
+	}
+}
