@@ -12,7 +12,7 @@
 namespace attention {
 
 using Forward64 = Shape<64, 3, 128, 2, 3>;
-using Forward128 = Shape<128, 2, 128, 1, 2>;
+using Forward128 = Shape<128, 2, 128, 2, 2>;
 
 #ifdef HOPPER
 
@@ -29,14 +29,20 @@ template <class S> struct ForwardMemory {
   __device__ uint32_t vTile(int i) const { return v + vs.slot(i) * S::LoopBytes; }
 };
 
+// The first query of a tile. Tiles end with the last 64 queries, so that under a causal mask what the first lacks is short work;
+// warpgroups before the first query have none.
+template <class S> __device__ inline int firstQuery(const Params &p, int tile, int tiles) {
+  return (p.seq + 63) / 64 * 64 - (tiles - tile) * S::Own;
+}
+
 template <class S>
 __device__ inline void copyForward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                    const ForwardMemory<S> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
-    const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
+    const int i0 = firstQuery<S>(p, w.tile, tiles), kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, i0 + S::Own - 1);
     uint32_t barrier = m.qs.fill(turn, S::OwnBytes);
-    copyTile<S::D, S::Own>(m.qTile(turn), q, barrier, w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.qTile(turn), q, barrier, i0, w.head, w.batch);
     for (int j = 0; j < n; j++, i++) {
       barrier = m.ks.fill(i, S::LoopBytes);
       copyTile<S::D, S::Loop>(m.kTile(i), k, barrier, j * S::Loop, kvHead, w.batch);
@@ -84,8 +90,8 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
   if (group == S::Workers - 1) passTurn();
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
-    const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
-    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row < p.seq ? keyTiles<S>(p, row + 63) : 1;
+    const int i0 = firstQuery<S>(p, w.tile, tiles), row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row >= 0 ? keyTiles<S>(p, row + 63) : 1;
     Accumulator<1, N> s;
     Accumulator<1, D> y;
     Operand<N> e;
@@ -166,15 +172,17 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
       int t = own + 8 * half + lane / 4;
-      if (lane % 4 == 0 && t < p.seq)
+      if (lane % 4 == 0 && t >= 0 && t < p.seq)
         p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + t] = softmax.top[half] * p.scale + logf(total);
       factor[0][half] = 1 / total;
     }
     __syncwarp();  // the previous results have been read
     y.template roundTo<T>(m.y, 64 * group + 16 * warp, factor);
     __syncwarp();
-    T *out = at<T>(p.y, p.yStride, p.seq, w.batch, own, w.head * p.headDim);
-    storeRows<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
+    if (row >= 0) {
+      T *out = at<T>(p.y, p.yStride, p.seq, w.batch, own, w.head * p.headDim);
+      storeRows<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
+    }
   }
 }
 

@@ -254,111 +254,24 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	if c.HeadDim > 64 {
 		dim = 128
 	}
-	m, h := mmaShapes[dim][pass], hopperShapes[dim][pass]
-	own := m.own
 	if c.Variant == AttentionHopper {
-		own = 64 * h.workers
-	}
-	tiles := ceilDiv(c.Seq, own)
-	c.params.section = int32(c.section(k, heads, tiles, others))
-	if c.Variant == AttentionHopper {
+		h := hopperShapes[dim][pass]
+		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
 		return c.launchHopper(k, s, pass, dim, h)
 	}
+	m := mmaShapes[dim][pass]
+	tiles := ceilDiv(c.Seq, m.own)
+	c.params.section = int32(c.section(k, heads, others))
 	l := line(heads*tiles, m.threads)
 	l.Shared = m.shared(pass, dim)
 	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
 		args().Struct(c.params.bytes(), 8))
 }
 
-// section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare,
-// and their work should fill an even number of turns of the multiprocessors: Hopper's kernels take turns, every second one in
-// reverse, which evens out under a causal mask when they come in pairs.
-func (c *attentionCall) section(k *Kernels, heads, tiles, others int) int {
+// section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.
+func (c *attentionCall) section(k *Kernels, heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
-	limit := min(max(k.ctx.Device().L2*5/8/each, 1), heads)
-	if even := 2 * k.sms / gcd(2*k.sms, tiles); limit > even {
-		limit -= limit % even
-	}
-	return limit
-}
-
-func gcd(a, b int) int {
-	for b != 0 {
-		a, b = b, a%b
-	}
-	return a
-}
-
-// hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
-type hopperShape struct{ workers, loop, turns, stages int }
-
-var hopperShapes = map[int][3]hopperShape{
-	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
-	128: {{2, 128, 1, 2}, {2, 64, 1, 3}, {2, 64, 1, 3}},
-}
-
-// shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
-func (h hopperShape) shared(pass attentionPass, dim int) int {
-	own, rings, stats := 2, 1, 0
-	switch pass {
-	case attentionForward:
-		own, rings = 1, 2
-	case attentionBackwardQ:
-		own = 3
-	case attentionBackwardKV:
-		stats = 8 * h.loop
-	}
-	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
-	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
-}
-
-func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
-	p := c.params
-	type operand struct {
-		ptr    driver.Ptr
-		stride int64
-		heads  int
-	}
-	operands := []operand{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}}
-	unit := "attention_hopper"
-	if pass != attentionForward {
-		unit = "attention_hopper_backward"
-		operands = append(operands, operand{p.g, p.gStride, c.Heads}, operand{p.y, p.yStride, c.Heads})
-	}
-	a := args().Struct(p.bytes(), 8)
-	for _, o := range operands {
-		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
-		if err != nil {
-			return err
-		}
-		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
-		// is the next offset, although it is only a multiple of 16.
-		a.Struct(m[:], 16)
-	}
-	if pass != attentionForward {
-		angles := [2]driver.Ptr{}
-		if c.turnsBack() {
-			angles = [2]driver.Ptr{c.Cos, c.Sin}
-		}
-		a.Ptr(angles[0]).Ptr(angles[1])
-	}
-	l := line(k.sms, 128*(h.workers+1))
-	l.Shared = h.shared(pass, dim)
-	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
-}
-
-// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head.
-func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (driver.TensorMap, error) {
-	row := uint64(stride * c.dtype.Size())
-	return k.ctx.EncodeTiled(driver.TiledTensor{
-		Type:      c.dtype,
-		Address:   p,
-		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
-		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
-		Box:       []uint32{64, 64, 1, 1},
-		Swizzle:   driver.Swizzle128,
-		Promotion: 256,
-	})
+	return min(max(k.ctx.Device().L2*5/8/each, 1), heads)
 }
 
 func (p *attentionParams) bytes() []byte {

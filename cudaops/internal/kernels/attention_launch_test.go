@@ -42,6 +42,24 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 	}
 }
 
+// Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
+func TestAttentionSections(t *testing.T) {
+	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
+		k, _, _ := fakeAttention(t, 90, 227<<10)
+		c := attentionCall{AttentionShape: AttentionShape{Batch: a.batch, Seq: a.seq, Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim,
+			Causal: true}, dtype: bf16}
+		heads, tiles := a.batch*a.heads, ceilDiv(a.seq, 128)
+		limit, n := c.section(k, heads, 1), c.evenSection(k, heads, tiles, 1)
+		if n < 1 || n > limit || n < limit/2 || n != c.evenSection(k, heads, tiles, 1) {
+			t.Errorf("%+v: %d heads, %d fit", a, n, limit)
+		}
+		even := max(float64(heads*tiles*(tiles+1)/2)/float64(k.sms), float64(tiles))
+		if longest := longestWork(heads, tiles, n, k.sms); float64(longest) > 1.04*even {
+			t.Errorf("%+v: in sections of %d heads the longest work is %d, on average it is %.0f", a, n, longest, even)
+		}
+	}
+}
+
 // fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
 func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, driver.Ptr) {
 	d := driver.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,

@@ -23,6 +23,8 @@ type Kernels struct {
 	mu      sync.Mutex
 	modules map[string]driver.Module // by unit; a unit is loaded when its first kernel is asked for
 	kernels map[key]*kernel
+	// sections are what evenSection found, which takes some 100 µs.
+	sections map[sectionKey]int
 }
 
 type key struct{ unit, name string }
@@ -36,7 +38,8 @@ type kernel struct {
 
 // New returns the kernels for a context.
 func New(ctx driver.Context) *Kernels {
-	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]driver.Module{}, kernels: map[key]*kernel{}}
+	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]driver.Module{}, kernels: map[key]*kernel{},
+		sections: map[sectionKey]int{}}
 }
 
 // Close unloads them. No kernel may be running.

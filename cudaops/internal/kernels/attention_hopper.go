@@ -1,0 +1,135 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
+type hopperShape struct{ workers, loop, turns, stages int }
+
+var hopperShapes = map[int][3]hopperShape{ // by the head dimension that they are made for, then by pass
+	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
+	128: {{2, 128, 2, 2}, {2, 64, 1, 3}, {2, 64, 1, 3}},
+}
+
+// shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
+func (h hopperShape) shared(pass attentionPass, dim int) int {
+	own, rings, stats := 2, 1, 0
+	switch pass {
+	case attentionForward:
+		own, rings = 1, 2
+	case attentionBackwardQ:
+		own = 3
+	case attentionBackwardKV:
+		stats = 8 * h.loop
+	}
+	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
+	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
+}
+
+func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
+	unit, inputs := "attention_hopper", 3
+	if pass != attentionForward {
+		unit, inputs = "attention_hopper_backward", 5
+	}
+	a, err := c.hopperArgs(k, inputs)
+	if err != nil {
+		return err
+	}
+	if pass != attentionForward {
+		c.addAngles(a)
+	}
+	l := line(k.sms, 128*(h.workers+1))
+	l.Shared = h.shared(pass, dim)
+	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
+}
+
+// evenSection is section where multiprocessors take turns, every second one in reverse: under a causal mask, the number of
+// heads, at most section and at least half of it, for which the multiprocessor with the longest work has least.
+func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int) int {
+	limit := c.section(k, heads, others)
+	if !c.Causal {
+		return limit
+	}
+	key := sectionKey{heads, tiles, limit}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	best, ok := k.sections[key]
+	if !ok {
+		least := math.MaxInt
+		for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
+			if longest := longestWork(heads, tiles, n, k.sms); longest < least {
+				best, least = n, longest
+			}
+		}
+		k.sections[key] = best
+	}
+	return best
+}
+
+type sectionKey struct{ heads, tiles, limit int }
+
+// longestWork is the longest sum of loops of a multiprocessor, as schedule of attention.cuh and workOf of attention_hopper.cuh
+// hand them out: the first tile's loop is as long as there are tiles, the last one's is 1.
+func longestWork(heads, tiles, section, sms int) int {
+	sums := make([]int, sms)
+	for first, work := 0, 0; first < heads; first += section {
+		n := min(section, heads-first)
+		for i := range n * tiles {
+			sm := work % sms
+			if work/sms%2 == 1 {
+				sm = sms - 1 - sm
+			}
+			sums[sm] += tiles - i/n
+			work++
+		}
+	}
+	return slices.Max(sums)
+}
+
+// hopperArgs are the parameters and descriptors of the first few of q, k, v, g and y.
+func (c *attentionCall) hopperArgs(k *Kernels, inputs int) (*driver.Args, error) {
+	p := c.params
+	a := args().Struct(p.bytes(), 8)
+	for _, o := range []struct {
+		ptr    driver.Ptr
+		stride int64
+		heads  int
+	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}, {p.g, p.gStride, c.Heads},
+		{p.y, p.yStride, c.Heads}}[:inputs] {
+		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
+		if err != nil {
+			return nil, err
+		}
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
+		// is the next offset, although it is only a multiple of 16.
+		a.Struct(m[:], 16)
+	}
+	return a, nil
+}
+
+func (c *attentionCall) addAngles(a *driver.Args) {
+	angles := [2]driver.Ptr{}
+	if c.turnsBack() {
+		angles = [2]driver.Ptr{c.Cos, c.Sin}
+	}
+	a.Ptr(angles[0]).Ptr(angles[1])
+}
+
+// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head.
+func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (driver.TensorMap, error) {
+	row := uint64(stride * c.dtype.Size())
+	return k.ctx.EncodeTiled(driver.TiledTensor{
+		Type:      c.dtype,
+		Address:   p,
+		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
+		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
+		Box:       []uint32{64, 64, 1, 1},
+		Swizzle:   driver.Swizzle128,
+		Promotion: 256,
+	})
+}
