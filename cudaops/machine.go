@@ -42,6 +42,7 @@ type Machine struct {
 	captured  *driver.Graph
 	warned    map[string]bool
 	tuner     *tuner
+	monitor   *monitor // nil without WithMonitor
 	capturing bool
 	closed    bool
 
@@ -77,6 +78,7 @@ type machineConfig struct {
 
 	tuning    tune.Mode
 	rules     []wayRule
+	monitor   int
 	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
 	tunePath  string  // of the stored choices; "" for the user's
 }
@@ -250,6 +252,11 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if err := m.clearSums(); err != nil {
 		return nil, err
 	}
+	if config.monitor > 0 {
+		if m.monitor, err = newMonitor(m); err != nil {
+			return nil, err
+		}
+	}
 	return m, d.ctx.SyncStream(m.stream)
 }
 
@@ -385,8 +392,24 @@ func (m *Machine) compute() error {
 	defer func() { m.ran = true }()
 	m.carried = m.scale.Scale
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
-	if !m.loaded || slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host }) {
+	if !m.loaded {
 		m.loaded = true
+		return m.enqueue()
+	}
+	if m.monitor != nil {
+		return m.monitor.compute()
+	}
+	return m.replay()
+}
+
+// onHost reports whether the program computes something on the host, so that it cannot be captured.
+func (m *Machine) onHost() bool {
+	return slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host })
+}
+
+// replay enqueues the program, which has been loaded.
+func (m *Machine) replay() error {
+	if m.onHost() {
 		return m.enqueue()
 	}
 	if m.captured == nil {
@@ -399,6 +422,7 @@ func (m *Machine) compute() error {
 }
 
 func (m *Machine) enqueue() error {
+	m.tuner.used = m.tuner.used[:0]
 	for _, t := range m.program.tasks {
 		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
@@ -434,7 +458,11 @@ func (m *Machine) forget() error {
 	}
 	g := m.captured
 	m.captured = nil
-	return errors.Join(m.device.ctx.SyncStream(m.stream), m.device.ctx.DestroyGraph(g))
+	errs := []error{m.device.ctx.SyncStream(m.stream), m.device.ctx.DestroyGraph(g)}
+	if m.monitor != nil {
+		errs = append(errs, m.monitor.forget())
+	}
+	return errors.Join(errs...)
 }
 
 // settle lets the attendants take in what came back. The stream is idle.
@@ -591,6 +619,9 @@ func (m *Machine) Close() error {
 	}
 	if m.captured != nil {
 		errs = append(errs, ctx.DestroyGraph(m.captured))
+	}
+	if m.monitor != nil {
+		errs = append(errs, m.monitor.close())
 	}
 	if m.optimizer != nil {
 		errs = append(errs, m.optimizer.close(m))

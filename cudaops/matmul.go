@@ -58,6 +58,7 @@ func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {
 	if p.way, err = b.m.tuner.choose(p.job(b, blas)); err != nil {
 		return nil, err
 	}
+	p.choice = b.m.tuner.last()
 	return p, nil
 }
 
@@ -81,7 +82,8 @@ func flops(m driver.MatmulSpec) float64 {
 // planned is a product and the way to compute it.
 type planned struct {
 	driver.MatmulPlan
-	way int
+	way    int
+	choice int // of the tuner
 }
 
 // run enqueues the product.
@@ -153,11 +155,20 @@ func (p product) plus(add *array) product {
 	return p
 }
 
+// depth is how many products are added up for an element.
+func (p product) depth() int {
+	if p.transA {
+		return p.a.shape[0]
+	}
+	return p.a.shape[1]
+}
+
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, err := c.m.blas.product(p)
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c)
+		c.computes(2 * float64(p.d.len()) * float64(p.depth()))
 	}
 	return err
 }
@@ -170,11 +181,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 	if p.c == nil {
 		p.c = p.d
 	}
-	k := p.a.shape[1]
-	if p.transA {
-		k = p.a.shape[0]
-	}
-	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: k, TransA: p.transA, TransB: p.transB,
+	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
 		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
 	for spec.Align > 2 && (p.a.at|p.b.at|p.c.at|p.d.at)%spec.Align != 0 {
 		spec.Align /= 2
@@ -184,6 +191,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 		return nil, err
 	}
 	return func() error {
+		b.m.tuner.use(plan.choice)
 		return plan.run(driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
 			Workspace: b.workspace, WorkspaceSize: workspaceBytes}, b.m.stream)
 	}, nil

@@ -117,6 +117,23 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	return err
 }
 
+// bytes is what an update has to move: it reads gradients, parameters and moments, and writes the last two and the
+// parameters' copies.
+func (x *optimizer) bytes() (n float64) {
+	for _, p := range x.states {
+		n += float64(p.grad.extent())
+		for _, a := range append([]*array{p.input.array}, p.moments[:]...) {
+			if a != nil {
+				n += 2 * float64(a.extent())
+			}
+		}
+		for _, c := range p.input.copies {
+			n += float64(c.extent())
+		}
+	}
+	return n
+}
+
 // alloc takes device memory that close gives back.
 func (x *optimizer) alloc(m *Machine, bytes int, what string) (driver.Ptr, error) {
 	p, err := m.alloc(bytes, what)
@@ -282,7 +299,7 @@ func (m *Machine) update() (float64, error) {
 			return 0, err
 		}
 	}
-	if err := m.enqueueUpdate(x); err != nil {
+	if err := m.monitor.updating(func() error { return m.enqueueUpdate(x) }); err != nil {
 		return 0, err
 	}
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -15,6 +16,41 @@ type OpTime struct {
 	Op    string // the op's name, as in RMSNormGrad
 	Tasks int    // launches, matrix products among them
 	Time  time.Duration
+	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the multiplications and
+	// additions of matrix products and of attention.
+	Bytes, FLOPs float64
+	// Ways are those that were chosen among several, and Tuned what the tasks took when they were tuned, of those that were
+	// ([Machine.Monitor] alone).
+	Ways  []string
+	Tuned time.Duration
+}
+
+// Bandwidth is Bytes by Time, in bytes a second.
+func (t OpTime) Bandwidth() float64 { return rate(t.Bytes, t.Time) }
+
+// Rate is FLOPs by Time, in operations a second.
+func (t OpTime) Rate() float64 { return rate(t.FLOPs, t.Time) }
+
+func rate(n float64, d time.Duration) float64 {
+	if d <= 0 {
+		return 0
+	}
+	return n / d.Seconds()
+}
+
+// Table is the times of ops for people: a line each, with their shares of the whole.
+func Table(times []OpTime) string {
+	var whole time.Duration
+	for _, t := range times {
+		whole += t.Time
+	}
+	var s strings.Builder
+	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ways")
+	for _, t := range times {
+		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks, t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
+			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
+	}
+	return s.String()
 }
 
 // Profile runs the graph once, without replaying a captured one, and times every task on the device: what each op took,
@@ -58,26 +94,40 @@ func (m *Machine) profile() (times []OpTime, err error) {
 	if err := ctx.SyncStream(m.stream); err != nil {
 		return nil, err
 	}
-	byOp := map[string]*OpTime{}
-	for i, t := range m.program.tasks {
-		d, err := ctx.Elapsed(marks[i], marks[i+1])
-		if err != nil {
+	took := make([]time.Duration, len(m.program.tasks))
+	for i := range took {
+		if took[i], err = ctx.Elapsed(marks[i], marks[i+1]); err != nil {
 			return nil, err
 		}
+	}
+	times = byOp(m.program.tasks, func(i int, t *OpTime) { t.Time += took[i] })
+	sortTimes(times)
+	return times, nil
+}
+
+// byOp gathers tasks by their ops; add adds what is known of one.
+func byOp(tasks []task, add func(i int, t *OpTime)) (times []OpTime) {
+	at := map[string]int{}
+	for i, t := range tasks {
 		name := opName(t)
-		if byOp[name] == nil {
-			byOp[name] = &OpTime{Op: name}
+		if _, ok := at[name]; !ok {
+			at[name] = len(times)
+			times = append(times, OpTime{Op: name})
 		}
-		byOp[name].Tasks++
-		byOp[name].Time += d
+		o := &times[at[name]]
+		o.Tasks++
+		o.Bytes += t.bytes
+		o.FLOPs += t.flops
+		add(i, o)
 	}
-	for _, t := range byOp {
-		times = append(times, *t)
-	}
+	return times
+}
+
+// sortTimes puts the longest first.
+func sortTimes(times []OpTime) {
 	slices.SortFunc(times, func(a, b OpTime) int {
 		return cmp.Or(cmp.Compare(b.Time, a.Time), cmp.Compare(a.Op, b.Op))
 	})
-	return times, nil
 }
 
 // opName is the name of this module's ops, and the description of others.

@@ -85,6 +85,9 @@ type task struct {
 	node *gorgonia.Node
 	host bool // it waits for the device and computes on the host, so it cannot be captured
 	run  func() error
+
+	bytes float64 // of the arrays that it reads or writes
+	flops float64 // of matrix products
 }
 
 // program is a graph as a list of tasks over blocks of memory.
@@ -259,11 +262,20 @@ func (c *program) allocate(b *block, e elem, shape []int) *array {
 
 // do adds a task that reads and writes the given arrays.
 func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
-	c.tasks = append(c.tasks, task{node: n, run: run})
+	t := task{node: n, run: run}
+	for i, a := range touched {
+		if a != nil && a.block != nil && !slices.Contains(touched[:i], a) {
+			t.bytes += float64(a.extent())
+		}
+	}
+	c.tasks = append(c.tasks, t)
 	for _, a := range touched {
 		c.touch(a, len(c.tasks)-1)
 	}
 }
+
+// computes notes the operations of the last task.
+func (c *compiler) computes(flops float64) { c.tasks[len(c.tasks)-1].flops = flops }
 
 // touch makes an array's memory last over the given step.
 func (c *compiler) touch(a *array, step int) {

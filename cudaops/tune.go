@@ -138,7 +138,7 @@ type tuner struct {
 	store *tune.Store // nil with TuneOff
 	made  []Choice
 	known map[string]int // positions in made
-	used  []int          // positions, since watch
+	used  []int          // positions, of one task when the monitor looks
 }
 
 func newTuner(m *Machine) (*tuner, error) {
@@ -172,6 +172,12 @@ func newTuner(m *Machine) (*tuner, error) {
 	t.store = tune.Open(path, m.warn)
 	return t, nil
 }
+
+// use notes that a choice is made use of.
+func (t *tuner) use(choice int) { t.used = append(t.used, choice) }
+
+// last is the choice used last.
+func (t *tuner) last() int { return t.used[len(t.used)-1] }
 
 // on reports whether anything may be timed.
 func (t *tuner) on() bool { return t.store != nil }
@@ -238,7 +244,7 @@ type job struct {
 func (t *tuner) choose(j job) (int, error) {
 	key := j.op + " " + j.shape
 	if i, ok := t.known[key]; ok {
-		t.used = append(t.used, i)
+		t.use(i)
 		return slices.Index(j.ways, t.made[i].Way), nil
 	}
 	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Source: ByRule}
@@ -258,7 +264,7 @@ func (t *tuner) choose(j job) (int, error) {
 	}
 	c.Way = j.ways[way]
 	t.known[key] = len(t.made)
-	t.used = append(t.used, len(t.made))
+	t.use(len(t.made))
 	t.made = append(t.made, c)
 	return way, nil
 }

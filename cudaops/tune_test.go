@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -23,12 +24,17 @@ type tuned struct {
 	value        []float32
 }
 
+// smallCache is a GPU whose cache is quickly overwritten.
+func smallCache(name string) []driver.DeviceInfo {
+	info := fake.New(fake.Config{}).Devices()
+	info[0].Name, info[0].L2 = name, 1<<10
+	return info
+}
+
 // tuneProduct makes and runs such a machine on a fake GPU whose ways differ as given.
 func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts ...MachineOption) tuned {
 	t.Helper()
-	info := fake.New(fake.Config{}).Devices()
-	info[0].Name, info[0].L2 = name, 1<<10
-	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: info})
+	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
 	g := gorgonia.NewGraph()
 	matrix := func(name string, rows, columns int) *gorgonia.Node {
 		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns), gorgonia.WithName(name),

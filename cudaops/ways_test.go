@@ -62,7 +62,7 @@ type normed struct {
 // tuneNorm runs one thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
 func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ...MachineOption) normed {
 	t.Helper()
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(6, 5), gorgonia.WithName("x"),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(6, 5), tensor.WithBacking(tensor.Range(tensor.Float32, 0, 30)))))

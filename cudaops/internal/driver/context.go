@@ -225,6 +225,11 @@ func (c *context) Record(e Event, s Stream) error {
 	return err
 }
 
+func (c *context) Mark(e Event, s Stream) error {
+	const external = 1
+	return c.call(&c.EventRecordFlags, uintptr(e), uintptr(s), external)
+}
+
 func (c *context) Wait(s Stream, e Event) error {
 	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
 	if err == nil {

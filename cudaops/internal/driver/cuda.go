@@ -55,6 +55,7 @@ type cudaAPI struct {
 	EventCreate        proc `c:"cuEventCreate"`
 	EventDestroy       proc `c:"cuEventDestroy_v2"`
 	EventRecord        proc `c:"cuEventRecord"`
+	EventRecordFlags   proc `c:"cuEventRecordWithFlags"`
 	EventSynchronize   proc `c:"cuEventSynchronize"`
 	EventQuery         proc `c:"cuEventQuery"`
 	EventElapsedTime   proc `c:"cuEventElapsedTime"`

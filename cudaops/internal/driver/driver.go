@@ -125,6 +125,8 @@ type Ordering interface {
 	// Record marks the present end of a stream's work; Wait holds a stream's later work back until a mark has passed.
 	Record(e Event, s Stream) error
 	Wait(s Stream, e Event) error
+	// Mark is Record inside a capture, such that every launch of the graph records the event anew.
+	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
 	EventDone(e Event) (bool, error)
 	// Elapsed is the time between two recorded events that have both passed, to about a microsecond.

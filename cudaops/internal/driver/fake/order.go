@@ -253,6 +253,29 @@ func (c *Context) Record(e driver.Event, s driver.Stream) error {
 	return nil
 }
 
+// Mark records the event anew whenever the graph that is being captured is launched.
+func (c *Context) Mark(e driver.Event, s driver.Stream) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	const call = "cuEventRecordWithFlags"
+	ev, err := c.event(call, e)
+	if err != nil {
+		return err
+	}
+	st, err := c.stream(call, s)
+	if err != nil {
+		return err
+	}
+	if st.capture == nil {
+		return driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
+	}
+	st.push(func() error {
+		ev.mark = &mark{stream: st, passed: true, at: c.clock}
+		return nil
+	})
+	return nil
+}
+
 // Wait holds a stream back until a mark has passed, and takes it into the mark's capture.
 func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 	c.mu.Lock()
