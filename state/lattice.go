@@ -9,6 +9,9 @@
 // A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the layer's parameters,
 // [Lattice.Transition] starts its training, later its grafting; [Lattice.StepEpoch], called once an epoch, moves α; and
 // so on until the blueprint is fossilized, or culled and the seed recycled. The table of stages is at [Stage].
+//
+// A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at once, wait for the end of a
+// step, and bring the parameters of the seeds' slots with them. A [Controller] decides on commands by the network's reports.
 package state
 
 import (

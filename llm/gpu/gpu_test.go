@@ -54,7 +54,7 @@ var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blue
 
 // newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil, whose seeds are grafted in
 // during the run. Seed 6 goes on with what seed 0 has learned by step 14.
-func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool) *llm.Trainer {
+func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "text")
 	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n", 100)
@@ -62,7 +62,7 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		t.Fatal(err)
 	}
 	config := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}, Seeds: 8, SlotWidth: 53}.Default()
-	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, state.WithoutGates()))
+	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
 	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
 	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
 	loader := must[*llm.Loader](t)(llm.NewLoader(tokens, llm.LoaderConfig{Batch: 4, Seq: config.Seq, Seed: 1}))

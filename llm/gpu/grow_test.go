@@ -1,0 +1,70 @@
+package gpu_test
+
+import (
+	"math"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// schedule is what happens to seed 7 of each layer after a step. The trainer's own schedule has the others.
+var schedule = map[int][]state.Command{
+	1:  {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 8, Kind: blueprints.LowRank}}, {Action: state.Move, To: state.Training}},
+	3:  {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
+	6:  {{Action: state.Move, To: state.Stabilization}, {Action: state.Move, To: state.Evaluating}},
+	8:  {{Action: state.Move, To: state.RolledBack}},
+	9:  {{Action: state.Recycle}, {Action: state.Germinate, Request: state.GerminationRequest{Slot: 8, Kind: blueprints.ChunkMLP}}},
+	10: {{Action: state.Move, To: state.Training}},
+	11: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 1}},
+}
+
+// followed is the losses of a run under the schedule, and how much worse the model is at its end without seed 7 of layer 1.
+func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
+	t.Helper()
+	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
+	text := must[*llm.Evaluation](t)(llm.NewEvaluation([]byte("func main() { return }\n"), llm.ByteTokenizer{}, 2, tr.Model.Config.Seq))
+	tr.On(func(e llm.Event) error {
+		var commands []state.Command
+		for layer := range tr.Model.Kasmina.Layers() {
+			for _, c := range schedule[e.Step] {
+				c.Layer, c.Seed = layer, 7
+				commands = append(commands, c)
+			}
+		}
+		if e.Kind != llm.StepEnd {
+			return nil
+		}
+		return tr.Model.Kasmina.Do(commands...)
+	})
+	all = losses(t, tr)
+	for _, muted := range []bool{true, false} {
+		if err := tr.Model.Kasmina.Lattice(1).Mute(7, muted); err != nil {
+			t.Fatal(err)
+		}
+		loss, _, err := tr.Evaluate(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		worth = loss - worth
+	}
+	return all, -worth
+}
+
+// TestSameSchedule wants a schedule of commands, a rollback among them, to give the same losses on CPU and GPU, and a muted seed
+// to make the same difference.
+func TestSameSchedule(t *testing.T) {
+	device := open(t)
+	want, worth := followed(t, nil)
+	got, gpuWorth := followed(t, device)
+	for i, w := range want {
+		if !(math.Abs(got[i]-w) <= 1e-4*w) {
+			t.Errorf("step %d: loss %v, want %v", i+1, got[i], w)
+		}
+	}
+	if worth == 0 || !(math.Abs(gpuWorth-worth) <= 1e-3*math.Abs(worth)+1e-4) {
+		t.Errorf("without seed 7 the loss is %v higher, want %v", gpuWorth, worth)
+	}
+}
