@@ -19,6 +19,10 @@ type kasminaRun struct {
 	begun bool
 	pass  state.Pass // the snapshot that they all go by
 	plan  any        // *cpu.Kasmina[T]: its buffers serve every run
+
+	health     func(seed int) state.HealthSample // what the plan's last run has measured
+	gradient   func(seed int) state.GradientSample
+	histograms [][cpu.Exponents]uint32 // of the last forward pass, in debug mode
 }
 
 var errNotRun = errors.New("the layer's forward pass has not run")
@@ -62,7 +66,8 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 		run()
 		return nil
 	}
-	defer timed(o, y, x, run)()
+	cost := timed(o, y, x, run)
+	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
 			k.Measure[s] = watch || o.Config.Stability == Strict // whose limits in the next pass are made of the moments
@@ -71,7 +76,11 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
-		if err := o.Lattice.RecordHealth(&r.pass, healthSamples(o, k, x)); err != nil {
+		r.histograms = nil
+		if r.pass.Record && r.pass.Telemetry.Mode == state.Debug {
+			r.histograms = k.Exponents(x)
+		}
+		if err := o.Lattice.RecordHealth(&r.pass, r.health); err != nil {
 			return err
 		}
 	}
@@ -96,7 +105,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	dx, rest := out[:len(x)], out[len(x):]
 	dweights, dscales := rest[:len(weights)], rest[len(weights):]
 	run := func() { k.Backward(dx, dweights, dscales, g, x, weights, scales) }
-	defer timed(o, dx, g, run)()
+	cost := timed(o, dx, g, run)
+	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
 			k.Measure[s] = watch || o.Config.AdaptiveClip > 0 // whose limits in the next pass are made of the norms
@@ -105,7 +115,7 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
-		if err := o.Lattice.RecordGradient(&r.pass, gradientSamples(k)); err != nil {
+		if err := o.Lattice.RecordGradient(&r.pass, r.gradient); err != nil {
 			return err
 		}
 	}
@@ -115,21 +125,31 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 // timedEvery is how many passes go by from one that is timed to the next.
 const timedEvery = 128
 
+// passCost is what a pass that is timed has cost so far.
+type passCost struct {
+	bare  time.Duration // without telemetry; 0 when the pass is not timed
+	start time.Time     // with it
+	bytes int
+}
+
 // timed is called when all is ready to run but the list of what to measure. When the pass is one to be timed, it runs the
-// arithmetic twice without telemetry, the first time only for the caches, and times the second. It returns what tells the
-// lattice, once the pass is over, how much longer that took.
-func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) (over func()) {
+// arithmetic twice without telemetry, the first time only for the caches, and times the second.
+func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 	p := &o.run.pass
 	if !p.Record || p.Telemetry.Mode == state.Off || p.Step%timedEvery != 0 || &out[0] == &in[0] {
-		return func() {}
+		return passCost{}
 	}
 	run()
 	start := time.Now()
 	run()
-	bare := time.Since(start)
-	start = time.Now()
-	return func() {
-		o.Lattice.RecordTiming(state.Timing{Kernel: bare, Telemetry: time.Since(start) - bare, Bytes: 2 * int64(len(in)) * int64(unsafe.Sizeof(in[0]))})
+	now := time.Now()
+	return passCost{now.Sub(start), now, 2 * len(in) * int(unsafe.Sizeof(in[0]))}
+}
+
+// record tells the lattice, once the pass is over, how much longer it took with telemetry.
+func (c passCost) record(o *KasminaOp) {
+	if c.bare > 0 {
+		o.Lattice.RecordTiming(state.Timing{Kernel: c.bare, Telemetry: time.Since(c.start) - c.bare, Bytes: int64(c.bytes)})
 	}
 }
 
@@ -145,7 +165,7 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 			Eps:       o.Config.Epsilon,
 			Measure:   make([]bool, seeds),
 		}
-		o.run.plan = k
+		o.run.plan, o.run.health, o.run.gradient = k, healthSamples(o.run, k), gradientSamples(k)
 	}
 	p := &o.run.pass
 	k.Reduce = map[state.Reduction]cpu.Reduction{
@@ -203,11 +223,7 @@ func moments(m cpu.Moments) state.Moments {
 	return state.Moments{Count: m.N, Mean: m.Mean, Variance: m.Variance()}
 }
 
-func healthSamples[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], x []T) func(int) state.HealthSample {
-	var histograms [][cpu.Exponents]uint32
-	if p := &o.run.pass; p.Record && p.Telemetry.Mode == state.Debug {
-		histograms = k.Exponents(x)
-	}
+func healthSamples[T cpu.Float](r *kasminaRun, k *cpu.Kasmina[T]) func(int) state.HealthSample {
 	return func(seed int) state.HealthSample {
 		f := &k.Figures[seed]
 		v := f.Health(k.Reduce, k.Eps)
@@ -216,8 +232,8 @@ func healthSamples[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], x []T) func(int
 			Moments:   moments(f.Moments),
 			NonFinite: f.Bad,
 		}
-		if histograms != nil {
-			h.Histogram = (*state.Histogram)(&histograms[seed])
+		if r.histograms != nil {
+			h.Histogram = (*state.Histogram)(&r.histograms[seed])
 		}
 		return h
 	}

@@ -80,19 +80,6 @@ func (l *Lattice) seal(lo, hi int) {
 	l.sums.each(lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
 }
 
-// mutate calls f for spans of at most grain seeds, on all cores, and renews the checksums of what f may have changed. The
-// caller holds the lock.
-func (l *Lattice) mutate(grain int, f func(lo, hi int)) {
-	cpu.Parallel(l.n, grain, func(lo, hi int) {
-		found := l.sums.faults(lo, hi, l.seeds.crc)
-		f(lo, hi)
-		l.seal(lo, hi)
-		for _, bad := range found {
-			l.seeds.crc[bad.seed] ^= bad.syndrome
-		}
-	})
-}
-
 // checkIntact returns an error when a seed that a command is for does not match its checksum.
 func (l *Lattice) checkIntact(method string, seed int) error {
 	if err := l.sums.faultError(l.sums.faults(seed, seed+1, l.seeds.crc), l.n); err != nil {

@@ -52,6 +52,7 @@ type Lattice struct {
 	sums        *checksummer
 	strategies  []tableStrategy
 	ring        ring
+	recorder    recorder
 	timing      timing
 	muted       map[int]bool
 	quarantined []Event // when the lattice was loaded, to be told with the next epoch's end

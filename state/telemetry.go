@@ -5,6 +5,7 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // TelemetryMode says when figures are collected.
@@ -220,19 +221,55 @@ func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) erro
 	if p.Record {
 		l.step++
 	}
-	l.mutate(256, func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			h := sample(i)
-			l.seeds.nonFiniteX[i] = addSaturating(l.seeds.nonFiniteX[i], h.NonFinite)
-			if p.Record && h.Moments.Count > 0 {
-				l.seeds.takeHealth(i, &h, p.Watch[i])
-			}
-		}
-	})
+	l.record(recorder{pass: p, health: sample})
 	if p.Record && p.Telemetry.Mode != Off {
 		l.ring.push(l, p, sample)
 	}
 	return nil
+}
+
+// recorder is what a pass has measured, on its way into the lattice: one of health and gradient.
+type recorder struct {
+	pass     *Pass
+	health   func(seed int) HealthSample
+	gradient func(seed int) GradientSample
+	span     func(lo, hi int) // of the lattice, made once: a training step allocates nothing for it
+}
+
+// record takes in what r holds, on all cores. The caller holds the lock.
+func (l *Lattice) record(r recorder) {
+	if r.span = l.recorder.span; r.span == nil {
+		r.span = l.recordSpan
+	}
+	l.recorder = r
+	cpu.Parallel(l.n, 256, r.span)
+	l.recorder = recorder{span: r.span}
+}
+
+// recordSpan takes in the figures of seeds lo to hi−1 and renews their checksums. A seed that did not match its own before
+// does not do so afterwards.
+func (l *Lattice) recordSpan(lo, hi int) {
+	found := l.sums.faults(lo, hi, l.seeds.crc)
+	r := &l.recorder
+	for i := lo; i < hi; i++ {
+		if r.health != nil {
+			h := r.health(i)
+			l.seeds.nonFiniteX[i] = addSaturating(l.seeds.nonFiniteX[i], h.NonFinite)
+			if r.pass.Record && h.Moments.Count > 0 {
+				l.seeds.takeHealth(i, &h, r.pass.Watch[i])
+			}
+			continue
+		}
+		g := r.gradient(i)
+		l.seeds.nonFiniteG[i] = addSaturating(l.seeds.nonFiniteG[i], g.NonFinite)
+		if r.pass.Record {
+			l.seeds.takeGradient(i, &g, r.pass.Watch[i])
+		}
+	}
+	l.seal(lo, hi)
+	for _, bad := range found {
+		l.seeds.crc[bad.seed] ^= bad.syndrome
+	}
 }
 
 func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
@@ -254,15 +291,7 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 	if err := l.checkPass("RecordGradient", p, sample != nil); err != nil {
 		return err
 	}
-	l.mutate(256, func(lo, hi int) {
-		for i := lo; i < hi; i++ {
-			g := sample(i)
-			l.seeds.nonFiniteG[i] = addSaturating(l.seeds.nonFiniteG[i], g.NonFinite)
-			if p.Record {
-				l.seeds.takeGradient(i, &g, p.Watch[i])
-			}
-		}
-	})
+	l.record(recorder{pass: p, gradient: sample})
 	if p.Record {
 		l.ring.addGradient(l, p)
 	}
