@@ -82,3 +82,30 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 		}
 	}
 }
+
+// TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed alike: neither makes the other
+// be enqueued task by task again.
+func TestModesAreCapturedApart(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newLifetime(t, newMuon)
+	if err := l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2}); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.open(device, fakeOption); err != nil {
+		t.Fatal(err)
+	}
+	defer l.machine.Close()
+	for i := range 10 {
+		l.batch.draw(t, uint64(i))
+		before := device.ctx.Stats()
+		if err := l.step(); err != nil {
+			t.Fatal(err)
+		}
+		if work := device.ctx.Stats().Sub(before); i > 3 && work.GraphLaunches != 2 {
+			t.Errorf("step %d launches %d graphs, want that of the run and that of the update", i, work.GraphLaunches)
+		}
+	}
+	if n := len(l.machine.recorded); n != 2 {
+		t.Errorf("%d kinds of runs are captured, want 2", n)
+	}
+}

@@ -304,11 +304,19 @@ func (l *kasminaLayer) before() error {
 			state.Hierarchical: kernels.KasminaExact, state.MeanOfRows: kernels.KasminaMean, state.MaxOfRows: kernels.KasminaMax,
 		}[t.Reduction]
 	}
-	if f.mode != l.mode {
-		l.mode = f.mode
-		return l.m.forget()
-	}
+	l.mode = f.mode
 	return nil
+}
+
+func (l *kasminaLayer) appendMode(b []byte) []byte {
+	mode := byte(l.mode.reduction) << 2
+	if l.mode.telemetry {
+		mode |= 1
+	}
+	if l.mode.histogram {
+		mode |= 2
+	}
+	return append(b, mode)
 }
 
 func (l *kasminaLayer) after() error {

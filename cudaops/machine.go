@@ -39,7 +39,8 @@ type Machine struct {
 	owned     map[driver.Ptr]int // bytes of each allocation
 	sent      driver.Event       // the last run's inputs have left their staging memory
 	ran       bool
-	captured  *driver.Graph
+	recorded  map[string]*recording // by what the attendants measure
+	now       *recording            // that of the run under way, or of the last one
 	warned    map[string]bool
 	tuner     *tuner
 	monitor   *monitor // nil without WithMonitor
@@ -50,13 +51,14 @@ type Machine struct {
 	carried float32           // the scale that the gradients of the last run carry
 
 	attendants []attendant
-	loaded     bool // the program has run as it is, so that a capture loads no modules
 }
 
 var errClosed = errors.New("the machine is closed")
 
 // attendant has work of its own around every run, on the machine's stream but outside of what is captured.
 type attendant interface {
+	// appendMode adds to b what tells this run's work from that of other runs, which are captured apart.
+	appendMode(b []byte) []byte
 	before() error // ahead of a run, when the last one's inputs have left their staging memory
 	after() error  // behind a run's work
 	settle() error // the stream is idle: take in what came back
@@ -203,7 +205,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, owned: map[driver.Ptr]int{},
+	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, recorded: map[string]*recording{}, owned: map[driver.Ptr]int{},
 		scale: kernels.LossScale{Scale: 1}}
 	defer func() {
 		if err != nil {
@@ -387,13 +389,36 @@ func (m *Machine) run() error {
 	return nil
 }
 
+// recording is what was captured of runs that do the same work.
+type recording struct {
+	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
+	graph     *driver.Graph
+	monitored *driver.Graph // with the monitor's marks
+}
+
+// recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change them together.
+const recordings = 16
+
 // compute enqueues the program, or what was captured of it.
 func (m *Machine) compute() error {
 	defer func() { m.ran = true }()
 	m.carried = m.scale.Scale
+	var mode []byte
+	for _, a := range m.attendants {
+		mode = a.appendMode(mode)
+	}
+	if m.now = m.recorded[string(mode)]; m.now == nil {
+		if len(m.recorded) == recordings {
+			if err := m.forget(); err != nil {
+				return err
+			}
+		}
+		m.now = new(recording)
+		m.recorded[string(mode)] = m.now
+	}
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
-	if !m.loaded {
-		m.loaded = true
+	if !m.now.loaded {
+		m.now.loaded = true
 		return m.enqueue()
 	}
 	if m.monitor != nil {
@@ -412,13 +437,13 @@ func (m *Machine) replay() error {
 	if m.onHost() {
 		return m.enqueue()
 	}
-	if m.captured == nil {
+	if m.now.graph == nil {
 		var err error
-		if m.captured, err = m.capture(m.enqueue); err != nil {
+		if m.now.graph, err = m.capture(m.enqueue); err != nil {
 			return err
 		}
 	}
-	return m.device.ctx.LaunchGraph(m.captured, m.stream)
+	return m.device.ctx.LaunchGraph(m.now.graph, m.stream)
 }
 
 func (m *Machine) enqueue() error {
@@ -450,18 +475,26 @@ func (m *Machine) capture(enqueue func() error) (*driver.Graph, error) {
 	return g, nil
 }
 
-// forget drops what was captured, since the next run differs from it.
+// forget drops what was captured, since later runs differ from it.
 func (m *Machine) forget() error {
-	m.loaded = false
-	if m.captured == nil {
+	if len(m.recorded) == 0 {
 		return nil
 	}
-	g := m.captured
-	m.captured = nil
-	errs := []error{m.device.ctx.SyncStream(m.stream), m.device.ctx.DestroyGraph(g)}
-	if m.monitor != nil {
-		errs = append(errs, m.monitor.forget())
+	return errors.Join(m.device.ctx.SyncStream(m.stream), m.dropRecordings())
+}
+
+// dropRecordings is forget while the stream is idle.
+func (m *Machine) dropRecordings() error {
+	var errs []error
+	for _, r := range m.recorded {
+		for _, g := range []*driver.Graph{r.graph, r.monitored} {
+			if g != nil {
+				errs = append(errs, m.device.ctx.DestroyGraph(g))
+			}
+		}
 	}
+	clear(m.recorded)
+	m.now = nil
 	return errors.Join(errs...)
 }
 
@@ -617,9 +650,7 @@ func (m *Machine) Close() error {
 	for _, a := range m.attendants {
 		errs = append(errs, a.close())
 	}
-	if m.captured != nil {
-		errs = append(errs, ctx.DestroyGraph(m.captured))
-	}
+	errs = append(errs, m.dropRecordings())
 	if m.monitor != nil {
 		errs = append(errs, m.monitor.close())
 	}

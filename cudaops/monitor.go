@@ -41,7 +41,6 @@ type monitor struct {
 
 	marks  []driver.Event  // before the first task, and after each
 	around [2]driver.Event // the run without marks; the second one also the end of that with marks
-	graph  *driver.Graph   // with the marks
 	state  monitorState
 	plain  time.Duration // of a run without marks
 	cost   float64       // of a run with marks, as a share of that
@@ -95,23 +94,13 @@ func newMonitor(m *Machine) (*monitor, error) {
 
 func (o *monitor) close() error {
 	ctx := o.m.device.ctx
-	errs := []error{o.forget()}
+	var errs []error
 	for _, e := range append(append(o.marks, o.around[:]...), o.update.events[:]...) {
 		if e != 0 {
 			errs = append(errs, ctx.DestroyEvent(e))
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// forget drops the graph, as the next run differs from it. The stream is idle.
-func (o *monitor) forget() error {
-	if o.graph == nil {
-		return nil
-	}
-	g := o.graph
-	o.graph = nil
-	return o.m.device.ctx.DestroyGraph(g)
 }
 
 // compute enqueues a run of the program, which has been loaded.
@@ -137,13 +126,13 @@ func (o *monitor) sample() error {
 	if o.m.onHost() {
 		return o.enqueue(ctx.Record)
 	}
-	if o.graph == nil {
+	if o.m.now.monitored == nil {
 		var err error
-		if o.graph, err = o.m.capture(func() error { return o.enqueue(ctx.Mark) }); err != nil {
+		if o.m.now.monitored, err = o.m.capture(func() error { return o.enqueue(ctx.Mark) }); err != nil {
 			return err
 		}
 	}
-	return ctx.LaunchGraph(o.graph, s)
+	return ctx.LaunchGraph(o.m.now.monitored, s)
 }
 
 // enqueue enqueues the tasks with marks between them, and notes how each is computed.
