@@ -33,6 +33,11 @@ func (t *Trainer) Grow(g Growth) error {
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
 	}
+	if c, ok := g.Controller.(interface{ Check() error }); ok {
+		if err := c.Check(); err != nil {
+			return fmt.Errorf("llm: Grow: %w", err)
+		}
+	}
 	if err := t.canEvaluate(g.Validation); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}

@@ -179,7 +179,10 @@ func TestGrowErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := state.NewHeuristic(1, 1)
+	bad := state.NewHeuristic(1, 1)
+	bad.Patience = 0
 	for want, g := range map[string]Growth{
+		"Patience is 0":            {Controller: bad, Validation: text},
 		"the controller is nil":    {Validation: text},
 		"the held-out text is nil": {Controller: h},
 		"Every is -1":              {Controller: h, Validation: text, Every: -1},
