@@ -3,8 +3,11 @@ package llm
 import (
 	"context"
 	"errors"
+	"io"
+	"math"
 	"math/rand/v2"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -190,5 +193,63 @@ func TestGrowErrors(t *testing.T) {
 		if err := tr.Grow(g); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
 		}
+	}
+}
+
+// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and without it, and others, from
+// Grafting on, by the loss alone; and all seeds to be heard again afterwards.
+func TestJudge(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
+	growing(t, tr)
+	tr.growth.Controller = state.DryRun(tr.growth.Controller, io.Discard)
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	move := func(to state.Stage) state.Command {
+		return state.Command{Action: state.Move, Layer: 1, Seed: 2, To: to}
+	}
+	if err := tr.Model.Kasmina.Do(move(state.Stabilization), move(state.Evaluating)); err != nil {
+		t.Fatal(err)
+	}
+	l := tr.Model.Kasmina.Lattice(1)
+	score := func(muted bool) (losses []float64, performance float64) {
+		if err := l.Mute(2, muted); err != nil {
+			t.Fatal(err)
+		}
+		for b := range tr.growth.Validation.Batches() {
+			loss, err := tr.loss(b)
+			if err != nil {
+				t.Fatal(err)
+			}
+			losses, performance = append(losses, loss), performance-loss
+		}
+		return losses, performance / float64(len(losses))
+	}
+	without, off := score(true)
+	with, on := score(false)
+	agree := 0.0
+	for i := range with {
+		if (without[i] > with[i]) == (on > off) {
+			agree++
+		}
+	}
+	metrics := make([]state.Metrics, 2)
+	if err := tr.judge(metrics); err != nil {
+		t.Fatal(err)
+	}
+	again, _ := score(false)
+	judged := map[int]state.SeedMetrics{}
+	for _, m := range metrics[1].Seeds {
+		judged[m.Seed] = m
+	}
+	if m := judged[2]; !m.Compared || math.Abs(m.Performance-on) > 1e-12 || math.Abs(m.Without-off) > 1e-12 || on == off ||
+		m.Stability != agree/float64(len(with)) || m.Trials != len(with) || m.Errors != 0 {
+		t.Errorf("seed 2 is judged %+v, want %v with it and %v without, stability %v", m, on, off, agree/float64(len(with)))
+	}
+	if m := judged[3]; m.Compared || math.Abs(m.Performance-on) > 1e-12 {
+		t.Errorf("seed 3, which is being grafted, is judged %+v, want %v", m, on)
+	}
+	if _, ok := judged[1]; ok || len(judged) != 2 || !slices.Equal(with, again) {
+		t.Errorf("judged are %v; the losses were %v and are %v", judged, with, again)
 	}
 }
