@@ -1,6 +1,8 @@
 package op
 
 import (
+	"slices"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -83,10 +85,11 @@ func (p *KasminaPass) Seed(i int) KasminaSeed {
 	return k
 }
 
-// Measures reports whether the lattice wants to know anything but the number of NaN and Inf.
+// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf: a sampling one may watch no
+// seed in it.
 func (p *KasminaPass) Measures() bool {
 	s := &p.op.run.pass
-	return s.Record && (s.Telemetry.Mode != state.Off || p.NeedsLast())
+	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
 }
 
 // NeedsLast reports whether what the pass before this one has measured must be in the lattice before this one begins,
