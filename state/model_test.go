@@ -252,7 +252,11 @@ func TestStrategyProperties(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
-	for range 3000 {
+	runs := 3000
+	if testing.Short() {
+		runs = 500
+	}
+	for range runs {
 		epochs, target := 1+r.IntN(60), 1-r.Float64()
 		low := r.Float64()
 		for _, s := range []state.Strategy{
