@@ -17,10 +17,10 @@ func blendForwardAVX512(y, x *float32, rule *columnRule, rows, stride, columns i
 func blendForwardStreamedAVX512(y, x *float32, rule *columnRule, rows, stride, columns int) float32
 
 //go:noescape
-func blendBackwardAVX512(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+func blendBackwardAVX512(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
 
 //go:noescape
-func blendBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+func blendBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
 
 //go:noescape
 func blendSumsAVX512(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
@@ -47,10 +47,10 @@ func blendForwardAVX2(y, x *float32, rule *columnRule, rows, stride, columns int
 func blendForwardStreamedAVX2(y, x *float32, rule *columnRule, rows, stride, columns int) float32
 
 //go:noescape
-func blendBackwardAVX2(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+func blendBackwardAVX2(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
 
 //go:noescape
-func blendBackwardStreamedAVX2(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+func blendBackwardStreamedAVX2(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
 
 //go:noescape
 func blendSumsAVX2(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
@@ -67,6 +67,8 @@ func streamRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahea
 //go:noescape
 func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
 
+func storeFenceAMD64()
+
 var stripsAVX512 = stripKernels{
 	inputFigures:          inputFiguresAVX512,
 	gradientFigures:       gradientFiguresAVX512,
@@ -79,6 +81,7 @@ var stripsAVX512 = stripKernels{
 	storeRows:             storeRowsAVX512,
 	streamRows:            streamRowsAVX512,
 	chunkNorms:            chunkNormsAVX2,
+	storeFence:            storeFenceAMD64,
 }
 
 var stripsAVX2 = stripKernels{
@@ -93,6 +96,7 @@ var stripsAVX2 = stripKernels{
 	storeRows:             storeRowsAVX2,
 	streamRows:            streamRowsAVX2,
 	chunkNorms:            chunkNormsAVX2,
+	storeFence:            storeFenceAMD64,
 }
 
 func stripKernelsFor(l isa) *stripKernels {

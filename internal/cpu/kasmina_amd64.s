@@ -382,16 +382,17 @@ done:
 	MOVSS         X0, ret+48(FP)
 	RET
 
-// func blendBackwardAVX512(dx *float32, grad *float32, x *float32, rule *float32, rows int, stride int, columns int)
-// Requires: AVX, AVX512F
-TEXT ·blendBackwardAVX512(SB), NOSPLIT, $0-56
+// func blendBackwardAVX512(dx *float32, grad *float32, x *float32, rule *float32, ahead *float32, rows int, stride int, columns int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·blendBackwardAVX512(SB), NOSPLIT, $0-64
+	MOVQ   ahead+32(FP), R13
 	MOVQ   dx+0(FP), DI
 	MOVQ   grad+8(FP), SI
 	MOVQ   x+16(FP), BX
 	MOVQ   rule+24(FP), DX
-	MOVQ   stride+40(FP), R10
-	MOVQ   rows+32(FP), R9
-	MOVQ   columns+48(FP), R8
+	MOVQ   stride+48(FP), R10
+	MOVQ   rows+40(FP), R9
+	MOVQ   columns+56(FP), R8
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	SHLQ   $0x02, R10
@@ -417,6 +418,7 @@ row:
 	VMULPS      Z2, Z8, Z10
 	VCMPPS      $0x06, Z11, Z10, K2
 	VBLENDMPS   Z0, Z1, K2, Z9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS     (SI)(R11*1), Z13
 	VMULPS      Z13, Z9, Z9
 	VMOVUPS.Z   4(SI)(R11*1), K3, Z10
@@ -432,6 +434,7 @@ row:
 	ADDQ        $0x40, SI
 	ADDQ        $0x40, DX
 	ADDQ        $0x40, BX
+	ADDQ        $0x40, R13
 	SUBQ        $0x10, R8
 	JGE         columns
 
@@ -461,6 +464,7 @@ tailRow:
 	VMULPS      Z2, Z8, Z10
 	VCMPPS      $0x06, Z11, Z10, K2
 	VBLENDMPS   Z0, Z1, K2, Z9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS.Z   (SI)(R11*1), K1, Z13
 	VMULPS      Z13, Z9, Z9
 	VMOVUPS.Z   4(SI)(R11*1), K3, Z10
@@ -478,7 +482,7 @@ done:
 	RET
 
 // func blendForwardStreamedAVX512(y *float32, x *float32, rule *float32, rows int, stride int, columns int) float32
-// Requires: AVX, AVX512F, MMX+, SSE
+// Requires: AVX, AVX512F, SSE
 TEXT ·blendForwardStreamedAVX512(SB), NOSPLIT, $0-52
 	MOVQ   y+0(FP), DI
 	MOVQ   x+8(FP), SI
@@ -571,7 +575,6 @@ tailRow:
 	JNZ         tailRow
 
 done:
-	SFENCE
 	VMOVAPS       Z12, Z0
 	VEXTRACTF64X4 $0x01, Z0, Y1
 	VMAXPS        Y1, Y0, Y0
@@ -585,16 +588,17 @@ done:
 	MOVSS         X0, ret+48(FP)
 	RET
 
-// func blendBackwardStreamedAVX512(dx *float32, grad *float32, x *float32, rule *float32, rows int, stride int, columns int)
+// func blendBackwardStreamedAVX512(dx *float32, grad *float32, x *float32, rule *float32, ahead *float32, rows int, stride int, columns int)
 // Requires: AVX, AVX512F, MMX+
-TEXT ·blendBackwardStreamedAVX512(SB), NOSPLIT, $0-56
+TEXT ·blendBackwardStreamedAVX512(SB), NOSPLIT, $0-64
+	MOVQ   ahead+32(FP), R13
 	MOVQ   dx+0(FP), DI
 	MOVQ   grad+8(FP), SI
 	MOVQ   x+16(FP), BX
 	MOVQ   rule+24(FP), DX
-	MOVQ   stride+40(FP), R10
-	MOVQ   rows+32(FP), R9
-	MOVQ   columns+48(FP), R8
+	MOVQ   stride+48(FP), R10
+	MOVQ   rows+40(FP), R9
+	MOVQ   columns+56(FP), R8
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	SHLQ   $0x02, R10
@@ -620,6 +624,7 @@ row:
 	VMULPS      Z2, Z8, Z10
 	VCMPPS      $0x06, Z11, Z10, K2
 	VBLENDMPS   Z0, Z1, K2, Z9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS     (SI)(R11*1), Z13
 	VMULPS      Z13, Z9, Z9
 	VMOVUPS.Z   4(SI)(R11*1), K3, Z10
@@ -635,6 +640,7 @@ row:
 	ADDQ        $0x40, SI
 	ADDQ        $0x40, DX
 	ADDQ        $0x40, BX
+	ADDQ        $0x40, R13
 	SUBQ        $0x10, R8
 	JGE         columns
 
@@ -664,6 +670,7 @@ tailRow:
 	VMULPS      Z2, Z8, Z10
 	VCMPPS      $0x06, Z11, Z10, K2
 	VBLENDMPS   Z0, Z1, K2, Z9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS.Z   (SI)(R11*1), K1, Z13
 	VMULPS      Z13, Z9, Z9
 	VMOVUPS.Z   4(SI)(R11*1), K3, Z10
@@ -677,7 +684,6 @@ tailRow:
 	JNZ         tailRow
 
 done:
-	SFENCE
 	VZEROUPPER
 	RET
 
@@ -888,7 +894,7 @@ next:
 	RET
 
 // func streamRowsAVX512(dst *float32, src *float32, rows int, dstStride int, srcStride int, columns int, ahead int)
-// Requires: AVX, AVX512F, MMX+
+// Requires: AVX, AVX512F
 TEXT ·streamRowsAVX512(SB), NOSPLIT, $0-56
 	MOVQ  dst+0(FP), DI
 	MOVQ  src+8(FP), SI
@@ -936,7 +942,6 @@ next:
 	ADDQ R12, SI
 	DECQ R9
 	JNZ  row
-	SFENCE
 	VZEROUPPER
 	RET
 
@@ -1291,16 +1296,17 @@ done:
 	MOVSS        X0, ret+48(FP)
 	RET
 
-// func blendBackwardAVX2(dx *float32, grad *float32, x *float32, rule *float32, rows int, stride int, columns int)
-// Requires: AVX, FMA3
-TEXT ·blendBackwardAVX2(SB), NOSPLIT, $0-56
+// func blendBackwardAVX2(dx *float32, grad *float32, x *float32, rule *float32, ahead *float32, rows int, stride int, columns int)
+// Requires: AVX, FMA3, MMX+
+TEXT ·blendBackwardAVX2(SB), NOSPLIT, $0-64
+	MOVQ   ahead+32(FP), R13
 	MOVQ   dx+0(FP), DI
 	MOVQ   grad+8(FP), SI
 	MOVQ   x+16(FP), BX
 	MOVQ   rule+24(FP), DX
-	MOVQ   stride+40(FP), R10
-	MOVQ   rows+32(FP), R9
-	MOVQ   columns+48(FP), R8
+	MOVQ   stride+48(FP), R10
+	MOVQ   rows+40(FP), R9
+	MOVQ   columns+56(FP), R8
 	VXORPS Y11, Y11, Y11
 	VXORPS Y12, Y12, Y12
 	SHLQ   $0x02, R10
@@ -1324,6 +1330,7 @@ row:
 	VMULPS      Y2, Y8, Y10
 	VCMPPS      $0x06, Y11, Y10, Y10
 	VBLENDVPS   Y10, Y0, Y1, Y9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS     (SI)(R11*1), Y13
 	VMULPS      Y13, Y9, Y9
 	VMASKMOVPS  4(SI)(R11*1), Y6, Y10
@@ -1339,6 +1346,7 @@ row:
 	ADDQ        $0x20, SI
 	ADDQ        $0x20, DX
 	ADDQ        $0x20, BX
+	ADDQ        $0x20, R13
 	SUBQ        $0x08, R8
 	JGE         columns
 
@@ -1365,6 +1373,7 @@ tailRow:
 	VMULPS      Y2, Y8, Y10
 	VCMPPS      $0x06, Y11, Y10, Y10
 	VBLENDVPS   Y10, Y0, Y1, Y9
+	PREFETCHT1  (R13)(R12*1)
 	VMASKMOVPS  (SI)(R11*1), Y15, Y13
 	VMULPS      Y13, Y9, Y9
 	VMASKMOVPS  4(SI)(R11*1), Y6, Y10
@@ -1382,7 +1391,7 @@ done:
 	RET
 
 // func blendForwardStreamedAVX2(y *float32, x *float32, rule *float32, rows int, stride int, columns int) float32
-// Requires: AVX, FMA3, MMX+, SSE
+// Requires: AVX, FMA3, SSE
 TEXT ·blendForwardStreamedAVX2(SB), NOSPLIT, $0-52
 	MOVQ   y+0(FP), DI
 	MOVQ   x+8(FP), SI
@@ -1470,7 +1479,6 @@ tailRow:
 	JNZ         tailRow
 
 done:
-	SFENCE
 	VMOVAPS      Y12, Y0
 	VEXTRACTF128 $0x01, Y0, X1
 	VMAXPS       X1, X0, X0
@@ -1482,16 +1490,17 @@ done:
 	MOVSS        X0, ret+48(FP)
 	RET
 
-// func blendBackwardStreamedAVX2(dx *float32, grad *float32, x *float32, rule *float32, rows int, stride int, columns int)
+// func blendBackwardStreamedAVX2(dx *float32, grad *float32, x *float32, rule *float32, ahead *float32, rows int, stride int, columns int)
 // Requires: AVX, FMA3, MMX+
-TEXT ·blendBackwardStreamedAVX2(SB), NOSPLIT, $0-56
+TEXT ·blendBackwardStreamedAVX2(SB), NOSPLIT, $0-64
+	MOVQ   ahead+32(FP), R13
 	MOVQ   dx+0(FP), DI
 	MOVQ   grad+8(FP), SI
 	MOVQ   x+16(FP), BX
 	MOVQ   rule+24(FP), DX
-	MOVQ   stride+40(FP), R10
-	MOVQ   rows+32(FP), R9
-	MOVQ   columns+48(FP), R8
+	MOVQ   stride+48(FP), R10
+	MOVQ   rows+40(FP), R9
+	MOVQ   columns+56(FP), R8
 	VXORPS Y11, Y11, Y11
 	VXORPS Y12, Y12, Y12
 	SHLQ   $0x02, R10
@@ -1515,6 +1524,7 @@ row:
 	VMULPS      Y2, Y8, Y10
 	VCMPPS      $0x06, Y11, Y10, Y10
 	VBLENDVPS   Y10, Y0, Y1, Y9
+	PREFETCHT1  (R13)(R12*1)
 	VMOVUPS     (SI)(R11*1), Y13
 	VMULPS      Y13, Y9, Y9
 	VMASKMOVPS  4(SI)(R11*1), Y6, Y10
@@ -1530,6 +1540,7 @@ row:
 	ADDQ        $0x20, SI
 	ADDQ        $0x20, DX
 	ADDQ        $0x20, BX
+	ADDQ        $0x20, R13
 	SUBQ        $0x08, R8
 	JGE         columns
 
@@ -1556,6 +1567,7 @@ tailRow:
 	VMULPS      Y2, Y8, Y10
 	VCMPPS      $0x06, Y11, Y10, Y10
 	VBLENDVPS   Y10, Y0, Y1, Y9
+	PREFETCHT1  (R13)(R12*1)
 	VMASKMOVPS  (SI)(R11*1), Y15, Y13
 	VMULPS      Y13, Y9, Y9
 	VMASKMOVPS  4(SI)(R11*1), Y6, Y10
@@ -1569,7 +1581,6 @@ tailRow:
 	JNZ         tailRow
 
 done:
-	SFENCE
 	VZEROUPPER
 	RET
 
@@ -1775,7 +1786,7 @@ next:
 	RET
 
 // func streamRowsAVX2(dst *float32, src *float32, rows int, dstStride int, srcStride int, columns int, ahead int)
-// Requires: AVX, MMX+
+// Requires: AVX
 TEXT ·streamRowsAVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), DI
 	MOVQ    src+8(FP), SI
@@ -1822,7 +1833,6 @@ next:
 	ADDQ R12, SI
 	DECQ R9
 	JNZ  row
-	SFENCE
 	VZEROUPPER
 	RET
 
@@ -1892,4 +1902,10 @@ column:
 	DECQ        BX
 	JNZ         chunk
 	VZEROUPPER
+	RET
+
+// func storeFenceAMD64()
+// Requires: MMX+
+TEXT ·storeFenceAMD64(SB), NOSPLIT, $0
+	SFENCE
 	RET

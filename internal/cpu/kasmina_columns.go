@@ -127,7 +127,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 			if measured {
 				t.seen.addInput(in, x, s, eps)
 			} else {
-				in.load(x, s)
+				in.load(x, s, true)
 				t.countBad(k, x, s)
 			}
 			if rule.blends {
@@ -141,6 +141,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 			t.fold(k, x, s, k.Eps)
 		}
 	}
+	fence()
 	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
 	limit := float32(math.MaxFloat32)
 	if k.Stability == StabilityAdaptive {
@@ -197,14 +198,14 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			if measured {
 				t.seen.addGradient(grad, g, s)
 			} else {
-				grad.load(g, s)
+				grad.load(g, s, true)
 				t.countBad(k, g, s)
 			}
 			if s.done < normed {
 				t.norms.add(grad, s, k.Chunk)
 			}
 			if rule.blends || rule.learns {
-				in.load(x, s)
+				in.load(x, s, !rule.blends)
 				in.loadEdges(x, s, t.columns)
 				grad.loadEdges(g, s, t.columns)
 			}
@@ -212,7 +213,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 				t.sums.add(rule, grad, in, s)
 			}
 			if rule.blends {
-				rule.backward(dx, grad, in, s)
+				rule.backward(dx, grad, in, s, x)
 			} else {
 				grad.store(dx, s)
 			}
@@ -224,6 +225,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			foldSums(k, t, s, dp, da)
 		}
 	}
+	fence()
 	if measured {
 		t.foldNorms(k, g, normed)
 	}

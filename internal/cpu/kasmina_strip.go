@@ -53,13 +53,14 @@ type stripKernels struct {
 	gradientFigures       func(f *columnFigures, pack, x *float32, rows, stride, columns int)
 	blendForward          func(y, x *float32, rule *columnRule, rows, stride, columns int) float32
 	blendForwardStreamed  func(y, x *float32, rule *columnRule, rows, stride, columns int) float32
-	blendBackward         func(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
-	blendBackwardStreamed func(dx, grad, x *float32, rule *columnRule, rows, stride, columns int)
+	blendBackward         func(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
+	blendBackwardStreamed func(dx, grad, x *float32, rule *columnRule, ahead *float32, rows, stride, columns int)
 	blendSums             func(s *columnSums, rule *columnRule, grad, x *float32, rows, columns int)
 	loadRows              func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	storeRows             func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	streamRows            func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	chunkNorms            func(n *stripNorms, x *float32, groups, chunk, chunks int)
+	storeFence            func() // after what is written past the caches, before anybody may read it
 }
 
 // strips32 are the kernels in use, nil where plain Go is.
@@ -84,10 +85,14 @@ const (
 // at returns the index of column i of row r.
 func (p *pack) at(r, i int) int { return packRoom + r*packStride + i }
 
-// load fills the pack with the strip s of x, and fetches the next rows.
-func (p *pack) load(x []float32, s strip) {
+// load fills the pack with the strip s of x. With fetch set it brings the next rows into the second cache.
+func (p *pack) load(x []float32, s strip, fetch bool) {
 	if k := strips32; k != nil {
-		k.loadRows(&p[packRoom], &x[s.at], s.rows, packStride, s.stride, s.columns, 4*passRows*s.stride)
+		move := k.storeRows
+		if fetch {
+			move = k.loadRows
+		}
+		move(&p[packRoom], &x[s.at], s.rows, packStride, s.stride, s.columns, 4*passRows*s.stride)
 		return
 	}
 	for r := range s.rows {
@@ -144,6 +149,13 @@ var identityRule = func() (r columnRule) {
 	return r
 }()
 
+// fence makes what has been streamed visible before what is written later.
+func fence() {
+	if strips32 != nil {
+		strips32.storeFence()
+	}
+}
+
 // start makes f the figures of nothing.
 func (f *columnFigures) start(columns int) {
 	clear(f.sum[:columns])
@@ -164,7 +176,7 @@ func (f *columnFigures) addInput(p *pack, x []float32, s strip, eps float32) {
 		k.inputFigures(f, &p[packRoom], &x[s.at], s.rows, s.stride, s.columns, eps)
 		return
 	}
-	p.load(x, s)
+	p.load(x, s, false)
 	f.add(p, s, eps)
 }
 
@@ -174,7 +186,7 @@ func (f *columnFigures) addGradient(p *pack, g []float32, s strip) {
 		k.gradientFigures(f, &p[packRoom], &g[s.at], s.rows, s.stride, s.columns)
 		return
 	}
-	p.load(g, s)
+	p.load(g, s, false)
 	f.add(p, s, 0)
 }
 
@@ -234,14 +246,16 @@ func (c *columnRule) forward(y []float32, x *pack, s strip) (top float32) {
 	return top
 }
 
-// backward computes the strip s of dx from g and x.
-func (c *columnRule) backward(dx []float32, g, x *pack, s strip) {
+// backward computes the strip s of dx from g and x, which is packed from input. It brings the next rows of that into the second
+// cache.
+func (c *columnRule) backward(dx []float32, g, x *pack, s strip, input []float32) {
 	if k := strips32; k != nil {
 		blend := k.blendBackward
 		if s.streams(dx) {
 			blend = k.blendBackwardStreamed
 		}
-		blend(&dx[s.at], &g[packRoom], &x[packRoom], c, s.rows, s.stride, s.columns)
+		ahead := &input[min(s.at+passRows*s.stride, len(input)-1)]
+		blend(&dx[s.at], &g[packRoom], &x[packRoom], c, ahead, s.rows, s.stride, s.columns)
 		return
 	}
 	for r := range s.rows {

@@ -217,9 +217,10 @@ func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
 //	y = (on if x·gate > 0, else off)·v + add + near·v[∓1] + far·v[∓2]
 //
 // Backward there is no add, v is the gradient and its neighbours are to the right. v and x are packs, y is in a matrix: with
-// streamed set it is written past the caches, and its vectors are aligned.
+// streamed set it is written past the caches, and its vectors are aligned. Backward also fetches, into the second cache, what
+// lies ahead in the matrix: there is time for it here.
 func blend(v isa, backward, streamed bool) {
-	py, pv, px, rule := RDI, RSI, RSI, RDX
+	py, pv, px, rule, ahead := RDI, RSI, RSI, RDX, R13
 	name := "blendForward"
 	if backward {
 		name = "blendBackward"
@@ -228,8 +229,9 @@ func blend(v isa, backward, streamed bool) {
 		name += "Streamed"
 	}
 	if backward {
-		TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule *float32, rows, stride, columns int)")
+		TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule, ahead *float32, rows, stride, columns int)")
 		px = RBX
+		Load(Param("ahead"), ahead)
 		Load(Param("dx"), py)
 		Load(Param("grad"), pv)
 	} else {
@@ -252,7 +254,7 @@ func blend(v isa, backward, streamed bool) {
 	v.zero(top)
 	arrays := []GPPhysical{py, pv, rule}
 	if backward {
-		arrays = append(arrays, px)
+		arrays = append(arrays, px, ahead)
 	}
 	v.strip(arrays, nil, func() {
 		VMOVUPS(Mem{Base: rule, Disp: ruleOn}, on)
@@ -270,6 +272,7 @@ func blend(v isa, backward, streamed bool) {
 		VMULPS(gate, x, t)
 		v.choose(zero, t, on, off, c)
 		if backward {
+			PREFETCHT1(inMatrix(ahead))
 			v.load(packed(pv), value, masked)
 			VMULPS(value, c, c)
 		} else {
@@ -289,9 +292,6 @@ func blend(v isa, backward, streamed bool) {
 			VMAXPS(top, t, top) // a NaN in t loses
 		}
 	}, func() {})
-	if streamed {
-		SFENCE()
-	}
 	if backward {
 		VZEROUPPER()
 		RET()
@@ -490,9 +490,13 @@ func moveRows(v isa, way string) {
 	ADDQ(srcStride, src)
 	DECQ(rows)
 	JNZ(LabelRef("row"))
-	if way == streaming {
-		SFENCE()
-	}
 	VZEROUPPER()
+	RET()
+}
+
+// storeFence generates what orders streamed stores before later ones.
+func storeFence() {
+	TEXT("storeFenceAMD64", attr.NOSPLIT, "func()")
+	SFENCE()
 	RET()
 }

@@ -52,6 +52,7 @@ func main() {
 			moveRows(v, streaming)
 		}
 		chunkNorms()
+		storeFence()
 	default:
 		log.Fatalf("unknown -part %q", *part)
 	}
