@@ -66,6 +66,7 @@ type options struct {
 	recompute bool
 	batch     int
 	tune      cudaops.Tuning
+	monitor   int
 }
 
 func main() {
@@ -83,6 +84,7 @@ func main() {
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
+	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
 	table := flag.Bool("table", false, "print the lines of the files that follow as a Markdown table, and measure nothing")
 	flag.Parse()

@@ -52,8 +52,12 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, o optio
 	if err != nil {
 		return r, err
 	}
-	machine, err := cudaops.NewMachine(device, g.G, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
-		cudaops.WithPrecision(precision), cudaops.WithTuning(o.tune), cudaops.WithStrict())
+	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(precision),
+		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+	if o.monitor > 0 {
+		opts = append(opts, cudaops.WithMonitor(o.monitor))
+	}
+	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
 		return r, err
 	}
@@ -83,6 +87,13 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, o optio
 		if err := printProfile(machine); err != nil {
 			return r, err
 		}
+	}
+	if o.monitor > 0 {
+		ops, err := machine.Monitor()
+		if err != nil {
+			return r, err
+		}
+		fmt.Fprint(os.Stderr, cudaops.Table(ops))
 	}
 	took, err := median(times)
 	if err != nil {
@@ -163,9 +174,7 @@ func printProfile(m *cudaops.Machine) error {
 	if err != nil {
 		return err
 	}
-	for _, o := range ops {
-		fmt.Fprintf(os.Stderr, "%-28s %4d tasks %10v\n", o.Op, o.Tasks, o.Time.Round(time.Microsecond))
-	}
+	fmt.Fprint(os.Stderr, cudaops.Table(ops))
 	return nil
 }
 
