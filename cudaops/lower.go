@@ -59,6 +59,7 @@ type kernelSet interface {
 	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
+	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error
 }
