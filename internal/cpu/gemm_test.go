@@ -13,7 +13,7 @@ import (
 func eachISA(t *testing.T, f func(t *testing.T)) {
 	best := level
 	defer useISA(best)
-	for l := generic; l <= detectISA(); l++ {
+	for _, l := range levels(detectISA()) {
 		useISA(l)
 		t.Run(l.String(), f)
 	}
@@ -254,7 +254,7 @@ func TestChooseISA(t *testing.T) {
 		wish       string
 		best, want isa
 	}{{"", avx512, avx512}, {"generic", avx512, generic}, {"AVX2", avx512, avx2}, {"avx512", avx2, avx2},
-		{"avx512", generic, generic}, {"mmx", avx2, avx2}} {
+		{"avx512", generic, generic}, {"mmx", avx2, avx2}, {"", neon, neon}, {"generic", neon, generic}, {"avx2", neon, neon}, {"neon", avx2, avx2}} {
 		if got := chooseISA(c.wish, c.best); got != c.want {
 			t.Errorf("chooseISA(%q, %v) = %v, want %v", c.wish, c.best, got, c.want)
 		}

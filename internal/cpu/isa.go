@@ -5,24 +5,25 @@ import (
 	"strings"
 )
 
-// isa is a level of vector instructions; a higher one includes those below.
+// isa is a level of vector instructions.
 type isa int
 
 const (
 	generic isa = iota // portable Go
 	avx2               // AVX2 and FMA
 	avx512             // AVX-512F
+	neon               // of arm64
 )
 
-func (l isa) String() string { return [...]string{"generic", "avx2", "avx512"}[l] }
+func (l isa) String() string { return [...]string{"generic", "avx2", "avx512", "neon"}[l] }
 
 // level is what the kernels of this process use: the best the CPU and the system support, or less if the environment
-// variable KASMINA_CPU asks for it (avx512, avx2 or generic; anything else counts as unset). It is read once, at start.
+// variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else counts as unset). It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
 
 func init() { useISA(level) }
 
-// ISA names the instruction set in use: "avx512", "avx2" or "generic".
+// ISA names the instruction set in use: "avx512", "avx2", "neon" or "generic".
 func ISA() string { return level.String() }
 
 // useISA switches every kernel to l, which the machine must have.
@@ -34,10 +35,18 @@ func useISA(l isa) {
 }
 
 func chooseISA(wish string, best isa) isa {
-	for l := generic; l < best; l++ {
+	for _, l := range levels(best) {
 		if strings.EqualFold(wish, l.String()) {
 			return l
 		}
 	}
 	return best
+}
+
+// levels returns what a machine has whose best level is given, in ascending order.
+func levels(best isa) []isa {
+	if best == neon {
+		return []isa{generic, neon}
+	}
+	return []isa{generic, avx2, avx512}[:best+1]
 }
