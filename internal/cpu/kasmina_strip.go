@@ -35,6 +35,7 @@ type columnRule struct {
 	above                         [stripColumns]float32 // for columnSums
 	leftNear, leftFar             [stripColumns]int32   // those of the forward pass, for columnSums
 	blends, learns                bool                  // some column is not the identity; some column has sums
+	_                             [62]byte              // to whole vectors
 }
 
 // columnSums are sums over rows of g·1 and g·x, where x·gate > above, and of g·x[−1] and g·x[−2].

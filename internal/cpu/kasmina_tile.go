@@ -15,17 +15,17 @@ const (
 
 // tile is rows r0 to r1 of seeds s0 to s1, with the memory of the goroutine that works on it.
 type tile[T Float] struct {
+	packs [2]pack // first, so that the vectors in what the strips use are aligned
+	seen  columnFigures
+	sums  columnSums
+	norms stripNorms
+
 	block, r0, r1, s0, s1 int
 	stride, columns       int // of the whole matrix; of the tile
 	strips                int // number of the tile's first strip among those of a row of tiles
 	active                []KasminaSeed[T]
 	figures               []ChunkFigures // of the seeds in these rows
-
-	scratch []T
-	packs   [2]pack
-	seen    columnFigures
-	sums    columnSums
-	norms   stripNorms
+	scratch               []T
 }
 
 // tile returns the size of tiles.
