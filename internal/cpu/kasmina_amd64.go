@@ -65,6 +65,12 @@ func storeRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead
 func streamRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 
 //go:noescape
+func blendLearnAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
+
+//go:noescape
+func blendLearnStreamedAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
+
+//go:noescape
 func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
 
 func storeFenceAMD64()
@@ -80,6 +86,8 @@ var stripsAVX512 = stripKernels{
 	loadRows:              loadRowsAVX512,
 	storeRows:             storeRowsAVX512,
 	streamRows:            streamRowsAVX512,
+	blendLearn:            blendLearnAVX512,
+	blendLearnStreamed:    blendLearnStreamedAVX512,
 	chunkNorms:            chunkNormsAVX2,
 	storeFence:            storeFenceAMD64,
 }

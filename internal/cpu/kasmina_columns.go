@@ -209,12 +209,15 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 				in.loadEdges(x, s, t.columns)
 				grad.loadEdges(g, s, t.columns)
 			}
-			if rule.learns {
-				t.sums.add(rule, grad, in, s)
-			}
-			if rule.blends {
+			switch {
+			case rule.blends && rule.learns:
+				rule.learn(dx, grad, in, s, x, &t.sums)
+			case rule.blends:
 				rule.backward(dx, grad, in, s, x)
-			} else {
+			default:
+				if rule.learns {
+					t.sums.add(rule, grad, in, s)
+				}
 				grad.store(dx, s)
 			}
 		}

@@ -60,8 +60,12 @@ type stripKernels struct {
 	loadRows              func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	storeRows             func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	streamRows            func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
-	chunkNorms            func(n *stripNorms, x *float32, groups, chunk, chunks int)
-	storeFence            func() // after what is written past the caches, before anybody may read it
+
+	// blendBackward and blendSums in one, where there are registers enough; else nil.
+	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
+
+	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks int)
+	storeFence func() // after what is written past the caches, before anybody may read it
 }
 
 // strips32 are the kernels in use, nil where plain Go is.
@@ -255,8 +259,7 @@ func (c *columnRule) backward(dx []float32, g, x *pack, s strip, input []float32
 		if s.streams(dx) {
 			blend = k.blendBackwardStreamed
 		}
-		ahead := &input[min(s.at+passRows*s.stride, len(input)-1)]
-		blend(&dx[s.at], &g[packRoom], &x[packRoom], c, ahead, s.rows, s.stride, s.columns)
+		blend(&dx[s.at], &g[packRoom], &x[packRoom], c, s.ahead(input), s.rows, s.stride, s.columns)
 		return
 	}
 	for r := range s.rows {
@@ -297,6 +300,24 @@ func (t *columnSums) add(c *columnRule, g, x *pack, s strip) {
 		}
 	}
 }
+
+// learn is backward and add.
+func (c *columnRule) learn(dx []float32, g, x *pack, s strip, input []float32, t *columnSums) {
+	k := strips32
+	if k == nil || k.blendLearn == nil {
+		t.add(c, g, x, s)
+		c.backward(dx, g, x, s, input)
+		return
+	}
+	blend := k.blendLearn
+	if s.streams(dx) {
+		blend = k.blendLearnStreamed
+	}
+	blend(&dx[s.at], &g[packRoom], &x[packRoom], c, t, s.ahead(input), s.rows, s.stride, s.columns)
+}
+
+// ahead is where the next rows of x begin.
+func (s strip) ahead(x []float32) *float32 { return &x[min(s.at+passRows*s.stride, len(x)-1)] }
 
 // normRows is how many rows add takes at once.
 const normRows = 4

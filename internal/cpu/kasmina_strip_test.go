@@ -224,7 +224,7 @@ func TestKasminaAllocations(t *testing.T) {
 	}
 }
 
-// The largest rank of pointwise kinds is what separates kinds with a rule from others.
+// The kinds that go by the element have a rule, and others have none.
 func TestKasminaRuledKinds(t *testing.T) {
 	for kind := range blueprints.Kind(6) {
 		k := &Kasmina[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 1, Width: 8, Measure: make([]bool, 1)}

@@ -366,6 +366,83 @@ func blendSums(v isa) {
 	RET()
 }
 
+// blendLearn generates blendBackward and blendSums in one, which takes more registers than AVX2 has.
+func blendLearn(v isa, streamed bool) {
+	name := "blendLearn"
+	if streamed {
+		name += "Streamed"
+	}
+	TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule, s, ahead *float32, rows, stride, columns int)")
+	py, pv, px, rule, sums, ahead := RDI, RSI, RBX, RDX, R15, R13
+	Load(Param("dx"), py)
+	Load(Param("grad"), pv)
+	Load(Param("x"), px)
+	Load(Param("rule"), rule)
+	Load(Param("s"), sums)
+	Load(Param("ahead"), ahead)
+	Load(Param("stride"), R10)
+	loadSize()
+	r := v.regs
+	state := map[int]VecPhysical{ruleOn: r[0], ruleOff: r[1], ruleGate: r[2], ruleNear: r[3], ruleFar: r[4], ruleAbove: r[5]}
+	on, off, gate, near, far, above := r[0], r[1], r[2], r[3], r[4], r[5]
+	totals := []VecPhysical{r[6], r[7], r[8], r[9]}
+	x, g, product, c, t, zero := r[10], r[11], r[12], r[13], r[14], r[16]
+	masks := []struct {
+		at int
+		k  Register
+	}{{ruleHasNear, K3}, {ruleHasFar, K4}, {ruleLeftNear, K5}, {ruleLeftFar, K6}}
+	v.zero(zero)
+	v.strip([]GPPhysical{py, pv, px, rule, sums, ahead}, nil, func() {
+		for at := 0; at <= ruleAbove; at += array {
+			if reg, ok := state[at]; ok {
+				VMOVUPS(Mem{Base: rule, Disp: at}, reg)
+			}
+		}
+		for i, total := range totals {
+			VMOVUPS(Mem{Base: sums, Disp: i * array}, total)
+		}
+		for _, m := range masks {
+			v.selected(Mem{Base: rule, Disp: m.at}, m.k, t)
+		}
+	}, func(masked bool) {
+		PREFETCHT1(inMatrix(ahead))
+		v.load(packed(px), x, masked)
+		v.load(packed(pv), g, masked)
+		VMULPS(gate, x, product)
+		v.choose(zero, product, on, off, c)
+		VMULPS(g, c, c)
+		VCMPPS(Imm(notLessEqual), above, product, K2)
+		VADDPS(g, totals[0], K2, totals[0])
+		VFMADD231PS(x, g, K2, totals[1])
+		for i, m := range masks {
+			from, step := pv, 4*(i+1)
+			if i >= 2 {
+				from, step = px, -4*(i-1)
+			}
+			v.loadSelected(packed(from).Offset(step), m.k, t)
+			switch i {
+			case 0:
+				VFMADD231PS(t, near, c)
+			case 1:
+				VFMADD231PS(t, far, c)
+			default:
+				VFMADD231PS(t, g, totals[i])
+			}
+		}
+		if streamed && !masked {
+			VMOVNTPS(c, inMatrix(py))
+		} else {
+			v.store(c, inMatrix(py), masked)
+		}
+	}, func() {
+		for i, total := range totals {
+			VMOVUPS(total, Mem{Base: sums, Disp: i * array})
+		}
+	})
+	VZEROUPPER()
+	RET()
+}
+
 // chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
 // squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, and chunk is a multiple of 4.
 // A vector of four rows is the natural one, so this has one form.

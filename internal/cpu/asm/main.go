@@ -51,6 +51,8 @@ func main() {
 			moveRows(v, plain)
 			moveRows(v, streaming)
 		}
+		blendLearn(avx512, false)
+		blendLearn(avx512, true)
 		chunkNorms()
 		storeFence()
 	default:
