@@ -13,7 +13,9 @@ type kasminaWay struct {
 	blocks int
 }
 
-func (w kasminaWay) String() string { return kernels.Way{Family: w.family.String(), Size: w.blocks}.String() }
+func (w kasminaWay) String() string {
+	return kernels.Way{Family: w.family.String(), Size: w.blocks}.String()
+}
 
 // kasminaWays are those of a pass that the families can run. Fewer blocks leave fewer figures to merge.
 func kasminaWays(families []kernels.KasminaFamily) (ways []kasminaWay) {
