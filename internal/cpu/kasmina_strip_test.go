@@ -213,17 +213,6 @@ func TestKasminaStreams(t *testing.T) {
 	})
 }
 
-// A pass allocates nothing once it has run.
-func TestKasminaAllocations(t *testing.T) {
-	p, _ := newKasminaRun(t, newRand(t), 300, 64, 16, 0, 1)
-	if n := testing.AllocsPerRun(20, func() {
-		p.Forward(p.y, p.x, p.weights, p.scales)
-		p.Backward(p.dx, p.dw, p.da, p.g, p.x, p.weights, p.scales)
-	}); n > 1 {
-		t.Errorf("two passes make %v allocations", n)
-	}
-}
-
 // The kinds that go by the element have a rule, and others have none.
 func TestKasminaRuledKinds(t *testing.T) {
 	for kind := range blueprints.Kind(6) {
