@@ -311,6 +311,10 @@ func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.J
 
 func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
 
+func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DType) int {
+	return 8 * a.Batch * a.Heads * a.Seq
+}
+
 func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
@@ -617,7 +621,7 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 	lse driver.Ptr, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
-		fake.Slice[byte](l, stats, kernels.AttentionStatsBytes(a))
+		fake.Slice[byte](l, stats, k.AttentionStatsBytes(a, driver.Float32))
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
 		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(a))

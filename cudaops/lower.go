@@ -27,6 +27,7 @@ type kernelSet interface {
 	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
 	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
 	RMSNormWorkspace(d int) int
+	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error

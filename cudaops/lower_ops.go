@@ -217,7 +217,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
 	lse := c.saved[o].(*array)
-	stats, m := c.bytes(kernels.AttentionStatsBytes(s)), c.m
+	m := c.m
+	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))
 	var cos, sin *array
 	if turned != nil {
 		cos, sin = c.tables(turned)

@@ -113,7 +113,8 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 }
 
 // attentionUnits are where the variants' kernels are.
-var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward"}
+var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
+	"attention_hopper_fused"}
 
 // attentionJob is what both passes have in common. The matrices' rows are as far apart as those of the call.
 func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants []kernels.AttentionVariant, t driver.DType,
@@ -159,7 +160,7 @@ func (k tunedKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 	matrices := []kernels.Rows{dq, dk, dv, g, q, key, value, y}
 	j := k.attentionJob("AttentionBackward", a, variants, t, matrices, []role{writes, writes, writes, reads, reads, reads, reads, reads})
 	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, driver.Float32),
-		argument{role: scratch, bytes: kernels.AttentionStatsBytes(a)})
+		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
 		b.Variant = variants[way]

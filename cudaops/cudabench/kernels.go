@@ -155,7 +155,7 @@ func attention(b *bench) {
 		}
 		q, k, v, g := in[0], in[1], in[2], in[3]
 		y, dq, dk, dv := out[0], out[1], out[2], out[3]
-		lse, stats := b.alloc(s.batch*s.heads*s.seq, f32), b.alloc(kernels.AttentionStatsBytes(shape)/4, f32)
+		lse, stats := b.alloc(s.batch*s.heads*s.seq, f32), b.alloc(b.AttentionStatsBytes(shape, bf16)/4, f32)
 		flops := 2 * float64(n) * float64(s.seq)
 		name := func(pass string) string {
 			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)

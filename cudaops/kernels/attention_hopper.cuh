@@ -142,37 +142,41 @@ struct Descriptor {
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
   "%62, %63}"
-#define FOUR(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
-#define OUTPUTS_32 SIXTEEN(0), SIXTEEN(4)
-#define OUTPUTS_64 SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
+#define FOUR(m, i) m(c[i][0]), m(c[i][1]), m(c[i][2]), m(c[i][3])
+#define SIXTEEN(m, i) FOUR(m, i), FOUR(m, i + 1), FOUR(m, i + 2), FOUR(m, i + 3)
+#define OUTPUTS_32(m) SIXTEEN(m, 0), SIXTEEN(m, 4)
+#define OUTPUTS_64(m) SIXTEEN(m, 0), SIXTEEN(m, 4), SIXTEEN(m, 8), SIXTEEN(m, 12)
 
-// startSS: c (64×N) = or += A·B with both in shared memory; startRS has A in registers. With Transpose, the product runs over
-// 16 rows of B's tile, otherwise over 16 of its columns. The operands' numbers come after those of the registers of c.
-#define DEFINE_START(N, R, a, b, add, transpose, T, name)                                                      \
-  template <int Transpose> __device__ inline void startSS(float (&c)[N / 8][4], uint64_t x, uint64_t y, bool more, T) { \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                              \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R             \
-                 ", " a ", " b ", p, 1, 1, 0, " transpose ";\n}\n"                                             \
-                 : OUTPUTS_##R                                                                                 \
-                 : "l"(x), "l"(y), "r"((int)more), "n"(Transpose));                                            \
-  }
-#define DEFINE_START_RS(N, R, a, b, add, transpose, T, name)                                                   \
-  template <int Transpose>                                                                                     \
-  __device__ inline void startRS(float (&c)[N / 8][4], const uint32_t (&x)[4], uint64_t y, bool more, T) {     \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                              \
+// setSS, addSS: c (64×N) = or += A·B with both in shared memory; addRS has A in registers. With TransposeB, the product runs
+// over 16 rows of B's tile, otherwise over 16 of its columns; TransposeA is the same for A. The operands' numbers come after
+// those of the registers of c.
+#define DEFINE_SS(function, m, add, N, R, a, b, flag, transpose, T, name)                                      \
+  template <int TransposeA, int TransposeB>                                                                    \
+  __device__ inline void function(float (&c)[N / 8][4], uint64_t x, uint64_t y, T) {                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                             \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R             \
                  ", " a ", " b ", p, 1, 1, " transpose ";\n}\n"                                                \
-                 : OUTPUTS_##R                                                                                 \
-                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"((int)more), "n"(Transpose));        \
+                 : OUTPUTS_##R(m)                                                                              \
+                 : "l"(x), "l"(y), "r"(add), "n"(TransposeA), "n"(TransposeB));                                \
   }
-#define DEFINE_STARTS(T, name)                                                                         \
-  DEFINE_START(64, 32, "%32", "%33", "%34", "%35", T, name)                                            \
-  DEFINE_START(128, 64, "%64", "%65", "%66", "%67", T, name)                                           \
-  DEFINE_START_RS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38", T, name)                        \
-  DEFINE_START_RS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70", T, name)
-DEFINE_STARTS(bf16, "bf16")
-DEFINE_STARTS(f16, "f16")
+#define DEFINE_RS(N, R, a, b, flag, transpose, T, name)                                                        \
+  template <int TransposeB>                                                                                    \
+  __device__ inline void addRS(float (&c)[N / 8][4], const uint32_t (&x)[4], uint64_t y, T) {                  \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R             \
+                 ", " a ", " b ", p, 1, 1, " transpose ";\n}\n"                                                \
+                 : OUTPUTS_##R("+f")                                                                           \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(1), "n"(TransposeB));               \
+  }
+#define DEFINE_PRODUCTS(T, name)                                                              \
+  DEFINE_SS(setSS, "=f", 0, 64, 32, "%32", "%33", "%34", "%35, %36", T, name)                 \
+  DEFINE_SS(addSS, "+f", 1, 64, 32, "%32", "%33", "%34", "%35, %36", T, name)                 \
+  DEFINE_SS(setSS, "=f", 0, 128, 64, "%64", "%65", "%66", "%67, %68", T, name)                \
+  DEFINE_SS(addSS, "+f", 1, 128, 64, "%64", "%65", "%66", "%67, %68", T, name)                \
+  DEFINE_RS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38", T, name)                     \
+  DEFINE_RS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70", T, name)
+DEFINE_PRODUCTS(bf16, "bf16")
+DEFINE_PRODUCTS(f16, "f16")
 
 // Registers that products read or write may be touched by other instructions only before productsBegin and after
 // productsWait; hold keeps the compiler from moving such instructions across.
@@ -208,7 +212,11 @@ __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, u
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     const int panel = k / 4, column = k % 4 * 32;
-    startSS<0>(c.c[0], a.plus(panel * ARows * 128 + column), b.plus(panel * N * 128 + column), k > 0, T());
+    const uint64_t x = a.plus(panel * ARows * 128 + column), y = b.plus(panel * N * 128 + column);
+    if (k == 0)
+      setSS<0, 0>(c.c[0], x, y, T());
+    else
+      addSS<0, 0>(c.c[0], x, y, T());
   }
 }
 
@@ -217,7 +225,52 @@ template <typename T, int D, int K>
 __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32_t bTile) {
   const Descriptor b(bTile, K * 128);
 #pragma unroll
-  for (int k = 0; k < K / 16; k++) startRS<1>(c.c[0], a.r[k], b.plus(k * 2048), true, T());
+  for (int k = 0; k < K / 16; k++) addRS<1>(c.c[0], a.r[k], b.plus(k * 2048), T());
+}
+
+// Starts c += A·B for 64 rows of a tile of ARows rows and 64 columns, from aRow on, and the 64 rows of a tile with D columns.
+template <typename T, int D>
+__device__ inline void startNN(Accumulator<1, D> &c, uint32_t aTile, int aRow, uint32_t bTile) {
+  const Descriptor a(aTile + aRow * 128, 16), b(bTile, 64 * 128);
+#pragma unroll
+  for (int k = 0; k < 4; k++) addSS<0, 1>(c.c[0], a.plus(k * 32), b.plus(k * 2048), T());
+}
+
+// Starts c = Aᵀ·B for tiles of K rows and 64 columns each.
+template <typename T, int K> __device__ inline void startTN(Accumulator<1, 64> &c, uint32_t aTile, uint32_t bTile) {
+  const Descriptor a(aTile, 16), b(bTile, 16);
+#pragma unroll
+  for (int k = 0; k < K / 16; k++)
+    if (k == 0)
+      setSS<1, 1>(c.c[0], a.plus(0), b.plus(0), T());
+    else
+      addSS<1, 1>(c.c[0], a.plus(k * 2048), b.plus(k * 2048), T());
+}
+
+// The cosines and sines of RoPE, [seq, D/2] both; null where nothing is to be turned.
+struct Angles {
+  const float *cosines, *sines;
+};
+
+// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles. Both elements of a
+// pair, D/2 apart, are in the same lane.
+template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Angles &angles, int position, int seq) {
+  if (!angles.cosines) return;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t at = (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
+#pragma unroll
+    for (int x = 0; x < D / 16; x++) {
+      const float2 cosine = *(const float2 *)(angles.cosines + at + 8 * x), sine = *(const float2 *)(angles.sines + at + 8 * x);
+      float *a = d.c[0][x] + 2 * half, *b = d.c[0][x + D / 16] + 2 * half;
+      const float a0 = a[0], a1 = a[1];
+      a[0] = a0 * cosine.x + b[0] * sine.x;
+      a[1] = a1 * cosine.y + b[1] * sine.y;
+      b[0] = b[0] * cosine.x - a0 * sine.x;
+      b[1] = b[1] * cosine.y - a1 * sine.y;
+    }
+  }
 }
 
 // A warpgroup's registers a thread: the copier gives up what the workers take.

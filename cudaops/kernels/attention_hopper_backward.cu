@@ -9,9 +9,7 @@
 namespace attention {
 
 using BackwardQ64 = Shape<64, 2, 128, 2, 3>;
-using BackwardQ128 = Shape<128, 2, 64, 1, 3>;
 using BackwardKV64 = Shape<64, 2, 64, 2, 6>;
-using BackwardKV128 = Shape<128, 2, 64, 1, 3>;
 
 #ifdef HOPPER
 
@@ -40,32 +38,6 @@ template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
     __syncthreads();
   }
 };
-
-// The cosines and sines of RoPE, [seq, D/2] both; null where nothing is to be turned.
-struct Angles {
-  const float *cosines, *sines;
-};
-
-// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles. Both elements of a
-// pair, D/2 apart, are in the same lane.
-template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Angles &angles, int position, int seq) {
-  if (!angles.cosines) return;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int64_t at = (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
-#pragma unroll
-    for (int x = 0; x < D / 16; x++) {
-      const float2 cosine = *(const float2 *)(angles.cosines + at + 8 * x), sine = *(const float2 *)(angles.sines + at + 8 * x);
-      float *a = d.c[0][x] + 2 * half, *b = d.c[0][x + D / 16] + 2 * half;
-      const float a0 = a[0], a1 = a[1];
-      a[0] = a0 * cosine.x + b[0] * sine.x;
-      a[1] = a1 * cosine.y + b[1] * sine.y;
-      b[0] = b[0] * cosine.x - a0 * sine.x;
-      b[1] = b[1] * cosine.y - a1 * sine.y;
-    }
-  }
-}
 
 template <class S>
 __device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
@@ -356,8 +328,6 @@ __device__ inline void backwardKV(const Params &p, const Angles &angles, const T
   }
 #define KERNELS(T)                                \
   BACKWARD(q_64, backwardQ, BackwardQ64, T)       \
-  BACKWARD(q_128, backwardQ, BackwardQ128, T)     \
-  BACKWARD(kv_64, backwardKV, BackwardKV64, T)    \
-  BACKWARD(kv_128, backwardKV, BackwardKV128, T)
+  BACKWARD(kv_64, backwardKV, BackwardKV64, T)
 KERNELS(bf16)
 KERNELS(f16)

@@ -82,15 +82,23 @@ func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse drive
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// AttentionStatsBytes is the size of the workspace that AttentionBackward needs.
-func AttentionStatsBytes(a AttentionShape) int { return 8 * a.Batch * a.Heads * a.statsRows() }
+// AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
+// kernel forms all gradients, dq in float32 and a counter for every tile of it.
+func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
+	n := 8 * a.Batch * a.Heads * a.statsRows()
+	if t.Size() == 2 && a.HeadDim > 64 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
+		sums, bytes := a.fusedSums()
+		n += sums*(bytes+4) + 4
+	}
+	return n
+}
 
 func (a AttentionShape) statsRows() int {
 	return ceilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
 }
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of AttentionStatsBytes, aligned to 16.
+// workspace of [Kernels.AttentionStatsBytes], aligned to 16.
 func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr,
 	g, q, key, value, y Rows, lse driver.Ptr, t driver.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -107,16 +115,13 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if c.Variant != AttentionHopper { // whose first kernel forms the statistics
+	if c.Variant != AttentionHopper || c.fused() { // otherwise the first kernel forms the statistics
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
 		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 			return err
 		}
 	}
-	if err := c.launch(k, s, attentionBackwardQ); err != nil {
-		return err
-	}
-	if err := c.launch(k, s, attentionBackwardKV); err != nil || a.Cos == 0 || c.turnsBack() {
+	if err := c.launchBackward(k, s); err != nil || a.Cos == 0 || c.turnsBack() {
 		return err
 	}
 	turn := func(d Rows, heads int) error {
@@ -127,6 +132,16 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 		return err
 	}
 	return turn(dk, a.KVHeads)
+}
+
+func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
+	if c.fused() {
+		return c.launchFused(k, s)
+	}
+	if err := c.launch(k, s, attentionBackwardQ); err != nil {
+		return err
+	}
+	return c.launch(k, s, attentionBackwardKV)
 }
 
 // turnsBack reports whether the variant's kernels can turn gradients back.

@@ -11,10 +11,14 @@ import (
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
 type hopperShape struct{ workers, loop, turns, stages int }
 
-var hopperShapes = map[int][3]hopperShape{ // by the head dimension that they are made for, then by pass
+// hopperShapes are by the head dimension that they are made for, then by pass; the backward pass of 128 is fused.
+var hopperShapes = map[int][]hopperShape{
 	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
-	128: {{2, 128, 2, 2}, {2, 64, 1, 3}, {2, 64, 1, 3}},
+	128: {{2, 128, 2, 2}},
 }
+
+// fusedShape is Fused128 of attention_hopper_fused.cu.
+var fusedShape = hopperShape{2, 64, 1, 3}
 
 // shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
 func (h hopperShape) shared(pass attentionPass, dim int) int {
@@ -29,6 +33,12 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 	}
 	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
 	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
+}
+
+// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq and the barriers.
+func (h hopperShape) sharedFused(dim int) int {
+	own := 64 * h.workers
+	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 48
 }
 
 func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
@@ -132,4 +142,40 @@ func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (
 		Swizzle:   driver.Swizzle128,
 		Promotion: 256,
 	})
+}
+
+// fused reports whether one kernel forms all three gradients.
+func (c *attentionCall) fused() bool { return c.Variant == AttentionHopper && c.HeadDim > 64 }
+
+// fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
+func (a AttentionShape) fusedSums() (tiles, bytes int) {
+	return a.Batch * a.Heads * ceilDiv(a.Seq, fusedShape.loop), 4 * 128 * fusedShape.loop
+}
+
+// launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
+func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
+	p, h := c.params, fusedShape
+	sums, bytes := c.fusedSums()
+	counters := p.stats.Offset(8*c.Batch*c.Heads*c.statsRows() + sums*bytes)
+	if err := k.ctx.Memset32(counters, 0, sums+1, s); err != nil {
+		return err
+	}
+	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
+	p.section = int32(c.section(k, c.Batch*c.KVHeads, 2*c.Heads/c.KVHeads))
+	a, err := c.hopperArgs(k, 4)
+	if err != nil {
+		return err
+	}
+	c.addAngles(a)
+	l := line(k.sms, 128*(h.workers+1))
+	l.Shared = h.sharedFused(128)
+	const unit = "attention_hopper_fused"
+	if err := k.launch(s, unit, "attention_hopper_backward_fused_128"+c.suffix, l, a); err != nil {
+		return err
+	}
+	a = args().Struct(p.bytes(), 8)
+	c.addAngles(a)
+	l = line(sums, 128)
+	l.Shared = 2 * 128 * h.loop
+	return k.launch(s, unit, "attention_hopper_backward_round_128"+c.suffix, l, a)
 }

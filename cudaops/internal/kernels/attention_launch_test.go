@@ -25,21 +25,26 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 		}
 		return string(b)
 	}
-	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")
+	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")+read("attention_hopper_fused")
+	contains := func(source, want string) {
+		if !strings.Contains(source, want) {
+			t.Errorf("no %q", want)
+		}
+	}
+	containsHopper := func(name string, dim int, h hopperShape) {
+		contains(hopper, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim, h.workers, h.loop, h.turns, h.stages))
+	}
 	for pass, name := range []string{"Forward", "BackwardQ", "BackwardKV"} {
 		for _, dim := range []int{64, 128} {
-			m, h := mmaShapes[dim][pass], hopperShapes[dim][pass]
+			m := mmaShapes[dim][pass]
 			warps := m.threads / 32
-			for source, want := range map[string]string{
-				mma:    fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop),
-				hopper: fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim, h.workers, h.loop, h.turns, h.stages),
-			} {
-				if !strings.Contains(source, want) {
-					t.Errorf("no %q", want)
-				}
+			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop))
+			if pass < len(hopperShapes[dim]) {
+				containsHopper(name, dim, hopperShapes[dim][pass])
 			}
 		}
 	}
+	containsHopper("Fused", 128, fusedShape)
 }
 
 // Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
@@ -103,10 +108,13 @@ func TestAttentionPicksVariants(t *testing.T) {
 				}
 				suf, _ := suffix("", dt)
 				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" + size, unit + "_backward_kv" + size}
-				if unit == "attention_hopper" {
+				if unit == "attention_hopper" && dim <= 64 {
 					want = slices.Delete(want, 1, 2)
+				} else if unit == "attention_hopper" {
+					want = []string{want[0], want[1], unit + "_backward_fused_128", unit + "_backward_round_128"}
 				}
-				for i, op := range c.Trace() {
+				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool { return op.Name == "" })
+				for i, op := range launches {
 					if i >= len(want) || op.Name != want[i]+suf {
 						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q", gpu.capability, dim, i, op.Name, want)
 					}
@@ -114,9 +122,29 @@ func TestAttentionPicksVariants(t *testing.T) {
 						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d", op.Name, op.Config.Shared, gpu.capability, gpu.shared)
 					}
 				}
-				if n := len(c.Trace()); n != len(want) {
+				if n := len(launches); n != len(want) {
 					t.Errorf("%d launches, want %q", n, want)
 				}
+			}
+		}
+	}
+}
+
+// The workspace of the fused backward pass ends in the counters that it begins with at zero.
+func TestAttentionWorkspace(t *testing.T) {
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	for _, seq := range []int{1, 64, 100, 129} {
+		a := AttentionShape{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: 72, Causal: true}
+		q, kv := Rows{p, 4 * 72}, Rows{p, 2 * 72}
+		c.ClearTrace()
+		if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+			t.Fatal(err)
+		}
+		tiles := 4 * ceilDiv(seq, 64)
+		for _, op := range c.Trace() {
+			if op.Name == "" && (op.Bytes != 4*(tiles+1) || int(op.Dst-p)+op.Bytes != k.AttentionStatsBytes(a, bf16)) {
+				t.Errorf("seq %d: %d bytes from %d on are zeroed, the workspace has %d for %d tiles", seq, op.Bytes, op.Dst-p,
+					k.AttentionStatsBytes(a, bf16), tiles)
 			}
 		}
 	}

@@ -113,7 +113,7 @@ func (c attentionCase) check(g *rig) {
 	d := c.matrices(g, queryWidth, keyWidth, keyWidth)
 	out := c.matrices(g, queryWidth)[0]
 	grad := c.matrices(g, queryWidth)[0]
-	lse, stats := g.alloc(rows*c.Heads, f32, 0), g.alloc(AttentionStatsBytes(c.AttentionShape)/4, f32, 0)
+	lse, stats := g.alloc(rows*c.Heads, f32, 0), g.alloc(g.AttentionStatsBytes(c.AttentionShape, c.dtype)/4, f32, 0)
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
 
 	a := c.AttentionShape
@@ -217,9 +217,15 @@ func TestAttentionScale(t *testing.T) {
 
 func TestAttentionRepeatsBits(t *testing.T) {
 	g := newRig(t)
-	for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA, AttentionAuto} {
-		g.scope(v.String(), func(g *rig) {
-			a := AttentionShape{Batch: 3, Seq: 321, Heads: 6, KVHeads: 2, HeadDim: 64, Causal: true, Variant: v}
+	for _, a := range []AttentionShape{
+		{Seq: 321, HeadDim: 64, Causal: true, Variant: AttentionPlain},
+		{Seq: 321, HeadDim: 64, Causal: true, Variant: AttentionMMA},
+		{Seq: 321, HeadDim: 64, Causal: true},
+		{Seq: 2500, HeadDim: 128, Causal: true},
+		{Seq: 700, HeadDim: 120},
+	} {
+		g.scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *rig) {
+			a.Batch, a.Heads, a.KVHeads = 3, 6, 2
 			r := attentionCase{a, bf16, false, 0, false}.benchmark(g)
 			var first [4][]float64
 			for run := range 3 {
@@ -259,7 +265,7 @@ func (c attentionCase) benchmark(g *rig) attentionRun {
 	queries, keys := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
 	q, k, v, dy := g.normalTiles(n, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(m, c.dtype), g.normalTiles(n, c.dtype)
 	r := attentionRun{y: g.alloc(n, c.dtype, 0), dq: g.alloc(n, c.dtype, 0), dk: g.alloc(m, c.dtype, 0), dv: g.alloc(m, c.dtype, 0)}
-	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(AttentionStatsBytes(c.AttentionShape)/4, f32, 0)
+	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(g.AttentionStatsBytes(c.AttentionShape, c.dtype)/4, f32, 0)
 	r.forward = func() {
 		g.must(g.Attention(g.stream, c.AttentionShape, Rows{r.y.Ptr, queries}, lse.Ptr, Rows{q.Ptr, queries}, Rows{k.Ptr, keys},
 			Rows{v.Ptr, keys}, c.dtype))

@@ -1,0 +1,393 @@
+// The backward pass of attention on Hopper's own instructions at head dimensions above 64, for bf16 and f16: attention_mma.cu
+// has the gradients, attention_hopper.cu the manner of working and what it needs.
+//
+// One kernel forms every score once: five products where separate kernels for q and for k and v take seven. A block owns 128
+// keys and walks over the queries that see them, 64 at a time; a warpgroup has 64 of the keys, with dk and dv in registers.
+// The block's part of a tile's dq leaves by way of shared memory and is added, in float32, to what the blocks before it have
+// added: a tile's blocks take turns in the order of their keys, so the bits do not depend on which block is faster. Work is
+// handed out in that order too, and every block begins with the last queries, so that blocks of one head follow each other at
+// a distance and seldom wait. A last kernel rounds dq and turns it back by RoPE's angles.
+//
+// Products, in the order in which they are started: dp(i) = v·gᵀ, dv += p(i)·g and the next scores s(i+1) = k·qᵀ, which run
+// while ds(i) is formed; dk += ds(i)·q and dq(i) = ds(i)ᵀ·k, which run during the exponentials of s(i+1).
+#include "attention_hopper.cuh"
+
+namespace attention {
+
+using Fused128 = Shape<128, 2, 64, 1, 3>;
+constexpr int kFusedTile = Fused128::Loop;
+
+#ifdef HOPPER
+
+// The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
+// blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
+struct Sums {
+  float *sums;
+  int *added, *handedOut;
+  int tiles;  // of one head
+  static constexpr int size = kFusedTile * Fused128::D;
+  __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
+    const int64_t heads = (int64_t)p.batch * p.heads;
+    sums = p.stats + heads * 2 * statsRows(p);
+    added = (int *)(sums + heads * tiles * size);
+    handedOut = added + heads * tiles;
+  }
+  __device__ int64_t index(const Params &p, int batch, int head, int tile) const {
+    return ((int64_t)batch * p.heads + head) * tiles + tile;
+  }
+};
+
+// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the present work.
+template <class S> struct FusedMemory {
+  static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
+  uint32_t k, v, tiles, ds, dq, stats;
+  Ring<1> turns;
+  Ring<S::Stages> stages;
+  uint32_t dqFilled, dqFreed, work;
+  __device__ FusedMemory(uint32_t base)
+      : k(base), v(k + S::OwnBytes), tiles(v + S::OwnBytes), ds(tiles + S::Stages * 2 * S::LoopBytes), dq(ds + 2 * DsBytes),
+        stats(dq + DqBytes), turns{stats + S::Stages * StatsBytes}, stages{turns.barriers + turns.bytes},
+        dqFilled(stages.barriers + stages.bytes), dqFreed(dqFilled + 16), work(dqFreed + 8) {}
+  __device__ uint32_t qTile(int i) const { return tiles + stages.slot(i) * 2 * S::LoopBytes; }
+  __device__ uint32_t gTile(int i) const { return qTile(i) + S::LoopBytes; }
+  __device__ uint32_t statsOf(int i) const { return stats + stages.slot(i) * StatsBytes; }
+  __device__ uint32_t dsTile(int i) const { return ds + i % 2 * DsBytes; }
+  // Two threads send dq away, each every second tile, so that one's wait for the memory does not hold up the other.
+  __device__ uint32_t filled(int i) const { return dqFilled + i % 2 * 8; }
+
+  __device__ void init() const {
+    if (threadIdx.x == 0) {
+      barrierInit(turns.filled(0), 1);
+      barrierInit(turns.freed(0), 4 * S::Workers + 2);  // the warps, and the threads that send dq away
+      stages.init(S::Workers);
+      barrierInit(dqFilled, 4 * S::Workers);
+      barrierInit(dqFilled + 8, 4 * S::Workers);
+      barrierInit(dqFreed, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+  }
+  __device__ int workOf(int turn) const {
+    int w;
+    turns.wait(turn);
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(work) : "memory");
+    return w;
+  }
+};
+
+// The tiles of queries that see a key of the block's, from the last to the first, for one query head of the group after another.
+struct QueryWalk {
+  int count, last, group;
+  __device__ QueryWalk(const Params &p, int tiles, int j0)
+      : count(tiles - (p.causal ? j0 / kFusedTile : 0)), last(tiles - 1), group(p.heads / p.kvHeads) {}
+  __device__ int steps() const { return group * count; }
+};
+
+template <class S>
+__device__ inline void copyFused(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
+                                 const FusedMemory<S> &m, int works, int tiles) {
+  const Sums sums(p);
+  for (int turn = 0, i = 0;; turn++) {
+    const int work = atomicAdd(sums.handedOut, 1);
+    barrierWait(m.turns.freed(0), turn + 1 & 1);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(m.work), "r"(work) : "memory");
+    if (work >= works) {
+      barrierArrive(m.turns.filled(0));
+      return;
+    }
+    barrierExpect(m.turns.filled(0), 2 * S::OwnBytes);
+    const Work w = schedule(work, p, p.kvHeads, tiles, false);
+    copyTile<S::D, S::Own>(m.k, k, m.turns.filled(0), w.tile * S::Own, w.head, w.batch);
+    copyTile<S::D, S::Own>(m.v, v, m.turns.filled(0), w.tile * S::Own, w.head, w.batch);
+    const QueryWalk walk(p, sums.tiles, w.tile * S::Own);
+#pragma unroll 1
+    for (int h = 0; h < walk.group; h++)
+#pragma unroll 1
+      for (int t = 0; t < walk.count; t++, i++) {
+        const int head = w.head * walk.group + h, i0 = (walk.last - t) * S::Loop;
+        const uint32_t barrier = m.stages.fill(i, 2 * S::LoopBytes + m.StatsBytes);
+        copyTile<S::D, S::Loop>(m.qTile(i), q, barrier, i0, head, w.batch);
+        copyTile<S::D, S::Loop>(m.gTile(i), g, barrier, i0, head, w.batch);
+        const float *stats = statsOf(p, w.batch, head) + i0;
+        copyBytes(m.statsOf(i), stats, m.StatsBytes / 2, barrier);
+        copyBytes(m.statsOf(i) + m.StatsBytes / 2, stats + statsRows(p), m.StatsBytes / 2, barrier);
+      }
+  }
+}
+
+__device__ inline int loadAcquire(const int *p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ inline void storeRelease(int *p, int v) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// What one of the two threads does that add dq to the sums: block 0 of a head writes, the others add when their turn has come.
+template <class S> __device__ inline void sendFused(const Params &p, const FusedMemory<S> &m, int works, int tiles, int odd) {
+  const Sums sums(p);
+  for (int turn = 0, i = 0;; turn++) {
+    const int work = m.workOf(turn);
+    barrierArrive(m.turns.freed(0));
+    if (work >= works) return;
+    const Work w = schedule(work, p, p.kvHeads, tiles, false);
+    const QueryWalk walk(p, sums.tiles, w.tile * S::Own);
+#pragma unroll 1
+    for (int h = 0; h < walk.group; h++)
+#pragma unroll 1
+      for (int t = 0; t < walk.count; t++, i++) {
+        if (i % 2 != odd) continue;
+        const int64_t at = sums.index(p, w.batch, w.head * walk.group + h, walk.last - t);
+        float *to = sums.sums + at * Sums::size;
+        while (loadAcquire(sums.added + at) < w.tile) {
+        }
+        asm volatile("fence.proxy.async;" ::: "memory");
+        barrierWait(m.filled(i), i / 2 & 1);
+        if (w.tile == 0)
+          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(m.dq), "r"(m.DqBytes)
+                       : "memory");
+        else
+          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(m.dq),
+                       "r"(m.DqBytes)
+                       : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        barrierArrive(m.dqFreed);
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        asm volatile("fence.proxy.async;" ::: "memory");
+        storeRelease(sums.added + at, w.tile + 1);
+      }
+  }
+}
+
+// Writes columns 16·k... of a warp's rows, in a product's layout, into a tile of 64 columns; the address is that of this lane's
+// chunk for k = 0.
+__device__ inline void storeColumns(const uint32_t (&v)[4], uint32_t address, int k) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address ^ k * 32), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+__device__ inline float2 unpack(uint32_t v, bf16) { return __bfloat1622float2(*(__nv_bfloat162 *)&v); }
+__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
+
+template <bool Value> struct Constant {
+  static constexpr bool value = Value;
+};
+
+template <typename T, class S>
+__device__ inline void workFused(const Params &p, const Angles &angles, const FusedMemory<S> &m, int works, int tiles) {
+  constexpr int D = S::D, N = S::Loop;
+  const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+  const float c = p.scale * kLog2e;
+  const uint32_t dsAt = chunkAt<64>(0, 64 * group + 16 * warp + lane % 16, lane / 16);
+  const int queryTiles = (p.seq + N - 1) / N;
+  auto meet = [] { asm volatile("bar.sync 1, 256;" ::: "memory"); };
+  auto shareWrites = [] { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); };
+  for (int turn = 0, i = 0, work; (work = uniform(m.workOf(turn))) < works; turn++) {
+    const Work w = schedule(work, p, p.kvHeads, tiles, false);
+    const int j0 = w.tile * S::Own, own = j0 + 64 * group + 16 * warp;  // first rows: block, warp
+    const QueryWalk walk(p, queryTiles, j0);
+    const int first = i, n = i + walk.steps();
+    int t = walk.last;
+    Accumulator<1, D> dk, dv;
+    // Scores, dp and dq take turns in two accumulators: tile i's scores, its dp and its dq follow each other in one, while the
+    // other goes from the dq of the tile before to the scores of the next. s and dp are transposed: a row is a key, a column a
+    // query; of dq it is the group's 64 columns.
+    Accumulator<1, N> even, odd;
+    Operand<N> e;
+    dk.clear();
+    dv.clear();
+    auto sendDq = [&](int i, const Accumulator<1, N> &dq) {
+      barrierWait(m.dqFreed, i + 1 & 1);
+      const uint32_t to = m.dq + (group * (N * 64) + threadIdx.x % 128 * 4) * 4;
+#pragma unroll
+      for (int x = 0; x < N / 8; x++)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq.c[0][x][0]), "f"(dq.c[0][x][1]),
+                     "f"(dq.c[0][x][2]), "f"(dq.c[0][x][3])
+                     : "memory");
+      shareWrites();
+      __syncwarp();
+      if (lane == 0) barrierArrive(m.filled(i));
+    };
+
+    // Zero, which the compiler does not know: it then forms addresses where they are needed, instead of keeping them all.
+    auto zero = [](int i) { return i >> 30; };
+    auto startScores = [&](int i, Accumulator<1, N> &s) {
+      m.stages.wait(i);
+      productsBegin();
+      startNT<T, D, S::Own>(s, m.k + zero(i), 64 * group, m.qTile(i));
+      productsCommit();
+    };
+    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
+    auto formProbabilities = [&](int i, int i0, Accumulator<1, N> &s) {
+      hold(s);
+      const uint32_t stats = m.statsOf(i) + lane % 4 * 8;
+      // A query that does not exist is all zeros, g and statistics included, and adds nothing.
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) {
+        float lse[2];
+        loadPair(lse, stats + x * 32);
+#pragma unroll
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[f % 2]));
+      }
+      if ((p.causal && i0 < own + 15) || own + 15 >= p.seq) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int key = own + 8 * half + lane / 4;
+          const int hidden = (key >= p.seq ? p.seq + N : p.causal ? key : 0) - i0 - lane % 4 * 2;  // from the lane's first query on
+#pragma unroll
+          for (int x = 0; x < N / 8; x++)
+#pragma unroll
+            for (int f = 0; f < 2; f++)
+              if (8 * x + f < hidden) s.c[0][x][2 * half + f] = 0;
+        }
+      }
+      e.set(s, T());
+    };
+    // What follows tile i's probabilities, with the next one's, if there is one, of queries from next on.
+    auto step = [&](auto more, Accumulator<1, N> &now, Accumulator<1, N> &other) {
+      Accumulator<1, N> &dp = now, &dq = now;
+      productsBegin();
+      startNT<T, D, S::Own>(dp, m.v + zero(i), 64 * group, m.gTile(i));
+      productsCommit();
+      startNN<T, D>(dv, e, m.gTile(i));
+      productsCommit();
+      if (i > first) {
+        m.stages.release(i - 1);
+        sendDq(i - 1, other);
+      }
+      if constexpr (more.value) {
+        startScores(i + 1, other);
+        productsWait<2>();
+      } else {
+        productsWait<1>();
+      }
+      hold(dp);
+      const uint32_t stats = m.statsOf(i) + m.StatsBytes / 2 + lane % 4 * 8;
+#pragma unroll
+      for (int k = 0; k < N / 16; k++) {
+        uint32_t ds[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          float delta[2];
+          loadPair(delta, stats + (2 * k + j / 2) * 32);
+          const float2 probability = unpack(e.r[k][j], T());
+          const float *d = &dp.c[0][2 * k + j / 2][j % 2 * 2];
+          ds[j] = pack(probability.x * (d[0] - delta[0]), probability.y * (d[1] - delta[1]), T());
+        }
+        storeColumns(ds, m.dsTile(i) + dsAt, k);
+      }
+      shareWrites();
+      meet();
+      hold(dk);
+      productsBegin();
+      startNN<T, D>(dk, m.dsTile(i), 64 * group, m.qTile(i));
+      productsCommit();
+      startTN<T, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
+      productsCommit();
+      if constexpr (more.value) {
+        productsWait<2>();
+        t = t > walk.last - walk.count + 1 ? t - 1 : walk.last;
+        formProbabilities(i + 1, t * N, other);
+        m.stages.wait(i + 1);  // long past; but no wait for products moves ahead of the exponentials across it
+      }
+      productsWait<0>();
+      hold(dk);
+      hold(dv);
+      hold(dq);
+    };
+    startScores(i, even);
+    productsWait<0>();
+    formProbabilities(i, t * N, even);
+    if (walk.steps() % 2 == 0) {
+      step(Constant<true>(), odd, even);
+      i++;
+    }
+    while (i + 1 < n) {
+      step(Constant<true>(), even, odd);
+      i++;
+      step(Constant<true>(), odd, even);
+      i++;
+    }
+    step(Constant<false>(), even, odd);
+    i++;
+    m.turns.release(turn);
+    m.stages.release(i - 1);
+    sendDq(i - 1, even);
+    // Results leave by way of ds, once neither group needs it any more.
+    meet();
+    const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
+    const int outRow = 64 * group + 16 * warp;
+    dv.template roundTo<T>(m.ds, outRow, one);
+    __syncwarp();
+    T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.ds, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
+    turnBack(dk, angles, own, p.seq);
+    __syncwarp();
+    dk.template roundTo<T>(m.ds, outRow, scale);
+    __syncwarp();
+    T *dkOut = at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim);
+    storeRows<T, D, 16>(m.ds, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
+    meet();
+  }
+}
+
+template <typename T, class S>
+__device__ inline void backwardFused(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k,
+                                     const TensorMap &v, const TensorMap &g) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const FusedMemory<S> m(sharedAddress(shared));
+  const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.kvHeads * tiles;
+  m.init();
+  if (threadIdx.x < 128) {
+    giveRegisters<S::CopierRegisters>();
+    if (threadIdx.x == 0) copyFused<S>(p, q, k, v, g, m, works, tiles);
+    if (threadIdx.x == 32) sendFused<S>(p, m, works, tiles, 0);
+    if (threadIdx.x == 64) sendFused<S>(p, m, works, tiles, 1);
+  } else {
+    takeRegisters<S::WorkerRegisters>();
+    workFused<T, S>(p, angles, m, works, tiles);
+  }
+}
+
+// dq of one tile: the sums times the scale, turned back.
+template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
+  constexpr int D = S::D;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t out = sharedAddress(shared);
+  const Sums sums(p);
+  const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % p.heads, batch = blockIdx.x / sums.tiles / p.heads;
+  const int warp = threadIdx.x / 32, own = tile * S::Loop + 16 * warp;
+  const float4 *from = (const float4 *)(sums.sums + (int64_t)blockIdx.x * Sums::size) + threadIdx.x;
+  Accumulator<1, D> dq;
+#pragma unroll
+  for (int x = 0; x < D / 8; x++) *(float4 *)dq.c[0][x] = from[x * 128];
+  turnBack(dq, angles, own, p.seq);
+  const float scale[1][2] = {{p.scale, p.scale}};
+  dq.template roundTo<T>(out, 16 * warp, scale);
+  __syncwarp();
+  T *to = at<T>(p.dq, p.dqStride, p.seq, batch, own, head * p.headDim);
+  storeRows<T, D, 16>(out, 16 * warp, to, p.dqStride, p.seq - own, p.headDim);
+}
+
+#endif  // HOPPER
+}  // namespace attention
+
+// Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
+// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48.
+// The rounding: a block of 128 threads for every tile of 64 queries of every head, and the shared memory of a tile of results.
+#define KERNELS(T)                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(attention::Fused128::Threads, 1) attention_hopper_backward_fused_128_##T(    \
+      const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
+      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const float *cosines, const float *sines) { \
+    BODY(backwardFused<T, attention::Fused128>(p, {cosines, sines}, q, k, v, g));                                          \
+  }                                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(128) attention_hopper_backward_round_128_##T(                                \
+      const __grid_constant__ attention::Params p, const float *cosines, const float *sines) {                             \
+    BODY(roundSums<T, attention::Fused128>(p, {cosines, sines}));                                                          \
+  }
+KERNELS(bf16)
+KERNELS(f16)
