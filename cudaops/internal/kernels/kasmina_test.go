@@ -279,9 +279,9 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		check(s, "moments' variance", at(health, KasminaMoments+1), m.Variance(), m.Variance())
 		g := r.wantGradient[s].Gradient(r.reference.Reduce)
 		norms := r.wantGradient[s].Norms
-		for i, name := range [...]string{"gradient's norm", "gradient's variance", "largest gradient"} {
-			check(s, name, at(gradient, i), g[i], g[i])
-		}
+		check(s, "gradient's norm", at(gradient, 0), g[0], g[0])
+		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1]) // whose squares double the rounding, and more in clipped rows
+		check(s, "largest gradient", at(gradient, 2), g[2], g[2])
 		check(s, "norms' mean", at(gradient, KasminaNorms), norms.Mean, norms.Mean)
 		check(s, "norms' variance", at(gradient, KasminaNorms+1), norms.Variance(), norms.Variance()+1e-2*norms.Mean*norms.Mean)
 		check(s, "norms' count", at(gradient, KasminaNorms+2), norms.N, 0)
