@@ -199,6 +199,7 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 	c.do(n, func() error {
 		return m.k.Attention(m.stream, s, rowsOf(y), lse.ptr(), rowsOf(q), rowsOf(k), rowsOf(v), q.elem.dtype())
 	}, y, lse, q, k, v)
+	c.computes(attentionFLOPs(s, 2))
 	return y, nil
 }
 
@@ -230,6 +231,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
 	}, q, k, v, y, g, lse, dq, dk, dv, stats)
+	c.computes(attentionFLOPs(s, 5))
 }
 
 // gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab [rows, 2F], and the weights

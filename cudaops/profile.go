@@ -5,53 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
 // OpTime is what the nodes of one op took in a run.
-type OpTime struct {
-	Op    string // the op's name, as in RMSNormGrad
-	Tasks int    // launches, matrix products among them
-	Time  time.Duration
-	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the multiplications and
-	// additions of matrix products and of attention.
-	Bytes, FLOPs float64
-	// Ways are those that were chosen among several, and Tuned what the tasks took when they were tuned, of those that were
-	// ([Machine.Monitor] alone).
-	Ways  []string
-	Tuned time.Duration
-}
-
-// Bandwidth is Bytes by Time, in bytes a second.
-func (t OpTime) Bandwidth() float64 { return rate(t.Bytes, t.Time) }
-
-// Rate is FLOPs by Time, in operations a second.
-func (t OpTime) Rate() float64 { return rate(t.FLOPs, t.Time) }
-
-func rate(n float64, d time.Duration) float64 {
-	if d <= 0 {
-		return 0
-	}
-	return n / d.Seconds()
-}
+type OpTime = optime.OpTime
 
 // Table is the times of ops for people: a line each, with their shares of the whole.
-func Table(times []OpTime) string {
-	var whole time.Duration
-	for _, t := range times {
-		whole += t.Time
-	}
-	var s strings.Builder
-	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ways")
-	for _, t := range times {
-		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks, t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
-			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
-	}
-	return s.String()
-}
+func Table(times []OpTime) string { return optime.Table(times) }
 
 // Profile runs the graph once, without replaying a captured one, and times every task on the device: what each op took,
 // the longest first. The gaps that a replay does not have, between one task and the next, are in no op's time.
@@ -136,4 +101,13 @@ func opName(t task) string {
 		return o.Name()
 	}
 	return fmt.Sprint(t.node.Op())
+}
+
+// attentionFLOPs is the operations of so many products of an attention, of which a causal mask leaves half.
+func attentionFLOPs(s kernels.AttentionShape, products int) float64 {
+	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
+	if s.Causal {
+		n /= 2
+	}
+	return n
 }

@@ -14,6 +14,7 @@ const (
 	EvalEnd                          // the held-out text has been scored: ValLoss and ValBPB are set
 	Saved                            // a checkpoint has been written: Path is set
 	Sampled                          // text has been drawn from the model: Text is set
+	Profiled                         // the engine has timed its ops: Ops is set
 	Interrupted                      // the run was asked to stop and does so between steps: a last chance to save
 	RunEnd                           // after the last step, or after the failure in Err
 )
@@ -34,6 +35,7 @@ type Event struct {
 	ValBPB       float64       // held-out bits per byte; NaN before the first evaluation
 	Path         string        // Saved: the checkpoint's file
 	Text         string        // Sampled: prompt and continuation
+	Ops          []OpTime      // Profiled: what the engine's ops take
 	Params       int           // trainable parameters of the model
 	Seeds        int           // seeds of its Kasmina layers
 	Err          error         // RunEnd: why the run stopped early, nil after success

@@ -21,6 +21,7 @@ import (
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
 //	saved   path
 //	sample  text
+//	profile ops (op, tasks, ns a step, bytes, flops, ways)
 //	interrupted
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
@@ -90,6 +91,7 @@ type logRecord struct {
 	ValBPB         *number   `json:"val_bpb,omitempty"`
 	Path           string    `json:"path,omitempty"`
 	Text           string    `json:"text,omitempty"`
+	Ops            []OpTime  `json:"ops,omitempty"`
 	Error          string    `json:"error,omitempty"`
 }
 
@@ -112,6 +114,8 @@ func newLogRecord(e Event) logRecord {
 		r.Event, r.Path = "saved", e.Path
 	case Sampled:
 		r.Event, r.Text = "sample", e.Text
+	case Profiled:
+		r.Event, r.Ops = "profile", e.Ops
 	case Interrupted:
 		r.Event = "interrupted"
 	case RunEnd:

@@ -18,9 +18,11 @@ func TestJSONLog(t *testing.T) {
 	sampled.Kind, sampled.Text = Sampled, "a \"text\"\n\xff"
 	saved.Kind, saved.Path = Saved, "model.safetensors"
 	interrupted.Kind = Interrupted
+	profiled := events[2]
+	profiled.Kind, profiled.Ops = Profiled, []OpTime{{Op: "Linear", Tasks: 2, Time: 1500, FLOPs: 3e9, Ways: []string{"7"}}}
 	end := events[3]
 	end.Err = errors.New("out of luck")
-	send(t, JSONLog(path), append(events[:3], sampled, saved, interrupted, end)...)
+	send(t, JSONLog(path), append(events[:3], sampled, profiled, saved, interrupted, end)...)
 	content, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -30,6 +32,7 @@ func TestJSONLog(t *testing.T) {
 		`"event":"step","step":5,"elapsed_s":1.5,"train_loss":1,"learning_rate":0.0003,"grad_norm":null,"tokens_per_s":666.66`,
 		`"event":"eval","step":5,"elapsed_s":1.5,"val_loss":1.5,"val_bpb":2.164`,
 		`"event":"sample","step":5,"elapsed_s":1.5,"text":"a \"text\"\n` + "\\ufffd\"}",
+		`"event":"profile","step":5,"elapsed_s":1.5,"ops":[{"op":"Linear","tasks":2,"ns":1500,"flops":3000000000,"ways":["7"]}]}`,
 		`"event":"saved","step":5,"elapsed_s":1.5,"path":"model.safetensors"}`,
 		`"event":"interrupted","step":5,"elapsed_s":1.5}`,
 		`"event":"end","step":5,"elapsed_s":1.5,"train_loss":1,"tokens_per_s":666.66`,
@@ -43,8 +46,8 @@ func TestJSONLog(t *testing.T) {
 			t.Errorf("line %d is\n%s\nwant\n%s", i, line, want[i])
 		}
 	}
-	if !strings.Contains(lines[6], `"error":"out of luck"`) {
-		t.Errorf("the last line lacks the error: %s", lines[6])
+	if !strings.Contains(lines[7], `"error":"out of luck"`) {
+		t.Errorf("the last line lacks the error: %s", lines[7])
 	}
 }
 

@@ -70,7 +70,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	if device != nil {
 		defer device.Close()
-		o.train.Engine = gpu.Engine(device, precisions[o.precision], cudaops.WithTuning(o.tune))
+		opts := []cudaops.MachineOption{cudaops.WithTuning(o.tune)}
+		if o.monitor > 0 {
+			opts = append(opts, cudaops.WithMonitor(o.monitor))
+		}
+		o.train.Engine = gpu.Engine(device, precisions[o.precision], opts...)
 	}
 	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err
@@ -162,6 +166,7 @@ func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 		llm.LossCurve(in("loss.png"), in("log.jsonl")),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
 		llm.Checkpoint(t, in(checkpointName), o.saveEvery, llm.InBackground()),
+		llm.Monitor(t, stderr, o.saveEvery),
 		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
 	)
 	return nil

@@ -21,6 +21,7 @@ type options struct {
 	optimizer, prompt        string
 	device, precision        string
 	tune                     cudaops.Tuning
+	monitor                  int
 	resume                   resumeFlag
 	kasmina                  bool
 	model                    llm.Config
@@ -110,6 +111,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
 	f.IntVar(&o.train.Steps, "steps", 450, "optimiser steps in all; learning rate and growth follow them")
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
+	f.IntVar(&o.monitor, "monitor", 0, "time the ops of one step in so many on a GPU, at less than 0.5 % of the time: for the log, and a table at the end; "+
+		"0 for none")
 	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
@@ -201,6 +204,7 @@ func (o *options) finish() error {
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
 		{o.vocab == 0 || o.vocab >= 257 && o.vocab <= 1<<20, "vocab", "0, or 257 to 1048576", o.vocab},
 		{o.prompt != "" || o.vocab > 0, "prompt", "some text", `""`},
+		{o.monitor == 0 || o.monitor >= 2, "monitor", "0, or at least 2", o.monitor},
 		{o.sample >= 0, "sample", "at least 0", o.sample},
 		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},

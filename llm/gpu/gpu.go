@@ -104,6 +104,9 @@ func (e *engine) Update() (float64, error) {
 	return norm, err
 }
 
+// OpTimes needs the option cudaops.WithMonitor.
+func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.train.machine.Monitor() }
+
 func (e *engine) Drop() error { return e.train.machine.DropGradients() }
 
 // FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the last run.

@@ -1,0 +1,51 @@
+// Package optime is what the ops of a graph took, as packages cudaops and llm both show it.
+package optime
+
+import (
+	"fmt"
+	"strings"
+	"time"
+)
+
+// OpTime is what the nodes of one op took in a run.
+type OpTime struct {
+	Op    string        `json:"op"`    // the op's name, as in RMSNormGrad
+	Tasks int           `json:"tasks"` // launches, matrix products among them
+	Time  time.Duration `json:"ns"`
+	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the multiplications and
+	// additions of matrix products and attention.
+	Bytes float64 `json:"bytes,omitempty"`
+	FLOPs float64 `json:"flops,omitempty"`
+	// Ways are those that were chosen among several, and Tuned what the tasks took when they were tuned, of those that were
+	// (of a monitor alone).
+	Ways  []string      `json:"ways,omitempty"`
+	Tuned time.Duration `json:"tuned_ns,omitempty"`
+}
+
+// Bandwidth is Bytes by Time, in bytes a second.
+func (t OpTime) Bandwidth() float64 { return rate(t.Bytes, t.Time) }
+
+// Rate is FLOPs by Time, in operations a second.
+func (t OpTime) Rate() float64 { return rate(t.FLOPs, t.Time) }
+
+func rate(n float64, d time.Duration) float64 {
+	if d <= 0 {
+		return 0
+	}
+	return n / d.Seconds()
+}
+
+// Table is the times for people: a line each, with their shares of the whole.
+func Table(times []OpTime) string {
+	var whole time.Duration
+	for _, t := range times {
+		whole += t.Time
+	}
+	var s strings.Builder
+	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ways")
+	for _, t := range times {
+		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks, t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
+			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
+	}
+	return s.String()
+}
