@@ -3,6 +3,7 @@ package cudaops
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"path/filepath"
 	"slices"
@@ -211,5 +212,107 @@ func TestTuningText(t *testing.T) {
 	}
 	if err := new(Tuning).UnmarshalText([]byte("fast")); err == nil {
 		t.Error("fast is taken for a tuning")
+	}
+}
+
+// familyKernels is kernels whose Kasmina passes have families, of which plain is the fastest.
+type familyKernels struct {
+	kernelSet
+	fake *fakeKernels
+	ran  map[string]bool
+}
+
+func (k *familyKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...driver.Ptr) []kernels.KasminaFamily {
+	return []kernels.KasminaFamily{kernels.KasminaTile, kernels.KasminaRing, kernels.KasminaPlain}
+}
+
+func (k *familyKernels) take(s driver.Stream, pass string, l kernels.KasminaLayer) error {
+	k.ran[fmt.Sprint(pass, " ", l.Family, " ", l.Blocks)] = true
+	return k.fake.launch(s, func(f *fake.Launch) {
+		if f.Took = 3 * time.Millisecond; l.Family == kernels.KasminaPlain {
+			f.Took = time.Millisecond
+		}
+	})
+}
+
+func (k *familyKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) error {
+	return errors.Join(k.kernelSet.KasminaForward(s, f), k.take(s, "forward", f.KasminaLayer))
+}
+
+func (k *familyKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
+	return errors.Join(k.kernelSet.KasminaBackward(s, b), k.take(s, "backward", b.KasminaLayer))
+}
+
+// TestTuningKasmina wants both passes of a layer to be tuned on memory of their own, and the layer computed as it was.
+func TestTuningKasmina(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	var values [2][]float32
+	for i, tuning := range []Tuning{TuneOff, TuneCached} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		layer, x, weights := streamLayer(t)
+		in := x.Value().Data().([]float32)
+		for j := range in {
+			in[j] = float32(j%13) - 6
+		}
+		w := weights.Value().Data().([]float32)
+		for j := range w {
+			w[j] = float32(j%5) - 2
+		}
+		scales := layer.Graph().ByName("scales")[0]
+		for j := range scales.Value().Data().([]float32) {
+			scales.Value().Data().([]float32)[j] = 0.5
+		}
+		if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(layer)))), weights); err != nil {
+			t.Fatal(err)
+		}
+		k := &familyKernels{ran: map[string]bool{}}
+		private := func(c *machineConfig) error {
+			c.tunePath = filepath.Join(t.TempDir(), "tune.json")
+			inner := c.kernels
+			c.kernels = func(ctx driver.Context) (kernelSet, error) {
+				var err error
+				if k.kernelSet, err = inner(ctx); err == nil {
+					k.fake = k.kernelSet.(*moduleOf).fakeKernels
+				}
+				return k, err
+			}
+			return nil
+		}
+		var log bytes.Buffer
+		m, err := NewMachine(device, x.Graph(), fakeOption, private, WithParams(weights), WithTuning(tuning), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		v, err := m.Value(weights.Deriv())
+		if err != nil {
+			t.Fatal(err)
+		}
+		values[i] = flat(t, v)
+		choices := m.Choices()
+		if err := m.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			if !k.ran["forward tile 0"] || !k.ran["backward tile 0"] || len(k.ran) != 2 {
+				t.Errorf("untuned: %v", k.ran)
+			}
+			continue
+		}
+		if len(choices) != 2 || choices[0].Op != "KasminaForward" || choices[0].Way != "plain" || choices[1].Op != "KasminaBackward" ||
+			choices[1].Way != "plain" || choices[0].Of != 5 || log.Len() > 0 {
+			t.Errorf("choices %+v\n%s", choices, log.String())
+		}
+		if !k.ran["forward ring 132"] || !k.ran["backward ring 264"] {
+			t.Errorf("ran %v, want rings of one and of two blocks a multiprocessor too", k.ran)
+		}
+	}
+	if !slices.Equal(values[0], values[1]) {
+		t.Errorf("weights' gradient %v, without tuning %v", values[1], values[0])
 	}
 }
