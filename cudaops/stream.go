@@ -82,11 +82,13 @@ func OpenStream(d *Device, layer *gorgonia.Node, c StreamConfig) (_ *Stream, err
 	}
 	c.Depth, c.Idle, c.Blocks = cmp.Or(c.Depth, 64), cmp.Or(c.Idle, 20*time.Millisecond), cmp.Or(c.Blocks, 2)
 	if c.Depth < 1 || c.Idle < 0 || c.Blocks < 1 || c.Way != "" && c.Way != persistentWay && c.Way != launchesWay {
-		return nil, fmt.Errorf("the configuration is %+v, want a depth, idle time and blocks above 0, and the way persistent, launches or none", c)
+		return nil, fmt.Errorf("the configuration is %+v, want a depth, idle time and blocks above 0, and the way persistent, "+
+			"launches or none", c)
 	}
 	x, w := o.InputShape(0), o.InputShape(1)
 	if o.Config.Stability == op.Strict || w[1] > o.Chunk() {
-		return nil, fmt.Errorf("%v: the strict stability mode and slots of %d weights for chunks of %d features have no stream", o, w[1], o.Chunk())
+		return nil, fmt.Errorf("%v: the strict stability mode and slots of %d weights for chunks of %d features have no stream",
+			o, w[1], o.Chunk())
 	}
 	s := &Stream{device: d, op: o, inputs: opbase.Children(layer), config: c, k: kernels.New(d.ctx)}
 	s.layer = (&kasminaLayer{op: o, rows: x[0], chunk: o.Chunk(), counts: make([]uint32, kasminaHealth*o.Lattice.Seeds())}).shape()
@@ -179,7 +181,8 @@ func (s *Stream) load() error {
 		return nil
 	}
 	s.first = s.submitted
-	s.kernel, err = s.k.NewKasminaStream(s.stream, *l, kernels.KasminaStreamConfig{Depth: s.config.Depth, Idle: s.config.Idle, Blocks: s.config.Blocks})
+	c := kernels.KasminaStreamConfig{Depth: s.config.Depth, Idle: s.config.Idle, Blocks: s.config.Blocks}
+	s.kernel, err = s.k.NewKasminaStream(s.stream, *l, c)
 	return err
 }
 

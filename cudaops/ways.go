@@ -119,7 +119,8 @@ var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", 
 // attentionJob is what both passes have in common. The matrices' rows are as far apart as those of the call.
 func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants []kernels.AttentionVariant, t driver.DType,
 	matrices []kernels.Rows, roles []role) job {
-	j := job{op: op, build: k.Build(attentionUnits...), ways: names(variants), plain: slices.Index(variants, kernels.AttentionPlain), computes: true,
+	j := job{op: op, build: k.Build(attentionUnits...), ways: names(variants), computes: true,
+		plain: slices.Index(variants, kernels.AttentionPlain),
 		shape: fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)}
 	j.shape += plural(a.Causal, "causal") + plural(a.Cos != 0, "turned") + plural(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
 	for i, m := range matrices {

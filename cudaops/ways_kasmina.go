@@ -34,8 +34,8 @@ func kasminaWays(families []kernels.KasminaFamily) (ways []kasminaWay) {
 // kasminaJob is what both passes have in common: the layer's arrays but X. Every seed blends and learns, and the kinds take
 // turns.
 func (k tunedKernels) kasminaJob(op string, l kernels.KasminaLayer, ways []kasminaWay, units ...string) (job, error) {
-	j := job{op: op, shape: fmt.Sprintf("%dx%d, %d seeds, %d slots, %v, stability %d", l.Rows, l.State.Seeds*l.Chunk, l.State.Seeds, l.State.Slots,
-		l.Type, l.Stability), build: k.Build(units...), ways: names(ways), plain: len(ways) - 1}
+	j := job{op: op, shape: fmt.Sprintf("%dx%d, %d seeds, %d slots, %v, stability %d", l.Rows, l.State.Seeds*l.Chunk,
+		l.State.Seeds, l.State.Slots, l.Type, l.Stability), build: k.Build(units...), ways: names(ways), plain: len(ways) - 1}
 	data := driver.Bytes(make([]uint32, l.State.Bytes()/4))
 	err := l.State.Encode(data, func(i int) kernels.KasminaSeed {
 		s := kernels.KasminaSeed{Kind: uint8(i % 4), Blend: true, Learn: true, Alpha: 0.5, Low: -6, High: 6, Limit: 1}
@@ -78,8 +78,10 @@ func (k tunedKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) 
 	}
 	j.shape += plural(f.Telemetry, fmt.Sprintf("figures %d", f.Reduction)) + plural(f.Histogram != 0, "histogram")
 	words := func(r role, n int) argument { return numbers(r, n, driver.Float32) }
-	j.arguments = append(j.arguments, numbers(reads, n, f.Type), numbers(writes, n, f.Type), argument{role: zeroed, bytes: 4 * f.State.Seeds},
-		argument{role: scratch, bytes: k.KasminaForwardWorkspace(f.KasminaLayer)}, argument{role: scratch, bytes: 4 * kernels.KasminaBins * f.State.Seeds})
+	j.arguments = append(j.arguments, numbers(reads, n, f.Type), numbers(writes, n, f.Type),
+		argument{role: zeroed, bytes: 4 * f.State.Seeds},
+		argument{role: scratch, bytes: k.KasminaForwardWorkspace(f.KasminaLayer)},
+		argument{role: scratch, bytes: 4 * kernels.KasminaBins * f.State.Seeds})
 	if f.Telemetry {
 		j.arguments = append(j.arguments, words(writes, kernels.KasminaForwardFigures*f.State.Seeds))
 	}

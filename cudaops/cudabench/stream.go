@@ -137,7 +137,8 @@ func (l *kasminaLayer) streamed(name string, memory []driver.Ptr, latency bool) 
 	if l.err != nil {
 		return
 	}
-	s, err := l.NewKasminaStream(l.stream, l.KasminaLayer, kernels.KasminaStreamConfig{Depth: streamSlots, Idle: 20 * time.Millisecond, Blocks: 3})
+	c := kernels.KasminaStreamConfig{Depth: streamSlots, Idle: 20 * time.Millisecond, Blocks: 3}
+	s, err := l.NewKasminaStream(l.stream, l.KasminaLayer, c)
 	if err != nil {
 		l.do(err)
 		return

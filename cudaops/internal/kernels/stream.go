@@ -101,8 +101,8 @@ func (k *Kernels) NewKasminaStream(s driver.Stream, l KasminaLayer, c KasminaStr
 // divide deals so many blocks out to teams, each of which covers a batch.
 func (st *KasminaStream) divide(blocks, tiles int) error {
 	if blocks < tiles {
-		return fmt.Errorf("kernels.KasminaStream: rows of %d columns take %d blocks, and %d fit the GPU", st.layer.State.Seeds*st.layer.Chunk,
-			tiles, blocks)
+		return fmt.Errorf("kernels.KasminaStream: rows of %d columns take %d blocks, and %d fit the GPU",
+			st.layer.State.Seeds*st.layer.Chunk, tiles, blocks)
 	}
 	r := &st.ring
 	r.tiles = tiles
@@ -151,8 +151,8 @@ func (st *KasminaStream) start(first uint64) error {
 		return err
 	}
 	address := func(p unsafe.Pointer) driver.Ptr { return driver.Ptr(uintptr(p)) } // pinned memory has one for host and device
-	ring := args().Ptr(address(unsafe.Pointer(st.control))).Ptr(address(unsafe.Pointer(&st.entries[0]))).Ptr(address(unsafe.Pointer(&st.done[0]))).
-		Ptr(st.device).Ptr(st.copies()).Ptr(st.left()).Uint64(first).Uint64(uint64(st.idle.Nanoseconds())).
+	ring := args().Ptr(address(unsafe.Pointer(st.control))).Ptr(address(unsafe.Pointer(&st.entries[0]))).
+		Ptr(address(unsafe.Pointer(&st.done[0]))).Ptr(st.device).Ptr(st.copies()).Ptr(st.left()).Uint64(first).Uint64(uint64(st.idle.Nanoseconds())).
 		Int32(r.depth).Int32(r.tiles).Int32(r.parts)
 	packed := append(ring.Packed(), 0, 0, 0, 0) // to a multiple of 8, as C has it
 	a := args().Struct(st.layer.bytes(st.gates, false), 8).Struct(packed, 8).Ptr(st.bad())
