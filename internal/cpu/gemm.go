@@ -134,20 +134,34 @@ func gemm[T Float](parallel bool, g gemmArgs[T]) {
 		checkMatrix(g.b, g.k, g.n, g.ldb)
 	}
 
+	if parallel && rounded(&g) {
+		return
+	}
 	e := engine[T]()
+	run(e.take(&e.kernels), g, parallel)
+}
+
+// take returns a job with nothing to do yet.
+func (e *gemmEngine[T]) take(kn *gemmKernels[T]) *gemmJob[T] {
 	j, _ := e.jobs.Get().(*gemmJob[T])
 	if j == nil {
 		j = new(gemmJob[T])
 		j.packSpan, j.blockSpan, j.dotSpan = j.packPanels, j.blocks, j.dots
 	}
-	j.gemmArgs, j.kn = g, &e.kernels
+	j.kn = kn
+	return j
+}
+
+// run computes g with j, and puts j back.
+func run[T Float](j *gemmJob[T], g gemmArgs[T], parallel bool) {
+	j.gemmArgs = g
 	workers := 1
 	if parallel && g.m*g.n*g.k >= gemmSmall {
 		workers = runtime.GOMAXPROCS(0)
 	}
 	j.run(workers)
 	j.gemmArgs = gemmArgs[T]{} // keep no reference to the caller's memory
-	e.jobs.Put(j)
+	engine[T]().jobs.Put(j)
 }
 
 // checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in x: the assembly checks

@@ -1,6 +1,10 @@
 package cpu
 
-import "unsafe"
+import (
+	"unsafe"
+
+	"golang.org/x/sys/cpu"
+)
 
 //go:generate go -C asm run . -part gemm -pkg cpu -out ../gemm_amd64.s
 
@@ -8,6 +12,15 @@ import "unsafe"
 
 //go:noescape
 func gemmTileAVX512F32(t *gemmTile[float32])
+
+//go:noescape
+func gemmTileAVX512BF16(t *gemmTile[float32])
+
+//go:noescape
+func pairRowAVX512(dst *uint32, src *float32, n int)
+
+//go:noescape
+func pairRowsAVX512(dst *uint32, first, second *float32, n int)
 
 //go:noescape
 func gemmTileAVX512F64(t *gemmTile[float64])
@@ -44,6 +57,15 @@ func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, sr
 // fmaLoop runs n rounds of 12 independent multiply-adds of whole vectors of float32.
 func fmaLoopAVX512(n int)
 func fmaLoopAVX2(n int)
+
+// useBF16 sets gemmBF16, once the kernels of float32 are those of AVX-512.
+func useBF16(k32 gemmKernels[float32]) {
+	if !cpu.X86.HasAVX512BF16 || level != avx512 {
+		return
+	}
+	k32.tile, k32.dot = gemmTileAVX512BF16, nil
+	gemmBF16 = &bf16Kernels{k32, pairRowAVX512, pairRowsAVX512}
+}
 
 // gemmKernelsFor returns the kernels of one instruction set.
 func gemmKernelsFor(l isa) (gemmKernels[float32], gemmKernels[float64]) {

@@ -15627,3 +15627,7350 @@ loop:
 	JNZ         loop
 	VZEROUPPER
 	RET
+
+// func gemmTileAVX512BF16(t uintptr)
+// Requires: AVX, AVX512F
+TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $0-8
+	MOVQ t+0(FP), DI
+	MOVQ 8(DI), R8
+	MOVQ R8, R9
+	CMPQ R8, $0x10
+	JLE  mask
+	SUBQ $0x10, R9
+
+mask:
+	MOVQ  R9, R13
+	MOVQ  R13, CX
+	MOVL  $0x00000001, AX
+	SHLQ  CL, AX
+	DECQ  AX
+	KMOVW AX, K1
+	SUBQ  $0x10, R9
+	MOVQ  R9, R13
+	MOVQ  16(DI), AX
+	MOVQ  48(DI), BX
+	MOVQ  56(DI), CX
+	MOVQ  64(DI), SI
+	MOVQ  88(DI), DX
+	SHLQ  $0x02, BX
+	SHLQ  $0x02, CX
+	SHLQ  $0x02, DX
+	MOVQ  24(DI), R9
+	LEAQ  (R9)(BX*2), R10
+	ADDQ  BX, R10
+	LEAQ  (R10)(BX*2), R11
+	ADDQ  BX, R11
+	LEAQ  (R11)(BX*2), R12
+	ADDQ  BX, R12
+	LEAQ  (R12)(BX*2), R15
+	ADDQ  BX, R15
+	CMPQ  R8, $0x10
+	MOVQ  (DI), R8
+	JLE   narrow
+	CMPQ  R8, $0x0e
+	JE    tile14x2
+	CMPQ  R8, $0x0d
+	JE    tile13x2
+	CMPQ  R8, $0x0c
+	JE    tile12x2
+	CMPQ  R8, $0x0b
+	JE    tile11x2
+	CMPQ  R8, $0x0a
+	JE    tile10x2
+	CMPQ  R8, $0x09
+	JE    tile9x2
+	CMPQ  R8, $0x08
+	JE    tile8x2
+	CMPQ  R8, $0x07
+	JE    tile7x2
+	CMPQ  R8, $0x06
+	JE    tile6x2
+	CMPQ  R8, $0x05
+	JE    tile5x2
+	CMPQ  R8, $0x04
+	JE    tile4x2
+	CMPQ  R8, $0x03
+	JE    tile3x2
+	CMPQ  R8, $0x02
+	JE    tile2x2
+	JMP   tile1x2
+
+narrow:
+	CMPQ R8, $0x0e
+	JE   tile14x1
+	CMPQ R8, $0x0d
+	JE   tile13x1
+	CMPQ R8, $0x0c
+	JE   tile12x1
+	CMPQ R8, $0x0b
+	JE   tile11x1
+	CMPQ R8, $0x0a
+	JE   tile10x1
+	CMPQ R8, $0x09
+	JE   tile9x1
+	CMPQ R8, $0x08
+	JE   tile8x1
+	CMPQ R8, $0x07
+	JE   tile7x1
+	CMPQ R8, $0x06
+	JE   tile6x1
+	CMPQ R8, $0x05
+	JE   tile5x1
+	CMPQ R8, $0x04
+	JE   tile4x1
+	CMPQ R8, $0x03
+	JE   tile3x1
+	CMPQ R8, $0x02
+	JE   tile2x1
+	JMP  tile1x1
+
+tile14x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+	VPXORD Z18, Z18, Z18
+	VPXORD Z19, Z19, Z19
+	VPXORD Z20, Z20, Z20
+	VPXORD Z21, Z21, Z21
+	VPXORD Z22, Z22, Z22
+	VPXORD Z23, Z23, Z23
+	VPXORD Z24, Z24, Z24
+	VPXORD Z25, Z25, Z25
+	VPXORD Z26, Z26, Z26
+	VPXORD Z27, Z27, Z27
+
+tile14x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	ADDQ         CX, R12
+	VBROADCASTSS (R15), Z30
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R15)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R15
+	DECQ         AX
+	JNZ          tile14x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile14x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+	VMULPS       Z28, Z18, Z18
+	VMULPS       Z28, Z19, Z19
+	VMULPS       Z28, Z20, Z20
+	VMULPS       Z28, Z21, Z21
+	VMULPS       Z28, Z22, Z22
+	VMULPS       Z28, Z23, Z23
+	VMULPS       Z28, Z24, Z24
+	VMULPS       Z28, Z25, Z25
+	VMULPS       Z28, Z26, Z26
+	VMULPS       Z28, Z27, Z27
+
+tile14x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile14x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile14x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z18
+	VMOVUPS      Z18, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z19
+	VMOVUPS      Z19, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z20
+	VMOVUPS      Z20, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z21
+	VMOVUPS      Z21, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z22
+	VMOVUPS      Z22, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z23
+	VMOVUPS      Z23, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z24
+	VMOVUPS      Z24, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z25
+	VMOVUPS      Z25, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z26
+	VMOVUPS      Z26, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z27
+	VMOVUPS      Z27, 64(R8)
+	VZEROUPPER
+	RET
+
+tile14x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z18
+	VMOVUPS     Z18, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z19
+	VMOVUPS     Z19, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z20
+	VMOVUPS     Z20, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z21
+	VMOVUPS     Z21, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z22
+	VMOVUPS     Z22, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z23
+	VMOVUPS     Z23, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z24
+	VMOVUPS     Z24, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z25
+	VMOVUPS     Z25, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z26
+	VMOVUPS     Z26, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z27
+	VMOVUPS     Z27, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile14x2store:
+	TESTQ   R13, R13
+	JNZ     tile14x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z24, (R8)
+	VMOVUPS Z25, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z26, (R8)
+	VMOVUPS Z27, 64(R8)
+	VZEROUPPER
+	RET
+
+tile14x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z24, (R8)
+	VMOVUPS Z25, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z26, (R8)
+	VMOVUPS Z27, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile13x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+	VPXORD Z18, Z18, Z18
+	VPXORD Z19, Z19, Z19
+	VPXORD Z20, Z20, Z20
+	VPXORD Z21, Z21, Z21
+	VPXORD Z22, Z22, Z22
+	VPXORD Z23, Z23, Z23
+	VPXORD Z24, Z24, Z24
+	VPXORD Z25, Z25, Z25
+
+tile13x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	ADDQ         CX, R12
+	VBROADCASTSS (R15), Z30
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x02
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R15
+	DECQ         AX
+	JNZ          tile13x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile13x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+	VMULPS       Z28, Z18, Z18
+	VMULPS       Z28, Z19, Z19
+	VMULPS       Z28, Z20, Z20
+	VMULPS       Z28, Z21, Z21
+	VMULPS       Z28, Z22, Z22
+	VMULPS       Z28, Z23, Z23
+	VMULPS       Z28, Z24, Z24
+	VMULPS       Z28, Z25, Z25
+
+tile13x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile13x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile13x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z18
+	VMOVUPS      Z18, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z19
+	VMOVUPS      Z19, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z20
+	VMOVUPS      Z20, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z21
+	VMOVUPS      Z21, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z22
+	VMOVUPS      Z22, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z23
+	VMOVUPS      Z23, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z24
+	VMOVUPS      Z24, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z25
+	VMOVUPS      Z25, 64(R8)
+	VZEROUPPER
+	RET
+
+tile13x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z18
+	VMOVUPS     Z18, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z19
+	VMOVUPS     Z19, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z20
+	VMOVUPS     Z20, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z21
+	VMOVUPS     Z21, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z22
+	VMOVUPS     Z22, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z23
+	VMOVUPS     Z23, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z24
+	VMOVUPS     Z24, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z25
+	VMOVUPS     Z25, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile13x2store:
+	TESTQ   R13, R13
+	JNZ     tile13x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z24, (R8)
+	VMOVUPS Z25, 64(R8)
+	VZEROUPPER
+	RET
+
+tile13x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z24, (R8)
+	VMOVUPS Z25, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile12x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+	VPXORD Z18, Z18, Z18
+	VPXORD Z19, Z19, Z19
+	VPXORD Z20, Z20, Z20
+	VPXORD Z21, Z21, Z21
+	VPXORD Z22, Z22, Z22
+	VPXORD Z23, Z23, Z23
+
+tile12x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile12x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile12x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+	VMULPS       Z28, Z18, Z18
+	VMULPS       Z28, Z19, Z19
+	VMULPS       Z28, Z20, Z20
+	VMULPS       Z28, Z21, Z21
+	VMULPS       Z28, Z22, Z22
+	VMULPS       Z28, Z23, Z23
+
+tile12x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile12x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile12x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z18
+	VMOVUPS      Z18, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z19
+	VMOVUPS      Z19, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z20
+	VMOVUPS      Z20, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z21
+	VMOVUPS      Z21, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z22
+	VMOVUPS      Z22, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z23
+	VMOVUPS      Z23, 64(R8)
+	VZEROUPPER
+	RET
+
+tile12x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z18
+	VMOVUPS     Z18, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z19
+	VMOVUPS     Z19, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z20
+	VMOVUPS     Z20, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z21
+	VMOVUPS     Z21, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z22
+	VMOVUPS     Z22, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z23
+	VMOVUPS     Z23, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile12x2store:
+	TESTQ   R13, R13
+	JNZ     tile12x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, 64(R8)
+	VZEROUPPER
+	RET
+
+tile12x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z22, (R8)
+	VMOVUPS Z23, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile11x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+	VPXORD Z18, Z18, Z18
+	VPXORD Z19, Z19, Z19
+	VPXORD Z20, Z20, Z20
+	VPXORD Z21, Z21, Z21
+
+tile11x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile11x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile11x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+	VMULPS       Z28, Z18, Z18
+	VMULPS       Z28, Z19, Z19
+	VMULPS       Z28, Z20, Z20
+	VMULPS       Z28, Z21, Z21
+
+tile11x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile11x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile11x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z18
+	VMOVUPS      Z18, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z19
+	VMOVUPS      Z19, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z20
+	VMOVUPS      Z20, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z21
+	VMOVUPS      Z21, 64(R8)
+	VZEROUPPER
+	RET
+
+tile11x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z18
+	VMOVUPS     Z18, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z19
+	VMOVUPS     Z19, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z20
+	VMOVUPS     Z20, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z21
+	VMOVUPS     Z21, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile11x2store:
+	TESTQ   R13, R13
+	JNZ     tile11x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, 64(R8)
+	VZEROUPPER
+	RET
+
+tile11x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z20, (R8)
+	VMOVUPS Z21, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile10x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+	VPXORD Z18, Z18, Z18
+	VPXORD Z19, Z19, Z19
+
+tile10x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile10x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile10x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+	VMULPS       Z28, Z18, Z18
+	VMULPS       Z28, Z19, Z19
+
+tile10x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile10x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile10x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z18
+	VMOVUPS      Z18, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z19
+	VMOVUPS      Z19, 64(R8)
+	VZEROUPPER
+	RET
+
+tile10x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z18
+	VMOVUPS     Z18, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z19
+	VMOVUPS     Z19, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile10x2store:
+	TESTQ   R13, R13
+	JNZ     tile10x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, 64(R8)
+	VZEROUPPER
+	RET
+
+tile10x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z18, (R8)
+	VMOVUPS Z19, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile9x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+	VPXORD Z16, Z16, Z16
+	VPXORD Z17, Z17, Z17
+
+tile9x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x82
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile9x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile9x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+	VMULPS       Z28, Z16, Z16
+	VMULPS       Z28, Z17, Z17
+
+tile9x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile9x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile9x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z16
+	VMOVUPS      Z16, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z17
+	VMOVUPS      Z17, 64(R8)
+	VZEROUPPER
+	RET
+
+tile9x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z16
+	VMOVUPS     Z16, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z17
+	VMOVUPS     Z17, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile9x2store:
+	TESTQ   R13, R13
+	JNZ     tile9x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, 64(R8)
+	VZEROUPPER
+	RET
+
+tile9x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z16, (R8)
+	VMOVUPS Z17, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile8x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+	VPXORD Z14, Z14, Z14
+	VPXORD Z15, Z15, Z15
+
+tile8x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile8x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile8x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+	VMULPS       Z28, Z14, Z14
+	VMULPS       Z28, Z15, Z15
+
+tile8x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile8x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile8x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z14
+	VMOVUPS      Z14, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z15
+	VMOVUPS      Z15, 64(R8)
+	VZEROUPPER
+	RET
+
+tile8x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z14
+	VMOVUPS     Z14, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z15
+	VMOVUPS     Z15, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile8x2store:
+	TESTQ   R13, R13
+	JNZ     tile8x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, 64(R8)
+	VZEROUPPER
+	RET
+
+tile8x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z14, (R8)
+	VMOVUPS Z15, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile7x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+
+tile7x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile7x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile7x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+
+tile7x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile7x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile7x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, 64(R8)
+	VZEROUPPER
+	RET
+
+tile7x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile7x2store:
+	TESTQ   R13, R13
+	JNZ     tile7x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, 64(R8)
+	VZEROUPPER
+	RET
+
+tile7x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VMOVUPS Z13, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile6x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+
+tile6x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile6x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile6x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+
+tile6x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile6x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile6x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, 64(R8)
+	VZEROUPPER
+	RET
+
+tile6x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile6x2store:
+	TESTQ   R13, R13
+	JNZ     tile6x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, 64(R8)
+	VZEROUPPER
+	RET
+
+tile6x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VMOVUPS Z11, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile5x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+
+tile5x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile5x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile5x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+
+tile5x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile5x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile5x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, 64(R8)
+	VZEROUPPER
+	RET
+
+tile5x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile5x2store:
+	TESTQ   R13, R13
+	JNZ     tile5x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, 64(R8)
+	VZEROUPPER
+	RET
+
+tile5x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VMOVUPS Z9, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile4x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+
+tile4x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfd
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile4x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile4x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+
+tile4x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile4x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile4x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, 64(R8)
+	VZEROUPPER
+	RET
+
+tile4x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile4x2store:
+	TESTQ   R13, R13
+	JNZ     tile4x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, 64(R8)
+	VZEROUPPER
+	RET
+
+tile4x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VMOVUPS Z7, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile3x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+
+tile3x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xed
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile3x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile3x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+
+tile3x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile3x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile3x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, 64(R8)
+	VZEROUPPER
+	RET
+
+tile3x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile3x2store:
+	TESTQ   R13, R13
+	JNZ     tile3x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, 64(R8)
+	VZEROUPPER
+	RET
+
+tile3x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VMOVUPS Z5, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile2x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+
+tile2x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdd
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile2x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile2x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+
+tile2x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile2x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile2x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, 64(R8)
+	VZEROUPPER
+	RET
+
+tile2x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	ADDQ        R9, R8
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile2x2store:
+	TESTQ   R13, R13
+	JNZ     tile2x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, 64(R8)
+	VZEROUPPER
+	RET
+
+tile2x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VMOVUPS Z3, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile1x2:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+
+tile1x2k:
+	VMOVUPS      (SI), Z28
+	VMOVUPS.Z    64(SI), K1, Z29
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcd
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile1x2k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile1x2beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+
+tile1x2beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile1x2store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile1x2addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VMOVUPS      64(R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile1x2addmasked:
+	VMOVUPS     (R8), Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, (R8)
+	VMOVUPS.Z   64(R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile1x2store:
+	TESTQ   R13, R13
+	JNZ     tile1x2storemasked
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile1x2storemasked:
+	VMOVUPS Z0, (R8)
+	VMOVUPS Z1, K1, 64(R8)
+	VZEROUPPER
+	RET
+
+tile14x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+	VPXORD Z13, Z13, Z13
+
+tile14x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	ADDQ         CX, R12
+	VBROADCASTSS (R15), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R15)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R15
+	DECQ         AX
+	JNZ          tile14x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile14x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+	VMULPS       Z28, Z13, Z13
+
+tile14x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile14x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile14x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z13
+	VMOVUPS      Z13, (R8)
+	VZEROUPPER
+	RET
+
+tile14x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z13
+	VMOVUPS     Z13, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile14x1store:
+	TESTQ   R13, R13
+	JNZ     tile14x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z13, (R8)
+	VZEROUPPER
+	RET
+
+tile14x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z13, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile13x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+	VPXORD Z12, Z12, Z12
+
+tile13x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	ADDQ         CX, R12
+	VBROADCASTSS (R15), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	ADDQ         CX, R15
+	DECQ         AX
+	JNZ          tile13x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile13x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+	VMULPS       Z28, Z12, Z12
+
+tile13x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile13x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile13x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z12
+	VMOVUPS      Z12, (R8)
+	VZEROUPPER
+	RET
+
+tile13x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z12
+	VMOVUPS     Z12, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile13x1store:
+	TESTQ   R13, R13
+	JNZ     tile13x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, (R8)
+	VZEROUPPER
+	RET
+
+tile13x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z12, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile12x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+	VPXORD Z11, Z11, Z11
+
+tile12x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	VBROADCASTSS (R12)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile12x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile12x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+	VMULPS       Z28, Z11, Z11
+
+tile12x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile12x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile12x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z11
+	VMOVUPS      Z11, (R8)
+	VZEROUPPER
+	RET
+
+tile12x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z11
+	VMOVUPS     Z11, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile12x1store:
+	TESTQ   R13, R13
+	JNZ     tile12x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, (R8)
+	VZEROUPPER
+	RET
+
+tile12x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z11, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile11x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+	VPXORD Z10, Z10, Z10
+
+tile11x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R12)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile11x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile11x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+	VMULPS       Z28, Z10, Z10
+
+tile11x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile11x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile11x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z10
+	VMOVUPS      Z10, (R8)
+	VZEROUPPER
+	RET
+
+tile11x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z10
+	VMOVUPS     Z10, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile11x1store:
+	TESTQ   R13, R13
+	JNZ     tile11x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, (R8)
+	VZEROUPPER
+	RET
+
+tile11x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z10, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile10x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+
+tile10x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	VBROADCASTSS (R12), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	ADDQ         CX, R12
+	DECQ         AX
+	JNZ          tile10x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile10x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+	VMULPS       Z28, Z9, Z9
+
+tile10x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile10x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile10x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z9
+	VMOVUPS      Z9, (R8)
+	VZEROUPPER
+	RET
+
+tile10x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z9
+	VMOVUPS     Z9, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile10x1store:
+	TESTQ   R13, R13
+	JNZ     tile10x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, (R8)
+	VZEROUPPER
+	RET
+
+tile10x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z9, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile9x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+
+tile9x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	VBROADCASTSS (R11)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x12
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile9x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile9x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+	VMULPS       Z28, Z8, Z8
+
+tile9x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile9x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile9x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z8
+	VMOVUPS      Z8, (R8)
+	VZEROUPPER
+	RET
+
+tile9x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z8
+	VMOVUPS     Z8, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile9x1store:
+	TESTQ   R13, R13
+	JNZ     tile9x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, (R8)
+	VZEROUPPER
+	RET
+
+tile9x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z8, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile8x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+
+tile8x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	VBROADCASTSS (R11)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xfc
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile8x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile8x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+	VMULPS       Z28, Z7, Z7
+
+tile8x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile8x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile8x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z7
+	VMOVUPS      Z7, (R8)
+	VZEROUPPER
+	RET
+
+tile8x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z7
+	VMOVUPS     Z7, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile8x1store:
+	TESTQ   R13, R13
+	JNZ     tile8x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, (R8)
+	VZEROUPPER
+	RET
+
+tile8x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z7, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile7x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+
+tile7x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	VBROADCASTSS (R11), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xf4
+	ADDQ         CX, R11
+	DECQ         AX
+	JNZ          tile7x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile7x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+	VMULPS       Z28, Z6, Z6
+
+tile7x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile7x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile7x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z6
+	VMOVUPS      Z6, (R8)
+	VZEROUPPER
+	RET
+
+tile7x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z6
+	VMOVUPS     Z6, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile7x1store:
+	TESTQ   R13, R13
+	JNZ     tile7x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, (R8)
+	VZEROUPPER
+	RET
+
+tile7x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z6, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile6x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+
+tile6x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	VBROADCASTSS (R10)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xec
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile6x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile6x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+	VMULPS       Z28, Z5, Z5
+
+tile6x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile6x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile6x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z5
+	VMOVUPS      Z5, (R8)
+	VZEROUPPER
+	RET
+
+tile6x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z5
+	VMOVUPS     Z5, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile6x1store:
+	TESTQ   R13, R13
+	JNZ     tile6x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, (R8)
+	VZEROUPPER
+	RET
+
+tile6x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z5, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile5x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+
+tile5x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	VBROADCASTSS (R10)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xe4
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile5x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile5x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+	VMULPS       Z28, Z4, Z4
+
+tile5x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile5x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile5x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z4
+	VMOVUPS      Z4, (R8)
+	VZEROUPPER
+	RET
+
+tile5x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z4
+	VMOVUPS     Z4, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile5x1store:
+	TESTQ   R13, R13
+	JNZ     tile5x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, (R8)
+	VZEROUPPER
+	RET
+
+tile5x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z4, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile4x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+
+tile4x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	VBROADCASTSS (R10), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xdc
+	ADDQ         CX, R10
+	DECQ         AX
+	JNZ          tile4x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile4x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+	VMULPS       Z28, Z3, Z3
+
+tile4x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile4x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile4x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z3
+	VMOVUPS      Z3, (R8)
+	VZEROUPPER
+	RET
+
+tile4x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z3
+	VMOVUPS     Z3, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile4x1store:
+	TESTQ   R13, R13
+	JNZ     tile4x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, (R8)
+	VZEROUPPER
+	RET
+
+tile4x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z3, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile3x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+
+tile3x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	VBROADCASTSS (R9)(BX*2), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xd4
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile3x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile3x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+	VMULPS       Z28, Z2, Z2
+
+tile3x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile3x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile3x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z2
+	VMOVUPS      Z2, (R8)
+	VZEROUPPER
+	RET
+
+tile3x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z2
+	VMOVUPS     Z2, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile3x1store:
+	TESTQ   R13, R13
+	JNZ     tile3x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, (R8)
+	VZEROUPPER
+	RET
+
+tile3x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z2, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile2x1:
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+
+tile2x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	VBROADCASTSS (R9)(BX*1), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xcc
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile2x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile2x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+	VMULPS       Z28, Z1, Z1
+
+tile2x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile2x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile2x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	ADDQ         R9, R8
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z1
+	VMOVUPS      Z1, (R8)
+	VZEROUPPER
+	RET
+
+tile2x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	ADDQ        R9, R8
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z1
+	VMOVUPS     Z1, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile2x1store:
+	TESTQ   R13, R13
+	JNZ     tile2x1storemasked
+	VMOVUPS Z0, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, (R8)
+	VZEROUPPER
+	RET
+
+tile2x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	ADDQ    R9, R8
+	VMOVUPS Z1, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile1x1:
+	VPXORD Z0, Z0, Z0
+
+tile1x1k:
+	VMOVUPS.Z    (SI), K1, Z28
+	ADDQ         DX, SI
+	VBROADCASTSS (R9), Z30
+	BYTE         $0x62
+	BYTE         $0x92
+	BYTE         $0x0e
+	BYTE         $0x40
+	BYTE         $0x52
+	BYTE         $0xc4
+	ADDQ         CX, R9
+	DECQ         AX
+	JNZ          tile1x1k
+	MOVQ         96(DI), R8
+	MOVQ         120(DI), R9
+	SHLQ         $0x02, R9
+	CMPL         128(DI), $0x3f800000
+	JE           tile1x1beta
+	VBROADCASTSS 128(DI), Z28
+	VMULPS       Z28, Z0, Z0
+
+tile1x1beta:
+	MOVL         132(DI), AX
+	ADDL         AX, AX
+	JZ           tile1x1store
+	VBROADCASTSS 132(DI), Z28
+	TESTQ        R13, R13
+	JNZ          tile1x1addmasked
+	VMOVUPS      (R8), Z29
+	VFMADD231PS  Z28, Z29, Z0
+	VMOVUPS      Z0, (R8)
+	VZEROUPPER
+	RET
+
+tile1x1addmasked:
+	VMOVUPS.Z   (R8), K1, Z29
+	VFMADD231PS Z28, Z29, Z0
+	VMOVUPS     Z0, K1, (R8)
+	VZEROUPPER
+	RET
+
+tile1x1store:
+	TESTQ   R13, R13
+	JNZ     tile1x1storemasked
+	VMOVUPS Z0, (R8)
+	VZEROUPPER
+	RET
+
+tile1x1storemasked:
+	VMOVUPS Z0, K1, (R8)
+	VZEROUPPER
+	RET
+
+// func pairRowAVX512(dst *uint32, src *float32, n int)
+// Requires: AVX, AVX512F
+TEXT ·pairRowAVX512(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), R8
+
+loop:
+	CMPQ    R8, $0x10
+	JLT     tail
+	VMOVUPS (SI), Z0
+	VMOVUPS 64(SI), Z1
+	BYTE    $0x62
+	BYTE    $0xf2
+	BYTE    $0x77
+	BYTE    $0x48
+	BYTE    $0x72
+	BYTE    $0xd0
+	VMOVUPS Z2, (DI)
+	ADDQ    $0x80, SI
+	ADDQ    $0x40, DI
+	SUBQ    $0x10, R8
+	JMP     loop
+
+tail:
+	TESTQ     R8, R8
+	JZ        done
+	MOVQ      R8, R9
+	MOVQ      R9, CX
+	MOVL      $0x00000001, AX
+	SHLQ      CL, AX
+	DECQ      AX
+	KMOVW     AX, K1
+	VXORPS    Y0, Y0, Y0
+	VXORPS    Y1, Y1, Y1
+	MOVL      $0x00000001, AX
+	MOVQ      R8, CX
+	ADDQ      CX, CX
+	SHLQ      CL, AX
+	DECQ      AX
+	KMOVW     AX, K2
+	SHRQ      $0x10, AX
+	KMOVW     AX, K3
+	VMOVUPS.Z (SI), K2, Z0
+	VMOVUPS.Z 64(SI), K3, Z1
+	BYTE      $0x62
+	BYTE      $0xf2
+	BYTE      $0x77
+	BYTE      $0x48
+	BYTE      $0x72
+	BYTE      $0xd0
+	VMOVUPS   Z2, K1, (DI)
+
+done:
+	VZEROUPPER
+	RET
+
+// func pairRowsAVX512(dst *uint32, first *float32, second *float32, n int)
+// Requires: AVX, AVX512F
+TEXT ·pairRowsAVX512(SB), NOSPLIT, $0-32
+	MOVQ dst+0(FP), DI
+	MOVQ first+8(FP), SI
+	MOVQ second+16(FP), DX
+	MOVQ n+24(FP), R8
+	SUBQ $0x10, R8
+	JLT  tail
+
+loop:
+	VMOVUPS       (SI), Z0
+	VMOVUPS       (DX), Z1
+	BYTE          $0x62
+	BYTE          $0xf2
+	BYTE          $0x77
+	BYTE          $0x48
+	BYTE          $0x72
+	BYTE          $0xd0
+	VPMOVZXWD     Y2, Z0
+	VEXTRACTI64X4 $0x01, Z2, Y3
+	VPMOVZXWD     Y3, Z1
+	VPSLLD        $0x10, Z1, Z1
+	VPORD         Z1, Z0, Z0
+	VMOVUPS       Z0, (DI)
+	ADDQ          $0x40, DI
+	ADDQ          $0x40, SI
+	ADDQ          $0x40, DX
+	SUBQ          $0x10, R8
+	JGE           loop
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	VMOVUPS.Z     (SI), K1, Z0
+	VMOVUPS.Z     (DX), K1, Z1
+	BYTE          $0x62
+	BYTE          $0xf2
+	BYTE          $0x77
+	BYTE          $0x48
+	BYTE          $0x72
+	BYTE          $0xd0
+	VPMOVZXWD     Y2, Z0
+	VEXTRACTI64X4 $0x01, Z2, Y3
+	VPMOVZXWD     Y3, Z1
+	VPSLLD        $0x10, Z1, Z1
+	VPORD         Z1, Z0, Z0
+	VMOVUPS       Z0, K1, (DI)
+
+done:
+	VZEROUPPER
+	RET

@@ -21,7 +21,10 @@ func (l isa) String() string { return [...]string{"generic", "avx2", "avx512", "
 // variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else counts as unset). It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
 
-func init() { useISA(level) }
+func init() {
+	useISA(level)
+	rounding.Store(os.Getenv("KASMINA_CPU_BF16") == "1" && gemmBF16 != nil)
+}
 
 // ISA names the instruction set in use: "avx512", "avx2", "neon" or "generic".
 func ISA() string { return level.String() }
@@ -30,6 +33,7 @@ func ISA() string { return level.String() }
 func useISA(l isa) {
 	level = l
 	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
+	useBF16(gemm32.kernels)
 	rows32 = rowKernelsFor(l)
 	strips32 = stripKernelsFor(l)
 }

@@ -106,6 +106,10 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 		}
 		e.broadcast(a, elemA)
 		for j := range nv {
+			if e.dot != nil {
+				e.dot(bvec[j], elemA, acc(i, j))
+				continue
+			}
 			e.fma(bvec[j], elemA, acc(i, j))
 		}
 		if i%3 == 2 || i == m-1 {

@@ -27,6 +27,8 @@ func main() {
 			copyPanel(v)
 			fmaLoop(v)
 		}
+		tile(avx512, bf16)
+		pairs()
 	case "vec":
 		for _, v := range []isa{avx512, avx2} {
 			expSub(v)
@@ -96,11 +98,14 @@ type elem struct {
 	fma       func(...Op) // fma(x, y, z): z += x·y
 	mul       func(...Op)
 	add       func(...Op)
+	dot       func(x, y, z Op) // z += x·y along k, where that is not fma
 }
 
 var (
-	f32 = elem{"F32", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS}
-	f64 = elem{"F64", 8, 0x3ff0000000000000, VBROADCASTSD, VFMADD231PD, VMULPD, VADDPD}
+	f32 = elem{"F32", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, nil}
+	f64 = elem{"F64", 8, 0x3ff0000000000000, VBROADCASTSD, VFMADD231PD, VMULPD, VADDPD, nil}
+	// bf16 is f32 whose elements of A and B are pairs of bfloat16, neighbours along k.
+	bf16 = elem{"BF16", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, dpbf16}
 )
 
 // log2 of the element's size, for turning strides in elements into bytes.
