@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -87,7 +88,7 @@ func TestGrowResumes(t *testing.T) {
 
 // TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race detector and the checksums watch.
 func TestCommandsDuringTraining(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 40})
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000}) // more than the senders need, however late they start
 	stop := make(chan struct{})
 	var senders sync.WaitGroup
 	var mu sync.Mutex
@@ -111,7 +112,24 @@ func TestCommandsDuringTraining(t *testing.T) {
 			}
 		})
 	}
-	err := tr.Run(context.Background())
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	tr.On(func(e Event) error {
+		if e.Kind != StepEnd {
+			return nil
+		}
+		runtime.Gosched()
+		mu.Lock()
+		defer mu.Unlock()
+		if e.Step >= 40 && done[true] >= 8 && done[false] >= 8 {
+			cancel()
+		}
+		return nil
+	})
+	err := tr.Run(ctx)
+	if errors.Is(err, context.Canceled) {
+		err = nil
+	}
 	close(stop)
 	senders.Wait()
 	if err := errors.Join(err, tr.Model.Kasmina.Verify()); err != nil {
