@@ -13,6 +13,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -239,6 +240,19 @@ func (m *Machine) Memory() int { return m.program.memory() }
 func (m *Machine) Release() {
 	m.program.release()
 	m.ran = false
+}
+
+// ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
+var ErrNoBFloat16 = cpu.ErrNoBFloat16
+
+// UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the whole process, or makes them
+// stop. Sums stay float32, and so does everything else; on a CPU with AVX512-BF16 products are up to twice as fast. Elsewhere it
+// returns [ErrNoBFloat16] and changes nothing. Results of runs with and without it differ.
+func UseBFloat16(on bool) error {
+	if err := cpu.UseBFloat16(on); err != nil {
+		return fmt.Errorf("cpuops.UseBFloat16: %w", err)
+	}
+	return nil
 }
 
 // Reset is there for gorgonia.VM: a machine can run again as it is.

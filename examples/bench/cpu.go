@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -204,6 +205,17 @@ func cpuTrain(o options) error {
 	line.PeakGiB = peakGiB()
 	if err := emit(line); err != nil {
 		return err
+	}
+	if cpuops.UseBFloat16(true) == nil {
+		took, err := cpuSteps(o.steps, s, machine, machine.ValueGrads(), g.Let)
+		if err := errors.Join(err, cpuops.UseBFloat16(false)); err != nil {
+			return err
+		}
+		line = s.trained("train_"+s.name, took, m.NumParams())
+		line.Peer, line.PeakGiB = project+"_bf16", peakGiB()
+		if err := emit(line); err != nil {
+			return err
+		}
 	}
 	stock, err := newStockModel(m, s.batch)
 	if err != nil {

@@ -21,6 +21,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -36,6 +37,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -75,6 +77,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
 		o.train.Engine = gpu.Engine(device, precisions[o.precision], opts...)
+	} else if err := o.onCPU(stderr); err != nil {
+		return err
 	}
 	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err
@@ -172,7 +176,23 @@ func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 	return nil
 }
 
-var precisions = map[string]cudaops.Precision{"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}
+var precisions = map[string]cudaops.Precision{"": cudaops.BFloat16, "bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}
+
+// onCPU sets how a CPU multiplies.
+func (o options) onCPU(stderr io.Writer) error {
+	switch o.precision {
+	case "f16":
+		return errors.New("-precision f16 is for a GPU; a CPU takes f32 or bf16")
+	case "bf16":
+		if err := cpuops.UseBFloat16(true); err != nil {
+			return fmt.Errorf("-precision bf16: %w", err)
+		}
+		fmt.Fprintln(stderr, "device    the CPU, products of operands rounded to bfloat16")
+	default:
+		return cpuops.UseBFloat16(false)
+	}
+	return nil
+}
 
 // openDevice returns the GPU to train on, nil for the CPU.
 func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
@@ -182,7 +202,7 @@ func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
 	device, err := cudaops.Open()
 	switch {
 	case err == nil:
-		fmt.Fprintf(stderr, "device    %v, %s\n", device, o.precision)
+		fmt.Fprintf(stderr, "device    %v, %v\n", device, cmp.Or(o.precision, "bf16"))
 		return device, nil
 	case o.device == "auto" && errors.Is(err, cudaops.ErrNoDevice):
 		return nil, nil
