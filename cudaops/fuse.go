@@ -187,6 +187,6 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	}
 	in := c.operands(n)
 	c.embeddingGrad(n, in[0], in[1], to, true)
-	c.values[n], c.values[sum] = folded(n), to
+	c.values[n], c.values[sum], c.values[head] = folded(n), to, folded(head)
 	return true
 }

@@ -130,7 +130,9 @@ func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, er
 				return err
 			}
 			if m.program.scaling.carries(n, i) {
-				divide(v, m.carried)
+				if v, err = divided(v, m.carried); err != nil {
+					return err
+				}
 			}
 			values[i] = v
 		}
@@ -139,7 +141,9 @@ func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, er
 			return err
 		}
 		if s := m.program.scaling; s != nil && s.carried[n] {
-			divide(v, 1/m.carried)
+			if v, err = divided(v, 1/m.carried); err != nil {
+				return err
+			}
 		}
 		raw := make([]byte, out.len()*out.elem.size())
 		if err := encode(raw, out.elem, v, out.len()); err != nil {

@@ -615,7 +615,9 @@ func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 		if m.carried == 0 {
 			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", describe(n))
 		}
-		divide(v, m.carried)
+		if v, err = divided(v, m.carried); err != nil {
+			return nil, err
+		}
 	}
 	return v, m.settle()
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -69,17 +70,24 @@ func (m *Machine) setLossScale(s LossScale) error {
 	return m.clearSums()
 }
 
-// divide divides a value's floats, in place; by a power of two this is exact.
-func divide(v gorgonia.Value, by float32) {
-	if x, ok := v.(*gorgonia.F32); ok {
-		*x /= gorgonia.F32(by)
-		return
+// divided returns a value whose floats are those of v divided; by a power of two this is exact.
+func divided(v gorgonia.Value, by float32) (gorgonia.Value, error) {
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return nil, err
 	}
-	if x, ok := v.Data().([]float32); ok {
-		for i := range x {
-			x[i] /= by
-		}
+	x, ok := flat.([]float32)
+	if !ok {
+		return nil, fmt.Errorf("a value that carries the loss scale is a %v, want float32", v.Dtype())
 	}
+	y := make([]float32, len(x))
+	for i, e := range x {
+		y[i] = e / by
+	}
+	if len(v.Shape()) == 0 {
+		return gorgonia.NewF32(y[0]), nil
+	}
+	return tensor.New(tensor.WithShape(v.Shape().Clone()...), tensor.WithBacking(y)), nil
 }
 
 // operand is the value of a node's input: the scale where that is the gradient of the loss.
