@@ -59,6 +59,9 @@ func withDriver(d driver.Driver) DeviceOption {
 func Open(opts ...DeviceOption) (*Device, error) {
 	o := deviceOptions{open: driver.Open}
 	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("cudaops.Open: an option is nil")
+		}
 		opt(&o)
 	}
 	d, err := o.open()

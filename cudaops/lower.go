@@ -137,6 +137,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.m.config.share.param(n); shared != nil {
 		c.values[n] = shared.array
 		c.inputOf[shared.array.block], shared.shared = shared, true
+		c.m.borrows = true
 		return nil
 	}
 	a := c.newResident(elemOf(n.Dtype()), n.Shape()...)

@@ -42,6 +42,7 @@ type Machine struct {
 	recorded  map[string]*recording // by what the attendants measure
 	now       *recording            // that of the run under way, or of the last one
 	warned    map[string]bool
+	borrows   bool // parameters of another machine
 	tuner     *tuner
 	monitor   *monitor // nil without WithMonitor
 	capturing bool
@@ -196,11 +197,20 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d == nil || g == nil {
 		return nil, errors.New("device or graph is nil")
 	}
-	config := machineConfig{logger: slog.Default(), kernels: realKernels}
+	config := machineConfig{kernels: realKernels}
 	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("an option is nil")
+		}
 		if err := opt(&config); err != nil {
 			return nil, err
 		}
+	}
+	if config.logger == nil {
+		config.logger = slog.Default()
+	}
+	if err := config.within(g); err != nil {
+		return nil, err
 	}
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
@@ -231,6 +241,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.program, err = compile(m, m.keep()); err != nil {
 		return nil, err
 	}
+	if config.share != nil && !m.borrows {
+		return nil, errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
+	}
 	if err := m.allocate(); err != nil {
 		return nil, err
 	}
@@ -260,6 +273,22 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		}
 	}
 	return m, d.ctx.SyncStream(m.stream)
+}
+
+// within returns an error unless the nodes that the options name are in the graph.
+func (c *machineConfig) within(g *gorgonia.ExprGraph) error {
+	all := map[*gorgonia.Node]bool{}
+	for _, n := range g.AllNodes() {
+		all[n] = true
+	}
+	for option, nodes := range map[string]gorgonia.Nodes{"WithParams": c.params, "WithOutputs": c.outputs} {
+		for _, n := range nodes {
+			if !all[n] {
+				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option, describe(n))
+			}
+		}
+	}
+	return nil
 }
 
 // keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.
@@ -352,6 +381,9 @@ func (m *Machine) RunAll() error {
 func (m *Machine) run() error {
 	if m.closed {
 		return errClosed
+	}
+	if s := m.config.share; s != nil && s.closed {
+		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
 	if m.ran {
 		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
@@ -578,6 +610,9 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 		return err
 	}
 	for _, p := range params {
+		if p == nil {
+			return errors.New("a node is nil")
+		}
 		i := slices.IndexFunc(m.program.inputs, func(in *input) bool { return in.node == p })
 		if i < 0 {
 			return fmt.Errorf("%s is no input of the graph", describe(p))

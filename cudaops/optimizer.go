@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -68,6 +69,8 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	switch {
 	case m.closed:
 		return errClosed
+	case ok && reflect.ValueOf(o).IsNil():
+		return fmt.Errorf("the optimiser is a nil %T", o)
 	case !ok:
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):

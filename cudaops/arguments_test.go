@@ -1,0 +1,70 @@
+package cudaops
+
+import (
+	"log/slog"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// TestArguments gives every function what it must refuse, by an error that says what it is.
+func TestArguments(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	build := func(name string) (*gorgonia.ExprGraph, *gorgonia.Node, *gorgonia.Node) {
+		g := gorgonia.NewGraph()
+		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2), tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName(name))
+		return g, w, gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
+	}
+	g, w, _ := build("w")
+	_, foreign, foreignSum := build("w")
+	owner, err := NewMachine(device, g, fakeOption, WithParams(w), WithLogger(nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if owner.config.logger != slog.Default() {
+		t.Error("WithLogger(nil) does not stand for the default")
+	}
+	other, _, _ := build("v")
+	for want, err := range map[string]error{
+		"WithOutputs: node":                   make1(device, g, fakeOption, WithOutputs(foreignSum)),
+		"WithParams: input w":                 make1(device, g, fakeOption, WithParams(foreign)),
+		"an option is nil":                    make1(device, g, fakeOption, nil),
+		"WithParamsOf: no input has name":     make1(device, other, fakeOption, WithParamsOf(owner)),
+		"a node is nil":                       owner.Upload(nil),
+		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
+		"cudaops.Open: an option is nil":      open1(nil),
+	} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+	same, _, _ := build("w")
+	borrower, err := NewMachine(device, same, fakeOption, WithParamsOf(owner))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := owner.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := borrower.RunAll(); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
+		t.Errorf("the parameters' owner is closed: error %v", err)
+	}
+	if err := borrower.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func make1(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) error {
+	_, err := NewMachine(d, g, opts...)
+	return err
+}
+
+func open1(opt DeviceOption) error {
+	_, err := Open(opt)
+	return err
+}
