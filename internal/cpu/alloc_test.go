@@ -4,7 +4,7 @@ package cpu
 
 import "testing"
 
-// Under the race detector sync.Pool drops what it is given at random, so this test is not built there.
+// Under the race detector sync.Pool drops what it is given at random, so these tests are not built there.
 func TestGemmAllocatesNothing(t *testing.T) {
 	r := newRand(t)
 	p := newProduct[float32](r, false, true, 64, 64, 64, 1, 0)
@@ -21,5 +21,17 @@ func TestKasminaAllocations(t *testing.T) {
 		p.Backward(p.dx, p.dw, p.da, p.g, p.x, p.weights, p.scales)
 	}); n > 1 {
 		t.Errorf("two passes make %v allocations", n)
+	}
+}
+
+func TestRoundedProductsAllocate(t *testing.T) {
+	if err := UseBFloat16(true); err != nil {
+		t.Skip(err)
+	}
+	defer UseBFloat16(false)
+	const n = 256
+	a, c := make([]float32, n*n), make([]float32, n*n)
+	if got := testing.AllocsPerRun(50, func() { Gemm(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
+		t.Errorf("a product allocates %v times", got)
 	}
 }

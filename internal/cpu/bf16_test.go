@@ -96,15 +96,3 @@ func TestRoundedProductsKeepNaN(t *testing.T) {
 		}
 	}
 }
-
-func TestRoundedProductsAllocate(t *testing.T) {
-	if err := UseBFloat16(true); err != nil {
-		t.Skip(err)
-	}
-	defer UseBFloat16(false)
-	const n = 256
-	a, c := make([]float32, n*n), make([]float32, n*n)
-	if got := testing.AllocsPerRun(50, func() { Gemm(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
-		t.Errorf("a product allocates %v times", got)
-	}
-}
