@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"errors"
 	"log/slog"
 	"strings"
 	"testing"
@@ -48,13 +49,29 @@ func TestArguments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	memory, err := device.ctx.Alloc(256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := owner.Bind(w, uintptr(memory), 16); err == nil || !strings.Contains(err.Error(), "another machine") {
+		t.Errorf("binding a parameter that another machine uses: error %v", err)
+	}
+	if err := borrower.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := owner.Bind(w, uintptr(memory), 16); err != nil {
+		t.Errorf("binding a parameter that another machine has used: %v", err)
+	}
+	if borrower, err = NewMachine(device, same, fakeOption, WithParamsOf(owner)); err != nil {
+		t.Fatal(err)
+	}
 	if err := owner.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if err := borrower.RunAll(); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
 		t.Errorf("the parameters' owner is closed: error %v", err)
 	}
-	if err := borrower.Close(); err != nil {
+	if err := errors.Join(borrower.Close(), device.ctx.Free(memory)); err != nil {
 		t.Fatal(err)
 	}
 }

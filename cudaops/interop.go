@@ -100,7 +100,7 @@ func (m *Machine) bind(n *gorgonia.Node, ptr driver.Ptr, bytes int) error {
 	case len(in.ids) > 0:
 		return fmt.Errorf("%s holds ids of %s, which are checked before they are sent: give it a value with gorgonia.Let",
 			describe(n), in.ids[0].op)
-	case in.shared:
+	case in.sharers > 0:
 		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", describe(n))
 	case in.constant && m.optimizer != nil:
 		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", describe(n))

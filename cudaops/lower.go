@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -136,8 +137,11 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.m.config.share.param(n); shared != nil {
 		c.values[n] = shared.array
-		c.inputOf[shared.array.block], shared.shared = shared, true
-		c.m.borrows = true
+		c.inputOf[shared.array.block] = shared
+		if !slices.Contains(c.m.borrowed, shared) {
+			shared.sharers++
+			c.m.borrowed = append(c.m.borrowed, shared)
+		}
 		return nil
 	}
 	a := c.newResident(elemOf(n.Dtype()), n.Shape()...)

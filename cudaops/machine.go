@@ -11,7 +11,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -42,7 +41,7 @@ type Machine struct {
 	recorded  map[string]*recording // by what the attendants measure
 	now       *recording            // that of the run under way, or of the last one
 	warned    map[string]bool
-	borrows   bool // parameters of another machine
+	borrowed  []*input // parameters of another machine
 	tuner     *tuner
 	monitor   *monitor // nil without WithMonitor
 	capturing bool
@@ -64,127 +63,6 @@ type attendant interface {
 	after() error  // behind a run's work
 	settle() error // the stream is idle: take in what came back
 	close() error
-}
-
-type machineConfig struct {
-	params  gorgonia.Nodes
-	outputs gorgonia.Nodes
-	share   *Machine
-	strict  bool
-	gather  bool
-	act     elem
-	stream  driver.Stream // adopted; 0 for one of the machine's own
-	scaled  bool          // gradients carry a loss scale
-	lone    *loneOps      // whose op the machine computes; nil for a whole graph
-	logger  *slog.Logger
-	kernels func(driver.Context) (kernelSet, error)
-
-	tuning    tune.Mode
-	rules     []wayRule
-	monitor   int
-	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
-	tunePath  string  // of the stored choices; "" for the user's
-}
-
-// MachineOption is an option of NewMachine.
-type MachineOption func(*machineConfig) error
-
-// WithParams names inputs that are parameters: their values are copied to the device once, by NewMachine, and live there.
-// [Machine.Upload] copies a value that the host has changed, [Machine.Download] copies them back into their nodes.
-// Their gradients, if the graph has them, are kept for [Machine.Value].
-func WithParams(params ...*gorgonia.Node) MachineOption {
-	return func(c *machineConfig) error {
-		for i, n := range params {
-			if n == nil || n.Op() != nil {
-				return fmt.Errorf("WithParams: node %d is no input", i)
-			}
-		}
-		c.params = append(c.params, params...)
-		return nil
-	}
-}
-
-// WithParamsOf makes inputs that have the name and shape of another machine's parameters use its memory, without a copy: a
-// graph that evaluates a model, beside the one that trains it. The other machine must be on the same device and be closed
-// later. Runs of the two must not overlap: have a value of one before running the other.
-func WithParamsOf(other *Machine) MachineOption {
-	return func(c *machineConfig) error {
-		if other == nil || other.closed {
-			return errors.New("WithParamsOf: the machine is nil or closed")
-		}
-		c.share = other
-		return nil
-	}
-}
-
-// WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no other node needs do so
-// anyway.
-func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
-	return func(c *machineConfig) error {
-		if slices.Contains(outputs, nil) {
-			return errors.New("WithOutputs: a node is nil")
-		}
-		c.outputs = append(c.outputs, outputs...)
-		return nil
-	}
-}
-
-// WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the host.
-func WithStrict() MachineOption {
-	return func(c *machineConfig) error {
-		c.strict = true
-		return nil
-	}
-}
-
-// Precision is how a machine stores and computes what a graph says in float32.
-type Precision uint8
-
-// The precisions. Parameters, their gradients, sums and losses are float32 in all of them.
-const (
-	// Float32 stores everything as float32 and rounds no operand of a product: for checking.
-	Float32 Precision = iota
-	// BFloat16 stores activations and the operands of products as bfloat16: for training.
-	BFloat16
-	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the loss, so that gradients
-	// stay in that range: [Machine.LossScale]. Gradients that [Machine.Value] returns are without the scale.
-	Float16
-)
-
-// WithPrecision sets the precision. The default is Float32.
-func WithPrecision(p Precision) MachineOption {
-	return func(c *machineConfig) error {
-		switch p {
-		case Float32:
-			c.act = float32s
-		case BFloat16:
-			c.act = bfloat16s
-		case Float16:
-			c.act = float16s
-		default:
-			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16 or Float16", p)
-		}
-		c.scaled = p == Float16
-		return nil
-	}
-}
-
-// WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update], which applies them, or drops
-// them where they are not finite. Without
-// it Update applies those of the last run.
-func WithAccumulation() MachineOption {
-	return func(c *machineConfig) error {
-		c.gather = true
-		return nil
-	}
-}
-
-// WithLogger sets where warnings go. The default is slog.Default().
-func WithLogger(l *slog.Logger) MachineOption {
-	return func(c *machineConfig) error {
-		c.logger = l
-		return nil
-	}
 }
 
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The graph's floats
@@ -242,7 +120,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.program, err = compile(m, m.keep()); err != nil {
 		return nil, err
 	}
-	if config.share != nil && !m.borrows {
+	if config.share != nil && len(m.borrowed) == 0 {
 		return nil, errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
 	}
 	if err := m.allocate(); err != nil {
@@ -274,22 +152,6 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		}
 	}
 	return m, d.ctx.SyncStream(m.stream)
-}
-
-// within returns an error unless the nodes that the options name are in the graph.
-func (c *machineConfig) within(g *gorgonia.ExprGraph) error {
-	all := map[*gorgonia.Node]bool{}
-	for _, n := range g.AllNodes() {
-		all[n] = true
-	}
-	for option, nodes := range map[string]gorgonia.Nodes{"WithParams": c.params, "WithOutputs": c.outputs} {
-		for _, n := range nodes {
-			if !all[n] {
-				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option, describe(n))
-			}
-		}
-	}
-	return nil
 }
 
 // keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.
@@ -679,6 +541,9 @@ func (m *Machine) Close() error {
 		return nil
 	}
 	m.closed = true
+	for _, in := range m.borrowed {
+		in.sharers--
+	}
 	ctx := m.device.ctx
 	var errs []error
 	if m.stream != 0 {

@@ -110,7 +110,7 @@ type input struct {
 	array    *array
 	constant bool // sent once: a constant or a parameter
 	bound    bool // its memory is the program's own, which fills it
-	shared   bool // another machine uses its memory
+	sharers  int  // other machines that use its memory
 	staging  []byte
 	copies   []shadow  // of a parameter, in other types
 	ids      []idRange // what the ops that use it ask of it
