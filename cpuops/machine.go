@@ -246,7 +246,7 @@ func (m *Machine) Release() {
 var ErrNoBFloat16 = cpu.ErrNoBFloat16
 
 // UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the whole process, or makes them
-// stop. Sums stay float32, and so does everything else; on a CPU with AVX512-BF16 products are up to twice as fast. Elsewhere it
+// stop. Sums stay float32, and so does everything else; it needs a CPU with AVX512-BF16. Elsewhere it
 // returns [ErrNoBFloat16] and changes nothing. Results of runs with and without it differ.
 func UseBFloat16(on bool) error {
 	if err := cpu.UseBFloat16(on); err != nil {

@@ -241,3 +241,32 @@ func TestBytesOfASeed(t *testing.T) {
 		t.Errorf("%d bytes a seed beside its statistics, want less than 100", all-statistics)
 	}
 }
+
+// TestWithTransitions wants a seed to remember as many transitions as asked for, the last ones.
+func TestWithTransitions(t *testing.T) {
+	for _, n := range []int{0, 1, 3} {
+		l, err := NewLattice(2, 8, WithTransitions(n), WithoutGates())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.RequestGermination(1, GerminationRequest{Slot: 1}); err != nil {
+			t.Fatal(err)
+		}
+		for _, to := range []Stage{Training, Grafting, Stabilization} {
+			if err := l.Transition(1, to); err != nil {
+				t.Fatal(err)
+			}
+		}
+		past, err := l.Transitions(1)
+		if err != nil || len(past) != n {
+			t.Errorf("of 4 transitions %d are remembered, %v, want %d", len(past), err, n)
+			continue
+		}
+		if n > 0 && past[0].To != Stabilization {
+			t.Errorf("the latest transition is to %v, want Stabilization", past[0].To)
+		}
+	}
+	if _, err := NewLattice(2, 8, WithTransitions(256)); err == nil {
+		t.Error("256 transitions are accepted, want at most 255")
+	}
+}

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 )
 
-// Products of float32 matrices may round their operands to bfloat16: on CPUs with AVX512-BF16 that doubles their speed. Sums
+// Products of float32 matrices may round their operands to bfloat16: with AVX512-BF16 an instruction multiplies twice as many. Sums
 // stay float32. The instruction takes numbers below 2⁻¹²⁶ for zero.
 
 // ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.

@@ -26,9 +26,6 @@ func init() {
 	rounding.Store(os.Getenv("KASMINA_CPU_BF16") == "1" && gemmBF16 != nil)
 }
 
-// ISA names the instruction set in use: "avx512", "avx2", "neon" or "generic".
-func ISA() string { return level.String() }
-
 // useISA switches every kernel to l, which the machine must have.
 func useISA(l isa) {
 	level = l

@@ -61,9 +61,6 @@ func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 	return r.params, nil
 }
 
-// Read is [Reader.Read] for once.
-func Read(model []gorgonia.ValueGrad) ([]Param, error) { return new(Reader).Read(model) }
-
 // fresh reports whether what was read last is what model holds now.
 func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 	if len(model) != len(r.params) {

@@ -76,7 +76,7 @@ func run(args []string, stdout, stderr io.Writer) error {
 }
 
 func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
-	all := s.All()
+	all, listed := s.All(), 0
 	for _, key := range slices.Sorted(maps.Keys(all)) {
 		if !matches(key) {
 			continue
@@ -92,6 +92,11 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  %s\n", c.Way, c.Cold, c.Warm, key); err != nil {
 			return err
 		}
+		listed++
+	}
+	if listed == 0 {
+		_, err := fmt.Fprintln(w, "no choices are stored: a machine that tunes stores them as it meets new shapes")
+		return err
 	}
 	return nil
 }
