@@ -8,6 +8,11 @@
 //	go run ./examples/agree compare -tolerance 1e-4 run
 //
 // The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four followers of the id before.
+// With -text they are windows of real text, in an order of their own for each -seed, and several runs show how far programs
+// differ beside how far seeds do:
+//
+//	for seed in 1 2 3; do go run ./examples/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
+//	go run ./examples/agree noise run1 run2 run3                 # after the training of each
 package main
 
 import (
@@ -69,7 +74,7 @@ func main() {
 }
 
 func run(args []string, out io.Writer) error {
-	const usage = "want write, train or compare, options, and the run's folder"
+	const usage = "want write, train, compare or noise, options, and the run's folder"
 	if len(args) == 0 {
 		return errors.New(usage)
 	}
@@ -77,11 +82,21 @@ func run(args []string, out io.Writer) error {
 	model := f.String("model", "small", "write: small or 124M")
 	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
 	steps := f.Int("steps", 0, "write: steps (default: the model's)")
+	seed := f.Uint64("seed", 1, "write: of the weights, and of the order of a text's windows")
+	text := f.String("text", "", "write: a folder of text to learn from; go for the source of the Go installation (default: a synthetic language)")
+	bpe := f.String("bpe", "", "write: the file of the byte-pair encoding that a text of the 124M model is read with; made from the text if it\n"+
+		"does not exist (default: tokenizer.bpe in the run's folder)")
+	rate := f.Float64("rate", 0, "write: the peak learning rate (default: the model's)")
+	rising := f.Float64("rising", 0, "write: the share of the steps over which the learning rate rises (default: the model's)")
+	span := f.Int("span", 50, "noise: steps that are averaged")
 	device := f.String("device", "cpu", "train: cpu or cuda")
 	precision := f.String("precision", "f32", "train: f32, bf16 or f16")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
 	if err := f.Parse(args[1:]); err != nil {
 		return err
+	}
+	if args[0] == "noise" {
+		return noise(f.Args(), *span, out)
 	}
 	if f.NArg() != 1 {
 		return fmt.Errorf("%s: got %d arguments after the options, %s", args[0], f.NArg(), usage)
@@ -89,7 +104,7 @@ func run(args []string, out io.Writer) error {
 	dir := f.Arg(0)
 	switch args[0] {
 	case "write":
-		return write(dir, *model, *batch, *steps)
+		return plan{*model, *batch, *steps, *seed, *text, *bpe, *rate, *rising}.write(dir)
 	case "train":
 		return train(dir, *device, *precision, out)
 	case "compare":
@@ -98,31 +113,50 @@ func run(args []string, out io.Writer) error {
 	return fmt.Errorf("there is no %q: %s", args[0], usage)
 }
 
+// plan is what write is asked for; zero is the model's default.
+type plan struct {
+	model        string
+	batch, steps int
+	seed         uint64
+	text, bpe    string
+	rate, rising float64
+}
+
 // write makes a run's folder.
-func write(dir, name string, batch, steps int) error {
-	m, ok := models[name]
+func (p plan) write(dir string) error {
+	m, ok := models[p.model]
 	if !ok {
-		return fmt.Errorf("-model is %q, want small or 124M", name)
+		return fmt.Errorf("-model is %q, want small or 124M", p.model)
 	}
-	batch, steps = cmp.Or(batch, m.batch), cmp.Or(steps, m.steps)
+	batch, steps := cmp.Or(p.batch, m.batch), cmp.Or(p.steps, m.steps)
+	rate, rising := cmp.Or(p.rate, m.rate), cmp.Or(p.rising, m.rising)
 	if batch < 1 || steps < 1 {
 		return fmt.Errorf("-batch is %d and -steps %d, want at least 1", batch, steps)
+	}
+	if !(rate > 0) || !(rising > 0 && rising <= 1) {
+		return fmt.Errorf("-rate is %g and -rising %g, want a rate above 0, and a share above 0 and not above 1", rate, rising)
 	}
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
 	}
 	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
 	for i := range steps {
-		s.Rates = append(s.Rates, m.rate*min(1, float64(i+1)/math.Ceil(float64(steps)*m.rising)))
+		s.Rates = append(s.Rates, rate*min(1, float64(i+1)/math.Ceil(float64(steps)*rising)))
 	}
-	model, err := llm.NewModel(s.Model, tensor.Float32, 1)
+	model, err := llm.NewModel(s.Model, tensor.Float32, p.seed)
 	if err != nil {
 		return err
 	}
 	if err := model.Save(filepath.Join(dir, modelFile)); err != nil {
 		return err
 	}
-	if err := writeTokens(filepath.Join(dir, tokenFile), s.Model.Vocab, steps*batch, s.Model.Seq+1); err != nil {
+	path := filepath.Join(dir, tokenFile)
+	if p.text == "" {
+		err = writeTokens(path, s.Model.Vocab, steps*batch, s.Model.Seq+1)
+	} else {
+		err = writeText(path, s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")), p.seed)
+	}
+	if err != nil {
 		return err
 	}
 	return writeJSON(filepath.Join(dir, settingsFile), s)

@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -82,6 +83,82 @@ func TestCompare(t *testing.T) {
 	}
 }
 
+// TestNoise has two programs that are 0.1 apart, in runs that are 0.5 or 0.05 apart.
+func TestNoise(t *testing.T) {
+	for apart, says := range map[string]string{"0.5": "", "0.05": "step 2"} {
+		var dirs []string
+		for run := range 3 {
+			dir := t.TempDir()
+			dirs = append(dirs, dir)
+			for program, offset := range map[string]float64{"a": 0, "b": 0.1} {
+				first := 4 + offset
+				if run > 0 {
+					d, err := strconv.ParseFloat(apart, 64)
+					if err != nil {
+						t.Fatal(err)
+					}
+					first += d * float64(run-1)
+				}
+				if err := writeJSON(filepath.Join(dir, lossPrefix+program+".json"), []float64{first - 1, first + 1, 3}); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		var out strings.Builder
+		err := run(append([]string{"noise", "-span", "2"}, dirs...), &out)
+		if (err == nil) != (says == "") || err != nil && !strings.Contains(err.Error(), says) {
+			t.Errorf("runs %s apart: %v, want an error that says %q\n%s", apart, err, says, out.String())
+		}
+		if !strings.Contains(out.String(), "0.10000") {
+			t.Errorf("runs %s apart: no difference of 0.1 in\n%s", apart, out.String())
+		}
+	}
+}
+
+// TestWriteText wants windows of the text in the run's tokens, in another order with another seed.
+func TestWriteText(t *testing.T) {
+	text := strings.Repeat("the quick brown fox jumps over the lazy dog; ", 200)
+	folder := t.TempDir()
+	for _, name := range []string{"a.txt", "b.txt"} {
+		if err := os.WriteFile(filepath.Join(folder, name), []byte(name+text), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var orders []string
+	for _, seed := range []string{"1", "2"} {
+		dir := t.TempDir()
+		if err := run([]string{"write", "-text", folder, "-seed", seed, "-steps", "3", dir}, io.Discard); err != nil {
+			t.Fatal(err)
+		}
+		var s settings
+		if err := readJSON(filepath.Join(dir, settingsFile), &s); err != nil {
+			t.Fatal(err)
+		}
+		all, err := batches(dir, s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var order strings.Builder
+		for _, b := range all {
+			for row := range s.Batch {
+				at := row * s.Model.Seq
+				var window []byte
+				for _, id := range append(b.Inputs[at:at+s.Model.Seq:at+s.Model.Seq], b.Targets[at+s.Model.Seq-1]) {
+					window = append(window, byte(id))
+				}
+				if !strings.Contains("a.txt"+text+"\x00b.txt"+text+"\x00a.txt"+text, string(window)) {
+					t.Fatalf("seed %s: %q is no window of the text", seed, window)
+				}
+				order.Write(window)
+			}
+		}
+		orders = append(orders, order.String())
+	}
+	if orders[0] == orders[1] {
+		t.Error("two seeds give the same order")
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	dir := written(t)
 	for name, args := range map[string][]string{
@@ -93,6 +170,10 @@ func TestRefusals(t *testing.T) {
 		"precision": {"train", "-precision", "f8", dir},
 		"no run":    {"train", t.TempDir()},
 		"one file":  {"compare", dir},
+		"one run":   {"noise", dir},
+		"span":      {"noise", "-span", "0", dir, dir},
+		"no text":   {"write", "-text", filepath.Join(dir, "none"), dir},
+		"rate":      {"write", "-rate", "-1", dir},
 	} {
 		if err := run(args, io.Discard); err == nil {
 			t.Errorf("%s: no error", name)

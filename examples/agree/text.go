@@ -1,0 +1,83 @@
+package main
+
+import (
+	"bufio"
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"os"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+const (
+	bytesVocab = 256      // a vocabulary up to this size reads bytes
+	bpeText    = 16 << 20 // bytes of text that a byte-pair encoding is learned from, at most
+)
+
+// writeText writes windows of a text, in the order in which a Loader with that seed deals them out.
+func writeText(path string, s settings, folder, bpe string, seed uint64) (err error) {
+	tokens, err := readText(folder, bpe, s.Model.Vocab)
+	if err != nil {
+		return err
+	}
+	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
+	if err != nil {
+		return err
+	}
+	file, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	defer func() { err = cmp.Or(err, file.Close()) }()
+	w := bufio.NewWriter(file)
+	var id [4]byte
+	put := func(i int) {
+		binary.LittleEndian.PutUint32(id[:], uint32(i))
+		w.Write(id[:]) // Flush returns its error
+	}
+	for range s.Rates {
+		b, err := loader.Next()
+		if err != nil {
+			return err
+		}
+		for i, input := range b.Inputs {
+			put(input)
+			if (i+1)%s.Model.Seq == 0 {
+				put(b.Targets[i])
+			}
+		}
+	}
+	return w.Flush()
+}
+
+// readText reads the part of a text to train on as tokens of a vocabulary.
+func readText(folder, bpe string, vocab int) (llm.Tokens, error) {
+	var options []llm.CorpusOption
+	if folder == "go" {
+		var err error
+		if folder, err = llm.GoSource(); err != nil {
+			return nil, err
+		}
+		options = append(options, llm.WithExtensions(".go"))
+	}
+	corpus, err := llm.OpenCorpus(folder, options...)
+	if err != nil {
+		return nil, err
+	}
+	if vocab <= bytesVocab {
+		return llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	}
+	progress := func(done, of int) error {
+		if done%1000 == 0 || done == of {
+			fmt.Fprintf(os.Stderr, "\rlearning an encoding: %d of %d", done, of)
+		}
+		return nil
+	}
+	sample := int(min(corpus.Train.Size(), bpeText))
+	tok, err := llm.LoadOrTrainBPE(bpe, corpus.Train, vocab, sample, progress)
+	if err != nil {
+		return nil, err
+	}
+	return llm.Tokenize(corpus.Train, tok)
+}
