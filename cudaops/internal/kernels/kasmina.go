@@ -206,13 +206,14 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 	return families
 }
 
-// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles.
+// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles: the threads of
+// a chunk must be a power of two.
 func (l KasminaLayer) tileAcross() int {
-	across := max(8, l.Chunk/vector(l.Type))
-	if across > 32 || across&(across-1) != 0 {
+	chunk := max(1, l.Chunk/vector(l.Type))
+	if chunk > 32 || chunk&(chunk-1) != 0 {
 		return 0
 	}
-	return across
+	return max(8, chunk)
 }
 
 // What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.

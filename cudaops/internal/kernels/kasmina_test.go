@@ -354,6 +354,7 @@ func TestKasmina(t *testing.T) {
 		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20}, {7, 50, 5, 51}, {33, 44, 16, 45},
 		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
+		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 3, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
 	}
 	if testing.Short() {
 		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}}
@@ -367,6 +368,36 @@ func TestKasmina(t *testing.T) {
 				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], dtype: dt, stability: stability,
 					reduction: KasminaReduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
 				g.scope(c.String(), func(g *rig) { g.newKasmina(c, nil).check() })
+			}
+		}
+	}
+}
+
+// TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
+func TestKasminaFewSeeds(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{2, 48}, {4, 24}, {1, 12}, {1, 256}, {3, 4}, {5, 7}} // seeds, chunk
+	for i, s := range shapes {
+		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], slots: 5, dtype: storageTypes[(i+1)%3], stability: KasminaAdaptive,
+			clip: i%2 == 0, telemetry: true, deviation: 1}
+		if testing.Short() {
+			c.rows = 4099
+		}
+		g.scope(c.String(), func(g *rig) { g.newKasmina(c, nil).check() })
+	}
+}
+
+// TestKasminaTiles needs no GPU: a tile is whole chunks, and as many threads as can share the merging.
+func TestKasminaTiles(t *testing.T) {
+	for _, dt := range storageTypes {
+		for chunk := 1; chunk <= 2048; chunk++ {
+			l := KasminaLayer{Chunk: chunk, Type: dt}
+			switch across, n := l.tileAcross(), vector(dt); {
+			case chunk != 4 && chunk%n != 0: // no family but plain
+			case across == 0 && (chunk == 4 || chunk <= 32*n && chunk/n == powerOfTwo(chunk/n)):
+				t.Errorf("%v: a chunk of %d columns has no tiles", dt, chunk)
+			case across > 0 && (across > 32 || across != powerOfTwo(across) || across*n%chunk != 0):
+				t.Errorf("%v: a tile is %d threads for chunks of %d columns", dt, across, chunk)
 			}
 		}
 	}
