@@ -63,7 +63,6 @@ type options struct {
 	precision string
 	muon      bool
 	profile   bool
-	recompute bool
 	batch     int
 	tune      cudaops.Tuning
 	monitor   int
@@ -112,7 +111,7 @@ func main() {
 }
 
 // gpuGroups are cudabench's, then what is measured through the public machine.
-func gpuGroups() []string { return append(cudabench.Groups(), "loss", "train", "recompute") }
+func gpuGroups() []string { return append(cudabench.Groups(), "loss", "train", "recompute", "kasmina") }
 
 // check fills in the groups where none are chosen, and refuses what is not there.
 func (o *options) check(groups []string) error {
@@ -181,11 +180,11 @@ func onGPU(o options) error {
 		if o.batch > 0 {
 			s.batch = o.batch
 		}
-		for _, o.recompute = range []bool{false, true} {
-			if o.recompute && (s.name != recomputed || !o.has("recompute")) || !o.recompute && !o.has("train") {
+		for _, v := range variants {
+			if !o.has(v.group) || v.model != "" && v.model != s.name {
 				continue
 			}
-			r, err := s.train(device, precision, o)
+			r, err := s.train(device, precision, v, o)
 			if err != nil {
 				return fmt.Errorf("%s: %w", s.name, err)
 			}

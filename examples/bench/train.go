@@ -10,10 +10,12 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // size is a model and its batch.
@@ -29,26 +31,61 @@ var sizes = []size{
 	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}, 8},
 }
 
-// recomputed is the model that the group recompute trains: with what is inside its blocks computed again in the backward
-// pass.
-const recomputed = "llama350M"
+// variant is a way to train a model, measured by a group of its own.
+type variant struct {
+	group, suffix string // suffix of the line's name
+	model         string // the one that it trains; "" for all that are chosen
+	how           []llm.GraphOption
+	seeds         int // of a Kasmina layer behind each block, half of which blend; 0 for none
+	telemetry     state.Telemetry
+}
+
+// variants are the model itself; with what is inside its blocks computed again in the backward pass; and with Kasmina layers,
+// without telemetry and with that of all seeds in each step.
+var variants = []variant{
+	{group: "train"},
+	{group: "recompute", suffix: "_recompute", model: "llama350M", how: []llm.GraphOption{llm.WithRecompute()}},
+	{group: "kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
+	{group: "kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
+}
 
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.
 const warmUp = 5
 
+// model is a new one, with the variant's seeds.
+func (s size) model(v variant) (*llm.Model, error) {
+	c := s.config
+	if v.seeds > 0 {
+		c.Seeds = v.seeds
+		for block := range c.Layers {
+			c.Kasmina = append(c.Kasmina, block)
+		}
+	}
+	m, err := llm.NewModel(c.Default(), tensor.Float32, 1, state.WithoutGates())
+	if err != nil {
+		return nil, err
+	}
+	for i, l := range m.Kasmina.Lattices() {
+		err := l.SetTelemetry(v.telemetry)
+		for seed := 0; seed < v.seeds; seed += 2 {
+			r := state.GerminationRequest{Slot: 1 + seed, Kind: blueprints.Kind((i + seed/2) % 4)}
+			err = errors.Join(err, m.Germinate(i, seed, r), l.Transition(seed, state.Training), l.Transition(seed, state.Grafting),
+				l.SetAlpha(seed, 0.5))
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return m, nil
+}
+
 // train times steps of training on random tokens.
-func (s size) train(device *cudaops.Device, precision cudaops.Precision, o options) (r result, err error) {
-	c := s.config.Default()
-	m, err := llm.NewModel(c, tensor.Float32, 1)
+func (s size) train(device *cudaops.Device, precision cudaops.Precision, v variant, o options) (r result, err error) {
+	m, err := s.model(v)
 	if err != nil {
 		return r, err
 	}
-	name := "train_" + s.name
-	var how []llm.GraphOption
-	if o.recompute {
-		name, how = name+"_recompute", append(how, llm.WithRecompute())
-	}
-	g, err := m.Graph(llm.ForTraining, s.batch, how...)
+	g, err := m.Graph(llm.ForTraining, s.batch, v.how...)
 	if err != nil {
 		return r, err
 	}
@@ -72,7 +109,7 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, o optio
 	random := rand.New(rand.NewPCG(1, 1))
 	var times []time.Duration
 	for i := range warmUp + o.steps {
-		if err := letTokens(random, c.Vocab, g.IDs, g.Targets); err != nil {
+		if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
 			return r, err
 		}
 		start := time.Now()
@@ -100,7 +137,7 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, o optio
 		return r, err
 	}
 	loss := r.Loss
-	r = s.trained(name, took, m.NumParams())
+	r = s.trained("train_"+s.name+v.suffix, took, m.NumParams())
 	r.Loss, r.PeakGiB = loss, rounded(float64(machine.Memory())/(1<<30), 2)
 	return r, nil
 }

@@ -1,0 +1,36 @@
+package main
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+func TestVariants(t *testing.T) {
+	s := size{"tiny", llm.Config{Vocab: 16, Dim: 64, Layers: 3, Heads: 2, FF: 64, Seq: 8}, 1}
+	for _, v := range variants {
+		if !slices.Contains(gpuGroups(), v.group) {
+			t.Errorf("%q is in no group", v.suffix)
+		}
+		m, err := s.model(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := s.config.Layers * v.seeds; m.NumSeeds() != want {
+			t.Errorf("%s%s has %d seeds, want %d", v.group, v.suffix, m.NumSeeds(), want)
+		}
+		for _, l := range m.Kasmina.Lattices() {
+			if l.Telemetry() != v.telemetry {
+				t.Errorf("%s%s has telemetry %v, want %v", v.group, v.suffix, l.Telemetry(), v.telemetry)
+			}
+			for seed := range v.seeds {
+				want := []state.Stage{state.Grafting, state.Dormant}[seed%2]
+				if stage, err := l.Stage(seed); err != nil || stage != want {
+					t.Errorf("seed %d is %v (%v), want %v", seed, stage, err, want)
+				}
+			}
+		}
+	}
+}
