@@ -79,6 +79,9 @@ func (l *lifetime) calls() []call {
 // TestEveryCallFails makes each call of CUDA fail, the first of its kind and some later ones, in the life of a machine, and
 // wants an error that names it, nothing to be left behind, and the device to serve the next machine.
 func TestEveryCallFails(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 6))
 	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate", "cuEventCreate", "cuEventRecord",
 		"cuModuleLoadDataEx", "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD8Async", "cuLaunchKernel",
 		"cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch",
@@ -89,7 +92,7 @@ func TestEveryCallFails(t *testing.T) {
 				status = driver.BlasNotSupported
 			}
 			met := 0
-			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + rand.IntN(2*nth) {
+			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
 				l := newLifetime(t, newMuon)
 				cuda.Fail(call, nth, status)
