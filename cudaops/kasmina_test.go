@@ -282,7 +282,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	defer m.Close()
 	tape := gorgonia.NewTapeMachine(b.g)
 	defer tape.Close()
-	for step := range uint64(7) {
+	for step := range uint64(few(7, 5)) {
 		for _, k := range []*kasminaGraph{a, b} {
 			k.draw(t, seed+step, nil)
 			if step == 3 {

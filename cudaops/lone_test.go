@@ -138,7 +138,7 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	defer m.Close()
 	r := newLoneRunner(t, device, opts...)
-	for step := range uint64(3) {
+	for step := range uint64(few(3, 2)) {
 		a.draw(t, seed+step)
 		b.draw(t, seed+step)
 		r.ok(m.RunAll())

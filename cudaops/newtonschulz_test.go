@@ -24,9 +24,9 @@ func TestNewtonSchulz(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testNewtonSchulz(t, device, 3, 1e-4, fakeOption, scaledGradients)
 	})
-	t.Run("float32", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), 5, 1e-4) })
-	t.Run("bfloat16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), 2, 5e-2, WithPrecision(BFloat16)) })
-	t.Run("float16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), 2, 1e-2, WithPrecision(Float16)) })
+	t.Run("float32", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(5, 2), 1e-4) })
+	t.Run("bfloat16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(2, 1), 5e-2, WithPrecision(BFloat16)) })
+	t.Run("float16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(2, 1), 1e-2, WithPrecision(Float16)) })
 }
 
 func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64, opts ...MachineOption) {

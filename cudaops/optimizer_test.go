@@ -91,7 +91,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	if err := machine.SetOptimizer(onDevice, limit); err != nil {
 		t.Fatal(err)
 	}
-	for i := uint64(3); i < 8; i++ {
+	for i := uint64(3); i < uint64(few(8, 5)); i++ {
 		rate := 0.01 / float64(i)
 		if err := errors.Join(onHost.SetLR(rate), onDevice.SetLR(rate)); err != nil {
 			t.Fatal(err)
@@ -208,7 +208,7 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
 	defer tape.Close()
-	for step := range uint64(6) {
+	for step := range uint64(few(6, 4)) {
 		b.draw(t, step)
 		same.draw(t, step)
 		tape.Reset()

@@ -161,7 +161,7 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 		t.Fatal(err)
 	}
 	defer machine.Close()
-	for range 3 {
+	for range few(3, 2) {
 		if err := machine.RunAll(); err != nil {
 			t.Fatal(err)
 		}
@@ -190,10 +190,10 @@ func derivatives(params gorgonia.Nodes) (all gorgonia.Nodes) {
 	return all
 }
 
-// deepGraph is the training graph of a model of twelve blocks.
-func deepGraph(t *testing.T, dim, seq, sequences int, opts ...llm.GraphOption) *batch {
+// deepGraph is the training graph of a model without Kasmina layers.
+func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphOption) *batch {
 	t.Helper()
-	c := llm.Config{Vocab: 19, Dim: dim, Layers: 12, Heads: 2, KVHeads: 1, Seq: seq}.Default()
+	c := llm.Config{Vocab: 19, Dim: dim, Layers: layers, Heads: 2, KVHeads: 1, Seq: seq}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 1)
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +209,7 @@ func deepGraph(t *testing.T, dim, seq, sequences int, opts ...llm.GraphOption) *
 func TestRecomputeMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
-		b := deepGraph(t, 32, 64, 8, opts...)
+		b := deepGraph(t, 12, 32, 64, 8, opts...)
 		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
 		if err != nil {
 			t.Fatal(err)
@@ -240,14 +240,14 @@ func TestRecomputeModel(t *testing.T) {
 
 func testRecomputeModel(t *testing.T, device *Device, opts ...MachineOption) {
 	values := func(graph ...llm.GraphOption) (all [][]byte) {
-		b := deepGraph(t, 8, 6, 2, graph...)
+		b := deepGraph(t, few(12, 1), 8, 6, 2, graph...)
 		b.draw(t, 5)
 		machine, err := NewMachine(device, b.G, append(slices.Clone(opts), WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())...)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer machine.Close()
-		for range 3 {
+		for range few(3, 1) {
 			if err := machine.RunAll(); err != nil {
 				t.Fatal(err)
 			}

@@ -52,8 +52,30 @@ func open(t *testing.T) *cudaops.Device {
 // kinds are grafted in by newTrainer's trainer, one after the other.
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
 
+// plan is the size of a run: the model's blocks, the steps, after how many steps another seed is grafted in, or 0 for all after
+// the first, and the step after which seed 6 goes on with what seed 0 has learned.
+type plan struct{ layers, steps, graft, load int }
+
+// planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of milliseconds.
+func planned() plan {
+	if testing.Short() {
+		return plan{layers: 1, steps: 4, load: 2}
+	}
+	return plan{layers: 2, steps: 20, graft: 4, load: 14}
+}
+
+// grafted is the seeds that are grafted in after a step.
+func (p plan) grafted(step int) (seeds []int) {
+	for seed := range kinds {
+		if step == 1 && p.graft == 0 || step == (seed+1)*p.graft {
+			seeds = append(seeds, seed)
+		}
+	}
+	return seeds
+}
+
 // newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil, whose seeds are grafted in
-// during the run. Seed 6 goes on with what seed 0 has learned by step 14.
+// during the run as planned.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "text")
@@ -61,7 +83,9 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	config := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}, Seeds: 8, SlotWidth: 53}.Default()
+	p := planned()
+	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
+		SlotWidth: 53}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
 	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
 	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
@@ -70,7 +94,7 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	if muon {
 		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
 	}
-	c := llm.TrainConfig{Steps: 20, Batch: 4, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
+	c := llm.TrainConfig{Steps: p.steps, Batch: 4, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
 	if device != nil {
 		c.Engine = gpu.Engine(device, precision)
 	}
@@ -81,26 +105,33 @@ func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		}
 	})
 	trainer.On(func(e llm.Event) error {
-		if e.Kind != llm.StepEnd || e.Step%4 != 0 && e.Step != 14 {
+		if e.Kind != llm.StepEnd {
 			return nil
 		}
-		for layer, l := range model.Kasmina.Lattices() {
-			seed := e.Step/4 - 1
-			kind := kinds[seed]
-			if e.Step == 14 {
-				seed, kind = 6, kinds[0]
+		for layer := range model.Kasmina.Lattices() {
+			for _, seed := range p.grafted(e.Step) {
+				if err := graft(model, layer, seed, kinds[seed]); err != nil {
+					return err
+				}
 			}
-			err := model.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: kind})
-			if e.Step == 14 {
-				err = errors.Join(err, model.SaveBlueprint(path+".blueprint", layer, 0), model.LoadBlueprint(path+".blueprint", layer, seed))
+			if e.Step != p.load {
+				continue
 			}
-			if err := errors.Join(err, l.Transition(seed, state.Training), l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5)); err != nil {
+			err := errors.Join(graft(model, layer, 6, kinds[0]), model.SaveBlueprint(path+".blueprint", layer, 0),
+				model.LoadBlueprint(path+".blueprint", layer, 6))
+			if err != nil {
 				return err
 			}
 		}
 		return nil
 	})
 	return trainer
+}
+
+func graft(m *llm.Model, layer, seed int, kind blueprints.Kind) error {
+	l := m.Kasmina.Lattice(layer)
+	return errors.Join(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: kind}), l.Transition(seed, state.Training),
+		l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5))
 }
 
 // losses runs a trainer and returns the loss of every step.
@@ -135,6 +166,9 @@ func TestSameLosses(t *testing.T) {
 		"float16":    {cudaops.Float16, 1, false, 5e-3},
 		"float16 +":  {cudaops.Float16, 2, true, 2e-2},
 	} {
+		if testing.Short() && name != "float32" && name != "bfloat16" && name != "float16 +" {
+			continue
+		}
 		t.Run(name, func(t *testing.T) {
 			want := losses(t, newTrainer(t, nil, 0, c.accumulate, c.muon))
 			got := losses(t, newTrainer(t, device, c.precision, c.accumulate, c.muon))
@@ -147,12 +181,20 @@ func TestSameLosses(t *testing.T) {
 	}
 }
 
-var precisions = map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
+// precisions are those to compare runs in: short, the one in which attention's plain kernels, the slowest to watch, have no part.
+func precisions() map[string]cudaops.Precision {
+	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
+	if testing.Short() {
+		delete(all, "float32")
+		delete(all, "float16")
+	}
+	return all
+}
 
 // TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit, whatever the precision.
 func TestSameBits(t *testing.T) {
 	device := open(t)
-	for name, p := range precisions {
+	for name, p := range precisions() {
 		t.Run(name, func(t *testing.T) {
 			var all [2][]float64
 			var files [2][]byte
@@ -178,11 +220,11 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 	return must[[]byte](t)(os.ReadFile(path))
 }
 
-// TestResumeOnGPU wants 20 steps to give the same bits as 10 steps, a checkpoint and 10 steps of another trainer, and
+// TestResumeOnGPU wants steps to give the same bits as half of them, a checkpoint and the others by another trainer, and
 // what is measured and drawn from the model to agree with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
-	for name, p := range precisions {
+	for name, p := range precisions() {
 		t.Run(name, func(t *testing.T) { testResume(t, device, p) })
 	}
 }
@@ -191,7 +233,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	straight := newTrainer(t, device, precision, 1, false)
 	straight.On(func(e llm.Event) error {
-		if e.Kind == llm.StepEnd && e.Step == 10 {
+		if e.Kind == llm.StepEnd && e.Step == planned().steps/2 {
 			return straight.Save(path)
 		}
 		return nil

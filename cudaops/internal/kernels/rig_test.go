@@ -23,6 +23,15 @@ var (
 	storageTypes = []driver.DType{f32, bf16, f16}
 )
 
+// few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the plain kernels of attention,
+// and tens of milliseconds for any launch.
+func few(n, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return n
+}
+
 var openGPU = sync.OnceValues(func() (driver.Context, error) {
 	d, err := driver.Open()
 	if err != nil {
