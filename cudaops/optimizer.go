@@ -375,6 +375,40 @@ func (m *Machine) launchUpdate(x *optimizer) error {
 	return m.clearSums()
 }
 
+// Forget makes zero what the machine's optimiser remembers on the device of the elements from ≤ i < to, in row-major order, of
+// a parameter, beside the count of its steps.
+func (m *Machine) Forget(param *gorgonia.Node, from, to int) error {
+	if err := m.forgetMoments(param, from, to); err != nil {
+		return fmt.Errorf("cudaops.Machine.Forget: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) forgetMoments(param *gorgonia.Node, from, to int) error {
+	switch {
+	case m.closed:
+		return errClosed
+	case m.optimizer == nil:
+		return errors.New("the machine has no optimiser: give it one with SetOptimizer")
+	}
+	if param == nil {
+		return errors.New("the parameter is nil")
+	}
+	i := slices.IndexFunc(m.optimizer.states, func(p *paramState) bool { return p.input.node == param })
+	if i < 0 {
+		return fmt.Errorf("the optimiser has no parameter %s", describe(param))
+	}
+	for _, a := range m.optimizer.states[i].moments {
+		if from < 0 || to < from || to > a.len() {
+			return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, describe(param), a.len())
+		}
+		if err := m.device.ctx.Memset8(a.ptr().Offset(from*a.elem.size()), 0, (to-from)*a.elem.size(), m.stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the last update.
 func (m *Machine) DropGradients() error {
 	err := errClosed

@@ -96,6 +96,12 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		if err := errors.Join(onHost.SetLR(rate), onDevice.SetLR(rate)); err != nil {
 			t.Fatal(err)
 		}
+		if i == 4 { // of a part of a matrix
+			p := b.Params[1]
+			if err := errors.Join(onHost.Forget(p.Name(), 3, 10), machine.Forget(p, 3, 10)); err != nil {
+				t.Fatal(err)
+			}
+		}
 		loss, norm := hostStep(i, onHost)
 		b.draw(t, seed+i)
 		if err := machine.RunAll(); err != nil {
@@ -256,6 +262,7 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 	_, err = machine.Update()
 	wants(err, "no optimiser")
+	wants(machine.Forget(b.Params[0], 0, 1), "no optimiser")
 	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
 	wants(machine.SetOptimizer(nil, 0), "no kernels")
 	if err := machine.SetOptimizer(adamw, 1); err != nil {
@@ -266,6 +273,10 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 	_, err = machine.Update()
 	wants(err, "has not run")
+	wants(machine.Forget(b.Params[0], 2, 1), "elements 2 to 1")
+	wants(machine.Forget(b.Params[0], 0, b.Params[0].Shape().TotalSize()+1), "which has")
+	wants(machine.Forget(b.Loss, 0, 1), "no parameter")
+	wants(machine.Forget(nil, 0, 1), "nil")
 	model.Params[2].Value.Float32s()[3] = float32(math.Inf(1))
 	if err := machine.Upload(b.Params[2]); err != nil {
 		t.Fatal(err)

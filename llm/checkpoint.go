@@ -285,6 +285,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	loadModel()
+	t.learning = nil
 	if err := t.engine.Push(); err != nil {
 		return f.errorf("%w", err)
 	}

@@ -35,6 +35,8 @@ type Engine interface {
 	// Push makes the engine's parameters of the given names those on the host, and without names all, and what it keeps of
 	// the optimiser.
 	Push(params ...string) error
+	// Forget is the optimiser's, of what the engine remembers.
+	Forget(param string, from, to int) error
 	Close() error
 }
 
@@ -169,6 +171,8 @@ func newRunner(g *Graph) (*runner, error) {
 
 func (t *host) Pull(...string) error { return nil }
 func (t *host) Push(...string) error { return nil }
+
+func (t *host) Forget(param string, from, to int) error { return t.optimizer.Forget(param, from, to) }
 
 func (t *host) Close() error {
 	err := t.train.machine.Close()

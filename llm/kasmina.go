@@ -99,11 +99,49 @@ func (s slots) Write(writes []state.SlotWrite) error {
 		return nil
 	}
 	err := s.m.mirror.Push(changed...)
+	for i := 0; err == nil && i < len(writes); i++ {
+		err = s.forget(writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
+	}
 	if err != nil {
 		s.set(before)
 		err = errors.Join(err, s.m.mirror.Push(changed...))
 	}
 	return err
+}
+
+// forget makes zero what the optimiser remembers of the slots from ≤ i < to of a layer: it is of other parameters than those
+// that they have now, or would move them on while no seed learns with them.
+func (s slots) forget(layer, from, to int) error {
+	names, width := s.names(layer), s.m.Config.slotWidth()
+	return errors.Join(s.m.mirror.Forget(names[0], from*width, to*width), s.m.mirror.Forget(names[1], from, to))
+}
+
+// forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an update leaves them as they are,
+// bit for bit. Weight decay needs no gradient: an optimiser that has some spares these parameters with optim.Decay(0) for
+// optim.NameContains("kasmina").
+func (t *Trainer) forgetFrozen() error {
+	known := t.learning != nil
+	t.learning = slices.Grow(t.learning, t.Model.Kasmina.Layers())[:t.Model.Kasmina.Layers()]
+	for layer, l := range t.Model.Kasmina.Lattices() {
+		before, now := t.learning[layer], l.LearningSlots()
+		frozen := func(slot int) bool { return slot < len(now) && !now[slot] && (!known || before[slot]) }
+		for from := 0; from < len(now); from++ {
+			to := from
+			for frozen(to) {
+				to++
+			}
+			if to == from {
+				continue
+			}
+			if err := (slots{t.Model}).forget(layer, from, to); err != nil {
+				t.learning = nil
+				return err
+			}
+			from = to
+		}
+		t.learning[layer] = now
+	}
+	return nil
 }
 
 func (s slots) set(writes []state.SlotWrite) {

@@ -65,7 +65,8 @@ type Trainer struct {
 
 	engine    Engine
 	callbacks []Callback
-	growth    *Growth // nil without a controller
+	growth    *Growth  // nil without a controller
+	learning  [][]bool // slots of each Kasmina layer that learned at the last step; nil before the first
 	last      Event
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
@@ -203,6 +204,9 @@ func (t *Trainer) step() error {
 	}
 	rate := t.Config.Schedule(t.last.Step)
 	if err := t.Optimizer.SetLR(rate); err != nil {
+		return fail(err)
+	}
+	if err := t.forgetFrozen(); err != nil {
 		return fail(err)
 	}
 	norm, err := t.engine.Update()

@@ -95,6 +95,14 @@ func (a *AdamW) update(ps []params.Param) {
 	}
 }
 
+// Forget implements [Optimizer].
+func (a *AdamW) Forget(name string, from, to int) error {
+	if err := a.store.forget(name, from, to); err != nil {
+		return fmt.Errorf("optim.AdamW: Forget: %w", err)
+	}
+	return nil
+}
+
 // State returns each parameter's moments and step count, as "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step".
 func (a *AdamW) State() []Tensor { return a.store.state() }
 

@@ -31,6 +31,11 @@ type Optimizer interface {
 	// SetState replaces what Step remembers by a copy of state, which must be complete for each parameter in it, and fit
 	// the parameters declared so far, if any. On an error nothing changes.
 	SetState(state []Tensor) error
+
+	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the parameter with that
+	// name, beside the count of its steps, so that no momentum moves elements that are frozen or have been replaced. Of a
+	// parameter without a step there is nothing to forget.
+	Forget(name string, from, to int) error
 }
 
 // Tensor is a part of an optimiser's state: the parameter's name followed by what it is (".exp_avg", ".step"), a shape

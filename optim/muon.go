@@ -190,6 +190,16 @@ func (s Scale) of(rows, cols int) float64 {
 	return math.Sqrt(math.Max(1, float64(rows)/float64(cols)))
 }
 
+// Forget implements [Optimizer].
+func (m *Muon) Forget(name string, from, to int) error {
+	for _, s := range []*store{&m.store, &m.rest.store} { // one of them knows the parameter
+		if err := s.forget(name, from, to); err != nil {
+			return fmt.Errorf("optim.Muon: Forget: %w", err)
+		}
+	}
+	return nil
+}
+
 // State returns each matrix's "NAME.momentum_buffer" and "NAME.step", and AdamW's state of the other parameters.
 func (m *Muon) State() []Tensor {
 	state := append(m.store.state(), m.rest.store.state()...)

@@ -190,3 +190,41 @@ func TestDeclareRefuses(t *testing.T) {
 		}
 	}
 }
+
+// Forget makes the moments of the given elements zero, and nothing else.
+func TestForget(t *testing.T) {
+	r := freshRand(t)
+	for name, o := range both(t) {
+		ps := small()
+		for range 3 {
+			copy(ps[0].gradient(), normals(r, 6))
+			copy(ps[1].grad.(*tensor.Dense).Float32s(), narrow(normals(r, 12)))
+			copy(ps[2].gradient(), normals(r, 2))
+			if err := o.Step(model(ps...)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		want := o.State()
+		for _, s := range want {
+			if x, ok := s.Data.([]float32); ok && strings.HasPrefix(s.Name, "w.") {
+				clear(x[4:9])
+			}
+			if x, ok := s.Data.([]float64); ok && strings.HasPrefix(s.Name, "norm.") {
+				clear(x[1:])
+			}
+		}
+		for _, err := range []error{o.Forget("w", 4, 9), o.Forget("norm", 1, 2), o.Forget("embed.weight", 3, 3), o.Forget("unknown", 0, 9)} {
+			if err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		for _, span := range [][2]int{{-1, 2}, {2, 1}, {0, 13}} {
+			if err := o.Forget("w", span[0], span[1]); err == nil || !strings.Contains(err.Error(), "which has 12") {
+				t.Errorf("%s: elements %v: %v", name, span, err)
+			}
+		}
+		if !equalStates(o.State(), want) {
+			t.Errorf("%s: the state is %v, want %v", name, o.State(), want)
+		}
+	}
+}

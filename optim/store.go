@@ -130,6 +130,26 @@ func (s *store) entry(p params.Param) *entry {
 	return e
 }
 
+// forget makes the elements from ≤ i < to of a parameter's moments zero.
+func (s *store) forget(name string, from, to int) error {
+	e := s.entries[name]
+	if e == nil {
+		return nil
+	}
+	if n := opbase.Size(e.shape); from < 0 || to < from || to > n {
+		return fmt.Errorf("elements %d to %d of parameter %q, which has %d", from, to, name, n)
+	}
+	for _, m := range e.moments {
+		switch m := m.(type) {
+		case []float32:
+			clear(m[from:to])
+		case []float64:
+			clear(m[from:to])
+		}
+	}
+	return nil
+}
+
 // state returns copies of all moments and step counts, in order of names.
 func (s *store) state() []Tensor {
 	var state []Tensor

@@ -543,3 +543,33 @@ func TestConcurrentUse(t *testing.T) {
 		t.Errorf("60 passes with one NaN and one clip each are counted as %d and %d", s.NonFiniteX, s.Clips)
 	}
 }
+
+// LearningSlots follows the stages of all seeds of a slot.
+func TestLearningSlots(t *testing.T) {
+	l, err := state.NewLattice(6, 12, state.WithoutGates(), state.WithSlots(4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := func(learning ...bool) {
+		t.Helper()
+		if got := l.LearningSlots(); !slices.Equal(got, learning) {
+			t.Errorf("slots that learn: %v, want %v", got, learning)
+		}
+	}
+	do := func(errs ...error) {
+		t.Helper()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want(false, false, false, false)
+	do(l.RequestGermination(0, state.GerminationRequest{Slot: 2}), l.RequestGermination(5, state.GerminationRequest{Slot: 2}),
+		l.RequestGermination(3, state.GerminationRequest{Slot: 3}))
+	want(false, false, false, false)
+	do(l.Transition(0, state.Training), l.Transition(5, state.Training), l.Transition(3, state.Training))
+	want(false, false, true, true)
+	do(l.Transition(0, state.Culled), l.Transition(3, state.Grafting), l.Transition(3, state.Stabilization), l.Transition(3, state.Evaluating))
+	want(false, false, true, false)
+	do(l.Transition(5, state.Cancelled), l.Transition(3, state.FineTuning))
+	want(false, false, false, true)
+}

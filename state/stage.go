@@ -72,6 +72,19 @@ func (s Stage) Learns() bool {
 	return s == Training || s == Grafting || s == Stabilization || s == FineTuning
 }
 
+// LearningSlots returns, for each of the slots that [WithSlots] gave, whether a seed learns with it.
+func (l *Lattice) LearningSlots() []bool {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	learning := make([]bool, l.config.Slots)
+	for seed, slot := range l.seeds.slot {
+		if int(slot) < len(learning) && Stage(l.seeds.stage[seed]).Learns() {
+			learning[slot] = true
+		}
+	}
+	return learning
+}
+
 // Ended reports whether the blueprint's life is over, so that only recycling leads on.
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 

@@ -212,11 +212,20 @@ func (e *engine) Pull(names ...string) error {
 	return nil
 }
 
-// pull fetches a parameter.
-func (e *engine) pull(name string) error {
+// find returns the number of a parameter.
+func (e *engine) find(name string) (int, error) {
 	i := slices.IndexFunc(e.train.Params, func(p *gorgonia.Node) bool { return p.Name() == name })
 	if i < 0 {
-		return fmt.Errorf("the model has no parameter %s", name)
+		return 0, fmt.Errorf("the model has no parameter %s", name)
+	}
+	return i, nil
+}
+
+// pull fetches a parameter.
+func (e *engine) pull(name string) error {
+	i, err := e.find(name)
+	if err != nil {
+		return err
 	}
 	v, err := e.train.machine.Value(e.train.Params[i])
 	if err != nil {
@@ -242,6 +251,14 @@ func (e *engine) Push(names ...string) error {
 		}
 	}
 	return e.train.machine.Upload(nodes...)
+}
+
+func (e *engine) Forget(param string, from, to int) error {
+	i, err := e.find(param)
+	if err != nil {
+		return err
+	}
+	return errors.Join(e.train.machine.Forget(e.train.Params[i], from, to), e.optimizer.Forget(param, from, to))
 }
 
 func (e *engine) Close() error {
