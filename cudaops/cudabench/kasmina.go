@@ -11,7 +11,7 @@ import (
 // kasmina measures layers in which each seed has a slot of its own and the four kinds take turns: all seeds in grafting, or
 // ("stages") all stages in turn; with exact telemetry or without.
 func kasmina(b *bench) {
-	for _, s := range []struct{ rows, seeds int }{{32768, 1024}, {64, 1000}} {
+	for _, s := range []struct{ rows, seeds int }{{32768, 1024}, {1024, 1000}, {64, 1000}} {
 		for _, stages := range []bool{false, true} {
 			newKasmina(b, s.rows, s.seeds, stages).measure()
 			b.free()

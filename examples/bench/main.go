@@ -43,7 +43,8 @@ type result struct {
 	TokensPS float64 `json:"tok_s,omitempty"`
 	Params   int     `json:"params,omitempty"`
 	PeakGiB  float64 `json:"peak_gib,omitempty"`
-	Loss     float64 `json:"loss,omitempty"` // of the last step
+	ExtraGiB float64 `json:"extra_gib,omitempty"` // memory beyond operands and their gradients
+	Loss     float64 `json:"loss,omitempty"`      // of the last step
 
 	Card     string `json:"card,omitempty"`
 	Driver   string `json:"driver,omitempty"`

@@ -143,7 +143,11 @@ func (r result) String() string {
 	if r.PeakGiB > 0 {
 		memory = fmt.Sprintf("%.1f GiB", r.PeakGiB)
 	}
-	return strings.Join(present(rate, took, memory), ", ")
+	var extra string
+	if r.ExtraGiB > 0 {
+		extra = fmt.Sprintf("%.2f GiB extra", r.ExtraGiB)
+	}
+	return strings.Join(present(rate, took, memory, extra), ", ")
 }
 
 // decimals is how many a rate is written with: three digits at least.

@@ -189,7 +189,10 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	if err != nil {
 		return err
 	}
-	return emit(measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab))
+	const operand = 4 + 2 + 2 // bytes: the parameter, its bfloat16 copy, its gradient
+	r := measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab)
+	r.ExtraGiB = rounded(float64(machine.Memory()-operand*(rows+vocab)*dim)/(1<<30), 3)
+	return emit(r)
 }
 
 // normal is a matrix of normal numbers with the given deviation: a hundred thousand distinct ones, over and over.

@@ -206,7 +206,12 @@ def loss():
         def step():
             f(h, w).backward()
             h.grad = w.grad = None
-        emit(f"linear_ce_fwdbwd_{rows}x{d}x{v}", peer, kernel(step), flops=6 * rows * d * v)
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        extra = torch.cuda.max_memory_allocated() - before - 2 * (h.numel() + w.numel())
+        emit(f"linear_ce_fwdbwd_{rows}x{d}x{v}", peer, kernel(step), flops=6 * rows * d * v, extra_gib=round(extra / 2**30, 3))
 
 
 def muon():
@@ -250,7 +255,32 @@ def kasmina_layer(rows, d, seeds, dtype, conv=True):
     return layer, (x, w, scale), g
 
 
+def kasmina_loop(rows, d, seeds, dtype):
+    """The same layer as a program that goes through its seeds one by one."""
+    chunk = d // seeds
+    alpha, sizes = torch.rand(seeds).tolist(), [chunk] * seeds
+    transforms = [
+        lambda v, w, a: v + a * w,
+        lambda v, w, a: a * v * torch.softmax(w, -1),
+        lambda v, w, a: a * torch.relu(v * w),
+        lambda v, w, a: a * (w[0] * v + w[1] * F.pad(v, (1, 0))[:, :-1] + w[2] * F.pad(v, (2, 0))[:, :-2]),
+    ]
+
+    def layer(x, w, scale):
+        chunks = zip(x.float().split(sizes, 1), w.split(sizes), scale.unbind(), alpha)
+        return torch.cat([(v + q * (transforms[i % 4](v, u, a) - v)).to(x.dtype) for i, (v, u, a, q) in enumerate(chunks)], 1)
+
+    x, g = normal(rows, d, grad=True, dtype=dtype), normal(rows, d, dtype=dtype)
+    w, scale = normal(d, grad=True, dtype=torch.float32), torch.rand(seeds, device=DEVICE, requires_grad=True)
+    return layer, (x, w, scale), g
+
+
 def kasmina():
+    rows, d, seeds = 1024, 4000, 1000
+    layer, args, g = kasmina_loop(rows, d, seeds, BF16)
+    y = layer(*args)
+    emit(f"kasmina_fwd_{rows}x{d}_s{seeds}", "torch_loop", wall(lambda: layer(*args), 5, 1), bytes=4 * rows * d)
+    emit(f"kasmina_bwd_{rows}x{d}_s{seeds}", "torch_loop", wall(backward(y, args, g), 3, 1), bytes=6 * rows * d)
     for rows, d, seeds in [(32768, 4096, 1024), (64, 4000, 1000)]:
         for peer, conv in (("inductor", True), ("inductor_without_conv", False)):
             layer, args, g = kasmina_layer(rows, d, seeds, BF16, conv)
