@@ -161,19 +161,25 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		}
 		return m.k.KasminaForward(m.stream, f)
 	}
+	bare := func() error {
+		return launch(kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr(),
+			Bad: l.at(kasminaIgnored)})
+	}
+	touched := []*array{x, weights, scales, y, workspace, wide}
+	if o.Replaying {
+		c.do(n, bare, touched...)
+		return y, nil
+	}
 	c.do(n, func() error {
 		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
-		if o.Replaying {
-			f.Bad = l.at(kasminaIgnored)
-			return launch(f)
-		}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
 		if l.mode.histogram {
 			f.Histogram = l.at(kasminaBins)
 		}
 		return launch(f)
-	}, x, weights, scales, y, workspace, wide)
+	}, touched...)
+	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, bare
 	return y, nil
 }
 
@@ -186,16 +192,21 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
 	dx, dw, ds, m := c.like(x), c.aux(weights.shape...), c.aux(scales.shape...), c.m
 	workspace, wide := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips())), l.wideSpace(c, true)
-	c.do(n, func() error {
-		b := kernels.KasminaBackward{KasminaLayer: l.layer(x, weights, scales),
-			DX: dx.ptr(), DWeights: dw.ptr(), DScales: ds.ptr(), G: g.ptr(), Clip: l.clips(), Telemetry: l.mode.telemetry,
-			Reduction: l.mode.reduction, Figures: l.at(kasminaGradient), Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped),
-			Workspace: workspace.ptr()}
+	launch := func(b kernels.KasminaBackward) error {
+		b.KasminaLayer, b.G, b.Clip, b.Workspace = l.layer(x, weights, scales), g.ptr(), l.clips(), workspace.ptr()
+		b.DX, b.DWeights, b.DScales = dx.ptr(), dw.ptr(), ds.ptr()
 		if l.wide() {
 			return m.k.KasminaWideBackward(m.stream, b, l.wideSlots(wide))
 		}
 		return m.k.KasminaBackward(m.stream, b)
+	}
+	c.do(n, func() error {
+		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
+			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped)})
 	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
+	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, func() error {
+		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)})
+	}
 	return packed(dx, dw, ds), nil
 }
 

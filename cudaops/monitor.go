@@ -21,8 +21,9 @@ const (
 )
 
 // WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed with a time stamp between
-// one task and the next, and computes the same bits. Where the stamps would take more than 0.4 % of the time, fewer runs have
-// them. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is logged as a warning.
+// one task and the next, and computes the same bits; in it the passes of Kasmina layers that measure also run without
+// telemetry, for what the lattices' reports say of the layer. Where all this would take more than 0.4 % of the time, fewer runs
+// have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is logged as a warning.
 func WithMonitor(every int) MachineOption {
 	return func(c *machineConfig) error {
 		if every < 2 {
@@ -65,6 +66,7 @@ type taskTime struct {
 	tuned   time.Duration // 0 for one that has not been timed
 	ways    []string
 	drifted int // samples on end
+	bare    bareTime
 }
 
 // updateMarks stand around an update.
@@ -83,6 +85,12 @@ func newMonitor(m *Machine) (*monitor, error) {
 	for i := range o.marks {
 		events = append(events, &o.marks[i])
 	}
+	for i, t := range m.program.tasks {
+		if t.layer != nil {
+			b := &o.tasks[i].bare
+			events = append(events, &b.from, &b.to)
+		}
+	}
 	for _, e := range events {
 		var err error
 		if *e, err = m.device.ctx.NewEvent(true); err != nil {
@@ -95,7 +103,11 @@ func newMonitor(m *Machine) (*monitor, error) {
 func (o *monitor) close() error {
 	ctx := o.m.device.ctx
 	var errs []error
-	for _, e := range append(append(o.marks, o.around[:]...), o.update.events[:]...) {
+	all := append(append(o.marks, o.around[:]...), o.update.events[:]...)
+	for _, t := range o.tasks {
+		all = append(all, t.bare.from, t.bare.to)
+	}
+	for _, e := range all {
 		if e != 0 {
 			errs = append(errs, ctx.DestroyEvent(e))
 		}
@@ -123,11 +135,17 @@ func (o *monitor) compute() error {
 // sample enqueues a run with marks.
 func (o *monitor) sample() error {
 	ctx, s := o.m.device.ctx, o.m.stream
+	for i, t := range o.m.program.tasks {
+		o.tasks[i].bare.on = t.layer != nil && t.layer.mode.telemetry
+	}
 	if o.m.onHost() {
 		return o.enqueue(ctx.Record)
 	}
 	if o.m.now.monitored == nil {
-		var err error
+		err := o.loadBare()
+		if err != nil {
+			return err
+		}
 		if o.m.now.monitored, err = o.m.capture(func() error { return o.enqueue(ctx.Mark) }); err != nil {
 			return err
 		}
@@ -142,6 +160,9 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 		return err
 	}
 	for i, task := range o.m.program.tasks {
+		if err := o.runBare(i, mark); err != nil {
+			return err
+		}
 		t.used = t.used[:0]
 		if err := errors.Join(task.run(), mark(o.marks[i+1], s)); err != nil {
 			return fmt.Errorf("%s: %w", describe(task.node), err)
@@ -195,11 +216,18 @@ func (o *monitor) collect() error {
 	}
 	o.state = monitorIdle
 	for i := range o.tasks {
-		d, err := ctx.Elapsed(o.marks[i], o.marks[i+1])
+		from := o.marks[i]
+		if o.tasks[i].bare.on {
+			from = o.tasks[i].bare.to
+		}
+		d, err := ctx.Elapsed(from, o.marks[i+1])
 		if err != nil {
 			return err
 		}
 		o.note(i, d)
+		if err := o.noteBare(i, d); err != nil {
+			return err
+		}
 	}
 	o.samples++
 	if o.plain > 0 { // the least cost: runs differ for other reasons too

@@ -88,6 +88,9 @@ type task struct {
 
 	bytes float64 // of the arrays that it reads or writes
 	flops float64 // of matrix products
+
+	layer *kasminaLayer // whose pass it is, unless it is a replay
+	bare  func() error  // the pass without telemetry
 }
 
 // program is a graph as a list of tasks over blocks of memory.

@@ -1,0 +1,64 @@
+package cudaops
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// bareTime is how a sample of the monitor tells what telemetry costs a pass of a Kasmina layer: ahead of the pass its arithmetic
+// runs twice without telemetry, the first time only for the caches. The results are the same bits, and nobody reads what these
+// runs count.
+type bareTime struct {
+	on       bool         // in the sample under way
+	from, to driver.Event // around the second run
+}
+
+// loadBare runs what a capture would have to load modules for. Nothing that a run has computed is alive between two runs.
+func (o *monitor) loadBare() error {
+	for i, t := range o.m.program.tasks {
+		if !o.tasks[i].bare.on {
+			continue
+		}
+		if err := t.bare(); err != nil {
+			return fmt.Errorf("%s: %w", describe(t.node), err)
+		}
+	}
+	return nil
+}
+
+// runBare enqueues what comes ahead of a task in a sample.
+func (o *monitor) runBare(i int, mark func(driver.Event, driver.Stream) error) error {
+	b, t, s := o.tasks[i].bare, o.m.program.tasks[i], o.m.stream
+	if !b.on {
+		return nil
+	}
+	for _, step := range []func() error{t.bare, func() error { return mark(b.from, s) }, t.bare, func() error { return mark(b.to, s) }} {
+		if err := step(); err != nil {
+			return fmt.Errorf("%s: %w", describe(t.node), err)
+		}
+	}
+	return nil
+}
+
+// noteBare tells the layer's lattice of a sample in which its pass took so long with telemetry.
+func (o *monitor) noteBare(i int, with time.Duration) error {
+	b, t := o.tasks[i].bare, o.m.program.tasks[i]
+	if !b.on {
+		return nil
+	}
+	kernel, err := o.m.device.ctx.Elapsed(b.from, b.to)
+	if err != nil {
+		return err
+	}
+	l, arrays := t.layer, 2 // x and y
+	if _, backward := t.node.Op().(*op.KasminaGradOp); backward {
+		arrays = 3 // x, the gradient of y, and that of x
+	}
+	l.op.Lattice.RecordTiming(state.Timing{Kernel: kernel, Telemetry: with - kernel,
+		Bytes: int64(arrays * l.rows * l.seeds() * l.chunk * l.elem.size())})
+	return nil
+}
