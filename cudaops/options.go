@@ -97,6 +97,34 @@ const (
 	Float16
 )
 
+var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16"}
+
+// String returns the precision's name: f32, bf16 or f16.
+func (p Precision) String() string {
+	if int(p) < len(precisionNames) {
+		return precisionNames[p]
+	}
+	return fmt.Sprintf("Precision(%d)", uint8(p))
+}
+
+// MarshalText returns the precision's name.
+func (p Precision) MarshalText() ([]byte, error) {
+	if int(p) >= len(precisionNames) {
+		return nil, fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16 or Float16", uint8(p))
+	}
+	return []byte(precisionNames[p]), nil
+}
+
+// UnmarshalText takes a precision's name, so that flag.TextVar can have one as a value.
+func (p *Precision) UnmarshalText(text []byte) error {
+	i := slices.Index(precisionNames, string(text))
+	if i < 0 {
+		return fmt.Errorf("cudaops.Precision: got %q, want f32, bf16 or f16", text)
+	}
+	*p = Precision(i)
+	return nil
+}
+
 // WithPrecision sets the precision. The default is Float32.
 func WithPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
