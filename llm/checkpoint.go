@@ -214,8 +214,8 @@ func LoadModel(path string) (*Model, error) {
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
 // as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
 // architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
-// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer) or beyond
-// TrainConfig.Steps is an error, after which the trainer is as before.
+// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
+// engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before.
 func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	var r resumption
 	for _, opt := range opts {

@@ -10,12 +10,15 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
 // Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's with copies of the
 // parameters and of what the optimiser remembers. Package llm/gpu has one for NVIDIA GPUs.
 type Engine interface {
+	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other bits under another name.
+	Name() string
 	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
 	Gradients(b Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
@@ -96,6 +99,13 @@ func newHost(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		return nil, fmt.Errorf("llm: %w", err)
 	}
 	return t, nil
+}
+
+func (t *host) Name() string {
+	if cpu.RoundsToBFloat16() {
+		return "cpu bf16"
+	}
+	return "cpu"
 }
 
 func (t *host) Gradients(b Batch) (float64, error) { return t.train.run(b) }

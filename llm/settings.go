@@ -30,6 +30,7 @@ type plainSettings struct {
 	Seed       uint64  `json:"seed"` // of the loader
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
+	Engine     string  `json:"engine,omitempty"` // its name; older checkpoints have none
 }
 
 // ratePoints is how many values of the schedule stand for it.
@@ -41,7 +42,8 @@ func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / rate
 func (t *Trainer) settings() settings {
 	c := t.Config
 	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
-		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer)},
+		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
+		Engine: t.engine.Name()},
 		Steps: c.Steps}
 	if o, ok := t.Optimizer.(interface {
 		Rule(name string, shape []int) optim.Rule
@@ -61,6 +63,9 @@ func (t *Trainer) settings() settings {
 // where a run ends, unless the schedule follows it.
 func (t *Trainer) differs(there settings) []string {
 	here := t.settings()
+	if there.Engine == "" {
+		there.Engine = here.Engine
+	}
 	diff := differences(here.plainSettings, there.plainSettings)
 	if here.Optimizer == there.Optimizer {
 		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)

@@ -30,6 +30,11 @@ func checkpointAt5(t *testing.T) (path string) {
 	return path
 }
 
+// abacus is the CPU's engine under another name.
+type abacus struct{ Engine }
+
+func (abacus) Name() string { return "abacus" }
+
 // TestResumeWithOtherSettings wants each setting that decides the bits of a run to be refused by name, with both values,
 // unless the caller asks for it, who is then told the same.
 func TestResumeWithOtherSettings(t *testing.T) {
@@ -49,6 +54,10 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		"Clip is 0.5 here and 1 there":     func(_ *testing.T, tr *Trainer) { tr.Config.Clip = 0.5 },
 		"Epoch is 4 here and 3 there":      func(_ *testing.T, tr *Trainer) { tr.Config.Epoch = 4 },
 		"Seed is 6 here and 5 there":       func(_ *testing.T, tr *Trainer) { tr.Loader.config.Seed = 6 },
+		"Engine is abacus here and cpu there": func(_ *testing.T, tr *Trainer) {
+			tr.engine = abacus{tr.engine}
+			tr.Model.mirror = tr.engine
+		},
 		"learning rate of step 1 is 0.02 here and 0.01 there": func(_ *testing.T, tr *Trainer) {
 			tr.Config.Schedule = optim.Constant(0.02)
 		},
@@ -214,5 +223,24 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		if err := tr.Resume(path); !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %.200v, want ErrSettings with %q", err, want)
 		}
+	}
+}
+
+// nameless is the engine of a checkpoint from before engines had names.
+type nameless struct{ Engine }
+
+func (nameless) Name() string { return "" }
+
+// TestResumeWithoutEngine wants a checkpoint that does not say what engine computed it to go on with any.
+func TestResumeWithoutEngine(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	old := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	old.engine = nameless{old.engine}
+	old.Model.mirror = old.engine
+	if err := old.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	if err := newTrainer(t, trainerOptions{config: tiny(), steps: 2}).Resume(path); err != nil {
+		t.Error(err)
 	}
 }

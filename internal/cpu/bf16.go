@@ -26,6 +26,9 @@ func UseBFloat16(on bool) error {
 	return nil
 }
 
+// RoundsToBFloat16 reports whether [Gemm] rounds the operands of large products.
+func RoundsToBFloat16() bool { return rounding.Load() && level == avx512 }
+
 // bf16Kernels are the tile of a product whose operands are dwords of two bfloat16, neighbours along k, and what makes those.
 type bf16Kernels struct {
 	gemmKernels[float32]

@@ -26,7 +26,7 @@ import (
 // stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
 func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := newEngine(device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
+		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
 		if err != nil {
 			return nil, fmt.Errorf("llm/gpu: %w", err)
 		}
@@ -39,6 +39,7 @@ func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops
 
 // engine is an llm.Engine. Losses and logits come from machines that share the parameters' memory.
 type engine struct {
+	name      string
 	device    *cudaops.Device
 	options   []cudaops.MachineOption
 	model     *llm.Model
@@ -65,7 +66,7 @@ type runner struct {
 	machine *cudaops.Machine
 }
 
-func newEngine(device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
 	if m.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
 	}
@@ -76,7 +77,7 @@ func newEngine(device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Mode
 	if err := o.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
 		return nil, err
 	}
-	e := &engine{device: device, options: slices.Clip(opts), model: m, optimizer: o, limit: c.Clip,
+	e := &engine{name: name, device: device, options: slices.Clip(opts), model: m, optimizer: o, limit: c.Clip,
 		losses: map[int]*runner{}}
 	opts = append(e.options, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
 	if c.Accumulate > 1 {
@@ -92,6 +93,8 @@ func newEngine(device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Mode
 	}
 	return e, nil
 }
+
+func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) { return e.train.run(b) }
 

@@ -263,7 +263,10 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		return
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
-	if err := onCPU.Resume(path); err != nil {
+	if err := onCPU.Resume(path); !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
+		t.Errorf("a run of the GPU on the CPU: %v", err)
+	}
+	if err := onCPU.Resume(path, llm.WithNewSettings(nil)); err != nil {
 		t.Fatal(err)
 	}
 	losses(t, onCPU)
