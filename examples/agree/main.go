@@ -32,6 +32,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -90,7 +91,8 @@ func run(args []string, out io.Writer) error {
 	rising := f.Float64("rising", 0, "write: the share of the steps over which the learning rate rises (default: the model's)")
 	span := f.Int("span", 50, "noise: steps that are averaged")
 	device := f.String("device", "cpu", "train: cpu or cuda")
-	precision := f.String("precision", "f32", "train: f32, bf16 or f16")
+	var precision cudaops.Precision
+	f.TextVar(&precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16 or f16")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
 	if err := f.Parse(args[1:]); err != nil {
 		return err
@@ -106,7 +108,7 @@ func run(args []string, out io.Writer) error {
 	case "write":
 		return plan{*model, *batch, *steps, *seed, *text, *bpe, *rate, *rising}.write(dir)
 	case "train":
-		return train(dir, *device, *precision, out)
+		return train(dir, *device, precision, out)
 	case "compare":
 		return compare(dir, *tolerance, out)
 	}

@@ -22,7 +22,7 @@ type trainer interface {
 }
 
 // train runs the steps and writes their losses, each before the step's update.
-func train(dir, device, precision string, out io.Writer) (err error) {
+func train(dir, device string, precision cudaops.Precision, out io.Writer) (err error) {
 	var s settings
 	if err := readJSON(filepath.Join(dir, settingsFile), &s); err != nil {
 		return err
@@ -56,31 +56,29 @@ func train(dir, device, precision string, out io.Writer) (err error) {
 			return fmt.Errorf("step %d: %w", i+1, err)
 		}
 	}
-	who := fmt.Sprintf("kasmina-%s-%s", device, precision)
+	who := fmt.Sprintf("kasmina-%s-%v", device, precision)
 	fmt.Fprintf(out, "%s: %d steps, loss %.4f to %.4f\n", who, len(losses), losses[0], losses[len(losses)-1])
 	return writeJSON(filepath.Join(dir, lossPrefix+who+".json"), losses)
 }
 
 // newTrainer returns what trains the model, and what is to be done when it is closed.
-func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device, precision string) (trainer, func() error, error) {
-	p, known := map[string]cudaops.Precision{"f32": cudaops.Float32, "bf16": cudaops.BFloat16, "f16": cudaops.Float16}[precision]
+func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device string, precision cudaops.Precision) (trainer, func() error, error) {
 	switch {
-	case device == "cpu" && precision == "f32":
+	case device == "cpu" && precision == cudaops.Float32:
 		t, err := newHost(m, o, s)
 		return t, func() error { return nil }, err
-	case device == "cuda" && known:
+	case device == "cuda":
 		d, err := cudaops.Open()
 		if err != nil {
 			return nil, nil, err
 		}
-		e, err := gpu.Engine(d, p)(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
+		e, err := gpu.Engine(d, precision)(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
 		if err != nil {
 			return nil, nil, errors.Join(err, d.Close())
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil, fmt.Errorf("-device is %q and -precision %q, want cpu and f32, or cuda and f32, bf16 or f16",
-		device, precision)
+	return nil, nil, fmt.Errorf("-device is %q and -precision %v, want cpu and f32, or cuda", device, precision)
 }
 
 // host trains on the CPU.

@@ -61,7 +61,7 @@ type options struct {
 	groups    []string
 	models    []string
 	steps     int
-	precision string
+	precision cudaops.Precision
 	muon      bool
 	profile   bool
 	batch     int
@@ -80,7 +80,7 @@ func main() {
 	models := flag.String("models", strings.Join(names, ","), "which models the group train trains, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
-	flag.StringVar(&o.precision, "precision", "bf16", "bf16, f16 or f32, for training on a GPU")
+	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f16 or f32, for training on a GPU")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
@@ -141,12 +141,6 @@ func onGPU(o options) error {
 	if err := o.check(gpuGroups()); err != nil {
 		return err
 	}
-	precision, ok := map[string]cudaops.Precision{
-		"bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32,
-	}[o.precision]
-	if !ok {
-		return fmt.Errorf("-precision is %q, want bf16, f16 or f32", o.precision)
-	}
 	device, err := cudaops.Open()
 	if err != nil {
 		return err
@@ -185,7 +179,7 @@ func onGPU(o options) error {
 			if !o.has(v.group) || v.model != "" && v.model != s.name {
 				continue
 			}
-			r, err := s.train(device, precision, v, o)
+			r, err := s.train(device, v, o)
 			if err != nil {
 				return fmt.Errorf("%s: %w", s.name, err)
 			}

@@ -80,7 +80,7 @@ func (s size) model(v variant) (*llm.Model, error) {
 }
 
 // train times steps of training on random tokens.
-func (s size) train(device *cudaops.Device, precision cudaops.Precision, v variant, o options) (r result, err error) {
+func (s size) train(device *cudaops.Device, v variant, o options) (r result, err error) {
 	m, err := s.model(v)
 	if err != nil {
 		return r, err
@@ -89,7 +89,7 @@ func (s size) train(device *cudaops.Device, precision cudaops.Precision, v varia
 	if err != nil {
 		return r, err
 	}
-	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(precision),
+	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(o.precision),
 		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))

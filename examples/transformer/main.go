@@ -21,7 +21,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -76,7 +75,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if o.monitor > 0 {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
-		o.train.Engine = gpu.Engine(device, precisions[o.precision], opts...)
+		o.train.Engine = gpu.Engine(device, o.onGPU(), opts...)
 	} else if err := o.onCPU(stderr); err != nil {
 		return err
 	}
@@ -176,7 +175,14 @@ func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 	return nil
 }
 
-var precisions = map[string]cudaops.Precision{"": cudaops.BFloat16, "bf16": cudaops.BFloat16, "f16": cudaops.Float16, "f32": cudaops.Float32}
+// onGPU is the precision of a GPU.
+func (o options) onGPU() cudaops.Precision {
+	p := cudaops.BFloat16
+	if o.precision != "" {
+		p.UnmarshalText([]byte(o.precision)) // checked with the other options
+	}
+	return p
+}
 
 // onCPU sets how a CPU multiplies.
 func (o options) onCPU(stderr io.Writer) error {
@@ -202,7 +208,7 @@ func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
 	device, err := cudaops.Open()
 	switch {
 	case err == nil:
-		fmt.Fprintf(stderr, "device    %v, %v\n", device, cmp.Or(o.precision, "bf16"))
+		fmt.Fprintf(stderr, "device    %v, %v\n", device, o.onGPU())
 		return device, nil
 	case o.device == "auto" && errors.Is(err, cudaops.ErrNoDevice):
 		return nil, nil

@@ -210,7 +210,7 @@ func (o *options) finish() error {
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
 		{presets[o.preset] != nil, "preset", "one of " + presetNames(), strconv.Quote(o.preset)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
-		{slices.Contains([]string{"", "bf16", "f16", "f32"}, o.precision), "precision", "bf16, f16 or f32", strconv.Quote(o.precision)},
+		{o.precision == "" || new(cudaops.Precision).UnmarshalText([]byte(o.precision)) == nil, "precision", "bf16, f16 or f32", strconv.Quote(o.precision)},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
 	} {
 		if !c.ok {
