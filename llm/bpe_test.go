@@ -471,29 +471,6 @@ func FuzzLoadBPE(f *testing.F) {
 	})
 }
 
-func TestReplaceFileKeepsTheOldOne(t *testing.T) {
-	dir := writeFiles(t, map[string]string{"file": "old", "folder/in it": ""})
-	full := errors.New("full")
-	for _, c := range []struct {
-		path string
-		err  error
-	}{{"file", full}, {"folder", nil}, {"file/below a file", nil}} {
-		err := replaceFile(filepath.Join(dir, filepath.FromSlash(c.path)), func(f *os.File) error {
-			f.WriteString("new")
-			return c.err
-		})
-		if err == nil || c.err != nil && !errors.Is(err, c.err) {
-			t.Errorf("%s: %v", c.path, err)
-		}
-	}
-	if got, err := os.ReadFile(filepath.Join(dir, "file")); err != nil || string(got) != "old" {
-		t.Errorf("the file holds %q, %v", got, err)
-	}
-	if files, err := os.ReadDir(dir); err != nil || len(files) != 2 {
-		t.Errorf("a temporary file is left: %v, %v", files, err)
-	}
-}
-
 func TestLoadOrTrainBPE(t *testing.T) {
 	c := mustOpen(t, writeFiles(t, numbered(30)))
 	path := filepath.Join(t.TempDir(), "text.bpe")

@@ -1,7 +1,6 @@
 package llm
 
 import (
-	"errors"
 	"fmt"
 	"image/color"
 	"math"
@@ -14,6 +13,8 @@ import (
 	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // CurveOption changes how LossCurve draws.
@@ -238,26 +239,12 @@ func (c *lossCurve) draw(path string) error {
 		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
 		p.X.Min, p.X.Max = 1, max(p.X.Max, 10) // also when there is no point, or only one, that has a logarithm
 	}
-	return writePNG(p, path)
-}
-
-// writePNG writes to a file beside path and renames it: a reader, or a kill, never meets half a picture.
-func writePNG(p *plot.Plot, path string) (err error) {
 	png, err := p.WriterTo(8*vg.Inch, 5*vg.Inch, "png")
 	if err != nil {
 		return err
 	}
-	temporary := path + ".tmp"
-	f, err := os.Create(temporary)
-	if err != nil {
+	return atomicfile.Write(path, func(f *os.File) error {
+		_, err := png.WriteTo(f)
 		return err
-	}
-	_, err = png.WriteTo(f)
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(temporary, path)
-	}
-	if err != nil {
-		os.Remove(temporary)
-	}
-	return err
+	})
 }

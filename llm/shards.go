@@ -3,7 +3,6 @@ package llm
 import (
 	"bufio"
 	"bytes"
-	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
@@ -15,6 +14,8 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // A TokenFile is text that was encoded once and for all: token ids in a file, read where they are asked for. It implements
@@ -368,28 +369,10 @@ func (p *portion) encode(tok Tokenizer, width int) {
 	}
 }
 
-// replaceFile gives the file at path the contents that write writes: to a file beside it, which takes its place when
-// everything is on the disk. It makes the folders that path needs. After an error the old file is as it was; a process that
-// is killed leaves its ".tmp-" file behind, which can be removed.
-func replaceFile(path string, write func(*os.File) error) (err error) {
-	dir, name := filepath.Split(path)
-	if err := os.MkdirAll(filepath.Clean(dir), 0o777); err != nil {
+// replaceFile is atomicfile.Write; it makes the folders that path needs.
+func replaceFile(path string, write func(*os.File) error) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}
-	// The random name keeps apart processes that write to the same path. os.CreateTemp would keep other users from reading.
-	f, err := os.OpenFile(filepath.Join(dir, "."+name+".tmp-"+rand.Text()), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
-	if err != nil {
-		return err
-	}
-	err = write(f)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		os.Remove(f.Name())
-	}
-	return err
+	return atomicfile.Write(path, write)
 }

@@ -61,7 +61,7 @@ func TestKill(t *testing.T) {
 	next := uint64(1)
 	for range kills {
 		saved := killSaver(t, path, next, time.Duration(r.Int64N(int64(window))))
-		left, err := filepath.Glob(filepath.Join(filepath.Dir(path), temporaryPrefix(path)+"*"))
+		left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".checkpoint.tmp-*"))
 		if err != nil || len(left) > 1 {
 			t.Fatalf("one killed writer left %v, %v", left, err)
 		}

@@ -246,54 +246,6 @@ func TestSaveFails(t *testing.T) {
 	}
 }
 
-func TestSaveKeepsLink(t *testing.T) {
-	dir := t.TempDir()
-	target, link := filepath.Join(dir, "step-1"), filepath.Join(dir, "latest")
-	mustSave(t, target, nil, nil)
-	if err := os.Symlink(target, link); err != nil {
-		t.Skip("this system does not let us make symbolic links:", err)
-	}
-	mustSave(t, link, nil, map[string]string{"step": "2"})
-	if _, metadata, err := Load(target); err != nil || metadata["step"] != "2" {
-		t.Errorf("the link's target holds %v, %v", metadata, err)
-	}
-	if info, err := os.Lstat(link); err != nil || info.Mode()&os.ModeSymlink == 0 {
-		t.Errorf("the link is now %v, %v", info, err)
-	}
-}
-
-// TestStale saves beside the temporary files of a dead writer, of a living one, and a user's file of a similar name.
-func TestStale(t *testing.T) {
-	dir := t.TempDir()
-	path := filepath.Join(dir, "model")
-	dead := filepath.Join(dir, temporaryPrefix(path)+strings.Repeat("d", randomDigits))
-	similar := filepath.Join(dir, temporaryPrefix(path)+"notes.txt")
-	for _, name := range []string{dead, similar} {
-		if err := os.WriteFile(name, nil, 0o666); err != nil {
-			t.Fatal(err)
-		}
-	}
-	living, err := createTemporary(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer living.Close()
-	mustSave(t, path, nil, nil)
-	exists := func(name string) bool { _, err := os.Stat(name); return err == nil }
-	if exists(dead) {
-		t.Error("a dead writer's file stays")
-	}
-	if !exists(similar) {
-		t.Error("a user's file is gone")
-	}
-	if !exists(living.Name()) {
-		t.Error("a living writer's file is gone")
-	}
-	if err := publish(living, path); err != nil {
-		t.Error(err)
-	}
-}
-
 func TestConcurrentSaves(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")
 	done := make(chan error)

@@ -2,26 +2,22 @@ package safetensors
 
 import (
 	"bufio"
-	"crypto/rand"
-	"encoding/hex"
-	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
 	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // chunk is how many bytes are read or written at a time: few system calls, and the checksum finds them in the cache.
 // A multiple of every element size.
 const chunk = 1 << 20
 
-// Save writes tensors and metadata to a file at path, which it replaces in one step: it fills a temporary file in the
-// same directory, syncs it, renames it and syncs the directory. Killed at any moment it leaves the old file or the new
-// one, and its temporary file to the next Save to the same path. Several processes may save to one path; the last wins.
+// Save writes tensors and metadata to a file at path, which it replaces in one step, as atomicfile.Write does: killed at any
+// moment it leaves the old file or the new one. Several processes may save to one path; the last wins.
 //
 // The same arguments give the same bytes. Data is ordered by element size, largest first, and otherwise as given, so
 // that every tensor is aligned to its elements (the format allows no gaps) and the first to eight bytes.
@@ -35,7 +31,7 @@ func Save(path string, tensors []Tensor, metadata map[string]string) error {
 	return nil
 }
 
-func save(path string, tensors []Tensor, metadata map[string]string) (err error) {
+func save(path string, tensors []Tensor, metadata map[string]string) error {
 	tensors, entries, err := layOut(tensors, metadata)
 	if err != nil {
 		return err
@@ -44,38 +40,21 @@ func save(path string, tensors []Tensor, metadata map[string]string) (err error)
 	if err != nil {
 		return err
 	}
-	if target, err := filepath.EvalSymlinks(path); err == nil {
-		path = target // a link to the file stays one
-	}
-	removeStale(path)
-	f, err := createTemporary(path)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			f.Close()
-			os.Remove(f.Name())
+	return atomicfile.Write(path, func(f *os.File) error {
+		// The checksums are known last, so the header goes in last, over the hole left for it.
+		if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
+			return err
 		}
-	}()
-	// The checksums are known last, so the header goes in last, over the hole left for it.
-	if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
+		sums, err := writeData(f, tensors)
+		if err != nil {
+			return err
+		}
+		if head, err = encodeHeader(entries, metadata, sums); err != nil {
+			return err
+		}
+		_, err = f.WriteAt(head, 0)
 		return err
-	}
-	sums, err := writeData(f, tensors)
-	if err != nil {
-		return err
-	}
-	if head, err = encodeHeader(entries, metadata, sums); err != nil {
-		return err
-	}
-	if _, err := f.WriteAt(head, 0); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	return publish(f, path)
+	})
 }
 
 // layOut checks everything that can be wrong with the arguments and gives each tensor its place in data.
@@ -128,49 +107,4 @@ func writeData(w io.Writer, tensors []Tensor) ([]uint32, error) {
 		}
 	}
 	return sums, buffered.Flush()
-}
-
-// randomDigits is the length of the random end of a temporary file's name.
-const randomDigits = 16
-
-func temporaryPrefix(path string) string { return "." + filepath.Base(path) + ".tmp-" }
-
-// createTemporary makes a file beside path that no other process takes for a dead writer's.
-func createTemporary(path string) (*os.File, error) {
-	for {
-		var random [randomDigits / 2]byte
-		rand.Read(random[:]) // never fails
-		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+hex.EncodeToString(random[:]))
-		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
-		if errors.Is(err, os.ErrExist) {
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		claim(f)
-		// Another process may have removed the file in the moment before it was claimed.
-		mine, err := f.Stat()
-		if err != nil {
-			f.Close()
-			os.Remove(name)
-			return nil, err
-		}
-		if there, err := os.Stat(name); err == nil && os.SameFile(mine, there) {
-			return f, nil
-		}
-		f.Close()
-	}
-}
-
-// removeStale removes the temporary files that dead writers left beside path. What it cannot remove it leaves: the save
-// itself does not depend on it.
-func removeStale(path string) {
-	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
-	files, _ := os.ReadDir(dir)
-	for _, file := range files {
-		if name := file.Name(); strings.HasPrefix(name, prefix) && len(name) == len(prefix)+randomDigits {
-			removeUnclaimed(filepath.Join(dir, name))
-		}
-	}
 }

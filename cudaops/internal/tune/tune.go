@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // Mode says what may be timed.
@@ -205,23 +207,13 @@ func (s *Store) write() error {
 	if err != nil {
 		return err
 	}
-	dir := filepath.Dir(s.path)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	if err := os.MkdirAll(filepath.Dir(s.path), 0o755); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(dir, filepath.Base(s.path)+".*")
-	if err != nil {
+	return atomicfile.Write(s.path, func(f *os.File) error {
+		_, err := f.Write(b)
 		return err
-	}
-	_, err = f.Write(b)
-	err = errors.Join(err, f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), s.path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	return nil
+	})
 }
 
 // Timed counts n timings, and Timings is how many there were in this process.

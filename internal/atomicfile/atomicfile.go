@@ -1,0 +1,84 @@
+// Package atomicfile replaces files in one step.
+package atomicfile
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// Write gives the file at path the contents that write writes: to a temporary file in the same directory, which is synced and
+// renamed, and then the directory is synced. A process that is killed at any moment leaves the old file or the new one, and
+// its temporary file to the next Write to the same path. After an error the file is a complete one too, and the temporary
+// file is gone. A symbolic link to a file stays one.
+func Write(path string, write func(*os.File) error) (err error) {
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		path = target
+	}
+	removeStale(path)
+	f, err := createTemporary(path)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			f.Close()
+			os.Remove(f.Name())
+		}
+	}()
+	if err := write(f); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	return publish(f, path)
+}
+
+// randomDigits is the length of the random end of a temporary file's name.
+const randomDigits = 16
+
+func temporaryPrefix(path string) string { return "." + filepath.Base(path) + ".tmp-" }
+
+// createTemporary makes a file beside path that no other process takes for a dead writer's.
+func createTemporary(path string) (*os.File, error) {
+	for {
+		var random [randomDigits / 2]byte
+		rand.Read(random[:]) // never fails
+		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+hex.EncodeToString(random[:]))
+		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
+		if errors.Is(err, os.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		claim(f)
+		// Another process may have removed the file in the moment before it was claimed.
+		mine, err := f.Stat()
+		if err != nil {
+			f.Close()
+			os.Remove(name)
+			return nil, err
+		}
+		if there, err := os.Stat(name); err == nil && os.SameFile(mine, there) {
+			return f, nil
+		}
+		f.Close()
+	}
+}
+
+// removeStale removes the temporary files that dead writers left beside path. What it cannot remove it leaves: the save
+// itself does not depend on it.
+func removeStale(path string) {
+	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
+	files, _ := os.ReadDir(dir)
+	for _, file := range files {
+		if name := file.Name(); strings.HasPrefix(name, prefix) && len(name) == len(prefix)+randomDigits {
+			removeUnclaimed(filepath.Join(dir, name))
+		}
+	}
+}
