@@ -69,19 +69,11 @@ var (
 
 // host is the engine on the CPU.
 type host struct {
-	model     *Model
+	Inference
 	optimizer optim.Optimizer
 	limit     float64
-	train     *runner
+	train     Runner
 	grads     []gorgonia.ValueGrad
-	losses    map[int]*runner // by batch size, built when first needed
-	generator *runner
-}
-
-// runner is a graph on its machine.
-type runner struct {
-	*Graph
-	machine gorgonia.VM
 }
 
 func newHost(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
@@ -93,7 +85,7 @@ func newHost(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &host{model: m, optimizer: o, limit: c.Clip, train: &runner{g, machine}, grads: machine.ValueGrads(), losses: map[int]*runner{}}
+	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip, train: Runner{g, machine}, grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
@@ -110,7 +102,7 @@ func (t *host) Name() string {
 	return "cpu"
 }
 
-func (t *host) Gradients(b Batch) (float64, error) { return t.train.run(b) }
+func (t *host) Gradients(b Batch) (float64, error) { return t.train.Run(b) }
 
 func (t *host) Update() (float64, error) {
 	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
@@ -139,63 +131,12 @@ func (t *host) FirstNonFinite() (name, kind string, found bool) {
 	return autodiff.FirstNonFinite(t.grads)
 }
 
-func (t *host) Loss(b Batch) (float64, error) {
-	sequences := len(b.Inputs) / t.model.Config.Seq
-	r := t.losses[sequences]
-	if r == nil {
-		g, err := t.model.Graph(ForLoss, sequences)
-		if err != nil {
-			return 0, err
-		}
-		if r, err = newRunner(g); err != nil {
-			return 0, err
-		}
-		t.losses[sequences] = r
-	}
-	return r.run(b)
-}
-
-func (t *host) Logits(tokens []int) (any, error) {
-	if t.generator == nil {
-		var err error
-		if t.generator, err = newGeneratorRunner(t.model); err != nil {
-			return nil, err
-		}
-	}
-	return t.generator.logits(tokens)
-}
-
-func newGeneratorRunner(m *Model) (*runner, error) {
-	g, err := m.Graph(ForLogits, 1)
-	if err != nil {
-		return nil, err
-	}
-	return newRunner(g)
-}
-
-func newRunner(g *Graph) (*runner, error) {
-	machine, err := cpuops.NewMachine(g.G)
-	if err != nil {
-		return nil, err
-	}
-	return &runner{g, machine}, nil
-}
-
 func (t *host) Pull(...string) error { return nil }
 func (t *host) Push(...string) error { return nil }
 
 func (t *host) Forget(param string, from, to int) error { return t.optimizer.Forget(param, from, to) }
 
-func (t *host) Close() error {
-	err := t.train.machine.Close()
-	for _, r := range t.losses {
-		err = errors.Join(err, r.machine.Close())
-	}
-	if t.generator != nil {
-		err = errors.Join(err, t.generator.machine.Close())
-	}
-	return err
-}
+func (t *host) Close() error { return errors.Join(t.train.Machine.Close(), t.Inference.Close()) }
 
 // Graph builds the graph of a model whose gradients c asks for.
 func (c TrainConfig) Graph(m *Model) (*Graph, error) {
@@ -226,38 +167,3 @@ func (g *Graph) LetTokens(tokens []int) error {
 }
 
 func ids(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
-
-// run computes the graph on a batch and returns the loss.
-func (r *runner) run(b Batch) (float64, error) {
-	r.machine.Reset()
-	if err := r.Let(b); err != nil {
-		return 0, err
-	}
-	if err := r.machine.RunAll(); err != nil {
-		return 0, err
-	}
-	return scalar(r.Loss.Value())
-}
-
-func scalar(v gorgonia.Value) (float64, error) {
-	switch x := v.Data().(type) {
-	case float32:
-		return float64(x), nil
-	case float64:
-		return x, nil
-	default:
-		return 0, fmt.Errorf("the loss is a %T", x)
-	}
-}
-
-// logits returns those for the token that follows.
-func (r *runner) logits(tokens []int) (any, error) {
-	r.machine.Reset()
-	if err := r.LetTokens(tokens); err != nil {
-		return nil, err
-	}
-	if err := r.machine.RunAll(); err != nil {
-		return nil, err
-	}
-	return r.Logits.Value().Data(), nil
-}

@@ -18,11 +18,11 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
 	}
-	r, err := newGeneratorRunner(m)
+	r, err := (&Inference{Model: m}).runner(ForLogits, 1)
 	if err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config.Seq, r.logits, r.machine.Close}, nil
+	return &Generator{m.Config.Seq, r.Next, r.Machine.Close}, nil
 }
 
 // Close frees the generator's machine.

@@ -152,7 +152,8 @@ func TestAccumulation(t *testing.T) {
 		machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
 		defer machine.Close()
 		for lo := 0; lo < 6; lo += sequences {
-			if _, err := (&runner{g, machine}).run(batch(lo, lo+sequences)); err != nil {
+			machine.Reset()
+			if err := errors.Join(g.Let(batch(lo, lo+sequences)), machine.RunAll()); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -37,33 +37,24 @@ func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops
 	}
 }
 
-// engine is an llm.Engine. Losses and logits come from machines that share the parameters' memory.
+// engine is an llm.Engine.
 type engine struct {
-	name      string
-	device    *cudaops.Device
-	options   []cudaops.MachineOption
-	model     *llm.Model
-	optimizer optim.Optimizer
-	limit     float64
-	train     runner
-	losses    map[int]*runner
-	generator *runner
-	changed   bool // the device is ahead of the host
+	name          string
+	llm.Inference // on machines that share the parameters' memory
+	optimizer     optim.Optimizer
+	limit         float64
+	graph         *llm.Graph
+	machine       *cudaops.Machine
+	changed       bool // the device is ahead of the host
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
 type scaler struct{ *engine }
 
-func (s scaler) LossScale() llm.LossScale { return llm.LossScale(s.train.machine.LossScale()) }
+func (s scaler) LossScale() llm.LossScale { return llm.LossScale(s.machine.LossScale()) }
 
 func (s scaler) SetLossScale(l llm.LossScale) error {
-	return s.train.machine.SetLossScale(cudaops.LossScale(l))
-}
-
-// runner is a graph on its machine.
-type runner struct {
-	*llm.Graph
-	machine *cudaops.Machine
+	return s.machine.SetLossScale(cudaops.LossScale(l))
 }
 
 func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
@@ -77,29 +68,31 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 	if err := o.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
 		return nil, err
 	}
-	e := &engine{name: name, device: device, options: slices.Clip(opts), model: m, optimizer: o, limit: c.Clip,
-		losses: map[int]*runner{}}
-	opts = append(e.options, cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
+	own := append(slices.Clip(opts), cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
 	if c.Accumulate > 1 {
-		opts = append(opts, cudaops.WithAccumulation())
+		own = append(own, cudaops.WithAccumulation())
 	}
-	machine, err := cudaops.NewMachine(device, g.G, opts...)
+	machine, err := cudaops.NewMachine(device, g.G, own...)
 	if err != nil {
 		return nil, err
 	}
-	e.train = runner{g, machine}
 	if err := machine.SetOptimizer(o, c.Clip); err != nil {
 		return nil, errors.Join(err, machine.Close())
 	}
-	return e, nil
+	beside := func(g *llm.Graph) (llm.Machine, error) {
+		return cudaops.NewMachine(device, g.G, append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
+	}
+	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false}, nil
 }
 
 func (e *engine) Name() string { return e.name }
 
-func (e *engine) Gradients(b llm.Batch) (float64, error) { return e.train.run(b) }
+func (e *engine) Gradients(b llm.Batch) (float64, error) {
+	return llm.Runner{Graph: e.graph, Machine: e.machine}.Run(b)
+}
 
 func (e *engine) Update() (float64, error) {
-	norm, err := e.train.machine.Update()
+	norm, err := e.machine.Update()
 	if errors.Is(err, cudaops.ErrNonFinite) {
 		return norm, llm.ErrGradients
 	}
@@ -108,91 +101,26 @@ func (e *engine) Update() (float64, error) {
 }
 
 // OpTimes needs the option cudaops.WithMonitor.
-func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.train.machine.Monitor() }
+func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 
-func (e *engine) Drop() error { return e.train.machine.DropGradients() }
+func (e *engine) Drop() error { return e.machine.DropGradients() }
 
 // FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the last run.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	if err := e.Pull(); err != nil {
 		return "", "", false
 	}
-	for i, p := range e.train.Params {
-		if !finite(e.model.Params[i].Value) {
+	for i, p := range e.graph.Params {
+		if !finite(e.Model.Params[i].Value) {
 			return p.Name(), "value", true
 		}
 	}
-	for _, p := range e.train.Params {
-		if v, err := e.train.machine.Value(p.Deriv()); err == nil && !finite(v) {
+	for _, p := range e.graph.Params {
+		if v, err := e.machine.Value(p.Deriv()); err == nil && !finite(v) {
 			return p.Name(), "gradient", true
 		}
 	}
 	return "", "", false
-}
-
-func (e *engine) Loss(b llm.Batch) (float64, error) {
-	sequences := len(b.Inputs) / e.model.Config.Seq
-	d := e.losses[sequences]
-	if d == nil {
-		var err error
-		if d, err = e.beside(llm.ForLoss, sequences); err != nil {
-			return 0, err
-		}
-		e.losses[sequences] = d
-	}
-	return d.run(b)
-}
-
-// beside returns a graph on a machine that uses the parameters of the one that trains.
-func (e *engine) beside(kind llm.GraphKind, batch int) (*runner, error) {
-	g, err := e.model.Graph(kind, batch)
-	if err != nil {
-		return nil, err
-	}
-	m, err := cudaops.NewMachine(e.device, g.G, append(e.options, cudaops.WithParamsOf(e.train.machine))...)
-	if err != nil {
-		return nil, err
-	}
-	return &runner{g, m}, nil
-}
-
-func (e *engine) Logits(tokens []int) (any, error) {
-	if e.generator == nil {
-		var err error
-		if e.generator, err = e.beside(llm.ForLogits, 1); err != nil {
-			return nil, err
-		}
-	}
-	g := e.generator
-	if err := g.LetTokens(tokens); err != nil {
-		return nil, err
-	}
-	if err := g.machine.RunAll(); err != nil {
-		return nil, err
-	}
-	v, err := g.machine.Value(g.Logits)
-	if err != nil {
-		return nil, err
-	}
-	return v.Data(), nil
-}
-
-func (r *runner) run(b llm.Batch) (float64, error) {
-	if err := r.Let(b); err != nil {
-		return 0, err
-	}
-	if err := r.machine.RunAll(); err != nil {
-		return 0, err
-	}
-	v, err := r.machine.Value(r.Loss)
-	if err != nil {
-		return 0, err
-	}
-	x, ok := v.Data().(float32)
-	if !ok {
-		return 0, fmt.Errorf("the loss is a %T", v.Data())
-	}
-	return float64(x), nil
 }
 
 // Pull fetches the named parameters; without names all, and what the optimiser remembers.
@@ -208,7 +136,7 @@ func (e *engine) Pull(names ...string) error {
 	if len(names) > 0 {
 		return nil
 	}
-	if err := e.train.machine.Download(); err != nil {
+	if err := e.machine.Download(); err != nil {
 		return err
 	}
 	e.changed = false
@@ -217,7 +145,7 @@ func (e *engine) Pull(names ...string) error {
 
 // find returns the number of a parameter.
 func (e *engine) find(name string) (int, error) {
-	i := slices.IndexFunc(e.train.Params, func(p *gorgonia.Node) bool { return p.Name() == name })
+	i := slices.IndexFunc(e.graph.Params, func(p *gorgonia.Node) bool { return p.Name() == name })
 	if i < 0 {
 		return 0, fmt.Errorf("the model has no parameter %s", name)
 	}
@@ -230,7 +158,7 @@ func (e *engine) pull(name string) error {
 	if err != nil {
 		return err
 	}
-	v, err := e.train.machine.Value(e.train.Params[i])
+	v, err := e.machine.Value(e.graph.Params[i])
 	if err != nil {
 		return err
 	}
@@ -238,22 +166,22 @@ func (e *engine) pull(name string) error {
 	if !ok {
 		return fmt.Errorf("parameter %s is a %T", name, v.Data())
 	}
-	copy(e.model.Params[i].Value.Float32s(), x)
+	copy(e.Model.Params[i].Value.Float32s(), x)
 	return nil
 }
 
 // Push sends the named parameters; without names all, and what the optimiser remembers.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		return errors.Join(e.train.machine.Upload(e.train.Params...), e.train.machine.SetOptimizer(e.optimizer, e.limit))
+		return errors.Join(e.machine.Upload(e.graph.Params...), e.machine.SetOptimizer(e.optimizer, e.limit))
 	}
 	var nodes gorgonia.Nodes
-	for _, p := range e.train.Params {
+	for _, p := range e.graph.Params {
 		if slices.Contains(names, p.Name()) {
 			nodes = append(nodes, p)
 		}
 	}
-	return e.train.machine.Upload(nodes...)
+	return e.machine.Upload(nodes...)
 }
 
 func (e *engine) Forget(param string, from, to int) error {
@@ -261,18 +189,11 @@ func (e *engine) Forget(param string, from, to int) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(e.train.machine.Forget(e.train.Params[i], from, to), e.optimizer.Forget(param, from, to))
+	return errors.Join(e.machine.Forget(e.graph.Params[i], from, to), e.optimizer.Forget(param, from, to))
 }
 
 func (e *engine) Close() error {
-	var err error
-	for _, r := range e.losses {
-		err = errors.Join(err, r.machine.Close())
-	}
-	if e.generator != nil {
-		err = errors.Join(err, e.generator.machine.Close())
-	}
-	return errors.Join(err, e.train.machine.Close())
+	return errors.Join(e.Inference.Close(), e.machine.Close())
 }
 
 func finite(v gorgonia.Value) bool {

@@ -1,0 +1,123 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+)
+
+// Machine computes a graph, as cpuops.Machine and cudaops.Machine do.
+type Machine interface {
+	RunAll() error
+	Value(*gorgonia.Node) (gorgonia.Value, error)
+	Close() error
+}
+
+// Runner is a model's graph on a machine.
+type Runner struct {
+	*Graph
+	Machine Machine
+}
+
+// Run computes a graph with a loss on a batch, and returns the loss.
+func (r Runner) Run(b Batch) (float64, error) {
+	if err := r.Let(b); err != nil {
+		return 0, err
+	}
+	data, err := r.compute(r.Loss)
+	if err != nil {
+		return 0, err
+	}
+	switch x := data.(type) {
+	case float32:
+		return float64(x), nil
+	case float64:
+		return x, nil
+	}
+	return 0, fmt.Errorf("the loss is a %T", data)
+}
+
+// Next computes a graph for logits, and returns those for the token that follows the given ones: a []float32 or a []float64.
+func (r Runner) Next(tokens []int) (any, error) {
+	if err := r.LetTokens(tokens); err != nil {
+		return nil, err
+	}
+	return r.compute(r.Logits)
+}
+
+func (r Runner) compute(n *gorgonia.Node) (any, error) {
+	if err := r.Machine.RunAll(); err != nil {
+		return nil, err
+	}
+	v, err := r.Machine.Value(n)
+	if err != nil {
+		return nil, err
+	}
+	return v.Data(), nil
+}
+
+// Inference is the part of an engine that has no gradients: graphs of a model, each built when it is first needed.
+type Inference struct {
+	Model *Model
+	Make  func(*Graph) (Machine, error) // what computes a graph with the model's parameters; nil for a machine on the CPU
+
+	losses    map[int]Runner // by batch size
+	generator *Runner
+}
+
+func (i *Inference) runner(kind GraphKind, sequences int) (r Runner, err error) {
+	if r.Graph, err = i.Model.Graph(kind, sequences); err != nil {
+		return r, err
+	}
+	if i.Make == nil {
+		r.Machine, err = cpuops.NewMachine(r.G)
+	} else {
+		r.Machine, err = i.Make(r.Graph)
+	}
+	return r, err
+}
+
+// Loss is that of [Engine].
+func (i *Inference) Loss(b Batch) (float64, error) {
+	sequences := len(b.Inputs) / i.Model.Config.Seq
+	r, ok := i.losses[sequences]
+	if !ok {
+		var err error
+		if r, err = i.runner(ForLoss, sequences); err != nil {
+			return 0, err
+		}
+		if i.losses == nil {
+			i.losses = map[int]Runner{}
+		}
+		i.losses[sequences] = r
+	}
+	return r.Run(b)
+}
+
+// Logits is that of [Engine].
+func (i *Inference) Logits(tokens []int) (any, error) {
+	if i.generator == nil {
+		r, err := i.runner(ForLogits, 1)
+		if err != nil {
+			return nil, err
+		}
+		i.generator = &r
+	}
+	return i.generator.Next(tokens)
+}
+
+// Close frees the machines.
+func (i *Inference) Close() error {
+	var err error
+	for _, r := range i.losses {
+		err = errors.Join(err, r.Machine.Close())
+	}
+	if i.generator != nil {
+		err = errors.Join(err, i.generator.Machine.Close())
+	}
+	i.losses, i.generator = nil, nil
+	return err
+}
