@@ -71,34 +71,40 @@ func realKernels(ctx driver.Context) (kernelSet, error) { return kernels.New(ctx
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
 type lowering func(c *compiler, n *gorgonia.Node, in []*array) (*array, error)
 
-// lowerings holds the ops of this module by type. An op and its gradient stand here both or neither: what one leaves for
-// the other is on the device.
-var lowerings map[reflect.Type]lowering
+// ownOp is what the compiler knows of an op of this module.
+type ownOp struct {
+	lower  lowering
+	scaled linearity // nil for an op that is not linear in anything
+}
+
+// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither: what one leaves for the other
+// is on the device.
+var ownOps map[reflect.Type]ownOp
 
 func init() {
-	lowerings = map[reflect.Type]lowering{
-		reflect.TypeFor[*opbase.PartOp]():               lowerPart,
-		reflect.TypeFor[*op.RMSNormOp]():                lowerRMSNorm,
-		reflect.TypeFor[*op.RMSNormGradOp]():            lowerRMSNormGrad,
-		reflect.TypeFor[*op.RoPEOp]():                   lowerRoPE,
-		reflect.TypeFor[*op.SiLUMLPOp]():                lowerSiLUMLP,
-		reflect.TypeFor[*op.SiLUMLPGradOp]():            lowerSiLUMLPGrad,
-		reflect.TypeFor[*op.EmbeddingOp]():              lowerEmbedding,
-		reflect.TypeFor[*op.EmbeddingGradOp]():          lowerEmbeddingGrad,
-		reflect.TypeFor[*op.CrossEntropyOp]():           lowerCrossEntropy,
-		reflect.TypeFor[*op.CrossEntropyGradOp]():       lowerCrossEntropyGrad,
-		reflect.TypeFor[*op.LinearCrossEntropyOp]():     lowerLinearCrossEntropy,
-		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): lowerLinearCrossEntropyGrad,
-		reflect.TypeFor[*op.LinearOp]():                 lowerLinear,
-		reflect.TypeFor[*op.LinearGradOp]():             lowerLinearGrad,
-		reflect.TypeFor[*op.AttentionOp]():              lowerAttention,
-		reflect.TypeFor[*op.AttentionGradOp]():          lowerAttentionGrad,
-		reflect.TypeFor[*op.NewtonSchulzOp]():           lowerNewtonSchulz,
-		reflect.TypeFor[*op.NewtonSchulzGradOp]():       lowerNewtonSchulzGrad,
-		reflect.TypeFor[*op.KasminaOp]():                lowerKasmina,
-		reflect.TypeFor[*op.KasminaGradOp]():            lowerKasminaGrad,
-		reflect.TypeFor[*autodiff.RecomputeOp]():        lowerRecompute,
-		reflect.TypeFor[*autodiff.RecomputeGradOp]():    lowerRecomputeGrad,
+	ownOps = map[reflect.Type]ownOp{
+		reflect.TypeFor[*opbase.PartOp]():               {lowerPart, in(0)},
+		reflect.TypeFor[*op.RMSNormOp]():                {lowerRMSNorm, nil},
+		reflect.TypeFor[*op.RMSNormGradOp]():            {lowerRMSNormGrad, in(3)},
+		reflect.TypeFor[*op.RoPEOp]():                   {lowerRoPE, in(0)},
+		reflect.TypeFor[*op.SiLUMLPOp]():                {lowerSiLUMLP, nil},
+		reflect.TypeFor[*op.SiLUMLPGradOp]():            {lowerSiLUMLPGrad, in(5)},
+		reflect.TypeFor[*op.EmbeddingOp]():              {lowerEmbedding, nil},
+		reflect.TypeFor[*op.EmbeddingGradOp]():          {lowerEmbeddingGrad, in(1)},
+		reflect.TypeFor[*op.CrossEntropyOp]():           {lowerCrossEntropy, nil},
+		reflect.TypeFor[*op.CrossEntropyGradOp]():       {lowerCrossEntropyGrad, in(3)},
+		reflect.TypeFor[*op.LinearCrossEntropyOp]():     {lowerLinearCrossEntropy, nil},
+		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
+		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
+		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
+		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, in(4)},
+		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
+		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
+		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
+		reflect.TypeFor[*op.KasminaGradOp]():            {lowerKasminaGrad, in(4)},
+		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
 	}
 }
 
@@ -115,7 +121,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && opbase.IsConstant(n) {
 		return c.input(n)
 	}
-	f := lowerings[reflect.TypeOf(n.Op())]
+	f := ownOps[reflect.TypeOf(n.Op())].lower
 	if f == nil {
 		f = stock(n)
 		if f != nil && c.m.tuner.onHost(fmt.Sprint(n.Op())) {

@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/op"
 )
 
 // Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is multiplied by a scale S,
@@ -220,69 +219,79 @@ func (s *scaling) follow(n, root *gorgonia.Node, forward bool) error {
 	return errors.New("it is not linear in the gradient of the loss, which Float16 scales")
 }
 
-// gradientInput is which input of a backward op is the gradient.
-var gradientInput = map[reflect.Type]int{
-	reflect.TypeFor[*op.RMSNormGradOp]():            3,
-	reflect.TypeFor[*op.SiLUMLPGradOp]():            5,
-	reflect.TypeFor[*op.EmbeddingGradOp]():          1,
-	reflect.TypeFor[*op.CrossEntropyGradOp]():       3,
-	reflect.TypeFor[*op.LinearCrossEntropyGradOp](): 4,
-	reflect.TypeFor[*op.LinearGradOp]():             2,
-	reflect.TypeFor[*op.AttentionGradOp]():          4,
-	reflect.TypeFor[*op.KasminaGradOp]():            4,
-	reflect.TypeFor[*op.NewtonSchulzGradOp]():       1,
-	reflect.TypeFor[*op.RoPEOp]():                   0,
-	reflect.TypeFor[*opbase.PartOp]():               0,
+// carriers are the inputs of a node that carry the scale, at least one.
+type carriers []bool
+
+func (c carriers) count() (n int) {
+	for _, carries := range c {
+		if carries {
+			n++
+		}
+	}
+	return n
 }
 
-// linear reports whether a node's value is linear in those inputs that carry the scale, all together, and whether it carries
+// linearity reports whether a node's value is linear in those inputs that carry the scale, all together, and whether it carries
 // the scale itself.
-func linear(n *gorgonia.Node, carries []bool) (out, ok bool) {
-	count := 0
-	for _, c := range carries {
-		if c {
-			count++
-		}
-	}
-	if count == 0 {
-		return false, true
-	}
-	only := func(input int) (bool, bool) { return true, count == 1 && carries[input] }
-	all := count == len(carries)
-	if o, isRecompute := n.Op().(*autodiff.RecomputeGradOp); isRecompute {
-		return only(len(o.Inputs))
-	}
-	if i, known := gradientInput[reflect.TypeOf(n.Op())]; known {
-		return only(i)
-	}
-	if _, isLinear := n.Op().(*op.LinearOp); isLinear {
-		return true, count == 1
-	}
-	name := fmt.Sprint(n.Op())
-	switch symbol, _, _ := strings.Cut(name, " "); fmt.Sprintf("%T", n.Op()) {
-	case "gorgonia.elemBinOp":
-		switch symbol {
-		case "+", "-":
-			return true, all
-		case "⊙":
-			return true, count == 1
-		case "÷":
-			return only(0)
-		}
-	case "gorgonia.elemUnaryOp":
-		return true, name == "neg"
-	case "gorgonia.sumOp", "gorgonia.reshapeOp", "gorgonia.transposeOp", "*gorgonia.sliceOp", "gorgonia.atOp", "gorgonia.concatOp":
-		return true, all
-	case "gorgonia.linAlgBinOp":
-		return true, count == 1
-	case "*gorgonia.repeatOp", "*gorgonia.byIndicesOp":
-		return only(0)
-	case "gorgonia.sizeOp":
-		return false, true
-	case "gorgonia.sliceIncrOp", "*gorgonia.byIndicesOpDiffOp": // of their first input they need the shape
-		return carries[1], true
-	case "*gorgonia.softmaxDiffOp":
-		return only(2)
-	}
-	return true, lowerings[reflect.TypeOf(n.Op())] == nil && stock(n) == nil // the host computes it without the scale
+type linearity func(n *gorgonia.Node, c carriers) (out, ok bool)
+
+// in is linear in one input.
+func in(input int) linearity {
+	return func(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 && c[input] }
 }
+
+// inOne is linear in each input, but not in two together.
+func inOne(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }
+
+// inAll is linear in all inputs together.
+func inAll(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == len(c) }
+
+// inAdded is linear in the second input. Of the first it needs the shape.
+func inAdded(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
+
+// sizeOnly needs nothing but the shape.
+func sizeOnly(*gorgonia.Node, carriers) (bool, bool) { return false, true }
+
+// inRecomputed is linear in the gradient, which follows the inputs of what is recomputed.
+func inRecomputed(n *gorgonia.Node, c carriers) (bool, bool) {
+	return in(len(n.Op().(*autodiff.RecomputeGradOp).Inputs))(n, c)
+}
+
+// inNegated is for elementwise functions, of which one is linear.
+func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) { return true, fmt.Sprint(n.Op()) == "neg" }
+
+// inOperands is for elementwise functions of two operands.
+func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {
+	switch symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " "); symbol {
+	case "+", "-":
+		return inAll(n, c)
+	case "⊙":
+		return inOne(n, c)
+	case "÷":
+		return in(0)(n, c)
+	}
+	return onHost(n, c)
+}
+
+// linear is the linearity of a node's op, where an input may carry the scale.
+func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
+	if c.count() == 0 {
+		return false, true
+	}
+	own, known := ownOps[reflect.TypeOf(n.Op())]
+	scaled := own.scaled
+	if !known {
+		scaled = stockOps[fmt.Sprintf("%T", n.Op())].scaled
+	}
+	switch {
+	case scaled != nil:
+		return scaled(n, c)
+	case known:
+		return true, false
+	}
+	return onHost(n, c)
+}
+
+// onHost is for an op that is not linear: it can be computed all the same if it has no kernel, since the host does it without the
+// scale.
+func onHost(n *gorgonia.Node, _ carriers) (bool, bool) { return true, stock(n) == nil }

@@ -16,37 +16,43 @@ import (
 // Gorgonia does not export the types of its ops. They are told apart by their type's name and by what String says. Sizes come
 // from the shapes of nodes. Where these do not fit what String says, there is no lowering, and the op itself computes.
 
-// stockOps holds, by the name of an op's type, what finds the lowering of a node, nil if there is none. The types of
-// gradients stand beside those of their ops; most gradients, and functions such as Rectify and Mean, are made of other ops.
-var stockOps map[string]func(n *gorgonia.Node) lowering
+// stockOp is what the compiler knows of an op of Gorgonia's.
+type stockOp struct {
+	find   func(n *gorgonia.Node) lowering // nil if there is none for the node
+	scaled linearity                       // nil for an op that is not linear in anything
+}
+
+// stockOps holds them by the name of the op's type. The types of gradients stand beside those of their ops; most gradients, and
+// functions such as Rectify and Mean, are made of other ops.
+var stockOps map[string]stockOp
 
 func init() {
-	stockOps = map[string]func(*gorgonia.Node) lowering{
-		"gorgonia.elemUnaryOp":        stockUnary,
-		"gorgonia.elemBinOp":          stockBinary,
-		"gorgonia.minBetween":         stockBinary,
-		"gorgonia.maxBetween":         stockBinary,
-		"gorgonia.linAlgBinOp":        stockProduct,
-		"gorgonia.sumOp":              stockReduction,
-		"*gorgonia.maxOp":             stockReduction,
-		"*gorgonia.softmaxOp":         stockSoftmax,
-		"*gorgonia.softmaxDiffOp":     stockSoftmax,
-		"gorgonia.reshapeOp":          stockReshape,
-		"gorgonia.transposeOp":        stockTranspose,
-		"*gorgonia.sliceOp":           stockSlice,
-		"gorgonia.sliceIncrOp":        stockSlice,
-		"gorgonia.concatOp":           stockConcat,
-		"gorgonia.atOp":               stockAt,
-		"*gorgonia.repeatOp":          stockRepeat,
-		"gorgonia.sizeOp":             stockSize,
-		"*gorgonia.byIndicesOp":       stockByIndices,
-		"*gorgonia.byIndicesOpDiffOp": stockByIndices,
+	stockOps = map[string]stockOp{
+		"gorgonia.elemUnaryOp":        {stockUnary, inNegated},
+		"gorgonia.elemBinOp":          {stockBinary, inOperands},
+		"gorgonia.minBetween":         {stockBinary, nil},
+		"gorgonia.maxBetween":         {stockBinary, nil},
+		"gorgonia.linAlgBinOp":        {stockProduct, inOne},
+		"gorgonia.sumOp":              {stockReduction, inAll},
+		"*gorgonia.maxOp":             {stockReduction, nil},
+		"*gorgonia.softmaxOp":         {stockSoftmax, nil},
+		"*gorgonia.softmaxDiffOp":     {stockSoftmax, in(2)},
+		"gorgonia.reshapeOp":          {stockReshape, inAll},
+		"gorgonia.transposeOp":        {stockTranspose, inAll},
+		"*gorgonia.sliceOp":           {stockSlice, inAll},
+		"gorgonia.sliceIncrOp":        {stockSlice, inAdded},
+		"gorgonia.concatOp":           {stockConcat, inAll},
+		"gorgonia.atOp":               {stockAt, inAll},
+		"*gorgonia.repeatOp":          {stockRepeat, in(0)},
+		"gorgonia.sizeOp":             {stockSize, sizeOnly},
+		"*gorgonia.byIndicesOp":       {stockByIndices, in(0)},
+		"*gorgonia.byIndicesOpDiffOp": {stockByIndices, inAdded},
 	}
 }
 
 // stock returns the lowering of one of Gorgonia's own ops, nil if there is none.
 func stock(n *gorgonia.Node) lowering {
-	find := stockOps[fmt.Sprintf("%T", n.Op())]
+	find := stockOps[fmt.Sprintf("%T", n.Op())].find
 	if find == nil {
 		return nil
 	}
