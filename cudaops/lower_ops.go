@@ -478,7 +478,11 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array
 			}
 			return m.k.CrossEntropy(m.stream, a)
 		}
-		c.do(n, call, l, losses, targets, saved.scale)
+		touched := []*array{l, losses, targets, saved.scale}
+		if saved.dx != nil {
+			touched = append(touched, l) // the gradient takes the logits' place
+		}
+		c.do(n, call, touched...)
 		if saved.dx == nil {
 			continue
 		}

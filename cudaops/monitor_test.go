@@ -132,7 +132,7 @@ func TestMonitor(t *testing.T) {
 		if o.Op == "Linear" && o.FLOPs != 2*6*5*4 {
 			t.Errorf("the product: %+v", o)
 		}
-		if o.Op == "Update" && o.Bytes != 4*20*7 {
+		if o.Op == "Update" && o.Bytes != 4*20*8 { // gradients twice
 			t.Errorf("the update: %+v", o)
 		}
 	}

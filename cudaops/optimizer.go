@@ -120,11 +120,11 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	return err
 }
 
-// bytes is what an update has to move: it reads gradients, parameters and moments, and writes the last two and the
-// parameters' copies.
+// bytes is what an update has to move: it reads gradients for their norm, and then these, parameters and moments, and writes
+// the last two and the parameters' copies.
 func (x *optimizer) bytes() (n float64) {
 	for _, p := range x.states {
-		n += float64(p.grad.extent())
+		n += 2 * float64(p.grad.extent())
 		for _, a := range append([]*array{p.input.array}, p.moments[:]...) {
 			if a != nil {
 				n += 2 * float64(a.extent())

@@ -263,11 +263,11 @@ func (c *program) allocate(b *block, e elem, shape []int) *array {
 	return a
 }
 
-// do adds a task that reads and writes the given arrays.
+// do adds a task that reads and writes the given arrays. The first is written: if it comes again, it is read too.
 func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
 	t := task{node: n, run: run}
 	for i, a := range touched {
-		if a != nil && a.block != nil && !slices.Contains(touched[:i], a) {
+		if a != nil && a.block != nil && (i == 0 || !slices.Contains(touched[1:i], a)) {
 			t.bytes += float64(a.extent())
 		}
 	}

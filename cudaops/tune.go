@@ -55,7 +55,7 @@ func WithTuning(t Tuning) MachineOption {
 // WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY, with names as in
 // [Machine.Choices] and with the wildcards of [path.Match]:
 //
-//	cudaops.WithWays("Attention*=mma", "RMSNorm!=rows-*")
+//	cudaops.WithWays("Attention*=mma", "RMSNorm*!=rows-*")
 //
 // The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be computed in is not forced upon
 // it. The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
@@ -108,7 +108,7 @@ func matches(pattern, name string) bool {
 // Choice is the way in which a machine computes an op of some shape.
 type Choice struct {
 	Op, Shape string // as in RMSNorm, "4096x1024 bfloat16"
-	Way       string // as in warp-4; of a matrix product what cuBLASLt calls it
+	Way       string // as in rows-4; of a matrix product what cuBLASLt calls it
 	Of        int    // how many ways there were
 	Source    Source
 	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it reads there. 0 if it was

@@ -20,38 +20,40 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Launch: a block a chunk.
+// Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
+// for longer.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
+  Chunk c = chunks[blockIdx.x / kRounds];
   if (control->skipped) return;
-  Chunk c = chunks[blockIdx.x];
-  const Tensor t = tensors[c.tensor];
+  const Tensor& t = tensors[c.tensor];
   const Update u = updates[c.tensor];
   float multiplier = control->multiplier, eps = control->eps;
+  float *param = t.param, *first = t.first, *second = t.second;
+  const void* grad = t.grad;
+  void* copy = t.copy;
+  int gradType = t.gradType, copyType = t.copyType;
+  int64_t size = t.size, round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
+  int64_t i = (round * kThreads + threadIdx.x) * kPerAccess;
+
   auto update = [&](float& p, float g, float& m, float& v) {
     g *= multiplier;
     m += u.gain1 * (g - m);
     v = u.beta2 * v + u.gain2 * g * g;
     p = u.keep * p - u.rate * m / (sqrtf(v) / u.root + eps);
   };
-  struct Four {
-    Pack<float, 4> p, g, m, v;
-  };
-  forChunk<2>(
-      t.size, c.index,
-      [&](int64_t i) {
-        return Four{load<4>(t.param + i), loadAs(t.grad, t.gradType, i), load<4>(t.first + i), load<4>(t.second + i)};
-      },
-      [&](int64_t i, Four f) {
+  if (i + kPerAccess <= size) {
+    auto p = load<4>(param + i), g = loadAs(grad, gradType, i), m = load<4>(first + i), v = load<4>(second + i);
 #pragma unroll
-        for (int j = 0; j < 4; j++) update(f.p.v[j], f.g.v[j], f.m.v[j], f.v.v[j]);
-        store(t.param + i, f.p);
-        store(t.first + i, f.m);
-        store(t.second + i, f.v);
-        if (t.copy) storeAs(t.copy, t.copyType, i, f.p);
-      },
-      [&](int64_t i) {
-        update(t.param[i], loadOneAs(t.grad, t.gradType, i), t.first[i], t.second[i]);
-        if (t.copy) storeOneAs(t.copy, t.copyType, i, t.param[i]);
-      });
+    for (int j = 0; j < kPerAccess; j++) update(p.v[j], g.v[j], m.v[j], v.v[j]);
+    store(param + i, p);
+    store(first + i, m);
+    store(second + i, v);
+    if (copy) storeAs(copy, copyType, i, p);
+    return;
+  }
+  for (; i < size; i++) {
+    update(param[i], loadOneAs(grad, gradType, i), first[i], second[i]);
+    if (copy) storeOneAs(copy, copyType, i, param[i]);
+  }
 }

@@ -37,8 +37,7 @@ struct Row {
   float at;  // the target's logit
 };
 
-template <class T> __device__ __forceinline__ Row rowOf(const T* row, const void* targets, int targetBytes, int v) {
-  int64_t target = targetOf(targets, targetBytes, blockIdx.x);
+template <class T> __device__ __forceinline__ Row rowOf(const T* row, int64_t target, int v) {
   return {target, target < 0 ? 0.0f : target < v ? toFloat(row[target]) : NAN};
 }
 
@@ -51,20 +50,26 @@ __device__ __forceinline__ void keep(float* losses, float* lse, const RowSum<T>&
   if (lse) lse[blockIdx.x] = counts ? s.lse() : 0.0f;
 }
 
-// Launch from here on: a block a row. lse and grad may be null; without scale there is no backward pass. The gradient is
-// scaled by scale[0]·(grad ? grad[0] : 1).
+// Launch from here on: a block a row. lse and grad may be null. The gradient is scaled by scale[0]·(grad ? grad[0] : 1).
+
+// The forward pass alone.
 template <class T>
-__device__ __forceinline__ void classify(T* logits, float* losses, float* lse, const void* targets, int targetBytes,
-                                         const float* scale, const float* grad, int v) {
-  T* row = logits + int64_t(blockIdx.x) * v;
-  Row r = rowOf(row, targets, targetBytes, v);
+__device__ __forceinline__ RowSum<T> classifyForward(const T* row, float* losses, float* lse, const Row& r, int v) {
   RowSum<T> s;
   if (r.target >= 0) {
     forRow(row, v, [&](int, auto p) { s.add(p); });
     s.reduce();
   }
   keep(losses, lse, s, r);
-  if (!scale) return;
+  return s;
+}
+
+template <class T>
+__device__ __forceinline__ void classify(T* logits, float* losses, float* lse, const void* targets, int targetBytes,
+                                         const float* scale, const float* grad, int v) {
+  T* row = logits + int64_t(blockIdx.x) * v;
+  Row r = rowOf(row, targetOf(targets, targetBytes, blockIdx.x), v);
+  RowSum<T> s = classifyForward(row, losses, lse, r, v);
   if (r.target < 0) return zero(row, v);
   float log = s.lse(), g = scale[0] * (grad ? grad[0] : 1.0f);
   forRow(row, v, [&](int i, auto p) {
@@ -73,8 +78,8 @@ __device__ __forceinline__ void classify(T* logits, float* losses, float* lse, c
   });
 }
 
-// classify with scale, for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies what it will
-// itself read, in kParts portions, the first of which it works on while the others are on their way.
+// classify for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies what it will itself read, in
+// kParts portions, the first of which it works on while the others are on their way. The row's target arrives meanwhile too.
 template <class T>
 __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* lse, const void* targets, int targetBytes,
                                                const float* scale, const float* grad, int v) {
@@ -82,18 +87,22 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* 
   extern __shared__ uint4 shared[];
   auto* held = reinterpret_cast<Pack<T, N>*>(shared);
   T* row = logits + int64_t(blockIdx.x) * v;
-  if (targetOf(targets, targetBytes, blockIdx.x) < 0) {
-    keep(losses, lse, RowSum<T>(), Row{-1, 0});
-    return zero(row, v);
-  }
   int packs = v / N, round = kParts * blockDim.x, portion = (packs + round - 1) / round * blockDim.x;
-#pragma unroll
-  for (int part = 0; part < kParts; part++) {
+  auto copy = [&](int part) {
     for (int i = part * portion + threadIdx.x; i < min(packs, (part + 1) * portion); i += blockDim.x)
       copyAsync(held + i, row + i * N, true);
     commitAsync();
+  };
+  int64_t target = targetOf(targets, targetBytes, blockIdx.x);
+  copy(0);
+  if (target < 0) {
+    keep(losses, lse, RowSum<T>(), Row{-1, 0});
+    awaitAsync<0>();
+    return zero(row, v);
   }
-  Row r = rowOf(row, targets, targetBytes, v);
+#pragma unroll
+  for (int part = 1; part < kParts; part++) copy(part);
+  Row r = rowOf(row, target, v);
   RowSum<T> s;
   auto add = [&](int part) {
     for (int i = part * portion + threadIdx.x; i < min(packs, (part + 1) * portion); i += blockDim.x)
@@ -131,6 +140,12 @@ __device__ __forceinline__ void classifyBackward(T* out, const T* logits, const 
 }
 
 #define DEFINE(T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      cross_entropy_forward_##T(const T* logits, float* losses, float* lse, const void* targets,              \
+                                int targetBytes, int v) {                                                     \
+    const T* row = logits + int64_t(blockIdx.x) * v;                                                          \
+    classifyForward(row, losses, lse, rowOf(row, targetOf(targets, targetBytes, blockIdx.x), v), v);          \
+  }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
       cross_entropy_##T(T* logits, float* losses, float* lse, const void* targets, int targetBytes,           \
                         const float* scale, const float* grad, int v) {                                       \
@@ -152,6 +167,7 @@ FOR_STORAGE_TYPES(DEFINE)
 extern "C" __global__ void __launch_bounds__(kThreads)
     cross_entropy_scale(float* scale, const void* targets, int targetBytes, int64_t rows) {
   float count = 0;  // whole numbers, exact below 2²⁴ a thread
+#pragma unroll 8
   for (int64_t r = threadIdx.x; r < rows; r += blockDim.x) count += targetOf(targets, targetBytes, r) >= 0;
   count = blockReduce<Sum>(count);
   if (threadIdx.x == 0) scale[0] = 1.0f / count;
@@ -161,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     cross_entropy_mean(float* mean, const float* losses, const float* scale, int64_t rows) {
   float sum = 0;
+#pragma unroll 8
   for (int64_t r = threadIdx.x; r < rows; r += blockDim.x) sum += losses[r];
   sum = blockReduce<Sum>(sum);
   if (threadIdx.x == 0) mean[0] = sum * scale[0];

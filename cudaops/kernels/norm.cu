@@ -5,11 +5,126 @@
 //
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that reaches x past the norm.
 //
-// Each element is read and written once. Short rows are held by a warp, in registers. For longer ones, and backward, each
-// thread keeps a pack of columns and its weights and walks down the rows, while the next ones are on their way to shared memory;
-// so dw adds up in registers, each block leaves a partial sum, and a second kernel adds those up in order. Rows that do not
-// fit, or are not aligned to 16 bytes, take kernels that read them twice.
+// Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
+// columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
+// registers, each block leaves a partial sum, and a second kernel adds those up in order. Rows that do not fit, or are not
+// aligned to 16 bytes, take kernels that read them twice.
 #include "common.cuh"
+
+// ---- Forward ----
+
+// forget makes the compiler convert a pack to float again where it is next used, since holding both takes three times the
+// registers.
+template <class V> __device__ __forceinline__ void forget(V& v) {
+  unsigned* words = reinterpret_cast<unsigned*>(&v);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
+}
+
+// storeOnce is store for 16 bytes that this kernel does not read again, and goes with loadOnce: without it such loads make
+// copies slower.
+template <int N, class T> __device__ __forceinline__ void storeOnce(T* p, const Pack<T, N>& v) {
+  static_assert(sizeof(T) * N == 16, "16-byte accesses only");
+  __stcs(reinterpret_cast<uint4*>(p), reinterpret_cast<const uint4&>(v));
+}
+
+// kHeld is the most threads of a block whose threads hold rows in registers.
+constexpr int kHeld = 512;
+
+// groupSum is the sum over the blockDim.x threads that hold a row. It is called once.
+__device__ __forceinline__ float groupSum(float v) {
+  __shared__ float sums[kHeld / kWarp];
+  int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;
+  v = warpReduce<Sum>(v);
+  if (warps == 1) return v;
+  if (lane == 0) sums[first + threadIdx.x / kWarp] = v;
+  __syncthreads();
+  return warpReduce<Sum>(lane < warps ? sums[first + lane] : 0.0f);
+}
+
+// P packs a thread: the fewer, the closer together lies what the GPU has in flight. Launch: blockDim.x threads, whole warps,
+// hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec; blockDim.y rows a block, of at most kHeld threads.
+template <class T, int P, bool kAdd>
+__device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,
+                                            int64_t rows, int d, float eps) {
+  constexpr int N = kVec<T>;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
+  auto at = [&](int k) { return int(k * blockDim.x + threadIdx.x) * N; };
+  auto holds = [&](int k) { return row < rows && at(k) < d; };
+
+  Pack<T, N> v[P], r[P];
+#pragma unroll
+  for (int k = 0; k < P; k++) {
+    v[k] = {};
+    if (!holds(k)) continue;
+    v[k] = loadOnce<N>(x + start + at(k));
+    if (kAdd) r[k] = loadOnce<N>(residual + start + at(k));
+  }
+  Pack<float, N> weights;
+  if (P == 1 && holds(0)) weights = load<N>(w + at(0));  // for more packs there are no registers
+  float squares = 0;
+#pragma unroll
+  for (int k = 0; k < P; k++) {
+    if (kAdd && holds(k)) {
+#pragma unroll
+      for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) + r[k].get(j));
+      storeOnce(sum + start + at(k), v[k]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) squares += v[k].get(j) * v[k].get(j);
+  }
+#pragma unroll
+  for (int k = 0; k < P; k++) forget(v[k]);
+  float s = rsqrtf(groupSum(squares) / d + eps);
+  if (rstd && threadIdx.x == 0 && row < rows) rstd[row] = s;
+#pragma unroll
+  for (int k = 0; k < P; k++) {
+    if (!holds(k)) continue;
+    if (P > 1) weights = load<N>(w + at(k));
+#pragma unroll
+    for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * weights.v[j]);
+    storeOnce(y + start + at(k), v[k]);
+  }
+}
+
+// Any d. Launch: a block a row.
+template <class T>
+__device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,
+                                           float eps) {
+  int64_t row = blockIdx.x;
+  x += row * d, y += row * d, sum += row * d;
+  float squares = 0;
+  for (int i = threadIdx.x; i < d; i += blockDim.x) {
+    T v = x[i];
+    if (residual) sum[i] = v = fromFloat<T>(toFloat(v) + toFloat(residual[row * d + i]));
+    squares += toFloat(v) * toFloat(v);
+  }
+  float s = rsqrtf(blockReduce<Sum>(squares) / d + eps);
+  if (rstd && threadIdx.x == 0) rstd[row] = s;
+  const T* in = residual ? sum : x;
+  for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = fromFloat<T>(toFloat(in[i]) * s * w[i]);
+}
+
+#define DEFINE_HELD(T, name, P, kAdd)                                                                         \
+  extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
+      name##P##_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int64_t rows,   \
+                    int d, float eps) {                                                                       \
+    forwardHeld<T, P, kAdd>(y, rstd, sum, x, residual, w, rows, d, eps);                                      \
+  }
+#define DEFINE(T)                                                                                             \
+  DEFINE_HELD(T, rmsnorm_held, 1, false)                                                                      \
+  DEFINE_HELD(T, rmsnorm_held, 2, false)                                                                      \
+  DEFINE_HELD(T, rmsnorm_held, 4, false)                                                                      \
+  DEFINE_HELD(T, rmsnorm_add_held, 1, true)                                                                   \
+  DEFINE_HELD(T, rmsnorm_add_held, 2, true)                                                                   \
+  DEFINE_HELD(T, rmsnorm_add_held, 4, true)                                                                   \
+  extern "C" __global__ void __launch_bounds__(512)                                                           \
+      rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \
+                      float eps) {                                                                            \
+    forwardAny(y, rstd, sum, x, residual, w, d, eps);                                                         \
+  }
+FOR_STORAGE_TYPES(DEFINE)
+#undef DEFINE
 
 // ---- Walking down the rows ----
 
@@ -59,166 +174,6 @@ template <class T> struct Walk {
     return warpReduce<Sum>(lane < warps ? sums[round % 2][firstWarp + lane] : 0.0f);
   }
 };
-
-// ---- Forward ----
-
-// forget makes the compiler convert a pack to float again where it is next used, since holding both takes three times the
-// registers.
-template <class V> __device__ __forceinline__ void forget(V& v) {
-  unsigned* words = reinterpret_cast<unsigned*>(&v);
-#pragma unroll
-  for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
-}
-
-// storeOnce is store for 16 bytes that this kernel does not read again, and goes with loadOnce: without it such loads make
-// copies slower.
-template <int N, class T> __device__ __forceinline__ void storeOnce(T* p, const Pack<T, N>& v) {
-  static_assert(sizeof(T) * N % 16 == 0, "16-byte accesses only");
-#pragma unroll
-  for (int i = 0; i < int(sizeof(v)) / 16; i++) __stcs(reinterpret_cast<uint4*>(p) + i, reinterpret_cast<const uint4*>(&v)[i]);
-}
-
-// K packs a lane: rows of up to 32·K·kVec elements, d a multiple of kVec; with 16 packs there are no registers for a residual.
-// Launch: a warp a row, at most four a block.
-template <class T, int K>
-__device__ __forceinline__ void forwardWarp(T* y, float* rstd, T* sum, const T* x, const T* residual,
-                                            const float* w, int64_t rows, int d, float eps) {
-  constexpr int N = kVec<T>;
-  int64_t row = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  int lane = threadIdx.x % kWarp;
-  if (row >= rows) return;
-  x += row * d, y += row * d;
-
-  Pack<T, N> v[K];
-#pragma unroll
-  for (int k = 0; k < K; k++) {
-    int i = (k * kWarp + lane) * N;
-    v[k] = {};
-    if (i < d) v[k] = loadOnce<N>(x + i);
-  }
-  if (K < 16 && residual) {
-    residual += row * d, sum += row * d;
-    constexpr int some = K < 8 ? K : 4;  // at once, as registers allow
-#pragma unroll
-    for (int first = 0; first < K; first += some) {
-      Pack<T, N> r[some];
-#pragma unroll
-      for (int k = 0; k < some; k++) {
-        int i = ((first + k) * kWarp + lane) * N;
-        if (i < d) r[k] = loadOnce<N>(residual + i);
-      }
-#pragma unroll
-      for (int k = 0; k < some; k++) {
-        int i = ((first + k) * kWarp + lane) * N;
-        if (i < d) {
-#pragma unroll
-          for (int j = 0; j < N; j++) v[first + k].set(j, v[first + k].get(j) + r[k].get(j));
-          storeOnce(sum + i, v[first + k]);
-        }
-      }
-    }
-  }
-  float squares = 0;
-#pragma unroll
-  for (int k = 0; k < K; k++)
-#pragma unroll
-    for (int j = 0; j < N; j++) squares += v[k].get(j) * v[k].get(j);
-#pragma unroll
-  for (int k = 0; k < K; k++) forget(v[k]);
-  float s = rsqrtf(warpReduce<Sum>(squares) / d + eps);
-  if (rstd && lane == 0) rstd[row] = s;
-#pragma unroll
-  for (int k = 0; k < K; k++) {
-    int i = (k * kWarp + lane) * N;
-    if (i < d) {
-      Pack<float, N> wk = load<N>(w + i);
-#pragma unroll
-      for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * wk.v[j]);
-      storeOnce(y + i, v[k]);
-    }
-  }
-}
-
-// Launch: see Walk; two arrays with residual, else one.
-template <class T>
-__device__ __forceinline__ void forwardRows(T* y, float* rstd, T* sum, const T* x, const T* residual,
-                                            const float* w, int64_t rows, int d, float eps) {
-  constexpr int N = kVec<T>;
-  __shared__ float sums[2][kWarp];
-  extern __shared__ uint4 shared[];
-  Walk<T> walk(rows, d, shared, sums);
-  auto fetch = [&](int ahead) {
-    walk.fetch(0, x, ahead);
-    if (residual) walk.fetch(1, residual, ahead);
-    commitAsync();
-  };
-  for (int i = 0; i < kStages - 1; i++) fetch(i);
-  Pack<float, N> wc = {};
-  if (walk.active) wc = load<N>(w + walk.col);
-  for (; walk.more(); walk.next()) {
-    fetch(kStages - 1);
-    awaitAsync<kStages - 1>();
-    Pack<T, N> v = walk.slot(0);
-    if (residual) {
-      Pack<T, N> r = walk.slot(1);
-#pragma unroll
-      for (int j = 0; j < N; j++) v.set(j, v.get(j) + r.get(j));
-      if (walk.here()) store(sum + walk.at(), v);
-    }
-    float squares = 0;
-#pragma unroll
-    for (int j = 0; j < N; j++) squares += v.get(j) * v.get(j);
-    float s = rsqrtf(walk.rowSum(squares) / d + eps);
-    if (!walk.here()) continue;
-    if (rstd && threadIdx.x == 0) rstd[walk.row] = s;
-#pragma unroll
-    for (int j = 0; j < N; j++) v.set(j, v.get(j) * s * wc.v[j]);
-    store(y + walk.at(), v);
-  }
-  awaitAsync<0>();
-}
-
-// Any d. Launch: a block a row.
-template <class T>
-__device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,
-                                           float eps) {
-  int64_t row = blockIdx.x;
-  x += row * d, y += row * d, sum += row * d;
-  float squares = 0;
-  for (int i = threadIdx.x; i < d; i += blockDim.x) {
-    T v = x[i];
-    if (residual) sum[i] = v = fromFloat<T>(toFloat(v) + toFloat(residual[row * d + i]));
-    squares += toFloat(v) * toFloat(v);
-  }
-  float s = rsqrtf(blockReduce<Sum>(squares) / d + eps);
-  if (rstd && threadIdx.x == 0) rstd[row] = s;
-  const T* in = residual ? sum : x;
-  for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = fromFloat<T>(toFloat(in[i]) * s * w[i]);
-}
-
-#define DEFINE_WARP(T, K)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(4 * kWarp, K == 16 ? 6 : 1)                                    \
-      rmsnorm_warp##K##_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,         \
-                            int64_t rows, int d, float eps) {                                                 \
-    forwardWarp<T, K>(y, rstd, sum, x, residual, w, rows, d, eps);                                            \
-  }
-#define DEFINE(T)                                                                                             \
-  DEFINE_WARP(T, 2)                                                                                           \
-  DEFINE_WARP(T, 4)                                                                                           \
-  DEFINE_WARP(T, 8)                                                                                           \
-  DEFINE_WARP(T, 16)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      rmsnorm_rows_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,              \
-                       int64_t rows, int d, float eps) {                                                      \
-    forwardRows(y, rstd, sum, x, residual, w, rows, d, eps);                                                  \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(512)                                                           \
-      rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \
-                      float eps) {                                                                            \
-    forwardAny(y, rstd, sum, x, residual, w, d, eps);                                                         \
-  }
-FOR_STORAGE_TYPES(DEFINE)
-#undef DEFINE
 
 // ---- Backward ----
 

@@ -5,10 +5,11 @@
 // kernels reduce again. The parts depend on the shape alone, and every part is added up in one order.
 #include "common.cuh"
 
-constexpr int kThreads = 256, kUnroll = 4;
+constexpr int kThreads = 256;
 
 // inner = 1. part p takes the elements [p·perPart, (p+1)·perPart) of a row; perPart is a multiple of kVec unless there is
-// one part. Launch: a block a part, outer·parts blocks.
+// one part. Launch: a block a part, outer·parts blocks, of as many threads as have kRowUnroll accesses each, at most kThreads.
+constexpr int kRowUnroll = 4;
 template <class Op, class Y, class X>
 __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {
   constexpr int N = kVec<X>;
@@ -19,29 +20,31 @@ __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_
   if (aligned16(x + lo)) {
     int64_t end = lo + (hi - lo) / N * N;
     i = lo + threadIdx.x * N;
-    for (; i + (kUnroll - 1) * kThreads * N < end; i += kUnroll * kThreads * N) {
-      Pack<X, N> v[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; u++) v[u] = load<N>(x + i + u * kThreads * N);
-#pragma unroll
-      for (int u = 0; u < kUnroll; u++)
-#pragma unroll
-        for (int j = 0; j < N; j++) r = Op::merge(r, v[u].get(j));
-    }
-    for (; i < end; i += kThreads * N) {
-      Pack<X, N> v = load<N>(x + i);
+    int apart = blockDim.x * N;
+    auto merge = [&](const Pack<X, N>& v) {
 #pragma unroll
       for (int j = 0; j < N; j++) r = Op::merge(r, v.get(j));
+    };
+    for (; i + (kRowUnroll - 1) * apart < end; i += kRowUnroll * apart) {
+      Pack<X, N> v[kRowUnroll];
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; u++) v[u] = load<N>(x + i + u * apart);
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; u++) merge(v[u]);
     }
+    for (; i < end; i += apart) merge(load<N>(x + i));
     i = end + threadIdx.x;
   }
-  for (; i < hi; i += kThreads) r = Op::merge(r, toFloat(x[i]));
+  for (; i < hi; i += blockDim.x) r = Op::merge(r, toFloat(x[i]));
   r = blockReduce<Op>(r);
   if (threadIdx.x == 0) y[blockIdx.x] = fromFloat<Y>(scale * r);
 }
 
-// inner > 1. part p takes the rows p, p + parts, ... Launch: blocks of 32 by 8 threads, a thread for each N columns of inner
-// and eight to share the rows; blockIdx.x counts outer·parts, blockIdx.y blocks of 32·N columns.
+// inner > 1. A part takes eight rows of every 8·parts, kColumnUnroll times eight at once. Launch: blocks of 32 by 8 threads, a
+// thread for each N columns of inner and eight to share the rows; blockIdx.x counts outer·parts, blockIdx.y blocks of 32·N
+// columns.
+constexpr int kColumnUnroll = 8;
+
 template <class Op, class Y, class X, int N>
 __device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {
   constexpr int rows = kThreads / kWarp;
@@ -52,12 +55,20 @@ __device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int
 #pragma unroll
   for (int j = 0; j < N; j++) r[j] = Op::identity;
   if (col < inner) {
-#pragma unroll 4
-    for (int64_t k = part + int64_t(threadIdx.y) * parts; k < n; k += int64_t(rows) * parts) {
-      Pack<X, N> v = load<N>(x + k * inner);
+    int64_t k = part * rows + threadIdx.y, apart = int64_t(rows) * parts;
+    auto merge = [&](const Pack<X, N>& v) {
 #pragma unroll
       for (int j = 0; j < N; j++) r[j] = Op::merge(r[j], v.get(j));
+    };
+    for (; k + (kColumnUnroll - 1) * apart < n; k += kColumnUnroll * apart) {
+      Pack<X, N> v[kColumnUnroll];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; u++) v[u] = load<N>(x + (k + u * apart) * inner);
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; u++) merge(v[u]);
     }
+#pragma unroll 4
+    for (; k < n; k += apart) merge(load<N>(x + k * inner));
   }
 #pragma unroll
   for (int j = 0; j < N; j++) partial[threadIdx.y][threadIdx.x * N + j] = r[j];
@@ -71,7 +82,7 @@ __device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int
 }
 
 #define DEFINE_OP(name, Op, Y, X)                                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads, 6)                                                   \
       name##_rows_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {           \
     reduceRows<Op>(y, x, scale, n, parts, perPart);                                                           \
   }                                                                                                           \

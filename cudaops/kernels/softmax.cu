@@ -2,8 +2,8 @@
 //
 //   forward:   y = exp(x − max) / Σ exp(x − max)         backward:  dx = y ⊙ (g − Σ g ⊙ y)
 //
-// y may be x, dx may be g or y. A warp holds a row of up to 1024 elements in registers if it is aligned; another row takes a
-// block, which finds it in the cache the second time.
+// y may be x, dx may be g or y. An aligned row of up to 1024 elements is held by a warp, in registers, a longer one by a block. A
+// row that is not aligned, or too long for that, takes a block that finds it in the cache the second time.
 #include "rows.cuh"
 
 constexpr int kRowsPerBlock = 4, kPerLane = 32;
@@ -68,6 +68,74 @@ template <class T> __device__ __forceinline__ void backwardWarp(T* dx, const T* 
   r.write(dx, vy);
 }
 
+// HeldRow is a row in a block's registers, P packs a thread. Launch: a block a row of a multiple of kVec elements and at most
+// blockDim.x·P·kVec.
+template <class T, int P> struct HeldRow {
+  static constexpr int N = kVec<T>;
+  int n;
+  __device__ __forceinline__ int at(int k) const { return int(k * blockDim.x + threadIdx.x) * N; }
+
+  __device__ __forceinline__ void read(Pack<T, N> (&v)[P], const T* x, float outside) const {
+    x += int64_t(blockIdx.x) * n;
+#pragma unroll
+    for (int k = 0; k < P; k++) {
+      if (at(k) < n)
+        v[k] = load<N>(x + at(k));
+      else
+#pragma unroll
+        for (int j = 0; j < N; j++) v[k].set(j, outside);
+    }
+  }
+  __device__ __forceinline__ void write(T* y, const Pack<T, N> (&v)[P]) const {
+    y += int64_t(blockIdx.x) * n;
+#pragma unroll
+    for (int k = 0; k < P; k++)
+      if (at(k) < n) store(y + at(k), v[k]);
+  }
+};
+
+template <class T, int P> __device__ __forceinline__ void softmaxHeld(T* y, const T* x, int n) {
+  constexpr int N = kVec<T>;
+  HeldRow<T, P> r{n};
+  Pack<T, N> v[P];
+  float e[P * N], max = -INFINITY, sum = 0;
+  r.read(v, x, -INFINITY);
+#pragma unroll
+  for (int k = 0; k < P; k++)
+#pragma unroll
+    for (int j = 0; j < N; j++) max = Max::merge(max, v[k].get(j));
+  Shifted<T> shifted(blockReduce<Max>(max));
+#pragma unroll
+  for (int k = 0; k < P; k++)
+#pragma unroll
+    for (int j = 0; j < N; j++) sum += e[k * N + j] = shifted.exp(v[k].get(j));
+  float inverse = 1.0f / blockReduce<Sum>(sum);
+#pragma unroll
+  for (int k = 0; k < P; k++)
+#pragma unroll
+    for (int j = 0; j < N; j++) v[k].set(j, e[k * N + j] * inverse);
+  r.write(y, v);
+}
+
+template <class T, int P> __device__ __forceinline__ void backwardHeld(T* dx, const T* g, const T* y, int n) {
+  constexpr int N = kVec<T>;
+  HeldRow<T, P> r{n};
+  Pack<T, N> vg[P], vy[P];
+  float dot = 0;
+  r.read(vg, g, 0);
+  r.read(vy, y, 0);
+#pragma unroll
+  for (int k = 0; k < P; k++)
+#pragma unroll
+    for (int j = 0; j < N; j++) dot += vg[k].get(j) * vy[k].get(j);
+  dot = blockReduce<Sum>(dot);
+#pragma unroll
+  for (int k = 0; k < P; k++)
+#pragma unroll
+    for (int j = 0; j < N; j++) vy[k].set(j, vy[k].get(j) * (vg[k].get(j) - dot));
+  r.write(dx, vy);
+}
+
 // Launch: a block a row.
 template <class T> __device__ __forceinline__ void softmaxBlock(T* y, const T* x, int n) {
   x += int64_t(blockIdx.x) * n, y += int64_t(blockIdx.x) * n;
@@ -106,6 +174,14 @@ template <class T> __device__ __forceinline__ void backwardBlock(T* dx, const T*
   });
 }
 
+#define DEFINE_HELD(T, P)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads) softmax_held##P##_##T(T* y, const T* x, int n) {     \
+    softmaxHeld<T, P>(y, x, n);                                                                               \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      softmax_backward_held##P##_##T(T* dx, const T* g, const T* y, int n) {                                  \
+    backwardHeld<T, P>(dx, g, y, n);                                                                          \
+  }
 #define DEFINE(T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarp)                                          \
       softmax_warp_##T(T* y, const T* x, int64_t rows, int n) {                                               \
@@ -115,6 +191,8 @@ template <class T> __device__ __forceinline__ void backwardBlock(T* dx, const T*
       softmax_backward_warp_##T(T* dx, const T* g, const T* y, int64_t rows, int n) {                         \
     backwardWarp(dx, g, y, rows, n);                                                                          \
   }                                                                                                           \
+  DEFINE_HELD(T, 2)                                                                                           \
+  DEFINE_HELD(T, 4)                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads) softmax_block_##T(T* y, const T* x, int n) {         \
     softmaxBlock(y, x, n);                                                                                    \
   }                                                                                                           \

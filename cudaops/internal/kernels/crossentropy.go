@@ -48,10 +48,13 @@ func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
 	if empty, err := checkInts("CrossEntropy", a.Rows, a.V); empty || err != nil {
 		return err
 	}
-	l := args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).
-		Int32(a.V)
+	l := args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size())
 	c := line(a.Rows, longRowThreads(a.V, a.Type))
-	if row := a.V * a.Type.Size(); a.Scale != 0 && packed(a.Type, a.V, a.Logits) && row <= k.ctx.Device().SharedPerBlock-1024 {
+	if a.Scale == 0 {
+		return k.launch(s, "crossentropy", "cross_entropy_forward"+suf, c, l.Int32(a.V))
+	}
+	l.Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
+	if row := a.V * a.Type.Size(); packed(a.Type, a.V, a.Logits) && row <= k.ctx.Device().SharedPerBlock-1024 {
 		c.Shared = row // beside what the kernel itself declares
 		return k.launch(s, "crossentropy", "cross_entropy_shared"+suf, c, l)
 	}

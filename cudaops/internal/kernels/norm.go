@@ -2,7 +2,6 @@ package kernels
 
 import (
 	"errors"
-	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -18,49 +17,52 @@ type RMSNorm struct {
 	Way                          Way
 }
 
-// normPacks are the packs of 16 bytes a lane that the kernels for a warp a row are made for.
-var normPacks = []int{2, 4, 8, 16}
+// across is the threads that hold a row, so many packs of 16 bytes each.
+func (a RMSNorm) across(packs int) int { return ceilDiv(a.D, 32*packs*vector(a.Type)) * 32 }
 
-// packs returns those of them that hold a row, 0 if none do.
-func (a RMSNorm) packs() int {
-	if !packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) {
-		return 0
+// heldThreads is the most threads of a block that holds rows in registers, and heldPacks how many packs each of them holds.
+const heldThreads = 512
+
+var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
+
+// heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a block. What is best without
+// a residual, two packs, would be too much in flight with one.
+func (a RMSNorm) heldWays() (ways []Way) {
+	families := []string{"held2", "held1", "held4"}
+	if a.Residual != 0 {
+		families = []string{"held1", "held2", "held4"}
 	}
-	for _, packs := range normPacks {
-		if a.D <= packs*32*vector(a.Type) && (packs < 16 || a.Residual == 0) {
-			return packs
+	for _, family := range families {
+		packs := heldPacks[family]
+		across := a.across(packs)
+		if across > heldThreads || packs > 1 && a.across(packs/2) == 32 { // too few threads, or more packs than there are
+			continue
 		}
-	}
-	return 0
-}
-
-// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: a warp a row with so many warps a
-// block, blocks that walk down the rows, so many a multiprocessor, and a block a row.
-func (k *Kernels) RMSNormWays(a RMSNorm) ([]Way, error) {
-	suf, err := suffix("RMSNorm", a.Type)
-	if err != nil {
-		return nil, err
-	}
-	var ways []Way
-	if packs := a.packs(); packs > 0 {
-		usual := min(4, max(1, 8/packs)) // a block's place is free for the next one only when all its warps are done
-		ways = append(ways, Way{"warp", usual})
-		for _, warps := range []int{1, 2, 4} {
-			if warps != usual {
-				ways = append(ways, Way{"warp", warps})
+		usual := max(1, 128/across)
+		if a.Residual == 0 && across > 128 {
+			usual = max(1, heldThreads/across)
+		}
+		ways = append(ways, Way{family, usual})
+		if len(ways) > 1 {
+			continue
+		}
+		for _, rows := range []int{1, 2, 4} {
+			if rows != usual && 64 <= rows*across && rows*across <= heldThreads {
+				ways = append(ways, Way{family, rows})
 			}
 		}
 	}
-	arrays := 1
-	if a.Residual != 0 {
-		arrays = 2
+	return ways
+}
+
+// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: rows held in registers, and a block
+// a row.
+func (k *Kernels) RMSNormWays(a RMSNorm) (ways []Way, err error) {
+	if _, err := suffix("RMSNorm", a.Type); err != nil {
+		return nil, err
 	}
 	if packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) {
-		rows, err := k.walkWays("rmsnorm_rows"+suf, a.Rows, a.D, arrays, 0, a.Type)
-		if err != nil {
-			return nil, err
-		}
-		ways = append(ways, rows...)
+		ways = a.heldWays()
 	}
 	return append(ways, Way{Family: "any"}), nil
 }
@@ -86,55 +88,30 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 		return err
 	}
 	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
-	rows, d, eps := int64(a.Rows), a.D, float32(a.Eps)
-	switch w.Family {
-	case "warp":
-		c := line(ceilDiv(a.Rows, w.Size), 32*w.Size)
-		return k.launch(s, "norm", fmt.Sprintf("rmsnorm_warp%d%s", a.packs(), suf), c, l.Int64(rows).Int32(d).Float32(eps))
-	case "rows":
-		arrays := 1
-		if a.Residual != 0 {
-			arrays = 2
-		}
-		c, _, err := k.walk("rmsnorm_rows"+suf, a.Rows, d, arrays, 0, a.Type, w.Size)
-		if err != nil {
-			return err
-		}
-		return k.launch(s, "norm", "rmsnorm_rows"+suf, c, l.Int64(rows).Int32(d).Float32(eps))
+	if w.Family == "any" {
+		return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
 	}
-	return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(d)), l.Int32(d).Float32(eps))
+	name := "rmsnorm_" + w.Family + suf
+	if a.Residual != 0 {
+		name = "rmsnorm_add_" + w.Family + suf
+	}
+	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, w.Size)}, Block: driver.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
+	return k.launch(s, "norm", name, c, l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)))
 }
 
-// walkWays lists the ways to launch a kernel of norm.cu that walks down the rows: with as many blocks a multiprocessor as
-// there is room for, and with fewer.
-func (k *Kernels) walkWays(name string, rows, d, arrays, floats int, t driver.DType) ([]Way, error) {
-	var ways []Way
-	grid := 0
-	for _, blocks := range []int{normBlocks, 2, 1} {
-		c, fits, err := k.walk(name, rows, d, arrays, floats, t, blocks)
-		if err != nil || !fits {
-			return nil, err
-		}
-		if c.Grid.X != grid { // else it is the same launch
-			ways = append(ways, Way{"rows", blocks})
-			grid = c.Grid.X
-		}
-	}
-	return ways, nil
-}
-
-// walk is the launch of a kernel of norm.cu that walks down the rows, with at most so many blocks a multiprocessor, if the GPU
-// has room for so many arrays of rows of d elements, or floats floats for each element.
-func (k *Kernels) walk(name string, rows, d, arrays, floats int, t driver.DType, most int) (c driver.LaunchConfig, fits bool, err error) {
+// walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
+// takes the arguments and the GPU has room for so many rows.
+func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.LaunchConfig, fits bool, err error) {
 	const stages = 4
-	across := ceilDiv(d, 32*vector(t)) * 32
+	across := ceilDiv(a.D, 32*vector(a.Type)) * 32
 	down := max(1, 512/across)
-	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*arrays*16*across, 4*floats*d) * down}
-	if across > 1024 || c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernels themselves declare
+	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*a.arrays()*16*across, 4*a.D) * down}
+	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || across > 1024 ||
+		c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
 	}
-	blocks, err := k.resident("norm", name, across*down, c.Shared)
-	c.Grid.X = min(blocks, most*k.sms, ceilDiv(rows, down))
+	blocks, err := k.resident("norm", "rmsnorm_backward"+suf, across*down, c.Shared)
+	c.Grid.X = min(blocks, most*k.sms, ceilDiv(a.Rows, down))
 	return c, true, err
 }
 
@@ -182,15 +159,21 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 }
 
 // RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: blocks that walk down the
-// rows, so many a multiprocessor, and a block a row.
+// rows, as many a multiprocessor as there is room for or fewer, and a block a row.
 func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error) {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
 		return nil, err
 	}
-	if packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
-		if ways, err = k.walkWays("rmsnorm_backward"+suf, a.Rows, a.D, a.arrays(), 1, a.Type); err != nil {
+	grid := 0
+	for _, blocks := range []int{normBlocks, 2, 1} {
+		c, fits, err := k.walk(a, suf, blocks)
+		if err != nil {
 			return nil, err
+		}
+		if fits && c.Grid.X != grid { // else it is the same launch
+			ways = append(ways, Way{"rows", blocks})
+			grid = c.Grid.X
 		}
 	}
 	return append(ways, Way{Family: "any"}), nil
@@ -217,7 +200,7 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 	if w.Family == "any" {
 		return k.normBackwardAny(s, a, suf)
 	}
-	c, _, err := k.walk("rmsnorm_backward"+suf, a.Rows, a.D, a.arrays(), 1, a.Type, w.Size)
+	c, _, err := k.walk(a, suf, w.Size)
 	if err != nil {
 		return 0, err
 	}

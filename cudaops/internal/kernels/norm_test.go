@@ -5,45 +5,55 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
+// TestRMSNorm takes every way that takes the arguments.
 func TestRMSNorm(t *testing.T) {
 	g := newRig(t)
-	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048}, {17, 4096}, {3, 8192}, {2, 8200}, {3, 4099}}
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048}, {17, 4096}, {3, 8192}, {2, 8200}, {3, 16384}, {3, 4099}}
 	for i, shape := range shapes {
 		for _, dt := range storageTypes {
 			for _, residual := range []bool{false, true} {
-				rows, d := shape[0], shape[1]
-				g.scope(fmt.Sprintf("%dx%d/%v/%v", rows, d, dt, residual), func(g *rig) {
-					skew := i % 2
-					x, xr := g.normal(rows*d, dt, skew)
-					w, wr := g.normal(d, f32, 0)
-					y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
-					a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
-					if residual {
-						r, rr := g.normal(rows*d, dt, skew)
-						sum := x // in place, or not
-						if i%3 != 0 {
-							sum = g.alloc(rows*d, dt, skew)
-							defer g.near("x", x, slices.Clone(xr), 0)
-						}
-						a.Residual, a.Sum, x = r.Ptr, sum.Ptr, sum
-						for i := range xr {
-							xr[i] += rr[i]
-						}
-						xr = decode(encode(xr, dt), dt)
-					}
-					g.must(g.RMSNorm(g.stream, a))
-					wantY, wantR := make([]float64, rows*d), make([]float64, rows)
-					cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
-					g.near("sum", x, xr, 0)
-					g.near("y", y, wantY, forward(dt))
-					g.near("rstd", rstd, wantR, 1e-6)
-				})
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, residual, way)
+					g.scope(name, func(g *rig) { ways = g.rmsNorm(shape[0], shape[1], dt, residual, i%2, i%3 == 0, way) })
+				}
 			}
 		}
 	}
+}
+
+// rmsNorm checks one of the ways and returns how many there are.
+func (g *rig) rmsNorm(rows, d int, dt driver.DType, residual bool, skew int, inPlace bool, way int) int {
+	x, xr := g.normal(rows*d, dt, skew)
+	w, wr := g.normal(d, f32, 0)
+	y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
+	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
+	if residual {
+		r, rr := g.normal(rows*d, dt, skew)
+		sum := x
+		if !inPlace {
+			sum = g.alloc(rows*d, dt, skew)
+			defer g.near("x", x, slices.Clone(xr), 0)
+		}
+		a.Residual, a.Sum, x = r.Ptr, sum.Ptr, sum
+		for i := range xr {
+			xr[i] += rr[i]
+		}
+		xr = decode(encode(xr, dt), dt)
+	}
+	ways, err := g.RMSNormWays(a)
+	g.must(err)
+	a.Way = ways[way]
+	g.must(g.RMSNorm(g.stream, a))
+	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
+	cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
+	g.near("sum", x, xr, 0)
+	g.near("y", y, wantY, forward(dt))
+	g.near("rstd", rstd, wantR, 1e-6)
+	return len(ways)
 }
 
 func TestRMSNormBackward(t *testing.T) {

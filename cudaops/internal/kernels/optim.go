@@ -45,7 +45,8 @@ type deviceTensor struct {
 // What optim.cuh says of chunks and updates.
 const (
 	optimThreads = 256
-	optimChunk   = optimThreads * 4 * 16
+	optimRounds  = 16
+	optimChunk   = optimThreads * 4 * optimRounds
 	updateBytes  = 6 * 4
 )
 
@@ -205,7 +206,7 @@ func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table) error {
 	if err := k.begin(s, "adamw", control, t); err != nil {
 		return err
 	}
-	return k.launch(s, "adamw", "adamw", line(t.Chunks, optimThreads), t.args(control))
+	return k.launch(s, "adamw", "adamw", line(t.Chunks*optimRounds, optimThreads), t.args(control))
 }
 
 func (k *Kernels) begin(s driver.Stream, unit string, control driver.Ptr, t *Table) error {

@@ -32,14 +32,14 @@ const (
 	columnPart = 64
 )
 
-// parts is into how many parts the middle is cut: enough to fill the GPU twice, but none smaller than pays.
+// parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
+// where eight fit on a multiprocessor; four that reduce columns have as much in flight there, and leave less to add up.
 func (k *Kernels) parts(a Reduce) int {
-	wanted := 2 * 8 * k.sms // eight blocks of 256 threads fit on a multiprocessor
 	if a.Inner == 1 {
-		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(wanted, a.Outer)))
+		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(2*8*k.sms, a.Outer)))
 	}
 	blocks := a.Outer * ceilDiv(a.Inner, 32*vector(a.XType))
-	return max(1, min(ceilDiv(a.N, columnPart), ceilDiv(wanted, blocks)))
+	return max(1, min(ceilDiv(a.N, columnPart), ceilDiv(4*k.sms, blocks)))
 }
 
 // ReduceWorkspace is the bytes of workspace that a reduction takes; it may be 0.
@@ -99,7 +99,8 @@ func (k *Kernels) reduce(s driver.Stream, a Reduce, parts int) error {
 	n := vector(a.XType)
 	if a.Inner == 1 {
 		perPart := ceilDiv(ceilDiv(a.N, parts), n) * n
-		return k.launch(s, "reduce", string(a.Op)+"_rows"+name, line(blocks, 256), l.Int32(parts).Int64(int64(perPart)))
+		c := line(blocks, min(256, ceilDiv(perPart, 4*32*n)*32)) // four accesses a thread
+		return k.launch(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
 	}
 	variant := "_columns"
 	if packed(a.XType, a.Inner, a.X) {

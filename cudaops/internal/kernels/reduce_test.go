@@ -15,6 +15,7 @@ func TestReduce(t *testing.T) {
 	for i, c := range [][3]int{
 		{1, 1, 1}, {1, 100003, 1}, {1, 1 << 20, 1}, {77, 1000, 1}, {5, 70001, 1}, {3000, 9, 1},
 		{1, 5000, 768}, {1, 300, 33}, {7, 129, 64}, {4, 3, 5}, {2, 2000, 1000},
+		{3, 3000, 1}, {9, 4096, 1}, {1, 65, 8}, {1, 3001, 512},
 	} {
 		for _, types := range [][2]driver.DType{{f32, f32}, {f32, bf16}, {bf16, bf16}, {f32, f16}, {f16, f16}} {
 			for _, op := range []Reduction{Sum, Max} {
@@ -103,7 +104,7 @@ func TestFirstNonFinite(t *testing.T) {
 
 func TestSoftmax(t *testing.T) {
 	g := newRig(t)
-	for i, shape := range [][2]int{{1, 1}, {5, 3}, {33, 32}, {9, 1000}, {6, 1024}, {5, 1025}, {3, 50257}} {
+	for i, shape := range [][2]int{{1, 1}, {5, 3}, {33, 32}, {9, 1000}, {6, 1024}, {5, 1025}, {7, 4096}, {3, 50257}, {4, 9000}} {
 		for _, dt := range storageTypes {
 			g.scope(fmt.Sprintf("%v/%v", shape, dt), func(g *rig) {
 				rows, n := shape[0], shape[1]

@@ -41,11 +41,10 @@ func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 		a.YStride = width
 	}
 	variant, threads := "rope_pairs", a.Rows*a.Heads*h
-	if lanes := h / n; h%n == 0 && lanes&(lanes-1) == 0 && lanes <= 16 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) &&
-		a.YStride%n == 0 {
-		variant, threads = "rope_heads1", a.Rows*a.Heads*2*lanes
-		if a.Heads%4 == 0 {
-			variant, threads = "rope_heads4", threads/4
+	if h%n == 0 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
+		variant, threads = "rope_heads1", threads/n
+		if a.Heads%2 == 0 {
+			variant, threads = "rope_heads2", threads/2
 		}
 	}
 	sign := float32(1)

@@ -1,6 +1,10 @@
 package kernels
 
-import "github.com/kasmina-go/kasmina/cudaops/internal/driver"
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
 
 // Softmax computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
 func (k *Kernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error {
@@ -27,6 +31,11 @@ func (k *Kernels) softmax(s driver.Stream, op, name string, ps []driver.Ptr, row
 	}
 	if n <= 1024 && packed(t, n, ps...) {
 		return k.launch(s, "softmax", name+"_warp"+suf, line(ceilDiv(rows, 4), 128), l.Int64(int64(rows)).Int32(n))
+	}
+	for _, packs := range []int{2, 4} { // a thread, of rows that a block holds
+		if threads := ceilDiv(n, 32*packs*vector(t)) * 32; threads <= 512 && packed(t, n, ps...) {
+			return k.launch(s, "softmax", fmt.Sprintf("%s_held%d%s", name, packs, suf), line(rows, threads), l.Int32(n))
+		}
 	}
 	return k.launch(s, "softmax", name+"_block"+suf, line(rows, longRowThreads(n, t)), l.Int32(n))
 }
