@@ -28,7 +28,7 @@ const minMajor, minMinor = 8, 0
 
 // Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
 type Device struct {
-	ctx     driver.Context
+	ctx     *driver.Observed
 	info    driver.DeviceInfo
 	version int
 }
@@ -96,7 +96,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
 		}
 	}
-	return &Device{ctx: ctx, info: info, version: d.Version()}, nil
+	return &Device{ctx: &driver.Observed{Context: ctx}, info: info, version: d.Version()}, nil
 }
 
 // Name is the GPU's product name.

@@ -71,9 +71,21 @@ func (l *lifetime) calls() []call {
 		{"Update", func() error { _, err := m.Update(); return err }},
 		{"Upload", func() error { return m.Upload(l.batch.Params...) }},
 		{"Download", m.Download},
-		{"Profile", func() error { _, err := m.Profile(); return err }},
+		{"StartProfile", m.StartProfile},
 		{"SetOptimizer", func() error { return m.SetOptimizer(l.optimizer, 1) }},
 	}
+}
+
+// profile is the steps of a profile.
+func (l *lifetime) profile() error {
+	err := l.machine.StartProfile()
+	for i := 0; i < ProfileSteps && err == nil; i++ {
+		err = l.step()
+	}
+	if err == nil {
+		_, err = l.machine.Profile()
+	}
+	return err
 }
 
 // TestEveryCallFails makes each call of CUDA fail, the first of its kind and some later ones, in the life of a machine, and
@@ -96,9 +108,12 @@ func TestEveryCallFails(t *testing.T) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
 				l := newLifetime(t, newMuon)
 				cuda.Fail(call, nth, status)
-				err := l.open(device, fakeOption)
+				err := l.open(device, fakeOption, withCeilingBytes(1<<12))
 				for i := 0; i < 3 && err == nil; i++ {
 					err = l.step()
+				}
+				if err == nil && strings.HasPrefix(call, "cuEvent") {
+					err = l.profile()
 				}
 				if err == nil {
 					if err := l.machine.Close(); err != nil && !errors.Is(err, status) { // which may meet the call
@@ -115,7 +130,7 @@ func TestEveryCallFails(t *testing.T) {
 						t.Errorf("call %d: Close: %v", nth, err)
 					}
 				}
-				if left := device.ctx.(*fake.Context).Leaks(); len(left) > 0 {
+				if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
 					t.Errorf("call %d leaves %v", nth, left)
 				}
 				if nth > 1 { // the device is as it was
@@ -213,7 +228,7 @@ func TestLibrariesMissing(t *testing.T) {
 	if !errors.As(err, &missing) || !strings.Contains(err.Error(), missing.Error()) {
 		t.Errorf("without cuBLASLt: %v", err)
 	}
-	if left := device.ctx.(*fake.Context).Leaks(); len(left) > 0 {
+	if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
 		t.Errorf("%v are left", left)
 	}
 	if err := squareOf(device, 8, fakeOption); err != nil {

@@ -43,7 +43,8 @@ type Machine struct {
 	warned    map[string]bool
 	borrowed  []*input // parameters of another machine
 	tuner     *tuner
-	monitor   *monitor // nil without WithMonitor
+	monitor   *monitor  // nil without WithMonitor
+	profiler  *profiler // nil but during a profile
 	capturing bool
 	closed    bool
 
@@ -253,6 +254,10 @@ func (m *Machine) run() error {
 			return err
 		}
 	}
+	if err := m.profiler.start(); err != nil {
+		return err
+	}
+	defer m.profiler.call("RunAll")()
 	for _, a := range m.attendants {
 		if err := a.before(); err != nil {
 			return err
@@ -280,6 +285,9 @@ func (m *Machine) run() error {
 		if err := a.after(); err != nil {
 			return err
 		}
+	}
+	if m.optimizer == nil {
+		m.profiler.finish()
 	}
 	return nil
 }
@@ -312,14 +320,15 @@ func (m *Machine) compute() error {
 		m.recorded[string(mode)] = m.now
 	}
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
-	if !m.now.loaded {
+	run, capture := m.replay, !m.onHost()
+	switch {
+	case !m.now.loaded:
 		m.now.loaded = true
-		return m.enqueue()
+		run, capture = m.enqueue, false
+	case m.monitor != nil && m.profiler == nil:
+		run = m.monitor.compute
 	}
-	if m.monitor != nil {
-		return m.monitor.compute()
-	}
-	return m.replay()
+	return m.profiler.around(capture, run, func() error { return m.profiler.run() })
 }
 
 // onHost reports whether the program computes something on the host, so that it cannot be captured.
@@ -498,6 +507,7 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 }
 
 func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
+	defer m.profiler.call("Value")()
 	a, err := m.lasting(n)
 	if err != nil {
 		return nil, err
@@ -557,6 +567,7 @@ func (m *Machine) Close() error {
 	if m.monitor != nil {
 		errs = append(errs, m.monitor.close())
 	}
+	errs = append(errs, m.profiler.close())
 	if m.optimizer != nil {
 		errs = append(errs, m.optimizer.close(m))
 	}

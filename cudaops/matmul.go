@@ -10,6 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
+// productOp is the op of matrix products among the choices.
+const productOp = "Matmul"
+
 // workspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
 const workspaceBytes = 32 << 20
 
@@ -92,7 +95,7 @@ func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.Run
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
-	j := job{op: "Matmul", shape: fmt.Sprintf("%+v", spec), computes: true,
+	j := job{op: productOp, shape: fmt.Sprintf("%+v", spec), computes: true,
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	for _, a := range p.Algos() {
 		j.ways = append(j.ways, strings.Trim(fmt.Sprint(a.ID), "[]"))

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
 const (
@@ -296,6 +297,6 @@ func (m *Machine) monitored() ([]OpTime, error) {
 	if u := o.update; u.samples > 0 {
 		times = append(times, OpTime{Op: "Update", Tasks: 1, Time: u.total / time.Duration(u.samples), Bytes: m.optimizer.bytes()})
 	}
-	sortTimes(times)
+	optime.SortTimes(times)
 	return times, nil
 }

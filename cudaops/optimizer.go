@@ -293,6 +293,8 @@ func (m *Machine) update() (float64, error) {
 	case m.program.scale != nil && m.carried != m.scale.Scale:
 		return 0, errors.New("the loss scale is not that of the last run: run the machine again")
 	}
+	defer m.profiler.finish()
+	defer m.profiler.call("Update")()
 	ctx := m.device.ctx
 	x.settings.LR = x.rules.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
@@ -302,7 +304,11 @@ func (m *Machine) update() (float64, error) {
 			return 0, err
 		}
 	}
-	if err := m.monitor.updating(func() error { return m.enqueueUpdate(x) }); err != nil {
+	err := m.profiler.around(x.steps > 0, func() error { return m.monitor.updating(func() error { return m.enqueueUpdate(x) }) }, func() error {
+		m.profiler.doing(markedTask{op: "Update", bytes: x.bytes(), counts: true})
+		return m.launchUpdate(x)
+	})
+	if err != nil {
 		return 0, err
 	}
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {

@@ -30,6 +30,8 @@ type machineConfig struct {
 	monitor   int
 	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
 	tunePath  string  // of the stored choices; "" for the user's
+
+	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
 }
 
 // MachineOption is an option of NewMachine.

@@ -1,13 +1,9 @@
 package cudaops
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"slices"
-	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
@@ -18,56 +14,66 @@ type OpTime = optime.OpTime
 // Table is the times of ops for people: a line each, with their shares of the whole.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// Profile runs the graph once, without replaying a captured one, and times every task on the device: what each op took,
-// the longest first. The gaps that a replay does not have, between one task and the next, are in no op's time.
-func (m *Machine) Profile() ([]OpTime, error) {
-	times, err := m.profile()
+// Profile is where the time of one step went: see [Machine.StartProfile].
+type Profile = optime.Profile
+
+// plainSteps is how many steps a profile times as they are, beside one more before these, which is not looked at; markedSteps is
+// how many have marks.
+const plainSteps, markedSteps = 7, 4
+
+// ProfileSteps is how many steps a profile takes.
+const ProfileSteps = 1 + plainSteps + markedSteps
+
+// StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last ones run with a time stamp after
+// every kernel; all compute the same bits as ever. A step ends with [Machine.Update], in a machine without an optimiser with
+// [Machine.RunAll]. The machine must have run before. Then [Machine.Profile] has the profile.
+func (m *Machine) StartProfile() error {
+	err := errClosed
+	switch {
+	case m.closed:
+	case !m.ran:
+		err = errors.New("the machine has not run: profile it after a few steps")
+	default:
+		if err = joined(m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
+			m.profiler = &profiler{m: m, pieces: map[pieceKey]*markedPiece{}}
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("cudaops.Machine.StartProfile: %w", err)
+	}
+	return nil
+}
+
+// Profile returns the profile that [Machine.StartProfile] has begun, nil while steps are lacking. It measures the card's
+// ceilings, which takes a fraction of a second and up to a GiB of memory that is free.
+func (m *Machine) Profile() (*Profile, error) {
+	p, err := m.profile()
 	if err != nil {
 		return nil, fmt.Errorf("cudaops.Machine.Profile: %w", err)
 	}
-	return times, nil
+	return p, nil
 }
 
-func (m *Machine) profile() (times []OpTime, err error) {
-	if m.closed || !m.ran {
-		return nil, errors.New("the machine must have run, and not be closed")
+func (m *Machine) profile() (*Profile, error) {
+	switch p := m.profiler; {
+	case m.closed:
+		return nil, errClosed
+	case p == nil:
+		return nil, errors.New("no profile was begun with StartProfile")
+	case !p.done:
+		return nil, nil
 	}
-	ctx := m.device.ctx
-	marks := make([]driver.Event, 0, len(m.program.tasks)+1)
-	defer func() {
-		for _, e := range marks {
-			err = errors.Join(err, ctx.DestroyEvent(e))
-		}
-	}()
-	mark := func() error {
-		e, err := ctx.NewEvent(true)
-		if err != nil {
-			return err
-		}
-		marks = append(marks, e)
-		return ctx.Record(e, m.stream)
-	}
-	if err := mark(); err != nil {
+	r, err := m.profiler.result()
+	err = joined(err, m.profiler.close())
+	m.profiler = nil
+	if err != nil {
 		return nil, err
 	}
-	m.carried = m.scale.Scale
-	for _, t := range m.program.tasks {
-		if err := errors.Join(t.run(), mark()); err != nil {
-			return nil, fmt.Errorf("%s: %w", describe(t.node), err)
-		}
-	}
-	if err := ctx.SyncStream(m.stream); err != nil {
+	if err := m.measureCeilings(r); err != nil {
 		return nil, err
 	}
-	took := make([]time.Duration, len(m.program.tasks))
-	for i := range took {
-		if took[i], err = ctx.Elapsed(marks[i], marks[i+1]); err != nil {
-			return nil, err
-		}
-	}
-	times = byOp(m.program.tasks, func(i int, t *OpTime) { t.Time += took[i] })
-	sortTimes(times)
-	return times, nil
+	r.SetShares()
+	return r, nil
 }
 
 // byOp gathers tasks by their ops; add adds what is known of one.
@@ -86,13 +92,6 @@ func byOp(tasks []task, add func(i int, t *OpTime)) (times []OpTime) {
 		add(i, o)
 	}
 	return times
-}
-
-// sortTimes puts the longest first.
-func sortTimes(times []OpTime) {
-	slices.SortFunc(times, func(a, b OpTime) int {
-		return cmp.Or(cmp.Compare(b.Time, a.Time), cmp.Compare(a.Op, b.Op))
-	})
 }
 
 // opName is the name of this module's ops, and the description of others.

@@ -82,9 +82,10 @@ func size(s tensor.Shape) int {
 
 // task enqueues the work of a node, or of a piece of it.
 type task struct {
-	node *gorgonia.Node
-	host bool // it waits for the device and computes on the host, so it cannot be captured
-	run  func() error
+	node  *gorgonia.Node
+	place string // the layer of the model, as parameters' names tell
+	host  bool   // it waits for the device and computes on the host, so it cannot be captured
+	run   func() error
 
 	bytes float64 // of the arrays that it reads or writes
 	flops float64 // of matrix products
@@ -158,6 +159,7 @@ type compiler struct {
 	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
 	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
+	layers    map[*gorgonia.Node]place
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -165,7 +167,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
-		gradients: map[gorgonia.Op]int{}}
+		gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -208,6 +210,7 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 			c.users[child] = append(c.users[child], n)
 		}
 	}
+	c.placeAll(sorted)
 	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
 		if c.values[n] != nil {
 			continue
@@ -265,7 +268,7 @@ func (c *program) allocate(b *block, e elem, shape []int) *array {
 
 // do adds a task that reads and writes the given arrays. The first is written: if it comes again, it is read too.
 func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
-	t := task{node: n, run: run}
+	t := task{node: n, place: c.layers[n].layer, run: run}
 	for i, a := range touched {
 		if a != nil && a.block != nil && (i == 0 || !slices.Contains(touched[1:i], a)) {
 			t.bytes += float64(a.extent())

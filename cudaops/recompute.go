@@ -4,6 +4,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the result is used outside,
@@ -12,7 +13,7 @@ import (
 
 func lowerRecompute(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*autodiff.RecomputeOp)
-	out, err := c.inline(o.Inputs, in, gorgonia.Nodes{o.Output})
+	out, err := c.inline(n, o.Inputs, in, gorgonia.Nodes{o.Output})
 	if err != nil {
 		return nil, err
 	}
@@ -22,18 +23,19 @@ func lowerRecompute(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*autodiff.RecomputeGradOp)
 	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
-	grads, err := c.inline(inputs, in[:len(inputs)], o.Grads)
+	grads, err := c.inline(n, inputs, in[:len(inputs)], o.Grads)
 	if err != nil {
 		return nil, err
 	}
 	return packed(grads...), nil
 }
 
-// inline lowers what the results depend on, in a graph whose inputs have the given values. The graph's nodes lose their
+// inline lowers what the results depend on, in the graph within a node, whose inputs have the given values. The graph's nodes lose their
 // values: an op that two nodes of the outer graph share is lowered for each.
-func (c *compiler) inline(inputs gorgonia.Nodes, values []*array, results gorgonia.Nodes) ([]*array, error) {
+func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*array, results gorgonia.Nodes) ([]*array, error) {
+	outside := opbase.Children(around)
 	for i, n := range inputs {
-		c.values[n] = values[i]
+		c.values[n], c.layers[n] = values[i], c.layers[outside[i]]
 	}
 	for _, n := range results { // none may be left to those that use it
 		c.kept[n] = true

@@ -155,7 +155,7 @@ func TestStreamQueue(t *testing.T) {
 	if _, err := s.Submit(x); err == nil || !strings.Contains(err.Error(), "closed") {
 		t.Errorf("after Close: %v", err)
 	}
-	if leaks := device.ctx.(*fake.Context).Leaks(); len(leaks) > 0 {
+	if leaks := device.ctx.Context.(*fake.Context).Leaks(); len(leaks) > 0 {
 		t.Errorf("left: %v", leaks)
 	}
 }

@@ -1,7 +1,10 @@
 package llm
 
 import (
+	"errors"
+	"fmt"
 	"io"
+	"os"
 
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
@@ -38,4 +41,70 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 		}
 		return t.emit(Profiled, func(e *Event) { e.Ops = ops })
 	}
+}
+
+// Profile is where the time of a step on a GPU went, kernel by kernel.
+type Profile = optime.Profile
+
+// Tracer is an engine that profiles a step of training, which computes the same bits as ever.
+type Tracer interface {
+	Engine
+	// StartProfile begins with the next step. At least one must have been made.
+	StartProfile() error
+	// Profile returns the profile once the steps that it takes have been made, and nil before.
+	Profile() (*Profile, error)
+}
+
+// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least 1), which load kernels and
+// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, and prints a summary. The trainer's engine
+// must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
+func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
+	switch {
+	case t == nil || w == nil:
+		return refuse("ProfileStep: the trainer or the writer is nil")
+	case after < 1:
+		return refuse("ProfileStep: after %d steps, want at least 1", after)
+	}
+	tracer, ok := t.engine.(Tracer)
+	if !ok {
+		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package llm/gpu does")
+	}
+	steps, done := 0, false
+	return func(e Event) error {
+		switch {
+		case done:
+			return nil
+		case e.Kind == RunEnd:
+			done = true
+			_, err := fmt.Fprintf(w, "profile   the run ended too early: there is none in %s\n", path)
+			return err
+		case e.Kind != StepEnd:
+			return nil
+		}
+		if steps++; steps <= after {
+			if steps < after {
+				return nil
+			}
+			return tracer.StartProfile()
+		}
+		p, err := tracer.Profile()
+		if err != nil || p == nil {
+			return err
+		}
+		done = true
+		return writeProfile(p, w, path)
+	}
+}
+
+// writeProfile writes the trace to a file, and the table.
+func writeProfile(p *Profile, w io.Writer, path string) error {
+	f, err := os.Create(path)
+	if err != nil {
+		return fmt.Errorf("llm: ProfileStep: %w", err)
+	}
+	if err := errors.Join(p.WriteTrace(f), f.Close()); err != nil {
+		return fmt.Errorf("llm: ProfileStep: %w", err)
+	}
+	_, err = fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())
+	return err
 }

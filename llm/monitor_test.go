@@ -2,10 +2,15 @@ package llm
 
 import (
 	"context"
+	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
 // profiled is an engine that has timed an op.
@@ -57,5 +62,64 @@ func TestMonitor(t *testing.T) {
 	tr.On(Monitor(tr, &out, 1))
 	if err := tr.Run(context.Background()); err != nil || out.Len() > 0 {
 		t.Errorf("on the CPU: %v, %q", err, out.String())
+	}
+}
+
+// traced is an engine whose profile is there after some steps.
+type traced struct {
+	Engine
+	started, steps, takes int
+}
+
+func (p *traced) StartProfile() error {
+	p.started++
+	return nil
+}
+
+func (p *traced) Update() (float64, error) {
+	if p.started > 0 {
+		p.steps++
+	}
+	return p.Engine.Update()
+}
+
+func (p *traced) Profile() (*Profile, error) {
+	if p.steps < p.takes {
+		return nil, nil
+	}
+	return &Profile{Device: "Some GPU", Period: time.Millisecond, Spans: []optime.Span{{Kernel: "norm", Op: "RMSNorm", Time: time.Microsecond}}}, nil
+}
+
+func TestProfileStep(t *testing.T) {
+	for _, test := range []struct {
+		takes, after int
+		want, fails  string
+	}{
+		{1, 1, "RMSNorm", ""},
+		{2, 1, "ended too early", ""},
+		{1, 5, "ended too early", ""},
+		{1, 0, "", "at least 1"},
+	} {
+		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default()) // of two steps
+		e := &traced{Engine: tr.engine, takes: test.takes}
+		tr.engine, tr.Model.mirror = e, e
+		path := filepath.Join(t.TempDir(), "trace.json")
+		var out strings.Builder
+		tr.On(ProfileStep(tr, &out, path, test.after))
+		if err := tr.Run(context.Background()); (err != nil) != (test.fails != "") || err != nil && !strings.Contains(err.Error(), test.fails) {
+			t.Errorf("%+v: %v", test, err)
+		}
+		if !strings.Contains(out.String(), test.want) {
+			t.Errorf("%+v: it prints %q", test, out.String())
+		}
+		trace, err := os.ReadFile(path)
+		if (err == nil) != (test.want == "RMSNorm") || err == nil && !strings.Contains(string(trace), `"traceEvents"`) {
+			t.Errorf("%+v: the trace %q, %v", test, trace, err)
+		}
+	}
+	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
+	tr.On(ProfileStep(tr, io.Discard, "", 1))
+	if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "llm/gpu") {
+		t.Errorf("on the CPU: %v", err)
 	}
 }

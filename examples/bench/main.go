@@ -63,7 +63,7 @@ type options struct {
 	steps     int
 	precision cudaops.Precision
 	muon      bool
-	profile   bool
+	profile   string
 	batch     int
 	tune      cudaops.Tuning
 	monitor   int
@@ -83,7 +83,8 @@ func main() {
 	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f16 or f32, for training on a GPU")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
-	flag.BoolVar(&o.profile, "profile", false, "also print, to standard error, what each op of a training step took")
+	flag.StringVar(&o.profile, "profile", "", "write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
+		"and print a summary to standard error; of several models to a file each, with the model's name in its name")
 	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
 	table := flag.Bool("table", false, "print the lines of the files that follow as a Markdown table, and measure nothing")

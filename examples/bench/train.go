@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
+	"strings"
 	"time"
 
 	"gorgonia.org/gorgonia"
@@ -120,8 +122,15 @@ func (s size) train(device *cudaops.Device, v variant, o options) (r result, err
 			times = append(times, time.Since(start))
 		}
 	}
-	if o.profile {
-		if err := printProfile(machine); err != nil {
+	if o.profile != "" {
+		next := func() error {
+			if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
+				return err
+			}
+			_, err := step(machine, g.Loss)
+			return err
+		}
+		if err := profile(machine, next, o.traceFile(s.name+v.suffix)); err != nil {
 			return r, err
 		}
 	}
@@ -208,14 +217,35 @@ func normal(r *rand.Rand, deviation float64, rows, columns int) *tensor.Dense {
 	return tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))
 }
 
-// printProfile prints what each op took.
-func printProfile(m *cudaops.Machine) error {
-	ops, err := m.Profile()
+// profile runs the steps that a profile takes, writes its trace and prints its table.
+func profile(m *cudaops.Machine, step func() error, path string) error {
+	if err := m.StartProfile(); err != nil {
+		return err
+	}
+	for range cudaops.ProfileSteps {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	p, err := m.Profile()
 	if err != nil {
 		return err
 	}
-	fmt.Fprint(os.Stderr, cudaops.Table(ops))
-	return nil
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	fmt.Fprint(os.Stderr, p.Table())
+	return errors.Join(p.WriteTrace(f), f.Close())
+}
+
+// traceFile is where the trace of a training goes, of which there may be several.
+func (o options) traceFile(training string) string {
+	if len(o.models) == 1 && !o.has("recompute") && !o.has("kasmina") {
+		return o.profile
+	}
+	extension := filepath.Ext(o.profile)
+	return strings.TrimSuffix(o.profile, extension) + "-" + training + extension
 }
 
 func newOptimizer(muon bool) (optim.Optimizer, error) {

@@ -46,6 +46,9 @@ import (
 
 const checkpointName = "model.safetensors"
 
+// profileAfter is the steps that warm a GPU up before -profile looks.
+const profileAfter = 10
+
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // the next signal does what it does to other programs
@@ -76,6 +79,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
 		o.train.Engine = gpu.Engine(device, o.onGPU(), opts...)
+	} else if o.profile != "" {
+		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
 	} else if err := o.onCPU(stderr); err != nil {
 		return err
 	}
@@ -172,6 +177,9 @@ func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 		llm.Monitor(t, stderr, o.saveEvery),
 		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
 	)
+	if o.profile != "" {
+		t.On(llm.ProfileStep(t, stderr, o.profile, profileAfter))
+	}
 	return nil
 }
 

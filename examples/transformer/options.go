@@ -22,6 +22,7 @@ type options struct {
 	device, precision        string
 	tune                     cudaops.Tuning
 	monitor                  int
+	profile                  string
 	resume                   resumeFlag
 	kasmina                  bool
 	model                    llm.Config
@@ -92,7 +93,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
-		if !slices.Contains([]string{"out", "cache", "resume"}, f.Name) {
+		if !slices.Contains([]string{"out", "cache", "resume", "profile"}, f.Name) {
 			o.train.Notes[f.Name] = f.Value.String()
 		}
 	})
@@ -113,6 +114,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	f.IntVar(&o.monitor, "monitor", 0, "time the ops of one step in so many on a GPU, at less than 0.5 % of the time: for the log, and a table at the end; "+
 		"0 for none")
+	f.StringVar(&o.profile, "profile", "", "write a trace of one step on a GPU, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing), and\n"+
+		"print a summary")
 	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")

@@ -103,6 +103,10 @@ func (e *engine) Update() (float64, error) {
 // OpTimes needs the option cudaops.WithMonitor.
 func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 
+// StartProfile and Profile are the machine's.
+func (e *engine) StartProfile() error            { return e.machine.StartProfile() }
+func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
+
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
 // FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the last run.

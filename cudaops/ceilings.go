@@ -1,0 +1,111 @@
+package cudaops
+
+import (
+	"cmp"
+	"errors"
+	"math"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the side of the matrices whose
+// product measures its speed.
+const ceilingBytes, ceilingSide = 512 << 20, 8192
+
+// measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute a product. What is too
+// large for the memory that is left is measured smaller, and not at all below a sixteenth.
+func (m *Machine) measureCeilings(r *Profile) (err error) {
+	bytes := cmp.Or(m.config.ceilingBytes, ceilingBytes)
+	ctx := m.device.ctx
+	var memory driver.Ptr
+	for least := bytes / 16; ; bytes /= 2 {
+		if memory, err = ctx.Alloc(2 * bytes); err == nil {
+			break
+		}
+		if !errors.Is(err, driver.OutOfMemory) || bytes <= least {
+			m.warn("the card's ceilings are not measured: " + err.Error())
+			return nil
+		}
+	}
+	defer func() { err = errors.Join(err, ctx.SyncStream(m.stream), ctx.Free(memory)) }()
+	e := m.activations()
+	x := &timer{tuner: m.tuner}
+	if err := x.fill(memory, argument{bytes: bytes, elem: e}, 1); err != nil {
+		return err
+	}
+	best, err := m.best(1, func(int) error { return ctx.CopyOnDevice(memory.Offset(bytes), memory, bytes, m.stream) })
+	if err != nil {
+		return err
+	}
+	r.Copy = 2 * float64(bytes) / best.Seconds()
+	r.Type = e.String()
+	side := ceilingSide
+	if e == float32s {
+		side /= 2
+	}
+	for ; 2*side*side*e.size() > bytes; side /= 2 {
+	}
+	r.Product, err = m.productRate(side, memory, memory.Offset(side*side*e.size()), memory.Offset(bytes))
+	return err
+}
+
+// productRate is the operations a second of the fastest way to multiply two square matrices; 0 if there is none.
+func (m *Machine) productRate(side int, a, b, d driver.Ptr) (rate float64, err error) {
+	blas, err := m.device.ctx.Blas()
+	if err != nil {
+		return 0, nil
+	}
+	t := m.activations().dtype()
+	plan, err := blas.Plan(driver.MatmulSpec{M: side, N: side, K: side, TransB: true, A: t, B: t, D: t}, workspaceBytes, tuneWays)
+	if err != nil {
+		return 0, nil
+	}
+	workspace, err := m.device.ctx.Alloc(workspaceBytes)
+	if err != nil {
+		return 0, plan.Close()
+	}
+	defer func() {
+		err = errors.Join(err, m.device.ctx.SyncStream(m.stream), m.device.ctx.Free(workspace), plan.Close())
+	}()
+	best, err := m.best(len(plan.Algos()), func(way int) error {
+		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: workspace, WorkspaceSize: workspaceBytes}, m.stream)
+	})
+	if err != nil {
+		return 0, err
+	}
+	return 2 * math.Pow(float64(side), 3) / best.Seconds(), nil
+}
+
+// best is the shortest of three times of each way of some work, after a first run of it.
+func (m *Machine) best(ways int, run func(way int) error) (best time.Duration, err error) {
+	ctx := m.device.ctx
+	var from, to driver.Event
+	for _, e := range []*driver.Event{&from, &to} {
+		if *e, err = ctx.NewEvent(true); err != nil {
+			return 0, err
+		}
+		defer func() { err = errors.Join(err, ctx.DestroyEvent(*e)) }()
+	}
+	best = math.MaxInt64
+	for way := range ways {
+		for round := range 4 {
+			for _, step := range []func() error{
+				func() error { return ctx.Record(from, m.stream) }, func() error { return run(way) },
+				func() error { return ctx.Record(to, m.stream) }, func() error { return ctx.SyncStream(m.stream) },
+			} {
+				if err := step(); err != nil {
+					return 0, err
+				}
+			}
+			took, err := ctx.Elapsed(from, to)
+			if err != nil {
+				return 0, err
+			}
+			if round > 0 {
+				best = min(best, took)
+			}
+		}
+	}
+	return best, nil
+}

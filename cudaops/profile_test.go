@@ -1,0 +1,286 @@
+package cudaops
+
+import (
+	"bytes"
+	"encoding/json"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// withCeilingBytes measures ceilings on less memory, since the fake driver multiplies on the CPU.
+func withCeilingBytes(n int) MachineOption {
+	return func(c *machineConfig) error {
+		c.ceilingBytes = n
+		return nil
+	}
+}
+
+// TestProfile profiles a machine whose norm takes 3 ms, and one that does not profile beside it.
+func TestProfile(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	norm := &fake.Way{Took: 3 * time.Millisecond}
+	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14), WithTuning(TuneCached), WithMonitor(3))
+	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
+	step := func(m *Machine) {
+		t.Helper()
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Update(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := m.StartProfile(); err == nil || !strings.Contains(err.Error(), "has not run") {
+		t.Errorf("before the first run: %v", err)
+	}
+	step(m)
+	step(plain)
+	if _, err := m.Profile(); err == nil || !strings.Contains(err.Error(), "StartProfile") {
+		t.Errorf("without StartProfile: %v", err)
+	}
+	if err := m.StartProfile(); err != nil {
+		t.Fatal(err)
+	}
+	for range ProfileSteps {
+		if p, err := m.Profile(); p != nil || err != nil {
+			t.Fatalf("before the last step: %v, %v", p, err)
+		}
+		step(m)
+		step(plain)
+	}
+	launches := device.ctx.Stats().Launches
+	p, err := m.Profile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again := device.ctx.Stats().Launches; again != launches {
+		t.Errorf("%d launches for the profile itself", again-launches)
+	}
+	checkProfile(t, m, p)
+	first := p.Ops()[0]
+	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond || first.Time > 4*time.Millisecond || !slices.Equal(first.Ways, []string{"fast"}) {
+		t.Errorf("the norm: %+v", first)
+	}
+	var layers []string
+	for _, s := range p.Spans {
+		if s.Op == "Linear" {
+			layers = append(layers, s.Layer)
+			if s.FLOPs != 2*6*5*4 || !strings.HasPrefix(s.Kernel, "cublasLt 6x5x4 nt float32") {
+				t.Errorf("the product: %+v", s)
+			}
+		}
+	}
+	if !slices.Equal(layers, []string{"w"}) {
+		t.Errorf("layers of linear layers: %q", layers)
+	}
+	if kernels, graphs := p.Busy(); !(kernels > 0.5 && kernels <= 1 && graphs > 0.5 && graphs <= 1) {
+		t.Errorf("busy %v, %v", kernels, graphs)
+	}
+	for range 4 { // and the monitor goes on
+		step(m)
+		step(plain)
+	}
+	if times, err := m.Monitor(); err != nil || len(times) == 0 {
+		t.Errorf("the monitor after the profile: %v, %v", times, err)
+	}
+	a, errA := m.Value(m.config.params[0])
+	b, errB := plain.Value(plain.config.params[0])
+	if errA != nil || errB != nil {
+		t.Fatal(errA, errB)
+	}
+	if !slices.Equal(flat(t, a), flat(t, b)) {
+		t.Errorf("weights %v, without a profile %v", flat(t, a), flat(t, b))
+	}
+}
+
+// checkProfile checks what is so of every profile, and its trace.
+func checkProfile(t *testing.T, m *Machine, p *Profile) {
+	t.Helper()
+	var end time.Duration
+	tasks := map[int]bool{}
+	for i, s := range p.Spans {
+		if s.Start < end || s.Time < 0 || s.Kernel == "" || s.Op == "" || s.Share < 0 || math.IsNaN(s.Share) || math.IsInf(s.Share, 0) {
+			t.Errorf("span %d, after %v: %+v", i, end, s)
+		}
+		end = s.Start + s.Time
+		if s.Op != "Copies" && s.Op != "Update" {
+			tasks[s.Task] = true
+		}
+	}
+	if len(tasks) != len(m.program.tasks) {
+		t.Errorf("%d tasks, the program has %d", len(tasks), len(m.program.tasks))
+	}
+	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
+		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period, p.Graphs, p.Copy, p.Product, p.Device)
+	}
+	var calls []string
+	for _, h := range p.Host {
+		calls = append(calls, h.Name)
+	}
+	if !slices.Contains(calls, "RunAll") {
+		t.Errorf("calls %q", calls)
+	}
+	var text bytes.Buffer
+	if err := p.WriteTrace(&text); err != nil {
+		t.Fatal(err)
+	}
+	var trace struct {
+		TraceEvents []struct {
+			Name, Ph string
+			Ts, Dur  float64
+			Pid, Tid int
+			Args     map[string]any
+		}
+	}
+	if err := json.Unmarshal(text.Bytes(), &trace); err != nil {
+		t.Fatal(err)
+	}
+	kernels := 0
+	for _, e := range trace.TraceEvents {
+		if e.Ph != "X" && e.Ph != "M" || e.Ph == "X" && (e.Ts < 0 || e.Dur < 0 || e.Name == "") {
+			t.Errorf("event %+v", e)
+		}
+		if e.Ph == "X" && e.Pid == 1 && e.Tid == 1 {
+			s := p.Spans[kernels]
+			kernels++
+			if e.Name != s.Kernel || e.Args["op"] != s.Op || e.Args["layer"] != s.Layer || math.Abs(e.Dur-float64(s.Time)/1e3) > 1e-9 {
+				t.Errorf("event %+v of span %+v", e, s)
+			}
+		}
+	}
+	if kernels != len(p.Spans) {
+		t.Errorf("%d events of %d spans", kernels, len(p.Spans))
+	}
+	table := p.Table()
+	for _, o := range p.Ops() {
+		if !strings.Contains(table, o.Op) {
+			t.Errorf("no %s in the table:\n%s", o.Op, table)
+		}
+	}
+}
+
+// TestProfileLayers wants every node of a model, backward too and with recomputation, in its block.
+func TestProfileLayers(t *testing.T) {
+	for _, recompute := range []bool{false, true} {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		p := profiled(t, device, recompute, fakeOption, withCeilingBytes(1<<14))
+		count := map[string]map[string]int{}
+		for _, s := range p.Spans {
+			if count[s.Op] == nil {
+				count[s.Op] = map[string]int{}
+			}
+			count[s.Op][s.Layer]++
+		}
+		for _, op := range []string{"Attention", "AttentionGrad", "RoPE", "SiLUMLP", "SiLUMLPGrad", "LinearGrad", "RMSNormGrad"} {
+			for _, layer := range []string{"model.layers.0", "model.layers.1"} {
+				if count[op][layer] == 0 {
+					t.Errorf("recompute %v: no %s in %s: %v", recompute, op, layer, count[op])
+				}
+			}
+			if n := count[op]["model.layers.0"]; n != count[op]["model.layers.1"] {
+				t.Errorf("recompute %v: %s: %v", recompute, op, count[op])
+			}
+		}
+		if count["LinearCrossEntropy"]["model.embed_tokens"] == 0 || count["Update"][""] == 0 || count["Copies"][""] == 0 {
+			t.Errorf("recompute %v: %v", recompute, count)
+		}
+	}
+}
+
+// TestProfileOnGPU profiles a model's step on a GPU, where times are real.
+func TestProfileOnGPU(t *testing.T) {
+	p := profiled(t, openGPU(t), false, WithPrecision(BFloat16))
+	t.Logf("%s", p.Table())
+	var sum time.Duration
+	for _, s := range p.Spans {
+		sum += s.Time
+	}
+	if kernels, graphs := p.Busy(); !(kernels > 0 && kernels < 1.1 && graphs > 0 && graphs < 1) || p.Copy < 1e11 || p.Product < 1e13 {
+		t.Errorf("busy %v and %v, ceilings %v and %v", kernels, graphs, p.Copy, p.Product)
+	}
+}
+
+// profiled is the profile of a step of a small model.
+func profiled(t *testing.T, device *Device, recompute bool, opts ...MachineOption) *Profile {
+	t.Helper()
+	config := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, FF: 24, Seq: 8}.Default()
+	model, err := llm.NewModel(config, tensor.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var how []llm.GraphOption
+	if recompute {
+		how = append(how, llm.WithRecompute())
+	}
+	g, err := model.Graph(llm.ForTraining, 2, how...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := NewMachine(device, g.G, append(opts, WithParams(g.Params...), WithOutputs(g.Loss), WithStrict())...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	o, err := optim.NewMuon(optim.WithLR(0.01))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.SetOptimizer(o, 1); err != nil {
+		t.Fatal(err)
+	}
+	ids := make([]int, 2*8)
+	for i := range ids {
+		ids[i] = (7*i + 3) % 24
+	}
+	for i := range 2 + ProfileSteps {
+		if i == 2 {
+			if err := m.StartProfile(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, n := range []*gorgonia.Node{g.IDs, g.Targets} {
+			if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(ids)), tensor.WithBacking(ids))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Value(g.Loss); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Update(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p, err := m.Profile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkProfile(t, m, p)
+	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool { return s.Op == "Update" && s.FLOPs == 0 }); i >= 0 {
+		t.Errorf("the products of the update are not counted: %+v", p.Spans[i])
+	}
+	return p
+}
+
+func TestLayerName(t *testing.T) {
+	for name, want := range map[string]string{"model.layers.13.mlp.up_proj.weight": "model.layers.13", "lm_head.weight": "lm_head",
+		"w": "w", "3": "3", "": "", "h.0.ln_1.weight": "h.0"} {
+		if got := layerName(name); got != want {
+			t.Errorf("%q is of layer %q, want %q", name, got, want)
+		}
+	}
+}
