@@ -113,7 +113,9 @@ func main() {
 }
 
 // gpuGroups are cudabench's, then what is measured through the public machine.
-func gpuGroups() []string { return append(cudabench.Groups(), "loss", "train", "recompute", "kasmina") }
+func gpuGroups() []string {
+	return append(cudabench.Groups(), "loss", "train", "recompute", "train-kasmina")
+}
 
 // check fills in the groups where none are chosen, and refuses what is not there.
 func (o *options) check(groups []string) error {

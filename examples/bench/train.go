@@ -47,8 +47,8 @@ type variant struct {
 var variants = []variant{
 	{group: "train"},
 	{group: "recompute", suffix: "_recompute", model: "llama350M", how: []llm.GraphOption{llm.WithRecompute()}},
-	{group: "kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
-	{group: "kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
+	{group: "train-kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
+	{group: "train-kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
 }
 
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.

@@ -10,6 +10,9 @@ import (
 
 func TestVariants(t *testing.T) {
 	s := size{"tiny", llm.Config{Vocab: 16, Dim: 64, Layers: 3, Heads: 2, FF: 64, Seq: 8}, 1}
+	if groups := gpuGroups(); len(slices.Compact(slices.Sorted(slices.Values(groups)))) != len(groups) {
+		t.Errorf("two groups have one name: %q", groups)
+	}
 	for _, v := range variants {
 		if !slices.Contains(gpuGroups(), v.group) {
 			t.Errorf("%q is in no group", v.suffix)
