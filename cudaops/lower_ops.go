@@ -159,7 +159,14 @@ func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
 		return t[0], t[1]
 	}
 	cosines, sines := o.Config.Tables()
-	t := [2]*array{c.constant(cosines), c.constant(sines)}
+	var t [2]*array
+	for i, table := range [][]float64{cosines, sines} {
+		narrow := make([]float32, len(table))
+		for j, v := range table {
+			narrow[j] = float32(v)
+		}
+		t[i] = c.constant(narrow)
+	}
 	c.rotations[key] = t
 	return t[0], t[1]
 }

@@ -222,7 +222,7 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 	if err != nil {
 		return "", err
 	}
-	g := &Generator{seq: t.Model.Config.Seq, logits: t.engine.Logits}
+	g := &Generator{seq: t.Model.Config.Seq, decoder: t.engine.Decoder}
 	tokens, err := g.generate(promptTokens(tok, prompt), n, s, t.stopped)
 	if err != nil {
 		return "", err

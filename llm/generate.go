@@ -5,12 +5,13 @@ import (
 	"fmt"
 )
 
-// Generator draws text from a model, token by token. Each token sees as many of the tokens before it as the model's
-// training sequences were long.
+// Generator draws text from a model, token by token, on the CPU. Each token sees as many of the tokens before it as the model's
+// training sequences were long. Up to that length a token takes a pass over one row, since keys and values are kept; beyond it
+// every token moves the others to other positions, and takes a pass over the whole window.
 type Generator struct {
-	seq    int
-	logits func(tokens []int) (any, error)
-	close  func() error
+	seq     int
+	decoder func() (func(tokens []int) (any, error), error)
+	close   func() error
 }
 
 // NewGenerator returns a generator that uses the model's parameters as they are at each call.
@@ -18,11 +19,11 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
 	}
-	r, err := (&Inference{Model: m}).runner(ForLogits, 1)
-	if err != nil {
+	i := &Inference{Model: m}
+	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config.Seq, r.Next, r.Machine.Close}, nil
+	return &Generator{m.Config.Seq, i.Decoder, i.Close}, nil
 }
 
 // Close frees the generator's machine.
@@ -43,12 +44,16 @@ func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() err
 	case s == nil:
 		return nil, errors.New("llm: Generate: the sampler is nil")
 	}
+	logits, err := g.decoder()
+	if err != nil {
+		return nil, fmt.Errorf("llm: Generate: %w", err)
+	}
 	all := append(make([]int, 0, len(prompt)+n), prompt...)
 	for range n {
 		if err := stopped(); err != nil {
 			return nil, err
 		}
-		next, err := g.next(all, s)
+		next, err := drawFrom(logits, all[max(0, len(all)-g.seq):], s)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Generate: token %d: %w", len(all)-len(prompt)+1, err)
 		}
@@ -57,14 +62,14 @@ func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() err
 	return all[len(prompt):], nil
 }
 
-// next draws the token that follows.
-func (g *Generator) next(tokens []int, s *Sampler) (int, error) {
-	logits, err := g.logits(tokens[max(0, len(tokens)-g.seq):])
+// drawFrom draws the token that follows.
+func drawFrom(logits func(tokens []int) (any, error), tokens []int, s *Sampler) (int, error) {
+	v, err := logits(tokens)
 	if err != nil {
 		return 0, err
 	}
-	if x, ok := logits.([]float32); ok {
+	if x, ok := v.([]float32); ok {
 		return Sample(s, x)
 	}
-	return Sample(s, logits.([]float64))
+	return Sample(s, v.([]float64))
 }

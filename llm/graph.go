@@ -32,6 +32,8 @@ type Graph struct {
 	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted; nil but for ForLogits
 	Logits  *gorgonia.Node // [Batch, Vocab]; nil but for ForLogits
 	Params  gorgonia.Nodes // one for each of the model's Params
+
+	keys, values gorgonia.Nodes // of the blocks' attentions, but for a graph with a cache of them
 }
 
 // GraphOption changes how a graph is built.
@@ -70,12 +72,18 @@ type graphBuilder struct {
 	kind      GraphKind
 	recompute bool
 	shares    int
+	cache     *keyValues // ForLogits: of the positions before the only one that the graph computes
+	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
 	c, rows := b.Config, batch*b.Config.Seq
+	if b.cache != nil {
+		rows = 1
+	}
 	out := &Graph{G: b.g, Kind: b.kind, Batch: batch}
+	b.out = out
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("ids"))
 	for _, p := range b.Params {
 		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
@@ -91,7 +99,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	if err != nil {
 		return nil, err
 	}
-	if b.kind == ForLogits {
+	if b.kind == ForLogits && b.cache == nil {
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch), gorgonia.WithName("rows"))
 		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
 			return nil, err
@@ -182,20 +190,7 @@ func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	q, err := b.project(h, wq, c.Heads)
-	if err != nil {
-		return nil, err
-	}
-	k, err := b.project(h, wk, c.KVHeads)
-	if err != nil {
-		return nil, err
-	}
-	v, err := op.Linear(h, wv)
-	if err != nil {
-		return nil, err
-	}
-	attention := op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
-	if h, err = op.Attention(q, k, v, attention); err != nil {
+	if h, err = b.attention(h, wq, wk, wv); err != nil {
 		return nil, err
 	}
 	if h, err = op.Linear(h, wo); err != nil {
@@ -211,6 +206,28 @@ func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	return gorgonia.Add(x, h)
+}
+
+// attention computes that of a block, without its output layer.
+func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node) (*gorgonia.Node, error) {
+	c := b.Config
+	v, err := op.Linear(h, wv)
+	if err != nil {
+		return nil, err
+	}
+	if b.cache != nil {
+		return b.cache.attention(h, wq, wk, v)
+	}
+	q, err := b.project(h, wq, c.Heads)
+	if err != nil {
+		return nil, err
+	}
+	k, err := b.project(h, wk, c.KVHeads)
+	if err != nil {
+		return nil, err
+	}
+	b.out.keys, b.out.values = append(b.out.keys, k), append(b.out.values, v)
+	return op.Attention(q, k, v, op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true})
 }
 
 // project computes queries or keys: a linear layer and the rotation by position.

@@ -66,6 +66,7 @@ type Inference struct {
 
 	losses    map[int]Runner // by batch size
 	generator *Runner
+	decoding  *decoding // in the place of a generator on the CPU
 }
 
 func (i *Inference) runner(kind GraphKind, sequences int) (r Runner, err error) {
@@ -97,8 +98,18 @@ func (i *Inference) Loss(b Batch) (float64, error) {
 	return r.Run(b)
 }
 
-// Logits is that of [Engine].
-func (i *Inference) Logits(tokens []int) (any, error) {
+// Decoder is that of [Engine].
+func (i *Inference) Decoder() (func(tokens []int) (any, error), error) {
+	if i.Make == nil {
+		if i.decoding == nil {
+			var err error
+			if i.decoding, err = newDecoding(i.Model); err != nil {
+				return nil, err
+			}
+		}
+		i.decoding.tokens = nil
+		return i.decoding.next, nil
+	}
 	if i.generator == nil {
 		r, err := i.runner(ForLogits, 1)
 		if err != nil {
@@ -106,7 +117,7 @@ func (i *Inference) Logits(tokens []int) (any, error) {
 		}
 		i.generator = &r
 	}
-	return i.generator.Next(tokens)
+	return i.generator.Next, nil
 }
 
 // Close frees the machines.
@@ -118,6 +129,8 @@ func (i *Inference) Close() error {
 	if i.generator != nil {
 		err = errors.Join(err, i.generator.Machine.Close())
 	}
-	i.losses, i.generator = nil, nil
+	if i.decoding != nil {
+		err = errors.Join(err, i.decoding.close())
+	}
 	return err
 }

@@ -126,7 +126,11 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 			b.Inputs[i], b.Targets[i] = r.IntN(256), -1
 		}
 		b.Targets[n-1] = target
-		got, err := tr.engine.Logits(b.Inputs[:n])
+		logitsOf, err := tr.engine.Decoder()
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := logitsOf(b.Inputs[:n])
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -141,9 +141,9 @@ func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 }
 
 // Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each.
-func (c RoPEConfig) Tables() (cos, sin []float32) {
-	cos, sin = make([]float32, c.Seq*c.HeadDim/2), make([]float32, c.Seq*c.HeadDim/2)
-	c.fill(func(i int, x, y float64) { cos[i], sin[i] = float32(x), float32(y) })
+func (c RoPEConfig) Tables() (cos, sin []float64) {
+	cos, sin = make([]float64, c.Seq*c.HeadDim/2), make([]float64, c.Seq*c.HeadDim/2)
+	c.fill(func(i int, x, y float64) { cos[i], sin[i] = x, y })
 	return cos, sin
 }
 

@@ -51,6 +51,31 @@ func Attention[T Float](y, lse, q, k, v []T, s AttentionShape) {
 	parallel(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, k, v, s, blocks})
 }
 
+// AttentionAt computes one row of a causal attention of a single sequence, that of the given position: q and y are
+// [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that [Attention] gives it, as long as
+// the products of matrices have them.
+func AttentionAt[T Float](y, q, k, v []T, position int, s AttentionShape) {
+	s.Batch, s.Seq, s.Causal = 1, position+1, true
+	parallel(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), attentionAt[T]{y, q, k, v, position, s})
+}
+
+type attentionAt[T Float] struct {
+	y, q, k, v []T
+	position   int
+	AttentionShape
+}
+
+func (s attentionAt[T]) span(lo, hi int) {
+	t := getTiles[T]()
+	defer tilePool[T]().Put(t)
+	var lse [1]T
+	for h := lo; h < hi; h++ {
+		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
+		at := h * s.HeadDim
+		t.forward(s.y[at:], lse[:], s.q[at:], s.k[kv:], s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.position, 1, s.AttentionShape)
+	}
+}
+
 type attention[T Float] struct {
 	y, lse, q, k, v []T
 	AttentionShape
