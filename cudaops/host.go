@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strconv"
+	"unsafe"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -27,7 +29,11 @@ func encode(raw []byte, e elem, v gorgonia.Value, n int) error {
 		}
 	case []int:
 		if len(x) == n && e == int64s {
-			dst := driver.View[int64](raw)
+			dst := driver.View[int64](raw)[:n]
+			if strconv.IntSize == 64 { // the GPU may be waiting
+				copy(dst, unsafe.Slice((*int64)(unsafe.Pointer(unsafe.SliceData(x))), n))
+				return nil
+			}
 			for i, v := range x {
 				dst[i] = int64(v)
 			}

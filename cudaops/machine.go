@@ -38,6 +38,8 @@ type Machine struct {
 	owned     map[driver.Ptr]int // bytes of each allocation
 	sent      driver.Event       // the last run's inputs have left their staging memory
 	ran       bool
+	read      bool                  // the stream has been waited for since the last run
+	returned  []byte                // pinned, for values that come back
 	recorded  map[string]*recording // by what the attendants measure
 	now       *recording            // that of the run under way, or of the last one
 	warned    map[string]bool
@@ -193,6 +195,9 @@ func (m *Machine) free(p driver.Ptr) error {
 	return m.device.ctx.Free(p)
 }
 
+// returnedBytes is the size up to which values come back by way of pinned memory, which for small ones takes less time.
+const returnedBytes = 4 << 10
+
 // allocate takes the memory that the program was planned for.
 func (m *Machine) allocate() error {
 	need := uint64(m.program.arena + m.program.resident())
@@ -220,7 +225,8 @@ func (m *Machine) allocate() error {
 			return err
 		}
 	}
-	return nil
+	m.returned, err = m.device.ctx.AllocHost(returnedBytes)
+	return err
 }
 
 // Memory returns the device memory in bytes that the machine holds: parameters and constants, everything a run needs, the
@@ -304,7 +310,7 @@ const recordings = 16
 
 // compute enqueues the program, or what was captured of it.
 func (m *Machine) compute() error {
-	defer func() { m.ran = true }()
+	defer func() { m.ran, m.read = true, false }()
 	m.carried = m.scale.Scale
 	var mode []byte
 	for _, a := range m.attendants {
@@ -433,14 +439,14 @@ func (m *Machine) send(in *input) error {
 
 // check says of ids what the op would say on the CPU; a kernel cannot.
 func (r idRange) check(ids []int64) error {
-	counted := false
+	all := int64(-1) // whose sign is that of all of them, if they have the same
 	for i, id := range ids {
-		if id >= int64(r.vocab) || id < 0 && !r.negative {
+		if uint64(id) >= uint64(r.vocab) && (id >= 0 || !r.negative) {
 			return fmt.Errorf("%s: %s[%d] is %d, want an id of the vocabulary, 0 to %d", r.op, r.argument, i, id, r.vocab-1)
 		}
-		counted = counted || id >= 0
+		all &= id
 	}
-	if !counted {
+	if all < 0 {
 		return fmt.Errorf("%s: all %d %s are negative: %w", r.op, len(ids), r.argument, op.ErrNoTargets)
 	}
 	return nil
@@ -500,8 +506,21 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 // gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	v, err := m.value(n)
+	if err == nil {
+		err = m.settle()
+	}
 	if err != nil {
 		return nil, fmt.Errorf("cudaops.Machine.Value: %w", err)
+	}
+	return v, nil
+}
+
+// Peek is [Machine.Value] for a loss ahead of [Machine.Update]: what the run has measured in Kasmina layers does not reach their
+// lattices yet, but in Update, while the device works, instead of making it wait.
+func (m *Machine) Peek(n *gorgonia.Node) (gorgonia.Value, error) {
+	v, err := m.value(n)
+	if err != nil {
+		return nil, fmt.Errorf("cudaops.Machine.Peek: %w", err)
 	}
 	return v, nil
 }
@@ -527,18 +546,24 @@ func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 			return nil, err
 		}
 	}
-	return v, m.settle()
+	return v, nil
 }
 
 // fetch copies an array back as a value of type dt.
 func (m *Machine) fetch(a *array, dt tensor.Dtype) (gorgonia.Value, error) {
-	raw := make([]byte, a.len()*a.elem.size())
+	raw := m.returned
+	if n := a.extent(); n <= len(raw) {
+		raw = raw[:n]
+	} else {
+		raw = make([]byte, n)
+	}
 	if err := m.device.ctx.CopyToHost(raw, a.ptr(), m.stream); err != nil {
 		return nil, err
 	}
 	if err := m.device.ctx.SyncStream(m.stream); err != nil {
 		return nil, err
 	}
+	m.read = m.ran
 	return decode(raw, a.elem, dt, a.shape)
 }
 
@@ -583,6 +608,9 @@ func (m *Machine) Close() error {
 				errs = append(errs, ctx.FreeHost(in.staging))
 			}
 		}
+	}
+	if m.returned != nil {
+		errs = append(errs, ctx.FreeHost(m.returned))
 	}
 	if m.sent != 0 {
 		errs = append(errs, ctx.DestroyEvent(m.sent))

@@ -314,6 +314,10 @@ func (m *Machine) update() (float64, error) {
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
 		return 0, err
 	}
+	var settled error
+	if m.read { // else a later run settles
+		settled = m.settle()
+	}
 	if err := ctx.SyncStream(m.stream); err != nil {
 		return 0, err
 	}
@@ -323,12 +327,12 @@ func (m *Machine) update() (float64, error) {
 	}
 	switch {
 	case done.Skipped && m.carried > 1:
-		return float64(done.Norm), nil
+		return float64(done.Norm), settled
 	case done.Skipped:
-		return float64(done.Norm), fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm)
+		return float64(done.Norm), joined(fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm), settled)
 	}
 	x.steps++
-	return float64(done.Norm), nil
+	return float64(done.Norm), settled
 }
 
 // enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.

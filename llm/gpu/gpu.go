@@ -88,8 +88,13 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) {
-	return llm.Runner{Graph: e.graph, Machine: e.machine}.Run(b)
+	return llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
 }
+
+// ahead is a machine whose update follows.
+type ahead struct{ *cudaops.Machine }
+
+func (m ahead) Value(n *gorgonia.Node) (gorgonia.Value, error) { return m.Peek(n) }
 
 func (e *engine) Update() (float64, error) {
 	norm, err := e.machine.Update()
