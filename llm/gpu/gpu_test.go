@@ -274,3 +274,23 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		t.Errorf("held-out loss %v on the CPU and %v on the GPU, %v", c, a, err)
 	}
 }
+
+// TestProfileStep wants a profile in the midst of a growing model's training to change nothing.
+func TestProfileStep(t *testing.T) {
+	device := open(t)
+	want := losses(t, newTrainer(t, device, cudaops.BFloat16, 2, true))
+	tr := newTrainer(t, device, cudaops.BFloat16, 2, true)
+	path := filepath.Join(t.TempDir(), "trace.json")
+	var out bytes.Buffer
+	tr.On(llm.ProfileStep(tr, &out, path, 3))
+	if got := losses(t, tr); !slices.Equal(got, want) {
+		t.Errorf("losses %v, without a profile %v", got, want)
+	}
+	trace := must[[]byte](t)(os.ReadFile(path))
+	for _, want := range []string{"traceEvents", "model.layers.1", "Kasmina"} {
+		if !bytes.Contains(trace, []byte(want)) {
+			t.Errorf("no %s in the trace", want)
+		}
+	}
+	t.Logf("%s", out.String())
+}
