@@ -304,7 +304,11 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 			if err != nil {
 				t.Fatal(err)
 			}
-			if d := distance(t, v, want.Value()); !(d < 1e-5) {
+			tolerance := 1e-5
+			if i > 1 { // sums over all rows, which both machines round, each in its order
+				tolerance = 1e-4
+			}
+			if d := distance(t, v, want.Value()); !(d < tolerance) {
 				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
 			}
 		}
