@@ -71,6 +71,18 @@ func blendLearnAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahe
 func blendLearnStreamedAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
 
 //go:noescape
+func fusedForwardAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
+
+//go:noescape
+func fusedForwardStreamedAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
+
+//go:noescape
+func fusedBackwardAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+
+//go:noescape
+func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+
+//go:noescape
 func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
 
 func storeFenceAMD64()
@@ -88,6 +100,10 @@ var stripsAVX512 = stripKernels{
 	streamRows:            streamRowsAVX512,
 	blendLearn:            blendLearnAVX512,
 	blendLearnStreamed:    blendLearnStreamedAVX512,
+	fusedForward:          fusedForwardAVX512,
+	fusedForwardStreamed:  fusedForwardStreamedAVX512,
+	fusedBackward:         fusedBackwardAVX512,
+	fusedBackwardStreamed: fusedBackwardStreamedAVX512,
 	chunkNorms:            chunkNormsAVX2,
 	storeFence:            storeFenceAMD64,
 }

@@ -304,6 +304,9 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	VMOVUPS     (SI)(R11*1), Z8
@@ -322,11 +325,28 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, DX
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (SI)(R11*1), Z8
+	VMULPS      Z2, Z8, Z10
+	VCMPPS      $0x06, Z11, Z10, K2
+	VBLENDMPS   Z0, Z1, K2, Z9
+	VFMADD213PS Z3, Z8, Z9
+	VMOVUPS     Z9, (DI)(R12*1)
+	VPANDD      magnitude<>+0(SB), Z8, Z10
+	VMAXPS      Z12, Z10, Z12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	ADDQ $0x40, DI
+	ADDQ $0x40, SI
+	ADDQ $0x40, DX
+	SUBQ $0x10, R8
+	JGE  columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -349,6 +369,9 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	VMOVUPS.Z   (SI)(R11*1), K1, Z8
@@ -367,7 +390,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMOVUPS.Z   (SI)(R11*1), K1, Z8
+	VMULPS      Z2, Z8, Z10
+	VCMPPS      $0x06, Z11, Z10, K2
+	VBLENDMPS   Z0, Z1, K2, Z9
+	VFMADD213PS Z3, Z8, Z9
+	VMOVUPS     Z9, K1, (DI)(R12*1)
+	VPANDD      magnitude<>+0(SB), Z8, Z10
+	VMAXPS      Z12, Z10, Z12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
 done:
 	VMOVAPS       Z12, Z0
 	VEXTRACTF64X4 $0x01, Z0, Y1
@@ -412,6 +451,9 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Z8
@@ -430,13 +472,30 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, DX
-	ADDQ        $0x40, BX
-	ADDQ        $0x40, R13
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS    (BX)(R11*1), Z8
+	VMULPS     Z2, Z8, Z10
+	VCMPPS     $0x06, Z11, Z10, K2
+	VBLENDMPS  Z0, Z1, K2, Z9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS    (SI)(R11*1), Z13
+	VMULPS     Z13, Z9, Z9
+	VMOVUPS    Z9, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        rowAlone
+
+rowEnd:
+	ADDQ $0x40, DI
+	ADDQ $0x40, SI
+	ADDQ $0x40, DX
+	ADDQ $0x40, BX
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -458,6 +517,9 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	VMOVUPS.Z   (BX)(R11*1), K1, Z8
@@ -476,7 +538,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMOVUPS.Z  (BX)(R11*1), K1, Z8
+	VMULPS     Z2, Z8, Z10
+	VCMPPS     $0x06, Z11, Z10, K2
+	VBLENDMPS  Z0, Z1, K2, Z9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS.Z  (SI)(R11*1), K1, Z13
+	VMULPS     Z13, Z9, Z9
+	VMOVUPS    Z9, K1, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        tailRowAlone
+
+tailRowEnd:
 done:
 	VZEROUPPER
 	RET
@@ -510,6 +588,9 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	VMOVUPS     (SI)(R11*1), Z8
@@ -528,11 +609,28 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, DX
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (SI)(R11*1), Z8
+	VMULPS      Z2, Z8, Z10
+	VCMPPS      $0x06, Z11, Z10, K2
+	VBLENDMPS   Z0, Z1, K2, Z9
+	VFMADD213PS Z3, Z8, Z9
+	VMOVNTPS    Z9, (DI)(R12*1)
+	VPANDD      magnitude<>+0(SB), Z8, Z10
+	VMAXPS      Z12, Z10, Z12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	ADDQ $0x40, DI
+	ADDQ $0x40, SI
+	ADDQ $0x40, DX
+	SUBQ $0x10, R8
+	JGE  columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -555,6 +653,9 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	VMOVUPS.Z   (SI)(R11*1), K1, Z8
@@ -573,7 +674,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMOVUPS.Z   (SI)(R11*1), K1, Z8
+	VMULPS      Z2, Z8, Z10
+	VCMPPS      $0x06, Z11, Z10, K2
+	VBLENDMPS   Z0, Z1, K2, Z9
+	VFMADD213PS Z3, Z8, Z9
+	VMOVUPS     Z9, K1, (DI)(R12*1)
+	VPANDD      magnitude<>+0(SB), Z8, Z10
+	VMAXPS      Z12, Z10, Z12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
 done:
 	VMOVAPS       Z12, Z0
 	VEXTRACTF64X4 $0x01, Z0, Y1
@@ -618,6 +735,9 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Z8
@@ -636,13 +756,30 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, DX
-	ADDQ        $0x40, BX
-	ADDQ        $0x40, R13
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS    (BX)(R11*1), Z8
+	VMULPS     Z2, Z8, Z10
+	VCMPPS     $0x06, Z11, Z10, K2
+	VBLENDMPS  Z0, Z1, K2, Z9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS    (SI)(R11*1), Z13
+	VMULPS     Z13, Z9, Z9
+	VMOVNTPS   Z9, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        rowAlone
+
+rowEnd:
+	ADDQ $0x40, DI
+	ADDQ $0x40, SI
+	ADDQ $0x40, DX
+	ADDQ $0x40, BX
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -664,6 +801,9 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	VMOVUPS.Z   (BX)(R11*1), K1, Z8
@@ -682,7 +822,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMOVUPS.Z  (BX)(R11*1), K1, Z8
+	VMULPS     Z2, Z8, Z10
+	VCMPPS     $0x06, Z11, Z10, K2
+	VBLENDMPS  Z0, Z1, K2, Z9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS.Z  (SI)(R11*1), K1, Z13
+	VMULPS     Z13, Z9, Z9
+	VMOVUPS    Z9, K1, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        tailRowAlone
+
+tailRowEnd:
 done:
 	VZEROUPPER
 	RET
@@ -715,6 +871,9 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Z8
@@ -731,16 +890,31 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	VMOVUPS     Z0, (DI)
-	VMOVUPS     Z1, 1024(DI)
-	VMOVUPS     Z2, 2048(DI)
-	VMOVUPS     Z3, 3072(DI)
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, DX
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, BX
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (BX)(R11*1), Z8
+	VMOVUPS     (SI)(R11*1), Z9
+	VMULPS      Z4, Z8, Z10
+	VCMPPS      $0x06, Z5, Z10, K2
+	VADDPS      Z9, Z0, K2, Z0
+	VFMADD231PS Z8, Z9, K2, Z1
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	VMOVUPS Z0, (DI)
+	VMOVUPS Z1, 1024(DI)
+	VMOVUPS Z2, 2048(DI)
+	VMOVUPS Z3, 3072(DI)
+	ADDQ    $0x40, DI
+	ADDQ    $0x40, DX
+	ADDQ    $0x40, SI
+	ADDQ    $0x40, BX
+	SUBQ    $0x10, R8
+	JGE     columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -763,6 +937,9 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	VMOVUPS.Z   (BX)(R11*1), K1, Z8
@@ -779,10 +956,25 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
-	VMOVUPS     Z0, (DI)
-	VMOVUPS     Z1, 1024(DI)
-	VMOVUPS     Z2, 2048(DI)
-	VMOVUPS     Z3, 3072(DI)
+	JMP         tailRowEnd
+
+tailRowAlone:
+	VMOVUPS.Z   (BX)(R11*1), K1, Z8
+	VMOVUPS.Z   (SI)(R11*1), K1, Z9
+	VMULPS      Z4, Z8, Z10
+	VCMPPS      $0x06, Z5, Z10, K2
+	VADDPS      Z9, Z0, K2, Z0
+	VFMADD231PS Z8, Z9, K2, Z1
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
+	VMOVUPS Z0, (DI)
+	VMOVUPS Z1, 1024(DI)
+	VMOVUPS Z2, 2048(DI)
+	VMOVUPS Z3, 3072(DI)
 
 done:
 	VZEROUPPER
@@ -1223,6 +1415,9 @@ columns:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      rowAlone
 
 row:
 	VMOVUPS     (SI)(R11*1), Y8
@@ -1241,11 +1436,28 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x20, DI
-	ADDQ        $0x20, SI
-	ADDQ        $0x20, DX
-	SUBQ        $0x08, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (SI)(R11*1), Y8
+	VMULPS      Y2, Y8, Y10
+	VCMPPS      $0x06, Y11, Y10, Y10
+	VBLENDVPS   Y10, Y0, Y1, Y9
+	VFMADD213PS Y3, Y8, Y9
+	VMOVUPS     Y9, (DI)(R12*1)
+	VANDPS      magnitude<>+0(SB), Y8, Y10
+	VMAXPS      Y12, Y10, Y12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	ADDQ $0x20, DI
+	ADDQ $0x20, SI
+	ADDQ $0x20, DX
+	SUBQ $0x08, R8
+	JGE  columns
 
 tail:
 	ADDQ    $0x08, R8
@@ -1265,6 +1477,9 @@ tail:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      tailRowAlone
 
 tailRow:
 	VMASKMOVPS  (SI)(R11*1), Y15, Y8
@@ -1283,7 +1498,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMASKMOVPS  (SI)(R11*1), Y15, Y8
+	VMULPS      Y2, Y8, Y10
+	VCMPPS      $0x06, Y11, Y10, Y10
+	VBLENDVPS   Y10, Y0, Y1, Y9
+	VFMADD213PS Y3, Y8, Y9
+	VMASKMOVPS  Y9, Y15, (DI)(R12*1)
+	VANDPS      magnitude<>+0(SB), Y8, Y10
+	VMAXPS      Y12, Y10, Y12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
 done:
 	VMOVAPS      Y12, Y0
 	VEXTRACTF128 $0x01, Y0, X1
@@ -1324,6 +1555,9 @@ columns:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Y8
@@ -1342,13 +1576,30 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x20, DI
-	ADDQ        $0x20, SI
-	ADDQ        $0x20, DX
-	ADDQ        $0x20, BX
-	ADDQ        $0x20, R13
-	SUBQ        $0x08, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS    (BX)(R11*1), Y8
+	VMULPS     Y2, Y8, Y10
+	VCMPPS     $0x06, Y11, Y10, Y10
+	VBLENDVPS  Y10, Y0, Y1, Y9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS    (SI)(R11*1), Y13
+	VMULPS     Y13, Y9, Y9
+	VMOVUPS    Y9, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        rowAlone
+
+rowEnd:
+	ADDQ $0x20, DI
+	ADDQ $0x20, SI
+	ADDQ $0x20, DX
+	ADDQ $0x20, BX
+	ADDQ $0x20, R13
+	SUBQ $0x08, R8
+	JGE  columns
 
 tail:
 	ADDQ    $0x08, R8
@@ -1367,6 +1618,9 @@ tail:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      tailRowAlone
 
 tailRow:
 	VMASKMOVPS  (BX)(R11*1), Y15, Y8
@@ -1385,7 +1639,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMASKMOVPS (BX)(R11*1), Y15, Y8
+	VMULPS     Y2, Y8, Y10
+	VCMPPS     $0x06, Y11, Y10, Y10
+	VBLENDVPS  Y10, Y0, Y1, Y9
+	PREFETCHT1 (R13)(R12*1)
+	VMASKMOVPS (SI)(R11*1), Y15, Y13
+	VMULPS     Y13, Y9, Y9
+	VMASKMOVPS Y9, Y15, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        tailRowAlone
+
+tailRowEnd:
 done:
 	VZEROUPPER
 	RET
@@ -1417,6 +1687,9 @@ columns:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      rowAlone
 
 row:
 	VMOVUPS     (SI)(R11*1), Y8
@@ -1435,11 +1708,28 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x20, DI
-	ADDQ        $0x20, SI
-	ADDQ        $0x20, DX
-	SUBQ        $0x08, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (SI)(R11*1), Y8
+	VMULPS      Y2, Y8, Y10
+	VCMPPS      $0x06, Y11, Y10, Y10
+	VBLENDVPS   Y10, Y0, Y1, Y9
+	VFMADD213PS Y3, Y8, Y9
+	VMOVNTPS    Y9, (DI)(R12*1)
+	VANDPS      magnitude<>+0(SB), Y8, Y10
+	VMAXPS      Y12, Y10, Y12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	ADDQ $0x20, DI
+	ADDQ $0x20, SI
+	ADDQ $0x20, DX
+	SUBQ $0x08, R8
+	JGE  columns
 
 tail:
 	ADDQ    $0x08, R8
@@ -1459,6 +1749,9 @@ tail:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      tailRowAlone
 
 tailRow:
 	VMASKMOVPS  (SI)(R11*1), Y15, Y8
@@ -1477,7 +1770,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMASKMOVPS  (SI)(R11*1), Y15, Y8
+	VMULPS      Y2, Y8, Y10
+	VCMPPS      $0x06, Y11, Y10, Y10
+	VBLENDVPS   Y10, Y0, Y1, Y9
+	VFMADD213PS Y3, Y8, Y9
+	VMASKMOVPS  Y9, Y15, (DI)(R12*1)
+	VANDPS      magnitude<>+0(SB), Y8, Y10
+	VMAXPS      Y12, Y10, Y12
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
 done:
 	VMOVAPS      Y12, Y0
 	VEXTRACTF128 $0x01, Y0, X1
@@ -1518,6 +1827,9 @@ columns:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Y8
@@ -1536,13 +1848,30 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	ADDQ        $0x20, DI
-	ADDQ        $0x20, SI
-	ADDQ        $0x20, DX
-	ADDQ        $0x20, BX
-	ADDQ        $0x20, R13
-	SUBQ        $0x08, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS    (BX)(R11*1), Y8
+	VMULPS     Y2, Y8, Y10
+	VCMPPS     $0x06, Y11, Y10, Y10
+	VBLENDVPS  Y10, Y0, Y1, Y9
+	PREFETCHT1 (R13)(R12*1)
+	VMOVUPS    (SI)(R11*1), Y13
+	VMULPS     Y13, Y9, Y9
+	VMOVNTPS   Y9, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        rowAlone
+
+rowEnd:
+	ADDQ $0x20, DI
+	ADDQ $0x20, SI
+	ADDQ $0x20, DX
+	ADDQ $0x20, BX
+	ADDQ $0x20, R13
+	SUBQ $0x08, R8
+	JGE  columns
 
 tail:
 	ADDQ    $0x08, R8
@@ -1561,6 +1890,9 @@ tail:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      tailRowAlone
 
 tailRow:
 	VMASKMOVPS  (BX)(R11*1), Y15, Y8
@@ -1579,7 +1911,23 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
+	JMP         tailRowEnd
 
+tailRowAlone:
+	VMASKMOVPS (BX)(R11*1), Y15, Y8
+	VMULPS     Y2, Y8, Y10
+	VCMPPS     $0x06, Y11, Y10, Y10
+	VBLENDVPS  Y10, Y0, Y1, Y9
+	PREFETCHT1 (R13)(R12*1)
+	VMASKMOVPS (SI)(R11*1), Y15, Y13
+	VMULPS     Y13, Y9, Y9
+	VMASKMOVPS Y9, Y15, (DI)(R12*1)
+	ADDQ       $0x00000440, R11
+	ADDQ       R10, R12
+	DECQ       CX
+	JNZ        tailRowAlone
+
+tailRowEnd:
 done:
 	VZEROUPPER
 	RET
@@ -1610,6 +1958,9 @@ columns:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      rowAlone
 
 row:
 	VMOVUPS     (BX)(R11*1), Y8
@@ -1627,16 +1978,32 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	VMOVUPS     Y0, (DI)
-	VMOVUPS     Y1, 1024(DI)
-	VMOVUPS     Y2, 2048(DI)
-	VMOVUPS     Y3, 3072(DI)
-	ADDQ        $0x20, DI
-	ADDQ        $0x20, DX
-	ADDQ        $0x20, SI
-	ADDQ        $0x20, BX
-	SUBQ        $0x08, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	VMOVUPS     (BX)(R11*1), Y8
+	VMOVUPS     (SI)(R11*1), Y9
+	VMULPS      Y4, Y8, Y10
+	VCMPPS      $0x06, Y5, Y10, Y10
+	VANDPS      Y10, Y9, Y9
+	VADDPS      Y9, Y0, Y0
+	VFMADD231PS Y8, Y9, Y1
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	VMOVUPS Y0, (DI)
+	VMOVUPS Y1, 1024(DI)
+	VMOVUPS Y2, 2048(DI)
+	VMOVUPS Y3, 3072(DI)
+	ADDQ    $0x20, DI
+	ADDQ    $0x20, DX
+	ADDQ    $0x20, SI
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, R8
+	JGE     columns
 
 tail:
 	ADDQ    $0x08, R8
@@ -1656,6 +2023,9 @@ tail:
 	XORQ    R11, R11
 	XORQ    R12, R12
 	MOVQ    R9, CX
+	VORPS   Y6, Y7, Y14
+	VPTEST  Y14, Y14
+	JZ      tailRowAlone
 
 tailRow:
 	VMASKMOVPS  (BX)(R11*1), Y15, Y8
@@ -1673,10 +2043,26 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
-	VMOVUPS     Y0, (DI)
-	VMOVUPS     Y1, 1024(DI)
-	VMOVUPS     Y2, 2048(DI)
-	VMOVUPS     Y3, 3072(DI)
+	JMP         tailRowEnd
+
+tailRowAlone:
+	VMASKMOVPS  (BX)(R11*1), Y15, Y8
+	VMASKMOVPS  (SI)(R11*1), Y15, Y9
+	VMULPS      Y4, Y8, Y10
+	VCMPPS      $0x06, Y5, Y10, Y10
+	VANDPS      Y10, Y9, Y9
+	VADDPS      Y9, Y0, Y0
+	VFMADD231PS Y8, Y9, Y1
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
+	VMOVUPS Y0, (DI)
+	VMOVUPS Y1, 1024(DI)
+	VMOVUPS Y2, 2048(DI)
+	VMOVUPS Y3, 3072(DI)
 
 done:
 	VZEROUPPER
@@ -1875,6 +2261,11 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORW     K7, K5, K7
+	KORW     K7, K6, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	PREFETCHT1  (R13)(R12*1)
@@ -1900,18 +2291,38 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	VMOVUPS     Z6, (R15)
-	VMOVUPS     Z7, 1024(R15)
-	VMOVUPS     Z8, 2048(R15)
-	VMOVUPS     Z9, 3072(R15)
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, BX
-	ADDQ        $0x40, DX
-	ADDQ        $0x40, R15
-	ADDQ        $0x40, R13
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	PREFETCHT1  (R13)(R12*1)
+	VMOVUPS     (BX)(R11*1), Z10
+	VMOVUPS     (SI)(R11*1), Z11
+	VMULPS      Z2, Z10, Z12
+	VCMPPS      $0x06, Z16, Z12, K2
+	VBLENDMPS   Z0, Z1, K2, Z13
+	VMULPS      Z11, Z13, Z13
+	VCMPPS      $0x06, Z5, Z12, K2
+	VADDPS      Z11, Z6, K2, Z6
+	VFMADD231PS Z10, Z11, K2, Z7
+	VMOVUPS     Z13, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	VMOVUPS Z6, (R15)
+	VMOVUPS Z7, 1024(R15)
+	VMOVUPS Z8, 2048(R15)
+	VMOVUPS Z9, 3072(R15)
+	ADDQ    $0x40, DI
+	ADDQ    $0x40, SI
+	ADDQ    $0x40, BX
+	ADDQ    $0x40, DX
+	ADDQ    $0x40, R15
+	ADDQ    $0x40, R13
+	SUBQ    $0x10, R8
+	JGE     columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -1942,6 +2353,11 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORW     K7, K5, K7
+	KORW     K7, K6, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	PREFETCHT1  (R13)(R12*1)
@@ -1967,11 +2383,2119 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
-	VMOVUPS     Z6, (R15)
-	VMOVUPS     Z7, 1024(R15)
-	VMOVUPS     Z8, 2048(R15)
-	VMOVUPS     Z9, 3072(R15)
+	JMP         tailRowEnd
 
+tailRowAlone:
+	PREFETCHT1  (R13)(R12*1)
+	VMOVUPS.Z   (BX)(R11*1), K1, Z10
+	VMOVUPS.Z   (SI)(R11*1), K1, Z11
+	VMULPS      Z2, Z10, Z12
+	VCMPPS      $0x06, Z16, Z12, K2
+	VBLENDMPS   Z0, Z1, K2, Z13
+	VMULPS      Z11, Z13, Z13
+	VCMPPS      $0x06, Z5, Z12, K2
+	VADDPS      Z11, Z6, K2, Z6
+	VFMADD231PS Z10, Z11, K2, Z7
+	VMOVUPS     Z13, K1, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
+	VMOVUPS Z6, (R15)
+	VMOVUPS Z7, 1024(R15)
+	VMOVUPS Z8, 2048(R15)
+	VMOVUPS Z9, 3072(R15)
+
+done:
+	VZEROUPPER
+	RET
+
+// func fusedForwardAVX512(y *float32, x *float32, rule *float32, state *float32, nextX *float32, ahead *float32, stride int, columns int, eps float32) float32
+// Requires: AVX, AVX512F, MMX+, SSE
+TEXT ·fusedForwardAVX512(SB), NOSPLIT, $0-76
+	MOVQ         x+8(FP), BX
+	MOVQ         rule+16(FP), DX
+	MOVQ         state+24(FP), R14
+	MOVQ         nextX+32(FP), R9
+	MOVQ         stride+48(FP), R10
+	MOVQ         columns+56(FP), R8
+	MOVQ         y+0(FP), DI
+	VPXORD       Z15, Z15, Z15
+	VPXORD       Z28, Z28, Z28
+	VBROADCASTSS eps+64(FP), Z29
+	SHLQ         $0x02, R10
+	XORQ         R13, R13
+	MOVQ         ahead+40(FP), R12
+	MOVQ         (R12), AX
+	MOVQ         8(R12), CX
+	SUBQ         $0x10, R8
+	JLT          tail
+
+columns:
+	VCVTPS2PD   4096(R14)(R13*1), Z2
+	VCVTPS2PD   4128(R14)(R13*1), Z7
+	VMOVUPS     (R14)(R13*2), Z0
+	VMOVUPS     2048(R14)(R13*2), Z1
+	VMOVUPS     64(R14)(R13*2), Z5
+	VMOVUPS     2112(R14)(R13*2), Z6
+	VMOVUPS     5120(R14)(R13*1), Z10
+	VMOVUPS     6144(R14)(R13*1), Z11
+	VMOVUPS     7168(R14)(R13*1), Z26
+	VMOVUPS     (DX)(R13*1), Z12
+	VMOVUPS     1024(DX)(R13*1), Z13
+	VMOVUPS     2048(DX)(R13*1), Z14
+	VMOVUPS     3072(DX)(R13*1), Z27
+	MOVQ        R13, R11
+	MOVQ        R13, R12
+	SHRQ        $0x06, R12
+	CMPB        11264(DX)(R12*1), $0x00
+	MOVQ        R13, R12
+	JEQ         vectorAlone
+	VMOVUPS     6144(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K3
+	VMOVUPS     7168(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K4
+	VMOVUPS     9216(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K5
+	VMOVUPS     10240(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K6
+	VMOVUPS     4096(DX)(R13*1), Z4
+	VMOVUPS     5120(DX)(R13*1), Z9
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VFMADD213PS Z27, Z17, Z18
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z18
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z18
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VFMADD213PS Z27, Z17, Z19
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z19
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z19
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VFMADD213PS Z27, Z17, Z20
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z20
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z20
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VFMADD213PS Z27, Z17, Z21
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z21
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z21
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VFMADD213PS Z27, Z17, Z22
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z22
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z22
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VFMADD213PS Z27, Z17, Z23
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z23
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z23
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VFMADD213PS Z27, Z17, Z24
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z24
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z24
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VFMADD213PS Z27, Z17, Z25
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z25
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z25
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	SUBQ        R10, R12
+	VMOVUPS     Z25, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z24, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z23, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z22, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z21, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z20, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z19, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z18, (DI)(R12*1)
+	JMP         vectorEnd
+
+vectorAlone:
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VFMADD213PS Z27, Z17, Z18
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VFMADD213PS Z27, Z17, Z19
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VFMADD213PS Z27, Z17, Z20
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VFMADD213PS Z27, Z17, Z21
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VFMADD213PS Z27, Z17, Z22
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VFMADD213PS Z27, Z17, Z23
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VFMADD213PS Z27, Z17, Z24
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VFMADD213PS Z27, Z17, Z25
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	SUBQ        R10, R12
+	VMOVUPS     Z25, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z24, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z23, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z22, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z21, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z20, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z19, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVUPS     Z18, (DI)(R12*1)
+
+vectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z26, 7168(R14)(R13*1)
+	DECQ    CX
+	JNZ     vectorSameRow
+	MOVQ    ahead+40(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+vectorSameRow:
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          AX, R12
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	MOVQ          R12, AX
+	MOVQ          $0x00000001, CX
+	VCVTPS2PD     4096(R14)(R13*1), Z2
+	VCVTPS2PD     4128(R14)(R13*1), Z7
+	VMOVUPS       (R14)(R13*2), Z0
+	VMOVUPS       2048(R14)(R13*2), Z1
+	VMOVUPS       64(R14)(R13*2), Z5
+	VMOVUPS       2112(R14)(R13*2), Z6
+	VMOVUPS       5120(R14)(R13*1), Z10
+	VMOVUPS       6144(R14)(R13*1), Z11
+	VMOVUPS       7168(R14)(R13*1), Z26
+	VMOVUPS       (DX)(R13*1), Z12
+	VMOVUPS       1024(DX)(R13*1), Z13
+	VMOVUPS       2048(DX)(R13*1), Z14
+	VMOVUPS       3072(DX)(R13*1), Z27
+	MOVQ          R13, R11
+	MOVQ          R13, R12
+	SHRQ          $0x06, R12
+	CMPB          11264(DX)(R12*1), $0x00
+	MOVQ          R13, R12
+	JEQ           tailVectorAlone
+	VMOVUPS       6144(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K3
+	VMOVUPS       7168(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K4
+	VMOVUPS       9216(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K5
+	VMOVUPS       10240(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K6
+	VMOVUPS       4096(DX)(R13*1), Z4
+	VMOVUPS       5120(DX)(R13*1), Z9
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VFMADD213PS   Z27, Z17, Z18
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z18
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z18
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VFMADD213PS   Z27, Z17, Z19
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z19
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z19
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VFMADD213PS   Z27, Z17, Z20
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z20
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z20
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VFMADD213PS   Z27, Z17, Z21
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z21
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z21
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VFMADD213PS   Z27, Z17, Z22
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z22
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z22
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VFMADD213PS   Z27, Z17, Z23
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z23
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z23
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VFMADD213PS   Z27, Z17, Z24
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z24
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z24
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VFMADD213PS   Z27, Z17, Z25
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z25
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z25
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	SUBQ          R10, R12
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	JMP           tailVectorEnd
+
+tailVectorAlone:
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VFMADD213PS   Z27, Z17, Z18
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VFMADD213PS   Z27, Z17, Z19
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VFMADD213PS   Z27, Z17, Z20
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VFMADD213PS   Z27, Z17, Z21
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VFMADD213PS   Z27, Z17, Z22
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VFMADD213PS   Z27, Z17, Z23
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VFMADD213PS   Z27, Z17, Z24
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VFMADD213PS   Z27, Z17, Z25
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	SUBQ          R10, R12
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+
+tailVectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z26, 7168(R14)(R13*1)
+	DECQ    CX
+	JNZ     tailVectorSameRow
+	MOVQ    ahead+40(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+tailVectorSameRow:
+done:
+	VMOVAPS       Z28, Z0
+	VEXTRACTF64X4 $0x01, Z0, Y1
+	VMAXPS        Y1, Y0, Y0
+	VEXTRACTF128  $0x01, Y0, X1
+	VMAXPS        X1, X0, X0
+	VPERMILPS     $0x0e, X0, X1
+	VMAXPS        X1, X0, X0
+	VPERMILPS     $0x01, X0, X1
+	VMAXPS        X1, X0, X0
+	VZEROUPPER
+	MOVSS         X0, ret+72(FP)
+	RET
+
+// func fusedBackwardAVX512(dx *float32, grad *float32, x *float32, rule *float32, state *float32, nextGrad *float32, nextX *float32, ahead *float32, stride int, columns int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·fusedBackwardAVX512(SB), NOSPLIT, $0-80
+	MOVQ   x+16(FP), BX
+	MOVQ   rule+24(FP), DX
+	MOVQ   state+32(FP), R14
+	MOVQ   nextX+48(FP), R9
+	MOVQ   stride+64(FP), R10
+	MOVQ   columns+72(FP), R8
+	MOVQ   dx+0(FP), DI
+	MOVQ   grad+8(FP), SI
+	MOVQ   nextGrad+40(FP), R15
+	VPXORD Z15, Z15, Z15
+	SHLQ   $0x02, R10
+	XORQ   R13, R13
+	MOVQ   ahead+56(FP), R12
+	MOVQ   (R12), AX
+	MOVQ   8(R12), CX
+	SUBQ   $0x10, R8
+	JLT    tail
+
+columns:
+	VCVTPS2PD   4096(R14)(R13*1), Z2
+	VCVTPS2PD   4128(R14)(R13*1), Z7
+	VMOVUPS     (R14)(R13*2), Z0
+	VMOVUPS     2048(R14)(R13*2), Z1
+	VMOVUPS     64(R14)(R13*2), Z5
+	VMOVUPS     2112(R14)(R13*2), Z6
+	VMOVUPS     5120(R14)(R13*1), Z10
+	VMOVUPS     6144(R14)(R13*1), Z11
+	VMOVUPS     8192(R14)(R13*1), Z28
+	VMOVUPS     9216(R14)(R13*1), Z29
+	VMOVUPS     (DX)(R13*1), Z12
+	VMOVUPS     1024(DX)(R13*1), Z13
+	VMOVUPS     2048(DX)(R13*1), Z14
+	VMOVUPS     8192(DX)(R13*1), Z27
+	MOVQ        R13, R11
+	MOVQ        R13, R12
+	SHRQ        $0x06, R12
+	CMPB        11264(DX)(R12*1), $0x00
+	MOVQ        R13, R12
+	JEQ         vectorAlone
+	VMOVUPS     6144(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K3
+	VMOVUPS     7168(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K4
+	VMOVUPS     9216(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K5
+	VMOVUPS     10240(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K6
+	VMOVUPS     4096(DX)(R13*1), Z4
+	VMOVUPS     5120(DX)(R13*1), Z9
+	VMOVUPS     10240(R14)(R13*1), Z30
+	VMOVUPS     11264(R14)(R13*1), Z31
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z18, Z18
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z18
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z18
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z18, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z19, Z19
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z19
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z19
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z19, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z20, Z20
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z20
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z20
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z20, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z21, Z21
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z21
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z21
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z21, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z22, Z22
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z22
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z22
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z22, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z23, Z23
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z23
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z23
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z23, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z24, Z24
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z24
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z24
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z24, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z25, Z25
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z25
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z25
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z25, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     Z30, 10240(R14)(R13*1)
+	VMOVUPS     Z31, 11264(R14)(R13*1)
+	JMP         vectorEnd
+
+vectorAlone:
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z18, Z18
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z18, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z19, Z19
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z19, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z20, Z20
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z20, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z21, Z21
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z21, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z22, Z22
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z22, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z23, Z23
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z23, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z24, Z24
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z24, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z25, Z25
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVUPS     Z25, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+
+vectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z28, 8192(R14)(R13*1)
+	VMOVUPS Z29, 9216(R14)(R13*1)
+	DECQ    CX
+	JNZ     vectorSameRow
+	MOVQ    ahead+56(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+vectorSameRow:
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          AX, R12
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	MOVQ          R12, AX
+	MOVQ          $0x00000001, CX
+	VCVTPS2PD     4096(R14)(R13*1), Z2
+	VCVTPS2PD     4128(R14)(R13*1), Z7
+	VMOVUPS       (R14)(R13*2), Z0
+	VMOVUPS       2048(R14)(R13*2), Z1
+	VMOVUPS       64(R14)(R13*2), Z5
+	VMOVUPS       2112(R14)(R13*2), Z6
+	VMOVUPS       5120(R14)(R13*1), Z10
+	VMOVUPS       6144(R14)(R13*1), Z11
+	VMOVUPS       8192(R14)(R13*1), Z28
+	VMOVUPS       9216(R14)(R13*1), Z29
+	VMOVUPS       (DX)(R13*1), Z12
+	VMOVUPS       1024(DX)(R13*1), Z13
+	VMOVUPS       2048(DX)(R13*1), Z14
+	VMOVUPS       8192(DX)(R13*1), Z27
+	MOVQ          R13, R11
+	MOVQ          R13, R12
+	SHRQ          $0x06, R12
+	CMPB          11264(DX)(R12*1), $0x00
+	MOVQ          R13, R12
+	JEQ           tailVectorAlone
+	VMOVUPS       6144(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K3
+	VMOVUPS       7168(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K4
+	VMOVUPS       9216(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K5
+	VMOVUPS       10240(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K6
+	VMOVUPS       4096(DX)(R13*1), Z4
+	VMOVUPS       5120(DX)(R13*1), Z9
+	VMOVUPS       10240(R14)(R13*1), Z30
+	VMOVUPS       11264(R14)(R13*1), Z31
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z18, Z18
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z18
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z18
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z19, Z19
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z19
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z19
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z20, Z20
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z20
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z20
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z21, Z21
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z21
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z21
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z22, Z22
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z22
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z22
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z23, Z23
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z23
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z23
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z24, Z24
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z24
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z24
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z25, Z25
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z25
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z25
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS       Z30, 10240(R14)(R13*1)
+	VMOVUPS       Z31, 11264(R14)(R13*1)
+	JMP           tailVectorEnd
+
+tailVectorAlone:
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z18, Z18
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z19, Z19
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z20, Z20
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z21, Z21
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z22, Z22
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z23, Z23
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z24, Z24
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z25, Z25
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+
+tailVectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z28, 8192(R14)(R13*1)
+	VMOVUPS Z29, 9216(R14)(R13*1)
+	DECQ    CX
+	JNZ     tailVectorSameRow
+	MOVQ    ahead+56(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+tailVectorSameRow:
 done:
 	VZEROUPPER
 	RET
@@ -2015,6 +4539,11 @@ columns:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORW     K7, K5, K7
+	KORW     K7, K6, K7
+	KORTESTW K7, K7
+	JZ       rowAlone
 
 row:
 	PREFETCHT1  (R13)(R12*1)
@@ -2040,18 +4569,38 @@ row:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         row
-	VMOVUPS     Z6, (R15)
-	VMOVUPS     Z7, 1024(R15)
-	VMOVUPS     Z8, 2048(R15)
-	VMOVUPS     Z9, 3072(R15)
-	ADDQ        $0x40, DI
-	ADDQ        $0x40, SI
-	ADDQ        $0x40, BX
-	ADDQ        $0x40, DX
-	ADDQ        $0x40, R15
-	ADDQ        $0x40, R13
-	SUBQ        $0x10, R8
-	JGE         columns
+	JMP         rowEnd
+
+rowAlone:
+	PREFETCHT1  (R13)(R12*1)
+	VMOVUPS     (BX)(R11*1), Z10
+	VMOVUPS     (SI)(R11*1), Z11
+	VMULPS      Z2, Z10, Z12
+	VCMPPS      $0x06, Z16, Z12, K2
+	VBLENDMPS   Z0, Z1, K2, Z13
+	VMULPS      Z11, Z13, Z13
+	VCMPPS      $0x06, Z5, Z12, K2
+	VADDPS      Z11, Z6, K2, Z6
+	VFMADD231PS Z10, Z11, K2, Z7
+	VMOVNTPS    Z13, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         rowAlone
+
+rowEnd:
+	VMOVUPS Z6, (R15)
+	VMOVUPS Z7, 1024(R15)
+	VMOVUPS Z8, 2048(R15)
+	VMOVUPS Z9, 3072(R15)
+	ADDQ    $0x40, DI
+	ADDQ    $0x40, SI
+	ADDQ    $0x40, BX
+	ADDQ    $0x40, DX
+	ADDQ    $0x40, R15
+	ADDQ    $0x40, R13
+	SUBQ    $0x10, R8
+	JGE     columns
 
 tail:
 	ADDQ     $0x10, R8
@@ -2082,6 +4631,11 @@ tail:
 	XORQ     R11, R11
 	XORQ     R12, R12
 	MOVQ     R9, CX
+	KORW     K3, K4, K7
+	KORW     K7, K5, K7
+	KORW     K7, K6, K7
+	KORTESTW K7, K7
+	JZ       tailRowAlone
 
 tailRow:
 	PREFETCHT1  (R13)(R12*1)
@@ -2107,11 +4661,2119 @@ tailRow:
 	ADDQ        R10, R12
 	DECQ        CX
 	JNZ         tailRow
-	VMOVUPS     Z6, (R15)
-	VMOVUPS     Z7, 1024(R15)
-	VMOVUPS     Z8, 2048(R15)
-	VMOVUPS     Z9, 3072(R15)
+	JMP         tailRowEnd
 
+tailRowAlone:
+	PREFETCHT1  (R13)(R12*1)
+	VMOVUPS.Z   (BX)(R11*1), K1, Z10
+	VMOVUPS.Z   (SI)(R11*1), K1, Z11
+	VMULPS      Z2, Z10, Z12
+	VCMPPS      $0x06, Z16, Z12, K2
+	VBLENDMPS   Z0, Z1, K2, Z13
+	VMULPS      Z11, Z13, Z13
+	VCMPPS      $0x06, Z5, Z12, K2
+	VADDPS      Z11, Z6, K2, Z6
+	VFMADD231PS Z10, Z11, K2, Z7
+	VMOVUPS     Z13, K1, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	ADDQ        R10, R12
+	DECQ        CX
+	JNZ         tailRowAlone
+
+tailRowEnd:
+	VMOVUPS Z6, (R15)
+	VMOVUPS Z7, 1024(R15)
+	VMOVUPS Z8, 2048(R15)
+	VMOVUPS Z9, 3072(R15)
+
+done:
+	VZEROUPPER
+	RET
+
+// func fusedForwardStreamedAVX512(y *float32, x *float32, rule *float32, state *float32, nextX *float32, ahead *float32, stride int, columns int, eps float32) float32
+// Requires: AVX, AVX512F, MMX+, SSE
+TEXT ·fusedForwardStreamedAVX512(SB), NOSPLIT, $0-76
+	MOVQ         x+8(FP), BX
+	MOVQ         rule+16(FP), DX
+	MOVQ         state+24(FP), R14
+	MOVQ         nextX+32(FP), R9
+	MOVQ         stride+48(FP), R10
+	MOVQ         columns+56(FP), R8
+	MOVQ         y+0(FP), DI
+	VPXORD       Z15, Z15, Z15
+	VPXORD       Z28, Z28, Z28
+	VBROADCASTSS eps+64(FP), Z29
+	SHLQ         $0x02, R10
+	XORQ         R13, R13
+	MOVQ         ahead+40(FP), R12
+	MOVQ         (R12), AX
+	MOVQ         8(R12), CX
+	SUBQ         $0x10, R8
+	JLT          tail
+
+columns:
+	VCVTPS2PD   4096(R14)(R13*1), Z2
+	VCVTPS2PD   4128(R14)(R13*1), Z7
+	VMOVUPS     (R14)(R13*2), Z0
+	VMOVUPS     2048(R14)(R13*2), Z1
+	VMOVUPS     64(R14)(R13*2), Z5
+	VMOVUPS     2112(R14)(R13*2), Z6
+	VMOVUPS     5120(R14)(R13*1), Z10
+	VMOVUPS     6144(R14)(R13*1), Z11
+	VMOVUPS     7168(R14)(R13*1), Z26
+	VMOVUPS     (DX)(R13*1), Z12
+	VMOVUPS     1024(DX)(R13*1), Z13
+	VMOVUPS     2048(DX)(R13*1), Z14
+	VMOVUPS     3072(DX)(R13*1), Z27
+	MOVQ        R13, R11
+	MOVQ        R13, R12
+	SHRQ        $0x06, R12
+	CMPB        11264(DX)(R12*1), $0x00
+	MOVQ        R13, R12
+	JEQ         vectorAlone
+	VMOVUPS     6144(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K3
+	VMOVUPS     7168(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K4
+	VMOVUPS     9216(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K5
+	VMOVUPS     10240(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K6
+	VMOVUPS     4096(DX)(R13*1), Z4
+	VMOVUPS     5120(DX)(R13*1), Z9
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VFMADD213PS Z27, Z17, Z18
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z18
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z18
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VFMADD213PS Z27, Z17, Z19
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z19
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z19
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VFMADD213PS Z27, Z17, Z20
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z20
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z20
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VFMADD213PS Z27, Z17, Z21
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z21
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z21
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VFMADD213PS Z27, Z17, Z22
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z22
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z22
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VFMADD213PS Z27, Z17, Z23
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z23
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z23
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VFMADD213PS Z27, Z17, Z24
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z24
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z24
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VFMADD213PS Z27, Z17, Z25
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	VMOVUPS.Z   -4(BX)(R12*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z25
+	VMOVUPS.Z   -8(BX)(R12*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z25
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	SUBQ        R10, R12
+	VMOVNTPS    Z25, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z24, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z23, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z22, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z21, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z20, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z19, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z18, (DI)(R12*1)
+	JMP         vectorEnd
+
+vectorAlone:
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VFMADD213PS Z27, Z17, Z18
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VFMADD213PS Z27, Z17, Z19
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VFMADD213PS Z27, Z17, Z20
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VFMADD213PS Z27, Z17, Z21
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VFMADD213PS Z27, Z17, Z22
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VFMADD213PS Z27, Z17, Z23
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VFMADD213PS Z27, Z17, Z24
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (BX)(R12*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VFMADD213PS Z27, Z17, Z25
+	VPANDD      magnitude<>+0(SB), Z17, Z16
+	VCMPPS      $0x01, Z29, Z16, K2
+	VPADDD      unit<>+0(SB), Z26, K2, Z26
+	VMAXPS      Z28, Z16, Z28
+	VCVTPS2PD   (BX)(R12*1), Z3
+	VCVTPS2PD   32(BX)(R12*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z17, Z10, Z10
+	VMAXPS      Z17, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	SUBQ        R10, R12
+	VMOVNTPS    Z25, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z24, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z23, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z22, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z21, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z20, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z19, (DI)(R12*1)
+	SUBQ        R10, R12
+	VMOVNTPS    Z18, (DI)(R12*1)
+
+vectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z26, 7168(R14)(R13*1)
+	DECQ    CX
+	JNZ     vectorSameRow
+	MOVQ    ahead+40(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+vectorSameRow:
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          AX, R12
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	MOVQ          R12, AX
+	MOVQ          $0x00000001, CX
+	VCVTPS2PD     4096(R14)(R13*1), Z2
+	VCVTPS2PD     4128(R14)(R13*1), Z7
+	VMOVUPS       (R14)(R13*2), Z0
+	VMOVUPS       2048(R14)(R13*2), Z1
+	VMOVUPS       64(R14)(R13*2), Z5
+	VMOVUPS       2112(R14)(R13*2), Z6
+	VMOVUPS       5120(R14)(R13*1), Z10
+	VMOVUPS       6144(R14)(R13*1), Z11
+	VMOVUPS       7168(R14)(R13*1), Z26
+	VMOVUPS       (DX)(R13*1), Z12
+	VMOVUPS       1024(DX)(R13*1), Z13
+	VMOVUPS       2048(DX)(R13*1), Z14
+	VMOVUPS       3072(DX)(R13*1), Z27
+	MOVQ          R13, R11
+	MOVQ          R13, R12
+	SHRQ          $0x06, R12
+	CMPB          11264(DX)(R12*1), $0x00
+	MOVQ          R13, R12
+	JEQ           tailVectorAlone
+	VMOVUPS       6144(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K3
+	VMOVUPS       7168(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K4
+	VMOVUPS       9216(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K5
+	VMOVUPS       10240(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K6
+	VMOVUPS       4096(DX)(R13*1), Z4
+	VMOVUPS       5120(DX)(R13*1), Z9
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VFMADD213PS   Z27, Z17, Z18
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z18
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z18
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VFMADD213PS   Z27, Z17, Z19
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z19
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z19
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VFMADD213PS   Z27, Z17, Z20
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z20
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z20
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VFMADD213PS   Z27, Z17, Z21
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z21
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z21
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VFMADD213PS   Z27, Z17, Z22
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z22
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z22
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VFMADD213PS   Z27, Z17, Z23
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z23
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z23
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VFMADD213PS   Z27, Z17, Z24
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z24
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z24
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VFMADD213PS   Z27, Z17, Z25
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	VMOVUPS.Z     -4(BX)(R12*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z25
+	VMOVUPS.Z     -8(BX)(R12*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z25
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	SUBQ          R10, R12
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	JMP           tailVectorEnd
+
+tailVectorAlone:
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VFMADD213PS   Z27, Z17, Z18
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VFMADD213PS   Z27, Z17, Z19
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VFMADD213PS   Z27, Z17, Z20
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VFMADD213PS   Z27, Z17, Z21
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VFMADD213PS   Z27, Z17, Z22
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VFMADD213PS   Z27, Z17, Z23
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VFMADD213PS   Z27, Z17, Z24
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (BX)(R12*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VFMADD213PS   Z27, Z17, Z25
+	VPANDD        magnitude<>+0(SB), Z17, Z16
+	VCMPPS        $0x01, Z29, Z16, K2
+	VPADDD        unit<>+0(SB), Z26, K2, Z26
+	VMAXPS        Z28, Z16, Z28
+	VEXTRACTF64X4 $0x01, Z17, Y16
+	VCVTPS2PD     Y17, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z17, Z10, Z10
+	VMAXPS        Z17, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	SUBQ          R10, R12
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	SUBQ          R10, R12
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+
+tailVectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z26, 7168(R14)(R13*1)
+	DECQ    CX
+	JNZ     tailVectorSameRow
+	MOVQ    ahead+40(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+tailVectorSameRow:
+done:
+	VMOVAPS       Z28, Z0
+	VEXTRACTF64X4 $0x01, Z0, Y1
+	VMAXPS        Y1, Y0, Y0
+	VEXTRACTF128  $0x01, Y0, X1
+	VMAXPS        X1, X0, X0
+	VPERMILPS     $0x0e, X0, X1
+	VMAXPS        X1, X0, X0
+	VPERMILPS     $0x01, X0, X1
+	VMAXPS        X1, X0, X0
+	VZEROUPPER
+	MOVSS         X0, ret+72(FP)
+	RET
+
+// func fusedBackwardStreamedAVX512(dx *float32, grad *float32, x *float32, rule *float32, state *float32, nextGrad *float32, nextX *float32, ahead *float32, stride int, columns int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·fusedBackwardStreamedAVX512(SB), NOSPLIT, $0-80
+	MOVQ   x+16(FP), BX
+	MOVQ   rule+24(FP), DX
+	MOVQ   state+32(FP), R14
+	MOVQ   nextX+48(FP), R9
+	MOVQ   stride+64(FP), R10
+	MOVQ   columns+72(FP), R8
+	MOVQ   dx+0(FP), DI
+	MOVQ   grad+8(FP), SI
+	MOVQ   nextGrad+40(FP), R15
+	VPXORD Z15, Z15, Z15
+	SHLQ   $0x02, R10
+	XORQ   R13, R13
+	MOVQ   ahead+56(FP), R12
+	MOVQ   (R12), AX
+	MOVQ   8(R12), CX
+	SUBQ   $0x10, R8
+	JLT    tail
+
+columns:
+	VCVTPS2PD   4096(R14)(R13*1), Z2
+	VCVTPS2PD   4128(R14)(R13*1), Z7
+	VMOVUPS     (R14)(R13*2), Z0
+	VMOVUPS     2048(R14)(R13*2), Z1
+	VMOVUPS     64(R14)(R13*2), Z5
+	VMOVUPS     2112(R14)(R13*2), Z6
+	VMOVUPS     5120(R14)(R13*1), Z10
+	VMOVUPS     6144(R14)(R13*1), Z11
+	VMOVUPS     8192(R14)(R13*1), Z28
+	VMOVUPS     9216(R14)(R13*1), Z29
+	VMOVUPS     (DX)(R13*1), Z12
+	VMOVUPS     1024(DX)(R13*1), Z13
+	VMOVUPS     2048(DX)(R13*1), Z14
+	VMOVUPS     8192(DX)(R13*1), Z27
+	MOVQ        R13, R11
+	MOVQ        R13, R12
+	SHRQ        $0x06, R12
+	CMPB        11264(DX)(R12*1), $0x00
+	MOVQ        R13, R12
+	JEQ         vectorAlone
+	VMOVUPS     6144(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K3
+	VMOVUPS     7168(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K4
+	VMOVUPS     9216(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K5
+	VMOVUPS     10240(DX)(R13*1), Z16
+	VPTESTMD    Z16, Z16, K6
+	VMOVUPS     4096(DX)(R13*1), Z4
+	VMOVUPS     5120(DX)(R13*1), Z9
+	VMOVUPS     10240(R14)(R13*1), Z30
+	VMOVUPS     11264(R14)(R13*1), Z31
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z18, Z18
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z18
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z18
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z18, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z19, Z19
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z19
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z19
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z19, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z20, Z20
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z20
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z20
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z20, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z21, Z21
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z21
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z21
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z21, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z22, Z22
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z22
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z22
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z22, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z23, Z23
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z23
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z23
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z23, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z24, Z24
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z24
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z24
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z24, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z25, Z25
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	VMOVUPS.Z   4(SI)(R11*1), K3, Z16
+	VFMADD231PS Z16, Z4, Z25
+	VMOVUPS.Z   8(SI)(R11*1), K4, Z16
+	VFMADD231PS Z16, Z9, Z25
+	VMOVUPS.Z   -4(BX)(R11*1), K5, Z16
+	VFMADD231PS Z16, Z26, Z30
+	VMOVUPS.Z   -8(BX)(R11*1), K6, Z16
+	VFMADD231PS Z16, Z26, Z31
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z25, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     Z30, 10240(R14)(R13*1)
+	VMOVUPS     Z31, 11264(R14)(R13*1)
+	JMP         vectorEnd
+
+vectorAlone:
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z18
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z18, Z18
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z18, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z19
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z19, Z19
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z19, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z20
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z20, Z20
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z20, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z21
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z21, Z21
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z21, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z22
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z22, Z22
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z22, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z23
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z23, Z23
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z23, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z24
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z24, Z24
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z24, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+	VMOVUPS     (SI)(R11*1), Z26
+	VMOVUPS     (BX)(R11*1), Z17
+	VMULPS      Z14, Z17, Z16
+	VCMPPS      $0x06, Z15, Z16, K2
+	VBLENDMPS   Z12, Z13, K2, Z25
+	VCMPPS      $0x06, Z27, Z16, K2
+	VMULPS      Z26, Z25, Z25
+	VADDPS      Z26, Z28, K2, Z28
+	VFMADD231PS Z17, Z26, K2, Z29
+	VCVTPS2PD   (SI)(R11*1), Z3
+	VCVTPS2PD   32(SI)(R11*1), Z8
+	VSUBPD      Z2, Z3, Z3
+	VADDPD      Z3, Z0, Z0
+	VFMADD231PD Z3, Z3, Z1
+	VSUBPD      Z7, Z8, Z8
+	VADDPD      Z8, Z5, Z5
+	VFMADD231PD Z8, Z8, Z6
+	VMINPS      Z26, Z10, Z10
+	VMAXPS      Z26, Z11, Z11
+	PREFETCHT1  (R9)(AX*1)
+	VMOVNTPS    Z25, (DI)(R12*1)
+	ADDQ        $0x00000440, R11
+	PREFETCHT1  (R15)(AX*1)
+	ADDQ        $0x40, AX
+	ADDQ        R10, R12
+
+vectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z28, 8192(R14)(R13*1)
+	VMOVUPS Z29, 9216(R14)(R13*1)
+	DECQ    CX
+	JNZ     vectorSameRow
+	MOVQ    ahead+56(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+vectorSameRow:
+	ADDQ $0x40, R13
+	SUBQ $0x10, R8
+	JGE  columns
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          AX, R12
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	MOVQ          R12, AX
+	MOVQ          $0x00000001, CX
+	VCVTPS2PD     4096(R14)(R13*1), Z2
+	VCVTPS2PD     4128(R14)(R13*1), Z7
+	VMOVUPS       (R14)(R13*2), Z0
+	VMOVUPS       2048(R14)(R13*2), Z1
+	VMOVUPS       64(R14)(R13*2), Z5
+	VMOVUPS       2112(R14)(R13*2), Z6
+	VMOVUPS       5120(R14)(R13*1), Z10
+	VMOVUPS       6144(R14)(R13*1), Z11
+	VMOVUPS       8192(R14)(R13*1), Z28
+	VMOVUPS       9216(R14)(R13*1), Z29
+	VMOVUPS       (DX)(R13*1), Z12
+	VMOVUPS       1024(DX)(R13*1), Z13
+	VMOVUPS       2048(DX)(R13*1), Z14
+	VMOVUPS       8192(DX)(R13*1), Z27
+	MOVQ          R13, R11
+	MOVQ          R13, R12
+	SHRQ          $0x06, R12
+	CMPB          11264(DX)(R12*1), $0x00
+	MOVQ          R13, R12
+	JEQ           tailVectorAlone
+	VMOVUPS       6144(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K3
+	VMOVUPS       7168(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K4
+	VMOVUPS       9216(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K5
+	VMOVUPS       10240(DX)(R13*1), Z16
+	VPTESTMD      Z16, Z16, K6
+	VMOVUPS       4096(DX)(R13*1), Z4
+	VMOVUPS       5120(DX)(R13*1), Z9
+	VMOVUPS       10240(R14)(R13*1), Z30
+	VMOVUPS       11264(R14)(R13*1), Z31
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z18, Z18
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z18
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z18
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z19, Z19
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z19
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z19
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z20, Z20
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z20
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z20
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z21, Z21
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z21
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z21
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z22, Z22
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z22
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z22
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z23, Z23
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z23
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z23
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z24, Z24
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z24
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z24
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z25, Z25
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	VMOVUPS.Z     4(SI)(R11*1), K3, Z16
+	VFMADD231PS   Z16, Z4, Z25
+	VMOVUPS.Z     8(SI)(R11*1), K4, Z16
+	VFMADD231PS   Z16, Z9, Z25
+	VMOVUPS.Z     -4(BX)(R11*1), K5, Z16
+	VFMADD231PS   Z16, Z26, Z30
+	VMOVUPS.Z     -8(BX)(R11*1), K6, Z16
+	VFMADD231PS   Z16, Z26, Z31
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS       Z30, 10240(R14)(R13*1)
+	VMOVUPS       Z31, 11264(R14)(R13*1)
+	JMP           tailVectorEnd
+
+tailVectorAlone:
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z18
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z18, Z18
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z18, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z19
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z19, Z19
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z19, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z20
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z20, Z20
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z20, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z21
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z21, Z21
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z21, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z22
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z22, Z22
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z22, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z23
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z23, Z23
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z23, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z24
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z24, Z24
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z24, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+	VMOVUPS.Z     (SI)(R11*1), K1, Z26
+	VMOVUPS.Z     (BX)(R11*1), K1, Z17
+	VMULPS        Z14, Z17, Z16
+	VCMPPS        $0x06, Z15, Z16, K2
+	VBLENDMPS     Z12, Z13, K2, Z25
+	VCMPPS        $0x06, Z27, Z16, K2
+	VMULPS        Z26, Z25, Z25
+	VADDPS        Z26, Z28, K2, Z28
+	VFMADD231PS   Z17, Z26, K2, Z29
+	VEXTRACTF64X4 $0x01, Z26, Y16
+	VCVTPS2PD     Y26, Z3
+	VCVTPS2PD     Y16, Z8
+	VSUBPD        Z2, Z3, Z3
+	VADDPD        Z3, Z0, Z0
+	VFMADD231PD   Z3, Z3, Z1
+	VSUBPD        Z7, Z8, Z8
+	VADDPD        Z8, Z5, Z5
+	VFMADD231PD   Z8, Z8, Z6
+	VMINPS        Z26, Z10, Z10
+	VMAXPS        Z26, Z11, Z11
+	PREFETCHT1    (R9)(AX*1)
+	VMOVUPS       Z25, K1, (DI)(R12*1)
+	ADDQ          $0x00000440, R11
+	PREFETCHT1    (R15)(AX*1)
+	ADDQ          $0x40, AX
+	ADDQ          R10, R12
+
+tailVectorEnd:
+	VMOVUPS Z0, (R14)(R13*2)
+	VMOVUPS Z1, 2048(R14)(R13*2)
+	VMOVUPS Z5, 64(R14)(R13*2)
+	VMOVUPS Z6, 2112(R14)(R13*2)
+	VMOVUPS Z10, 5120(R14)(R13*1)
+	VMOVUPS Z11, 6144(R14)(R13*1)
+	VMOVUPS Z28, 8192(R14)(R13*1)
+	VMOVUPS Z29, 9216(R14)(R13*1)
+	DECQ    CX
+	JNZ     tailVectorSameRow
+	MOVQ    ahead+56(FP), R12
+	MOVQ    16(R12), CX
+	ADDQ    24(R12), AX
+
+tailVectorSameRow:
 done:
 	VZEROUPPER
 	RET

@@ -264,7 +264,7 @@ func (k *Kasmina[T]) sortBySlot() {
 func (k *Kasmina[T]) Exponents(x []T) [][Exponents]uint32 {
 	histograms := make([][Exponents]uint32, k.Seeds)
 	d := k.Seeds * k.Chunk
-	Parallel(k.Seeds, max(1, tileColumns/k.Chunk), func(lo, hi int) {
+	Parallel(k.Seeds, max(1, stripColumns/k.Chunk), func(lo, hi int) {
 		for r := range k.Rows {
 			for s := lo; s < hi; s++ {
 				if k.Measure[s] {

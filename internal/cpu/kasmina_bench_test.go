@@ -34,7 +34,7 @@ func BenchmarkKasminaBandwidth(b *testing.B) {
 	from, to := make([]float32, 1<<25), make([]float32, 1<<25)
 	parallelCopy := func(dst, src []float32) time.Duration {
 		start := time.Now()
-		Parallel(len(dst), 1<<16, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
+		Parallel(len(dst), 1<<18, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
 		return time.Since(start)
 	}
 	for _, s := range []struct{ rows, seeds, chunk int }{

@@ -18,7 +18,7 @@ type kasminaRules struct {
 }
 
 func (a *kasminaRules) span(lo, hi int) {
-	k, c, strips := a.k, a.k.Chunk, a.k.strips()
+	k, c, strips, width := a.k, a.k.Chunk, a.k.strips(), a.k.stripWidth()
 	_, seeds := k.tile()
 	for group := lo; group < hi; group++ {
 		s0, s1 := group*seeds, min(k.Seeds, (group+1)*seeds)
@@ -35,8 +35,8 @@ func (a *kasminaRules) span(lo, hi int) {
 			}
 			for j := 0; j < c; {
 				at := (s.Seed-s0)*c + j
-				rule, column := &rules[at/stripColumns], at%stripColumns
-				n := min(c-j, stripColumns-column)
+				rule, column := &rules[at/width], at%width
+				n := min(c-j, width-column)
 				if !rule.blends && !rule.learns {
 					*rule = identityRule
 				}
@@ -87,6 +87,7 @@ func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward 
 			on[i] = float32(rest + gain*w0)
 			off[i] = on[i]
 			left, right := j+i, c-1-(j+i)
+			r.beside[(column+i)/16] = true
 			if backward {
 				r.leftNear[column+i], r.leftFar[column+i] = bits(left >= 1), bits(left >= 2)
 				left = right
@@ -116,30 +117,34 @@ func bits(set bool) int32 {
 
 // forwardStrips computes the strips of a tile of the forward pass.
 func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
-	eps, measured, top := ceil32(k.Eps), t.measured(k), float32(0)
-	for j := 0; j < t.columns; j += stripColumns {
-		s, rule := t.strip(k, j), &k.rules[t.strips+j/stripColumns]
-		if measured {
-			t.start(k, x, s)
-		}
-		for t.advance(&s) {
-			in := &t.packs[0]
-			if measured {
-				t.seen.addInput(in, x, s, eps)
-			} else {
+	eps, measured, in, largest := ceil32(k.Eps), t.measured(k), &t.packs[0], float32(0)
+	if measured {
+		t.startAll(k, x)
+	}
+	for top := 0; top < t.r1-t.r0; top += passRows {
+		for i := range t.strips {
+			s, rule := t.strip(k, i, top), &k.rules[t.first+i]
+			switch {
+			case measured && rule.blends && s.fuses():
+				t.fetch = ahead(t, s)
+				largest = max(largest, rule.measureForward(y, x, s, &t.state[i], &t.fetch, eps))
+				continue
+			case measured:
+				t.state[i].seen.addInput(in, x, s, eps)
+			default:
 				in.load(x, s, true)
 				t.countBad(k, x, s)
 			}
 			if rule.blends {
 				in.loadEdges(x, s, t.columns)
-				top = max(top, rule.forward(y, in, s))
+				largest = max(largest, rule.forward(y, in, s))
 			} else {
 				in.store(y, s)
 			}
 		}
-		if measured {
-			t.fold(k, x, s, k.Eps)
-		}
+	}
+	if measured {
+		t.foldAll(k, x, k.Eps)
 	}
 	fence()
 	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
@@ -147,7 +152,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 	if k.Stability == StabilityAdaptive {
 		limit = adaptiveLimit
 	}
-	if top > limit {
+	if largest > limit {
 		forwardLarge(k, t, y, x, limit)
 	}
 }
@@ -185,51 +190,60 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 		normed = (t.r1 - t.r0) / normRows * normRows
 		t.startNorms(k, g)
 	}
-	for j := 0; j < t.columns; j += stripColumns {
-		s, rule := t.strip(k, j), &k.rules[t.strips+j/stripColumns]
-		if measured {
-			t.start(k, g, s)
+	if measured {
+		t.startAll(k, g)
+	}
+	for i := range t.strips {
+		if k.rules[t.first+i].learns {
+			t.state[i].sums = columnSums{}
 		}
-		if rule.learns {
-			t.sums = columnSums{}
-		}
-		for t.advance(&s) {
-			grad, in := &t.packs[0], &t.packs[1]
-			if measured {
-				t.seen.addGradient(grad, g, s)
-			} else {
+	}
+	for top := 0; top < t.r1-t.r0; top += passRows {
+		for i := range t.strips {
+			s, rule, state := t.strip(k, i, top), &k.rules[t.first+i], &t.state[i]
+			grad, in, computes := &t.packs[0], &t.packs[1], rule.blends || rule.learns
+			fuses := measured && computes && s.fuses()
+			switch {
+			case fuses:
+				grad.load(g, s, false)
+			case measured:
+				state.seen.addGradient(grad, g, s)
+			default:
 				grad.load(g, s, true)
 				t.countBad(k, g, s)
 			}
-			if s.done < normed {
-				t.norms.add(grad, s, k.Chunk)
-			}
-			if rule.blends || rule.learns {
-				in.load(x, s, !rule.blends)
+			if computes {
+				in.load(x, s, !rule.blends && !fuses)
 				in.loadEdges(x, s, t.columns)
 				grad.loadEdges(g, s, t.columns)
 			}
+			if s.done < normed {
+				state.norms.add(grad, s, k.Chunk)
+			}
 			switch {
+			case fuses:
+				t.fetch = ahead(t, s)
+				rule.measureBackward(dx, grad, in, g, x, s, state, &t.fetch)
 			case rule.blends && rule.learns:
-				rule.learn(dx, grad, in, s, x, &t.sums)
+				rule.learn(dx, grad, in, s, x, &state.sums)
 			case rule.blends:
 				rule.backward(dx, grad, in, s, x)
 			default:
 				if rule.learns {
-					t.sums.add(rule, grad, in, s)
+					state.sums.add(rule, grad, in, s)
 				}
 				grad.store(dx, s)
 			}
 		}
-		if measured {
-			t.fold(k, g, s, 0)
-		}
-		if rule.learns {
-			foldSums(k, t, s, dp, da)
-		}
 	}
 	fence()
+	for i := range t.strips {
+		if k.rules[t.first+i].learns {
+			foldSums(k, t, t.strip(k, i, 0), &t.state[i].sums, dp, da)
+		}
+	}
 	if measured {
+		t.foldAll(k, g, 0)
 		t.foldNorms(k, g, normed)
 	}
 }
@@ -240,7 +254,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
 //	ConvFilter                   dw[k] = βa·Σ g·x[−k],  da = β·Σ w[k]·Σ g·x[−k]
-func foldSums(k *Kasmina[float32], t *tile[float32], s strip, dp []float32, da []float64) {
+func foldSums(k *Kasmina[float32], t *tile[float32], s strip, sums *columnSums, dp []float32, da []float64) {
 	c := k.Chunk
 	active := k.active(t.s0+s.from/c, t.s0+(s.from+s.columns-1)/c+1)
 	for i := range active {
@@ -256,7 +270,7 @@ func foldSums(k *Kasmina[float32], t *tile[float32], s strip, dp []float32, da [
 		feature := max(0, -start)
 		column := start + feature
 		n := min(c-feature, s.columns-column)
-		dp, sums := dp[a.at:][:a.size], &t.sums
+		dp := dp[a.at:][:a.size]
 		var sum float64
 		if a.Kind == blueprints.ConvFilter {
 			for tap, v := range [][]float32{sums.here[column:][:n], sums.near[column:][:n], sums.far[column:][:n]} {

@@ -31,11 +31,12 @@ type columnFigures struct {
 // Neighbours that are not of the column's chunk are masked out and never read.
 type columnRule struct {
 	on, off, gate, add, near, far [stripColumns]float32
-	hasNear, hasFar               [stripColumns]int32   // all bits set, or none
-	above                         [stripColumns]float32 // for columnSums
-	leftNear, leftFar             [stripColumns]int32   // those of the forward pass, for columnSums
-	blends, learns                bool                  // some column is not the identity; some column has sums
-	_                             [62]byte              // to whole vectors
+	hasNear, hasFar               [stripColumns]int32     // all bits set, or none
+	above                         [stripColumns]float32   // for columnSums
+	leftNear, leftFar             [stripColumns]int32     // those of the forward pass, for columnSums
+	beside                        [stripColumns / 16]bool // of 16 columns each: some have neighbours
+	blends, learns                bool                    // some column is not the identity; some column has sums
+	_                             [46]byte                // to whole vectors
 }
 
 // columnSums are sums over rows of g·1 and g·x, where x·gate > above, and of g·x[−1] and g·x[−2].
@@ -64,6 +65,10 @@ type stripKernels struct {
 	// blendBackward and blendSums in one, where there are registers enough; else nil.
 	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
 
+	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for passRows rows; nil where registers are few.
+	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
+	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+
 	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks int)
 	storeFence func() // after what is written past the caches, before anybody may read it
 }
@@ -74,7 +79,8 @@ var strips32 *stripKernels
 // strip is rows rows of columns columns that begin at index at of a matrix with the given stride.
 type strip struct {
 	at, rows, stride, columns int
-	from, done                int // the first one's number among the tile's columns; rows of the tile above it
+	from, done                int  // the first one's number among the tile's columns; rows of the tile above it
+	edges                     bool // chunks go on in other strips
 }
 
 // pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096 bytes apart: there they
@@ -107,6 +113,9 @@ func (p *pack) load(x []float32, s strip, fetch bool) {
 
 // loadEdges adds the neighbours, two on either side, that rows have in other strips of a tile of the given width.
 func (p *pack) loadEdges(x []float32, s strip, width int) {
+	if !s.edges {
+		return
+	}
 	for r := range s.rows {
 		if left := p.at(r, 0); s.from > 0 {
 			copy(p[left-2:left], x[s.at+r*s.stride-2:])
@@ -319,6 +328,52 @@ func (c *columnRule) learn(dx []float32, g, x *pack, s strip, input []float32, t
 // ahead is where the next rows of x begin.
 func (s strip) ahead(x []float32) *float32 { return &x[min(s.at+passRows*s.stride, len(x)-1)] }
 
+// fetch says what a fused kernel brings into the second cache while it computes a strip: of the rows below, which come next,
+// as many lines as the strip has vectors, in the order in which they are in memory, and not in that of the strip. Processors
+// follow that order and fetch more by themselves. Offsets are in bytes, and a kernel fetches passRows lines at a time.
+type fetch struct {
+	at        int // offset of the first lines in a matrix
+	left, run int // how often it fetches until the end of the row, and in a row
+	jump      int // offset of the next row from the end of one
+}
+
+// ahead returns the share of the strip s in the next rows of its tile, or in those at work if they are the last.
+func ahead(t *tile[float32], s strip) (f fetch) {
+	const columns = passRows * 16 // in passRows lines
+	f.run = (t.columns + columns - 1) / columns
+	row, column := s.from/16/f.run, s.from/16%f.run
+	f.left = f.run - column
+	f.jump = 4 * (t.stride - f.run*columns)
+	if s.done+passRows < t.r1-t.r0 {
+		row += passRows
+	}
+	f.at = 4 * (s.at - s.from + row*t.stride + column*columns)
+	return f
+}
+
+// fuses reports whether measureForward and measureBackward compute the strip s.
+func (s strip) fuses() bool {
+	return strips32 != nil && strips32.fusedForward != nil && s.rows == passRows
+}
+
+// measureForward is addInput and forward in one, without a pack.
+func (c *columnRule) measureForward(y, x []float32, s strip, t *stripState, f *fetch, eps float32) (top float32) {
+	pass := strips32.fusedForward
+	if s.streams(y) {
+		pass = strips32.fusedForwardStreamed
+	}
+	return pass(&y[s.at], &x[s.at], c, t, &x[0], f, s.stride, s.columns, eps)
+}
+
+// measureBackward is addGradient and learn, for g and x packed from gradient and input.
+func (c *columnRule) measureBackward(dx []float32, g, x *pack, gradient, input []float32, s strip, t *stripState, f *fetch) {
+	pass := strips32.fusedBackward
+	if s.streams(dx) {
+		pass = strips32.fusedBackwardStreamed
+	}
+	pass(&dx[s.at], &g[packRoom], &x[packRoom], c, t, &gradient[0], &input[0], f, s.stride, s.columns)
+}
+
 // normRows is how many rows add takes at once.
 const normRows = 4
 
@@ -369,7 +424,8 @@ func ceil32(v float64) float32 {
 // The assembly relies on these.
 var (
 	_ = [1]int{}[unsafe.Offsetof(columnFigures{}.dead)-7*4*stripColumns]
-	_ = [1]int{}[unsafe.Offsetof(columnRule{}.leftFar)-10*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(columnRule{}.beside)-11*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(stripState{}.sums)-8*4*stripColumns]
 	_ = [1]int{}[unsafe.Offsetof(columnSums{}.far)-3*4*stripColumns]
 	_ = [1]int{}[unsafe.Offsetof(stripNorms{}.square)-(8+32)*stripColumns/4]
 )

@@ -63,7 +63,7 @@ func TestKasminaTiles(t *testing.T) {
 		tl := k.takeTile()
 		for i := range k.blocks() * k.groups() {
 			tl.moveTo(k, i)
-			if tl.r0 != tl.block*rows || tl.s0%seeds != 0 || tl.r1-tl.r0 > tileRows || tl.columns > max(tileColumns, k.Chunk) {
+			if tl.r0 != tl.block*rows || tl.s0%seeds != 0 || tl.r1-tl.r0 > tileRows || tl.columns > max(tileStrips*stripColumns, k.Chunk) {
 				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", tl.r0, tl.r1, tl.s0, tl.s1, tl.block)
 			}
 			for r := tl.r0; r < tl.r1; r++ {

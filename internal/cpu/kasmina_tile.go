@@ -7,30 +7,41 @@ import (
 
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
 // within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
+//
+// A tile has several strips, and the same few rows of each are computed before the next ones: memory is read a page at a
+// time then, and processors fetch ahead within pages.
 const (
-	tileColumns  = stripColumns
-	tileElements = 1 << 16
+	tileStrips   = 4
+	tileElements = 1 << 18
 	tileRows     = 256
 )
 
 // tile is rows r0 to r1 of seeds s0 to s1, with the memory of the goroutine that works on it.
 type tile[T Float] struct {
 	packs [2]pack // first, so that the vectors in what the strips use are aligned
-	seen  columnFigures
-	sums  columnSums
-	norms stripNorms
+	state []stripState
+	fetch fetch
 
 	block, r0, r1, s0, s1 int
 	stride, columns       int // of the whole matrix; of the tile
-	strips                int // number of the tile's first strip among those of a row of tiles
+	width                 int // of its strips but the last, which may be narrower
+	strips                int // how many there are
+	first                 int // number of the first among those of a row of tiles
 	active                []KasminaSeed[T]
 	figures               []ChunkFigures // of the seeds in these rows
 	scratch               []T
 }
 
+// stripState is what is summed up over the rows of a strip of a tile.
+type stripState struct {
+	seen  columnFigures
+	sums  columnSums
+	norms stripNorms
+}
+
 // tile returns the size of tiles.
 func (k *Kasmina[T]) tile() (rows, seeds int) {
-	seeds = min(k.Seeds, max(1, tileColumns/k.Chunk))
+	seeds = min(k.Seeds, max(1, tileStrips*k.stripWidth()/k.Chunk))
 	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
 }
 
@@ -45,10 +56,18 @@ func (k *Kasmina[T]) groups() int {
 	return (k.Seeds + seeds - 1) / seeds
 }
 
-// strips returns how many strips a tile has. All but the last are as wide as can be.
+// stripWidth returns the width of strips: that of whole chunks, if one fits.
+func (k *Kasmina[T]) stripWidth() int {
+	if k.Chunk > stripColumns {
+		return stripColumns
+	}
+	return stripColumns / k.Chunk * k.Chunk
+}
+
+// strips returns how many strips a tile has at most.
 func (k *Kasmina[T]) strips() int {
 	_, seeds := k.tile()
-	return (seeds*k.Chunk + stripColumns - 1) / stripColumns
+	return (seeds*k.Chunk + k.stripWidth() - 1) / k.stripWidth()
 }
 
 // tileGrain returns how many tiles are worth handing to a goroutine.
@@ -63,7 +82,7 @@ func (k *Kasmina[T]) takeTile() *tile[T] {
 	if t == nil {
 		t = new(tile[T])
 	}
-	t.scratch = grow(t.scratch, k.needs)
+	t.scratch, t.state = grow(t.scratch, k.needs), grow(t.state, k.strips())
 	return t
 }
 
@@ -75,7 +94,8 @@ func (t *tile[T]) moveTo(k *Kasmina[T], i int) {
 	t.block, t.r0, t.r1 = block, block*rows, min(k.Rows, (block+1)*rows)
 	t.s0, t.s1 = group*seeds, min(k.Seeds, (group+1)*seeds)
 	t.stride, t.columns = k.Seeds*k.Chunk, (t.s1-t.s0)*k.Chunk
-	t.strips = group * k.strips()
+	t.width = k.stripWidth()
+	t.strips, t.first = (t.columns+t.width-1)/t.width, group*k.strips()
 	t.active = k.active(t.s0, t.s1)
 	t.figures = k.partial[block*k.Seeds+t.s0 : block*k.Seeds+t.s1]
 	for s := range t.figures {
@@ -93,17 +113,13 @@ func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
 // passRows is how many rows go through all kernels before the next ones do: few enough to stay in the first cache.
 const passRows = 2 * normRows
 
-// strip returns the strip that begins at column j of the tile, above its first rows.
-func (t *tile[T]) strip(k *Kasmina[T], j int) strip {
-	return strip{from: j, columns: min(t.columns-j, stripColumns), at: t.r0*t.stride + t.s0*k.Chunk + j, stride: t.stride}
-}
-
-// advance moves s down to the next rows of the tile, and reports whether there are any.
-func (t *tile[T]) advance(s *strip) bool {
-	s.at += s.rows * s.stride
-	s.done += s.rows
-	s.rows = min(passRows, t.r1-t.r0-s.done)
-	return s.rows > 0
+// strip returns what the i-th strip has below the first top rows of the tile: passRows rows, or the last ones.
+func (t *tile[T]) strip(k *Kasmina[T], i, top int) strip {
+	j := i * t.width
+	return strip{
+		from: j, columns: min(t.columns-j, t.width), at: (t.r0+top)*t.stride + t.s0*k.Chunk + j, stride: t.stride,
+		done: top, rows: min(passRows, t.r1-t.r0-top), edges: k.Chunk > t.width,
+	}
 }
 
 // measured reports whether some seed of the tile is.
@@ -133,31 +149,44 @@ func (t *tile[T]) anchor(k *Kasmina[T], v []T, seed int) float64 {
 }
 
 // start readies the figures of a strip of v.
-func (t *tile[T]) start(k *Kasmina[T], v []T, s strip) {
-	t.seen.start(s.columns)
+func (t *tile[T]) start(k *Kasmina[T], v []T, s strip, seen *columnFigures) {
+	seen.start(s.columns)
 	t.parts(k, s, func(seed, column, _, n int) {
 		anchor := float32(t.anchor(k, v, seed))
-		for i := range t.seen.anchor[column:][:n] {
-			t.seen.anchor[column+i] = anchor
+		for i := range seen.anchor[column:][:n] {
+			seen.anchor[column+i] = anchor
 		}
 	})
 }
 
+// startAll readies the figures of the strips of v, and foldAll adds them to those of the seeds.
+func (t *tile[T]) startAll(k *Kasmina[T], v []T) {
+	for i := range t.strips {
+		t.start(k, v, t.strip(k, i, 0), &t.state[i].seen)
+	}
+}
+
+func (t *tile[T]) foldAll(k *Kasmina[T], v []T, eps float64) {
+	for i := range t.strips {
+		t.fold(k, v, t.strip(k, i, 0), &t.state[i].seen, eps)
+	}
+}
+
 // fold adds the figures of a strip of v to those of its seeds.
-func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, eps float64) {
+func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, seen *columnFigures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]
 		var sum, square float64
 		var dead int32
-		low, high := t.seen.low[column], t.seen.high[column]
+		low, high := seen.low[column], seen.high[column]
 		for i := column; i < column+n; i++ {
-			sum += t.seen.sum[i]
-			square += t.seen.square[i]
-			dead += t.seen.dead[i]
-			if l := t.seen.low[i]; l < low {
+			sum += seen.sum[i]
+			square += seen.square[i]
+			dead += seen.dead[i]
+			if l := seen.low[i]; l < low {
 				low = l
 			}
-			if h := t.seen.high[i]; h > high {
+			if h := seen.high[i]; h > high {
 				high = h
 			}
 		}
@@ -201,15 +230,22 @@ func (t *tile[T]) rowNorm(k *Kasmina[T], g []T, row, seed int) float64 {
 	return math.Sqrt(squares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
 }
 
-// startNorms readies the norms of a strip of g.
+// norms returns where the norms of a seed are summed up, where whole chunks are in strips.
+func (t *tile[T]) norms(k *Kasmina[T], seed int) (n *stripNorms, i int) {
+	each := t.width / k.Chunk
+	return &t.state[(seed-t.s0)/each].norms, (seed - t.s0) % each
+}
+
+// startNorms readies the norms of the chunks of g.
 func (t *tile[T]) startNorms(k *Kasmina[T], g []T) {
-	for i := range t.s1 - t.s0 {
-		t.norms.anchor[i] = t.rowNorm(k, g, t.r0, t.s0+i)
-		t.norms.sum[i], t.norms.square[i] = [normRows]float64{}, [normRows]float64{}
+	for seed := t.s0; seed < t.s1; seed++ {
+		n, i := t.norms(k, seed)
+		n.anchor[i] = t.rowNorm(k, g, t.r0, seed)
+		n.sum[i], n.square[i] = [normRows]float64{}, [normRows]float64{}
 	}
 }
 
-// foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows are in t.norms.
+// foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows are summed up already.
 func (t *tile[T]) foldNorms(k *Kasmina[T], g []T, rows int) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		f := &t.figures[seed-t.s0]
@@ -223,7 +259,8 @@ func (t *tile[T]) foldNorms(k *Kasmina[T], g []T, rows int) {
 			}
 		default:
 			if rows > 0 {
-				f.Norms.Merge(t.norms.moments(seed-t.s0, rows))
+				n, i := t.norms(k, seed)
+				f.Norms.Merge(n.moments(i, rows))
 			}
 			for r := t.r0 + rows; r < t.r1; r++ {
 				f.Norms.Add(t.rowNorm(k, g, r, seed))

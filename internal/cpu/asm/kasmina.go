@@ -31,6 +31,7 @@ const (
 	ruleAbove    = 8 * array
 	ruleLeftNear = 9 * array
 	ruleLeftFar  = 10 * array
+	ruleBeside   = 11 * array
 
 	sumAll  = 0 * array
 	sumHere = 1 * array
@@ -48,20 +49,34 @@ const (
 
 // strip emits body for every row of every vector of columns, between start and end of that vector. R9 holds the number of
 // rows, R8 that of columns, and R10 the distance of rows in the matrix, in elements. R11 is the offset of the current row in
-// packs, and R12 that in the matrix. arrays advance by a vector of float32, doubles by one of float64.
-func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func(), body func(masked bool), end func()) {
+// packs, and R12 that in the matrix. arrays advance by a vector of float32, doubles by one of float64. Where some columns use
+// neighbours, start returns what holds which do, one mask or vector for each neighbour: most vectors of columns have none,
+// and are spared the loads across cache lines.
+func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register), body func(masked, neighbours bool), end func()) {
 	lanes := uint64(v.bytes / 4)
-	vector := func(label string, masked bool) {
-		start()
-		XORQ(R11, R11)
-		XORQ(R12, R12)
-		MOVQ(R9, RCX)
+	rows := func(label string, masked, neighbours bool) {
 		Label(label)
-		body(masked)
+		body(masked, neighbours)
 		ADDQ(U32(4*packStride), R11)
 		ADDQ(R10, R12)
 		DECQ(RCX)
 		JNZ(LabelRef(label))
+	}
+	vector := func(label string, masked bool) {
+		users := start()
+		XORQ(R11, R11)
+		XORQ(R12, R12)
+		MOVQ(R9, RCX)
+		if users == nil {
+			rows(label, masked, false)
+		} else {
+			v.testAny(users)
+			JZ(LabelRef(label + "Alone"))
+			rows(label, masked, true)
+			JMP(LabelRef(label + "End"))
+			rows(label+"Alone", masked, false)
+			Label(label + "End")
+		}
 		end()
 	}
 	SHLQ(Imm(2), R10)
@@ -137,7 +152,7 @@ func figures(v isa, name string, dead bool) {
 		VBROADCASTSS(e.Addr, eps)
 	}
 	half := v.bytes / 2
-	v.strip([]GPPhysical{f, pack, px, ahead}, []GPPhysical{wide}, func() {
+	v.strip([]GPPhysical{f, pack, px, ahead}, []GPPhysical{wide}, func() []Register {
 		for i := range 2 {
 			VMOVUPS(Mem{Base: wide, Disp: i * v.bytes}, sum[i])
 			VMOVUPS(Mem{Base: wide, Disp: figureSquare + i*v.bytes}, square[i])
@@ -148,7 +163,8 @@ func figures(v isa, name string, dead bool) {
 		if dead {
 			VMOVUPS(Mem{Base: f, Disp: figureDead}, count)
 		}
-	}, func(masked bool) {
+		return nil
+	}, func(masked, _ bool) {
 		PREFETCHT1(inMatrix(ahead))
 		v.load(inMatrix(px), x, masked)
 		v.store(x, packed(pack), masked)
@@ -201,6 +217,27 @@ func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
 		return k
 	}
 	return r
+}
+
+// testAny sets the zero flag if nothing is selected by any of the masks, or vectors. It clobbers K7, or the last vector
+// register but one.
+func (v isa) testAny(selected []Register) {
+	if v.bytes == 64 {
+		any := selected[0]
+		for _, k := range selected[1:] {
+			KORW(any, k, K7)
+			any = K7
+		}
+		KORTESTW(any, any)
+		return
+	}
+	any := selected[0]
+	last := v.regs[14]
+	for _, r := range selected[1:] {
+		VORPS(any, r, last)
+		any = last
+	}
+	VPTEST(any, any)
 }
 
 // loadSelected reads the selected lanes, and zeros elsewhere.
@@ -256,7 +293,7 @@ func blend(v isa, backward, streamed bool) {
 	if backward {
 		arrays = append(arrays, px, ahead)
 	}
-	v.strip(arrays, nil, func() {
+	v.strip(arrays, nil, func() []Register {
 		VMOVUPS(Mem{Base: rule, Disp: ruleOn}, on)
 		VMOVUPS(Mem{Base: rule, Disp: ruleOff}, off)
 		VMOVUPS(Mem{Base: rule, Disp: ruleGate}, gate)
@@ -267,7 +304,8 @@ func blend(v isa, backward, streamed bool) {
 		VMOVUPS(Mem{Base: rule, Disp: ruleFar}, far)
 		hasNear = v.selected(Mem{Base: rule, Disp: ruleHasNear}, K3, r[6])
 		hasFar = v.selected(Mem{Base: rule, Disp: ruleHasFar}, K4, r[7])
-	}, func(masked bool) {
+		return []Register{hasNear, hasFar}
+	}, func(masked, neighbours bool) {
 		v.load(packed(px), x, masked)
 		VMULPS(gate, x, t)
 		v.choose(zero, t, on, off, c)
@@ -278,10 +316,12 @@ func blend(v isa, backward, streamed bool) {
 		} else {
 			VFMADD213PS(add, value, c)
 		}
-		v.loadSelected(packed(pv).Offset(step), hasNear, t)
-		VFMADD231PS(t, near, c)
-		v.loadSelected(packed(pv).Offset(2*step), hasFar, t)
-		VFMADD231PS(t, far, c)
+		if neighbours {
+			v.loadSelected(packed(pv).Offset(step), hasNear, t)
+			VFMADD231PS(t, near, c)
+			v.loadSelected(packed(pv).Offset(2*step), hasFar, t)
+			VFMADD231PS(t, far, c)
+		}
 		if streamed && !masked {
 			VMOVNTPS(c, inMatrix(py))
 		} else {
@@ -331,7 +371,7 @@ func blendSums(v isa) {
 	all, here, near, far := r[0], r[1], r[2], r[3]
 	gate, above, x, g, t := r[4], r[5], r[8], r[9], r[10]
 	var leftNear, leftFar Register
-	v.strip([]GPPhysical{ps, rule, pg, px}, nil, func() {
+	v.strip([]GPPhysical{ps, rule, pg, px}, nil, func() []Register {
 		for i, s := range sums {
 			VMOVUPS(Mem{Base: ps, Disp: i * array}, s)
 		}
@@ -339,13 +379,16 @@ func blendSums(v isa) {
 		VMOVUPS(Mem{Base: rule, Disp: ruleAbove}, above)
 		leftNear = v.selected(Mem{Base: rule, Disp: ruleLeftNear}, K3, r[6])
 		leftFar = v.selected(Mem{Base: rule, Disp: ruleLeftFar}, K4, r[7])
-	}, func(masked bool) {
+		return []Register{leftNear, leftFar}
+	}, func(masked, neighbours bool) {
 		v.load(packed(px), x, masked)
 		v.load(packed(pg), g, masked)
-		v.loadSelected(packed(px).Offset(-4), leftNear, t)
-		VFMADD231PS(t, g, near)
-		v.loadSelected(packed(px).Offset(-8), leftFar, t)
-		VFMADD231PS(t, g, far)
+		if neighbours {
+			v.loadSelected(packed(px).Offset(-4), leftNear, t)
+			VFMADD231PS(t, g, near)
+			v.loadSelected(packed(px).Offset(-8), leftFar, t)
+			VFMADD231PS(t, g, far)
+		}
 		VMULPS(gate, x, t)
 		if v.bytes == 64 {
 			VCMPPS(Imm(notLessEqual), above, t, K2)
@@ -392,7 +435,7 @@ func blendLearn(v isa, streamed bool) {
 		k  Register
 	}{{ruleHasNear, K3}, {ruleHasFar, K4}, {ruleLeftNear, K5}, {ruleLeftFar, K6}}
 	v.zero(zero)
-	v.strip([]GPPhysical{py, pv, px, rule, sums, ahead}, nil, func() {
+	v.strip([]GPPhysical{py, pv, px, rule, sums, ahead}, nil, func() (users []Register) {
 		for at := 0; at <= ruleAbove; at += array {
 			if reg, ok := state[at]; ok {
 				VMOVUPS(Mem{Base: rule, Disp: at}, reg)
@@ -402,9 +445,10 @@ func blendLearn(v isa, streamed bool) {
 			VMOVUPS(Mem{Base: sums, Disp: i * array}, total)
 		}
 		for _, m := range masks {
-			v.selected(Mem{Base: rule, Disp: m.at}, m.k, t)
+			users = append(users, v.selected(Mem{Base: rule, Disp: m.at}, m.k, t))
 		}
-	}, func(masked bool) {
+		return users
+	}, func(masked, neighbours bool) {
 		PREFETCHT1(inMatrix(ahead))
 		v.load(packed(px), x, masked)
 		v.load(packed(pv), g, masked)
@@ -415,6 +459,9 @@ func blendLearn(v isa, streamed bool) {
 		VADDPS(g, totals[0], K2, totals[0])
 		VFMADD231PS(x, g, K2, totals[1])
 		for i, m := range masks {
+			if !neighbours {
+				break
+			}
 			from, step := pv, 4*(i+1)
 			if i >= 2 {
 				from, step = px, -4*(i-1)

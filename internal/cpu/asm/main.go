@@ -53,8 +53,11 @@ func main() {
 			moveRows(v, plain)
 			moveRows(v, streaming)
 		}
-		blendLearn(avx512, false)
-		blendLearn(avx512, true)
+		for _, streamed := range []bool{false, true} {
+			blendLearn(avx512, streamed)
+			fusedPass(avx512, false, streamed)
+			fusedPass(avx512, true, streamed)
+		}
 		chunkNorms()
 		storeFence()
 	default:
