@@ -8,7 +8,6 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -33,19 +32,13 @@ func newDecoding(m *Model) (*decoding, error) {
 	if err != nil {
 		return nil, err
 	}
-	kept := append(slices.Concat(window.keys, window.values), window.Logits)
-	if d.window, err = onCPU(window, kept...); err != nil {
+	if d.window, err = onCPU(window, slices.Concat(window.keys, window.values)...); err != nil {
 		return nil, err
 	}
-	if d.step, err = onCPU(step, step.Logits); err != nil {
+	if d.step, err = onCPU(step); err != nil {
 		return nil, errors.Join(err, d.close())
 	}
 	return d, nil
-}
-
-func onCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
-	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
-	return Runner{g, m}, err
 }
 
 func (d *decoding) close() (err error) {

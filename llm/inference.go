@@ -69,16 +69,28 @@ type Inference struct {
 	decoding  *decoding // in the place of a generator on the CPU
 }
 
-func (i *Inference) runner(kind GraphKind, sequences int) (r Runner, err error) {
-	if r.Graph, err = i.Model.Graph(kind, sequences); err != nil {
-		return r, err
+func (i *Inference) runner(kind GraphKind, sequences int) (Runner, error) {
+	g, err := i.Model.Graph(kind, sequences)
+	if err != nil {
+		return Runner{}, err
 	}
 	if i.Make == nil {
-		r.Machine, err = cpuops.NewMachine(r.G)
-	} else {
-		r.Machine, err = i.Make(r.Graph)
+		return onCPU(g)
 	}
-	return r, err
+	m, err := i.Make(g)
+	if err != nil {
+		return Runner{}, err
+	}
+	return Runner{g, m}, nil
+}
+
+// onCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
+func onCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
+	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
+	if err != nil {
+		return Runner{}, err
+	}
+	return Runner{g, m}, nil
 }
 
 // Loss is that of [Engine].
