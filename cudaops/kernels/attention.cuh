@@ -108,18 +108,23 @@ __device__ inline void loadWords(uint32_t *v, uint32_t address) {
                : "r"(address));
 }
 
+// One store, where the compiler would make four of an assignment.
+__device__ inline void storeWords(void *to, const uint32_t (&v)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+
 // One warp writes Rows rows of its tile from shared memory: 16 bytes a lane, whole rows at a time.
 template <typename T, int D, int Rows>
 __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8, step = 32 / chunks;
-  int lane = threadIdx.x % 32, chunk = lane % chunks;
+  const int lane = threadIdx.x % 32, chunk = lane % chunks, first = lane / chunks;
+  uint32_t v[Rows / step][4];
 #pragma unroll
-  for (int i = 0; i < Rows / step; i++) {
-    int row = lane / chunks + i * step;
-    uint32_t v[4];
-    loadWords(v, chunkAt<D>(tile, tileRow + row, chunk));
-    if (row < rows && chunk * 8 < headDim) *(uint4 *)(to + row * stride + chunk * 8) = {v[0], v[1], v[2], v[3]};
-  }
+  for (int i = 0; i < Rows / step; i++) loadWords(v[i], chunkAt<D>(tile, tileRow + first + i * step, chunk));
+  if (chunk * 8 >= headDim) return;
+#pragma unroll
+  for (int i = 0; i < Rows / step; i++)
+    if (const int row = first + i * step; row < rows) storeWords(to + row * stride + chunk * 8, v[i]);
 }
 
 __device__ inline void loadPair(float (&v)[2], uint32_t address) {

@@ -185,6 +185,10 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
   const uint32_t dsAt = chunkAt<64>(0, 64 * group + 16 * warp + lane % 16, lane / 16);
   const int queryTiles = (p.seq + N - 1) / N;
   auto meet = [] { asm volatile("bar.sync 1, 256;" ::: "memory"); };
+  // dk takes ds of the group's own keys, dq that of both groups'. Barriers of tiles take turns, as one group may be ahead.
+  auto meetGroup = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
+  auto tellOther = [&](int i) { asm volatile("bar.arrive %0, 256;" ::"r"(4 + i % 2 * 2 + 1 - group) : "memory"); };
+  auto hearOther = [&](int i) { asm volatile("bar.sync %0, 256;" ::"r"(4 + i % 2 * 2 + group) : "memory"); };
   auto shareWrites = [] { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); };
   for (int turn = 0, i = 0, work; (work = uniform(m.workOf(turn))) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
@@ -281,11 +285,13 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
         storeColumns(ds, m.dsTile(i) + dsAt, k);
       }
       shareWrites();
-      meet();
+      tellOther(i);
+      meetGroup();
       hold(dk);
       productsBegin();
       startNN<T, D>(dk, m.dsTile(i), 64 * group, m.qTile(i));
       productsCommit();
+      hearOther(i);
       startTN<T, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
       productsCommit();
       if constexpr (more.value) {
@@ -353,15 +359,17 @@ __device__ inline void backwardFused(const Params &p, const Angles &angles, cons
   }
 }
 
-// dq of one tile: the sums times the scale, turned back.
+// dq of a tile of two heads, which share their angles: the sums times the scale, turned back.
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const uint32_t out = sharedAddress(shared);
   const Sums sums(p);
-  const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % p.heads, batch = blockIdx.x / sums.tiles / p.heads;
-  const int warp = threadIdx.x / 32, own = tile * S::Loop + 16 * warp;
-  const float4 *from = (const float4 *)(sums.sums + (int64_t)blockIdx.x * Sums::size) + threadIdx.x;
+  const int pairs = (p.heads + 1) / 2, second = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+  const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % pairs * 2 + second;
+  const int batch = blockIdx.x / sums.tiles / pairs, own = tile * S::Loop + 16 * warp;
+  if (head == p.heads) return;
+  const uint32_t out = sharedAddress(shared) + second * S::LoopBytes;
+  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * Sums::size) + threadIdx.x % 128;
   Accumulator<1, D> dq;
 #pragma unroll
   for (int x = 0; x < D / 8; x++) *(float4 *)dq.c[0][x] = from[x * 128];
@@ -378,14 +386,14 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 
 // Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
 // shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48.
-// The rounding: a block of 128 threads for every tile of 64 queries of every head, and the shared memory of a tile of results.
+// The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results.
 #define KERNELS(T)                                                                                                          \
   extern "C" __global__ void __launch_bounds__(attention::Fused128::Threads, 1) attention_hopper_backward_fused_128_##T(    \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
       const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const float *cosines, const float *sines) { \
     BODY(backwardFused<T, attention::Fused128>(p, {cosines, sines}, q, k, v, g));                                          \
   }                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(128) attention_hopper_backward_round_128_##T(                                \
+  extern "C" __global__ void __launch_bounds__(256) attention_hopper_backward_round_128_##T(                                \
       const __grid_constant__ attention::Params p, const float *cosines, const float *sines) {                             \
     BODY(roundSums<T, attention::Fused128>(p, {cosines, sines}));                                                          \
   }

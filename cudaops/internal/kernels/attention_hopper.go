@@ -175,7 +175,7 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	}
 	a = args().Struct(p.bytes(), 8)
 	c.addAngles(a)
-	l = line(sums, 128)
-	l.Shared = 2 * 128 * h.loop
+	l = line(c.Batch*ceilDiv(c.Heads, 2)*ceilDiv(c.Seq, h.loop), 256)
+	l.Shared = 2 * 2 * 128 * h.loop
 	return k.launch(s, unit, "attention_hopper_backward_round_128"+c.suffix, l, a)
 }
