@@ -79,7 +79,7 @@ func TestProfile(t *testing.T) {
 	if again := device.ctx.Stats().Launches; again != launches {
 		t.Errorf("%d launches for the profile itself", again-launches)
 	}
-	checkProfile(t, m, p)
+	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
 	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond || first.Time > 4*time.Millisecond || !slices.Equal(first.Ways, []string{"fast"}) {
 		t.Errorf("the norm: %+v", first)
@@ -96,7 +96,7 @@ func TestProfile(t *testing.T) {
 	if !slices.Equal(layers, []string{"w"}) {
 		t.Errorf("layers of linear layers: %q", layers)
 	}
-	if kernels, graphs := p.Busy(); !(kernels > 0.5 && kernels <= 1 && graphs > 0.5 && graphs <= 1) {
+	if kernels, graphs := p.Busy(); !(kernels > 0.5 && kernels <= graphs*(1+1e-9) && graphs <= 1) {
 		t.Errorf("busy %v, %v", kernels, graphs)
 	}
 	for range 4 { // and the monitor goes on
@@ -117,7 +117,7 @@ func TestProfile(t *testing.T) {
 }
 
 // checkProfile checks what is so of every profile, and its trace.
-func checkProfile(t *testing.T, m *Machine, p *Profile) {
+func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	t.Helper()
 	var end time.Duration
 	tasks := map[int]bool{}
@@ -130,8 +130,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile) {
 			tasks[s.Task] = true
 		}
 	}
-	if len(tasks) != len(m.program.tasks) {
-		t.Errorf("%d tasks, the program has %d", len(tasks), len(m.program.tasks))
+	if len(tasks) != runs*len(m.program.tasks) {
+		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs, len(m.program.tasks))
 	}
 	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
 		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period, p.Graphs, p.Copy, p.Product, p.Device)
@@ -186,7 +186,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile) {
 func TestProfileLayers(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		p := profiled(t, device, recompute, fakeOption, withCeilingBytes(1<<14))
+		p := profiled(t, device, recompute, 1, fakeOption, withCeilingBytes(1<<14))
 		count := map[string]map[string]int{}
 		for _, s := range p.Spans {
 			if count[s.Op] == nil {
@@ -210,21 +210,23 @@ func TestProfileLayers(t *testing.T) {
 	}
 }
 
+// TestProfileAccumulation wants all runs of a step in its profile.
+func TestProfileAccumulation(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	profiled(t, device, false, 3, fakeOption, withCeilingBytes(1<<14), WithAccumulation())
+}
+
 // TestProfileOnGPU profiles a model's step on a GPU, where times are real.
 func TestProfileOnGPU(t *testing.T) {
-	p := profiled(t, openGPU(t), false, WithPrecision(BFloat16))
+	p := profiled(t, openGPU(t), false, 1, WithPrecision(BFloat16))
 	t.Logf("%s", p.Table())
-	var sum time.Duration
-	for _, s := range p.Spans {
-		sum += s.Time
-	}
-	if kernels, graphs := p.Busy(); !(kernels > 0 && kernels < 1.1 && graphs > 0 && graphs < 1) || p.Copy < 1e11 || p.Product < 1e13 {
+	if kernels, graphs := p.Busy(); !(kernels > 0 && kernels <= graphs*(1+1e-9) && graphs < 1) || p.Copy < 1e11 || p.Product < 1e13 {
 		t.Errorf("busy %v and %v, ceilings %v and %v", kernels, graphs, p.Copy, p.Product)
 	}
 }
 
-// profiled is the profile of a step of a small model.
-func profiled(t *testing.T, device *Device, recompute bool, opts ...MachineOption) *Profile {
+// profiled is the profile of a step of a small model, of so many runs and an update.
+func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...MachineOption) *Profile {
 	t.Helper()
 	config := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, FF: 24, Seq: 8}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 1)
@@ -266,11 +268,13 @@ func profiled(t *testing.T, device *Device, recompute bool, opts ...MachineOptio
 				t.Fatal(err)
 			}
 		}
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := m.Value(g.Loss); err != nil {
-			t.Fatal(err)
+		for range runs {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := m.Value(g.Loss); err != nil {
+				t.Fatal(err)
+			}
 		}
 		if _, err := m.Update(); err != nil {
 			t.Fatal(err)
@@ -280,7 +284,7 @@ func profiled(t *testing.T, device *Device, recompute bool, opts ...MachineOptio
 	if err != nil {
 		t.Fatal(err)
 	}
-	checkProfile(t, m, p)
+	checkProfile(t, m, p, runs)
 	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool { return s.Op == "Update" && s.FLOPs == 0 }); i >= 0 {
 		t.Errorf("the products of the update are not counted: %+v", p.Spans[i])
 	}

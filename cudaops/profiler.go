@@ -330,7 +330,7 @@ func (p *profiler) layOut(r *Profile, usual *plainStep, elapsed func(from, to dr
 			end = start + took[i]
 			t := p.tasks[s.task]
 			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer, Task: s.task, Start: start, Time: took[i],
-				Bytes: t.bytes, FLOPs: t.flops, Ways: t.ways})
+				Bytes: t.bytes, FLOPs: t.flops, Ways: t.ways, Loose: !captured})
 		}
 		anchor, anchored = spans[n-1].to, end
 	}

@@ -45,6 +45,9 @@ type Span struct {
 	// operands are in the cache can exceed 1. 0 where there is no ceiling.
 	Bytes, FLOPs, Share float64
 	Ways                []string // that were chosen among several
+	// Loose is work that is not captured, such as the copy of a batch: its time includes what the program takes to enqueue it,
+	// and does not count as busy.
+	Loose bool
 }
 
 // HostSpan is a call of the program.
@@ -53,16 +56,18 @@ type HostSpan struct {
 	Start, Time time.Duration
 }
 
-// Kernels is the time of all spans together.
+// Kernels is the time of all captured spans together.
 func (p *Profile) Kernels() (sum time.Duration) {
 	for _, s := range p.Spans {
-		sum += s.Time
+		if !s.Loose {
+			sum += s.Time
+		}
 	}
 	return sum
 }
 
-// Busy is the share of the period in which a kernel ran or something was copied: by the sum of all kernels' times, and by the
-// time of the captured work, which includes the gaps between kernels.
+// Busy is the share of the period in which the GPU was busy: by the sum of all captured kernels' times, and by the time of the
+// captured work, which includes the gaps between kernels.
 func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
@@ -160,7 +165,7 @@ func (p *Profile) Table() string {
 }
 
 func (p *Profile) opTable(w io.Writer) {
-	whole := p.Kernels()
+	whole := timeOf(p.Spans)
 	fmt.Fprintf(w, "%-24s %5s %10s %6s %8s %8s %8s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ceiling")
 	for _, o := range p.Ops() {
 		least := time.Duration(0)
@@ -176,7 +181,7 @@ func (p *Profile) opTable(w io.Writer) {
 }
 
 func (p *Profile) kernelTable(w io.Writer) {
-	whole := p.Kernels()
+	whole := timeOf(p.Spans)
 	var kernels []OpTime
 	at := map[string]int{}
 	for _, s := range p.Spans {
@@ -287,7 +292,7 @@ func (p *Profile) events() []traceEvent {
 
 // args is what a trace says of a span beside its time.
 func (s Span) args() map[string]any {
-	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share}
+	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share, "captured": !s.Loose}
 	if len(s.Ways) > 0 {
 		args["ways"] = s.Ways
 	}
