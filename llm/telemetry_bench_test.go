@@ -1,8 +1,11 @@
+//go:build unix
+
 package llm
 
 import (
 	"math"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -13,37 +16,62 @@ import (
 )
 
 // BenchmarkTelemetry measures training steps of the model that examples/transformer trains by default: without telemetry, with
-// all of it, and with that of every fourth step, in turn, and by how much the last two are slower. It takes the first quartile of
-// each, in which what other programs do to the processor shows less.
+// all of it, and with that of every fourth step, in turn, and by how much the last two take longer. Of every round it forms the
+// ratios, of the time by the clock and of the processor's time, in which other programs show less, and reports the median.
 func BenchmarkTelemetry(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3}, Seeds: 16}
 	tr := newTrainerOf(b, c.Default(), 8)
 	modes := []state.Telemetry{{Mode: state.Off}, {Mode: state.Production}, {Mode: state.Sampling, Every: 4}}
-	times := make([][]float64, len(modes))
-	for b.Loop() {
-		for i, mode := range modes {
-			for _, l := range tr.Model.Kasmina.Lattices() {
-				if err := l.SetTelemetry(mode); err != nil {
-					b.Fatal(err)
-				}
+	const steps = 4
+	measure := func(mode state.Telemetry) (took [2]float64) {
+		for _, l := range tr.Model.Kasmina.Lattices() {
+			if err := l.SetTelemetry(mode); err != nil {
+				b.Fatal(err)
 			}
-			start := time.Now()
-			for range 4 {
-				if err := tr.step(); err != nil {
-					b.Fatal(err)
-				}
+		}
+		start, used := time.Now(), processorTime(b)
+		for range steps {
+			if err := tr.step(); err != nil {
+				b.Fatal(err)
 			}
-			times[i] = append(times[i], time.Since(start).Seconds()/4)
+		}
+		return [2]float64{time.Since(start).Seconds() / steps, (processorTime(b) - used).Seconds() / steps}
+	}
+	measure(modes[0])
+	var off []float64
+	var ratios [3][2][]float64
+	for round := 0; b.Loop(); round++ {
+		var took [3][2]float64
+		for i := range modes { // in another order every round
+			at := (i + round) % len(modes)
+			took[at] = measure(modes[at])
+		}
+		off = append(off, took[0][0])
+		for mode := range modes {
+			for clock := range took[0] {
+				ratios[mode][clock] = append(ratios[mode][clock], took[mode][clock]/took[0][clock])
+			}
 		}
 	}
-	quartile := func(t []float64) float64 {
-		slices.Sort(t)
-		return t[len(t)/4]
+	median := func(v []float64) float64 {
+		slices.Sort(v)
+		return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
 	}
-	off := quartile(times[0])
-	b.ReportMetric(1000*off, "ms/step")
-	b.ReportMetric(100*(quartile(times[1])/off-1), "%all")
-	b.ReportMetric(100*(quartile(times[2])/off-1), "%sampled")
+	b.ReportMetric(1000*median(off), "ms/step")
+	for i, name := range []string{"%all", "%sampled"} {
+		b.ReportMetric(100*(median(ratios[i+1][0])-1), name)
+		b.ReportMetric(100*(median(ratios[i+1][1])-1), name+"-cpu")
+	}
+}
+
+// processorTime returns what the process has used of all processors.
+func processorTime(b *testing.B) time.Duration {
+	b.Helper()
+	var r syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &r); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
 func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
