@@ -374,6 +374,31 @@ func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward
 	})
 }
 
+func (k *fakeKernels) SiLUProductWays(bool, int, int, int, driver.DType) []kernels.Way {
+	return []kernels.Way{{Family: "fused", Size: 3}}
+}
+
+func (k *fakeKernels) SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
+		cpu.Gemm(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
+			cpu.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
+		}
+	})
+}
+
+func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
+		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
+			left, right := 2*i*a.F, (2*i+1)*a.F
+			cpu.SiLUMulBackward(h, dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+		}
+	})
+}
+
 func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
 	return k.launch(s, func(l *fake.Launch) {
 		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)

@@ -32,6 +32,8 @@ type kernelSet interface {
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
+	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
+	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
 	Embedding(s driver.Stream, a kernels.Embedding) error
 	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
 	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
@@ -61,6 +63,7 @@ type kernelSet interface {
 	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
+	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error

@@ -241,54 +241,6 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	c.computes(attentionFLOPs(s, 5))
 }
 
-// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab [rows, 2F], and the weights
-// of both, one above the other [2F, D].
-type gated struct{ ab, weights *array }
-
-func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	return c.perceptron(n, in, nil)
-}
-
-// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
-func (c *compiler) perceptron(n *gorgonia.Node, in []*array, add *array) (*array, error) {
-	x, down := c.lowerPair(n, in[0], in[3])
-	rows, f := x.shape[0], in[1].shape[0]
-	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
-	c.saved[n.Op()] = s
-	if err := c.matmul(n, product{d: s.ab, a: x, b: s.weights, transB: true}); err != nil {
-		return nil, err
-	}
-	h, m := c.newArray(x.elem, rows, f), c.m
-	c.do(n, func() error {
-		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h.ptr(), A: s.ab.ptr(), B: s.ab.view(f).ptr(), Rows: rows, F: f, Stride: 2 * f,
-			Type: x.elem.dtype()})
-	}, s.ab, h)
-	y := c.like(x)
-	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
-}
-
-func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	x, g := c.lowerPair(n, in[0], in[5])
-	down := c.act(n, in[3])
-	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
-	rows, f, d, m := x.shape[0], in[1].shape[0], x.shape[1], c.m
-	dh, h, dab := c.newArray(x.elem, rows, f), c.newArray(x.elem, rows, f), c.like(s.ab)
-	if err := c.matmul(n, product{d: dh, a: g, b: down}); err != nil {
-		return nil, err
-	}
-	c.do(n, func() error {
-		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h.ptr(), DA: dab.ptr(), DB: dab.view(f).ptr(), DH: dh.ptr(),
-			A: s.ab.ptr(), B: s.ab.view(f).ptr(), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: x.elem.dtype()})
-	}, h, dab, dh, s.ab)
-	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
-	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}, {d: dx, a: dab, b: s.weights}} {
-		if err := c.matmul(n, p); err != nil {
-			return nil, err
-		}
-	}
-	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
-}
-
 // stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of
 // parameters the stack is kept, and renewed with them; of others it is made in every run.
 func (c *compiler) stack(n *gorgonia.Node, all ...*array) *array {

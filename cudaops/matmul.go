@@ -166,6 +166,20 @@ func (p product) depth() int {
 	return p.a.shape[1]
 }
 
+// spec is the product as cuBLASLt sees it.
+func (p product) spec() driver.MatmulSpec {
+	at := p.a.at | p.b.at | p.d.at
+	if p.c != nil {
+		at |= p.c.at
+	}
+	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
+		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
+	for spec.Align > 2 && at%spec.Align != 0 {
+		spec.Align /= 2
+	}
+	return spec
+}
+
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, err := c.m.blas.product(p)
@@ -184,12 +198,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 	if p.c == nil {
 		p.c = p.d
 	}
-	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
-		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
-	for spec.Align > 2 && (p.a.at|p.b.at|p.c.at|p.d.at)%spec.Align != 0 {
-		spec.Align /= 2
-	}
-	plan, err := b.plan(spec)
+	plan, err := b.plan(p.spec())
 	if err != nil {
 		return nil, err
 	}

@@ -159,6 +159,23 @@ func (c *context) Launch(f *Function, l LaunchConfig, s Stream, a *Args) error {
 }
 
 func (c *context) launchEx(f *Function, l LaunchConfig, s Stream, frame *launchFrame) error {
+	frame.set(l, s)
+	return c.call(&c.LaunchKernelEx, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
+		uintptr(unsafe.Pointer(&frame.extra)))
+}
+
+func (c *context) OccupancyClusters(f *Function, l LaunchConfig) (int, error) {
+	frame := launchFrames.Get().(*launchFrame)
+	defer launchFrames.Put(frame)
+	frame.set(l, 0)
+	var n int32
+	err := c.call(&c.cudaAPI.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle, uintptr(unsafe.Pointer(&frame.config)))
+	runtime.KeepAlive(frame)
+	return int(n), err
+}
+
+// set describes a launch.
+func (frame *launchFrame) set(l LaunchConfig, s Stream) {
 	const cooperative, cluster, overlap = 2, 4, 6
 	n := 0
 	add := func(id uint32, value ...uint32) {
@@ -177,8 +194,6 @@ func (c *context) launchEx(f *Function, l LaunchConfig, s Stream, frame *launchF
 		add(overlap, 1)
 	}
 	frame.config = launchConfig{l.Grid.uint32s(), l.Block.uint32s(), uint32(l.Shared), s, &frame.attrs[0], uint32(n)}
-	return c.call(&c.LaunchKernelEx, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
-		uintptr(unsafe.Pointer(&frame.extra)))
 }
 
 func (c *context) EncodeTiled(t TiledTensor) (TensorMap, error) {

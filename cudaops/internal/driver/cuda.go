@@ -67,6 +67,7 @@ type cudaAPI struct {
 	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo" since:"12.4"`
 	FuncGetParamCount  proc `c:"cuFuncGetParamCount" since:"13.2"`
 	Occupancy          proc `c:"cuOccupancyMaxActiveBlocksPerMultiprocessor"`
+	OccupancyClusters  proc `c:"cuOccupancyMaxActiveClusters" since:"11.8"`
 	LaunchKernel       proc `c:"cuLaunchKernel"`
 	LaunchKernelEx     proc `c:"cuLaunchKernelEx" since:"11.8"`
 	TensorMapEncode    proc `c:"cuTensorMapEncodeTiled" since:"12.0"`

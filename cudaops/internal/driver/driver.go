@@ -143,6 +143,8 @@ type Code interface {
 	SetFunctionAttribute(f *Function, a FunctionAttribute, v int) error
 	// Occupancy is the number of blocks that fit on a multiprocessor together.
 	Occupancy(f *Function, threads, shared int) (int, error)
+	// OccupancyClusters is the number of a launch's clusters that run at once on the whole GPU.
+	OccupancyClusters(f *Function, c LaunchConfig) (int, error)
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
 	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute capability 9.0 and later).
 	EncodeTiled(t TiledTensor) (TensorMap, error)

@@ -157,6 +157,12 @@ func TestLaunch(t *testing.T) {
 		if blocks := must[int](t)(r.Occupancy(axpy, 1024, 0)); blocks < 1 || blocks > 2 {
 			t.Errorf("%d blocks of 1024 threads on a multiprocessor", blocks)
 		}
+		if r.Device().Capability() >= 90 {
+			l := driver.LaunchConfig{Grid: driver.Dim{X: 2}, Block: driver.Dim{X: 1024}, Cluster: driver.Dim{X: 2}}
+			if n := must[int](t)(r.OccupancyClusters(axpy, l)); n < 1 || n > r.Device().SMs {
+				t.Errorf("%d clusters of two blocks of 1024 threads", n)
+			}
+		}
 		_, err := r.Function(m, "absent")
 		if !errors.Is(err, driver.NotFound) || !strings.Contains(err.Error(), "absent") {
 			t.Errorf("absent kernel: %v", err)

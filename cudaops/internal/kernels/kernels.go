@@ -33,7 +33,7 @@ type key struct{ unit, name string }
 type kernel struct {
 	*driver.Function
 	shared   int            // the dynamic shared memory that it may have
-	resident map[[2]int]int // blocks on the whole GPU at once, by threads and shared memory
+	resident map[[2]int]int // blocks or clusters on the whole GPU at once, by threads and shared memory
 }
 
 // New returns the kernels for a context.
@@ -125,6 +125,26 @@ func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) 
 		}
 		n = max(n, 1) * k.sms
 		f.resident[[2]int{threads, shared}] = n
+	}
+	return n, nil
+}
+
+// clusters is how many clusters of a launch run at once on the whole GPU.
+func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error) {
+	f, err := k.kernel(unit, name, c.Shared)
+	if err != nil {
+		return 0, err
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	key := [2]int{c.Block.Count(), c.Shared}
+	n, ok := f.resident[key]
+	if !ok {
+		if n, err = k.ctx.OccupancyClusters(f.Function, c); err != nil {
+			return 0, err
+		}
+		n = max(n, 1)
+		f.resident[key] = n
 	}
 	return n, nil
 }

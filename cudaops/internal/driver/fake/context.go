@@ -186,6 +186,17 @@ func (c *Context) Occupancy(_ *driver.Function, threads, shared int) (int, error
 	return min(c.info.ThreadsPerSM/max(threads, 1), c.info.SharedPerSM/(shared+1024), 32), nil
 }
 
+// OccupancyClusters counts by threads and shared memory.
+func (c *Context) OccupancyClusters(_ *driver.Function, l driver.LaunchConfig) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin("cuOccupancyMaxActiveClusters"); err != nil {
+		return 0, err
+	}
+	perSM := min(c.info.ThreadsPerSM/l.Block.Count(), c.info.SharedPerSM/(l.Shared+1024), 32)
+	return perSM * c.info.SMs / l.Cluster.Count(), nil
+}
+
 // Launch checks the shape against the GPU's limits and enqueues the Go function.
 func (c *Context) Launch(f *driver.Function, l driver.LaunchConfig, s driver.Stream, a *driver.Args) error {
 	c.mu.Lock()

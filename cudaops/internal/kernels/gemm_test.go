@@ -1,0 +1,195 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func newHopperRig(t *testing.T) *rig {
+	g := newRig(t)
+	if g.ctx.Device().Capability() != 90 {
+		t.Skip("needs a GPU of compute capability 9.0")
+	}
+	return g
+}
+
+// scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are like those.
+func (g *rig) scaled(n, d int, t driver.DType) (*buffer, []float64) {
+	x := make([]float64, n)
+	for i := range x {
+		x[i] = g.rand.NormFloat64() / math.Sqrt(float64(d))
+	}
+	return g.upload(x, t, 0)
+}
+
+func TestSiLUProduct(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 64}, {515, 264, 200}, {2100, 2056, 40}} {
+		for _, dt := range []driver.DType{bf16, f16} {
+			rows, f, d := s[0], s[1], s[2]
+			g.scope(fmt.Sprintf("%dx%dx%d/%v", rows, f, d, dt), func(g *rig) {
+				x, xr := g.normal(rows*d, dt, 0)
+				w, wr := g.scaled(2*f*d, d, dt)
+				h, ab := g.alloc(rows*f, dt, 0), g.alloc(2*rows*f, dt, 0)
+				run := func() []float64 {
+					g.must(g.SiLUProduct(g.stream, SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr, Rows: rows, F: f, D: d, Type: dt}))
+					return append(g.read(h), g.read(ab)...)
+				}
+				bits := run()
+				want, wantH := make([]float64, 2*rows*f), make([]float64, rows*f)
+				cpu.Gemm(false, true, rows, 2*f, d, 1, xr, d, wr, d, 0, want, 2*f)
+				a, b := halves(want, rows, f)
+				cpu.SiLUMul(wantH, a, b)
+				g.near("a, b", ab, want, forward(dt))
+				g.near("h", h, wantH, forward(dt))
+				if !slices.Equal(bits, run()) {
+					g.Error("results differ from run to run")
+				}
+
+				dy, dyr := g.normal(rows*d, dt, 0)
+				down, downr := g.scaled(d*f, d, dt)
+				dh, da, db := make([]float64, rows*f), make([]float64, rows*f), make([]float64, rows*f)
+				cpu.Gemm(false, false, rows, f, d, 1, dyr, d, downr, f, 0, dh, f)
+				a, b = halves(g.read(ab), rows, f)
+				cpu.SiLUMulBackward(wantH, da, db, dh, a, b)
+				for r := range rows {
+					copy(want[2*r*f:], da[r*f:][:f])
+					copy(want[2*r*f+f:], db[r*f:][:f])
+				}
+				back := SiLUProductBackward{G: dy.Ptr, Down: down.Ptr, AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
+				for _, back.Way = range g.SiLUProductWays(true, rows, f, d, dt) {
+					h2, dab := g.alloc(rows*f, dt, 0), g.alloc(2*rows*f, dt, 0)
+					back.H, back.DAB = h2.Ptr, dab.Ptr
+					run = func() []float64 {
+						g.must(g.SiLUProductBackward(g.stream, back))
+						return append(g.read(h2), g.read(dab)...)
+					}
+					bits = run()
+					g.near(fmt.Sprint(back.Way, " h again"), h2, wantH, forward(dt))
+					g.near(fmt.Sprint(back.Way, " da, db"), dab, want, backward(dt))
+					if !slices.Equal(bits, run()) {
+						g.Errorf("%v: gradients differ from run to run", back.Way)
+					}
+				}
+				back.DAB = ab.Ptr // in place
+				g.must(g.SiLUProductBackward(g.stream, back))
+				if !slices.Equal(bits[rows*f:], g.read(ab)) {
+					g.Error("gradients differ in place")
+				}
+			})
+		}
+	}
+}
+
+// halves are the left and the right half of the rows of [a | b].
+func halves(ab []float64, rows, f int) (a, b []float64) {
+	for r := range rows {
+		a = append(a, ab[2*r*f:][:f]...)
+		b = append(b, ab[2*r*f+f:][:f]...)
+	}
+	return a, b
+}
+
+func TestSiLUProductRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := fakeAttention(t, capability, 227<<10)
+		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: bf16}
+		for what, change := range map[string]func(a *SiLUProduct){
+			"rows":    func(a *SiLUProduct) { a.Rows = -1 },
+			"f":       func(a *SiLUProduct) { a.F = 12 },
+			"d":       func(a *SiLUProduct) { a.D = 20 },
+			"type":    func(a *SiLUProduct) { a.Type = f32 },
+			"aligned": func(a *SiLUProduct) { a.H += 2 },
+			"input":   func(a *SiLUProduct) { a.X += 8 },
+			"way":     func(a *SiLUProduct) { a.Way = Way{"fused", 5} },
+		} {
+			a := ok
+			change(&a)
+			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows, F: a.F, D: a.D, Type: a.Type, Way: a.Way}
+			if k.SiLUProduct(0, a) == nil || k.SiLUProductBackward(0, back) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		if takes := len(k.SiLUProductWays(false, 3, 8, 16, bf16)) > 0; takes != (capability == 90) || (k.SiLUProduct(0, ok) == nil) != takes {
+			t.Errorf("capability %d: takes it: %v", capability, takes)
+		}
+		for _, op := range c.Trace() {
+			if op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0 {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+	}
+}
+
+// TestSiLUProductSpeed compares with cuBLASLt's products, each computed in the fastest of its ways, and the gate's own kernel.
+func TestSiLUProductSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	blas, err := g.ctx.Blas()
+	g.must(err)
+	for _, s := range [][3]int{{32768, 2048, 768}, {16384, 2816, 1024}, {16384, 5632, 2048}} {
+		rows, f, d := s[0], s[1], s[2]
+		g.scope(fmt.Sprintf("%dx%dx%d", rows, f, d), func(g *rig) {
+			random := func(n int) driver.Ptr {
+				b := g.alloc(n, bf16, 0)
+				part, _ := g.normal(1<<18, bf16, 0)
+				for at := 0; at < n; at += 1 << 18 {
+					g.must(g.ctx.CopyOnDevice(b.Offset(2*at), part.Ptr, 2*min(1<<18, n-at), g.stream))
+				}
+				return b.Ptr
+			}
+			x, w, dy, down := random(rows*d), random(2*f*d), random(rows*d), random(d*f)
+			ab, dab, h, dh := random(2*rows*f), random(2*rows*f), random(rows*f), random(rows*f)
+			const space = 32 << 20
+			workspace := random(space / 2)
+			product := func(m driver.MatmulSpec, a, b, y driver.Ptr) (best func()) {
+				plan, err := blas.Plan(m, space, 8)
+				g.must(err)
+				least := math.Inf(1)
+				for i := range plan.Algos() {
+					run := func() {
+						g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: space}, g.stream))
+					}
+					if took := g.clock(run).Seconds(); took < least {
+						least, best = took, run
+					}
+				}
+				return best
+			}
+			wide := product(driver.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, ab)
+			back := product(driver.MatmulSpec{M: rows, N: f, K: d, A: bf16, B: bf16, D: bf16}, dy, down, dh)
+			flops := 4 * float64(rows) * float64(f) * float64(d)
+			show := func(what string, flops float64, run func()) {
+				took := g.time([]func(){run}).Seconds()
+				g.Logf("%-34s %8.1f µs %6.0f TFLOP/s", what, took*1e6, flops/took/1e12)
+			}
+			silu := func() {
+				g.must(g.SiLUMul(g.stream, SiLUMul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, Type: bf16}))
+			}
+			siluBack := func() {
+				g.must(g.SiLUMulBackward(g.stream, SiLUMulBackward{H: h, DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f),
+					Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: bf16}))
+			}
+			show("forward, cuBLASLt alone", flops, wide)
+			show("forward, cuBLASLt and gate", flops, func() { wide(); silu() })
+			show("forward, fused", flops, func() {
+				g.must(g.SiLUProduct(g.stream, SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: bf16}))
+			})
+			show("backward, cuBLASLt alone", flops/2, back)
+			show("backward, cuBLASLt and gate", flops/2, func() { back(); siluBack() })
+			for _, way := range g.SiLUProductWays(true, rows, f, d, bf16) {
+				show("backward, "+way.String(), flops/2, func() {
+					g.must(g.SiLUProductBackward(g.stream, SiLUProductBackward{H: h, DAB: dab, G: dy, Down: down, AB: ab, Rows: rows, F: f, D: d,
+						Type: bf16, Way: way}))
+				})
+			}
+		})
+	}
+}

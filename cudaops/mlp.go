@@ -1,0 +1,183 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab [rows, 2F], and the weights
+// of both, one above the other [2F, D].
+type gated struct{ ab, weights *array }
+
+func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	return c.perceptron(n, in, nil)
+}
+
+// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
+func (c *compiler) perceptron(n *gorgonia.Node, in []*array, add *array) (*array, error) {
+	x, down := c.lowerPair(n, in[0], in[3])
+	rows, f := x.shape[0], in[1].shape[0]
+	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
+	c.saved[n.Op()] = s
+	h := c.newArray(x.elem, rows, f)
+	if err := c.gate(n, s, h, x); err != nil {
+		return nil, err
+	}
+	y := c.like(x)
+	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
+}
+
+// gate adds what forms s.ab and h = silu(a) ⊙ b.
+func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *array) error {
+	rows, f, d, t, m := x.shape[0], h.shape[1], x.shape[1], x.elem.dtype(), c.m
+	mul := func(h, ab driver.Ptr) error {
+		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h, A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, Type: t})
+	}
+	fused := func(way kernels.Way, h, ab, x, w driver.Ptr) error {
+		return m.k.SiLUProduct(m.stream, kernels.SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: t, Way: way})
+	}
+	p := product{d: s.ab, a: x, b: s.weights, transB: true}
+	w := siluWays{op: "SiLUProduct", rows: rows, f: f, d: d, fused: m.k.SiLUProductWays(false, rows, f, d, t),
+		arrays: []*array{h, s.ab, x, s.weights},
+		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, s.ab.len(), t), numbers(reads, x.len(), t),
+			numbers(reads, s.weights.len(), t)}}
+	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3]) }
+	w.separate = func(product matmulRun, a []driver.Ptr) error {
+		return first(product(a[1], a[2], a[3]), func() error { return mul(a[0], a[1]) })
+	}
+	choice, err := c.chooseSiLU(p, w)
+	if err != nil {
+		return err
+	}
+	if choice == nil {
+		if err := c.matmul(n, p); err != nil {
+			return err
+		}
+		c.do(n, func() error { return mul(h.ptr(), s.ab.ptr()) }, s.ab, h)
+		return nil
+	}
+	c.do(n, func() error {
+		m.tuner.use(choice.index)
+		return fused(choice.way, h.ptr(), s.ab.ptr(), x.ptr(), s.weights.ptr())
+	}, w.arrays...)
+	c.computes(2 * float64(s.ab.len()) * float64(d))
+	return nil
+}
+
+func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	x, g := c.lowerPair(n, in[0], in[5])
+	down := c.act(n, in[3])
+	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
+	rows, f, d := x.shape[0], in[1].shape[0], x.shape[1]
+	h, dab := c.newArray(x.elem, rows, f), c.like(s.ab)
+	if err := c.gateGrad(n, s, h, dab, g, down); err != nil {
+		return nil, err
+	}
+	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
+	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}, {d: dx, a: dab, b: s.weights}} {
+		if err := c.matmul(n, p); err != nil {
+			return nil, err
+		}
+	}
+	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
+}
+
+// gateGrad adds what forms dh = g·down, from it the gradients dab, and h again.
+func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) error {
+	rows, f, d, t, m := g.shape[0], h.shape[1], g.shape[1], g.elem.dtype(), c.m
+	mul := func(h, dab, ab, dh driver.Ptr) error {
+		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h, DA: dab, DB: dab.Offset(f * t.Size()), DH: dh,
+			A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: t})
+	}
+	fused := func(way kernels.Way, h, dab, ab, g, down driver.Ptr) error {
+		return m.k.SiLUProductBackward(m.stream, kernels.SiLUProductBackward{H: h, DAB: dab, G: g, Down: down, AB: ab,
+			Rows: rows, F: f, D: d, Type: t, Way: way})
+	}
+	p := product{d: c.like(h), a: g, b: down}
+	w := siluWays{op: "SiLUProductBackward", rows: rows, f: f, d: d, fused: m.k.SiLUProductWays(true, rows, f, d, t),
+		arrays: []*array{h, dab, s.ab, g, down},
+		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, dab.len(), t), numbers(reads, s.ab.len(), t),
+			numbers(reads, g.len(), t), numbers(reads, down.len(), t), {role: scratch, bytes: h.extent()}}}
+	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3], a[4]) }
+	w.separate = func(product matmulRun, a []driver.Ptr) error {
+		return first(product(a[5], a[3], a[4]), func() error { return mul(a[0], a[1], a[2], a[5]) })
+	}
+	choice, err := c.chooseSiLU(p, w)
+	if err != nil {
+		return err
+	}
+	if choice == nil {
+		if err := c.matmul(n, p); err != nil {
+			return err
+		}
+		c.do(n, func() error { return mul(h.ptr(), dab.ptr(), s.ab.ptr(), p.d.ptr()) }, h, dab, p.d, s.ab)
+		return nil
+	}
+	c.do(n, func() error {
+		m.tuner.use(choice.index)
+		return fused(choice.way, h.ptr(), dab.ptr(), s.ab.ptr(), g.ptr(), down.ptr())
+	}, w.arrays...)
+	c.computes(2 * float64(h.len()) * float64(d))
+	return nil
+}
+
+// matmulRun enqueues a product of two matrices.
+type matmulRun func(d, a, b driver.Ptr) error
+
+// siluWays is a product and the gate behind it, which are computed separately, by cuBLASLt and a kernel, or in one kernel that
+// has some ways. Either takes memory for the arguments, which begin with the arrays.
+type siluWays struct {
+	op         string
+	rows, f, d int
+	fused      []kernels.Way
+	arrays     []*array
+	arguments  []argument
+	separate   func(matmulRun, []driver.Ptr) error
+	run        func(kernels.Way, []driver.Ptr) error
+}
+
+// siluChoice is the way of the fused kernel, and the tuner's choice of that.
+type siluChoice struct {
+	way   kernels.Way
+	index int
+}
+
+// chooseSiLU returns what the tuner chooses, nil for separately. Without tuning, and where that is not worth it, a rule must
+// ask for the fused kernel.
+func (c *compiler) chooseSiLU(p product, w siluWays) (*siluChoice, error) {
+	m, t := c.m, p.d.elem.dtype()
+	if len(w.fused) == 0 || slices.ContainsFunc(w.arrays, func(a *array) bool { return a.at%vectorBytes != 0 }) {
+		return nil, nil
+	}
+	blas, err := m.device.ctx.Blas()
+	if err != nil {
+		return nil, err
+	}
+	plan, err := m.blas.plan(p.spec())
+	if err != nil || m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
+		return nil, err
+	}
+	multiply := func(d, a, b driver.Ptr) error {
+		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
+			m.stream)
+	}
+	j := job{op: w.op, shape: fmt.Sprintf("%dx%dx%d %v", w.rows, w.f, w.d, t), ways: append([]string{"separate"}, names(w.fused)...),
+		build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build("gemm_hopper", "silu"), blas.Version()), arguments: w.arguments, computes: true}
+	j.run = func(way int, memory []driver.Ptr) error {
+		if way == 0 {
+			return w.separate(multiply, memory)
+		}
+		return w.run(w.fused[way-1], memory)
+	}
+	way, err := m.tuner.choose(j)
+	if way == 0 || err != nil {
+		return nil, err
+	}
+	return &siluChoice{w.fused[way-1], m.tuner.last()}, nil
+}

@@ -1,0 +1,116 @@
+package cudaops
+
+import (
+	"bytes"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"path/filepath"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its result.
+func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+	t.Helper()
+	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 1))
+	matrix := func(name string, rows, columns int) *gorgonia.Node {
+		x := make([]float32, rows*columns)
+		for i := range x {
+			x[i] = float32(r.NormFloat64() / 4)
+		}
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
+	}
+	in := gorgonia.Nodes{matrix("x", rows, d), matrix("gate", f, d), matrix("up", f, d), matrix("down", d, f)}
+	y, err := op.SiLUMLP(in[0], in[1], in[2], in[3])
+	if err != nil {
+		t.Fatal(err)
+	}
+	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, matrix("with", rows, d)))))
+	grads, err := gorgonia.Grad(cost, in...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g, in[1:], append(gorgonia.Nodes{y}, grads...)
+}
+
+// TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes both or not.
+func TestPerceptronWays(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, want map[string]int, opts ...MachineOption) {
+		var values []gorgonia.Value
+		for i, rule := range []string{"SiLUProduct*=separate", "SiLUProduct*=fused-*"} {
+			g, params, keep := perceptronGraph(t, seed, rows, f, d)
+			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			for k, n := range keep {
+				v, err := m.Value(n)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if i == 0 {
+					values = append(values, v)
+				} else if diff := distance(t, v, values[k]); !(diff < tolerance) {
+					t.Errorf("value %d differs by %.2g", k, diff)
+				}
+			}
+			if i == 1 {
+				got := tasksOf(m)
+				maps.DeleteFunc(got, func(name string, _ int) bool { _, ok := want[name]; return !ok })
+				if !maps.Equal(got, want) {
+					t.Errorf("tasks %v, want %v", got, want)
+				}
+			}
+		}
+	}
+	fused := map[string]int{"SiLUMLP": 2, "SiLUMLPGrad": 4}
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		check(t, device, 6, 7, 4, 1e-5, fused, fakeOption)
+	})
+	t.Run("bfloat16", func(t *testing.T) {
+		device := openGPU(t)
+		if device.info.Capability() != 90 {
+			fused = map[string]int{"SiLUMLP": 3, "SiLUMLPGrad": 5}
+		}
+		check(t, device, 200, 136, 72, 2e-2, fused, WithPrecision(BFloat16))
+	})
+}
+
+// TestPerceptronTuned wants products that are worth timing timed with their gates, and no others.
+func TestPerceptronTuned(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	for _, least := range []float64{1, 1e9} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
+		var log bytes.Buffer
+		private := func(c *machineConfig) error {
+			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
+			return nil
+		}
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private, WithTuning(TuneCached),
+			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
+		timed := 0
+		for _, c := range m.Choices() {
+			if c.Op == "SiLUProduct" || c.Op == "SiLUProductBackward" {
+				if timed++; c.Source != Measured || c.Of != 2 {
+					t.Errorf("%+v", c)
+				}
+			}
+		}
+		if want := map[float64]int{1: 2, 1e9: 0}[least]; timed != want {
+			t.Errorf("least %g: %d pairs timed, want %d; %s", least, timed, want, log.String())
+		}
+	}
+}
