@@ -15,8 +15,9 @@
 //                    hide that itself;
 //   one thread       copies the operands, 64 of the depth at a time, kStages ahead.
 //
-// Three finishers do for the forward pass, and for the backward pass of a long depth. Six are too many threads for products of
-// 256 columns, whose registers the compiler counts for each: the multipliers then read the left operand twice.
+// Three finishers do for the forward pass, and for the backward pass of a long depth. With seven there are too many threads for
+// products of 256 columns, since the compiler wants room for their registers in every thread: the multipliers then read the left
+// operand twice.
 //
 // Needs: f and depth multiples of 8, pointers of 16 bytes.
 #include "attention_hopper.cuh"
@@ -39,7 +40,7 @@ constexpr int kLeftBytes = kRows * kDepth * 2, kRightBytes = kColumns * kDepth *
 constexpr int kPanelBytes = 64 * 128;                   // 64 rows of 64 columns
 constexpr int kSumBytes = kColumns / 64 * kPanelBytes;  // of a worker
 
-// Rows of gate and up on their way to the finishers of the backward pass, 512 bytes of each.
+// Rows of gate and up on their way to the finishers of the backward pass, who share them evenly: 512 bytes of each.
 constexpr int kGates = 18, kGateBytes = 2 * 512;
 
 // Shared memory: the stages, each worker's sums, the gates, then the barriers.
@@ -214,7 +215,7 @@ __device__ inline void multiplyTiles(const Params &p, const Memory &m, int worke
 
 // ---- From the sums to memory ----
 
-// Gates are exact to what T shows of them, and too small ones zero.
+// σ(a), as exact as T shows; what is below the smallest normal number is 0.
 __device__ inline float gateOf(float a) {
   float s;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + exp2Approx(-kLog2e * a)));
@@ -398,10 +399,10 @@ __device__ inline void run(const Params &p, const TensorMap &left, const TensorM
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: clusters of kCluster blocks of 384 threads, of 512 with six finishers; as many as run at once. Dynamic shared memory:
+// Launch: clusters of kCluster blocks of 384 threads, of 512 with seven finishers; as many as run at once. Dynamic shared memory:
 // see Memory.
 #undef BODY
-#ifdef HOPPER
+#if defined(HOPPER)
 #define BODY(...) gemm::__VA_ARGS__
 #else
 #define BODY(...)
@@ -418,6 +419,6 @@ __device__ inline void run(const Params &p, const TensorMap &left, const TensorM
       const __grid_constant__ TensorMap down) {                                                                \
     BODY(run<T, false, finishers>(p, g, down, down));                                                          \
   }
-#define DEFINE(T) FORWARD(T) BACKWARD(T, 3, 384) BACKWARD(T, 6, 512)
+#define DEFINE(T) FORWARD(T) BACKWARD(T, 3, 384) BACKWARD(T, 7, 512)
 DEFINE(bf16)
 DEFINE(f16)

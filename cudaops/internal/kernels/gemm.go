@@ -34,7 +34,7 @@ func (k *Kernels) SiLUProductWays(backward bool, rows, f, d int, t driver.DType)
 	case k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit:
 		return nil
 	case backward:
-		return []Way{{"fused", 6}, {"fused", 3}}
+		return []Way{{"fused", 7}, {"fused", 3}}
 	}
 	return []Way{{"fused", 3}}
 }
