@@ -6,8 +6,8 @@
 // NaN and Inf are counted and left out of the figures. A batch of rows goes once through registers: transform, and sums for
 // the moments; what 16-bit types can do two at a time is done so. What the warp's seeds do not need is left out: a warp whose
 // seeds are all dormant copies and measures. Rows with NaN, Inf or numbers too large to multiply, and the strict mode, take a
-// careful way, row by row. The lanes' figures are merged in order: by a second kernel, or where a block has all rows of its
-// seeds, by the block.
+// careful way, row by row. A block merges the figures of its lanes, in order, and a second kernel those of the blocks, unless
+// a block has all rows of its seeds.
 #include "kasmina_feed.cuh"
 
 // Health is what a lane has seen of a seed's elements.
@@ -15,8 +15,9 @@ template <class T, int E> struct Health {
   static constexpr bool pairs = inPairs<T, E>;
   using V = Wide<T, E>;
   Running m;
-  float dead, s1, s2;      // s1, s2: of a group of rows, over v − k and its square
-  V low, high, few, eps;  // few: dead ones of a group, so that it is exact
+  float dead, s1, s2;       // s1, s2: of a group of rows, over v − k and its square
+  V low, high, few, eps;    // few: dead ones of a group, so that it is exact
+  V below, above, nearest;  // of a batch: the least, the greatest and the least magnitude
 
   __device__ __forceinline__ void init(float e) {
     dead = s1 = s2 = 0;
@@ -29,23 +30,54 @@ template <class T, int E> struct Health {
       few = 0, eps = e, low = INFINITY, high = -INFINITY;
     }
   }
-  // add takes in elements that are all finite: v, and as they are stored. A group of them ends with merge.
-  __device__ __forceinline__ void add(const float* v, const T* stored) {
+  // item is what a batch has of the seed, as it is compared: number i of n(B).
+  static __host__ __device__ constexpr int n(int B) { return B * (pairs ? E / 2 : E); }
+  template <class P> __device__ static __forceinline__ V item(const P* x, int at, int i) {
+    if constexpr (pairs) return reinterpret_cast<const V*>(&x[i / n(1)].v[at])[i % n(1)];
+    else return x[i / n(1)].get(at + i % n(1));
+  }
+  // survey looks at the elements of a batch, from element at on of each pack, any of which may be NaN or Inf.
+  template <int B, class P> __device__ __forceinline__ void survey(const P* x, int at) {
+    below = above = item(x, at, 0), nearest = magnitude(below);
+#pragma unroll
+    for (int i = 1; i < n(B); i++) {
+      V v = item(x, at, i);
+      if constexpr (pairs) {
+        below = __hmin2_nan(below, v), above = __hmax2_nan(above, v), nearest = __hmin2(nearest, magnitude(v));
+      } else {
+        below = minNaN(below, v), above = maxNaN(above, v), nearest = fminf(nearest, magnitude(v));
+      }
+    }
+  }
+  __device__ static __forceinline__ V magnitude(V v) {
+    if constexpr (pairs) return __habs2(v);
+    else return fabsf(v);
+  }
+  // within says whether none of the batch has a magnitude beyond limit or is NaN.
+  __device__ __forceinline__ bool within(float limit) const {
+    if constexpr (pairs) return __hbge2(below, pairOf<T>(-limit)) && __hble2(above, pairOf<T>(limit));
+    else return below >= -limit && above <= limit;
+  }
+  // add takes in a batch that was surveyed and is all finite. A group of them ends with merge.
+  template <int B, class P> __device__ __forceinline__ void add(const P* x, int at) {
+    if constexpr (pairs) {
+      low = __hmin2(low, below), high = __hmax2(high, above);
+      if (__hbge2(nearest, eps)) return;
+#pragma unroll
+      for (int i = 0; i < n(B); i++) few = __hadd2(few, __hlt2(magnitude(item(x, at, i)), eps));
+    } else {
+      low = fminf(low, below), high = fmaxf(high, above);
+      if (nearest >= eps) return;
+#pragma unroll
+      for (int i = 0; i < n(B); i++) few += magnitude(item(x, at, i)) < eps ? 1.0f : 0.0f;
+    }
+  }
+  // addRow takes in the elements of a row of the batch for the moments.
+  __device__ __forceinline__ void addRow(const float (&v)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       float d = v[j] - m.k;
       s1 += d, s2 = fmaf(d, d, s2);
-    }
-    if constexpr (pairs) {
-      const V* raw = reinterpret_cast<const V*>(stored);
-#pragma unroll
-      for (int j = 0; j < E / 2; j++) {
-        low = __hmin2(low, raw[j]), high = __hmax2(high, raw[j]);
-        few = __hadd2(few, __hlt2(__habs2(raw[j]), eps));
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < E; j++) low = fminf(low, v[j]), high = fmaxf(high, v[j]), few += fabsf(v[j]) < eps ? 1.0f : 0.0f;
     }
   }
   __device__ __forceinline__ void merge(int n) {
@@ -54,8 +86,8 @@ template <class T, int E> struct Health {
     else dead += few, few = 0;
     s1 = s2 = 0;
   }
-  // addRow takes in elements any of which may be NaN or Inf, and returns how many are.
-  __device__ __forceinline__ int addRow(const float* v, float e) {
+  // addCarefully takes in elements of a row any of which may be NaN or Inf, and returns how many are.
+  __device__ __forceinline__ int addCarefully(const float* v, float e) {
     float s1 = 0, s2 = 0;
     int n = 0;
 #pragma unroll
@@ -99,12 +131,16 @@ struct HealthSums {
   __device__ __forceinline__ void add(const HealthSums& o) {
     m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
   }
+  __device__ __forceinline__ void add(const float4* r, double pivot) {
+    float4 o = r[1];
+    m.add(r[0], pivot), low = fminf(low, o.x), high = fmaxf(high, o.y), dead += o.z;
+  }
 };
 
-// mergeHealth turns records [lanes, units], two float4 each, into figures [8, seeds]: the six, and mean and variance once more
+// mergeHealth turns records [parts, units], two float4 each, into figures [8, seeds]: the six, and mean and variance once more
 // for those whose six are replaced by another reduction. share threads merge those of a seed, of each units; i is the thread's
 // number, and first the seed of the first threads, whose units begin at records. Launch: kMergeThreads a block.
-__device__ __forceinline__ void mergeHealth(float* figures, const float4* records, int lanes, int units, int each, int first,
+__device__ __forceinline__ void mergeHealth(float* figures, const float4* records, int parts, int units, int each, int first,
                                             int seeds, int share, int i, float eps) {
   HealthSums h;
   const int nth = i / share, seed = first + nth;
@@ -113,11 +149,9 @@ __device__ __forceinline__ void mergeHealth(float* figures, const float4* record
     records += 2 * int64_t(nth) * each;
     pivot = records->x;
 #pragma unroll 4
-    for (int p = i % share; p < lanes * each; p += share) {
+    for (int p = i % share; p < parts * each; p += share) {
       const float4* r = records + 2 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
-      float4 m = r[0], o = r[1];
-      h.m.add(m, pivot);
-      h.low = fminf(h.low, o.x), h.high = fmaxf(h.high, o.y), h.dead += o.z;
+      h.add(r, pivot);
     }
   }
   addOver(h, share, i);
@@ -132,8 +166,9 @@ __device__ __forceinline__ void mergeHealth(float* figures, const float4* record
 }
 
 // Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
-// blocks share the rows. records is [lanes, units] of two float4, or null in the strict mode without figures; bad [seeds] is
-// added to. alone: gridDim.y is 1 and N·blockDim.x columns are whole chunks; figures are written, records not.
+// blocks share the rows. Shared memory: what the feed takes, and with figures at least 32·G bytes a thread. records is
+// [gridDim.y, units] of two float4, or null in the strict mode without figures; bad [seeds] is added to. alone: gridDim.y is 1
+// and N·blockDim.x columns are whole chunks; figures are written, records not.
 template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
 __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>& src, const Share& share, float4* records,
                                         float* figures, uint32_t* bad) {
@@ -142,9 +177,9 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   const T* x = src.p[0];
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
-  Lane lane(N);
+  releaseNext();
+  Lane lane(N, share);
   const bool here = lane.find(d);
-  if (!here && !alone) return;
   Health<T, E> h[G];
 #pragma unroll
   for (int g = 0; g < G; g++) h[g].init(l.eps);
@@ -156,12 +191,13 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     const float large = greatest<T>(l.large);
     Pack<T, N> top{};
     if (watch && work.any()) top = load<N>(x + work.start());
+    awaitPrevious();  // which made l.softmax
     Seed<E> s[G];
     int lost[G] = {};  // elements that are NaN or Inf
     bool blends = false, taps = false;
+    Seed<E>::read(s, l, seed, at);
 #pragma unroll
     for (int g = 0; g < G; g++) {
-      s[g].init(l, seed + g, at);
       s[g].bySign();
       blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
 #pragma unroll
@@ -179,7 +215,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       for (int g = 0; g < G; g++) {
         float top = maxNaN(fabsf(x1), fabsf(x2)), out[E], b1 = x1, b2 = x2;
         if (watch) {
-          lost[g] += h[g].addRow(e + g * E, l.eps);
+          lost[g] += h[g].addCarefully(e + g * E, l.eps);
         } else {
 #pragma unroll
           for (int j = 0; j < E; j++) lost[g] += !finite(e[g * E + j]);
@@ -210,11 +246,12 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       constexpr int need = decltype(needs)::value;
 #pragma unroll
       for (int g = 0; g < G; g++) {
+        if (watch) h[g].template add<B>(v, g * E);
 #pragma unroll
         for (int u = 0; u < B; u++) {
           float e[E], out[E];
           unpack(e, v[u], g * E);
-          if (watch) h[g].add(e, v[u].v + g * E);
+          if (watch) h[g].addRow(e);
           if (need > 0) {
             evaluate<false, whole, (need > 1)>(out, e, x1[u], x2[u], s[g], 1);
             setPartIf(s[g].blends, v[u], g * E, out);
@@ -237,14 +274,20 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       if (mode != kStrict) {
         float x1[B] = {}, x2[B] = {};
         feed.next(v, row);
-        Magnitudes<T, N> most(v[0]);
+        float most = 0;  // of the neighbours
         if (!whole && terms > 1)
 #pragma unroll
           for (int u = 0; u < B; u++) {
             neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
-            most.take(x1[u]), most.take(x2[u]);
+            most = maxNaN(most, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
           }
-        fine = most.within(large);
+        fine = most <= large;
+        if (watch) {
+#pragma unroll
+          for (int g = 0; g < G; g++) h[g].template survey<B>(v[0], g * E), fine = h[g].within(large) && fine;
+        } else {
+          fine = Magnitudes<T, N>(v[0]).within(large) && fine;
+        }
         if (fine) {
           if (terms == 2) fast(Int<2>{}, v[0], x1, x2);
           else if (terms == 1) fast(Int<1>{}, v[0], x1, x2);
@@ -262,6 +305,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       }
     }
     flush();
+    feed.finish();
 #pragma unroll 1
     for (int u = 0; u < work.singles; u++) slowRow(work.place(work.rest + u));
 #pragma unroll
@@ -269,16 +313,24 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       if (lost[g] > 0) atomicAdd(bad + seed + g, uint32_t(lost[g]));  // of integers, so in any order
   }
   if (!watch) return;
+  float4* own = reinterpret_cast<float4*>(shared);
+  const int wide = blockDim.x * G;
+  __syncthreads();  // no thread needs what it has fetched any more
+#pragma unroll
+  for (int g = 0; g < G; g++) h[g].put(own + 2 * (threadIdx.y * wide + threadIdx.x * G + g));
+  __syncthreads();
   if constexpr (alone) {
-    __shared__ float4 own[kThreads * G * 2];
-    const int wide = blockDim.x * G, each = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / each;
-#pragma unroll
-    for (int g = 0; g < G; g++) h[g].put(own + 2 * (threadIdx.y * wide + threadIdx.x * G + g));
-    __syncthreads();
+    const int each = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / each;
     mergeHealth(figures, own, blockDim.y, wide, each, first, l.seeds, kThreads * each / wide, Lane::inBlock(), l.eps);
-  } else {
-#pragma unroll
-    for (int g = 0; g < G; g++) h[g].put(records + 2 * (lane.index * units + lane.col / E + g));
+  } else if (here) {
+    for (int g = threadIdx.y; g < G; g += blockDim.y) {
+      const float4* r = own + 2 * (threadIdx.x * G + g);
+      const double pivot = r->x;
+      HealthSums all;
+      for (int y = 0; y < blockDim.y; y++) all.add(r + 2 * y * wide, pivot);
+      float4* to = records + 2 * (int64_t(blockIdx.y) * units + lane.col / E + g);
+      to[0] = all.m.record(pivot), to[1] = {all.low, all.high, float(all.dead), 0};
+    }
   }
 }
 
@@ -320,14 +372,15 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // Launch: kMergeThreads/share seeds a block; it may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_merge(float* figures, const float4* records, int lanes, int units, int seeds, int share, float eps) {
+    kasmina_merge(float* figures, const float4* records, int parts, int units, int seeds, int share, float eps) {
   awaitPrevious();
   const int each = units / seeds, first = blockIdx.x * (kMergeThreads / share);
-  mergeHealth(figures, records + 2 * int64_t(first) * each, lanes, units, each, first, seeds, share, threadIdx.x, eps);
+  mergeHealth(figures, records + 2 * int64_t(first) * each, parts, units, each, first, seeds, share, threadIdx.x, eps);
 }
 
 // Of each slot, max(w) and 1/Σexp(w − max w). Launch: a warp a slot, 8 a block.
 extern "C" __global__ void __launch_bounds__(256) kasmina_softmax(float* out, const float* weights, int slots, int chunk) {
+  releaseNext();
   int slot = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (slot >= slots) return;
   const float* w = weights + int64_t(slot) * chunk;

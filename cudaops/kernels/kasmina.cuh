@@ -50,14 +50,42 @@ struct Word {
 
 // ---- Seeds ----
 
+// State is what memory has of a seed and of E elements of its slot, from element at on.
+template <int E> struct State {
+  Word word;
+  float alpha, scale;
+  float w[E], first[3];  // weights; the slot's first ones
+
+  __device__ __forceinline__ void load(const Layer& l, int seed, int at) {
+    const float* row = l.weights + int64_t(word.slot()) * l.chunk;
+    alpha = l.alpha[seed], scale = l.scales[word.slot()];
+#pragma unroll
+    for (int j = 0; j < E; j++) w[j] = row[at + j];
+#pragma unroll
+    for (int j = 0; j < 3; j++) first[j] = row[min(j, l.chunk - 1)];
+  }
+};
+
 // Seed is E consecutive elements of one seed's chunk, from element at on.
 template <int E> struct Seed {
   float p[E], q[E], u[E];
   float off, thr, r1, r2;
   bool blends, active;
+  Word word;
 
-  __device__ __forceinline__ void init(const Layer& l, int seed, int at) {
-    Word word{l.word[seed]};
+  // read reads G seeds, from number seed on, with all loads on their way at once.
+  template <int G> __device__ static __forceinline__ void read(Seed (&s)[G], const Layer& l, int seed, int at) {
+    State<E> states[G];
+#pragma unroll
+    for (int g = 0; g < G; g++) states[g].word.bits = l.word[seed + g];
+#pragma unroll
+    for (int g = 0; g < G; g++) states[g].load(l, seed + g, at);
+#pragma unroll
+    for (int g = 0; g < G; g++) s[g].init(l, states[g]);
+  }
+
+  __device__ __forceinline__ void init(const Layer& l, const State<E>& state) {
+    word = state.word;
     Kind kind = word.kind();
     blends = word.blends();
     active = word.active();
@@ -65,11 +93,10 @@ template <int E> struct Seed {
     for (int j = 0; j < E; j++) p[j] = 1, q[j] = 0, u[j] = 0;
     off = 1, thr = -1, r1 = r2 = 0;
     if (!word.active()) return;
-    float alpha = l.alpha[seed], scale = l.scales[word.slot()], keep = 1 - alpha, as = alpha * scale;
-    const float* row = l.weights + int64_t(word.slot()) * l.chunk;
+    float alpha = state.alpha, keep = 1 - alpha, as = alpha * state.scale;
     float w[E];
 #pragma unroll
-    for (int j = 0; j < E; j++) w[j] = row[at + j];
+    for (int j = 0; j < E; j++) w[j] = state.w[j];
     if (kind == kMLPExpansion) {
       thr = 0, off = keep;
 #pragma unroll
@@ -91,9 +118,9 @@ template <int E> struct Seed {
       for (int j = 0; j < E; j++) p[j] = keep + as * w[j];
     } else if (kind == kConvFilter) {
 #pragma unroll
-      for (int j = 0; j < E; j++) p[j] = keep + as * row[0];
-      if (l.chunk > 1) r1 = as * row[1];
-      if (l.chunk > 2) r2 = as * row[2];
+      for (int j = 0; j < E; j++) p[j] = keep + as * state.first[0];
+      if (l.chunk > 1) r1 = as * state.first[1];
+      if (l.chunk > 2) r2 = as * state.first[2];
     }
   }
 
@@ -148,10 +175,16 @@ template <bool careful> __device__ __forceinline__ float addTerm(float c, float 
   return careful && c == 0 ? sum : fmaf(c, v, sum);
 }
 
-// maxNaN is the larger of two numbers, NaN if one is.
+// maxNaN is the larger of two numbers, minNaN the smaller, NaN if one is.
 __device__ __forceinline__ float maxNaN(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+__device__ __forceinline__ float minNaN(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
 
@@ -302,7 +335,7 @@ struct Moments {
   __device__ __forceinline__ double norm() const { return sqrt(variance() * n + n * mean * mean); }
 };
 
-// A record is what a lane leaves of a unit, the E elements of a Seed: four numbers of Running, then others.
+// A record is what rows leave of a unit, the E elements of a Seed: four numbers of Running, then others.
 __device__ __forceinline__ float4 record(const Running& r) { return {r.k, r.e, r.m2, r.n}; }
 
 // Sums merge moments without a division for each: of deviations from a pivot next to the mean, so that nothing large
@@ -319,6 +352,12 @@ struct Sums {
     if (!(n > 0)) return {};
     double mean = d * inverse(n);
     return {n, pivot + mean, d2 - d * mean};
+  }
+  // record is one of all that was added.
+  __device__ __forceinline__ float4 record(double pivot) const {
+    Moments m = moments(pivot);
+    float k = float(m.mean);
+    return {k, float(m.mean - k), float(fmax(m.m2, 0.0)), float(m.n)};
   }
 };
 
@@ -348,5 +387,12 @@ template <class S> __device__ __forceinline__ void addOver(S& s, int share, int 
 __device__ __forceinline__ void awaitPrevious() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// releaseNext lets the kernel after this one start as soon as all blocks of this one have, if it was launched to overlap.
+__device__ __forceinline__ void releaseNext() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }

@@ -8,9 +8,9 @@
 //
 // The sums over rows that all this takes are few, whatever the kind: of g·m for each column, where m is 1 for Residual, x for
 // AttentionGate and ConvFilter and x where the relu is open for MLPExpansion, and of g[i]·x[i−1] and g[i]·x[i−2] for each seed.
-// What is made of them, softmax's own gradient included, is linear and comes after the sums. Lanes leave theirs in sums
-// [lanes, columns + 2·units]; they are added up in order, over lanes (which a block that has all rows of its seeds does at
-// once) and then over the seeds of a slot. Batches and the careful way are as in kasmina.cu.
+// What is made of them, softmax's own gradient included, is linear and comes after the sums. They are added up in order: over the
+// lanes of a block, which leaves them in sums [gridDim.y, columns + 2·units], over blocks, and then over the seeds of a slot.
+// Batches and the careful way are as in kasmina.cu.
 #include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
@@ -111,11 +111,14 @@ struct GradientSums {
   float top = 0;
   float unused = 0;
   __device__ __forceinline__ void add(const GradientSums& o) { m.add(o.m), norms.add(o.norms), top = fmaxf(top, o.top); }
+  __device__ __forceinline__ void add(const float4* r, double pivot, double middle) {
+    m.add(r[0], pivot), norms.add(r[1], middle), top = fmaxf(top, r[2].x);
+  }
 };
 
-// mergeGradient turns records [lanes, units], three float4 each, into figures [6, seeds]: norm, variance, largest magnitude,
+// mergeGradient turns records [parts, units], three float4 each, into figures [6, seeds]: norm, variance, largest magnitude,
 // and if there are norms, their mean, variance and number. The rest is as in mergeHealth.
-__device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int lanes, int units, int each, int first,
+__device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int parts, int units, int each, int first,
                                               int seeds, int share, int i, bool norms) {
   GradientSums h;
   const int nth = i / share, seed = first + nth;
@@ -124,10 +127,9 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     records += 3 * int64_t(nth) * each;
     pivot = records[0].x, middle = records[1].x;
 #pragma unroll 4
-    for (int p = i % share; p < lanes * each; p += share) {
+    for (int p = i % share; p < parts * each; p += share) {
       const float4* r = records + 3 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
-      float4 m = r[0], n = r[1];
-      h.m.add(m, pivot), h.norms.add(n, middle), h.top = fmaxf(h.top, r[2].x);
+      h.add(r, pivot, middle);
     }
   }
   addOver(h, share, i);
@@ -139,9 +141,10 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
 }
 
-// sharing is how many threads share a chunk and form its norm, a power of two, or 0 where they do not; then scale
-// [rows, seeds] holds the factors that clip, or is null for none. records [lanes, units] of three float4 may be null in the
-// strict mode. alone: sums has a single lane, and figures are written, records not. Launch: as forward.
+// sharing is how many threads of a warp share a chunk and form its norm, or 0 where they do not; then scale
+// [rows, seeds] holds the factors that clip, or is null for none. records [gridDim.y, units] of three float4 may be null in the
+// strict mode. alone: figures are written, records not. Launch: as forward, but of shared memory 4·(N + 2·G) bytes a thread,
+// and with figures 48·G more.
 template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
 __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 2>& src, const Share& share, int sharing,
                                          const float* scale, float* sums, float4* records, float* figures, uint32_t* bad,
@@ -151,9 +154,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   const T *g = src.p[0], *x = src.p[1];
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
-  Lane lane(N);
+  releaseNext();
+  Lane lane(N, share);
   const bool here = lane.find(d);
-  if (!here && !alone) return;
   const int seed = lane.col / l.chunk, at = whole ? 0 : lane.col % l.chunk;
   Seen<T, E> h[G];
   float acc[N] = {}, d1[G] = {}, d2[G] = {};
@@ -165,14 +168,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const float large = greatest<T>(kLargestSquared);
     Pack<T, N> head{};
     if (watch && work.any()) head = load<N>(g + work.start());
+    awaitPrevious();  // which made l.softmax or scale
     Seed<E> s[G];
     bool residual[G], active = false, taps = false;
     int lost[G] = {};  // elements that are NaN or Inf
     uint32_t clips[G] = {};
+    Seed<E>::read(s, l, seed, at);
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      Word word{l.word[seed + k]};
-      s[k].init(l, seed + k, at);
+      const Word word = s[k].word;
       residual[k] = word.kind() == kResidual;
       active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
       if (watch) {
@@ -182,7 +186,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           float v = head.get(k * E + j);
           if (finite(v)) h[k].m.k = v, q = fmaf(v, v, q);
         }
-        if (together) q = sumOver(q, sharing, lane.peers);
+        if (together) q = sumOver(q, sharing, at / N, lane.peers);
         if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
       }
     }
@@ -213,12 +217,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         float by = !whole && scale ? scale[r * l.seeds + seed] : 1;
         bool counts = false;
         if (norm && (watch || l.limit)) {
-          if (together) huge = __any_sync(lane.peers, huge), some = sumOver(some, sharing, lane.peers) > 0;
+          if (together) huge = __any_sync(lane.peers, huge), some = sumOver(some, sharing, at / N, lane.peers) > 0;
           float q = 0, down = huge ? 0x1p-66f : 1;
 #pragma unroll
           for (int j = 0; j < E; j++)
             if (finite(ge[k * E + j])) q = fmaf(ge[k * E + j] * down, ge[k * E + j] * down, q);
-          if (together) q = sumOver(q, sharing, lane.peers);
+          if (together) q = sumOver(q, sharing, at / N, lane.peers);
           float length = squareRoot(q) / down;
           counts = watch && leads && some;
           if (counts) h[k].addNorm(length);
@@ -268,7 +272,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           float q = 0;
 #pragma unroll
           for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
-          if (together) q = sumOver(q, sharing, lane.peers);
+          if (together) q = sumOver(q, sharing, at / N, lane.peers);
           float length = squareRoot(q);
           if (watch && leads) h[k].addNorm(length);
           if (l.limit) {
@@ -343,6 +347,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       }
     }
     flush();
+    feed.finish();
 #pragma unroll 1
     for (int u = 0; u < work.singles; u++) slowRow(work.rest + u);
 #pragma unroll
@@ -351,49 +356,46 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
     }
   }
-  if constexpr (alone) {
-    constexpr int each = N + 2 * G;  // sums of a thread
-    __shared__ float own[kThreads * each];
-    const int across = blockDim.x, down = blockDim.y, wide = across * G;
-    float* mine = own + (threadIdx.y * across + threadIdx.x) * N;
+  constexpr int each = N + 2 * G;  // sums of a thread
+  const int across = blockDim.x, down = blockDim.y, wide = across * G;
+  float* own = reinterpret_cast<float*>(shared) + threadIdx.x;
+  __syncthreads();  // no thread needs what it has fetched any more
+  float* mine = own + threadIdx.y * each * across;
 #pragma unroll
-    for (int j = 0; j < N; j++) mine[j] = acc[j];
-    float* taps = own + kThreads * N + (threadIdx.y * across + threadIdx.x) * 2 * G;
+  for (int j = 0; j < N; j++) mine[j * across] = acc[j];
 #pragma unroll
-    for (int k = 0; k < G; k++) taps[k] = d1[k], taps[G + k] = d2[k];
-    __syncthreads();
-    for (int i = Lane::inBlock(); i < across * each; i += kThreads) {
-      const bool tap = i >= across * N;
-      const int c = tap ? i - across * N : i, stride = across * (tap ? 2 * G : N);
-      const float* from = own + (tap ? kThreads * N : 0) + c;
+  for (int k = 0; k < G; k++) mine[(N + k) * across] = d1[k], mine[(N + G + k) * across] = d2[k];
+  float4* all = reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + kThreads * each);
+  if (watch)
+#pragma unroll
+    for (int k = 0; k < G; k++) h[k].put(all + 3 * (threadIdx.y * wide + threadIdx.x * G + k));
+  __syncthreads();
+  if (here) {
+    sums += int64_t(blockIdx.y) * (d + 2 * units);
+    for (int j = threadIdx.y; j < each; j += down) {
       float sum = 0;
-      for (int y = 0; y < down; y++) sum += from[y * stride];
-      const int col = blockIdx.x * across * N + (tap ? c / (2 * G) * N : c);
-      if (col >= d) continue;
-      if (tap) sums[d + (c % (2 * G) < G ? 0 : units) + col / E + c % G] = sum;
-      else sums[col] = sum;
+      for (int y = 0; y < down; y++) sum += own[(y * each + j) * across];
+      sums[j < N ? lane.col + j : d + (j < N + G ? 0 : units) + lane.col / E + (j - N) % G] = sum;
     }
-    if (!watch) return;
-    __shared__ float4 records[kThreads * G * 3];
+  }
+  if (!watch) return;
+  if constexpr (alone) {
     const int parts = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / parts;
-#pragma unroll
-    for (int k = 0; k < G; k++) h[k].put(records + 3 * (threadIdx.y * wide + threadIdx.x * G + k));
-    __syncthreads();
-    mergeGradient(figures, records, down, wide, parts, first, l.seeds, kThreads * parts / wide, Lane::inBlock(), sharing > 0);
-  } else {
-    float* mine = sums + lane.index * (d + 2 * units);
-    store(mine + lane.col, *reinterpret_cast<Pack<float, N>*>(acc));
-#pragma unroll
-    for (int k = 0; k < G; k++) {
-      int unit = lane.col / E + k;
-      mine[d + unit] = d1[k], mine[d + units + unit] = d2[k];
-      if (watch) h[k].put(records + 3 * (lane.index * units + unit));
+    mergeGradient(figures, all, down, wide, parts, first, l.seeds, kThreads * parts / wide, Lane::inBlock(), sharing > 0);
+  } else if (here) {
+    for (int k = threadIdx.y; k < G; k += down) {
+      const float4* r = all + 3 * (threadIdx.x * G + k);
+      const double pivot = r[0].x, middle = r[1].x;
+      GradientSums sum;
+      for (int y = 0; y < down; y++) sum.add(r + 3 * y * wide, pivot, middle);
+      float4* to = records + 3 * (int64_t(blockIdx.y) * units + lane.col / E + k);
+      to[0] = sum.m.record(pivot), to[1] = sum.norms.record(middle), to[2] = {sum.top, 0, 0, 0};
     }
   }
 }
 
-// total[i] = Σ_lanes sums[lane, i], for 32 columns a block.
-__device__ __forceinline__ void addLanes(float* total, const float* sums, int lanes, int64_t columns) {
+// total[i] = Σ_parts sums[part, i], for 32 columns a block.
+__device__ __forceinline__ void addParts(float* total, const float* sums, int parts, int64_t columns) {
   constexpr int rows = kMergeThreads / kWarp;
   __shared__ float tile[rows][kWarp];
   const int x = threadIdx.x % kWarp, y = threadIdx.x / kWarp;
@@ -401,7 +403,7 @@ __device__ __forceinline__ void addLanes(float* total, const float* sums, int la
   float sum = 0;
   if (i < columns)
 #pragma unroll 8
-    for (int b = y; b < lanes; b += rows) sum += sums[b * columns + i];
+    for (int b = y; b < parts; b += rows) sum += sums[b * columns + i];
   tile[y][x] = sum;
   __syncthreads();
   if (y > 0 || i >= columns) return;
@@ -513,18 +515,19 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_BACKWARD
 #undef PARAMETERS
 
-// The first `adding` blocks add up sums [lanes, columns] over the lanes into total; the others merge records into figures,
+// The first `adding` blocks add up sums [parts, columns] over the parts into total; the others merge records into figures,
 // kMergeThreads/share seeds each. It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     kasmina_gather(float* total, const float* sums, int adding, int64_t columns, float* figures, const float4* records,
-                   int lanes, int units, int seeds, int share, int norms) {
+                   int parts, int units, int seeds, int share, int norms) {
+  releaseNext();
   awaitPrevious();
   if (blockIdx.x < adding) {
-    addLanes(total, sums, lanes, columns);
+    addParts(total, sums, parts, columns);
     return;
   }
   const int each = units / seeds, first = (blockIdx.x - adding) * (kMergeThreads / share);
-  mergeGradient(figures, records + 3 * int64_t(first) * each, lanes, units, each, first, seeds, share, threadIdx.x, norms);
+  mergeGradient(figures, records + 3 * int64_t(first) * each, parts, units, each, first, seeds, share, threadIdx.x, norms);
 }
 
 // It may overlap with the kernel before it.

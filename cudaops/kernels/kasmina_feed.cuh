@@ -10,12 +10,22 @@
 // one.
 #pragma once
 #include "kasmina.cuh"
+#include <climits>
 
 constexpr int kThreads = 256;
 
 // What the driver calls a CUtensorMap.
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
+};
+
+// Share is how the threads of a launch share the work. Of each warp's threads in a row, the first used have columns: fewer than
+// all where a chunk must not cross from one warp to the next. The first lanes take batches in turn, and each of the others run
+// batches behind those. Blocks of lanes start in order, so that the others even out what the first ones' multiprocessors
+// differ in speed.
+struct Share {
+  int first;
+  uint16_t run, used;
 };
 
 // Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
@@ -25,8 +35,9 @@ struct Lane {
   int64_t index, count;  // of lanes
   unsigned peers;
 
-  __device__ __forceinline__ Lane(int n) {
-    col = (blockIdx.x * blockDim.x + threadIdx.x) * n;
+  __device__ __forceinline__ Lane(int n, const Share& share) {
+    const int t = blockIdx.x * blockDim.x + threadIdx.x, wide = min(blockDim.x, kWarp), place = t % wide;
+    col = place < share.used ? (t / wide * share.used + place) * n : INT_MAX;
     index = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, count = int64_t(gridDim.y) * blockDim.y;
   }
   // find says whether the thread has any columns of d. All threads of the block call it.
@@ -37,12 +48,6 @@ struct Lane {
   }
   __device__ __forceinline__ static int inBlock() { return threadIdx.y * blockDim.x + threadIdx.x; }
   __device__ __forceinline__ static int inWarp() { return inBlock() % kWarp; }
-};
-
-// Share is how the lanes share the rows: the first so many take batches in turn, and each of the others run batches behind
-// those. Blocks of lanes start in order, so that the others even out what the first ones' multiprocessors differ in speed.
-struct Share {
-  int first, run;
 };
 
 // Work is the rows of a lane: batches of B, then single rows, which one lane has. Places are in elements, of its columns.
@@ -57,9 +62,13 @@ template <int B> struct Work {
     if (turns < 0) turns = 0;
     int64_t at = extra ? turns + (lane.index - share.first) * share.run : lane.index;
     int64_t end = extra ? min(full, at + share.run) : turns, by = extra ? 1 : share.first;
-    batches = at < end ? int((end - 1 - at) / by) + 1 : 0;
+    batches = at < end ? int(rounds(end - 1 - at, by)) + 1 : 0;
     row = at * B, stride = by * B, rest = full * B;
     singles = lane.index == 0 ? int(rows - rest) : 0;
+  }
+  // rounds is n/by, in 32 bits where it can be: 64 take a subroutine.
+  __device__ static __forceinline__ uint32_t rounds(int64_t n, int64_t by) {
+    return n <= UINT_MAX ? uint32_t(n) / uint32_t(by) : uint32_t(n / by);
   }
   __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
   __device__ __forceinline__ int64_t step() const { return stride * d; }
@@ -74,7 +83,7 @@ template <class T, int A> struct Source {
 };
 
 // A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
-// where the batch begins.
+// where the batch begins. After finish, and a barrier, its shared memory may serve other ends.
 template <class T, int N, int A, int B_> struct Direct {
   static constexpr int B = B_;
   const Source<T, A>& src;
@@ -87,6 +96,7 @@ template <class T, int N, int A, int B_> struct Direct {
 #pragma unroll
       for (int a = 0; a < A; a++) v[a][u] = load<N>(src.p[a] + at + int64_t(u) * work.d);
   }
+  __device__ __forceinline__ void finish() {}
 };
 
 // Early is Direct with the first batch on its way before anything else is: for lanes that have little more than one.
@@ -153,6 +163,7 @@ template <class T, int N, int A, int B_> struct Ring {
       for (int a = 0; a < A; a++) loadShared(v[a][u], ring + take + (u * A + a) * array);
     take = take + stage == ahead * stage ? 0 : take + stage;
   }
+  __device__ __forceinline__ void finish() {}
 };
 
 // Bulk takes, of shared memory, kBulkBytes for each warp, cut into slots of A·B·512 bytes, and behind that a barrier of 8 bytes
@@ -222,6 +233,12 @@ template <class T, int N, int A, int B_> struct Bulk {
     now = now + 1 == count ? 0 : now + 1;
 #endif
   }
+  __device__ __forceinline__ void finish() {
+#if __CUDA_ARCH__ >= 900
+    if (Lane::inWarp() == 0)
+      for (int i = 0; i < count; i++) asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barriers + i * 8) : "memory");
+#endif
+  }
 };
 
 // Neighbours gives the elements on either side of a thread's N columns: x1 right before them, x2 before x1, and likewise
@@ -263,10 +280,17 @@ template <class T, int N> struct Neighbours {
   }
 };
 
-// sumOver adds up over the threads that share a chunk: share of them, a power of two.
-__device__ __forceinline__ float sumOver(float v, int share, unsigned peers) {
-  for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
-  return v;
+// sumOver adds up over the threads of a warp that share a chunk: share of them, of which this is number place.
+__device__ __forceinline__ float sumOver(float v, int share, int place, unsigned peers) {
+  if ((share & (share - 1)) == 0) {
+    for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
+    return v;
+  }
+  for (int k = 1; k < share; k *= 2) {
+    float o = __shfl_down_sync(peers, v, k);
+    if (place + k < share) v += o;
+  }
+  return __shfl_sync(peers, v, Lane::inWarp() - place);
 }
 
 // Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the

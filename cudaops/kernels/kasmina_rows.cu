@@ -5,16 +5,26 @@
 //   gradient:  norm, variance, largest magnitude                                               element do not count
 //   scale[row, seed] = min(1, limit/(norm + eps))
 //
-// W lanes of a warp, a power of two, share a row of a chunk, and read it twice: for the mean and for the deviations.
+// W lanes of a warp, a power of two, share a row of a chunk, and read it twice: for the mean and for the deviations. Groups of
+// W lanes that have no seed take other rows.
 #include "kasmina.cuh"
 
 enum Reduction { kExact, kMean, kMax };
 constexpr int kRowFigures = 6;
 
-// RowPartial is what a block of rows leaves of a seed.
+// RowPartial is what a part of the rows leaves of a seed.
 struct RowPartial {
   double figures[kRowFigures];
   Moments norms;
+
+  __device__ __forceinline__ explicit RowPartial(int reduction) {  // of no rows
+    for (double& f : figures) f = reduction == kMax ? -INFINITY : 0;
+  }
+  __device__ __forceinline__ void merge(const RowPartial& o, int reduction) {
+    for (int i = 0; i < kRowFigures; i++)
+      figures[i] = reduction == kMax ? fmax(figures[i], o.figures[i]) : figures[i] + o.figures[i];
+    norms.merge(o.norms);
+  }
 };
 
 template <class Op> __device__ __forceinline__ float groupReduce(float v, int w) {
@@ -22,76 +32,92 @@ template <class Op> __device__ __forceinline__ float groupReduce(float v, int w)
   return v;
 }
 
-// Launch: 256 threads, 256/W seeds a block; the gridDim.y blocks share the rows. partial is [gridDim.y, seeds]. scale and
-// clipped matter where l.limit is not null.
+// forEach calls f for every w-th of c elements, from number lane on, and for some NaN besides. It loads eight at a time.
+template <class T, class F> __device__ __forceinline__ void forEach(const T* p, int c, int lane, int w, F f) {
+  for (int i = lane; i < c; i += 8 * w) {
+    float e[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) e[j] = i + j * w < c ? toFloat(p[i + j * w]) : NAN;
+#pragma unroll
+    for (int j = 0; j < 8; j++) f(e[j]);
+  }
+}
+
+// Launch: 256 threads, which are groups of W for `across` seeds a block, by so many parts of the rows as are left; the parts of
+// the gridDim.y blocks take rows in turn. partial is [parts, seeds]. scale and clipped matter where l.limit is not null.
 template <class T, bool gradient>
 __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowPartial* partial, float* scale, uint32_t* clipped,
-                                            int w, int reduction) {
-  const int c = l.chunk, lane = threadIdx.x % w;
-  int seed = blockIdx.x * (blockDim.x / w) + threadIdx.x / w;
+                                            int across, int w, int reduction) {
+  const int c = l.chunk, lane = threadIdx.x % w, group = threadIdx.x / w, down = blockDim.x / w / across;
+  const int part = blockIdx.y * down + group / across, parts = gridDim.y * down;
+  int seed = blockIdx.x * across + group % across;
   const bool mine = seed < l.seeds && lane == 0;
   seed = min(seed, l.seeds - 1);  // all lanes take part in reductions
-  RowPartial sum{};
-  if (reduction == kMax)
-    for (double& f : sum.figures) f = -INFINITY;
+  RowPartial sum(reduction);
   uint32_t clips = 0;
-  for (int64_t row = blockIdx.y; row < l.rows; row += gridDim.y) {
+  for (int64_t turn = 0; turn < l.rows; turn += parts) {
+    const bool here = turn + part < l.rows;  // all lanes take part in reductions
+    const int64_t row = here ? turn + part : 0;
     const T* p = v + (row * l.seeds + seed) * c;
     float first = toFloat(p[0]), anchor = finite(first) ? first : 0;
     float s = 0, n = 0, dead = 0, low = INFINITY, high = -INFINITY, m2 = 0;
-    for (int i = lane; i < c; i += w) {
-      float e = toFloat(p[i]);
-      if (!finite(e)) continue;
+    forEach(p, c, lane, w, [&](float e) {
+      if (!finite(e)) return;
       s += e - anchor, n++, dead += fabsf(e) < l.eps, low = fminf(low, e), high = fmaxf(high, e);
-    }
+    });
     s = groupReduce<Sum>(s, w), n = groupReduce<Sum>(n, w), dead = groupReduce<Sum>(dead, w);
     low = -groupReduce<Max>(-low, w), high = groupReduce<Max>(high, w);
     float mean = s / fmaxf(n, 1);
-    for (int i = lane; i < c; i += w) {
-      float e = toFloat(p[i]), dv = e - anchor - mean;
+    forEach(p, c, lane, w, [&](float e) {
+      float dv = e - anchor - mean;
       if (finite(e)) m2 = fmaf(dv, dv, m2);
-    }
+    });
     Moments m{n, double(anchor) + mean, groupReduce<Sum>(m2, w)};
     double norm = m.norm();
     if (gradient && l.limit) {
       double by = l.limit[seed] / (norm + l.eps);
-      if (by < 1) clips++;
-      if (mine) scale[row * l.seeds + seed] = by < 1 ? float(by) : 1;
+      if (by < 1) clips += here;
+      if (mine && here) scale[row * l.seeds + seed] = by < 1 ? float(by) : 1;
     }
-    if (n == 0) continue;
-    double figures[kRowFigures] = {};
+    if (n == 0 || !here) continue;
+    RowPartial one(reduction);
+    one.norms = {1, norm, 0};
     if (gradient) {
-      figures[0] = norm, figures[1] = m.variance(), figures[2] = fmaxf(-low, high);
+      one.figures[0] = norm, one.figures[1] = m.variance(), one.figures[2] = fmaxf(-low, high);
     } else {
-      figures[0] = m.variance(), figures[1] = m.mean, figures[2] = low, figures[3] = high, figures[4] = dead / n;
-      figures[5] = fabs(m.mean) / sqrt(m.variance() + l.eps);
+      one.figures[0] = m.variance(), one.figures[1] = m.mean, one.figures[2] = low, one.figures[3] = high;
+      one.figures[4] = dead / n, one.figures[5] = fabs(m.mean) / sqrt(m.variance() + l.eps);
     }
-    for (int i = 0; i < kRowFigures; i++)
-      sum.figures[i] = reduction == kMax ? fmax(sum.figures[i], figures[i]) : sum.figures[i] + figures[i];
-    sum.norms.merge({1, norm, 0});
+    sum.merge(one, reduction);
   }
   if (!mine) return;
-  partial[int64_t(blockIdx.y) * l.seeds + seed] = sum;
+  partial[int64_t(part) * l.seeds + seed] = sum;
   if (clips > 0) atomicAdd(clipped + seed, clips);
 }
 
 // Writes the first count figures [.., seeds] unless the reduction is exact, and from figure norms on mean, variance and
-// number of the norms unless norms is negative. Launch: a thread a seed.
-extern "C" __global__ void __launch_bounds__(128)
-    kasmina_rows_merge(float* figures, const RowPartial* partial, int blocks, int seeds, int reduction, int count, int norms) {
-  int seed = blockIdx.x * blockDim.x + threadIdx.x;
+// number of the norms unless norms is negative. Launch: a warp a seed, 4 a block.
+extern "C" __global__ void __launch_bounds__(4 * kWarp)
+    kasmina_rows_merge(float* figures, const RowPartial* partial, int parts, int seeds, int reduction, int count, int norms) {
+  const int seed = blockIdx.x * 4 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (seed >= seeds) return;
-  RowPartial sum = partial[seed];
-  for (int b = 1; b < blocks; b++) {
-    const RowPartial& o = partial[int64_t(b) * seeds + seed];
-    for (int i = 0; i < kRowFigures; i++)
-      sum.figures[i] = reduction == kMax ? fmax(sum.figures[i], o.figures[i]) : sum.figures[i] + o.figures[i];
-    sum.norms.merge(o.norms);
+  RowPartial sum(reduction);
+  for (int p = lane; p < parts; p += kWarp) sum.merge(partial[int64_t(p) * seeds + seed], reduction);
+  for (int k = kWarp / 2; k > 0; k /= 2) {
+    RowPartial o(reduction);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(o) / 8); i++)
+      reinterpret_cast<double*>(&o)[i] = __shfl_down_sync(kAllLanes, reinterpret_cast<const double*>(&sum)[i], k);
+    sum.merge(o, reduction);
   }
+  if (lane > 0) return;
   double rows = sum.norms.n;
   if (reduction != kExact)
-    for (int i = 0; i < count; i++)
-      figures[int64_t(i) * seeds + seed] = rows == 0 ? 0 : float(reduction == kMean ? sum.figures[i] / rows : sum.figures[i]);
+#pragma unroll
+    for (int i = 0; i < kRowFigures; i++) {
+      double v = rows == 0 ? 0 : reduction == kMean ? sum.figures[i] / rows : sum.figures[i];
+      if (i < count) figures[int64_t(i) * seeds + seed] = float(v);
+    }
   if (norms < 0) return;
   figures[int64_t(norms) * seeds + seed] = float(sum.norms.mean);
   figures[int64_t(norms + 1) * seeds + seed] = float(sum.norms.variance());
@@ -115,13 +141,13 @@ template <class T> __device__ __forceinline__ void histogram(uint32_t* bins, con
 
 #define DEFINE(T)                                                                                               \
   extern "C" __global__ void __launch_bounds__(256)                                                             \
-      kasmina_rows_health_##T(Layer l, const T* v, RowPartial* partial, int w, int reduction) {                 \
-    measureRows<T, false>(l, v, partial, nullptr, nullptr, w, reduction);                                       \
+      kasmina_rows_health_##T(Layer l, const T* v, RowPartial* partial, int across, int w, int reduction) {     \
+    measureRows<T, false>(l, v, partial, nullptr, nullptr, across, w, reduction);                               \
   }                                                                                                             \
   extern "C" __global__ void __launch_bounds__(256)                                                             \
-      kasmina_rows_gradient_##T(Layer l, const T* v, RowPartial* partial, float* scale, uint32_t* clipped, int w, \
-                                int reduction) {                                                                \
-    measureRows<T, true>(l, v, partial, scale, clipped, w, reduction);                                          \
+      kasmina_rows_gradient_##T(Layer l, const T* v, RowPartial* partial, float* scale, uint32_t* clipped,      \
+                                int across, int w, int reduction) {                                             \
+    measureRows<T, true>(l, v, partial, scale, clipped, across, w, reduction);                                  \
   }                                                                                                             \
   extern "C" __global__ void __launch_bounds__(256)                                                             \
       kasmina_histogram_##T(uint32_t* bins, const T* x, int64_t rows, int seeds, int chunk) {                   \

@@ -163,9 +163,11 @@ template <class T, int N, int E> __device__ __forceinline__ void stream(const La
   const int d = l.seeds * l.chunk, col = (tile * kStreamThreads + threadIdx.x) * N, at = col % l.chunk;
   const float large = greatest<T>(l.large);
   Seed<E> s[N / E];
+  if (col < d) {
+    Seed<E>::read(s, l, col / l.chunk, N == 1 ? at : 0);
 #pragma unroll
-  for (int g = 0; g < N / E; g++)
-    if (col < d) s[g].init(l, col / l.chunk + g, N == 1 ? at : 0), s[g].bySign();
+    for (int g = 0; g < N / E; g++) s[g].bySign();
+  }
 
   __shared__ Entry entry;
   __shared__ bool over;

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"math/bits"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -216,162 +215,6 @@ func (l KasminaLayer) tileAcross() int {
 	return max(8, chunk)
 }
 
-// What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
-const (
-	kasminaForwardRecord  = 32
-	kasminaBackwardRecord = 48
-	kasminaRowPartial     = 72
-	kasminaThreads        = 256
-	kasminaBlocks         = 4 // a multiprocessor at most
-	kasminaMergeThreads   = 256
-	kasminaRowBlocks      = 128  // of kasmina_rows.cu at most
-	kasminaTileRows       = 1024 // up to which tiles should be fastest
-	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
-	kasminaRingAhead      = 3
-)
-
-// kasminaGrid is how a layer is cut up for a launch.
-type kasminaGrid struct {
-	family       KasminaFamily
-	shape        string // of FOR_SHAPES in kasmina_feed.cuh
-	arrays       int    // that are read
-	batch        int    // rows
-	perThread    int    // columns
-	units        int
-	sharing      int // threads that share a chunk, if a power of two within a warp, else 0
-	tiles        int // blocks for the columns of a row
-	across, down int // threads of a block
-	rowBlocks    int // blocks for the rows, that take batches in turn
-	late         int // and those behind them that each take a run of batches
-	first, run   int // Share of kasmina_feed.cuh
-	rowLanes     int // of kasmina_rows.cu: lanes that share a row of a chunk
-	rowTiles     int
-	rowParts     int
-}
-
-func (g kasminaGrid) whole() bool { return g.shape == "quad" }
-
-// shared is the dynamic shared memory, as kasmina_feed.cuh has it.
-func (g kasminaGrid) shared() int {
-	switch warps := kasminaThreads / 32; g.family {
-	case KasminaRing:
-		return kasminaRingAhead * g.arrays * g.batch * kasminaThreads * 16
-	case KasminaBulk:
-		slot := g.arrays * g.batch * 512
-		return warps * (kasminaBulkBytes + kasminaBulkBytes/slot*8)
-	}
-	return 0
-}
-func (g kasminaGrid) lanes() int { return (g.rowBlocks + g.late) * g.down }
-
-// kasminaGrid cuts up a layer with at most so many blocks in flight. Lanes that come after those add a fifth of the rows of a
-// long layer in short runs, which even out what multiprocessors differ in speed; without records, which each lane adds to, more
-// of them pay.
-func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, aligned, backward, records bool) kasminaGrid {
-	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
-	g := kasminaGrid{family: f, arrays: 1, batch: 4, shape: "single", perThread: 1, units: d}
-	if backward {
-		g.arrays, g.batch = 2, 2
-	}
-	switch {
-	case aligned && l.Chunk == 4 && d%n == 0:
-		g.shape, g.perThread, g.units = "quad", n, l.State.Seeds
-	case aligned && l.Chunk%n == 0:
-		g.shape, g.perThread, g.units = "part", n, d/n
-	}
-	if g.sharing = max(1, l.Chunk/g.perThread); g.sharing > 32 || g.sharing&(g.sharing-1) != 0 {
-		g.sharing = 0
-	}
-	threads := ceilDiv(d, g.perThread)
-	g.across = min(kasminaThreads, powerOfTwo(threads))
-	if f == KasminaTile {
-		g.across, g.batch = l.tileAcross(), 2
-	}
-	g.down = kasminaThreads / g.across
-	g.tiles = ceilDiv(threads, g.across)
-	batches := ceilDiv(l.Rows, g.batch)
-	g.rowBlocks = min(max(1, blocks/g.tiles), ceilDiv(batches, g.down), 1<<16-1)
-	if f == KasminaTile {
-		g.rowBlocks = 1
-	}
-	g.first = g.rowBlocks * g.down
-	part, rows := 5, 32
-	if !records {
-		part, rows = 2, 16
-	}
-	g.run = rows / g.batch
-	g.late = min(batches/part/g.run/g.down, 1<<16-1-g.rowBlocks)
-	if l.Rows < 4*rows*g.first || f == KasminaTile {
-		g.late = 0
-	}
-	g.rowLanes = min(32, powerOfTwo(l.Chunk/2+1))
-	g.rowTiles = ceilDiv(l.State.Seeds, kasminaThreads/g.rowLanes)
-	g.rowParts = min(l.Rows, kasminaRowBlocks, max(1, 8*k.sms/g.rowTiles))
-	return g
-}
-
-// powerOfTwo is the least that is not less than n.
-func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
-
-// carve hands out pieces of a workspace.
-type carve struct{ at driver.Ptr }
-
-func (c *carve) take(bytes int) driver.Ptr {
-	p := c.at
-	c.at = c.at.Offset((bytes + 255) / 256 * 256)
-	return p
-}
-
-// kasminaScratch is the workspace of a pass; what it does not need is null.
-type kasminaScratch struct {
-	gates, records, rows, sums, total, scale driver.Ptr
-	bytes                                    int
-}
-
-func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr, backward, clip bool) (s kasminaScratch) {
-	c := carve{at}
-	if !g.whole() {
-		s.gates = c.take(8 * l.State.Slots)
-	}
-	columns, lanes := l.State.Seeds*l.Chunk+2*g.units, g.lanes()
-	if g.family == KasminaTile {
-		lanes = 0 // leave nothing
-	}
-	s.rows = c.take(kasminaRowPartial * g.rowParts * l.State.Seeds)
-	if !backward {
-		s.records = c.take(kasminaForwardRecord * lanes * g.units)
-	} else {
-		s.records = c.take(kasminaBackwardRecord * lanes * g.units)
-		s.sums, s.total = c.take(4*lanes*columns), c.take(4*columns)
-		if clip && g.sharing == 0 {
-			s.scale = c.take(4 * l.Rows * l.State.Seeds)
-		}
-	}
-	s.bytes = int(c.at - at)
-	return s
-}
-
-// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
-func (k *Kernels) KasminaForwardWorkspace(l KasminaLayer) int {
-	return k.kasminaWorkspace(l, false, false)
-}
-
-// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
-func (k *Kernels) KasminaBackwardWorkspace(l KasminaLayer, clip bool) int {
-	return k.kasminaWorkspace(l, true, clip)
-}
-
-func (k *Kernels) kasminaWorkspace(l KasminaLayer, backward, clip bool) (bytes int) {
-	for _, aligned := range []bool{false, true} {
-		for f := KasminaPlain; f < KasminaTile; f++ { // a tile takes less
-			g := k.kasminaGrid(l, f, kasminaBlocks*k.sms, aligned, backward, true)
-			g.late = k.kasminaGrid(l, f, 1, aligned, backward, true).late // as many as follow fewer blocks
-			bytes = max(bytes, g.scratch(l, 0, backward, clip).bytes)
-		}
-	}
-	return bytes
-}
-
 // check returns the name's ending of the kernels for a layer.
 func (l KasminaLayer) check(op string, r KasminaReduction) (suf string, empty bool, err error) {
 	if suf, err = suffix(op, l.Type); err != nil {
@@ -427,13 +270,13 @@ type kasminaPass struct {
 }
 
 // kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
-func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, backward, telemetry, clip bool, work driver.Ptr,
+func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use kasminaUse, work driver.Ptr,
 	others ...driver.Ptr) (*kasminaPass, error) {
 	unit, op := "kasmina", "forward"
-	if backward {
+	if use.backward {
 		unit, op = "kasmina_backward", "backward"
 	}
-	family, can := l.Family, k.KasminaFamilies(l, backward, telemetry, others...)
+	family, can := l.Family, k.KasminaFamilies(l, use.backward, use.telemetry, others...)
 	if family == KasminaAuto {
 		family = can[0]
 	} else if !slices.Contains(can, family) {
@@ -441,10 +284,10 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, backw
 	}
 	p := &kasminaPass{Kernels: k, Stream: s, KasminaLayer: l, unit: unit, suf: suf}
 	grid := func(blocks int) kasminaGrid {
-		return k.kasminaGrid(l, family, blocks, aligned(append(others, l.X)...), backward, telemetry || backward)
+		return k.kasminaGrid(l, family, blocks, aligned(append(others, l.X)...), use)
 	}
 	g := grid(1)
-	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(telemetry) + "_" + g.shape + suf
+	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(use.telemetry) + "_" + g.shape + suf
 	blocks, err := k.resident(unit, p.name, kasminaThreads, g.shared())
 	if err != nil {
 		return nil, err
@@ -453,8 +296,8 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, backw
 		blocks = min(blocks, l.Blocks)
 	}
 	p.kasminaGrid = grid(min(blocks, kasminaBlocks*k.sms))
-	p.kasminaScratch = p.kasminaGrid.scratch(l, work, backward, clip)
-	p.layer = l.bytes(p.gates, clip)
+	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
+	p.layer = l.bytes(p.gates, use.clip)
 	if p.gates != 0 {
 		a := args().Ptr(p.gates).Ptr(l.Weights).Int32(l.State.Slots).Int32(l.Chunk)
 		err = k.launch(s, "kasmina", "kasmina_softmax", line(ceilDiv(l.State.Slots, 8), 256), a)
@@ -465,7 +308,7 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, backw
 // args begins the arguments of the pass's kernel: the layer, Share, two arrays, and descriptors of those that it reads, where
 // the family takes them.
 func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, error) {
-	a := args().Struct(p.layer, 8).Struct(args().Int32(p.first).Int32(p.run).Packed(), 4).Ptr(y).Ptr(x)
+	a := args().Struct(p.layer, 8).Struct(args().Int32(p.first).Int32(p.run|p.used<<16).Packed(), 4).Ptr(y).Ptr(x)
 	if p.family != KasminaBulk {
 		return a, nil
 	}
@@ -483,38 +326,40 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 	return a, nil
 }
 
-// main launches the pass's kernel over the whole layer.
+// main launches the pass's kernel over the whole layer. Where one of ours comes before it, it overlaps with that.
 func (p *kasminaPass) main(a *driver.Args) error {
 	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
-		Grid:   driver.Dim{X: p.tiles, Y: p.rowBlocks + p.late},
-		Block:  driver.Dim{X: p.across, Y: p.down},
-		Shared: p.shared(),
+		Grid:    driver.Dim{X: p.tiles, Y: p.rowBlocks + p.late},
+		Block:   driver.Dim{X: p.across, Y: p.down},
+		Shared:  p.shared(),
+		Overlap: p.gates != 0 && p.overlaps(),
 	}, a)
 }
 
 // follow launches a kernel that awaits the one before it by itself, where GPUs can do that.
 func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args) error {
-	c := driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.ctx.Device().Capability() >= 90}
-	return p.launch(p.Stream, p.unit, name, c, a)
+	return p.launch(p.Stream, p.unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.overlaps()}, a)
 }
+
+func (p *kasminaPass) overlaps() bool { return p.ctx.Device().Capability() >= 90 }
 
 // merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
 func (p *kasminaPass) merging() (share, blocks int) {
-	share = min(max(powerOfTwo(p.lanes()*p.units/p.State.Seeds/4), 8), kasminaMergeThreads)
+	share = min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/4), 8), kasminaMergeThreads)
 	return share, ceilDiv(p.State.Seeds, kasminaMergeThreads/share)
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
 func (p *kasminaPass) measureRows(name string, a *driver.Args, r KasminaReduction) error {
 	return p.launch(p.Stream, "kasmina_rows", name+p.suf, driver.LaunchConfig{
-		Grid:  driver.Dim{X: p.rowTiles, Y: p.rowParts},
+		Grid:  driver.Dim{X: p.rows.tiles, Y: p.rows.blocks},
 		Block: driver.Dim{X: kasminaThreads},
-	}, a.Int32(p.rowLanes).Int32(int(r)))
+	}, a.Int32(p.rows.across).Int32(p.rows.lanes).Int32(int(r)))
 }
 
 func (p *kasminaPass) mergeRows(figures driver.Ptr, r KasminaReduction, count, norms int) error {
-	a := args().Ptr(figures).Ptr(p.rows).Int32(p.rowParts).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
-	return p.launch(p.Stream, "kasmina_rows", "kasmina_rows_merge", line(ceilDiv(p.State.Seeds, 128), 128), a)
+	a := args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
+	return p.launch(p.Stream, "kasmina_rows", "kasmina_rows_merge", line(ceilDiv(p.State.Seeds, 4), 128), a)
 }
 
 // KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
@@ -524,12 +369,9 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if empty || err != nil {
 		return err
 	}
-	p, err := k.kasminaPass(s, f.KasminaLayer, suf, false, f.Telemetry, false, f.Workspace, f.Y)
+	p, err := k.kasminaPass(s, f.KasminaLayer, suf, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if err != nil {
 		return err
-	}
-	if !f.Telemetry {
-		p.records = 0
 	}
 	a, err := p.args(f.Y, f.X, f.X)
 	if err != nil {
@@ -538,13 +380,8 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
-	if f.Telemetry && p.family != KasminaTile {
-		share, blocks := p.merging()
-		a := args().Ptr(f.Figures).Ptr(p.records).Int32(p.lanes()).Int32(p.units).Int32(p.State.Seeds).Int32(share).
-			Float32(float32(f.Eps))
-		if err := p.follow("kasmina_merge", driver.Dim{X: blocks}, driver.Dim{X: kasminaMergeThreads}, a); err != nil {
-			return err
-		}
+	if err := p.merge(f); err != nil {
+		return err
 	}
 	if f.Histogram != 0 {
 		if err := p.histogram(f.Histogram); err != nil {
@@ -554,10 +391,21 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if !f.Telemetry || f.Reduction == KasminaExact {
 		return nil
 	}
-	if err := p.measureRows("kasmina_rows_health", args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.rows), f.Reduction); err != nil {
+	if err := p.measureRows("kasmina_rows_health", args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
 		return err
 	}
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
+}
+
+// merge makes figures of what the blocks leave.
+func (p *kasminaPass) merge(f KasminaForward) error {
+	if !f.Telemetry || p.family == KasminaTile {
+		return nil
+	}
+	share, blocks := p.merging()
+	a := args().Ptr(f.Figures).Ptr(p.records).Int32(p.rowParts()).Int32(p.units).Int32(p.State.Seeds).Int32(share).
+		Float32(float32(f.Eps))
+	return p.follow("kasmina_merge", driver.Dim{X: blocks}, driver.Dim{X: kasminaMergeThreads}, a)
 }
 
 func (p *kasminaPass) histogram(bins driver.Ptr) error {
@@ -571,9 +419,9 @@ func (p *kasminaPass) histogram(bins driver.Ptr) error {
 	}, args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
 
-// KasminaBackward launches a kernel for DX, sums over rows and records of figures, one that adds those up over the lanes,
-// unless the family does that at once, and one that adds them up over the seeds of a slot. Where a chunk's threads are not a
-// power of two within a warp, norms and clipping take one more pass over G.
+// KasminaBackward launches a kernel for DX, sums over rows and records of figures, one that adds those up over the blocks,
+// unless the family does that at once, and one that adds them up over the seeds of a slot. Where a chunk's threads are more
+// than a warp, norms and clipping take one more pass over G.
 func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 	suf, empty, err := b.check("KasminaBackward", b.Reduction)
 	if err != nil {
@@ -583,19 +431,16 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, driver.Float32),
 			k.Fill(s, b.DScales, 0, b.State.Slots, driver.Float32))
 	}
-	p, err := k.kasminaPass(s, b.KasminaLayer, suf, true, b.Telemetry, b.Clip, b.Workspace, b.DX, b.G)
+	p, err := k.kasminaPass(s, b.KasminaLayer, suf, kasminaUse{true, b.Telemetry, b.Clip}, b.Workspace, b.DX, b.G)
 	if err != nil {
 		return err
 	}
 	byRow := b.Telemetry && (b.Reduction != KasminaExact || p.sharing == 0) || p.scale != 0
 	if byRow {
 		l := args().Struct(b.KasminaLayer.bytes(p.gates, p.scale != 0), 8)
-		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.rows).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
+		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
 			return err
 		}
-	}
-	if !b.Telemetry {
-		p.records = 0
 	}
 	a, err := p.args(b.DX, b.G, b.G, b.X)
 	if err != nil {
@@ -616,7 +461,7 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
 }
 
-// addUp makes figures, and the gradients of weights and scales, of what the lanes leave.
+// addUp makes figures, and the gradients of weights and scales, of what the blocks leave.
 func (p *kasminaPass) addUp(b KasminaBackward) error {
 	if p.family != KasminaTile {
 		columns := p.State.Seeds*p.Chunk + 2*p.units
@@ -625,7 +470,7 @@ func (p *kasminaPass) addUp(b KasminaBackward) error {
 		if !b.Telemetry {
 			merging = 0
 		}
-		a := args().Ptr(p.total).Ptr(p.sums).Int32(adding).Int64(int64(columns)).Ptr(b.Figures).Ptr(p.records).Int32(p.lanes()).
+		a := args().Ptr(p.total).Ptr(p.sums).Int32(adding).Int64(int64(columns)).Ptr(b.Figures).Ptr(p.records).Int32(p.rowParts()).
 			Int32(p.units).Int32(p.State.Seeds).Int32(share).Int32(int(bit(p.sharing > 0)))
 		if err := p.follow("kasmina_gather", driver.Dim{X: adding + merging}, driver.Dim{X: kasminaMergeThreads}, a); err != nil {
 			return err

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"slices"
 	"testing"
 
@@ -22,7 +23,7 @@ type kasminaCase struct {
 	stability                 KasminaStability
 	reduction                 KasminaReduction
 	clip, telemetry           bool
-	skew, blocks              int
+	skew, blocks, from        int     // from: what number gives the first seed its stage and kind
 	mean, deviation           float64 // of x and g
 }
 
@@ -73,7 +74,8 @@ func (c kasminaCase) kinds() int {
 func (g *rig) kasminaSeeds(c kasminaCase) []KasminaSeed {
 	seeds := make([]KasminaSeed, c.seeds)
 	for i := range seeds {
-		stage := state.Stage(i % kasminaStages)
+		number := i + c.from
+		stage := state.Stage(number % kasminaStages)
 		alpha := float32(g.rand.Float64())
 		switch i % 7 {
 		case 5:
@@ -86,7 +88,7 @@ func (g *rig) kasminaSeeds(c kasminaCase) []KasminaSeed {
 		}
 		low, high := c.mean-c.deviation*(0.5+g.rand.Float64()), c.mean+c.deviation*(0.5+g.rand.Float64())
 		seeds[i] = KasminaSeed{
-			Kind: uint8(i / kasminaStages % c.kinds()), Slot: uint16(g.rand.IntN(c.slots)), Alpha: alpha,
+			Kind: uint8(number / kasminaStages % c.kinds()), Slot: uint16(g.rand.IntN(c.slots)), Alpha: alpha,
 			Blend: stage.Blends(), Learn: stage.Learns(), Low: float32(low), High: float32(high),
 			Limit: float32(math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.rand.Float64()/2)),
 		}
@@ -167,14 +169,18 @@ func (r *kasminaRun) launchForward() {
 
 func (r *kasminaRun) launchBackward() {
 	r.Helper()
-	b := KasminaBackward{KasminaLayer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
-		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
-		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
+	b := r.backwardPass()
 	if r.width > 0 {
 		r.must(r.KasminaWideBackward(r.stream, b, r.wide[1]))
 		return
 	}
 	r.must(r.KasminaBackward(r.stream, b))
+}
+
+func (r *kasminaRun) backwardPass() KasminaBackward {
+	return KasminaBackward{KasminaLayer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
+		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
+		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
 }
 
 // refer computes what is wanted in float64.
@@ -325,8 +331,12 @@ func (r *kasminaRun) checkFamily() {
 	r.launchBackward()
 	r.near("y", r.y, r.wantY, forward(r.dtype))
 	r.near("dx", r.dx, r.wantDX, backward(r.dtype))
-	r.near("dweights", r.dw, r.wantDW, 1e-5)
-	r.near("dscales", r.ds, r.wantDS, 1e-5)
+	tol := 1e-5
+	if r.seeds < 10 { // of few sums all may be of terms that cancel
+		tol = 1e-3
+	}
+	r.near("dweights", r.dw, r.wantDW, tol)
+	r.near("dscales", r.ds, r.wantDS, tol)
 	if r.telemetry {
 		r.checkFigures(2e-6)
 	}
@@ -354,7 +364,7 @@ func TestKasmina(t *testing.T) {
 		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20}, {7, 50, 5, 51}, {33, 44, 16, 45},
 		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
-		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 3, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
+		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
 	}
 	if testing.Short() {
 		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}}
@@ -376,14 +386,65 @@ func TestKasmina(t *testing.T) {
 // TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
 func TestKasminaFewSeeds(t *testing.T) {
 	g := newRig(t)
-	shapes := [][2]int{{2, 48}, {4, 24}, {1, 12}, {1, 256}, {3, 4}, {5, 7}} // seeds, chunk
+	shapes := [][3]int{{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25}} // seeds, chunk, from
 	for i, s := range shapes {
-		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], slots: 5, dtype: storageTypes[(i+1)%3], stability: KasminaAdaptive,
+		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: storageTypes[(i+1)%3], stability: KasminaAdaptive,
 			clip: i%2 == 0, telemetry: true, deviation: 1}
 		if testing.Short() {
 			c.rows = 4099
 		}
 		g.scope(c.String(), func(g *rig) { g.newKasmina(c, nil).check() })
+	}
+}
+
+// TestKasminaGrid needs no GPU: each column has one thread, and threads that form a norm are in one warp.
+func TestKasminaGrid(t *testing.T) {
+	k := &Kernels{sms: 132}
+	for range 5000 {
+		l := KasminaLayer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70), Type: storageTypes[rand.IntN(3)],
+			State: KasminaState{Seeds: 1 + rand.IntN(100), Slots: 1}}
+		if rand.IntN(3) > 0 {
+			l.Chunk = 4 * (1 + rand.IntN(100))
+		}
+		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0, clip: rand.IntN(2) == 0}
+		d, n, aligned := l.State.Seeds*l.Chunk, vector(l.Type), rand.IntN(2) == 0
+		families := []KasminaFamily{KasminaPlain}
+		if aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0) {
+			if families = append(families, KasminaRing); l.tileAcross() > 0 {
+				families = append(families, KasminaTile)
+			}
+		}
+		for _, f := range families {
+			g := k.kasminaGrid(l, f, 1+rand.IntN(kasminaBlocks*k.sms), aligned, use)
+			space := k.KasminaForwardWorkspace(l)
+			if use.backward {
+				space = k.KasminaBackwardWorkspace(l, use.clip)
+			}
+			if s := g.scratch(l, 0); s.bytes > space {
+				t.Fatalf("%+v %+v: %d bytes of workspace, of %d", l, g, s.bytes, space)
+			}
+			if g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
+				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
+			}
+			next, first := 0, 0 // the warp that the chunk began in
+			for thread := range g.tiles * g.across {
+				wide := min(g.across, 32)
+				column := (thread/wide*g.used + thread%wide) * g.perThread // as Lane of kasmina_feed.cuh
+				if thread%wide >= g.used || column >= d {
+					continue
+				}
+				if column%l.Chunk == 0 {
+					first = thread / 32
+				}
+				if column != next || use.norms() && g.sharing > 0 && thread/32 != first {
+					t.Fatalf("%+v %+v: thread %d has column %d, want %d; its chunk begins in warp %d", l, g, thread, column, next, first)
+				}
+				next += g.perThread
+			}
+			if next != d {
+				t.Fatalf("%+v %+v: the threads have %d columns of %d", l, g, next, d)
+			}
+		}
 	}
 }
 
@@ -406,13 +467,13 @@ func TestKasminaTiles(t *testing.T) {
 // TestKasminaLateBlocks has more rows than the blocks in flight take in turn.
 func TestKasminaLateBlocks(t *testing.T) {
 	g := newRig(t)
-	for i, s := range [][3]int{{1111, 600, 4}, {1333, 160, 16}, {1030, 100, 3}} {
+	for i, s := range [][3]int{{1411, 300, 4}, {1533, 80, 16}, {1330, 50, 3}} {
 		for j, c := range []kasminaCase{{telemetry: true, clip: true}, {}}[:few(2, 1)] {
 			c.rows, c.seeds, c.chunk, c.slots, c.blocks, c.deviation = s[0], s[1], s[2], 50, 3, 1
 			c.dtype, c.stability = storageTypes[(i+j)%3], KasminaAdaptive
 			g.scope(c.String(), func(g *rig) {
 				r := g.newKasmina(c, nil)
-				grid := g.kasminaGrid(r.layer, KasminaPlain, c.blocks, true, false, c.telemetry)
+				grid := g.kasminaGrid(r.layer, KasminaPlain, c.blocks, true, kasminaUse{telemetry: c.telemetry})
 				if grid.late == 0 {
 					t.Errorf("no blocks come late: %+v", grid)
 				}
@@ -611,6 +672,7 @@ func TestKasminaBandwidth(t *testing.T) {
 		{rows: 32768, seeds: 256, chunk: 16, slots: 257, dtype: bf16},
 		{rows: 32768, seeds: 1024, chunk: 4, slots: 1025, dtype: f32},
 		{rows: 32768, seeds: 16, chunk: 48, slots: 17, dtype: bf16},
+		{rows: 32768, seeds: 2, chunk: 384, slots: 3, dtype: bf16},
 		{rows: 64, seeds: 1000, chunk: 4, slots: 1001, dtype: bf16},
 	} {
 		c.deviation, c.stability = 1, KasminaAdaptive
@@ -618,13 +680,18 @@ func TestKasminaBandwidth(t *testing.T) {
 			g.scope(fmt.Sprintf("%dx%dx%d %v telemetry=%v", c.rows, c.seeds, c.chunk, c.dtype, c.telemetry), func(g *rig) {
 				runs := []*kasminaRun{g.largeKasmina(c), g.largeKasmina(c)}
 				n := c.rows * c.seeds * c.chunk * c.dtype.Size()
+				name := map[bool]string{false: "forward ", true: "backward "}
 				measure := func(backward bool, arrays int, launch func(r *kasminaRun, f KasminaFamily)) {
 					for _, f := range g.KasminaFamilies(runs[0].layer, backward, c.telemetry) {
 						var each []func()
 						for _, r := range runs {
 							each = append(each, func() { launch(r, f) })
 						}
-						g.bench(map[bool]string{false: "forward ", true: "backward "}[backward]+f.String(), arrays*n, each)
+						g.bench(name[backward]+f.String(), arrays*n, each)
+					}
+					if backward || c.telemetry && c.rows > kasminaTileRows { // tiles merge at once
+						each := []func(){runs[0].mergeOnly(backward), runs[1].mergeOnly(backward)}
+						g.Logf("%-40s %9.1f µs", name[backward]+"merging", g.time(each).Seconds()*1e6)
 					}
 				}
 				measure(false, 2, func(r *kasminaRun, f KasminaFamily) {
@@ -641,7 +708,26 @@ func TestKasminaBandwidth(t *testing.T) {
 }
 
 // forwardOnly leaves out the histogram.
-func (r *kasminaRun) forwardOnly() {
-	r.must(r.KasminaForward(r.stream, KasminaForward{KasminaLayer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
-		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}))
+func (r *kasminaRun) forwardOnly() { r.must(r.KasminaForward(r.stream, r.forwardPass())) }
+
+func (r *kasminaRun) forwardPass() KasminaForward {
+	return KasminaForward{KasminaLayer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
+		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+}
+
+// mergeOnly is what comes behind the first family's kernel.
+func (r *kasminaRun) mergeOnly(backward bool) func() {
+	suf, err := suffix("", r.dtype)
+	r.must(err)
+	r.forwardFamily, r.backwardFamily = KasminaAuto, KasminaAuto
+	use, space, others := kasminaUse{telemetry: r.telemetry}, r.forwardSpace, []driver.Ptr{r.y.Ptr}
+	if backward {
+		use, space, others = kasminaUse{true, r.telemetry, r.clip}, r.backwardSpace, []driver.Ptr{r.dx.Ptr, r.g.Ptr}
+	}
+	p, err := r.kasminaPass(r.stream, r.layer, suf, use, space.Ptr, others...)
+	r.must(err)
+	if backward {
+		return func() { r.must(p.addUp(r.backwardPass())) }
+	}
+	return func() { r.must(p.merge(r.forwardPass())) }
 }

@@ -1,0 +1,237 @@
+package kernels
+
+import (
+	"math/bits"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
+const (
+	kasminaForwardRecord  = 32
+	kasminaBackwardRecord = 48
+	kasminaRowPartial     = 72
+	kasminaThreads        = 256
+	kasminaBlocks         = 4 // a multiprocessor at most
+	kasminaMergeThreads   = 256
+	kasminaRowParts       = 1024 // of the rows for kasmina_rows.cu at most
+	kasminaTileRows       = 1024 // up to which tiles should be fastest
+	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
+	kasminaRingAhead      = 3
+)
+
+// kasminaGrid is how a layer is cut up for a launch.
+type kasminaGrid struct {
+	family       KasminaFamily
+	shape        string // of FOR_SHAPES in kasmina_feed.cuh
+	arrays       int    // that are read
+	batch        int    // rows
+	perThread    int    // columns
+	each, units  int    // columns of a unit, and how many there are
+	use          kasminaUse
+	sharing      int // threads that share a chunk and form its norm; 0 where they are not all in one warp
+	used         int // threads of a warp that have columns, in each of its rows
+	tiles        int // blocks for the columns of a row
+	across, down int // threads of a block
+	rowBlocks    int // blocks for the rows, that take batches in turn
+	late         int // and those behind them that each take a run of batches
+	first, run   int // Share of kasmina_feed.cuh
+	rows         kasminaRows
+}
+
+// kasminaRows is how a layer is cut up for kasmina_rows.cu: lanes share a row of a chunk, and a block has seeds across and parts
+// of the rows down.
+type kasminaRows struct{ lanes, across, down, tiles, blocks int }
+
+func (r kasminaRows) parts() int { return r.blocks * r.down }
+
+func (k *Kernels) kasminaRows(l KasminaLayer) (r kasminaRows) {
+	r.lanes = min(32, powerOfTwo(ceilDiv(l.Chunk, 8)))
+	groups := kasminaThreads / r.lanes
+	r.across = min(groups, powerOfTwo(l.State.Seeds))
+	r.down = groups / r.across
+	r.tiles = ceilDiv(l.State.Seeds, r.across)
+	r.blocks = min(ceilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts), max(1, 4*k.sms/r.tiles))
+	return r
+}
+
+// kasminaUse is what is wanted of a pass, as far as it matters to how a layer is cut up.
+type kasminaUse struct{ backward, telemetry, clip bool }
+
+// records is whether the lanes leave something to merge.
+func (u kasminaUse) records() bool { return u.backward || u.telemetry }
+
+// norms is whether those of the rows of chunks are wanted.
+func (u kasminaUse) norms() bool { return u.backward && (u.telemetry || u.clip) }
+
+func (g kasminaGrid) whole() bool { return g.shape == "quad" }
+
+// shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes of a block leave there.
+func (g kasminaGrid) shared() int {
+	units := kasminaThreads * max(1, g.perThread/g.each)
+	left := 0
+	if g.use.telemetry {
+		left = kasminaForwardRecord * units
+	}
+	if g.use.backward {
+		left = left/kasminaForwardRecord*kasminaBackwardRecord + 4*(kasminaThreads*g.perThread+2*units)
+	}
+	switch warps := kasminaThreads / 32; g.family {
+	case KasminaRing:
+		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
+	case KasminaBulk:
+		slot := g.arrays * g.batch * 512
+		return max(left, warps*(kasminaBulkBytes+kasminaBulkBytes/slot*8))
+	}
+	return left
+}
+
+// rowParts is how many records each unit gets.
+func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late }
+
+// kasminaGrid cuts up a layer with at most so many blocks in flight. Lanes that come after those add a fifth of the rows of a
+// long layer in short runs, which even out what multiprocessors differ in speed; without records, which each lane adds to, more
+// of them pay.
+func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, aligned bool, use kasminaUse) kasminaGrid {
+	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
+	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d, rows: k.kasminaRows(l)}
+	if g.use.backward {
+		g.arrays, g.batch = 2, 2
+	}
+	switch {
+	case aligned && l.Chunk == 4 && d%n == 0:
+		g.shape, g.perThread, g.each, g.units = "quad", n, 4, l.State.Seeds
+	case aligned && l.Chunk%n == 0:
+		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
+	}
+	if f == KasminaTile {
+		g.batch = 2
+	}
+	threads, batches := g.spread(l), ceilDiv(l.Rows, g.batch)
+	if g.across = g.acrossOf(threads, batches); f == KasminaTile {
+		g.across = l.tileAcross()
+	}
+	if g.used == 0 {
+		g.used = min(32, g.across)
+	}
+	g.down = kasminaThreads / g.across
+	g.tiles = ceilDiv(threads, g.across)
+	g.rowBlocks = min(max(1, blocks/g.tiles), ceilDiv(batches, g.down), 1<<16-1)
+	if f == KasminaTile {
+		g.rowBlocks = 1
+	}
+	g.first = g.rowBlocks * g.down
+	part, rows := 5, 32
+	if !use.records() {
+		part, rows = 2, 16
+	}
+	g.run = rows / g.batch
+	g.late = min(batches/part/g.run/g.down, 1<<16-1-g.rowBlocks)
+	if l.Rows < 4*rows*g.first || f == KasminaTile {
+		g.late = 0
+	}
+	return g
+}
+
+// spread is how many threads a row takes. Those of a chunk are in one warp if they form norms, and where they cannot fill it all
+// of its warps get the same.
+func (g *kasminaGrid) spread(l KasminaLayer) int {
+	threads := ceilDiv(l.State.Seeds*l.Chunk, g.perThread)
+	switch g.sharing = max(1, l.Chunk/g.perThread); {
+	case g.sharing > 32:
+		g.sharing = 0
+	case g.sharing&(g.sharing-1) == 0:
+	case !g.use.norms():
+		g.sharing = 0
+	default:
+		warps := ceilDiv(l.State.Seeds, 32/g.sharing)
+		g.used = ceilDiv(l.State.Seeds, warps) * g.sharing
+		if warps > 1 {
+			return 32 * warps
+		}
+	}
+	return threads
+}
+
+// acrossOf is how many threads of a block, a power of two, have different columns, of so many that a row takes. Where lanes
+// leave records they are a warp's, so that a block has many lanes and merges most of the records by itself; else as many as
+// possible, of which few are idle. With few batches there are more, to keep all warps busy.
+func (g *kasminaGrid) acrossOf(threads, batches int) int {
+	n := min(kasminaThreads, powerOfTwo(threads))
+	for n > 32 && (g.use.records() || 8*(ceilDiv(threads, n)*n-threads) > threads) {
+		n /= 2
+	}
+	for n < min(kasminaThreads, threads) && kasminaThreads/n > batches {
+		n *= 2
+	}
+	return n
+}
+
+// powerOfTwo is the least that is not less than n.
+func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
+
+// carve hands out pieces of a workspace.
+type carve struct{ at driver.Ptr }
+
+func (c *carve) take(bytes int) driver.Ptr {
+	p := c.at
+	c.at = c.at.Offset((bytes + 255) / 256 * 256)
+	return p
+}
+
+// kasminaScratch is the workspace of a pass; what it does not need is null.
+type kasminaScratch struct {
+	gates, records, partial, sums, total, scale driver.Ptr
+	bytes                                       int
+}
+
+func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr) (s kasminaScratch) {
+	c := carve{at}
+	if !g.whole() {
+		s.gates = c.take(8 * l.State.Slots)
+	}
+	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
+	if g.family == KasminaTile {
+		parts = 0 // leave nothing
+	}
+	s.partial = c.take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
+	if g.use.telemetry {
+		record := kasminaForwardRecord
+		if g.use.backward {
+			record = kasminaBackwardRecord
+		}
+		s.records = c.take(record * parts * g.units)
+	}
+	if g.use.backward {
+		s.sums, s.total = c.take(4*parts*columns), c.take(4*columns)
+		if g.use.clip && g.sharing == 0 {
+			s.scale = c.take(4 * l.Rows * l.State.Seeds)
+		}
+	}
+	s.bytes = int(c.at - at)
+	return s
+}
+
+// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
+func (k *Kernels) KasminaForwardWorkspace(l KasminaLayer) int {
+	return k.kasminaWorkspace(l, kasminaUse{telemetry: true})
+}
+
+// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
+func (k *Kernels) KasminaBackwardWorkspace(l KasminaLayer, clip bool) int {
+	u := kasminaUse{backward: true, clip: clip}
+	quiet := k.kasminaWorkspace(l, u)
+	u.telemetry = true
+	return max(quiet, k.kasminaWorkspace(l, u))
+}
+
+func (k *Kernels) kasminaWorkspace(l KasminaLayer, use kasminaUse) (bytes int) {
+	for _, aligned := range []bool{false, true} {
+		for f := KasminaPlain; f < KasminaTile; f++ { // a tile takes less
+			g := k.kasminaGrid(l, f, kasminaBlocks*k.sms, aligned, use)
+			g.late = k.kasminaGrid(l, f, 1, aligned, use).late // as many as follow fewer blocks
+			bytes = max(bytes, g.scratch(l, 0).bytes)
+		}
+	}
+	return bytes
+}
