@@ -69,7 +69,8 @@ func (m *Machine) productRate(side int, a, b, d driver.Ptr) (rate float64, err e
 		err = errors.Join(err, m.device.ctx.SyncStream(m.stream), m.device.ctx.Free(workspace), plan.Close())
 	}()
 	best, err := m.best(len(plan.Algos()), func(way int) error {
-		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: workspace, WorkspaceSize: workspaceBytes}, m.stream)
+		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: workspace,
+			WorkspaceSize: workspaceBytes}, m.stream)
 	})
 	if err != nil {
 		return 0, err

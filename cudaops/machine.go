@@ -331,7 +331,7 @@ func (m *Machine) compute() error {
 	case !m.now.loaded:
 		m.now.loaded = true
 		run, capture = m.enqueue, false
-	case m.monitor != nil && m.profiler == nil:
+	case m.monitor != nil && !m.profiler.busy():
 		run = m.monitor.compute
 	}
 	return m.profiler.around(capture, run, func() error { return m.profiler.run() })

@@ -83,9 +83,12 @@ func (p *profiler) mark() (driver.Event, error) {
 	return e, ctx.Record(e, p.m.stream)
 }
 
+// busy reports whether there are steps to come.
+func (p *profiler) busy() bool { return p != nil && !p.done }
+
 // start begins a step, unless one has begun.
 func (p *profiler) start() error {
-	if p == nil || p.done || p.open {
+	if !p.busy() || p.open {
 		return nil
 	}
 	e, err := p.mark()
@@ -282,7 +285,8 @@ func (p *profiler) result() (*Profile, error) {
 		}
 	}
 	if len(usual.pieces) != len(p.whole) || len(pauses) == 0 {
-		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike", len(p.whole), len(usual.pieces))
+		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike", len(p.whole),
+			len(usual.pieces))
 	}
 	slices.Sort(pauses)
 	r.Mark = pauses[len(pauses)/2]

@@ -224,6 +224,31 @@ func TestRecomputeMemory(t *testing.T) {
 	}
 }
 
+// TestKeptForBackward wants a block to keep no more for its backward pass than that needs, in numbers of a token: gate and up (2F),
+// q, k and v ((H + 2·KV)·Dh), the attention's result (H·Dh), both sums of the residual stream and both normalised ones (4D),
+// the norms' 1/rms and the attention's logarithms (2 + H).
+func TestKeptForBackward(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	const dim, heads, kv, seq = 64, 2, 1, 32
+	ff := llm.Config{Vocab: 19, Dim: dim, Layers: 1, Heads: heads, KVHeads: kv, Seq: seq}.Default().FF
+	arena := func(layers, sequences int) int {
+		b := deepGraph(t, layers, dim, seq, sequences)
+		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer machine.Close()
+		return machine.program.arena
+	}
+	const few, many, short, long = 3, 9, 16, 48 // layers, sequences
+	more := arena(many, long) - arena(few, long) - arena(many, short) + arena(few, short)
+	got := float64(more) / float64((many-few)*(long-short)*seq)
+	want := float64(4 * (2*ff + (heads+2*kv)*dim/heads + dim + 4*dim + 2 + heads))
+	if !(got < 1.01*want) {
+		t.Errorf("a block keeps %.1f bytes of a token, want %.1f", got, want)
+	}
+}
+
 // TestRecomputeModel trains on a graph with recomputed blocks and on one without: the same bits.
 func TestRecomputeModel(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {

@@ -153,12 +153,14 @@ const tableKernels = 20
 func (p *Profile) Table() string {
 	var s strings.Builder
 	kernels, graphs := p.Busy()
-	fmt.Fprintf(&s, "step      %v from start to start on %s, the median of %d\n", p.Period.Round(time.Microsecond), p.Device, p.Steps)
+	fmt.Fprintf(&s, "step      %v from start to start on %s, the median of %d\n", p.Period.Round(time.Microsecond), p.Device,
+		p.Steps)
 	fmt.Fprintf(&s, "busy      %.1f %% by the kernels' times, %.1f %% by the captured work's, in which gaps between kernels count\n",
 		100*kernels, 100*graphs)
-	fmt.Fprintf(&s, "marks     %v for each of %d, which is not in the times; with them the captured work takes %v instead of %v\n", p.Mark,
-		len(p.Spans), p.Marked.Round(time.Microsecond), p.Graphs.Round(time.Microsecond))
-	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s, measured now\n\n", p.Copy/1e9, p.Product/1e12, p.Type)
+	fmt.Fprintf(&s, "marks     %v for each of %d, which is not in the times; the captured work takes %v with them, %v without\n",
+		p.Mark, len(p.Spans), p.Marked.Round(time.Microsecond), p.Graphs.Round(time.Microsecond))
+	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s, measured now\n\n", p.Copy/1e9,
+		p.Product/1e12, p.Type)
 	p.opTable(&s)
 	p.kernelTable(&s)
 	return s.String()
@@ -232,8 +234,8 @@ func (p *Profile) WriteTrace(w io.Writer) error {
 		Other  map[string]any `json:"otherData"`
 		Events []traceEvent   `json:"traceEvents"`
 	}{"ns", map[string]any{
-		"device": p.Device, "period_us": micros(p.Period), "steps": p.Steps, "graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()),
-		"busy_kernels": kernels, "busy_graphs": graphs, "marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
+		"device": p.Device, "period_us": micros(p.Period), "steps": p.Steps,
+		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels, "busy_graphs": graphs, "marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
 		"ceiling_copy_gbps": p.Copy / 1e9, "ceiling_product_tflops": p.Product / 1e12, "ceiling_type": p.Type,
 	}, p.events()}
 	return json.NewEncoder(w).Encode(trace)
@@ -244,7 +246,8 @@ func micros(d time.Duration) float64 { return float64(d) / 1e3 }
 func (p *Profile) events() []traceEvent {
 	var events []traceEvent
 	name := func(what, name string, process, thread int) {
-		events = append(events, traceEvent{Name: what, Phase: "M", Process: process, Thread: thread, Args: map[string]any{"name": name}})
+		events = append(events, traceEvent{Name: what, Phase: "M", Process: process, Thread: thread,
+			Args: map[string]any{"name": name}})
 	}
 	add := func(thread int, s []Span, name string, args map[string]any) {
 		last := s[len(s)-1]
@@ -284,15 +287,16 @@ func (p *Profile) events() []traceEvent {
 		rest = rest[n:]
 	}
 	for _, h := range p.Host {
-		events = append(events, traceEvent{Name: h.Name, Category: "program", Phase: "X", Start: micros(h.Start), Duration: micros(h.Time),
-			Process: tracedHost, Thread: 1})
+		events = append(events, traceEvent{Name: h.Name, Category: "program", Phase: "X", Start: micros(h.Start),
+			Duration: micros(h.Time), Process: tracedHost, Thread: 1})
 	}
 	return events
 }
 
 // args is what a trace says of a span beside its time.
 func (s Span) args() map[string]any {
-	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share, "captured": !s.Loose}
+	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share,
+		"captured": !s.Loose}
 	if len(s.Ways) > 0 {
 		args["ways"] = s.Ways
 	}
