@@ -159,15 +159,19 @@ func (c *compiler) chooseSiLU(p product, w siluWays) (*siluChoice, error) {
 	if err != nil {
 		return nil, err
 	}
+	ways := append([]string{"separate"}, names(w.fused)...)
 	plan, err := m.blas.plan(p.spec())
-	if err != nil || m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
+	if err != nil {
 		return nil, err
+	}
+	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
+		return nil, nil
 	}
 	multiply := func(d, a, b driver.Ptr) error {
 		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
 			m.stream)
 	}
-	j := job{op: w.op, shape: fmt.Sprintf("%dx%dx%d %v", w.rows, w.f, w.d, t), ways: append([]string{"separate"}, names(w.fused)...),
+	j := job{op: w.op, shape: fmt.Sprintf("%dx%dx%d %v", w.rows, w.f, w.d, t), ways: ways,
 		build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build("gemm_hopper", "silu"), blas.Version()), arguments: w.arguments, computes: true}
 	j.run = func(way int, memory []driver.Ptr) error {
 		if way == 0 {
