@@ -38,6 +38,9 @@ func TestSiLUProduct(t *testing.T) {
 		types := []driver.DType{bf16, f16}
 		if rows > 1000 { // which makes blocks take several tiles
 			types = types[:1]
+			if testing.Short() {
+				continue
+			}
 		}
 		for _, dt := range types {
 			g.scope(fmt.Sprintf("%dx%dx%d/%v", rows, f, d, dt), func(g *rig) {
