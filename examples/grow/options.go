@@ -83,11 +83,12 @@ func (o *options) plan() {
 	*t = state.DefaultThresholds()
 	clear(t.MinEpochs[:])
 	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = 2, part(20)
-	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(20), part(4)
+	fineTuning := epochs * 3 / 5 // most of the run: a fossilized blueprint learns no more, while the model around it does
+	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(20), fineTuning
 	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
 	o.embargo = part(20)
 	c := state.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
 	c.Begin, c.End, c.PerEpoch = part(50), epochs*2/3, 2
-	c.Patience, c.RampEpochs, c.Hunger = part(3), part(20), 0.5
+	c.Patience, c.RampEpochs, c.Hunger = fineTuning+part(10), part(20), 0.5
 	o.controller = c
 }
