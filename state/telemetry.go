@@ -242,7 +242,7 @@ func (l *Lattice) record(r recorder) {
 		r.span = l.recordSpan
 	}
 	l.recorder = r
-	cpu.Parallel(l.n, 256, r.span)
+	cpu.Parallel(l.n, sealBlock, r.span)
 	l.recorder = recorder{span: r.span}
 }
 

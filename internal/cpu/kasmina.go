@@ -141,7 +141,7 @@ func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
 			next += s.size
 		}
 	}
-	parallel(len(k.Active), grain(64*k.Chunk), kasminaPrepare[T]{k})
+	parallel(len(k.Active), grain(8*k.Chunk), kasminaPrepare[T]{k})
 	k.measured = slices.Contains(k.Measure, true)
 	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
@@ -181,7 +181,7 @@ func grow[E any](s []E, n int) []E {
 func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
 	k.prepare(weights, scales, false)
 	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaForward[T]{k, y, x})
-	parallel(k.Seeds, 256, kasminaFinish[T]{k, x})
+	parallel(k.Seeds, 64, kasminaFinish[T]{k, x})
 }
 
 // kasminaForward computes tiles of the forward pass.

@@ -13,7 +13,7 @@ func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) 
 	k.prepare(weights, scales, true)
 	k.prepareLearning()
 	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaBackward[T]{k, dx, g, x})
-	parallel(k.Seeds, 256, kasminaFinish[T]{k, g})
+	parallel(k.Seeds, 64, kasminaFinish[T]{k, g})
 	k.reduceLearning(dweights, dscales)
 }
 
