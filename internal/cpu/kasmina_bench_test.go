@@ -32,6 +32,9 @@ func mixedKasmina[T Float](tb testing.TB, rows, seeds, chunk, slots int) *Kasmin
 // cache does (%copy). Each is the best of many runs, and they take turns.
 func BenchmarkKasminaBandwidth(b *testing.B) {
 	from, to := make([]float32, 1<<25), make([]float32, 1<<25)
+	for i := range from { // else all of its pages are one
+		from[i] = float32(i)
+	}
 	parallelCopy := func(dst, src []float32) time.Duration {
 		start := time.Now()
 		Parallel(len(dst), 1<<18, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
