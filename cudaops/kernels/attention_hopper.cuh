@@ -94,7 +94,9 @@ template <int Slots> struct Ring {
     return filled(i);
   }
   __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
+  // An arrival orders what its own thread has read before what fills the slot again: the warp's others come first.
   __device__ void release(int i) const {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) barrierArrive(freed(i));
   }
 };
