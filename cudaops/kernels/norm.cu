@@ -21,13 +21,6 @@ template <class V> __device__ __forceinline__ void forget(V& v) {
   for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
 }
 
-// storeOnce is store for 16 bytes that this kernel does not read again, and goes with loadOnce: without it such loads make
-// copies slower.
-template <int N, class T> __device__ __forceinline__ void storeOnce(T* p, const Pack<T, N>& v) {
-  static_assert(sizeof(T) * N == 16, "16-byte accesses only");
-  __stcs(reinterpret_cast<uint4*>(p), reinterpret_cast<const uint4&>(v));
-}
-
 // kHeld is the most threads of a block whose threads hold rows in registers.
 constexpr int kHeld = 512;
 
@@ -57,8 +50,8 @@ __device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* 
   for (int k = 0; k < P; k++) {
     v[k] = {};
     if (!holds(k)) continue;
-    v[k] = loadOnce<N>(x + start + at(k));
-    if (kAdd) r[k] = loadOnce<N>(residual + start + at(k));
+    v[k] = load<N>(x + start + at(k));
+    if (kAdd) r[k] = load<N>(residual + start + at(k));
   }
   Pack<float, N> weights;
   if (P == 1 && holds(0)) weights = load<N>(w + at(0));  // for more packs there are no registers
@@ -68,7 +61,7 @@ __device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* 
     if (kAdd && holds(k)) {
 #pragma unroll
       for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) + r[k].get(j));
-      storeOnce(sum + start + at(k), v[k]);
+      store(sum + start + at(k), v[k]);
     }
 #pragma unroll
     for (int j = 0; j < N; j++) squares += v[k].get(j) * v[k].get(j);
@@ -83,7 +76,7 @@ __device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* 
     if (P > 1) weights = load<N>(w + at(k));
 #pragma unroll
     for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * weights.v[j]);
-    storeOnce(y + start + at(k), v[k]);
+    store(y + start + at(k), v[k]);
   }
 }
 
