@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"math"
 	"os"
 	"path/filepath"
@@ -78,12 +79,16 @@ func (p plan) grafted(step int) (seeds []int) {
 // during the run as planned.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
+	return planned().trainer(t, device, precision, accumulate, muon, lattice...)
+}
+
+func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
+	t.Helper()
 	path := filepath.Join(t.TempDir(), "text")
 	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n", 100)
 	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	p := planned()
 	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
 		SlotWidth: 53}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
@@ -278,16 +283,21 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 // TestProfileStep wants a profile in the midst of a growing model's training to change nothing.
 func TestProfileStep(t *testing.T) {
 	device := open(t)
-	want := losses(t, newTrainer(t, device, cudaops.BFloat16, 2, true))
-	tr := newTrainer(t, device, cudaops.BFloat16, 2, true)
+	p, after, accumulate := planned(), 3, 2
+	if testing.Short() {
+		after, accumulate = 1, 1
+	}
+	p.steps = max(p.steps, after+cudaops.ProfileSteps+1)
+	want := losses(t, p.trainer(t, device, cudaops.BFloat16, accumulate, true))
+	tr := p.trainer(t, device, cudaops.BFloat16, accumulate, true)
 	path := filepath.Join(t.TempDir(), "trace.json")
 	var out bytes.Buffer
-	tr.On(llm.ProfileStep(tr, &out, path, 3))
+	tr.On(llm.ProfileStep(tr, &out, path, after))
 	if got := losses(t, tr); !slices.Equal(got, want) {
 		t.Errorf("losses %v, without a profile %v", got, want)
 	}
 	trace := must[[]byte](t)(os.ReadFile(path))
-	for _, want := range []string{"traceEvents", "model.layers.1", "Kasmina"} {
+	for _, want := range []string{"traceEvents", fmt.Sprintf("model.layers.%d", p.layers-1), "Kasmina"} {
 		if !bytes.Contains(trace, []byte(want)) {
 			t.Errorf("no %s in the trace", want)
 		}

@@ -250,6 +250,11 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	if err := p.setBias(a.Bias); err != nil {
 		return err
 	}
+	if PoisonProducts && a.Beta == 0 {
+		if err := p.poison(a.D, s); err != nil {
+			return err
+		}
+	}
 	p.alpha, p.beta = a.Alpha, a.Beta
 	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A),
 		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD, uintptr(a.D), p.layoutD,

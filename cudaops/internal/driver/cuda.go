@@ -47,6 +47,7 @@ type cudaAPI struct {
 	MemcpyDtoDAsync    proc `c:"cuMemcpyDtoDAsync_v2"`
 	MemsetD8Async      proc `c:"cuMemsetD8Async"`
 	MemsetD32Async     proc `c:"cuMemsetD32Async"`
+	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async" since:"3.2"`
 	StreamCreate       proc `c:"cuStreamCreate"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
 	StreamSynchronize  proc `c:"cuStreamSynchronize"`

@@ -118,6 +118,9 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 		if a.Bias != 0 {
 			bias = view(l, a.Bias, m.D, m.N, 1, m.N)
 		}
+		if driver.PoisonProducts && a.Beta == 0 {
+			D.fill(m.M, m.N, math.NaN())
+		}
 		for r := range m.M {
 			for col := range m.N {
 				sum := 0.0
@@ -185,6 +188,14 @@ func (m matrix) set(r, c int, v float64) {
 		m.u16[i] = toBrain(float32(v))
 	default:
 		m.u16[i] = toHalf(v)
+	}
+}
+
+func (m matrix) fill(rows, cols int, v float64) {
+	for r := range rows {
+		for c := range cols {
+			m.set(r, c, v)
+		}
 	}
 }
 
