@@ -25,6 +25,7 @@ type kasminaCase struct {
 	clip, telemetry           bool
 	skew, blocks, from        int     // from: what number gives the first seed its stage and kind
 	mean, deviation           float64 // of x and g
+	outliers                  bool    // make up most of a seed's variance
 }
 
 func (c kasminaCase) String() string {
@@ -268,6 +269,12 @@ func (r *kasminaRun) checkFigures(tol float64) {
 			r.Errorf("seed %d: %s is %.9g, want %.9g", s, name, got, want)
 		}
 	}
+	// A lane sums deviations from its first element until it merges a group. Where that element is the outlier, it is as far
+	// from all others of the group, here up to 48, and their squares lose as many times what float32 rounds.
+	spread := 1.0
+	if r.outliers {
+		spread = 10
+	}
 	for s := range r.seeds {
 		h := r.wantHealth[s].Health(r.reference.Reduce, r.layer.Eps)
 		m := r.wantHealth[s].Moments
@@ -275,18 +282,18 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		size := math.Abs(m.Mean) + deviation
 		at := func(figures []float64, i int) float64 { return figures[i*r.seeds+s] }
 		// A row's variance is formed of few elements, whose differences are only as exact as float32.
-		check(s, "variance", at(health, 0), h[0], h[0])
+		check(s, "variance", at(health, 0), h[0], spread*h[0])
 		check(s, "mean", at(health, 1), h[1], size)
 		check(s, "min", at(health, 2), h[2], size)
 		check(s, "max", at(health, 3), h[3], size)
 		check(s, "dead ratio", at(health, 4), h[4], 1)
 		check(s, "signal-to-noise ratio", at(health, 5), h[5], 10*(1+h[5]))
 		check(s, "moments' mean", at(health, KasminaMoments), m.Mean, size)
-		check(s, "moments' variance", at(health, KasminaMoments+1), m.Variance(), m.Variance())
+		check(s, "moments' variance", at(health, KasminaMoments+1), m.Variance(), spread*m.Variance())
 		g := r.wantGradient[s].Gradient(r.reference.Reduce)
 		norms := r.wantGradient[s].Norms
-		check(s, "gradient's norm", at(gradient, 0), g[0], g[0])
-		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1]) // whose squares double the rounding, and more in clipped rows
+		check(s, "gradient's norm", at(gradient, 0), g[0], spread*g[0])
+		check(s, "gradient's variance", at(gradient, 1), g[1], max(4, spread)*g[1]) // whose squares double the rounding, and more in clipped rows
 		check(s, "largest gradient", at(gradient, 2), g[2], g[2])
 		check(s, "norms' mean", at(gradient, KasminaNorms), norms.Mean, norms.Mean)
 		check(s, "norms' variance", at(gradient, KasminaNorms+1), norms.Variance(), norms.Variance()+1e-2*norms.Mean*norms.Mean)
@@ -538,6 +545,8 @@ func TestKasminaExtremes(t *testing.T) {
 				deviation: 1}
 			large := map[driver.DType]float64{f32: 1e15, bf16: 1e15, f16: 4e3}[dt]
 			g.scope(fmt.Sprintf("large %v", c), func(g *rig) {
+				c := c
+				c.outliers = true
 				g.newKasmina(c, func(i int, v float64) float64 {
 					if i%29 == 0 {
 						return large * v / 4
