@@ -51,13 +51,16 @@ func (d *decoding) close() (err error) {
 // next returns the logits for what follows the tokens.
 func (d *decoding) next(tokens []int) (any, error) {
 	last := len(tokens) - 1
-	if len(d.tokens) > 0 && slices.Equal(d.tokens, tokens[:last]) {
+	if last > 0 && last < d.cache.config.Seq && slices.Equal(d.tokens, tokens[:last]) {
 		d.cache.position = last
 		if err := gorgonia.Let(d.step.IDs, ids(tokens[last:])); err != nil {
 			return nil, err
 		}
-		d.tokens = append(d.tokens, tokens[last])
-		return d.step.compute(d.step.Logits)
+		logits, err := d.step.compute(d.step.Logits)
+		if err == nil {
+			d.tokens = append(d.tokens, tokens[last])
+		}
+		return logits, err
 	}
 	d.tokens = nil
 	logits, err := d.window.Next(tokens)

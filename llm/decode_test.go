@@ -99,6 +99,38 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
+// TestDecodingRefusals wants errors of what is no sequence for the window, also where keys and values are kept.
+func TestDecodingRefusals(t *testing.T) {
+	c := tiny()
+	m, err := NewModel(c, tensor.Float64, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := &Inference{Model: m}
+	defer i.Close()
+	all := make([]int, c.Seq+1)
+	for name, wrong := range map[string][]int{
+		"none": nil, "too many": all, "not in the vocabulary": append(all[:c.Seq-1:c.Seq-1], c.Vocab),
+	} {
+		next, err := i.Decoder()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for n := 1; n == 1 || n < len(wrong); n++ {
+			if _, err := next(all[:n]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		kept := len(i.decoding.tokens)
+		if _, err := next(wrong); err == nil || kept == 0 {
+			t.Errorf("%s, after %d tokens that are kept: no error", name, kept)
+		}
+		if n := len(i.decoding.tokens); n > kept {
+			t.Errorf("%s: %d tokens are kept after the error, and %d before", name, n, kept)
+		}
+	}
+}
+
 // BenchmarkDecoding draws as many tokens as the window holds, at the example's default size.
 func BenchmarkDecoding(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{1, 3}, Seeds: 16}.Default()

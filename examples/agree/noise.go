@@ -104,12 +104,12 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 			fmt.Fprintf(out, "      %.5f ± %8.5f", m, d)
 		}
 		fmt.Fprintf(out, " %10.5f\n", most-least)
-		if r := (most - least) / deviation; !(r <= worst) {
+		if r := (most - least) / deviation; most > least && r > worst {
 			worst, where = r, (t+1)*span
 		}
 	}
 	fmt.Fprintf(out, "the means are at most %.2f deviations apart, in the span that ends at step %d\n", worst, where)
-	if !(worst <= 1) {
+	if worst > 1 {
 		return fmt.Errorf("noise: up to step %d the programs' means are %.2f standard deviations of the runs apart, more than 1", where, worst)
 	}
 	return nil

@@ -172,14 +172,11 @@ func onGPU(o options) error {
 		}
 	}
 	for _, s := range sizes {
-		if !slices.Contains(o.models, s.name) {
-			continue
-		}
 		if o.batch > 0 {
 			s.batch = o.batch
 		}
 		for _, v := range variants {
-			if !o.has(v.group) || v.model != "" && v.model != s.name {
+			if !o.trains(s, v) {
 				continue
 			}
 			r, err := s.train(device, v, o)

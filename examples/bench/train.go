@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -49,6 +50,11 @@ var variants = []variant{
 	{group: "recompute", suffix: "_recompute", model: "llama350M", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: "train-kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
 	{group: "train-kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
+}
+
+// trains reports whether a model is trained in that way.
+func (o options) trains(s size, v variant) bool {
+	return slices.Contains(o.models, s.name) && o.has(v.group) && (v.model == "" || v.model == s.name)
 }
 
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.
@@ -241,7 +247,15 @@ func profile(m *cudaops.Machine, step func() error, path string) error {
 
 // traceFile is where the trace of a training goes, of which there may be several.
 func (o options) traceFile(training string) string {
-	if len(o.models) == 1 && !o.has("recompute") && !o.has("kasmina") {
+	trainings := 0
+	for _, s := range sizes {
+		for _, v := range variants {
+			if o.trains(s, v) {
+				trainings++
+			}
+		}
+	}
+	if trainings == 1 {
 		return o.profile
 	}
 	extension := filepath.Ext(o.profile)

@@ -8,6 +8,33 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// TestTraceFile wants each training's trace in a file of its own, and in the file that was asked for where there is one training.
+func TestTraceFile(t *testing.T) {
+	for _, test := range []struct {
+		groups, models []string
+		want           []string
+	}{
+		{[]string{"train"}, []string{"llama350M"}, []string{"out.json"}},
+		{[]string{"recompute", "kasmina"}, []string{"llama350M"}, []string{"out.json"}},
+		{[]string{"train", "train-kasmina"}, []string{"llama124M"},
+			[]string{"out-llama124M.json", "out-llama124M_kasmina.json", "out-llama124M_kasmina_telemetry.json"}},
+		{[]string{"train"}, []string{"llama350M", "llama925M"}, []string{"out-llama350M.json", "out-llama925M.json"}},
+	} {
+		o := options{groups: test.groups, models: test.models, profile: "out.json"}
+		var files []string
+		for _, s := range sizes {
+			for _, v := range variants {
+				if o.trains(s, v) {
+					files = append(files, o.traceFile(s.name+v.suffix))
+				}
+			}
+		}
+		if !slices.Equal(files, test.want) {
+			t.Errorf("groups %q, models %q: %q, want %q", test.groups, test.models, files, test.want)
+		}
+	}
+}
+
 func TestVariants(t *testing.T) {
 	s := size{"tiny", llm.Config{Vocab: 16, Dim: 64, Layers: 3, Heads: 2, FF: 64, Seq: 8}, 1}
 	if groups := gpuGroups(); len(slices.Compact(slices.Sorted(slices.Values(groups)))) != len(groups) {
