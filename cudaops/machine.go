@@ -516,7 +516,8 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 }
 
 // Peek is [Machine.Value] for a loss ahead of [Machine.Update]: what the run has measured in Kasmina layers does not reach their
-// lattices yet, but in Update, while the device works, instead of making it wait.
+// lattices yet, but in Update, while the device works, instead of making it wait. So the error of a layer made with
+// [op.StopOnNonFinite] comes from Update too, whose update has then been made unless the gradients' norm was not finite.
 func (m *Machine) Peek(n *gorgonia.Node) (gorgonia.Value, error) {
 	v, err := m.value(n)
 	if err != nil {

@@ -30,8 +30,8 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 	return packed(grads...), nil
 }
 
-// inline lowers what the results depend on, in the graph within a node, whose inputs have the given values. The graph's nodes lose their
-// values: an op that two nodes of the outer graph share is lowered for each.
+// inline lowers what the results depend on, in the graph within a node, whose inputs have the given values. The graph's nodes
+// lose their values: an op that two nodes of the outer graph share is lowered for each.
 func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*array, results gorgonia.Nodes) ([]*array, error) {
 	outside := opbase.Children(around)
 	for i, n := range inputs {

@@ -22,7 +22,8 @@ type Engine interface {
 	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
 	Gradients(b Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
-	// ErrGradients nothing has changed; after ErrOverflow a parameter is no longer finite. A [Scaler] may make no update, without an error, and return a norm that is not finite.
+	// ErrGradients nothing has changed; after ErrOverflow a parameter is no longer finite. A [Scaler] may make no update, without
+	// an error, and return a norm that is not finite.
 	Update() (norm float64, err error)
 	// Drop forgets the gradients gathered so far.
 	Drop() error

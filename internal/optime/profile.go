@@ -235,7 +235,8 @@ func (p *Profile) WriteTrace(w io.Writer) error {
 		Events []traceEvent   `json:"traceEvents"`
 	}{"ns", map[string]any{
 		"device": p.Device, "period_us": micros(p.Period), "steps": p.Steps,
-		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels, "busy_graphs": graphs, "marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
+		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels, "busy_graphs": graphs,
+		"marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
 		"ceiling_copy_gbps": p.Copy / 1e9, "ceiling_product_tflops": p.Product / 1e12, "ceiling_type": p.Type,
 	}, p.events()}
 	return json.NewEncoder(w).Encode(trace)

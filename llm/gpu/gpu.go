@@ -101,7 +101,7 @@ func (e *engine) Update() (float64, error) {
 	if errors.Is(err, cudaops.ErrNonFinite) {
 		return norm, llm.ErrGradients
 	}
-	e.changed = e.changed || err == nil
+	e.changed = true // whatever the error: some come after the update
 	return norm, err
 }
 
