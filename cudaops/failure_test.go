@@ -314,7 +314,7 @@ const child = "KASMINA_TEST_CHILD"
 
 func runChild(t *testing.T, task string, env ...string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestChild$", "-test.v")
 	cmd.Env = append(append(os.Environ(), child+"="+task), env...)
