@@ -10,6 +10,7 @@ package gpu
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -88,7 +89,11 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) {
-	return llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
+	loss, err := llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
+	if err == nil && (math.IsNaN(loss) || math.IsInf(loss, 0)) { // no update follows
+		_, err = e.machine.Value(e.graph.Loss) // tells the lattices in which seeds that shows
+	}
+	return loss, err
 }
 
 // ahead is a machine whose update follows.
