@@ -50,7 +50,8 @@ const (
 
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
-	c := gemmCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way}
+	c := gemmCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way,
+		ab: a.AB}
 	wide := uint64(a.F) * 2
 	return c.launch(k, s, k.SiLUProductWays(false, a.Rows, a.F, a.D, a.Type), 0, 0, a.H, []gemmMatrix{
 		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
@@ -75,6 +76,7 @@ type gemmCall struct {
 	rows, f, d int
 	dtype      driver.DType
 	way        Way
+	ab         driver.Ptr // if the copy engine stores it
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -122,6 +124,11 @@ func (c gemmCall) launch(k *Kernels, s driver.Stream, ways []Way, ab, dab, h dri
 		return err
 	}
 	l.Grid.X *= n
+	if driver.PoisonProducts && c.ab != 0 {
+		if err := k.ctx.Memset8(c.ab, 0xff, 2*c.rows*c.f*c.dtype.Size(), s); err != nil {
+			return err
+		}
+	}
 	return k.launch(s, unit, name, l, a)
 }
 
