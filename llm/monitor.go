@@ -1,11 +1,11 @@
 package llm
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"os"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -98,13 +98,9 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 // writeProfile writes the trace to a file, and the table.
 func writeProfile(p *Profile, w io.Writer, path string) error {
-	f, err := os.Create(path)
-	if err != nil {
+	if err := atomicfile.Write(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
 		return fmt.Errorf("llm: ProfileStep: %w", err)
 	}
-	if err := errors.Join(p.WriteTrace(f), f.Close()); err != nil {
-		return fmt.Errorf("llm: ProfileStep: %w", err)
-	}
-	_, err = fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())
+	_, err := fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())
 	return err
 }
