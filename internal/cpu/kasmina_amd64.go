@@ -85,6 +85,9 @@ func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, state *
 //go:noescape
 func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
 
+//go:noescape
+func loadNormsAVX512(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)
+
 func storeFenceAMD64()
 
 var stripsAVX512 = stripKernels{
@@ -105,6 +108,7 @@ var stripsAVX512 = stripKernels{
 	fusedBackward:         fusedBackwardAVX512,
 	fusedBackwardStreamed: fusedBackwardStreamedAVX512,
 	chunkNorms:            chunkNormsAVX2,
+	loadNorms:             loadNormsAVX512,
 	storeFence:            storeFenceAMD64,
 }
 

@@ -6784,7 +6784,6 @@ TEXT ·chunkNormsAVX2(SB), NOSPLIT, $0-40
 	MOVQ n+0(FP), DI
 	LEAQ 512(DI), DX
 	MOVQ x+8(FP), SI
-	MOVQ groups+16(FP), R9
 	MOVQ $0x00000440, R10
 	MOVQ chunk+24(FP), R8
 	MOVQ chunks+32(FP), BX
@@ -6796,7 +6795,7 @@ chunk:
 	VMOVUPD      (DX), Y7
 	VMOVUPD      2048(DX), Y8
 	MOVQ         SI, R11
-	MOVQ         R9, CX
+	MOVQ         groups+16(FP), CX
 
 group:
 	VXORPD Y0, Y0, Y0
@@ -6815,6 +6814,87 @@ column:
 	VFMADD231PD Y4, Y4, Y2
 	VCVTPS2PD   (R13)(R12*1), Y4
 	VFMADD231PD Y4, Y4, Y3
+	ADDQ        $0x10, R13
+	DECQ        AX
+	JNZ         column
+	VUNPCKLPD   Y1, Y0, Y5
+	VUNPCKHPD   Y1, Y0, Y6
+	VADDPD      Y5, Y6, Y0
+	VUNPCKLPD   Y3, Y2, Y5
+	VUNPCKHPD   Y3, Y2, Y6
+	VADDPD      Y5, Y6, Y2
+	VPERM2F128  $0x20, Y2, Y0, Y5
+	VPERM2F128  $0x31, Y2, Y0, Y6
+	VADDPD      Y5, Y6, Y4
+	VSQRTPD     Y4, Y4
+	VSUBPD      Y9, Y4, Y4
+	VADDPD      Y4, Y7, Y7
+	VFMADD231PD Y4, Y4, Y8
+	LEAQ        (R11)(R10*4), R11
+	DECQ        CX
+	JNZ         group
+	VMOVUPD     Y7, (DX)
+	VMOVUPD     Y8, 2048(DX)
+	ADDQ        $0x08, DI
+	ADDQ        $0x20, DX
+	MOVQ        R8, AX
+	SHLQ        $0x04, AX
+	ADDQ        AX, SI
+	DECQ        BX
+	JNZ         chunk
+	VZEROUPPER
+	RET
+
+// func loadNormsAVX512(n *float64, x *float32, groups int, chunk int, chunks int, dst *float32, src *float32, lines int, dstJump int, jump int)
+// Requires: AVX, AVX512F, FMA3
+TEXT ·loadNormsAVX512(SB), NOSPLIT, $0-80
+	MOVQ dst+40(FP), R14
+	MOVQ src+48(FP), R15
+	MOVQ lines+56(FP), R9
+	MOVQ n+0(FP), DI
+	LEAQ 512(DI), DX
+	MOVQ x+8(FP), SI
+	MOVQ $0x00000440, R10
+	MOVQ chunk+24(FP), R8
+	MOVQ chunks+32(FP), BX
+	LEAQ (R10)(R10*2), R12
+	SHRQ $0x02, R8
+
+chunk:
+	VBROADCASTSD (DI), Y9
+	VMOVUPD      (DX), Y7
+	VMOVUPD      2048(DX), Y8
+	MOVQ         SI, R11
+	MOVQ         groups+16(FP), CX
+
+group:
+	VXORPD Y0, Y0, Y0
+	VXORPD Y1, Y1, Y1
+	VXORPD Y2, Y2, Y2
+	VXORPD Y3, Y3, Y3
+	MOVQ   R11, R13
+	MOVQ   R8, AX
+
+column:
+	VCVTPS2PD   (R13), Y4
+	VFMADD231PD Y4, Y4, Y0
+	VCVTPS2PD   (R13)(R10*1), Y4
+	VFMADD231PD Y4, Y4, Y1
+	VCVTPS2PD   (R13)(R10*2), Y4
+	VFMADD231PD Y4, Y4, Y2
+	VCVTPS2PD   (R13)(R12*1), Y4
+	VFMADD231PD Y4, Y4, Y3
+	VMOVUPS     (R15), Z16
+	VMOVUPS     Z16, (R14)
+	ADDQ        $0x40, R15
+	ADDQ        $0x40, R14
+	DECQ        R9
+	JNZ         sameRow
+	ADDQ        jump+72(FP), R15
+	ADDQ        dstJump+64(FP), R14
+	MOVQ        lines+56(FP), R9
+
+sameRow:
 	ADDQ        $0x10, R13
 	DECQ        AX
 	JNZ         column

@@ -212,12 +212,18 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 				grad.load(g, s, true)
 				t.countBad(k, g, s)
 			}
-			if computes {
+			norms := s.done < normed
+			if norms && fuses && s.columns%16 == 0 {
+				state.norms.load(grad, in, x, s, k.Chunk)
+				norms = false
+			} else if computes {
 				in.load(x, s, !rule.blends && !fuses)
+			}
+			if computes {
 				in.loadEdges(x, s, t.columns)
 				grad.loadEdges(g, s, t.columns)
 			}
-			if s.done < normed {
+			if norms {
 				state.norms.add(grad, s, k.Chunk)
 			}
 			switch {

@@ -70,6 +70,8 @@ type stripKernels struct {
 	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
 
 	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks int)
+	// chunkNorms and loadRows of another pack in one, for whole vectors of columns; nil where there are no such vectors.
+	loadNorms  func(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)
 	storeFence func() // after what is written past the caches, before anybody may read it
 }
 
@@ -394,6 +396,12 @@ func (n *stripNorms) add(g *pack, s strip, c int) {
 			n.square[i][r%normRows] += d * d
 		}
 	}
+}
+
+// load is add, and loads the strip s of x into p.
+func (n *stripNorms) load(g, p *pack, x []float32, s strip, c int) {
+	lines := s.columns / 16
+	strips32.loadNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c, &p[packRoom], &x[s.at], lines, 4*(packStride-s.columns), 4*(s.stride-s.columns))
 }
 
 // moments returns those of the norms of rows rows that add has seen of chunk i.

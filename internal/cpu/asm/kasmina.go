@@ -492,15 +492,26 @@ func blendLearn(v isa, streamed bool) {
 
 // chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
 // squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, and chunk is a multiple of 4.
-// A vector of four rows is the natural one, so this has one form.
-func chunkNorms() {
-	TEXT("chunkNormsAVX2", attr.NOSPLIT, "func(n *float64, x *float32, groups, chunk, chunks int)")
-	anchors, sums, px, chunk, groups, stride, stride3, chunks := RDI, RDX, RSI, R8, R9, R10, R12, RBX
+// A vector of four rows is the natural one, so this has one form. With loading set it also copies a line for every 16 elements
+// that it sees, left of them in a row and lines in those that follow, and then goes on jump or dstJump bytes later: loads wait
+// for the second cache, and norms for arithmetic.
+func chunkNorms(loading bool) {
+	name, signature := "chunkNormsAVX2", "func(n *float64, x *float32, groups, chunk, chunks int)"
+	if loading {
+		name, signature = "loadNormsAVX512", "func(n *float64, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)"
+	}
+	TEXT(name, attr.NOSPLIT, signature)
+	anchors, sums, px, chunk, stride, stride3, chunks := RDI, RDX, RSI, R8, R10, R12, RBX
+	dst, src, left := R14, R15, R9
+	if loading {
+		Load(Param("dst"), dst)
+		Load(Param("src"), src)
+		Load(Param("lines"), left)
+	}
 	rows, at := R11, R13
 	Load(Param("n"), anchors)
 	LEAQ(Mem{Base: anchors, Disp: normSum}, sums)
 	Load(Param("x"), px)
-	Load(Param("groups"), groups)
 	MOVQ(U32(4*packStride), stride)
 	Load(Param("chunk"), chunk)
 	Load(Param("chunks"), chunks)
@@ -513,7 +524,7 @@ func chunkNorms() {
 	VMOVUPD(Mem{Base: sums}, sum)
 	VMOVUPD(Mem{Base: sums, Disp: normSquare - normSum}, square)
 	MOVQ(px, rows)
-	MOVQ(groups, RCX)
+	Load(Param("groups"), RCX)
 	Label("group")
 	for _, r := range p {
 		VXORPD(r, r, r)
@@ -524,6 +535,18 @@ func chunkNorms() {
 	for i, m := range []Mem{{Base: at}, {Base: at, Index: stride, Scale: 1}, {Base: at, Index: stride, Scale: 2}, {Base: at, Index: stride3, Scale: 1}} {
 		VCVTPS2PD(m, x)
 		VFMADD231PD(x, x, p[i])
+	}
+	if loading {
+		VMOVUPS(Mem{Base: src}, Z16)
+		VMOVUPS(Z16, Mem{Base: dst})
+		ADDQ(Imm(64), src)
+		ADDQ(Imm(64), dst)
+		DECQ(left)
+		JNZ(LabelRef("sameRow"))
+		ADDQ(parameter("jump"), src)
+		ADDQ(parameter("dstJump"), dst)
+		Load(Param("lines"), left)
+		Label("sameRow")
 	}
 	ADDQ(Imm(16), at)
 	DECQ(RAX)
@@ -554,6 +577,15 @@ func chunkNorms() {
 	JNZ(LabelRef("chunk"))
 	VZEROUPPER()
 	RET()
+}
+
+// parameter returns where a parameter is.
+func parameter(name string) Mem {
+	p, err := Param(name).Resolve()
+	if err != nil {
+		panic(err)
+	}
+	return p.Addr
 }
 
 // The ways of moveRows.

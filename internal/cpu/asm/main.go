@@ -58,7 +58,8 @@ func main() {
 			fusedPass(avx512, false, streamed)
 			fusedPass(avx512, true, streamed)
 		}
-		chunkNorms()
+		chunkNorms(false)
+		chunkNorms(true)
 		storeFence()
 	default:
 		log.Fatalf("unknown -part %q", *part)
