@@ -86,7 +86,7 @@ func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, state *
 func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
 
 //go:noescape
-func loadNormsAVX512(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)
+func loadNormsAVX512(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)
 
 func storeFenceAMD64()
 

@@ -6786,7 +6786,6 @@ TEXT ·chunkNormsAVX2(SB), NOSPLIT, $0-40
 	MOVQ x+8(FP), SI
 	MOVQ $0x00000440, R10
 	MOVQ chunk+24(FP), R8
-	MOVQ chunks+32(FP), BX
 	LEAQ (R10)(R10*2), R12
 	SHRQ $0x02, R8
 
@@ -6840,23 +6839,23 @@ column:
 	MOVQ        R8, AX
 	SHLQ        $0x04, AX
 	ADDQ        AX, SI
-	DECQ        BX
+	DECQ        chunks+32(FP)
 	JNZ         chunk
 	VZEROUPPER
 	RET
 
-// func loadNormsAVX512(n *float64, x *float32, groups int, chunk int, chunks int, dst *float32, src *float32, lines int, dstJump int, jump int)
-// Requires: AVX, AVX512F, FMA3
-TEXT ·loadNormsAVX512(SB), NOSPLIT, $0-80
+// func loadNormsAVX512(n *float64, x *float32, groups int, chunk int, chunks int, dst *float32, src *float32, lines int, dstJump int, jump int, ahead int)
+// Requires: AVX, AVX512F, FMA3, MMX+
+TEXT ·loadNormsAVX512(SB), NOSPLIT, $0-88
 	MOVQ dst+40(FP), R14
 	MOVQ src+48(FP), R15
 	MOVQ lines+56(FP), R9
+	MOVQ ahead+80(FP), BX
 	MOVQ n+0(FP), DI
 	LEAQ 512(DI), DX
 	MOVQ x+8(FP), SI
 	MOVQ $0x00000440, R10
 	MOVQ chunk+24(FP), R8
-	MOVQ chunks+32(FP), BX
 	LEAQ (R10)(R10*2), R12
 	SHRQ $0x02, R8
 
@@ -6884,6 +6883,7 @@ column:
 	VFMADD231PD Y4, Y4, Y2
 	VCVTPS2PD   (R13)(R12*1), Y4
 	VFMADD231PD Y4, Y4, Y3
+	PREFETCHT1  (R15)(BX*1)
 	VMOVUPS     (R15), Z16
 	VMOVUPS     Z16, (R14)
 	ADDQ        $0x40, R15
@@ -6921,7 +6921,7 @@ sameRow:
 	MOVQ        R8, AX
 	SHLQ        $0x04, AX
 	ADDQ        AX, SI
-	DECQ        BX
+	DECQ        chunks+32(FP)
 	JNZ         chunk
 	VZEROUPPER
 	RET

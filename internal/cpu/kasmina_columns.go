@@ -132,7 +132,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 			case measured:
 				t.state[i].seen.addInput(in, x, s, eps)
 			default:
-				in.load(x, s, true)
+				in.load(x, s, passRows*s.stride)
 				t.countBad(k, x, s)
 			}
 			if rule.blends {
@@ -205,19 +205,27 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			fuses := measured && computes && s.fuses()
 			switch {
 			case fuses:
-				grad.load(g, s, false)
+				// What comes next has been fetched, but not all of it has arrived: asking once more pays.
+				grad.load(g, s, s.next(t.columns))
 			case measured:
 				state.seen.addGradient(grad, g, s)
 			default:
-				grad.load(g, s, true)
+				grad.load(g, s, passRows*s.stride)
 				t.countBad(k, g, s)
 			}
 			norms := s.done < normed
 			if norms && fuses && s.columns%16 == 0 {
-				state.norms.load(grad, in, x, s, k.Chunk)
+				state.norms.load(grad, in, x, s, k.Chunk, s.next(t.columns))
 				norms = false
 			} else if computes {
-				in.load(x, s, !rule.blends && !fuses)
+				ahead := 0
+				switch {
+				case fuses:
+					ahead = s.next(t.columns)
+				case !rule.blends:
+					ahead = passRows * s.stride
+				}
+				in.load(x, s, ahead)
 			}
 			if computes {
 				in.loadEdges(x, s, t.columns)

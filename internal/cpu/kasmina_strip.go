@@ -71,7 +71,7 @@ type stripKernels struct {
 
 	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks int)
 	// chunkNorms and loadRows of another pack in one, for whole vectors of columns; nil where there are no such vectors.
-	loadNorms  func(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)
+	loadNorms  func(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)
 	storeFence func() // after what is written past the caches, before anybody may read it
 }
 
@@ -98,14 +98,14 @@ const (
 // at returns the index of column i of row r.
 func (p *pack) at(r, i int) int { return packRoom + r*packStride + i }
 
-// load fills the pack with the strip s of x. With fetch set it brings the next rows into the second cache.
-func (p *pack) load(x []float32, s strip, fetch bool) {
+// load fills the pack with the strip s of x. It brings what lies ahead elements ahead, if that is not 0, into the second cache.
+func (p *pack) load(x []float32, s strip, ahead int) {
 	if k := strips32; k != nil {
 		move := k.storeRows
-		if fetch {
+		if ahead > 0 {
 			move = k.loadRows
 		}
-		move(&p[packRoom], &x[s.at], s.rows, packStride, s.stride, s.columns, 4*passRows*s.stride)
+		move(&p[packRoom], &x[s.at], s.rows, packStride, s.stride, s.columns, 4*ahead)
 		return
 	}
 	for r := range s.rows {
@@ -192,7 +192,7 @@ func (f *columnFigures) addInput(p *pack, x []float32, s strip, eps float32) {
 		k.inputFigures(f, &p[packRoom], &x[s.at], s.rows, s.stride, s.columns, eps)
 		return
 	}
-	p.load(x, s, false)
+	p.load(x, s, 0)
 	f.add(p, s, eps)
 }
 
@@ -202,7 +202,7 @@ func (f *columnFigures) addGradient(p *pack, g []float32, s strip) {
 		k.gradientFigures(f, &p[packRoom], &g[s.at], s.rows, s.stride, s.columns)
 		return
 	}
-	p.load(g, s, false)
+	p.load(g, s, 0)
 	f.add(p, s, 0)
 }
 
@@ -327,6 +327,14 @@ func (c *columnRule) learn(dx []float32, g, x *pack, s strip, input []float32, t
 	blend(&dx[s.at], &g[packRoom], &x[packRoom], c, t, s.ahead(input), s.rows, s.stride, s.columns)
 }
 
+// next returns how far from s the strip is that is computed after it, in a tile of the given width.
+func (s strip) next(width int) int {
+	if s.from+s.columns < width {
+		return s.columns
+	}
+	return passRows*s.stride - s.from
+}
+
 // ahead is where the next rows of x begin.
 func (s strip) ahead(x []float32) *float32 { return &x[min(s.at+passRows*s.stride, len(x)-1)] }
 
@@ -398,10 +406,10 @@ func (n *stripNorms) add(g *pack, s strip, c int) {
 	}
 }
 
-// load is add, and loads the strip s of x into p.
-func (n *stripNorms) load(g, p *pack, x []float32, s strip, c int) {
-	lines := s.columns / 16
-	strips32.loadNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c, &p[packRoom], &x[s.at], lines, 4*(packStride-s.columns), 4*(s.stride-s.columns))
+// load is add, and loads the strip s of x into p as p.load does.
+func (n *stripNorms) load(g, p *pack, x []float32, s strip, c, ahead int) {
+	strips32.loadNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c, &p[packRoom], &x[s.at], s.columns/16,
+		4*(packStride-s.columns), 4*(s.stride-s.columns), 4*ahead)
 }
 
 // moments returns those of the norms of rows rows that add has seen of chunk i.

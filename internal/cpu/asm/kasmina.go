@@ -493,20 +493,21 @@ func blendLearn(v isa, streamed bool) {
 // chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
 // squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, and chunk is a multiple of 4.
 // A vector of four rows is the natural one, so this has one form. With loading set it also copies a line for every 16 elements
-// that it sees, left of them in a row and lines in those that follow, and then goes on jump or dstJump bytes later: loads wait
-// for the second cache, and norms for arithmetic.
+// that it sees, left of them in a row and lines in those that follow, and then goes on jump or dstJump bytes later, and it
+// fetches what lies ahead bytes ahead: loads wait for the second cache, and norms for arithmetic.
 func chunkNorms(loading bool) {
 	name, signature := "chunkNormsAVX2", "func(n *float64, x *float32, groups, chunk, chunks int)"
 	if loading {
-		name, signature = "loadNormsAVX512", "func(n *float64, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump int)"
+		name, signature = "loadNormsAVX512", "func(n *float64, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)"
 	}
 	TEXT(name, attr.NOSPLIT, signature)
-	anchors, sums, px, chunk, stride, stride3, chunks := RDI, RDX, RSI, R8, R10, R12, RBX
-	dst, src, left := R14, R15, R9
+	anchors, sums, px, chunk, stride, stride3 := RDI, RDX, RSI, R8, R10, R12
+	dst, src, left, ahead := R14, R15, R9, RBX
 	if loading {
 		Load(Param("dst"), dst)
 		Load(Param("src"), src)
 		Load(Param("lines"), left)
+		Load(Param("ahead"), ahead)
 	}
 	rows, at := R11, R13
 	Load(Param("n"), anchors)
@@ -514,7 +515,6 @@ func chunkNorms(loading bool) {
 	Load(Param("x"), px)
 	MOVQ(U32(4*packStride), stride)
 	Load(Param("chunk"), chunk)
-	Load(Param("chunks"), chunks)
 	LEAQ(Mem{Base: stride, Index: stride, Scale: 2}, stride3)
 	SHRQ(Imm(2), chunk)
 	p := []VecPhysical{Y0, Y1, Y2, Y3}
@@ -537,6 +537,7 @@ func chunkNorms(loading bool) {
 		VFMADD231PD(x, x, p[i])
 	}
 	if loading {
+		PREFETCHT1(Mem{Base: src, Index: ahead, Scale: 1})
 		VMOVUPS(Mem{Base: src}, Z16)
 		VMOVUPS(Z16, Mem{Base: dst})
 		ADDQ(Imm(64), src)
@@ -573,7 +574,7 @@ func chunkNorms(loading bool) {
 	MOVQ(chunk, RAX)
 	SHLQ(Imm(4), RAX)
 	ADDQ(RAX, px)
-	DECQ(chunks)
+	DECQ(parameter("chunks"))
 	JNZ(LabelRef("chunk"))
 	VZEROUPPER()
 	RET()
