@@ -8,7 +8,8 @@ import (
 
 // TestAttentionAt wants single rows to be those of the whole.
 func TestAttentionAt(t *testing.T) {
-	t.Run("float32", func(t *testing.T) { testAttentionAt[float32](t, 1e-6) })
+	// Scores reach 20, whose float32 rounding, 1e-6, becomes a relative error of their exponentials.
+	t.Run("float32", func(t *testing.T) { testAttentionAt[float32](t, 1e-5) })
 	t.Run("float64", func(t *testing.T) { testAttentionAt[float64](t, 1e-14) })
 }
 
