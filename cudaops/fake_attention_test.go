@@ -1,0 +1,82 @@
+package cudaops
+
+import (
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func (k *fakeKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, v kernels.Rows, _ driver.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		out := denseRows(l, a, a.Heads, y)
+		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
+			denseRows(l, a, a.KVHeads, v), cpuShape(a))
+		spreadRows(l, a, a.Heads, y, out)
+	})
+}
+
+func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, key, v, y kernels.Rows,
+	lse driver.Ptr, _ driver.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
+		fake.Slice[byte](l, stats, k.AttentionStatsBytes(a, driver.Float32))
+		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
+		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
+			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(a))
+		if a.Cos != 0 {
+			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
+			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
+			cpu.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+		}
+		spreadRows(l, a, a.Heads, dq, outQ)
+		spreadRows(l, a, a.KVHeads, dk, outK)
+		spreadRows(l, a, a.KVHeads, dv, outV)
+	})
+}
+
+// denseRows is a copy of an operand of attention, without the gaps between its rows.
+func denseRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.Rows) []float32 {
+	return slices.Concat(rowsAt(l, r.Ptr, a.Batch*a.Seq, heads*a.HeadDim, r.Stride)...)
+}
+
+// spreadRows writes a result of attention to where it belongs.
+func spreadRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.Rows, x []float32) {
+	width := heads * a.HeadDim
+	for i, row := range rowsAt(l, r.Ptr, a.Batch*a.Seq, width, r.Stride) {
+		copy(row, x[i*width:])
+	}
+}
+
+func cpuShape(a kernels.AttentionShape) cpu.AttentionShape {
+	return cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+}
+
+func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
+		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
+		r := float32(1 / (math.Sqrt(cpu.SumSquares(x)) + 1e-7))
+		for i, v := range x {
+			y[i] = v * r
+		}
+	})
+}
+
+func (k *fakeKernels) NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
+		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
+		norm, dot := math.Sqrt(cpu.SumSquares(x)), 0.0
+		for i, v := range x {
+			dot += float64(v) * float64(g[i])
+		}
+		r := norm + 1e-7
+		for i, v := range x {
+			dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
+		}
+	})
+}
