@@ -143,8 +143,9 @@ func TestKillWhileSaving(t *testing.T) {
 	}
 	r := newRand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
-	last, during := 0, 0
-	for i := range kills {
+	last, during, i := 0, 0, 0
+	// How many kills meet a half-written file is up to the disk: missing ones are waited for.
+	for ; i < kills || i < 10*kills && during < kills/20; i++ {
 		c := startChild(t, "save adamw "+path, "saving")
 		time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
 		kill(t, c)
@@ -163,9 +164,9 @@ func TestKillWhileSaving(t *testing.T) {
 		last = tr.Step()
 	}
 	if during < kills/20 {
-		t.Errorf("only %d of %d kills came while a file was being written", during, kills)
+		t.Errorf("only %d of %d kills came while a file was being written", during, i)
 	}
-	t.Logf("%d kills, %d of them while a file was being written; step %d", kills, during, last)
+	t.Logf("%d kills, %d of them while a file was being written; step %d", i, during, last)
 }
 
 // TestResumeErrors wants an error that says what is wrong, and a trainer that is as before.

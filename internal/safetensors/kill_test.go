@@ -57,9 +57,12 @@ func TestKill(t *testing.T) {
 	start := time.Now()
 	mustSave(t, path, version(0), map[string]string{"version": "0"})
 	window := max(3*time.Since(start), 20*time.Millisecond)
-	var halfWritten, after int
+	// How many of the kills meet a half-written file is up to the disk and to what else runs; those that are missing
+	// after the planned number of kills are waited for.
+	var n, halfWritten, after int
+	wanted := func() bool { return halfWritten < kills/10 || after < kills/10 }
 	next := uint64(1)
-	for range kills {
+	for ; n < kills || n < 10*kills && wanted(); n++ {
 		saved := killSaver(t, path, next, time.Duration(r.Int64N(int64(window))))
 		left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".checkpoint.tmp-*"))
 		if err != nil || len(left) > 1 {
@@ -75,8 +78,8 @@ func TestKill(t *testing.T) {
 		}
 		next = got + 1
 	}
-	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save", kills, halfWritten, after)
-	if halfWritten < kills/10 || after < kills/10 {
+	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save", n, halfWritten, after)
+	if wanted() {
 		t.Errorf("the kills were not spread over the saves")
 	}
 	mustSave(t, path, nil, nil)
