@@ -12,7 +12,6 @@ import (
 	"runtime"
 	"runtime/debug"
 	"sync"
-	"sync/atomic"
 )
 
 // Float is the element type of every kernel in this package.
@@ -39,13 +38,9 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 	t := teams.Get().(*team)
 	t.f, t.n, t.grain = f, n, grain
 	t.next.Store(0)
-	t.helpers.Add(workers - 1)
+	t.helpers.Store(int32(workers - 1))
 	for range workers - 1 {
-		select {
-		case idle <- t:
-		default:
-			go help(t)
-		}
+		t.recruit()
 	}
 	t.lead()
 	if p := t.panicked.Load(); p != nil {
@@ -96,66 +91,6 @@ type Panic struct {
 
 // String returns the value and the stack.
 func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stack) }
-
-// team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for the next call, so that
-// a steady state allocates nothing.
-type team struct {
-	f        func(lo, hi int)
-	n, grain int
-	next     atomic.Int64
-	helpers  sync.WaitGroup
-	panicked atomic.Pointer[Panic] // a helper's; a team that has one is not used again
-}
-
-var (
-	teams = sync.Pool{New: func() any { return new(team) }}
-	idle  = make(chan *team) // to a helper that waits for work
-)
-
-func (t *team) work() {
-	for {
-		lo := (int(t.next.Add(1)) - 1) * t.grain
-		if lo >= t.n {
-			return
-		}
-		t.f(lo, min(lo+t.grain, t.n))
-	}
-}
-
-// lead works for t and waits for its helpers, even when f panics: they still use what f does.
-func (t *team) lead() {
-	done := false
-	defer func() {
-		if !done {
-			t.stop()
-		}
-		t.helpers.Wait()
-	}()
-	t.work()
-	done = true
-}
-
-// stop lets no further span begin.
-func (t *team) stop() { t.next.Store(int64((t.n + t.grain - 1) / t.grain)) }
-
-// help works for t and then for whoever calls next.
-func help(t *team) {
-	for {
-		t.help()
-		t = <-idle
-	}
-}
-
-func (t *team) help() {
-	defer t.helpers.Done()
-	defer func() {
-		if r := recover(); r != nil {
-			t.stop()
-			t.panicked.CompareAndSwap(nil, asPanic(r))
-		}
-	}()
-	t.work()
-}
 
 // asPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
 // call of Parallel has passed on keeps its own stack.

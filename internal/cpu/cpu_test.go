@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"bytes"
+	"math/rand/v2"
 	"runtime"
 	"strings"
 	"sync"
@@ -59,6 +60,37 @@ func TestParallelPanics(t *testing.T) {
 			t.Fatalf("after panics, the sum of the spans' starts is %d", sum.Load())
 		}
 	}
+}
+
+// Calls from many goroutines, close together and far apart, so that helpers are met on the lookout, about to sleep and asleep,
+// each run all of their spans once.
+func TestParallelFromManyGoroutines(t *testing.T) {
+	atLeastTwoCores(t)
+	var callers sync.WaitGroup
+	for caller := range 8 {
+		callers.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(caller), 1))
+			for range 300 {
+				n, grain := 1+r.IntN(50), 1+r.IntN(5)
+				calls := make([]atomic.Int32, n)
+				Parallel(n, grain, func(lo, hi int) {
+					for i := lo; i < hi; i++ {
+						calls[i].Add(1)
+					}
+				})
+				for i := range calls {
+					if c := calls[i].Load(); c != 1 {
+						t.Errorf("index %d of %d was met %d times", i, n, c)
+						return
+					}
+				}
+				if r.IntN(4) == 0 {
+					time.Sleep(time.Duration(r.IntN(200)) * time.Microsecond)
+				}
+			}
+		})
+	}
+	callers.Wait()
 }
 
 // goroutine identifies the calling goroutine, as its stack's first line does: "goroutine 7 [running]:".
