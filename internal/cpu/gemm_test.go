@@ -243,7 +243,14 @@ func TestGemmRefusesShortSlices(t *testing.T) {
 
 func TestFMAPeak(t *testing.T) {
 	eachISA(t, func(t *testing.T) {
-		if peak := FMAPeak(1, time.Millisecond); (level == generic) != (peak == 0) || peak > 0 && peak < 1e8 {
+		peak := FMAPeak(1, time.Millisecond)
+		for range 50 { // another process may have had the CPU for nearly all of a try
+			if peak == 0 || peak >= 1e8 {
+				break
+			}
+			peak = FMAPeak(1, time.Millisecond)
+		}
+		if (level == generic) != (peak == 0) || peak > 0 && peak < 1e8 {
 			t.Errorf("peak of %.3g operations a second", peak)
 		}
 	})
