@@ -109,17 +109,31 @@ func TestHeuristicMoves(t *testing.T) {
 	}
 }
 
-// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends.
+// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends. One network in some hundreds
+// fills up with fossils before it has met them all.
 func TestHeuristicOnANetwork(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
+	reached := map[state.Stage]int{}
+	ends := []state.Stage{state.Fossilized, state.Culled, state.RolledBack, state.Dormant}
+	missing := func(s state.Stage) bool { return reached[s] == 0 }
+	for networks := 0; networks == 0 || networks < 10 && slices.ContainsFunc(ends, missing); networks++ {
+		growAtRandom(t, r, reached)
+	}
+	if slices.ContainsFunc(ends, missing) {
+		t.Errorf("seeds became %v, want some to reach each of %v", reached, ends)
+	}
+}
+
+// growAtRandom lets a heuristic command a network that measures random figures, and counts what its seeds become.
+func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
+	t.Helper()
 	thresholds := state.DefaultThresholds()
 	clear(thresholds.MinEpochs[:])
 	n, _ := networkOf(t, state.WithThresholds(thresholds), state.WithSlots(4), state.WithWidth(8))
 	h := state.NewHeuristic(3, 6*9)
 	h.Patience, h.RampEpochs = 20, 4
-	reached := map[state.Stage]int{}
 	if _, err := n.Listen(func(e state.Event) { reached[e.To]++ }); err != nil {
 		t.Fatal(err)
 	}
@@ -165,11 +179,6 @@ func TestHeuristicOnANetwork(t *testing.T) {
 		}
 		if active > 3 || living > 6 {
 			t.Fatalf("%d seeds are active and %d living, want at most 3 and 6", active, living)
-		}
-	}
-	for _, s := range []state.Stage{state.Fossilized, state.Culled, state.RolledBack, state.Dormant} {
-		if reached[s] == 0 {
-			t.Errorf("no seed became %v: %v", s, reached)
 		}
 	}
 }
