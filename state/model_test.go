@@ -304,8 +304,12 @@ func follow(r *rand.Rand, s state.Strategy, g *grafted, epochs int, target float
 			if most := share * s.MaxSpeed * (1 + 2*0x1p-8); !g.done && (step < share*(1-1e-3)-1e-7 || step > most+1e-7) {
 				return fmt.Errorf("a step of %v, want %v to %v", step, share, most)
 			}
-			if improved := memory[1] > 0 && float64(float32(g.Performance)) > float64(memory[0]); !wasDone && (g.Memory[1] > 1) != (improved && s.Gain > 0 && s.MaxSpeed > 1) {
-				return fmt.Errorf("speed %v after %v, performance %v", g.Memory[1], memory, g.Performance)
+			speed := float32(1)
+			if memory[1] > 0 && g.Performance > float64(memory[0]) {
+				speed = float32(min(s.MaxSpeed, float64(memory[1])*(1+s.Gain)))
+			}
+			if !wasDone && g.Memory[1] != speed {
+				return fmt.Errorf("speed %v after %v, performance %v, want %v", g.Memory[1], memory, g.Performance, speed)
 			}
 		}
 		if step > 0 {
