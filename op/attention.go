@@ -3,6 +3,7 @@ package op
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 
@@ -20,7 +21,7 @@ type AttentionConfig struct {
 	Scale   float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
 }
 
-// AttentionOp is the op behind [Attention].
+// AttentionOp is the op behind [Attention] and [DocumentAttention].
 type AttentionOp struct {
 	opbase.Base
 	Config AttentionConfig // with the defaults filled in
@@ -36,8 +37,25 @@ type AttentionOp struct {
 // key-value head h/(Heads/KVHeads) (grouped-query attention; Ainslie et al., "GQA", 2023). Scores are formed a tile at a
 // time with an online softmax, so that memory grows with Seq, not with its square (Dao et al., "FlashAttention", 2022).
 func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
-	const name = "Attention"
-	aq, ak, av := arg{"q", q}, arg{"k", k}, arg{"v", v}
+	return attend("Attention", gorgonia.Nodes{q, k, v}, c)
+}
+
+// DocumentAttention is a causal [Attention] of sequences in which documents lie one behind the other and see nothing of each
+// other: the query at position i of a sequence sees the keys at starts[i] ≤ j ≤ i, where starts[i] is the position of the
+// first token of the document that token i belongs to.
+//
+// starts is [B·Seq] of type int, by rows, as ids are. Positions count from 0 in each sequence, along which starts must not
+// decrease, with 0 ≤ starts[i] ≤ i; anything else is an error when the graph runs. It has no gradient. Whole tiles of keys
+// before the documents of their queries cost nothing. [RoPE] before it may count positions through the sequence, since
+// scores depend on the distance of query and key alone.
+func DocumentAttention(q, k, v, starts *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
+	return attend("DocumentAttention", gorgonia.Nodes{q, k, v, starts}, c)
+}
+
+// attend applies the op to queries, keys, values and, for documents, where these start.
+func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, error) {
+	q := in[0]
+	aq, ak, av := arg{"q", q}, arg{"k", in[1]}, arg{"v", in[2]}
 	if err := checkFloats(name, aq, ak, av); err != nil {
 		return nil, err
 	}
@@ -65,11 +83,25 @@ func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error
 			return nil, err
 		}
 	}
+	if len(in) > 3 {
+		if err := checkStarts(name, aq, arg{"starts", in[3]}, c); err != nil {
+			return nil, err
+		}
+	}
 	o := &AttentionOp{Config: c}
 	o.Owns(&o.lse)
-	in := gorgonia.Nodes{q, k, v}
 	opbase.Init(&o.Base, o, name, fmt.Sprintf("%+v", c), in, q.Dtype(), q.Shape(), attention[float32], attention[float64])
 	return gorgonia.ApplyOp(o, in...)
+}
+
+func checkStarts(op string, q, starts arg, c AttentionConfig) error {
+	if err := checkGraph(op, q, starts); err != nil {
+		return err
+	}
+	if !c.Causal {
+		return fmt.Errorf("op.%s: config: Causal is false, want true: starts says nothing of where documents end", op)
+	}
+	return checkInts(op, starts, q.node.Shape()[0], fmt.Sprintf("one start for each row of q %v", q.node.Shape()))
 }
 
 func (c AttentionConfig) check() error {
@@ -84,41 +116,73 @@ func (c AttentionConfig) check() error {
 	return nil
 }
 
-func (o *AttentionOp) shape() cpu.AttentionShape {
+// Documents reports whether the op is that of [DocumentAttention], whose fourth input says where documents start.
+func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
+
+// shape returns the geometry, with the starts of documents if these are among the inputs.
+func (o *AttentionOp) shape(in opbase.Args) (cpu.AttentionShape, error) {
 	c := o.Config
-	return cpu.AttentionShape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+	s := cpu.AttentionShape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
+	if !o.Documents() {
+		return s, nil
+	}
+	s.Starts = opbase.Slice[int](in, 3)
+	least := 0
+	for r, start := range s.Starts {
+		i := r % c.Seq
+		if i == 0 {
+			least = 0
+		}
+		if start < least || start > i {
+			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own position in the sequence", r, start, least, i)
+		}
+		least = start
+	}
+	return s, nil
 }
 
 func (o *AttentionOp) lseLen() int { return o.InputShape(0)[0] * o.Config.Heads }
 
 func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
+	s, err := o.shape(in)
+	if err != nil {
+		return err
+	}
 	lse := opbase.AuxSlice[T](&o.lse, o.lseLen())
-	cpu.Attention(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), o.shape())
+	cpu.Attention(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), s)
 	return nil
 }
 
 // DiffWRT reports that the op is differentiable in q, k and v.
-func (o *AttentionOp) DiffWRT(int) []bool { return []bool{true, true, true} }
+func (o *AttentionOp) DiffWRT(int) []bool { return []bool{true, true, true, false}[:o.Arity()] }
 
 // SymDiff returns the gradients of q, k and v.
 func (o *AttentionOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &AttentionGradOp{Forward: o}
-	return backward(&b.Base, b, "AttentionGrad", o, gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 3,
+	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad), 3,
 		attentionGrad[float32], attentionGrad[float64])
+	if err != nil {
+		return nil, err
+	}
+	return append(grads, nil)[:o.Arity()], nil
 }
 
-// AttentionGradOp computes [dq | dk | dv], packed, from q, k, v, the forward output and its gradient.
+// AttentionGradOp computes [dq | dk | dv], packed, from the forward op's inputs, its output and the output's gradient.
 type AttentionGradOp struct {
 	opbase.Base
 	Forward *AttentionOp
 }
 
 func attentionGrad[T cpu.Float](o *AttentionGradOp, out []T, in opbase.Args) error {
+	s, err := o.Forward.shape(in)
+	if err != nil {
+		return err
+	}
 	q, k, v := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
-	y, g := opbase.Slice[T](in, 3), opbase.Slice[T](in, 4)
+	y, g := opbase.Slice[T](in, len(in)-2), opbase.Slice[T](in, len(in)-1)
 	lse := opbase.AuxSlice[T](&o.Forward.lse, o.Forward.lseLen())
 	dq, dk, dv := out[:len(q)], out[len(q):len(q)+len(k)], out[len(q)+len(k):]
-	cpu.AttentionBackward(dq, dk, dv, g, q, k, v, y, lse, o.Forward.shape())
+	cpu.AttentionBackward(dq, dk, dv, g, q, k, v, y, lse, s)
 	return nil
 }

@@ -35,6 +35,12 @@ func TestConstructorErrors(t *testing.T) {
 	attend := func(q, k, v *gorgonia.Node, c op.AttentionConfig) func() (*gorgonia.Node, error) {
 		return func() (*gorgonia.Node, error) { return op.Attention(q, k, v, c) }
 	}
+	documents := func(starts *gorgonia.Node, c op.AttentionConfig) func() (*gorgonia.Node, error) {
+		return func() (*gorgonia.Node, error) {
+			return op.DocumentAttention(f64(6, 8), f64(6, 4), f64(6, 4), starts, c)
+		}
+	}
+	causal := with(func(c *op.AttentionConfig) { c.Causal = true })
 	rope := func(x *gorgonia.Node, c op.RoPEConfig) func() (*gorgonia.Node, error) {
 		return func() (*gorgonia.Node, error) { return op.RoPE(x, c) }
 	}
@@ -82,6 +88,11 @@ func TestConstructorErrors(t *testing.T) {
 		"Attention groups":        {attend(f64(6, 8), f64(6, 6), f64(6, 6), with(func(c *op.AttentionConfig) { c.KVHeads = 3 })), "Attention|Heads is 4|KVHeads 3"},
 		"Attention types":         {attend(f64(6, 8), f32(6, 4), f64(6, 4), attention), "Attention|k|float32|q|float64"},
 		"Attention zero":          {attend(f64(6, 8), f64(6, 4), f64(6, 4), op.AttentionConfig{}), "Attention|Seq 0|positive"},
+		"DocumentAttention nil":   {documents(nil, causal), "DocumentAttention|starts is nil"},
+		"DocumentAttention type":  {documents(f64(6), causal), "DocumentAttention|starts|float64|int"},
+		"DocumentAttention rows":  {documents(ids(2), causal), "DocumentAttention|starts has shape (2)|(6)|q (6, 8)"},
+		"DocumentAttention graph": {documents(elsewhere, causal), "DocumentAttention|starts|q|different graphs"},
+		"DocumentAttention full":  {documents(ids(6), attention), "DocumentAttention|Causal is false|true"},
 		"Linear rank":             {linear(f64(3), f64(4, 3)), "Linear|x has shape (3)"},
 		"Linear features":         {linear(f64(2, 3), f64(4, 5)), "Linear|w has shape (4, 5)|(4, 3)|x (2, 3)"},
 		"Linear types":            {linear(f64(2, 3), f32(4, 3)), "Linear|w|float32|x|float64"},
@@ -117,6 +128,9 @@ func TestConstructorErrors(t *testing.T) {
 // TestRunErrors covers what only values can show.
 func TestRunErrors(t *testing.T) {
 	f := dense(tensor.Float64, make([]float64, 15), 3, 5)
+	documents := func(starts, x *gorgonia.Node) (*gorgonia.Node, error) {
+		return op.DocumentAttention(x, x, x, starts, op.AttentionConfig{Seq: 3, Heads: 1, HeadDim: 5, Causal: true})
+	}
 	for name, c := range map[string]struct {
 		ids   []int
 		build func(ids, x *gorgonia.Node) (*gorgonia.Node, error)
@@ -127,6 +141,9 @@ func TestRunErrors(t *testing.T) {
 		"target too large": {[]int{0, 5, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, "targets[1] is 5|0 to 4"},
 		"no target":        {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.CrossEntropy(x, t) }, op.ErrNoTargets.Error()},
 		"fused: too large": {[]int{0, 3, 1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, "targets[1] is 3|0 to 2"},
+		"start too large":  {[]int{0, 2, 0}, documents, "starts[1] is 2|0, the start before it, to 1"},
+		"start negative":   {[]int{0, 0, -1}, documents, "starts[2] is -1|0, the start before it, to 2"},
+		"start decreasing": {[]int{0, 1, 0}, documents, "starts[2] is 0|1, the start before it, to 2"},
 		"fused: no target": {[]int{-1, -2, -1}, func(t, x *gorgonia.Node) (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, x, t) }, op.ErrNoTargets.Error()},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -164,6 +181,7 @@ func TestHashes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewTensor(g, tensor.Float64, 2, gorgonia.WithShape(6, 8), gorgonia.WithName("x"))
 	w := gorgonia.NewTensor(g, tensor.Float64, 1, gorgonia.WithShape(8), gorgonia.WithName("w"))
+	starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6), gorgonia.WithName("starts"))
 	build := []func() (*gorgonia.Node, error){
 		func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, 1e-5) },
 		func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, 1e-6) },
@@ -184,6 +202,9 @@ func TestHashes(t *testing.T) {
 		},
 		func() (*gorgonia.Node, error) {
 			return op.Attention(x, x, x, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4, Scale: 2})
+		},
+		func() (*gorgonia.Node, error) {
+			return op.DocumentAttention(x, x, x, starts, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4, Causal: true})
 		},
 		func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, 4) },
 		func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, 5) },

@@ -48,6 +48,33 @@ func ExampleAttention() {
 	// [3.0 3.0]
 }
 
+// Two documents share a sequence. All keys are alike, so every position sees the average of its document's values up to its own.
+func ExampleDocumentAttention() {
+	g := gorgonia.NewGraph()
+	q := matrixNode(g, "q", 5, 1, 1, 2, 3, 4, 5)
+	k := matrixNode(g, "k", 5, 1, 1, 1, 1, 1, 1)
+	v := matrixNode(g, "v", 5, 1, 2, 4, 6, 10, 20)
+	starts := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("starts"), gorgonia.WithShape(5),
+		gorgonia.WithValue(tensor.New(tensor.WithBacking([]int{0, 0, 0, 3, 3}))))
+	y, err := op.DocumentAttention(q, k, v, starts, op.AttentionConfig{Seq: 5, Heads: 1, HeadDim: 1, Causal: true})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	var out gorgonia.Value
+	gorgonia.Read(y, &out)
+
+	machine := gorgonia.NewTapeMachine(g)
+	defer machine.Close()
+	if err := machine.RunAll(); err != nil {
+		fmt.Println(err)
+		return
+	}
+	fmt.Println(out.Data())
+	// Output:
+	// [2 3 4 10 15]
+}
+
 // The output layer and loss of a language model with four words: the first position scores them all alike and should say
 // word 2, the second is sure of word 1, and rightly so. The third has no target.
 func ExampleLinearCrossEntropy() {

@@ -27,6 +27,9 @@ var goldenOps = map[string]func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Nod
 	"Attention": func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return op.Attention(in[0], in[1], in[2], settings[op.AttentionConfig](c))
 	},
+	"DocumentAttention": func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return op.DocumentAttention(in[0], in[1], in[2], in[3], settings[op.AttentionConfig](c))
+	},
 	"Linear": func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return op.Linear(in[0], in[1])
 	},

@@ -35,6 +35,22 @@ func idInput(r *rand.Rand, n, low, high int) input {
 	return input{shape: []int{n}, ids: ids}
 }
 
+// startsInput is where documents of random lengths start, in sequences of seq tokens.
+func startsInput(r *rand.Rand, sequences, seq int) input {
+	ids := make([]int, sequences*seq)
+	longest := 1 + r.IntN(2*seq)
+	for b := range sequences {
+		for start := 0; start < seq; {
+			end := min(seq, start+1+r.IntN(longest))
+			for i := start; i < end; i++ {
+				ids[b*seq+i] = start
+			}
+			start = end
+		}
+	}
+	return input{shape: []int{len(ids)}, ids: ids}
+}
+
 // opCase is an op with random inputs and what it should compute, as written on paper, in float64.
 type opCase struct {
 	name  string
@@ -91,8 +107,16 @@ func opCases(r *rand.Rand) []opCase {
 			kv = c.Heads
 		}
 		add(fmt.Sprintf("Attention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Attention(in[0], in[1], in[2], c) },
-			func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, 2, c) },
+			func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, nil, 2, c) },
 			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim))
+		if !c.Causal {
+			continue
+		}
+		add(fmt.Sprintf("DocumentAttention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.DocumentAttention(in[0], in[1], in[2], in[3], c)
+		}, func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, in[3].ids, 2, c) },
+			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim),
+			startsInput(r, 2, c.Seq))
 	}
 	return cases
 }
@@ -344,7 +368,8 @@ func refRoPE(x []float64, c op.RoPEConfig) []float64 {
 	return y
 }
 
-func refAttention(q, k, v []float64, batch int, c op.AttentionConfig) []float64 {
+// refAttention is that of queries that see no key before starts, unless it is nil.
+func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConfig) []float64 {
 	if c.KVHeads == 0 {
 		c.KVHeads = c.Heads
 	}
@@ -360,8 +385,8 @@ func refAttention(q, k, v []float64, batch int, c op.AttentionConfig) []float64 
 				var z float64
 				p := make([]float64, c.Seq)
 				for j := range c.Seq {
-					if c.Causal && j > i {
-						break
+					if c.Causal && j > i || starts != nil && j < starts[b*c.Seq+i] {
+						continue
 					}
 					var s float64
 					for e := range c.HeadDim {

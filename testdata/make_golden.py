@@ -119,7 +119,7 @@ def rope():
     out.save()
 
 
-def attend(q, k, v, seq, heads, kv_heads, head_dim, causal=True, scale=None):
+def attend(q, k, v, seq, heads, kv_heads, head_dim, causal=True, scale=None, starts=None):
     def split(x, n):
         return x.reshape(-1, seq, n, head_dim).transpose(1, 2)
 
@@ -128,6 +128,8 @@ def attend(q, k, v, seq, heads, kv_heads, head_dim, causal=True, scale=None):
     scores = split(q, heads) @ k.mT * (head_dim ** -0.5 if scale is None else scale)
     if causal:
         scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -math.inf)
+    if starts is not None:
+        scores = scores.masked_fill(torch.arange(seq) < starts.reshape(-1, 1, seq, 1), -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).reshape(q.shape)
 
 
@@ -156,6 +158,18 @@ def attention():
     q[:, ::6], k[:, 0] = 32, 24
     out.case(name, lambda q, k, v: attend(q, k, v, 17, 2, 1, 6), {"q": q, "k": k, "v": v},
              Op="Attention", Seq=17, Heads=2, KVHeads=1, HeadDim=6, Causal=True, Scale=0, Float32Error=1e-4)
+    for seq, heads, kv_heads, head_dim, lengths in [
+        (7, 4, 2, 6, [[3, 4], [1, 5, 1]]), (17, 2, 2, 2, [[17], [1] * 17]), (70, 1, 1, 6, [[64, 6]]),
+        (130, 2, 1, 2, [[100, 1, 29], [3, 127]]),
+    ]:
+        name = f"documents-T{seq}-H{heads}-KV{kv_heads}-Dh{head_dim}"
+        r = Random(name)
+        rows = seq * len(lengths)
+        starts = torch.tensor([sum(row[:i]) for row in lengths for i, n in enumerate(row) for _ in range(n)])
+        out.case(name, lambda q, k, v, starts: attend(q, k, v, seq, heads, kv_heads, head_dim, starts=starts),
+                 {"q": r.normal(rows, heads * head_dim), "k": r.normal(rows, kv_heads * head_dim),
+                  "v": r.normal(rows, kv_heads * head_dim), "starts": starts},
+                 Op="DocumentAttention", Seq=seq, Heads=heads, KVHeads=kv_heads, HeadDim=head_dim, Causal=True)
     out.save()
 
 

@@ -38,6 +38,9 @@ func opChecks() []check {
 			return op.Attention(in.normal("q", rows, c.Heads*c.HeadDim), in.normal("k", rows, kv), in.normal("v", rows, kv), c)
 		})
 	}
+	add("DocumentAttention", "70 positions, 3 documents, 2 heads on 1 of 1", func(in *inputs) (*gorgonia.Node, error) {
+		return documents(documentInputs(in))
+	})
 	add("Linear", "5×7 to 4", func(in *inputs) (*gorgonia.Node, error) {
 		return op.Linear(in.normal("x", 5, 7), in.normal("w", 4, 7))
 	})
@@ -57,6 +60,9 @@ func opChecks() []check {
 	}
 	add("Recompute", "embedding, norm and MLP", func(in *inputs) (*gorgonia.Node, error) {
 		return autodiff.Recompute(blockInputs(in), block)
+	})
+	add("Recompute", "attention of documents", func(in *inputs) (*gorgonia.Node, error) {
+		return autodiff.Recompute(documentInputs(in), documents)
 	})
 	add("Recompute", "within Recompute", func(in *inputs) (*gorgonia.Node, error) {
 		return autodiff.Recompute(blockInputs(in), func(in gorgonia.Nodes) (*gorgonia.Node, error) {
@@ -84,6 +90,19 @@ var (
 		{Seq: 70, Heads: 2, KVHeads: 1, HeadDim: 2, Causal: true},
 	}
 )
+
+// documentInputs are those of attention to documents of 25 tokens at most.
+func documentInputs(in *inputs) gorgonia.Nodes {
+	starts := make([]int, 70)
+	for i := range starts {
+		starts[i] = i / 25 * 25
+	}
+	return gorgonia.Nodes{in.normal("q", 70, 2), in.normal("k", 70, 1), in.normal("v", 70, 1), in.constant("starts", starts, 70)}
+}
+
+func documents(in gorgonia.Nodes) (*gorgonia.Node, error) {
+	return op.DocumentAttention(in[0], in[1], in[2], in[3], op.AttentionConfig{Seq: 70, Heads: 2, KVHeads: 1, HeadDim: 1, Causal: true})
+}
 
 func blockInputs(in *inputs) gorgonia.Nodes {
 	return gorgonia.Nodes{in.normal("x", 4, 6), in.constant("ids", []int{2, 0, 1, 2}, 4), in.normal("table", 3, 6), in.normal("norm", 6),

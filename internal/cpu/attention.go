@@ -11,6 +11,41 @@ type AttentionShape struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool
 	Scale                               float64
+
+	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, nil for 0. Along a sequence it
+	// never decreases, and none lies behind its query.
+	Starts []int
+}
+
+// sequence returns the geometry of sequence b, whose Starts alone differ from those of the others.
+func (s AttentionShape) sequence(b int) AttentionShape {
+	if s.Starts != nil {
+		s.Starts = s.Starts[b*s.Seq:][:s.Seq]
+	}
+	return s
+}
+
+// keys returns the range of keys outside which none of the nq queries from position i0 on sees any.
+func (s *AttentionShape) keys(i0, nq int) (from, to int) {
+	switch {
+	case s.Starts != nil:
+		return s.Starts[i0], i0 + nq
+	case s.Causal:
+		return 0, i0 + nq
+	}
+	return 0, s.Seq
+}
+
+// seen returns which of the nk keys from position j0 on the query at position i sees, counted from j0.
+func (s *AttentionShape) seen(i, j0, nk int) (from, to int) {
+	to = nk
+	if s.Causal {
+		to = max(0, min(nk, i-j0+1))
+	}
+	if s.Starts != nil {
+		from = min(to, max(0, s.Starts[i]-j0))
+	}
+	return from, to
 }
 
 // Tiles of queries and keys: their product, four operands and the accumulator stay in a core's second-level cache.
@@ -96,34 +131,29 @@ func (s *attention[T]) span(lo, hi int) {
 		row := b*s.Seq + i0
 		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
 		kv := b*s.Seq*kd + h/group*dh
-		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, s.k[kv:], s.v[kv:], qd, kd, i0, nq, s.AttentionShape)
+		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, s.k[kv:], s.v[kv:], qd, kd, i0, nq, s.sequence(b))
 	}
 }
 
 // forward computes nq rows of one head, whose first is position i0.
 func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionShape) {
-	dh, keys := s.HeadDim, s.Seq
-	if s.Causal {
-		keys = i0 + nq
-	}
+	dh := s.HeadDim
+	first, keys := s.keys(i0, nq)
 	for i := range nq {
 		t.m[i], t.l[i] = T(math.Inf(-1)), 0
 		clear(y[i*qd:][:dh])
 	}
-	for j0 := 0; j0 < keys; j0 += keyTile {
+	for j0 := first; j0 < keys; j0 += keyTile {
 		nk := min(keyTile, keys-j0)
 		GemmSerial(false, true, nq, nk, dh, T(s.Scale), q, qd, k[j0*kd:], kd, 0, t.p, keyTile)
 		for i := range nq {
 			p := t.p[i*keyTile:][:nk]
-			seen := nk
-			if s.Causal {
-				seen = min(nk, i0+i-j0+1)
-			}
-			clear(p[max(0, seen):])
-			if seen <= 0 {
+			from, to := s.seen(i0+i, j0, nk)
+			clear(p[:from])
+			clear(p[to:])
+			if p = p[from:to]; len(p) == 0 {
 				continue
 			}
-			p = p[:seen]
 			m := max(t.m[i], Max(p))
 			sum := ExpSub(p, p, m)
 			if m != t.m[i] {
@@ -171,7 +201,7 @@ func (s *attentionBackward[T]) span(lo, hi int) {
 		for h := kvh * group; h < (kvh+1)*group; h++ {
 			o := b*s.Seq*qd + h*dh
 			t.backward(s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:], s.lse[(b*s.Heads+h)*s.Seq:],
-				qd, kd, s.AttentionShape)
+				qd, kd, s.sequence(b))
 		}
 	}
 }
@@ -180,28 +210,26 @@ func (s *attentionBackward[T]) span(lo, hi int) {
 func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s AttentionShape) {
 	dh := s.HeadDim
 	for i0 := 0; i0 < s.Seq; i0 += queryTile {
-		nq, keys := min(queryTile, s.Seq-i0), s.Seq
-		if s.Causal {
-			keys = i0 + nq
-		}
+		nq := min(queryTile, s.Seq-i0)
+		first, keys := s.keys(i0, nq)
 		qi, gi, dqi := q[i0*qd:], g[i0*qd:], dq[i0*qd:]
 		for i := range nq {
 			t.d[i] = dot(gi[i*qd:][:dh], y[(i0+i)*qd:][:dh])
 			clear(dqi[i*qd:][:dh])
 		}
-		for j0 := 0; j0 < keys; j0 += keyTile {
+		for j0 := first; j0 < keys; j0 += keyTile {
 			nk := min(keyTile, keys-j0)
 			kj, vj := k[j0*kd:], v[j0*kd:]
 			GemmSerial(false, true, nq, nk, dh, T(s.Scale), qi, qd, kj, kd, 0, t.p, keyTile)
 			GemmSerial(false, true, nq, nk, dh, 1, gi, qd, vj, kd, 0, t.dp, keyTile)
 			for i := range nq {
 				p, dp := t.p[i*keyTile:][:nk], t.dp[i*keyTile:][:nk]
-				if s.Causal {
-					seen := max(0, min(nk, i0+i-j0+1))
-					clear(p[seen:])
-					clear(dp[seen:])
-					p, dp = p[:seen], dp[:seen]
-				}
+				from, to := s.seen(i0+i, j0, nk)
+				clear(p[:from])
+				clear(p[to:])
+				clear(dp[:from])
+				clear(dp[to:])
+				p, dp = p[from:to], dp[from:to]
 				ExpSub(p, p, lse[i0+i])
 				softmaxGradient(dp, p, t.d[i])
 			}

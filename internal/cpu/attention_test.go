@@ -50,3 +50,52 @@ func testAttentionAt[T Float](t *testing.T, tolerance float64) {
 		}
 	}
 }
+
+// TestDocumentTiles wants documents that begin where tiles do to leave those before them alone: no NaN in one reaches another.
+func TestDocumentTiles(t *testing.T) {
+	t.Run("float32", testDocumentTiles[float32])
+	t.Run("float64", testDocumentTiles[float64])
+}
+
+func testDocumentTiles[T Float](t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	const border = 2 * queryTile
+	s := AttentionShape{Batch: 2, Seq: border + queryTile + 5, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4}
+	rows := s.Batch * s.Seq
+	for i := range rows {
+		s.Starts = append(s.Starts, i%s.Seq/border*border)
+	}
+	nan := func(n int) []T {
+		x := make([]T, n)
+		for i := range x {
+			x[i] = T(math.NaN())
+		}
+		return x
+	}
+	qn, kn := rows*s.Heads*s.HeadDim, rows*s.KVHeads*s.HeadDim
+	var in [4][]T // q, k, v and the output's gradient
+	for i, n := range []int{qn, kn, kn, qn} {
+		in[i] = nan(n)
+		for at, width := 0, n/rows; at < rows; at++ {
+			for e := range width {
+				if s.Starts[at] > 0 || at < s.Seq { // the first document of the second sequence stays NaN
+					in[i][at*width+e] = T(r.NormFloat64())
+				}
+			}
+		}
+	}
+	y, lse, dq, dk, dv := nan(qn), nan(rows*s.Heads), nan(qn), nan(kn), nan(kn)
+	Attention(y, lse, in[0], in[1], in[2], s)
+	AttentionBackward(dq, dk, dv, in[3], in[0], in[1], in[2], y, lse, s)
+	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
+		width := len(x) / rows
+		for i, v := range x {
+			at := i / width
+			if spoilt := at >= s.Seq && s.Starts[at] == 0; (v != v) != spoilt {
+				t.Fatalf("%s[%d], of position %d of sequence %d, is %v", name, i, at%s.Seq, at/s.Seq, v)
+			}
+		}
+	}
+}
