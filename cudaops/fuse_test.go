@@ -73,6 +73,7 @@ type fuseCase struct {
 	keep     []string
 	keyBase  float64  // of the keys' rotation; 0 for that of the queries
 	alsoUsed []string // nodes that the loss also reads
+	starts   []int    // of documents, if attention is to keep them apart
 	want     map[string]int
 }
 
@@ -140,7 +141,16 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	}
 	named["k"] = must(op.RoPE(must(op.Linear(h, param("wk", 8, fuseDim))), rope))
 	named["v"] = must(op.Linear(h, param("wv", 8, fuseDim)))
-	a := must(op.Attention(named["q"], named["k"], named["v"], op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}))
+	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}
+	attend := func() (*gorgonia.Node, error) { return op.Attention(named["q"], named["k"], named["v"], c) }
+	if f.starts != nil {
+		starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"), gorgonia.WithShape(fuseRows),
+			gorgonia.WithValue(tensor.New(tensor.WithBacking(f.starts))))
+		attend = func() (*gorgonia.Node, error) {
+			return op.DocumentAttention(named["q"], named["k"], named["v"], starts, c)
+		}
+	}
+	a := must(attend())
 	named["o"] = must(op.Linear(a, param("wo", fuseDim, 16)))
 	named["s"] = must(gorgonia.Add(x, named["o"]))
 	m := must(op.SiLUMLP(must(op.RMSNorm(named["s"], param("norm3", fuseDim), 1e-5)), param("gate", 7, fuseDim), param("up", 7, fuseDim),

@@ -101,7 +101,7 @@ func init() {
 		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
-		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, in(4)},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, inLast},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
 		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},

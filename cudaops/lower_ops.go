@@ -197,9 +197,12 @@ func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
 }
 
 func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	o := n.Op().(*op.AttentionOp)
+	if o.Documents() {
+		return c.hosted(n, in, documentsOnHost)
+	}
 	q, k := c.lowerPair(n, in[0], in[1])
 	v := c.act(n, in[2])
-	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.shape[0])
 	y, lse, m := c.like(q), c.aux(s.Batch, s.Heads, s.Seq), c.m
 	c.saved[o] = lse
@@ -210,7 +213,13 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 	return y, nil
 }
 
+// documentsOnHost is why both passes are there: what one leaves for the other stays on its side.
+const documentsOnHost = "attention to documents has no kernel"
+
 func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
+	if n.Op().(*op.AttentionGradOp).Forward.Documents() {
+		return c.hosted(n, in, documentsOnHost)
+	}
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)

@@ -240,6 +240,9 @@ func in(input int) linearity {
 	return func(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 && c[input] }
 }
 
+// inLast is linear in the last input.
+func inLast(n *gorgonia.Node, c carriers) (bool, bool) { return in(len(c)-1)(n, c) }
+
 // inOne is linear in each input, but not in two together.
 func inOne(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }
 

@@ -1,0 +1,96 @@
+package cudaops
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+)
+
+// TestDocumentsOnHost wants attention to documents, which has no kernel, to be computed on the host in a graph whose other ops
+// are on the device: right, and with a warning for the op and one for its gradient.
+func TestDocumentsOnHost(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) { testDocumentsOnHost(t, device, 1e-5, fakeOption) })
+	t.Run("scaled", func(t *testing.T) { testDocumentsOnHost(t, device, 1e-5, fakeOption, scaledGradients) })
+	t.Run("GPU", func(t *testing.T) { testDocumentsOnHost(t, openGPU(t), 1e-4) })
+	t.Run("float16", func(t *testing.T) { testDocumentsOnHost(t, openGPU(t), 2e-2, WithPrecision(Float16)) })
+}
+
+func testDocumentsOnHost(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
+	g, params, keep := f.graph(t, seed)
+	same, sameParams, sameKeep := f.graph(t, seed)
+	var log bytes.Buffer
+	m, err := NewMachine(device, g, append(opts, WithParams(params...), WithOutputs(keep...),
+		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
+	defer tape.Close()
+	if err := tape.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		want := append(sameKeep, derivatives(sameParams)...)
+		for i, n := range append(keep, derivatives(params)...) {
+			v, err := m.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
+				t.Errorf("%s differs by %.2g", describe(n), d)
+			}
+		}
+	}
+	text := log.String()
+	if strings.Count(text, "\n") != 2 || strings.Count(text, documentsOnHost+": it is computed on the host") != 2 ||
+		strings.Count(text, "AttentionGrad") != 1 {
+		t.Errorf("want one warning each that names the op, its gradient and why: %s", text)
+	}
+	if _, err := NewMachine(device, g, append(opts, WithStrict(), WithParams(params...))...); err == nil ||
+		!strings.Contains(err.Error(), "DocumentAttention") || !strings.Contains(err.Error(), documentsOnHost+", and WithStrict forbids") {
+		t.Errorf("got %v, want an error that names the op and why", err)
+	}
+	starts := keep[0].Graph().ByName("starts")[0]
+	late := tensor.New(tensor.WithBacking([]int{0, 0, 0, 0, 2, 2}))
+	if err := errors.Join(gorgonia.Let(starts, late), m.RunAll()); err == nil || !strings.Contains(err.Error(), "starts[4] is 2") {
+		t.Errorf("with documents that start too late: %v", err)
+	}
+}
+
+// TestLoneDocuments runs every op of such a graph alone.
+func TestLoneDocuments(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
+	g, params, _ := f.graph(t, seed)
+	same, sameParams, _ := f.graph(t, seed)
+	r := newLoneRunner(t, device, fakeOption)
+	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
+	defer tape.Close()
+	if err := errors.Join(r.run(g), tape.RunAll()); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range params {
+		got := tensor.New(tensor.WithBacking(r.value(p.Deriv())))
+		if d := distance(t, got, sameParams[i].Deriv().Value()); !(d < 1e-5) {
+			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
+		}
+	}
+}
