@@ -3,6 +3,7 @@ package cpu
 import (
 	"runtime"
 	"sync"
+	"unsafe"
 )
 
 // Gemm computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ (transA, transB), op(A) is
@@ -27,7 +28,7 @@ const (
 	gemmKC     = 256     // depth of a packed panel
 	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
 	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
-	gemmSmall  = 1 << 18 // products of fewer multiplications stay on one core
+	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
 )
 
 // gemmTile is what a kernel works on: C = alpha·A·B + beta·C for an m×n tile of C, with element (i, p) of A at
@@ -199,8 +200,7 @@ func (j *gemmJob[T]) run(workers int) {
 		return
 	}
 	nr := j.kn.nr
-	// With few rows an element of B is used so rarely that copying it costs more than reading it out of order.
-	j.inPlace = !j.transB && j.m <= j.kn.mr
+	j.inPlace = !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
 	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
 	depth := min(j.k, max(gemmKC, gemmPacked/cols/gemmKC*gemmKC))
 	for j.j0 = 0; j.j0 < j.n; j.j0 += cols {
@@ -222,7 +222,17 @@ func (j *gemmJob[T]) run(workers int) {
 
 // gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B into panels costs less
 // than adding up lanes and reading B's rows once for every few rows of A.
-const gemmDotRows = 8
+const gemmDotRows = 32
+
+// gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache line: with fewer rows an
+// element of B is used so rarely that copying it costs more than reading it out of order. With mr rows or less that holds
+// however B lies.
+const gemmInPlace = 768
+
+func alignedRows[T Float](x []T, ld int) bool {
+	const line = 64
+	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 && uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
+}
 
 // split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
 // none smaller than two tiles of rows, and none wider than gemmNC.
@@ -312,7 +322,7 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p int) {
 	t, lanes := &s.tile, j.kn.lanes
 	switch {
-	case j.transA && j.nb <= gemmSweep:
+	case j.transA && j.nb <= gemmSweepAcross:
 		t.a, t.rs, t.cs = j.a[p*j.lda+i:], 1, j.lda
 	case j.nb <= gemmSweep:
 		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
@@ -325,8 +335,12 @@ func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p int) {
 	}
 }
 
-// gemmSweep is the widest block of C for which rows of op(A) are read in place: packing them would cost more than it saves.
-const gemmSweep = 64
+// The widest blocks of C for which rows of op(A) are read in place, as packing them would cost more than it saves: of A, and
+// of Aᵀ, where the elements that a tile needs next lie together.
+const (
+	gemmSweep       = 64
+	gemmSweepAcross = 256
+)
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C as dot products.
 func (j *gemmJob[T]) dots(lo, hi int) {
