@@ -36,9 +36,7 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 		return
 	}
 	t := teams.Get().(*team)
-	t.f, t.n, t.grain = f, n, grain
-	t.next.Store(0)
-	t.helpers.Store(int32(workers - 1))
+	t.divide(n, grain, workers, f)
 	for range workers - 1 {
 		t.recruit()
 	}

@@ -10,13 +10,39 @@ import (
 type team struct {
 	f        func(lo, hi int)
 	n, grain int
-	next     atomic.Int64
+	parts    []part
+	joined   atomic.Int32          // helpers who have begun
 	helpers  atomic.Int32          // at work, and asleep while the leader sleeps
 	wake     chan struct{}         // from the last helper to a leader who sleeps
 	panicked atomic.Pointer[Panic] // a helper's; a team that has one is not used again
 }
 
 const asleep = 1 << 30
+
+// part is a share of the spans, one for the leader and for each helper: who is through with theirs goes on with the others'.
+// As the leader has the first part and, on two cores, always the same helper the second, what a core has written in one call
+// it mostly reads itself in the next, where the same rows are split.
+type part struct {
+	next atomic.Int64 // the next span to run
+	end  int64
+	_    [48]byte // to the end of a cache line
+}
+
+// divide gives n indices in spans of grain out to workers parts.
+func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
+	t.f, t.n, t.grain = f, n, grain
+	if workers > cap(t.parts) {
+		t.parts = make([]part, workers)
+	}
+	t.parts = t.parts[:workers]
+	spans := ceilDiv(n, grain)
+	for w := range t.parts {
+		t.parts[w].next.Store(int64(spans * w / workers))
+		t.parts[w].end = int64(spans * (w + 1) / workers)
+	}
+	t.joined.Store(0)
+	t.helpers.Store(int32(workers - 1))
+}
 
 // To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who have run out of work look out
 // for more before they sleep, and leaders for the end of their helpers' work: rounds pauses, some 50 microseconds.
@@ -72,13 +98,14 @@ func await() *team {
 	return <-offers // as many are on their way as there are helpers here
 }
 
-func (t *team) work() {
-	for {
-		lo := (int(t.next.Add(1)) - 1) * t.grain
-		if lo >= t.n {
-			return
+// work runs spans, those of part w first.
+func (t *team) work(w int) {
+	for i := range t.parts {
+		p := &t.parts[(w+i)%len(t.parts)]
+		for s := p.next.Add(1) - 1; s < p.end; s = p.next.Add(1) - 1 {
+			lo := int(s) * t.grain
+			t.f(lo, min(lo+t.grain, t.n))
 		}
-		t.f(lo, min(lo+t.grain, t.n))
 	}
 }
 
@@ -91,7 +118,7 @@ func (t *team) lead() {
 		}
 		t.wait()
 	}()
-	t.work()
+	t.work(0)
 	done = true
 }
 
@@ -109,7 +136,11 @@ func (t *team) wait() {
 }
 
 // stop lets no further span begin.
-func (t *team) stop() { t.next.Store(int64((t.n + t.grain - 1) / t.grain)) }
+func (t *team) stop() {
+	for w := range t.parts {
+		t.parts[w].next.Store(t.parts[w].end)
+	}
+}
 
 // help works for t and then for whoever calls next.
 func help(t *team) {
@@ -129,5 +160,5 @@ func (t *team) help() {
 			t.wake <- struct{}{}
 		}
 	}()
-	t.work()
+	t.work(int(t.joined.Add(1)))
 }
