@@ -237,15 +237,15 @@ func alignedRows[T Float](x []T, ld int) bool {
 // split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
 // none smaller than two tiles of rows, and none wider than gemmNC.
 func (j *gemmJob[T]) split(workers int) {
-	j.mb, j.nb = j.m, min(j.width, gemmNC)
+	nr := j.kn.nr
+	even := func(blocks int) int { return ceilDiv(ceilDiv(j.width, blocks), nr) * nr } // columns of each
+	j.mb, j.nb = j.m, even(ceilDiv(j.width, gemmNC))
 	if workers == 1 {
 		return
 	}
 	want := 4 * workers
 	j.mb = ceilDiv(j.m, max(1, min(want, j.m/(2*j.kn.mr))))
-	across := ceilDiv(want, ceilDiv(j.m, j.mb))
-	nr := j.kn.nr
-	j.nb = min(j.nb, max(nr, ceilDiv(ceilDiv(j.width, across), nr)*nr))
+	j.nb = min(j.nb, even(ceilDiv(want, ceilDiv(j.m, j.mb))))
 }
 
 // packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then those of the next.
@@ -269,7 +269,7 @@ func (j *gemmJob[T]) packPanels(lo, hi int) {
 	}
 }
 
-// blocks computes blocks [lo, hi) of C, numbered down the columns so that neighbours share panels of op(B).
+// blocks computes blocks [lo, hi) of C, numbered along the rows: the cores share out C's rows, as they do elsewhere.
 func (j *gemmJob[T]) blocks(lo, hi int) {
 	pool := &engine[T]().scratch
 	s, _ := pool.Get().(*gemmScratch[T])
@@ -279,9 +279,9 @@ func (j *gemmJob[T]) blocks(lo, hi int) {
 	if size := j.kn.lanes * gemmKC; len(s.panel) < size {
 		s.panel = make([]T, size)
 	}
-	down := ceilDiv(j.m, j.mb)
+	across := ceilDiv(j.width, j.nb)
 	for t := lo; t < hi; t++ {
-		j.block(s, t%down*j.mb, t/down*j.nb)
+		j.block(s, t/across*j.mb, t%across*j.nb)
 	}
 	s.tile = gemmTile[T]{}
 	pool.Put(s)
