@@ -25,7 +25,7 @@ func GemmSerial[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda i
 // which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
 // of cores and the blocks it leads to change no bits.
 const (
-	gemmKC     = 256     // depth of a packed panel
+	gemmKC     = 256     // steps of the tile along k in a packed panel: elements, or pairs
 	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
 	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
 	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
@@ -50,15 +50,32 @@ type gemmKernels[T Float] struct {
 	mr, nr int                // the largest tile of C
 	lanes  int                // the most rows that transpose takes; at least mr, and a divisor of nr
 	tile   func(*gemmTile[T]) // k > 0
+	pairs  bool               // elements of panels are pairs of bfloat16, neighbours along k
 
-	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c]. They may write
-	// past width or rows, up to a multiple of lanes.
+	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c], or with pairs those
+	// of r and c/2 or r/2 and c, beside a zero if there is no neighbour. They may write past width or rows, up to a multiple
+	// of lanes.
 	copy      func(dst []T, ds int, src []T, ss, rows, width int)
 	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
 
 	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A and of Bᵀ as they are.
 	dot  func(*gemmTile[T])
 	dotM int
+}
+
+// steps returns how many steps of the tile k elements are, and deepest how many elements gemmKC steps are.
+func (kn *gemmKernels[T]) steps(k int) int {
+	if kn.pairs {
+		return (k + 1) / 2
+	}
+	return k
+}
+
+func (kn *gemmKernels[T]) deepest() int {
+	if kn.pairs {
+		return 2 * gemmKC
+	}
+	return gemmKC
 }
 
 // gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of past products.
@@ -200,9 +217,10 @@ func (j *gemmJob[T]) run(workers int) {
 		return
 	}
 	nr := j.kn.nr
-	j.inPlace = !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
+	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
+	kc := j.kn.deepest()
 	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
-	depth := min(j.k, max(gemmKC, gemmPacked/cols/gemmKC*gemmKC))
+	depth := min(j.k, max(kc, gemmPacked/cols/kc*kc))
 	for j.j0 = 0; j.j0 < j.n; j.j0 += cols {
 		j.width = min(cols, j.n-j.j0)
 		j.split(workers)
@@ -210,7 +228,7 @@ func (j *gemmJob[T]) run(workers int) {
 			j.depth = min(depth, j.k-j.p0)
 			if !j.inPlace {
 				panels := ceilDiv(j.width, nr)
-				if size := panels * nr * j.depth; size > len(j.packed) {
+				if size := panels * nr * j.kn.steps(j.depth); size > len(j.packed) {
 					j.packed = make([]T, size)
 				}
 				spread(panels, max(1, 1<<14/(nr*j.depth)), j.packSpan)
@@ -254,9 +272,9 @@ func (j *gemmJob[T]) packPanels(lo, hi int) {
 	padded := ceilDiv(j.width, nr) * nr
 	for q := lo; q < hi; q++ {
 		col, w := j.j0+q*nr, min(nr, j.width-q*nr)
-		for p := 0; p < j.depth; p += gemmKC {
-			kc := min(gemmKC, j.depth-p)
-			dst := j.packed[p*padded+q*nr*kc:]
+		for p := 0; p < j.depth; p += j.kn.deepest() {
+			kc := min(j.kn.deepest(), j.depth-p)
+			dst := j.packed[j.kn.steps(p)*padded+q*nr*j.kn.steps(kc):]
 			row := j.p0 + p
 			if !j.transB {
 				j.kn.copy(dst, nr, j.b[row*j.ldb+col:], j.ldb, kc, w)
@@ -294,8 +312,9 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 	nr := j.kn.nr
 	padded := ceilDiv(j.width, nr) * nr
 	t.ldc, t.alpha = j.ldc, j.alpha
-	for p := 0; p < j.depth; p += gemmKC {
-		t.k = min(gemmKC, j.depth-p)
+	for p := 0; p < j.depth; p += j.kn.deepest() {
+		kc := min(j.kn.deepest(), j.depth-p)
+		t.k = j.kn.steps(kc)
 		t.beta = 1
 		if j.p0+p == 0 {
 			t.beta = j.beta
@@ -303,13 +322,13 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 		for i := i0; i < i1; i += t.m {
 			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
 			t.m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
-			j.rowsOfA(s, i, j.p0+p)
+			j.rowsOfA(s, i, j.p0+p, kc)
 			for c := c0; c < c1; c += nr {
 				t.n = min(nr, c1-c)
 				if j.inPlace {
 					t.b, t.bs = j.b[(j.p0+p)*j.ldb+j.j0+c:], j.ldb
 				} else {
-					t.b, t.bs = j.packed[p*padded+c*t.k:], nr
+					t.b, t.bs = j.packed[j.kn.steps(p)*padded+c*t.k:], nr
 				}
 				t.c = j.c[i*j.ldc+j.j0+c:]
 				j.kn.tile(t)
@@ -318,21 +337,30 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 	}
 }
 
-// rowsOfA points the tile at t.m rows of op(A) from row i, column p, packed if they will be swept over enough columns.
-func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p int) {
-	t, lanes := &s.tile, j.kn.lanes
+// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on, packed if they will be swept over
+// enough columns of C.
+func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p, kc int) {
+	t := &s.tile
 	switch {
+	case j.kn.pairs:
+		j.packRowsOfA(s, i, p, kc)
 	case j.transA && j.nb <= gemmSweepAcross:
 		t.a, t.rs, t.cs = j.a[p*j.lda+i:], 1, j.lda
 	case j.nb <= gemmSweep:
 		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
-	case j.transA:
-		j.kn.copy(s.panel, lanes, j.a[p*j.lda+i:], j.lda, t.k, t.m)
-		t.a, t.rs, t.cs = s.panel, 1, lanes
 	default:
-		j.kn.transpose(s.panel, lanes, j.a[i*j.lda+p:], j.lda, t.m, t.k)
-		t.a, t.rs, t.cs = s.panel, 1, lanes
+		j.packRowsOfA(s, i, p, kc)
 	}
+}
+
+func (j *gemmJob[T]) packRowsOfA(s *gemmScratch[T], i, p, kc int) {
+	t, lanes := &s.tile, j.kn.lanes
+	if j.transA {
+		j.kn.copy(s.panel, lanes, j.a[p*j.lda+i:], j.lda, kc, t.m)
+	} else {
+		j.kn.transpose(s.panel, lanes, j.a[i*j.lda+p:], j.lda, t.m, kc)
+	}
+	t.a, t.rs, t.cs = s.panel, 1, lanes
 }
 
 // The widest blocks of C for which rows of op(A) are read in place, as packing them would cost more than it saves: of A, and

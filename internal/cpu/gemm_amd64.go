@@ -17,12 +17,6 @@ func gemmTileAVX512F32(t *gemmTile[float32])
 func gemmTileAVX512BF16(t *gemmTile[float32])
 
 //go:noescape
-func pairRowAVX512(dst *uint32, src *float32, n int)
-
-//go:noescape
-func pairRowsAVX512(dst *uint32, first, second *float32, n int)
-
-//go:noescape
 func gemmTileAVX512F64(t *gemmTile[float64])
 
 //go:noescape
@@ -54,17 +48,39 @@ func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, 
 //go:noescape
 func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
 
+// pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of src make, and pairTranspose
+// to row c those of elements 2c and 2c+1 of at most 16 rows; strides in bytes. They write whole vectors.
+//
+//go:noescape
+func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
+
+//go:noescape
+func pairTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
+
 // fmaLoop runs n rounds of 12 independent multiply-adds of whole vectors of float32.
 func fmaLoopAVX512(n int)
 func fmaLoopAVX2(n int)
 
 // useBF16 sets gemmBF16, once the kernels of float32 are those of AVX-512.
 func useBF16(k32 gemmKernels[float32]) {
-	if !cpu.X86.HasAVX512BF16 || level != avx512 {
+	if !cpu.X86.HasAVX512BF16 || !cpu.X86.HasAVX512BW || level != avx512 {
 		return
 	}
-	k32.tile, k32.dot = gemmTileAVX512BF16, nil
-	gemmBF16 = &bf16Kernels{k32, pairRowAVX512, pairRowsAVX512}
+	k32.tile, k32.dot, k32.pairs = gemmTileAVX512BF16, nil, true
+	k32.copy = func(dst []float32, ds int, src []float32, ss, rows, width int) {
+		if pairs := rows / 2; pairs > 0 {
+			pairCopyAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, pairs, width)
+		}
+		if rows%2 == 1 {
+			for i, v := range src[(rows-1)*ss:][:width] {
+				dst[rows/2*ds+i] = lastPair(v)
+			}
+		}
+	}
+	k32.transpose = func(dst []float32, ds int, src []float32, ss, rows, cols int) {
+		pairTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows, cols)
+	}
+	gemmBF16 = &k32
 }
 
 // gemmKernelsFor returns the kernels of one instruction set.

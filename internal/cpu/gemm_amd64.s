@@ -22860,116 +22860,692 @@ tile1x1storemasked:
 	VZEROUPPER
 	RET
 
-// func pairRowAVX512(dst *uint32, src *float32, n int)
-// Requires: AVX, AVX512F
-TEXT ·pairRowAVX512(SB), NOSPLIT, $0-24
-	MOVQ dst+0(FP), DI
-	MOVQ src+8(FP), SI
-	MOVQ n+16(FP), R8
+// func pairCopyAVX512(dst *byte, dstStride int, src *byte, srcStride int, rows int, width int)
+// Requires: AVX, AVX512BW, AVX512F
+TEXT ·pairCopyAVX512(SB), NOSPLIT, $0-48
+	MOVQ    dst+0(FP), DI
+	MOVQ    dstStride+8(FP), DX
+	MOVQ    src+16(FP), SI
+	MOVQ    srcStride+24(FP), BX
+	MOVQ    rows+32(FP), R8
+	MOVQ    width+40(FP), R9
+	VMOVUPS interleave<>+0(SB), Z31
+	MOVQ    R9, R10
+	CMPQ    R9, $0x10
+	JLE     mask
+	SUBQ    $0x10, R10
 
-loop:
-	CMPQ    R8, $0x10
-	JLT     tail
-	VMOVUPS (SI), Z0
-	VMOVUPS 64(SI), Z1
-	BYTE    $0x62
-	BYTE    $0xf2
-	BYTE    $0x77
-	BYTE    $0x48
-	BYTE    $0x72
-	BYTE    $0xd0
-	VMOVUPS Z2, (DI)
-	ADDQ    $0x80, SI
-	ADDQ    $0x40, DI
-	SUBQ    $0x10, R8
-	JMP     loop
+mask:
+	MOVQ  R10, CX
+	MOVL  $0x00000001, AX
+	SHLQ  CL, AX
+	DECQ  AX
+	KMOVW AX, K1
+	CMPQ  R9, $0x10
+	JLE   narrow
 
-tail:
-	TESTQ     R8, R8
-	JZ        done
-	MOVQ      R8, R9
-	MOVQ      R9, CX
-	MOVL      $0x00000001, AX
-	SHLQ      CL, AX
-	DECQ      AX
-	KMOVW     AX, K1
-	VXORPS    Y0, Y0, Y0
-	VXORPS    Y1, Y1, Y1
-	MOVL      $0x00000001, AX
-	MOVQ      R8, CX
-	ADDQ      CX, CX
-	SHLQ      CL, AX
-	DECQ      AX
-	KMOVW     AX, K2
-	SHRQ      $0x10, AX
-	KMOVW     AX, K3
-	VMOVUPS.Z (SI), K2, Z0
-	VMOVUPS.Z 64(SI), K3, Z1
+wide:
+	VMOVUPS   (SI), Z0
+	VMOVUPS   (SI)(BX*1), Z1
+	VMOVUPS.Z 64(SI), K1, Z2
+	VMOVUPS.Z 64(SI)(BX*1), K1, Z3
+	LEAQ      (SI)(BX*2), SI
 	BYTE      $0x62
 	BYTE      $0xf2
 	BYTE      $0x77
 	BYTE      $0x48
 	BYTE      $0x72
-	BYTE      $0xd0
-	VMOVUPS   Z2, K1, (DI)
-
-done:
+	BYTE      $0xe0
+	VPERMW    Z4, Z31, Z4
+	VMOVUPS   Z4, (DI)
+	BYTE      $0x62
+	BYTE      $0xf2
+	BYTE      $0x67
+	BYTE      $0x48
+	BYTE      $0x72
+	BYTE      $0xe2
+	VPERMW    Z4, Z31, Z4
+	VMOVUPS   Z4, 64(DI)
+	ADDQ      DX, DI
+	DECQ      R8
+	JNZ       wide
 	VZEROUPPER
 	RET
 
-// func pairRowsAVX512(dst *uint32, first *float32, second *float32, n int)
-// Requires: AVX, AVX512F
-TEXT ·pairRowsAVX512(SB), NOSPLIT, $0-32
+narrow:
+	VMOVUPS.Z (SI), K1, Z0
+	VMOVUPS.Z (SI)(BX*1), K1, Z1
+	LEAQ      (SI)(BX*2), SI
+	BYTE      $0x62
+	BYTE      $0xf2
+	BYTE      $0x77
+	BYTE      $0x48
+	BYTE      $0x72
+	BYTE      $0xe0
+	VPERMW    Z4, Z31, Z4
+	VMOVUPS   Z4, (DI)
+	ADDQ      DX, DI
+	DECQ      R8
+	JNZ       narrow
+	VZEROUPPER
+	RET
+
+DATA interleave<>+0(SB)/4, $0x00100000
+DATA interleave<>+4(SB)/4, $0x00110001
+DATA interleave<>+8(SB)/4, $0x00120002
+DATA interleave<>+12(SB)/4, $0x00130003
+DATA interleave<>+16(SB)/4, $0x00140004
+DATA interleave<>+20(SB)/4, $0x00150005
+DATA interleave<>+24(SB)/4, $0x00160006
+DATA interleave<>+28(SB)/4, $0x00170007
+DATA interleave<>+32(SB)/4, $0x00180008
+DATA interleave<>+36(SB)/4, $0x00190009
+DATA interleave<>+40(SB)/4, $0x001a000a
+DATA interleave<>+44(SB)/4, $0x001b000b
+DATA interleave<>+48(SB)/4, $0x001c000c
+DATA interleave<>+52(SB)/4, $0x001d000d
+DATA interleave<>+56(SB)/4, $0x001e000e
+DATA interleave<>+60(SB)/4, $0x001f000f
+GLOBL interleave<>(SB), RODATA|NOPTR, $64
+
+// func pairTransposeAVX512(dst *byte, dstStride int, src *byte, srcStride int, rows int, cols int)
+// Requires: AVX, AVX512F, CMOV
+TEXT ·pairTransposeAVX512(SB), NOSPLIT, $0-48
 	MOVQ dst+0(FP), DI
-	MOVQ first+8(FP), SI
-	MOVQ second+16(FP), DX
-	MOVQ n+24(FP), R8
-	SUBQ $0x10, R8
+	MOVQ dstStride+8(FP), DX
+	MOVQ src+16(FP), SI
+	MOVQ srcStride+24(FP), BX
+	MOVQ rows+32(FP), R8
+	MOVQ cols+40(FP), R9
+	SUBQ $0x20, R9
 	JLT  tail
 
 loop:
-	VMOVUPS       (SI), Z0
-	VMOVUPS       (DX), Z1
-	BYTE          $0x62
-	BYTE          $0xf2
-	BYTE          $0x77
-	BYTE          $0x48
-	BYTE          $0x72
-	BYTE          $0xd0
-	VPMOVZXWD     Y2, Z0
-	VEXTRACTI64X4 $0x01, Z2, Y3
-	VPMOVZXWD     Y3, Z1
-	VPSLLD        $0x10, Z1, Z1
-	VPORD         Z1, Z0, Z0
-	VMOVUPS       Z0, (DI)
-	ADDQ          $0x40, DI
-	ADDQ          $0x40, SI
-	ADDQ          $0x40, DX
-	SUBQ          $0x10, R8
-	JGE           loop
+	MOVQ       SI, R10
+	VMOVUPS    (R10), Z0
+	VMOVUPS    64(R10), Z16
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x7f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc0
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x01
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z1
+	VMOVUPS    64(R10), Z17
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x77
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc9
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x02
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z2
+	VMOVUPS    64(R10), Z18
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x6f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xd2
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x03
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z3
+	VMOVUPS    64(R10), Z19
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x67
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xdb
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x04
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z4
+	VMOVUPS    64(R10), Z20
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x5f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xe4
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x05
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z5
+	VMOVUPS    64(R10), Z21
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x57
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xed
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x06
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z6
+	VMOVUPS    64(R10), Z22
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x4f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xf6
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x07
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z7
+	VMOVUPS    64(R10), Z23
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x47
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xff
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x08
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z8
+	VMOVUPS    64(R10), Z24
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x3f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc0
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x09
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z9
+	VMOVUPS    64(R10), Z25
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x37
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc9
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0a
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z10
+	VMOVUPS    64(R10), Z26
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x2f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xd2
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0b
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z11
+	VMOVUPS    64(R10), Z27
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x27
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xdb
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0c
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z12
+	VMOVUPS    64(R10), Z28
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x1f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xe4
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0d
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z13
+	VMOVUPS    64(R10), Z29
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x17
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xed
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0e
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z14
+	VMOVUPS    64(R10), Z30
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x0f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xf6
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0f
+	CMOVQGT    R11, R10
+	VMOVUPS    (R10), Z15
+	VMOVUPS    64(R10), Z31
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x07
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xff
+	VUNPCKLPS  Z1, Z0, Z16
+	VUNPCKHPS  Z1, Z0, Z17
+	VUNPCKLPS  Z3, Z2, Z18
+	VUNPCKHPS  Z3, Z2, Z19
+	VUNPCKLPS  Z5, Z4, Z20
+	VUNPCKHPS  Z5, Z4, Z21
+	VUNPCKLPS  Z7, Z6, Z22
+	VUNPCKHPS  Z7, Z6, Z23
+	VUNPCKLPS  Z9, Z8, Z24
+	VUNPCKHPS  Z9, Z8, Z25
+	VUNPCKLPS  Z11, Z10, Z26
+	VUNPCKHPS  Z11, Z10, Z27
+	VUNPCKLPS  Z13, Z12, Z28
+	VUNPCKHPS  Z13, Z12, Z29
+	VUNPCKLPS  Z15, Z14, Z30
+	VUNPCKHPS  Z15, Z14, Z31
+	VUNPCKLPD  Z18, Z16, Z0
+	VUNPCKHPD  Z18, Z16, Z1
+	VUNPCKLPD  Z19, Z17, Z2
+	VUNPCKHPD  Z19, Z17, Z3
+	VUNPCKLPD  Z22, Z20, Z4
+	VUNPCKHPD  Z22, Z20, Z5
+	VUNPCKLPD  Z23, Z21, Z6
+	VUNPCKHPD  Z23, Z21, Z7
+	VUNPCKLPD  Z26, Z24, Z8
+	VUNPCKHPD  Z26, Z24, Z9
+	VUNPCKLPD  Z27, Z25, Z10
+	VUNPCKHPD  Z27, Z25, Z11
+	VUNPCKLPD  Z30, Z28, Z12
+	VUNPCKHPD  Z30, Z28, Z13
+	VUNPCKLPD  Z31, Z29, Z14
+	VUNPCKHPD  Z31, Z29, Z15
+	VSHUFF32X4 $0x44, Z4, Z0, Z16
+	VSHUFF32X4 $0x44, Z12, Z8, Z17
+	VSHUFF32X4 $0xee, Z4, Z0, Z18
+	VSHUFF32X4 $0xee, Z12, Z8, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z0
+	VSHUFF32X4 $0xdd, Z17, Z16, Z4
+	VSHUFF32X4 $0x88, Z19, Z18, Z8
+	VSHUFF32X4 $0xdd, Z19, Z18, Z12
+	VSHUFF32X4 $0x44, Z5, Z1, Z16
+	VSHUFF32X4 $0x44, Z13, Z9, Z17
+	VSHUFF32X4 $0xee, Z5, Z1, Z18
+	VSHUFF32X4 $0xee, Z13, Z9, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z1
+	VSHUFF32X4 $0xdd, Z17, Z16, Z5
+	VSHUFF32X4 $0x88, Z19, Z18, Z9
+	VSHUFF32X4 $0xdd, Z19, Z18, Z13
+	VSHUFF32X4 $0x44, Z6, Z2, Z16
+	VSHUFF32X4 $0x44, Z14, Z10, Z17
+	VSHUFF32X4 $0xee, Z6, Z2, Z18
+	VSHUFF32X4 $0xee, Z14, Z10, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z2
+	VSHUFF32X4 $0xdd, Z17, Z16, Z6
+	VSHUFF32X4 $0x88, Z19, Z18, Z10
+	VSHUFF32X4 $0xdd, Z19, Z18, Z14
+	VSHUFF32X4 $0x44, Z7, Z3, Z16
+	VSHUFF32X4 $0x44, Z15, Z11, Z17
+	VSHUFF32X4 $0xee, Z7, Z3, Z18
+	VSHUFF32X4 $0xee, Z15, Z11, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z3
+	VSHUFF32X4 $0xdd, Z17, Z16, Z7
+	VSHUFF32X4 $0x88, Z19, Z18, Z11
+	VSHUFF32X4 $0xdd, Z19, Z18, Z15
+	VMOVUPS    Z0, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z1, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z2, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z3, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z4, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z5, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z6, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z7, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z8, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z9, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z10, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z11, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z12, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z13, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z14, (DI)
+	ADDQ       DX, DI
+	VMOVUPS    Z15, (DI)
+	ADDQ       DX, DI
+	ADDQ       $0x80, SI
+	SUBQ       $0x20, R9
+	JGE        loop
 
 tail:
-	ADDQ          $0x10, R8
-	JZ            done
-	MOVQ          R8, CX
-	MOVL          $0x00000001, AX
-	SHLQ          CL, AX
-	DECQ          AX
-	KMOVW         AX, K1
-	VMOVUPS.Z     (SI), K1, Z0
-	VMOVUPS.Z     (DX), K1, Z1
-	BYTE          $0x62
-	BYTE          $0xf2
-	BYTE          $0x77
-	BYTE          $0x48
-	BYTE          $0x72
-	BYTE          $0xd0
-	VPMOVZXWD     Y2, Z0
-	VEXTRACTI64X4 $0x01, Z2, Y3
-	VPMOVZXWD     Y3, Z1
-	VPSLLD        $0x10, Z1, Z1
-	VPORD         Z1, Z0, Z0
-	VMOVUPS       Z0, K1, (DI)
+	ADDQ       $0x20, R9
+	JZ         done
+	MOVQ       R9, CX
+	MOVL       $0x00000001, AX
+	SHLQ       CL, AX
+	DECQ       AX
+	KMOVW      AX, K2
+	SHRQ       $0x10, AX
+	KMOVW      AX, K3
+	MOVQ       SI, R10
+	VMOVUPS.Z  (R10), K2, Z0
+	VMOVUPS.Z  64(R10), K3, Z16
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x7f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc0
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x01
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z1
+	VMOVUPS.Z  64(R10), K3, Z17
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x77
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc9
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x02
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z2
+	VMOVUPS.Z  64(R10), K3, Z18
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x6f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xd2
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x03
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z3
+	VMOVUPS.Z  64(R10), K3, Z19
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x67
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xdb
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x04
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z4
+	VMOVUPS.Z  64(R10), K3, Z20
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x5f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xe4
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x05
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z5
+	VMOVUPS.Z  64(R10), K3, Z21
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x57
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xed
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x06
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z6
+	VMOVUPS.Z  64(R10), K3, Z22
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x4f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xf6
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x07
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z7
+	VMOVUPS.Z  64(R10), K3, Z23
+	BYTE       $0x62
+	BYTE       $0xf2
+	BYTE       $0x47
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xff
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x08
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z8
+	VMOVUPS.Z  64(R10), K3, Z24
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x3f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc0
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x09
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z9
+	VMOVUPS.Z  64(R10), K3, Z25
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x37
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xc9
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0a
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z10
+	VMOVUPS.Z  64(R10), K3, Z26
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x2f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xd2
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0b
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z11
+	VMOVUPS.Z  64(R10), K3, Z27
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x27
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xdb
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0c
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z12
+	VMOVUPS.Z  64(R10), K3, Z28
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x1f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xe4
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0d
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z13
+	VMOVUPS.Z  64(R10), K3, Z29
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x17
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xed
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0e
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z14
+	VMOVUPS.Z  64(R10), K3, Z30
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x0f
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xf6
+	LEAQ       (R10)(BX*1), R11
+	CMPQ       R8, $0x0f
+	CMOVQGT    R11, R10
+	VMOVUPS.Z  (R10), K2, Z15
+	VMOVUPS.Z  64(R10), K3, Z31
+	BYTE       $0x62
+	BYTE       $0x52
+	BYTE       $0x07
+	BYTE       $0x40
+	BYTE       $0x72
+	BYTE       $0xff
+	VUNPCKLPS  Z1, Z0, Z16
+	VUNPCKHPS  Z1, Z0, Z17
+	VUNPCKLPS  Z3, Z2, Z18
+	VUNPCKHPS  Z3, Z2, Z19
+	VUNPCKLPS  Z5, Z4, Z20
+	VUNPCKHPS  Z5, Z4, Z21
+	VUNPCKLPS  Z7, Z6, Z22
+	VUNPCKHPS  Z7, Z6, Z23
+	VUNPCKLPS  Z9, Z8, Z24
+	VUNPCKHPS  Z9, Z8, Z25
+	VUNPCKLPS  Z11, Z10, Z26
+	VUNPCKHPS  Z11, Z10, Z27
+	VUNPCKLPS  Z13, Z12, Z28
+	VUNPCKHPS  Z13, Z12, Z29
+	VUNPCKLPS  Z15, Z14, Z30
+	VUNPCKHPS  Z15, Z14, Z31
+	VUNPCKLPD  Z18, Z16, Z0
+	VUNPCKHPD  Z18, Z16, Z1
+	VUNPCKLPD  Z19, Z17, Z2
+	VUNPCKHPD  Z19, Z17, Z3
+	VUNPCKLPD  Z22, Z20, Z4
+	VUNPCKHPD  Z22, Z20, Z5
+	VUNPCKLPD  Z23, Z21, Z6
+	VUNPCKHPD  Z23, Z21, Z7
+	VUNPCKLPD  Z26, Z24, Z8
+	VUNPCKHPD  Z26, Z24, Z9
+	VUNPCKLPD  Z27, Z25, Z10
+	VUNPCKHPD  Z27, Z25, Z11
+	VUNPCKLPD  Z30, Z28, Z12
+	VUNPCKHPD  Z30, Z28, Z13
+	VUNPCKLPD  Z31, Z29, Z14
+	VUNPCKHPD  Z31, Z29, Z15
+	VSHUFF32X4 $0x44, Z4, Z0, Z16
+	VSHUFF32X4 $0x44, Z12, Z8, Z17
+	VSHUFF32X4 $0xee, Z4, Z0, Z18
+	VSHUFF32X4 $0xee, Z12, Z8, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z0
+	VSHUFF32X4 $0xdd, Z17, Z16, Z4
+	VSHUFF32X4 $0x88, Z19, Z18, Z8
+	VSHUFF32X4 $0xdd, Z19, Z18, Z12
+	VSHUFF32X4 $0x44, Z5, Z1, Z16
+	VSHUFF32X4 $0x44, Z13, Z9, Z17
+	VSHUFF32X4 $0xee, Z5, Z1, Z18
+	VSHUFF32X4 $0xee, Z13, Z9, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z1
+	VSHUFF32X4 $0xdd, Z17, Z16, Z5
+	VSHUFF32X4 $0x88, Z19, Z18, Z9
+	VSHUFF32X4 $0xdd, Z19, Z18, Z13
+	VSHUFF32X4 $0x44, Z6, Z2, Z16
+	VSHUFF32X4 $0x44, Z14, Z10, Z17
+	VSHUFF32X4 $0xee, Z6, Z2, Z18
+	VSHUFF32X4 $0xee, Z14, Z10, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z2
+	VSHUFF32X4 $0xdd, Z17, Z16, Z6
+	VSHUFF32X4 $0x88, Z19, Z18, Z10
+	VSHUFF32X4 $0xdd, Z19, Z18, Z14
+	VSHUFF32X4 $0x44, Z7, Z3, Z16
+	VSHUFF32X4 $0x44, Z15, Z11, Z17
+	VSHUFF32X4 $0xee, Z7, Z3, Z18
+	VSHUFF32X4 $0xee, Z15, Z11, Z19
+	VSHUFF32X4 $0x88, Z17, Z16, Z3
+	VSHUFF32X4 $0xdd, Z17, Z16, Z7
+	VSHUFF32X4 $0x88, Z19, Z18, Z11
+	VSHUFF32X4 $0xdd, Z19, Z18, Z15
+	VMOVUPS    Z0, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z1, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z2, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z3, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z4, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z5, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z6, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z7, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z8, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z9, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z10, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z11, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z12, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z13, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z14, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
+	ADDQ       DX, DI
+	VMOVUPS    Z15, (DI)
+	SUBQ       $0x02, R9
+	JLE        done
 
 done:
 	VZEROUPPER

@@ -40,65 +40,121 @@ func dpbf16(a, b, dst Op) {
 // toBF16 emits dst = the 16 floats of low and then those of high as bfloat16, rounded to nearest even (VCVTNE2PS2BF16).
 func toBF16(low, high, dst VecPhysical) { evex(3, 0x72, low, high, dst) }
 
-// pairs generates the conversions of float32 to dwords of two bfloat16, the first in the lower half: pairRow of neighbours in
-// one row, pairRows of elements that stand one below the other. n is the number of dwords.
-func pairs() {
+// pairCopy generates the packing of rows that stand one below the other: dword c of row r of dst is the pair of elements c of
+// rows 2r and 2r+1 of src, the upper one first. width ≤ two vectors; strides in bytes.
+func pairCopy() {
 	v := avx512
-	TEXT("pairRow"+v.name, attr.NOSPLIT, "func(dst *uint32, src *float32, n int)")
+	lanes := uint64(v.bytes / 4)
+	TEXT("pairCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
 	Load(Param("dst"), RDI)
+	Load(Param("dstStride"), RDX)
 	Load(Param("src"), RSI)
-	Load(Param("n"), R8)
-	// A whole vector of dwords is two of floats; a masked one has its pairs in one or both.
-	Label("loop")
-	CMPQ(R8, Imm(16))
+	Load(Param("srcStride"), RBX)
+	Load(Param("rows"), R8)
+	Load(Param("width"), R9)
+	VMOVUPS(interleave(), Z31)
+	MOVQ(R9, R10)
+	CMPQ(R9, Imm(lanes))
+	JLE(LabelRef("mask"))
+	SUBQ(Imm(lanes), R10)
+	Label("mask")
+	v.setMask(R10)
+	CMPQ(R9, Imm(lanes))
+	JLE(LabelRef("narrow"))
+	loop := func(name string, nv int) {
+		Label(name)
+		for j := range nv {
+			masked := j == nv-1
+			v.load(Mem{Base: RSI, Disp: j * v.bytes}, v.regs[2*j], masked)
+			v.load(Mem{Base: RSI, Index: RBX, Scale: 1, Disp: j * v.bytes}, v.regs[2*j+1], masked)
+		}
+		LEAQ(Mem{Base: RSI, Index: RBX, Scale: 2}, RSI)
+		for j := range nv {
+			toBF16(v.regs[2*j], v.regs[2*j+1], v.regs[4])
+			VPERMW(v.regs[4], Z31, v.regs[4])
+			VMOVUPS(v.regs[4], Mem{Base: RDI, Disp: j * v.bytes})
+		}
+		ADDQ(RDX, RDI)
+		DECQ(R8)
+		JNZ(LabelRef(name))
+		VZEROUPPER()
+		RET()
+	}
+	loop("wide", 2)
+	loop("narrow", 1)
+}
+
+// interleave is the order of words that brings 16 words and the 16 after them together in dwords.
+func interleave() Mem {
+	m := GLOBL("interleave", rodata)
+	for i := range 16 {
+		DATA(4*i, U32(uint32(i|(16+i)<<16)))
+	}
+	return m
+}
+
+// pairTranspose generates the packing of rows of neighbours: dword r of row c of dst is the pair of elements 2c and 2c+1 of row r
+// of src, rows ≤ one vector, in squares; a missing last element counts as zero. Strides are in bytes. Every row of dst is written a
+// whole vector wide; rows past the last repeat it.
+func pairTranspose() {
+	v := avx512
+	lanes := v.bytes / 4
+	TEXT("pairTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
+	Load(Param("dst"), RDI)
+	Load(Param("dstStride"), RDX)
+	Load(Param("src"), RSI)
+	Load(Param("srcStride"), RBX)
+	Load(Param("rows"), R8)
+	Load(Param("cols"), R9)
+	square := func(masked bool) {
+		MOVQ(RSI, R10)
+		for i := range lanes {
+			low, high := v.regs[i], v.regs[lanes+i]
+			if masked {
+				VMOVUPS_Z(Mem{Base: R10}, K2, low)
+				VMOVUPS_Z(Mem{Base: R10, Disp: v.bytes}, K3, high)
+			} else {
+				VMOVUPS(Mem{Base: R10}, low)
+				VMOVUPS(Mem{Base: R10, Disp: v.bytes}, high)
+			}
+			toBF16(low, high, low)
+			if i < lanes-1 {
+				LEAQ(Mem{Base: R10, Index: RBX, Scale: 1}, R11)
+				CMPQ(R8, Imm(uint64(i+1)))
+				CMOVQGT(R11, R10)
+			}
+		}
+		for c, r := range v.shuffle() {
+			VMOVUPS(r, Mem{Base: RDI})
+			if masked {
+				SUBQ(Imm(2), R9)
+				JLE(LabelRef("done"))
+			}
+			if c < lanes-1 || !masked {
+				ADDQ(RDX, RDI)
+			}
+		}
+	}
+	SUBQ(Imm(uint64(2*lanes)), R9)
 	JLT(LabelRef("tail"))
-	VMOVUPS(Mem{Base: RSI}, Z0)
-	VMOVUPS(Mem{Base: RSI, Disp: 64}, Z1)
-	toBF16(Z0, Z1, Z2)
-	VMOVUPS(Z2, Mem{Base: RDI})
-	ADDQ(Imm(128), RSI)
-	ADDQ(Imm(64), RDI)
-	SUBQ(Imm(16), R8)
-	JMP(LabelRef("loop"))
+	Label("loop")
+	square(false)
+	ADDQ(Imm(uint64(2*v.bytes)), RSI)
+	SUBQ(Imm(uint64(2*lanes)), R9)
+	JGE(LabelRef("loop"))
 	Label("tail")
-	TESTQ(R8, R8)
+	ADDQ(Imm(uint64(2*lanes)), R9)
 	JZ(LabelRef("done"))
-	MOVQ(R8, R9)
-	v.setMask(R9) // K1: the dwords to write
-	VXORPS(Z0.AsY(), Z0.AsY(), Z0.AsY())
-	VXORPS(Z1.AsY(), Z1.AsY(), Z1.AsY())
-	MOVL(U32(1), EAX) // K2: 2·n floats, the first 16 of them here, K3 the rest
-	MOVQ(R8, RCX)
-	ADDQ(RCX, RCX)
+	// K2 and K3: the elements that are left, in the first vector and in the second.
+	MOVQ(R9, RCX)
+	MOVL(U32(1), EAX)
 	SHLQ(CL, RAX)
 	DECQ(RAX)
 	KMOVW(EAX, K2)
 	SHRQ(Imm(16), RAX)
 	KMOVW(EAX, K3)
-	VMOVUPS_Z(Mem{Base: RSI}, K2, Z0)
-	VMOVUPS_Z(Mem{Base: RSI, Disp: 64}, K3, Z1)
-	toBF16(Z0, Z1, Z2)
-	VMOVUPS(Z2, K1, Mem{Base: RDI})
+	square(true)
 	Label("done")
-	VZEROUPPER()
-	RET()
-
-	TEXT("pairRows"+v.name, attr.NOSPLIT, "func(dst *uint32, first, second *float32, n int)")
-	Load(Param("dst"), RDI)
-	Load(Param("first"), RSI)
-	Load(Param("second"), RDX)
-	Load(Param("n"), R8)
-	v.vectors([]GPPhysical{RDI, RSI, RDX}, func(masked bool) {
-		v.load(Mem{Base: RSI}, Z0, masked)
-		v.load(Mem{Base: RDX}, Z1, masked)
-		toBF16(Z0, Z1, Z2)
-		VPMOVZXWD(Y2, Z0)
-		VEXTRACTI64X4(Imm(1), Z2, Y3)
-		VPMOVZXWD(Y3, Z1)
-		VPSLLD(Imm(16), Z1, Z1)
-		VPORD(Z1, Z0, Z0)
-		v.store(Z0, Mem{Base: RDI}, masked)
-	})
 	VZEROUPPER()
 	RET()
 }

@@ -28,7 +28,8 @@ func main() {
 			fmaLoop(v)
 		}
 		tile(avx512, bf16)
-		pairs()
+		pairCopy()
+		pairTranspose()
 	case "vec":
 		for _, v := range []isa{avx512, avx2} {
 			expSub(v)
