@@ -71,22 +71,19 @@ func blendLearnAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahe
 func blendLearnStreamedAVX512(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
 
 //go:noescape
-func fusedForwardAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
+func fusedForwardAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32)
 
 //go:noescape
-func fusedForwardStreamedAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
+func fusedForwardStreamedAVX512(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32)
 
 //go:noescape
-func fusedBackwardAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+func fusedBackwardAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns, vectors, counter int)
 
 //go:noescape
-func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns, vectors, counter int)
 
 //go:noescape
-func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks int)
-
-//go:noescape
-func loadNormsAVX512(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)
+func chunkNormsAVX2(n *stripNorms, x *float32, groups, chunk, chunks, stride int)
 
 func storeFenceAMD64()
 
@@ -108,7 +105,6 @@ var stripsAVX512 = stripKernels{
 	fusedBackward:         fusedBackwardAVX512,
 	fusedBackwardStreamed: fusedBackwardStreamedAVX512,
 	chunkNorms:            chunkNormsAVX2,
-	loadNorms:             loadNormsAVX512,
 	storeFence:            storeFenceAMD64,
 }
 

@@ -24,7 +24,7 @@ func (a *kasminaRules) span(lo, hi int) {
 		s0, s1 := group*seeds, min(k.Seeds, (group+1)*seeds)
 		rules := k.rules[group*strips:][:strips]
 		for i := range rules {
-			rules[i].blends, rules[i].learns = false, false
+			rules[i].blends, rules[i].learns, rules[i].form = false, false, identityRule.form
 		}
 		active := k.active(s0, s1)
 		for i := range active {
@@ -61,6 +61,7 @@ func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward 
 		rest, gain = 1, 0
 	}
 	on, off, p := r.on[column:][:n], r.off[column:][:n], s.p[j:]
+	r.take(ruledForm, column, n)
 	switch s.Kind {
 	case blueprints.Residual:
 		if add := r.add[column:][:n]; !backward {
@@ -74,6 +75,7 @@ func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward 
 			off[i] = on[i]
 		}
 	case blueprints.MLPExpansion:
+		r.take(gatedForm, column, n)
 		copy(r.gate[column:][:n], p)
 		for i := range on {
 			on[i], off[i] = float32(rest+gain*float64(p[i])), float32(rest)
@@ -82,12 +84,15 @@ func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward 
 			clear(above)
 		}
 	case blueprints.ConvFilter:
+		r.take(besideForm, column, n)
 		w0, w1, w2 := taps(s.p)
 		for i := range on {
 			on[i] = float32(rest + gain*w0)
 			off[i] = on[i]
 			left, right := j+i, c-1-(j+i)
-			r.beside[(column+i)/16] = true
+			if lane := (column + i) % 16; lane < min(left, 2) || backward && 15-lane < min(right, 2) {
+				r.take(acrossForm, column+i, 1)
+			}
 			if backward {
 				r.leftNear[column+i], r.leftFar[column+i] = bits(left >= 1), bits(left >= 2)
 				left = right
@@ -97,6 +102,13 @@ func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward 
 				r.hasNear[column+i], r.hasFar[column+i] = bits(left >= 1), bits(left >= 2)
 			}
 		}
+	}
+}
+
+// take adds f to the forms of n columns from the given one on.
+func (r *columnRule) take(f columnForm, column, n int) {
+	for i := column / 16; i <= (column+n-1)/16; i++ {
+		r.form[i] |= f
 	}
 }
 
@@ -121,30 +133,29 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 	if measured {
 		t.startAll(k, x)
 	}
-	for top := 0; top < t.r1-t.r0; top += passRows {
-		for i := range t.strips {
-			s, rule := t.strip(k, i, top), &k.rules[t.first+i]
-			switch {
-			case measured && rule.blends && s.fuses():
-				t.fetch = ahead(t, s)
-				largest = max(largest, rule.measureForward(y, x, s, &t.state[i], &t.fetch, eps))
-				continue
-			case measured:
-				t.state[i].seen.addInput(in, x, s, eps)
-			default:
-				in.load(x, s, passRows*s.stride)
-				t.countBad(k, x, s)
-			}
-			if rule.blends {
-				in.loadEdges(x, s, t.columns)
-				largest = max(largest, rule.forward(y, in, s))
-			} else {
-				in.store(y, s)
-			}
+	t.passes(k, func(i int, s strip) {
+		rule := &k.rules[t.first+i]
+		switch {
+		case measured && s.fuses():
+			t.fetch = ahead(t, s)
+			rule.measureForward(y, x, s, &t.state[i], &t.fetch, eps)
+			return
+		case measured:
+			t.state[i].seen.addInput(in, x, s, eps)
+		default:
+			in.load(x, s, passRows*s.stride)
+			t.countBad(k, x, s)
 		}
-	}
+		if rule.blends {
+			in.loadEdges(x, s, t.columns)
+			largest = max(largest, rule.forward(y, in, s))
+		} else {
+			in.store(y, s)
+		}
+	})
 	if measured {
 		t.foldAll(k, x, k.Eps)
+		largest = max(largest, t.largest)
 	}
 	fence()
 	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
@@ -198,58 +209,52 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			t.state[i].sums = columnSums{}
 		}
 	}
-	for top := 0; top < t.r1-t.r0; top += passRows {
-		for i := range t.strips {
-			s, rule, state := t.strip(k, i, top), &k.rules[t.first+i], &t.state[i]
-			grad, in, computes := &t.packs[0], &t.packs[1], rule.blends || rule.learns
-			fuses := measured && computes && s.fuses()
+	grad, in := &t.packs[0], &t.packs[1]
+	t.passes(k, func(i int, s strip) {
+		rule, state, norms := &k.rules[t.first+i], &t.state[i], s.done < normed
+		computes := rule.blends || rule.learns
+		switch {
+		case measured && s.fuses():
+			vectors := 0
 			switch {
-			case fuses:
-				// What comes next has been fetched, but not all of it has arrived: asking once more pays.
-				grad.load(g, s, s.next(t.columns))
-			case measured:
-				state.seen.addGradient(grad, g, s)
-			default:
-				grad.load(g, s, passRows*s.stride)
-				t.countBad(k, g, s)
+			case norms && k.Chunk%16 == 0:
+				vectors = k.Chunk / 16
+			case norms:
+				state.norms.add(g[s.at:], s.stride, s.rows, k.Chunk, s.columns/k.Chunk)
 			}
-			norms := s.done < normed
-			if norms && fuses && s.columns%16 == 0 {
-				state.norms.load(grad, in, x, s, k.Chunk, s.next(t.columns))
-				norms = false
-			} else if computes {
-				ahead := 0
-				switch {
-				case fuses:
-					ahead = s.next(t.columns)
-				case !rule.blends:
-					ahead = passRows * s.stride
-				}
-				in.load(x, s, ahead)
-			}
-			if computes {
-				in.loadEdges(x, s, t.columns)
-				grad.loadEdges(g, s, t.columns)
-			}
-			if norms {
-				state.norms.add(grad, s, k.Chunk)
-			}
-			switch {
-			case fuses:
-				t.fetch = ahead(t, s)
-				rule.measureBackward(dx, grad, in, g, x, s, state, &t.fetch)
-			case rule.blends && rule.learns:
-				rule.learn(dx, grad, in, s, x, &state.sums)
-			case rule.blends:
-				rule.backward(dx, grad, in, s, x)
-			default:
-				if rule.learns {
-					state.sums.add(rule, grad, in, s)
-				}
-				grad.store(dx, s)
-			}
+			t.fetch = ahead(t, s)
+			rule.measureBackward(dx, g, x, s, state, &t.fetch, vectors)
+			return
+		case measured:
+			state.seen.addGradient(grad, g, s)
+		default:
+			grad.load(g, s, passRows*s.stride)
+			t.countBad(k, g, s)
 		}
-	}
+		if computes {
+			ahead := 0
+			if !rule.blends {
+				ahead = passRows * s.stride
+			}
+			in.load(x, s, ahead)
+			in.loadEdges(x, s, t.columns)
+			grad.loadEdges(g, s, t.columns)
+		}
+		if norms {
+			state.norms.add(grad[packRoom:], packStride, s.rows, k.Chunk, s.columns/k.Chunk)
+		}
+		switch {
+		case rule.blends && rule.learns:
+			rule.learn(dx, grad, in, s, x, &state.sums)
+		case rule.blends:
+			rule.backward(dx, grad, in, s, x)
+		default:
+			if rule.learns {
+				state.sums.add(rule, grad, in, s)
+			}
+			grad.store(dx, s)
+		}
+	})
 	fence()
 	for i := range t.strips {
 		if k.rules[t.first+i].learns {

@@ -31,22 +31,32 @@ type columnFigures struct {
 // Neighbours that are not of the column's chunk are masked out and never read.
 type columnRule struct {
 	on, off, gate, add, near, far [stripColumns]float32
-	hasNear, hasFar               [stripColumns]int32     // all bits set, or none
-	above                         [stripColumns]float32   // for columnSums
-	leftNear, leftFar             [stripColumns]int32     // those of the forward pass, for columnSums
-	beside                        [stripColumns / 16]bool // of 16 columns each: some have neighbours
-	blends, learns                bool                    // some column is not the identity; some column has sums
-	_                             [46]byte                // to whole vectors
+	hasNear, hasFar               [stripColumns]int32           // all bits set, or none
+	above                         [stripColumns]float32         // for columnSums
+	leftNear, leftFar             [stripColumns]int32           // those of the forward pass, for columnSums
+	form                          [stripColumns / 16]columnForm // of 16 columns each
+	blends, learns                bool                          // some column is not the identity; some column has sums
+	_                             [46]byte                      // to whole vectors
 }
+
+// columnForm says how much of a columnRule its columns take, so that they can be spared the rest.
+type columnForm uint8
+
+const (
+	ruledForm  columnForm = 1 << iota // some column is not the identity, or has sums
+	gatedForm                         // of some, on and off differ
+	besideForm                        // some have neighbours
+	acrossForm                        // and these are not all among the 16 columns
+)
 
 // columnSums are sums over rows of g·1 and g·x, where x·gate > above, and of g·x[−1] and g·x[−2].
 type columnSums struct{ all, here, near, far [stripColumns]float32 }
 
 // The norms of a strip's chunks: for each the sums of the deviations of its rows' norms from an anchor and of their squares,
-// every fourth row in one lane.
+// in lanes.
 type stripNorms struct {
 	anchor      [stripColumns / 4]float64
-	sum, square [stripColumns / 4][4]float64
+	sum, square [stripColumns / 4][passRows]float64
 }
 
 // stripKernels are these functions in the vectors of an instruction set.
@@ -66,12 +76,11 @@ type stripKernels struct {
 	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
 
 	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for passRows rows; nil where registers are few.
-	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32) float32
-	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns int)
+	// With chunks of whole vectors, backward also does what chunkNorms does.
+	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32)
+	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns, vectors, counter int)
 
-	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks int)
-	// chunkNorms and loadRows of another pack in one, for whole vectors of columns; nil where there are no such vectors.
-	loadNorms  func(n *stripNorms, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)
+	chunkNorms func(n *stripNorms, x *float32, groups, chunk, chunks, stride int)
 	storeFence func() // after what is written past the caches, before anybody may read it
 }
 
@@ -327,38 +336,32 @@ func (c *columnRule) learn(dx []float32, g, x *pack, s strip, input []float32, t
 	blend(&dx[s.at], &g[packRoom], &x[packRoom], c, t, s.ahead(input), s.rows, s.stride, s.columns)
 }
 
-// next returns how far from s the strip is that is computed after it, in a tile of the given width.
-func (s strip) next(width int) int {
-	if s.from+s.columns < width {
-		return s.columns
-	}
-	return passRows*s.stride - s.from
-}
-
 // ahead is where the next rows of x begin.
 func (s strip) ahead(x []float32) *float32 { return &x[min(s.at+passRows*s.stride, len(x)-1)] }
 
-// fetch says what a fused kernel brings into the second cache while it computes a strip: of the rows below, which come next,
-// as many lines as the strip has vectors, in the order in which they are in memory, and not in that of the strip. Processors
-// follow that order and fetch more by themselves. Offsets are in bytes, and a kernel fetches passRows lines at a time.
+// fetch says what a fused kernel brings into the second cache while it computes a strip: of the rows that come next as many
+// lines as the strip has vectors, in the order in which they are in memory, and not in that of the strip. Processors follow
+// that order and fetch more by themselves. Offsets are in bytes, and a kernel fetches passRows lines at a time.
 type fetch struct {
 	at        int // offset of the first lines in a matrix
 	left, run int // how often it fetches until the end of the row, and in a row
 	jump      int // offset of the next row from the end of one
 }
 
-// ahead returns the share of the strip s in the next rows of its tile, or in those at work if they are the last.
-func ahead(t *tile[float32], s strip) (f fetch) {
+// ahead returns what to fetch while s is computed: what tile.passes has after it, or if that is in another tile s once more.
+func ahead(t *tile[float32], s strip) fetch {
 	const columns = passRows * 16 // in passRows lines
-	f.run = (t.columns + columns - 1) / columns
-	row, column := s.from/16/f.run, s.from/16%f.run
-	f.left = f.run - column
-	f.jump = 4 * (t.stride - f.run*columns)
-	if s.done+passRows < t.r1-t.r0 {
-		row += passRows
+	at, done, rows := s.at, s.done+passRows, t.r1-t.r0
+	switch {
+	case done%bandRows != 0 && done < rows:
+		at += passRows * t.stride
+	case s.from+s.columns < t.columns:
+		at += s.columns - s.done%bandRows*t.stride
+	case done < rows:
+		at += passRows*t.stride - s.from
 	}
-	f.at = 4 * (s.at - s.from + row*t.stride + column*columns)
-	return f
+	run := (s.columns + columns - 1) / columns
+	return fetch{at: 4 * at, left: run, run: run, jump: 4 * (t.stride - run*columns)}
 }
 
 // fuses reports whether measureForward and measureBackward compute the strip s.
@@ -367,21 +370,22 @@ func (s strip) fuses() bool {
 }
 
 // measureForward is addInput and forward in one, without a pack.
-func (c *columnRule) measureForward(y, x []float32, s strip, t *stripState, f *fetch, eps float32) (top float32) {
+func (c *columnRule) measureForward(y, x []float32, s strip, t *stripState, f *fetch, eps float32) {
 	pass := strips32.fusedForward
 	if s.streams(y) {
 		pass = strips32.fusedForwardStreamed
 	}
-	return pass(&y[s.at], &x[s.at], c, t, &x[0], f, s.stride, s.columns, eps)
+	pass(&y[s.at], &x[s.at], c, t, &x[0], f, s.stride, s.columns, eps)
 }
 
-// measureBackward is addGradient and learn, for g and x packed from gradient and input.
-func (c *columnRule) measureBackward(dx []float32, g, x *pack, gradient, input []float32, s strip, t *stripState, f *fetch) {
+// measureBackward is addGradient and learn in one, without packs. With chunks of vectors vectors, if that is not 0, it also
+// adds norms.
+func (c *columnRule) measureBackward(dx, g, x []float32, s strip, t *stripState, f *fetch, vectors int) {
 	pass := strips32.fusedBackward
 	if s.streams(dx) {
 		pass = strips32.fusedBackwardStreamed
 	}
-	pass(&dx[s.at], &g[packRoom], &x[packRoom], c, t, &gradient[0], &input[0], f, s.stride, s.columns)
+	pass(&dx[s.at], &g[s.at], &x[s.at], c, t, &g[0], &x[0], f, s.stride, s.columns, vectors, vectors)
 }
 
 // normRows is how many rows add takes at once.
@@ -390,32 +394,30 @@ const normRows = 4
 // canNorm reports whether add computes norms of chunks of c columns.
 func canNorm(c int) bool { return c%4 == 0 && c <= stripColumns }
 
-// add adds the norms of the rows of the strip s of g, but for the last ones if there is no multiple of normRows, for chunks of
-// c columns.
-func (n *stripNorms) add(g *pack, s strip, c int) {
+// add adds the norms of rows, which are stride elements apart, of chunks of c columns. Of rows rows those that are no group
+// of normRows are left out.
+func (n *stripNorms) add(g []float32, stride, rows, c, chunks int) {
 	if k := strips32; k != nil {
-		k.chunkNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c)
+		k.chunkNorms(n, &g[0], rows/normRows, c, chunks, stride)
 		return
 	}
-	for r := range s.rows / normRows * normRows {
-		for i := range s.columns / c {
-			d := math.Sqrt(squares(g[g.at(r, i*c):][:c])) - n.anchor[i]
+	for r := range rows / normRows * normRows {
+		for i := range chunks {
+			d := math.Sqrt(squares(g[r*stride+i*c:][:c])) - n.anchor[i]
 			n.sum[i][r%normRows] += d
 			n.square[i][r%normRows] += d * d
 		}
 	}
 }
 
-// load is add, and loads the strip s of x into p as p.load does.
-func (n *stripNorms) load(g, p *pack, x []float32, s strip, c, ahead int) {
-	strips32.loadNorms(n, &g[packRoom], s.rows/normRows, c, s.columns/c, &p[packRoom], &x[s.at], s.columns/16,
-		4*(packStride-s.columns), 4*(s.stride-s.columns), 4*ahead)
-}
-
 // moments returns those of the norms of rows rows that add has seen of chunk i.
 func (n *stripNorms) moments(i, rows int) Moments {
-	s, q := &n.sum[i], &n.square[i]
-	return shifted(n.anchor[i], (s[0]+s[1])+(s[2]+s[3]), (q[0]+q[1])+(q[2]+q[3]), rows)
+	var sum, square float64
+	for lane, d := range n.sum[i] {
+		sum += d
+		square += n.square[i][lane]
+	}
+	return shifted(n.anchor[i], sum, square, rows)
 }
 
 // shifted returns the moments of n numbers, given the sums of their deviations from an anchor and of the squares of these.
@@ -440,8 +442,9 @@ func ceil32(v float64) float32 {
 // The assembly relies on these.
 var (
 	_ = [1]int{}[unsafe.Offsetof(columnFigures{}.dead)-7*4*stripColumns]
-	_ = [1]int{}[unsafe.Offsetof(columnRule{}.beside)-11*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(columnRule{}.form)-11*4*stripColumns]
 	_ = [1]int{}[unsafe.Offsetof(stripState{}.sums)-8*4*stripColumns]
 	_ = [1]int{}[unsafe.Offsetof(columnSums{}.far)-3*4*stripColumns]
-	_ = [1]int{}[unsafe.Offsetof(stripNorms{}.square)-(8+32)*stripColumns/4]
+	_ = [1]int{}[unsafe.Offsetof(stripState{}.norms)-12*4*stripColumns]
+	_ = [1]int{}[unsafe.Offsetof(stripNorms{}.square)-(8+64)*stripColumns/4]
 )

@@ -8,10 +8,11 @@ import (
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
 // within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
 //
-// A tile has several strips, and the same few rows of each are computed before the next ones: memory is read a page at a
-// time then, and processors fetch ahead within pages.
+// A tile has several strips, and the same rows of each, a band, are computed before the next ones: much of a page of memory
+// is read at a time then, and what belongs to the columns of a strip stays in the first cache while its part of a band passes.
 const (
 	tileStrips   = 4
+	bandRows     = 32
 	tileElements = 1 << 18
 	tileRows     = 256
 )
@@ -29,6 +30,7 @@ type tile[T Float] struct {
 	first                 int // number of the first among those of a row of tiles
 	active                []KasminaSeed[T]
 	figures               []ChunkFigures // of the seeds in these rows
+	largest               float32        // of their magnitudes but NaN, once all are folded
 	scratch               []T
 }
 
@@ -122,6 +124,18 @@ func (t *tile[T]) strip(k *Kasmina[T], i, top int) strip {
 	}
 }
 
+// passes calls f for what the strips have in passRows rows each, in the order in which it is to be computed: in strip i, s.
+func (t *tile[T]) passes(k *Kasmina[T], f func(i int, s strip)) {
+	rows := t.r1 - t.r0
+	for band := 0; band < rows; band += bandRows {
+		for i := range t.strips {
+			for top := band; top < min(band+bandRows, rows); top += passRows {
+				f(i, t.strip(k, i, top))
+			}
+		}
+	}
+}
+
 // measured reports whether some seed of the tile is.
 func (t *tile[T]) measured(k *Kasmina[T]) bool {
 	for _, m := range k.Measure[t.s0:t.s1] {
@@ -161,6 +175,7 @@ func (t *tile[T]) start(k *Kasmina[T], v []T, s strip, seen *columnFigures) {
 
 // startAll readies the figures of the strips of v, and foldAll adds them to those of the seeds.
 func (t *tile[T]) startAll(k *Kasmina[T], v []T) {
+	t.largest = 0
 	for i := range t.strips {
 		t.start(k, v, t.strip(k, i, 0), &t.state[i].seen)
 	}
@@ -190,6 +205,7 @@ func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, seen *columnFigures, eps f
 				high = h
 			}
 		}
+		t.largest = max(t.largest, -low, high)
 		if sum-sum != 0 {
 			t.scanRows(k, f, v, seed, feature, n, eps)
 			return
@@ -241,7 +257,7 @@ func (t *tile[T]) startNorms(k *Kasmina[T], g []T) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		n, i := t.norms(k, seed)
 		n.anchor[i] = t.rowNorm(k, g, t.r0, seed)
-		n.sum[i], n.square[i] = [normRows]float64{}, [normRows]float64{}
+		n.sum[i], n.square[i] = [passRows]float64{}, [passRows]float64{}
 	}
 }
 

@@ -1,62 +1,77 @@
 package main
 
 import (
+	"fmt"
+
 	"github.com/mmcloughlin/avo/attr"
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// A fused pass is figures and blend in one, and backward blendSums too, for fusedRows rows. Forward it reads the matrix, whose
-// elements it needs once, and backward packs, since norms are formed of one of them. It takes more registers than AVX2 has.
-//
-// Forward it stores the rows of a vector of columns together, after the loads of all of them: a load is taken for one of what
-// was just stored at the same place of another page, and rows often are that far apart.
+// A fused pass is figures and blend in one, and backward blendSums and norms too, for fusedRows rows. For each vector of
+// columns it reads these rows of what is measured, x forward and the gradient backward, into registers, adds them to the
+// figures, makes the results of them there, and stores these at last: a load is taken for one of what was just stored at the
+// same place of another page, and rows often are that far apart. Every line is read once, since rows that are that far apart
+// also drive each other out of the first cache. It takes more registers than AVX2 has.
 type fused struct {
 	isa
 	backward, streamed bool
 
 	out, x, value, rule, state, nextX, nextGrad Register // value is g backward, and x forward
 	columns, stride                             Register
-	column, inPack, at                          Register // offsets of the vector of columns, and of the current row's in packs and matrices
+	column, at                                  Register // offsets of the vector of columns, and of the current row's in matrices
 	ahead, left                                 Register // offset of what to fetch, and how many more vectors of columns fetch in that row
+	chunk                                       Register // eight times the number of the chunk whose norms are formed
 
-	figures, sums, rules, beside []kept // what belongs to columns, the last for those with neighbours
-	sum, square, anchor          [2]VecPhysical
-	deviation                    [2]VecPhysical
-	low, high, count             VecPhysical
-	on, off, gate, above, add    VecPhysical
-	shares                       [2]VecPhysical // of the neighbours
-	totals                       [4]VecPhysical
-	top, eps, none, t            VecPhysical // none is 0
-	vx, vv                       VecPhysical // elements of x and value
-	result                       [fusedRows]VecPhysical
+	row       [fusedRows]VecPhysical // of value, and later the results
+	free      []VecPhysical          // registers for what does not outlive a vector of columns
+	one, norm VecPhysical            // 1 in float64; the squares of the norms of the rows of the chunk so far
+	eps       VecPhysical
+	later     []func() // what is emitted behind the rest
 }
 
 const (
-	fusedRows = 8
-	stateSums = 8 * array // where the sums lie behind the figures
+	fusedRows  = 8
+	stateSums  = 8 * array  // where the sums lie behind the figures
+	stateNorms = 12 * array // and the norms behind these
 )
 
-// kept is a vector that stays in a register while rows pass.
-type kept struct {
-	memory   Mem
-	register VecPhysical
+// The forms of a vector of columns: how much of a rule it takes. Bits of columnRule.form that are set beyond those of a form
+// make it formAny.
+const (
+	formNone   = 0 // the results are the values
+	formPlain  = 1 // on = off and there are no neighbours
+	formGated  = 3
+	formBeside = 5 // on = off and neighbours are in the same vector
+	formAny    = 15
+)
+
+// neighbours are those of the rule: which columns have them, their share, or the sum for the gradient of it, and where they
+// are. The first two are for the result, of value to the left forward and to the right backward; the others are of x.
+type neighbour struct {
+	has  int
+	mask Register
+	to   int // offset of the share in the rule, or of the sum in the state
+	step int // to the neighbour, in columns
 }
 
-// neighbourMasks say which columns have the neighbours of blend and, for backward, those of blendSums.
-var neighbourMasks = []struct {
-	at int
-	k  Register
-}{{ruleHasNear, K3}, {ruleHasFar, K4}, {ruleLeftNear, K5}, {ruleLeftFar, K6}}
+func (f *fused) neighbours() []neighbour {
+	if !f.backward {
+		return []neighbour{{ruleHasNear, K3, ruleNear, -1}, {ruleHasFar, K4, ruleFar, -2}}
+	}
+	return []neighbour{{ruleHasNear, K3, ruleNear, 1}, {ruleHasFar, K4, ruleFar, 2},
+		{ruleLeftNear, K5, stateSums + sumNear, -1}, {ruleLeftFar, K6, stateSums + sumFar, -2}}
+}
 
 func fusedPass(v isa, backward, streamed bool) {
 	f := &fused{isa: v, backward: backward, streamed: streamed,
 		out: RDI, x: RBX, value: RBX, rule: RDX, state: R14, nextX: R9, nextGrad: R15,
-		columns: R8, stride: R10, inPack: R11, at: R12, column: R13, ahead: RAX, left: RCX}
-	name, signature := "fusedForward", "func(y, x, rule, state, nextX, ahead *float32, stride, columns int, eps float32) float32"
+		columns: R8, stride: R10, chunk: R11, at: R12, column: R13, ahead: RAX, left: RCX}
+	name, signature := "fusedForward", "func(y, x, rule, state, nextX, ahead *float32, stride, columns int, eps float32)"
 	if backward {
-		name, signature = "fusedBackward", "func(dx, grad, x, rule, state, nextGrad, nextX, ahead *float32, stride, columns int)"
+		name = "fusedBackward"
+		signature = "func(dx, grad, x, rule, state, nextGrad, nextX, ahead *float32, stride, columns, vectors, counter int)"
 		f.value = RSI
 	}
 	if streamed {
@@ -64,12 +79,6 @@ func fusedPass(v isa, backward, streamed bool) {
 	}
 	TEXT(name+v.name, attr.NOSPLIT, signature)
 	f.parameters()
-	f.assign()
-	SHLQ(Imm(2), f.stride)
-	XORQ(f.column, f.column)
-	Load(Param("ahead"), f.at)
-	MOVQ(Mem{Base: f.at}, f.ahead)
-	MOVQ(Mem{Base: f.at, Disp: 8}, f.left)
 	lanes := uint64(v.bytes / 4)
 	SUBQ(Imm(lanes), f.columns)
 	JLT(LabelRef("tail"))
@@ -87,18 +96,14 @@ func fusedPass(v isa, backward, streamed bool) {
 	MOVQ(U32(1), f.left)
 	f.vector("tailVector", true)
 	Label("done")
-	if backward {
-		VZEROUPPER()
-		RET()
-		return
-	}
-	VMOVAPS(f.top, v.regs[0])
-	v.reduce(VMAXPS)
 	VZEROUPPER()
-	Store(v.regs[0].AsX(), ReturnIndex(0))
 	RET()
+	for _, emit := range f.later {
+		emit()
+	}
 }
 
+// parameters loads the arguments and sets what stays.
 func (f *fused) parameters() {
 	for _, p := range []struct {
 		name string
@@ -106,112 +111,99 @@ func (f *fused) parameters() {
 	}{{"x", f.x}, {"rule", f.rule}, {"state", f.state}, {"nextX", f.nextX}, {"stride", f.stride}, {"columns", f.columns}} {
 		Load(Param(p.name), p.reg)
 	}
+	copy(f.row[:], f.regs)
+	f.one, f.norm, f.eps, f.free = f.regs[fusedRows], f.regs[fusedRows+1], f.regs[fusedRows+1], f.regs[fusedRows+2:]
+	VBROADCASTSD(doubleOne(), f.one)
 	if f.backward {
 		Load(Param("dx"), f.out)
 		Load(Param("grad"), f.value)
 		Load(Param("nextGrad"), f.nextGrad)
+		XORQ(f.chunk, f.chunk)
+		f.zero(f.norm)
 	} else {
 		Load(Param("y"), f.out)
+		VBROADCASTSS(parameter("eps"), f.eps)
 	}
+	SHLQ(Imm(2), f.stride)
+	XORQ(f.column, f.column)
+	Load(Param("ahead"), f.at)
+	MOVQ(Mem{Base: f.at}, f.ahead)
+	MOVQ(Mem{Base: f.at, Disp: 8}, f.left)
 }
 
-// assign gives out the vector registers and sets those that stay.
-func (f *fused) assign() {
-	r := f.regs
-	take := func(all ...*VecPhysical) {
-		for _, v := range all {
-			*v, r = r[0], r[1:]
-		}
+var doubleOneData *Mem
+
+func doubleOne() Mem {
+	if doubleOneData == nil {
+		m := GLOBL("doubleOne", rodata)
+		DATA(0, F64(1))
+		doubleOneData = &m
 	}
-	for i := range 2 {
-		take(&f.sum[i], &f.square[i], &f.anchor[i], &f.deviation[i], &f.shares[i])
-	}
-	take(&f.low, &f.high, &f.on, &f.off, &f.gate, &f.none, &f.t, &f.vx)
-	for i := range f.result {
-		take(&f.result[i])
-	}
-	ofState, ofRule := func(disp int) Mem { return f.ofColumn(f.state, disp) }, func(disp int) Mem { return f.ofColumn(f.rule, disp) }
-	for i := range 2 {
-		wide := Mem{Base: f.state, Index: f.column, Scale: 2, Disp: i * f.bytes}
-		f.figures = append(f.figures, kept{wide, f.sum[i]}, kept{wide.Offset(figureSquare), f.square[i]})
-		f.beside = append(f.beside, kept{ofRule(ruleNear + i*array), f.shares[i]})
-	}
-	f.figures = append(f.figures, kept{ofState(figureLow), f.low}, kept{ofState(figureHigh), f.high})
-	f.rules = []kept{{ofRule(ruleOn), f.on}, {ofRule(ruleOff), f.off}, {ofRule(ruleGate), f.gate}}
-	f.zero(f.none)
-	if f.backward {
-		take(&f.vv, &f.above, &f.totals[0], &f.totals[1], &f.totals[2], &f.totals[3])
-		f.rules = append(f.rules, kept{ofRule(ruleAbove), f.above})
-		f.sums = []kept{{ofState(stateSums + sumAll), f.totals[0]}, {ofState(stateSums + sumHere), f.totals[1]}}
-		f.beside = append(f.beside, kept{ofState(stateSums + sumNear), f.totals[2]}, kept{ofState(stateSums + sumFar), f.totals[3]})
-		return
-	}
-	f.vv = f.vx
-	take(&f.count, &f.add, &f.top, &f.eps)
-	f.rules = append(f.rules, kept{ofRule(ruleAdd), f.add})
-	f.figures = append(f.figures, kept{ofState(figureDead), f.count})
-	f.zero(f.top)
-	eps, err := Param("eps").Resolve()
-	if err != nil {
-		panic(err)
-	}
-	VBROADCASTSS(eps.Addr, f.eps)
+	return *doubleOneData
 }
 
-// ofColumn is the current vector of columns in an array, inMatrix and here the current row's in a matrix and in an input.
+// ofColumn is the current vector of columns in an array of the rule or the state.
 func (f *fused) ofColumn(base Register, disp int) Mem {
 	return Mem{Base: base, Index: f.column, Scale: 1, Disp: disp}
 }
 
+// inMatrix is the current vector of columns and row in a matrix.
 func (f *fused) inMatrix(base Register) Mem { return Mem{Base: base, Index: f.at, Scale: 1} }
 
-func (f *fused) here(base Register) Mem {
-	if f.backward {
-		return Mem{Base: base, Index: f.inPack, Scale: 1}
+// take returns registers that hold what is in memory.
+func (f *fused) take(free *[]VecPhysical, from ...Mem) []VecPhysical {
+	taken := (*free)[:len(from)]
+	*free = (*free)[len(from):]
+	for i, m := range from {
+		VMOVUPS(m, taken[i])
 	}
-	return f.inMatrix(base)
+	return taken
 }
 
-func read(all []kept) {
-	for _, k := range all {
-		VMOVUPS(k.memory, k.register)
-	}
-}
-
-func write(all []kept) {
-	for _, k := range all {
-		VMOVUPS(k.register, k.memory)
+func put(registers []VecPhysical, to []Mem) {
+	for i, m := range to {
+		VMOVUPS(registers[i], m)
 	}
 }
 
-// vector emits a vector of columns: with neighbours if some of its columns have any, and else without.
+// toRow sets at to the current vector of columns in a row.
+func (f *fused) toRow(r int) {
+	if r == 0 {
+		MOVQ(f.column, f.at)
+		return
+	}
+	LEAQ(Mem{Base: f.column, Index: f.stride, Scale: uint8(r)}, f.at)
+}
+
+// vector emits a vector of columns.
 func (f *fused) vector(label string, masked bool) {
-	for i, a := range f.anchor {
-		VCVTPS2PD(f.ofColumn(f.state, figureAnchor+i*f.bytes/2), a)
+	if f.backward && !masked {
+		CMPQ(parameter("vectors"), Imm(0))
+		JEQ(LabelRef(label + "Normless"))
+		f.figures(label+"Norms", masked, true)
+		JMP(LabelRef(label + "Blend"))
+		Label(label + "Normless")
 	}
-	read(f.figures)
-	read(f.sums)
-	read(f.rules)
-	MOVQ(f.column, f.inPack)
+	f.figures(label, masked, false)
+	Label(label + "Blend")
+	forms := []int{formNone, formPlain, formGated, formBeside}
+	if masked {
+		forms = forms[:1]
+	}
 	MOVQ(f.column, f.at)
 	SHRQ(Imm(6), f.at)
-	CMPB(Mem{Base: f.rule, Index: f.at, Scale: 1, Disp: ruleBeside}, Imm(0))
-	MOVQ(f.column, f.at)
-	JEQ(LabelRef(label + "Alone"))
-	for _, m := range neighbourMasks {
-		f.selected(f.ofColumn(f.rule, m.at), m.k, f.t)
+	MOVBQZX(Mem{Base: f.rule, Index: f.at, Scale: 1, Disp: ruleForm}, f.at)
+	for _, form := range forms {
+		CMPQ(f.at, Imm(uint64(form)))
+		JEQ(LabelRef(fmt.Sprint(label, "Form", form)))
 	}
-	read(f.beside)
-	f.rows(masked, true)
-	if f.backward {
-		write(f.beside[2:])
+	f.blend(formAny, masked)
+	for _, form := range forms {
+		JMP(LabelRef(label + "End"))
+		Label(fmt.Sprint(label, "Form", form))
+		f.blend(form, masked)
 	}
-	JMP(LabelRef(label + "End"))
-	Label(label + "Alone")
-	f.rows(masked, false)
 	Label(label + "End")
-	write(f.figures)
-	write(f.sums)
 	DECQ(f.left)
 	JNZ(LabelRef(label + "SameRow"))
 	Load(Param("ahead"), f.at)
@@ -220,99 +212,273 @@ func (f *fused) vector(label string, masked bool) {
 	Label(label + "SameRow")
 }
 
-func (f *fused) rows(masked, neighbours bool) {
-	for _, c := range f.result {
-		f.load(f.here(f.value), f.vv, masked)
-		if f.backward {
-			f.load(f.here(f.x), f.vx, masked)
+// figures emits what reads the rows and adds them to the figures and, with norms, to the norms of their chunk. It multiplies by
+// 1 where it subtracts: so much is added here that the units for multiplication have more time.
+func (f *fused) figures(label string, masked, norms bool) {
+	var memory []Mem
+	for i := range 2 {
+		wide := Mem{Base: f.state, Index: f.column, Scale: 2, Disp: i * f.bytes}
+		memory = append(memory, wide, wide.Offset(figureSquare))
+	}
+	memory = append(memory, f.ofColumn(f.state, figureLow), f.ofColumn(f.state, figureHigh))
+	free := f.free
+	totals := f.take(&free, memory...)
+	low, high := totals[4], totals[5]
+	anchor, d, t, least := free[:2], free[2:4], free[4], free[5]
+	tree := rowSums{t: t, free: free[5:]}
+	for i, a := range anchor {
+		VCVTPS2PD(f.ofColumn(f.state, figureAnchor+i*f.bytes/2), a)
+	}
+	f.toRow(0)
+	for r, x := range f.row {
+		f.load(f.inMatrix(f.value), x, masked)
+		if masked {
+			f.upper(x, t)
+			VCVTPS2PD(f.half(x), d[0])
+			VCVTPS2PD(f.half(t), d[1])
+		} else {
+			VCVTPS2PD(f.inMatrix(f.value), d[0])
+			VCVTPS2PD(f.inMatrix(f.value).Offset(f.bytes/2), d[1])
 		}
-		f.blend(c)
-		f.addFigures(masked)
-		if neighbours {
-			f.addNeighbours(c)
+		if norms {
+			tree.add(d)
 		}
+		for i := range d {
+			VFMSUB213PD(anchor[i], f.one, d[i])
+			VADDPD(d[i], totals[2*i], totals[2*i])
+			VFMADD231PD(d[i], d[i], totals[2*i+1])
+		}
+		VMINPS(low, x, low) // what is no number comes first, and loses
+		VMAXPS(high, x, high)
 		PREFETCHT1(Mem{Base: f.nextX, Index: f.ahead, Scale: 1})
 		if f.backward {
-			f.put(c, masked)
-			ADDQ(U32(4*packStride), f.inPack)
 			PREFETCHT1(Mem{Base: f.nextGrad, Index: f.ahead, Scale: 1})
+		} else {
+			before := least
+			if r == 0 {
+				before = f.eps
+			}
+			VRANGEPS(Imm(leastMagnitude), x, before, least)
 		}
 		ADDQ(Imm(64), f.ahead)
 		ADDQ(f.stride, f.at)
 	}
-	if f.backward {
-		return
-	}
-	for i := range f.result {
-		SUBQ(f.stride, f.at)
-		f.put(f.result[fusedRows-1-i], masked)
-	}
-}
-
-// put stores a result.
-func (f *fused) put(c VecPhysical, masked bool) {
-	if f.streamed && !masked {
-		VMOVNTPS(c, f.inMatrix(f.out))
-		return
-	}
-	f.store(c, f.inMatrix(f.out), masked)
-}
-
-// blend sets c to what becomes of the current row but for its neighbours. It adds to the sums of the gradients of weights and,
-// forward, to top and to the number of dead elements.
-func (f *fused) blend(c VecPhysical) {
-	VMULPS(f.gate, f.vx, f.t)
-	f.choose(f.none, f.t, f.on, f.off, c)
-	if f.backward {
-		VCMPPS(Imm(notLessEqual), f.above, f.t, K2)
-		VMULPS(f.vv, c, c)
-		VADDPS(f.vv, f.totals[0], K2, f.totals[0])
-		VFMADD231PS(f.vx, f.vv, K2, f.totals[1])
-		return
-	}
-	VFMADD213PS(f.add, f.vx, c)
-	f.magnitudes(f.vx, f.t)
-	VCMPPS(Imm(1), f.eps, f.t, K2)
-	VPADDD(constant("unit", 1), f.count, K2, f.count)
-	VMAXPS(f.top, f.t, f.top) // a NaN in t loses
-}
-
-// addFigures adds the current row of value to its figures.
-func (f *fused) addFigures(masked bool) {
-	d := f.deviation
-	if masked {
-		f.upper(f.vv, f.t)
-		VCVTPS2PD(f.half(f.vv), d[0])
-		VCVTPS2PD(f.half(f.t), d[1])
-	} else {
-		VCVTPS2PD(f.here(f.value), d[0])
-		VCVTPS2PD(f.here(f.value).Offset(f.bytes/2), d[1])
-	}
-	for i := range d {
-		VSUBPD(f.anchor[i], d[i], d[i])
-		VADDPD(d[i], f.sum[i], f.sum[i])
-		VFMADD231PD(d[i], d[i], f.square[i])
-	}
-	VMINPS(f.vv, f.low, f.low)
-	VMAXPS(f.vv, f.high, f.high)
-}
-
-// addNeighbours adds those of the current row, to the left forward and to the right backward, and backward what blendSums
-// needs of those of x to the left.
-func (f *fused) addNeighbours(c VecPhysical) {
-	step := -4
-	if f.backward {
-		step = 4
-	}
-	for i, m := range neighbourMasks[:2] {
-		f.loadSelected(f.here(f.value).Offset((i+1)*step), m.k, f.t)
-		VFMADD231PS(f.t, f.shares[i], c)
+	put(totals, memory)
+	if norms {
+		f.addNorms(label, tree.total(), free[5:])
 	}
 	if !f.backward {
+		f.countDead(label, least, t)
+	}
+}
+
+const leastMagnitude = 0b1010 // of VRANGEPS: the operand of the smaller magnitude, without its sign
+
+// countDead emits the count of elements smaller than eps. That there is one at all is known from the least of them: it should be rare.
+func (f *fused) countDead(label string, least, t VecPhysical) {
+	VCMPPS(Imm(1), f.eps, least, K2)
+	KORTESTW(K2, K2)
+	JNZ(LabelRef(label + "Dead"))
+	Label(label + "Alive")
+	f.later = append(f.later, func() {
+		Label(label + "Dead")
+		count := f.ofColumn(f.state, figureDead)
+		VMOVUPS(count, least)
+		for _, x := range f.row {
+			f.magnitudes(x, t)
+			VCMPPS(Imm(1), f.eps, t, K2)
+			VPADDD(constant("unit", 1), least, K2, least)
+		}
+		VMOVUPS(least, count)
+		JMP(LabelRef(label + "Alive"))
+	})
+}
+
+// rowSums is a tree that sums up the squares of a vector of columns of each of fusedRows rows, in float64. It holds sums of
+// rows that are not complete yet, at most one of each level.
+type rowSums struct {
+	t     VecPhysical
+	free  []VecPhysical
+	parts []VecPhysical
+	level []int
+}
+
+// add adds the row d.
+func (s *rowSums) add(d []VecPhysical) {
+	q := s.free[0]
+	s.free = s.free[1:]
+	VMULPD(d[0], d[0], q)
+	VFMADD231PD(d[1], d[1], q)
+	s.parts, s.level = append(s.parts, q), append(s.level, 0)
+	for n := len(s.parts); n > 1 && s.level[n-1] == s.level[n-2]; n-- {
+		a, b := s.parts[n-2], s.parts[n-1]
+		if s.level[n-1] == 0 {
+			VUNPCKLPD(b, a, s.t)
+			VUNPCKHPD(b, a, a)
+		} else {
+			VSHUFF64X2(Imm(0x88), b, a, s.t) // blocks 0 and 2 of both
+			VSHUFF64X2(Imm(0xdd), b, a, a)
+		}
+		VADDPD(s.t, a, a)
+		s.free = append([]VecPhysical{b}, s.free...)
+		s.parts, s.level = s.parts[:n-1], s.level[:n-1]
+		s.level[n-2]++
+	}
+}
+
+// total returns the sums, a row in a lane, once all rows are added.
+func (s *rowSums) total() VecPhysical { return s.parts[0] }
+
+// addNorms adds squares to those of the norms of the chunk's rows and, once the chunk is complete, these norms to their sums.
+func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) {
+	VADDPD(squares, f.norm, f.norm)
+	DECQ(parameter("counter"))
+	JNZ(LabelRef(label + "SameChunk"))
+	MOVQ(parameter("vectors"), f.at)
+	MOVQ(f.at, parameter("counter"))
+	norms := Mem{Base: f.state, Index: f.chunk, Scale: 8, Disp: stateNorms}
+	memory := []Mem{norms.Offset(normSum), norms.Offset(normSquare)}
+	sums := f.take(&free, memory...)
+	t := free[0]
+	VSQRTPD(f.norm, f.norm)
+	VBROADCASTSD(Mem{Base: f.state, Index: f.chunk, Scale: 1, Disp: stateNorms}, t)
+	VSUBPD(t, f.norm, f.norm)
+	VADDPD(f.norm, sums[0], sums[0])
+	VFMADD231PD(f.norm, f.norm, sums[1])
+	put(sums, memory)
+	f.zero(f.norm)
+	ADDQ(Imm(8), f.chunk)
+	Label(label + "SameChunk")
+}
+
+// blend emits what makes the results of the rows, in their registers, and stores them. Backward it adds to the sums of the
+// gradients of weights.
+func (f *fused) blend(form int, masked bool) {
+	f.toRow(fusedRows)
+	if form == formNone {
+		f.storeUp(masked)
 		return
 	}
-	for i, m := range neighbourMasks[2:] {
-		f.loadSelected(f.here(f.x).Offset(-4*(i+1)), m.k, f.t)
-		VFMADD231PS(f.t, f.vv, f.totals[2+i])
+	free := f.free
+	ofRule, ofState := func(disp int) Mem { return f.ofColumn(f.rule, disp) }, func(disp int) Mem { return f.ofColumn(f.state, disp) }
+	gated, beside := form == formGated || form == formAny, form == formBeside || form == formAny
+	on := f.take(&free, ofRule(ruleOn))[0]
+	var off, gate, none, above, add VecPhysical
+	if gated {
+		r := f.take(&free, ofRule(ruleOff), ofRule(ruleGate))
+		off, gate, none, free = r[0], r[1], free[0], free[1:]
+		f.zero(none)
 	}
+	sums := []Mem{ofState(stateSums + sumAll), ofState(stateSums + sumHere)}
+	switch {
+	case !f.backward:
+		add = f.take(&free, ofRule(ruleAdd))[0]
+	case gated:
+		above = f.take(&free, ofRule(ruleAbove))[0]
+	}
+	t, c, next := free[0], free[1], free[2:4]
+	free = free[4:]
+	x := c
+	if f.backward {
+		x, free = free[0], free[1:]
+	}
+	var shares []VecPhysical
+	if beside {
+		for _, n := range f.neighbours() {
+			f.selected(ofRule(n.has), n.mask, t)
+		}
+		shares = f.take(&free, ofRule(ruleNear), ofRule(ruleFar))
+		if f.backward {
+			sums = append(sums, ofState(stateSums+sumNear), ofState(stateSums+sumFar))
+		}
+	}
+	var totals []VecPhysical
+	if f.backward {
+		totals = f.take(&free, sums...)
+	}
+	walks := f.backward || form == formAny
+	for i := range f.row {
+		row := f.row[fusedRows-1-i]
+		if walks {
+			SUBQ(f.stride, f.at)
+		}
+		factor := on
+		if f.backward {
+			f.load(f.inMatrix(f.x), x, masked)
+		} else {
+			x = row
+		}
+		if gated {
+			factor = c
+			VMULPS(gate, x, t)
+			f.choose(none, t, on, off, factor)
+		}
+		switch {
+		case f.backward && gated:
+			VCMPPS(Imm(notLessEqual), above, t, K2)
+			VADDPS(row, totals[0], K2, totals[0])
+			VFMADD231PS(x, row, K2, totals[1])
+		case f.backward:
+			VADDPS(row, totals[0], totals[0])
+			VFMADD231PS(x, row, totals[1])
+		}
+		if beside {
+			all := f.neighbours()
+			for j, n := range all[:2] {
+				f.shifted(form, f.value, row, n, next[j])
+			}
+			for j, n := range all[2:] {
+				f.shifted(form, f.x, x, n, t)
+				VFMADD231PS(t, row, totals[2+j])
+			}
+		}
+		if f.backward {
+			VMULPS(factor, row, row)
+		} else {
+			VFMADD213PS(add, factor, row)
+		}
+		for j, s := range shares {
+			VFMADD231PS(next[j], s, row)
+		}
+	}
+	if f.backward {
+		put(totals, sums)
+	}
+	if walks {
+		f.storeDown(masked)
+	} else {
+		f.storeUp(masked)
+	}
+}
+
+// shifted sets dst to a neighbour of the row of the matrix that is in a register too, and 0 where there is none.
+func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbour, dst VecPhysical) {
+	if form == formAny {
+		f.loadSelected(f.inMatrix(matrix).Offset(4*n.step), n.mask, dst)
+		return
+	}
+	VALIGND_Z(Imm(uint64(16+n.step)%16), row, row, n.mask, dst)
+}
+
+// storeUp stores the rows from below the last one up, and storeDown from the first one down.
+func (f *fused) storeUp(masked bool) {
+	for i := range f.row {
+		SUBQ(f.stride, f.at)
+		f.storeRow(f.row[fusedRows-1-i], masked)
+	}
+}
+
+func (f *fused) storeDown(masked bool) {
+	for _, row := range f.row {
+		f.storeRow(row, masked)
+		ADDQ(f.stride, f.at)
+	}
+}
+
+func (f *fused) storeRow(row VecPhysical, masked bool) {
+	if f.streamed && !masked {
+		VMOVNTPS(row, f.inMatrix(f.out))
+		return
+	}
+	f.store(row, f.inMatrix(f.out), masked)
 }

@@ -31,7 +31,7 @@ const (
 	ruleAbove    = 8 * array
 	ruleLeftNear = 9 * array
 	ruleLeftFar  = 10 * array
-	ruleBeside   = 11 * array
+	ruleForm     = 11 * array
 
 	sumAll  = 0 * array
 	sumHere = 1 * array
@@ -39,7 +39,7 @@ const (
 	sumFar  = 3 * array
 
 	normSum    = 8 * stripColumns / 4 // the anchors begin at 0
-	normSquare = normSum + 8*stripColumns
+	normSquare = normSum + 16*stripColumns
 )
 
 const (
@@ -181,8 +181,8 @@ func figures(v isa, name string, dead bool) {
 			VADDPD(deviation[i], sum[i], sum[i])
 			VFMADD231PD(deviation[i], deviation[i], square[i])
 		}
-		VMINPS(x, low, low)
-		VMAXPS(x, high, high)
+		VMINPS(low, x, low) // what is no number comes first, and loses
+		VMAXPS(high, x, high)
 		if !dead {
 			return
 		}
@@ -491,30 +491,19 @@ func blendLearn(v isa, streamed bool) {
 }
 
 // chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
-// squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, and chunk is a multiple of 4.
-// A vector of four rows is the natural one, so this has one form. With loading set it also copies a line for every 16 elements
-// that it sees, left of them in a row and lines in those that follow, and then goes on jump or dstJump bytes later, and it
-// fetches what lies ahead bytes ahead: loads wait for the second cache, and norms for arithmetic.
-func chunkNorms(loading bool) {
-	name, signature := "chunkNormsAVX2", "func(n *float64, x *float32, groups, chunk, chunks int)"
-	if loading {
-		name, signature = "loadNormsAVX512", "func(n *float64, x *float32, groups, chunk, chunks int, dst, src *float32, lines, dstJump, jump, ahead int)"
-	}
-	TEXT(name, attr.NOSPLIT, signature)
-	anchors, sums, px, chunk, stride, stride3 := RDI, RDX, RSI, R8, R10, R12
-	dst, src, left, ahead := R14, R15, R9, RBX
-	if loading {
-		Load(Param("dst"), dst)
-		Load(Param("src"), src)
-		Load(Param("lines"), left)
-		Load(Param("ahead"), ahead)
-	}
+// squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, stride elements apart, and chunk is
+// a multiple of 4. A vector of four rows is the natural one, so this has one form.
+func chunkNorms() {
+	TEXT("chunkNormsAVX2", attr.NOSPLIT, "func(n *float64, x *float32, groups, chunk, chunks, stride int)")
+	anchors, sums, px, chunk, chunks, stride, stride3 := RDI, RDX, RSI, R8, R9, R10, R12
 	rows, at := R11, R13
 	Load(Param("n"), anchors)
 	LEAQ(Mem{Base: anchors, Disp: normSum}, sums)
 	Load(Param("x"), px)
-	MOVQ(U32(4*packStride), stride)
+	Load(Param("stride"), stride)
+	SHLQ(Imm(2), stride)
 	Load(Param("chunk"), chunk)
+	Load(Param("chunks"), chunks)
 	LEAQ(Mem{Base: stride, Index: stride, Scale: 2}, stride3)
 	SHRQ(Imm(2), chunk)
 	p := []VecPhysical{Y0, Y1, Y2, Y3}
@@ -535,19 +524,6 @@ func chunkNorms(loading bool) {
 	for i, m := range []Mem{{Base: at}, {Base: at, Index: stride, Scale: 1}, {Base: at, Index: stride, Scale: 2}, {Base: at, Index: stride3, Scale: 1}} {
 		VCVTPS2PD(m, x)
 		VFMADD231PD(x, x, p[i])
-	}
-	if loading {
-		PREFETCHT1(Mem{Base: src, Index: ahead, Scale: 1})
-		VMOVUPS(Mem{Base: src}, Z16)
-		VMOVUPS(Z16, Mem{Base: dst})
-		ADDQ(Imm(64), src)
-		ADDQ(Imm(64), dst)
-		DECQ(left)
-		JNZ(LabelRef("sameRow"))
-		ADDQ(parameter("jump"), src)
-		ADDQ(parameter("dstJump"), dst)
-		Load(Param("lines"), left)
-		Label("sameRow")
 	}
 	ADDQ(Imm(16), at)
 	DECQ(RAX)
@@ -570,11 +546,11 @@ func chunkNorms(loading bool) {
 	VMOVUPD(sum, Mem{Base: sums})
 	VMOVUPD(square, Mem{Base: sums, Disp: normSquare - normSum})
 	ADDQ(Imm(8), anchors)
-	ADDQ(Imm(32), sums)
+	ADDQ(Imm(64), sums)
 	MOVQ(chunk, RAX)
 	SHLQ(Imm(4), RAX)
 	ADDQ(RAX, px)
-	DECQ(parameter("chunks"))
+	DECQ(chunks)
 	JNZ(LabelRef("chunk"))
 	VZEROUPPER()
 	RET()

@@ -59,8 +59,7 @@ func main() {
 			fusedPass(avx512, false, streamed)
 			fusedPass(avx512, true, streamed)
 		}
-		chunkNorms(false)
-		chunkNorms(true)
+		chunkNorms()
 		storeFence()
 	default:
 		log.Fatalf("unknown -part %q", *part)
