@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/llm"
 )
 
 // TestDocumentsOnHost wants attention to documents, which has no kernel, to be computed on the host in a graph whose other ops
@@ -91,6 +92,61 @@ func TestLoneDocuments(t *testing.T) {
 		got := tensor.New(tensor.WithBacking(r.value(p.Deriv())))
 		if d := distance(t, got, sameParams[i].Deriv().Value()); !(d < 1e-5) {
 			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
+		}
+	}
+}
+
+// TestDocumentsModel wants the gradients of a model whose attention keeps documents apart to be those of Gorgonia's machine, also
+// where blocks are computed again.
+func TestDocumentsModel(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 70, Documents: true}.Default()
+	batch := llm.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq), Starts: make([]int, 2*c.Seq)}
+	r := rand.New(rand.NewPCG(seed, 1))
+	for i := range batch.Inputs {
+		batch.Inputs[i], batch.Targets[i], batch.Starts[i] = r.IntN(c.Vocab), r.IntN(c.Vocab), i%c.Seq/33*33
+	}
+	model, err := llm.NewModel(c, tensor.Float32, seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	graph := func(opts ...llm.GraphOption) *llm.Graph {
+		g, err := model.Graph(llm.ForTraining, 2, opts...)
+		if err == nil {
+			err = g.Let(batch)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return g
+	}
+	want := graph()
+	tape := gorgonia.NewTapeMachine(want.G, gorgonia.BindDualValues(want.Params...))
+	defer tape.Close()
+	if err := tape.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for name, opts := range map[string][]llm.GraphOption{"plain": nil, "recompute": {llm.WithRecompute()}} {
+		g := graph(opts...)
+		m, err := NewMachine(device, g.G, fakeOption, WithParams(g.Params...), WithOutputs(g.Loss), WithLogger(slog.New(slog.DiscardHandler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		nodes := append(gorgonia.Nodes{want.Loss}, derivatives(want.Params)...)
+		for i, n := range append(gorgonia.Nodes{g.Loss}, derivatives(g.Params)...) {
+			v, err := m.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := distance(t, v, nodes[i].Value()); !(d < 1e-4) {
+				t.Errorf("%s: result %d differs by %.2g", name, i, d)
+			}
 		}
 	}
 }

@@ -27,6 +27,10 @@ type Config struct {
 	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The blueprints LowRank and ChunkMLP
 	// have rank SlotWidth·Seeds/(2·Dim), and need it to be at least 1.
 	SlotWidth int `json:"slot_width,omitempty"`
+
+	// Documents keeps attention to the document that a token belongs to, where the batches of training and evaluation say
+	// where documents start. Text that is generated is one document.
+	Documents bool `json:"documents,omitempty"`
 }
 
 // slotWidth is the number of columns of a Kasmina layer's weights.

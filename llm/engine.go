@@ -154,6 +154,15 @@ func (g *Graph) Let(b Batch) error {
 	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
 		return err
 	}
+	if g.Starts != nil {
+		starts := b.Starts
+		if starts == nil {
+			starts = make([]int, len(b.Inputs))
+		}
+		if err := gorgonia.Let(g.Starts, ids(starts)); err != nil {
+			return err
+		}
+	}
 	return gorgonia.Let(g.Targets, ids(b.Targets))
 }
 

@@ -28,6 +28,7 @@ type Graph struct {
 	Batch   int            // sequences
 	IDs     *gorgonia.Node // int [Batch·Seq]
 	Targets *gorgonia.Node // int [Batch·Seq], negative where there is nothing to predict; nil for ForLogits
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil for ForLogits and without Config.Documents
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil for ForLogits
 	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted; nil but for ForLogits
 	Logits  *gorgonia.Node // [Batch, Vocab]; nil but for ForLogits
@@ -85,6 +86,9 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	out := &Graph{G: b.g, Kind: b.kind, Batch: batch}
 	b.out = out
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("ids"))
+	if c.Documents && b.kind != ForLogits {
+		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("starts"))
+	}
 	for _, p := range b.Params {
 		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
 		b.nodes[p.Name] = n
@@ -150,6 +154,9 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	for _, name := range blockParams {
 		inputs = append(inputs, b.nodes[p+name])
 	}
+	if b.out.Starts != nil {
+		inputs = append(inputs, b.out.Starts)
+	}
 	var err error
 	if b.recompute && b.kind == ForTraining {
 		x, err = autodiff.Recompute(inputs, b.decoder)
@@ -182,7 +189,8 @@ var blockParams = []string{
 	"mlp.down_proj.weight",
 }
 
-// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x and its parameters.
+// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x, its parameters and, where attention
+// is to keep documents apart, their starts.
 func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	x, norm1, wq, wk, wv, wo, norm2, gate, up, down := in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], in[8], in[9]
 	c := b.Config
@@ -190,7 +198,7 @@ func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	if h, err = b.attention(h, wq, wk, wv); err != nil {
+	if h, err = b.attention(h, wq, wk, wv, in[1+len(blockParams):]...); err != nil {
 		return nil, err
 	}
 	if h, err = op.Linear(h, wo); err != nil {
@@ -209,7 +217,7 @@ func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 }
 
 // attention computes that of a block, without its output layer.
-func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node) (*gorgonia.Node, error) {
+func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node, starts ...*gorgonia.Node) (*gorgonia.Node, error) {
 	c := b.Config
 	v, err := op.Linear(h, wv)
 	if err != nil {
@@ -227,7 +235,11 @@ func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node) (*gorgonia.Node, 
 		return nil, err
 	}
 	b.out.keys, b.out.values = append(b.out.keys, k), append(b.out.values, v)
-	return op.Attention(q, k, v, op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true})
+	a := op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
+	if len(starts) > 0 {
+		return op.DocumentAttention(q, k, v, starts[0], a)
+	}
+	return op.Attention(q, k, v, a)
 }
 
 // project computes queries or keys: a linear layer and the rotation by position.

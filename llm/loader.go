@@ -8,10 +8,11 @@ import (
 	"iter"
 	"math"
 	"math/bits"
+	"slices"
 )
 
 // Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
-// the vocabulary of the tokenizer that made them.
+// the vocabulary of the tokenizer that made them. Where one of them ends each document, a method EndOfDocument() int says which.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
@@ -81,6 +82,18 @@ func (b byteTokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
+// starts is documentStarts.
+func (b byteTokens) starts(starts, _ []int, offset int64) {
+	next, _ := slices.BinarySearch(b.text.ends, offset+1)
+	start := 0
+	for i := range starts {
+		if offset+int64(i) == b.text.ends[next] {
+			start, next = i, next+1
+		}
+		starts[i] = start
+	}
+}
+
 type memoryTokens struct {
 	ids         []uint32
 	tokenizer   string
@@ -108,6 +121,11 @@ func (m *memoryTokens) ReadTokens(dst []int, offset int64) error {
 type Batch struct {
 	Inputs, Targets []int
 	Count           int // targets that count
+
+	// Starts [batch, seq] is the position in its sequence at which the document of each token begins, or 0 where that lies
+	// before the sequence; nil where nobody knows of documents. The token that ends a document counts to the next one: that
+	// begins with it, as it does in SampleText. Targets know no borders.
+	Starts []int
 }
 
 // LoaderConfig sizes a Loader's batches and seeds its order.
@@ -133,6 +151,7 @@ type Loader struct {
 	tokens Tokens
 	config LoaderConfig
 	state  LoaderState    // of the batch that Next returns next
+	starts documentStarts // nil where the tokens do not know
 	ahead  chan readAhead // that batch, being read; nil when nothing is
 	spare  Batch          // the memory of the batch before the one that is in use
 	inUse  Batch
@@ -157,17 +176,49 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d",
 			tokens.Len(), c.Seq, c.Seq+1)
 	}
-	return &Loader{
+	l := &Loader{
 		tokens: tokens,
 		config: c,
 		state:  LoaderState{Seed: c.Seed, Seq: c.Seq, Data: tokens.Fingerprint()},
+		starts: startsOf(tokens),
 		spare:  newBatch(c.Batch * c.Seq),
 		inUse:  newBatch(c.Batch * c.Seq),
-	}, nil
+	}
+	if l.starts != nil {
+		l.spare.Starts, l.inUse.Starts = make([]int, c.Batch*c.Seq), make([]int, c.Batch*c.Seq)
+	}
+	return l, nil
 }
 
 func newBatch(n int) Batch {
 	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
+}
+
+// documentStarts sets starts[i] to where the document of token i of a window begins, or 0 if before it. The window's tokens
+// stand at the given offset.
+type documentStarts func(starts, window []int, offset int64)
+
+// startsOf returns how to find the documents among tokens that end each with a token of its own, or are bytes of files; nil
+// for others.
+func startsOf(t Tokens) documentStarts {
+	if b, ok := t.(byteTokens); ok {
+		return b.starts
+	}
+	if e, ok := t.(documentEnder); ok && e.EndOfDocument() >= 0 {
+		return func(starts, window []int, _ int64) { startsAfter(e.EndOfDocument(), starts, window) }
+	}
+	return nil
+}
+
+// startsAfter sets starts where documents begin with the given token.
+func startsAfter(token int, starts, window []int) {
+	start := 0
+	for i := range starts {
+		if window[i] == token {
+			start = i
+		}
+		starts[i] = start
+	}
 }
 
 // Next returns the next batch. Its memory is used again after the following call. After an error the same batch is tried
@@ -201,6 +252,9 @@ func (l *Loader) readAhead() {
 			}
 			copy(batch.Inputs[i:], window[:s.Seq])
 			copy(batch.Targets[i:], window[1:])
+			if l.starts != nil {
+				l.starts(batch.Starts[i:][:s.Seq], window, offset)
+			}
 		}
 		ahead <- readAhead{batch: batch, after: s}
 	}(l.ahead, l.spare, l.state)

@@ -28,6 +28,7 @@ import (
 type TokenFile struct {
 	f      *os.File
 	header tokenHeader
+	end    int // token that ends a document, -1 for none
 }
 
 type tokenHeader struct {
@@ -94,7 +95,10 @@ func OpenTokens(path string, text *Text, tok Tokenizer) (*TokenFile, error) {
 	if err != nil {
 		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
 	}
-	t := &TokenFile{f: f}
+	t := &TokenFile{f: f, end: -1}
+	if e, ok := tok.(documentEnder); ok {
+		t.end = e.EndOfDocument()
+	}
 	err = t.readHeader()
 	if err == nil {
 		err = t.header.check(newTokenHeader(text, tok))
@@ -218,6 +222,9 @@ func (t *TokenFile) Tokenizer() string { return t.header.Tokenizer }
 
 // VocabSize returns the size of the tokenizer's vocabulary.
 func (t *TokenFile) VocabSize() int { return t.header.VocabSize }
+
+// EndOfDocument returns the token that follows each document, or -1 if the tokenizer has none.
+func (t *TokenFile) EndOfDocument() int { return t.end }
 
 // Close closes the file.
 func (t *TokenFile) Close() error { return t.f.Close() }

@@ -93,6 +93,10 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
 			l.config.Batch, l.config.Seq, c.Batch, m.Config.Seq)
 	}
+	if m.Config.Documents && l.starts == nil {
+		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where documents end; want those that Tokenize makes with a " +
+			"ByteTokenizer, or CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
+	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {
 		c.Engine = newHost

@@ -85,7 +85,11 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	for _, b := range words(3, 5000) {
 		tokens = append(tokens, uint32(b))
 	}
-	loader, err := NewLoader(&memoryTokens{ids: tokens, tokenizer: "bytes", vocabSize: 256, fingerprint: "words"}, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
+	var text Tokens = &memoryTokens{ids: tokens, tokenizer: "bytes", vocabSize: 256, fingerprint: "words"}
+	if o.config.Documents {
+		text = endedTokens{text, '\n'}
+	}
+	loader, err := NewLoader(text, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
 	fail(err)
 	optimizer, err := o.optimizer()
 	fail(err)
