@@ -55,21 +55,25 @@ func TestPermuteIsABijection(t *testing.T) {
 }
 
 // Over many keys every place goes everywhere equally often: Pearson's chi-square with 99 cells around 99, which a uniform
-// permutation exceeds 170 by with a probability below 1e-5.
+// permutation exceeds 175 by with a probability of 4e-6. A place that does is tried again.
 func TestPermuteIsUniform(t *testing.T) {
 	r := newRand(t)
 	const n, trials = 100, 20000
-	for _, i := range []uint64{0, 1, n / 2, n - 1} {
+	chi2 := func(i uint64) (sum float64) {
 		var hits [n]float64
 		for range trials {
 			hits[permute(i, n, r.Uint64())]++
 		}
-		chi2 := 0.0
 		for _, h := range hits {
-			chi2 += (h - trials/n) * (h - trials/n) / (trials / n)
+			sum += (h - trials/n) * (h - trials/n) / (trials / n)
 		}
-		if chi2 > 175 {
-			t.Errorf("images of %d: chi-square is %.0f, want about 99", i, chi2)
+		return sum
+	}
+	for _, i := range []uint64{0, 1, n / 2, n - 1} {
+		if first := chi2(i); first > 175 {
+			if second := chi2(i); second > 175 {
+				t.Errorf("images of %d: chi-square is %.0f and, again, %.0f, want about 99", i, first, second)
+			}
 		}
 	}
 }
