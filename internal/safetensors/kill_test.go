@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -45,8 +46,9 @@ func version(v uint64) []Tensor {
 	}
 }
 
-// TestKill kills a process at random moments while it saves, and looks at what it left: always a complete version, and
-// never an older one than had been saved.
+// TestKill kills a process while it saves, and looks at what it left: always a complete version, and never an older one than
+// had been saved. The moments are random, soon after a file was begun, or after a save: how many random ones alone would meet
+// a half-written file is up to the disk and to what else runs.
 func TestKill(t *testing.T) {
 	r := random(t)
 	kills := 200
@@ -54,24 +56,46 @@ func TestKill(t *testing.T) {
 		kills = 20
 	}
 	path := filepath.Join(t.TempDir(), "checkpoint")
+	halfWrittenFiles := func() []string {
+		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".checkpoint.tmp-*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return files
+	}
+	var left []string // by the last kill
 	start := time.Now()
 	mustSave(t, path, version(0), map[string]string{"version": "0"})
-	window := max(3*time.Since(start), 20*time.Millisecond)
-	// How many of the kills meet a half-written file is up to the disk and to what else runs; those that are missing
-	// after the planned number of kills are waited for.
-	var n, halfWritten, after int
-	wanted := func() bool { return halfWritten < kills/10 || after < kills/10 }
-	next := uint64(1)
-	for ; n < kills || n < 10*kills && wanted(); n++ {
-		saved := killSaver(t, path, next, time.Duration(r.Int64N(int64(window))))
-		left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".checkpoint.tmp-*"))
-		if err != nil || len(left) > 1 {
-			t.Fatalf("one killed writer left %v, %v", left, err)
+	window := min(max(3*time.Since(start), 20*time.Millisecond), 100*time.Millisecond)
+	anyTime := func(*saver) { time.Sleep(time.Duration(r.Int64N(int64(window)))) }
+	writing := func(*saver) {
+		for begin := time.Now(); time.Since(begin) < 10*time.Second; {
+			if now := halfWrittenFiles(); len(now) > 0 && !slices.Equal(now, left) {
+				return
+			}
 		}
-		halfWritten += len(left)
+	}
+	saved := func(s *saver) { s.next() }
+	moments := []func(*saver){anyTime, writing, anyTime, saved}
+	next := uint64(1)
+	var n, halfWritten, after int
+	for ; n < kills || n < 10*kills && halfWritten < kills/10; n++ {
+		moment := moments[n%len(moments)]
+		if n >= kills {
+			moment = writing
+		}
+		done := killSaver(t, path, next, moment)
+		now := halfWrittenFiles()
+		if len(now) > 1 {
+			t.Fatalf("one killed writer left %v", now)
+		}
+		if len(now) > 0 && !slices.Equal(now, left) {
+			halfWritten++
+		}
+		left = now
 		got := loadVersion(t, path)
-		if got < saved {
-			t.Fatalf("the file holds version %d, but %d had been saved", got, saved)
+		if got < done {
+			t.Fatalf("the file holds version %d, but %d had been saved", got, done)
 		}
 		if got >= next {
 			after++
@@ -79,7 +103,7 @@ func TestKill(t *testing.T) {
 		next = got + 1
 	}
 	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save", n, halfWritten, after)
-	if wanted() {
+	if halfWritten < kills/10 || after < kills/10 {
 		t.Errorf("the kills were not spread over the saves")
 	}
 	mustSave(t, path, nil, nil)
@@ -88,9 +112,30 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// killSaver starts a process that saves version first and the following, kills it some time after it has begun, and
+// saver is a process that saves.
+type saver struct {
+	t     *testing.T
+	lines *bufio.Scanner
+	begun uint64 // the version that it saves
+}
+
+// next waits until the process begins a version, having saved all before. It is false once the process has ended.
+func (s *saver) next() bool {
+	if !s.lines.Scan() {
+		return false
+	}
+	v, err := strconv.ParseUint(s.lines.Text(), 10, 64)
+	if err != nil {
+		s.t.Errorf("the saving process says %q", s.lines.Text())
+		return false
+	}
+	s.begun = v
+	return true
+}
+
+// killSaver starts a process that saves version first and the following, kills it at a moment after it has begun, and
 // returns the last version that it is known to have saved.
-func killSaver(t *testing.T, path string, first uint64, after time.Duration) uint64 {
+func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uint64 {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", saverEnv, path, first))
 	stdout, err := cmd.StdoutPipe()
@@ -100,22 +145,15 @@ func killSaver(t *testing.T, path string, first uint64, after time.Duration) uin
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	begun := first
-	lines := bufio.NewScanner(stdout)
-	if lines.Scan() {
-		time.Sleep(after)
+	s := &saver{t, bufio.NewScanner(stdout), first}
+	if s.next() {
+		moment(s)
 	}
 	cmd.Process.Kill()
-	for ok := true; ok; ok = lines.Scan() {
-		v, err := strconv.ParseUint(lines.Text(), 10, 64)
-		if err != nil {
-			t.Errorf("the saving process says %q", lines.Text())
-			break
-		}
-		begun = v
+	for s.next() {
 	}
 	cmd.Wait() // reports the kill
-	return begun - 1
+	return s.begun - 1
 }
 
 // loadVersion loads the file and checks that it is a complete version.
