@@ -134,8 +134,8 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestKillWhileSaving kills a training process that saves after every step, at random moments, and each time wants a
-// checkpoint that the next process resumes from.
+// TestKillWhileSaving kills a training process that saves after every step, in turn at a random moment and soon after it has
+// begun a file, and each time wants a checkpoint that the next process resumes from.
 func TestKillWhileSaving(t *testing.T) {
 	kills := 200
 	if testing.Short() {
@@ -143,16 +143,31 @@ func TestKillWhileSaving(t *testing.T) {
 	}
 	r := newRand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
+	var left []string         // by the last kill
+	half := func() []string { // a new file that the process was writing, if there is one
+		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slices.Equal(files, left) {
+			return nil
+		}
+		return files
+	}
 	last, during, i := 0, 0, 0
 	// How many kills meet a half-written file is up to the disk: missing ones are waited for.
 	for ; i < kills || i < 10*kills && during < kills/20; i++ {
 		c := startChild(t, "save adamw "+path, "saving")
-		time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
+		if i < kills && i%2 == 0 {
+			time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
+		} else {
+			for begin := time.Now(); half() == nil && time.Since(begin) < 10*time.Second; {
+			}
+		}
 		kill(t, c)
-		if half, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); err != nil {
-			t.Fatal(err)
-		} else if len(half) > 0 {
-			during++ // a file that the process was writing
+		if files := half(); files != nil {
+			left = files
+			during++
 		}
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30, optimizer: adamW})
 		if err := tr.Resume(path); err != nil {
