@@ -57,6 +57,8 @@ type opCase struct {
 	in    []input
 	build func(in gorgonia.Nodes) (*gorgonia.Node, error)
 	want  func() []float64
+	// size is what rounding errors are relative to, nil for the result: where its terms may cancel, they with absolute values.
+	size func() []float64
 }
 
 // opCases returns every op but Kasmina at several shapes, odd ones included, with fresh inputs.
@@ -66,7 +68,15 @@ func opCases(r *rand.Rand) []opCase {
 		for i := range in {
 			name += fmt.Sprint(in[i].shape)
 		}
-		cases = append(cases, opCase{name, in, build, func() []float64 { return want(in) }})
+		cases = append(cases, opCase{name: name, in: in, build: build, want: func() []float64 { return want(in) }})
+	}
+	sized := func(size func(in []input) []float64) { // of the case that was added last
+		c := &cases[len(cases)-1]
+		var in []input
+		for _, a := range c.in {
+			in = append(in, input{a.shape, mapped(a.x, math.Abs), a.ids})
+		}
+		c.size = func() []float64 { return size(in) }
 	}
 	for _, s := range [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}} {
 		rows, d := s[0], s[1]
@@ -75,9 +85,11 @@ func opCases(r *rand.Rand) []opCase {
 		out, f := 1+r.IntN(9), 1+r.IntN(40)
 		add("Linear", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Linear(in[0], in[1]) },
 			func(in []input) []float64 { return refLinear(in[0].x, in[1].x, rows, d, out) }, randomInput(r, rows, d), randomInput(r, out, d))
+		sized(func(in []input) []float64 { return refLinear(in[0].x, in[1].x, rows, d, out) })
 		add("SiLUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.SiLUMLP(in[0], in[1], in[2], in[3]) },
 			func(in []input) []float64 { return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) },
 			randomInput(r, rows, d), randomInput(r, f, d), randomInput(r, f, d), randomInput(r, d, f))
+		sized(func(in []input) []float64 { return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) })
 		add("Embedding", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Embedding(in[0], in[1]) },
 			func(in []input) []float64 { return refEmbedding(in[0].ids, in[1].x, d) }, idInput(r, rows, 0, 5), randomInput(r, 5, d))
 		v := d + 1
@@ -85,10 +97,12 @@ func opCases(r *rand.Rand) []opCase {
 		targets.ids[0] = v - 1
 		add("CrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.CrossEntropy(in[0], in[1]) },
 			func(in []input) []float64 { return refCrossEntropy(in[0].x, in[1].ids, v) }, randomInput(r, rows, v), targets)
+		sized(func(in []input) []float64 { return []float64{1 + slices.Max(in[0].x)} }) // log Σ exp(logits − top), and logits
 		add("LinearCrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.LinearCrossEntropy(in[0], in[1], in[2]) },
 			func(in []input) []float64 {
 				return refCrossEntropy(refLinear(in[0].x, in[1].x, rows, d, v), in[2].ids, v)
 			}, randomInput(r, rows, d), randomInput(r, v, d), targets)
+		sized(func(in []input) []float64 { return []float64{1 + slices.Max(refLinear(in[0].x, in[1].x, rows, d, v))} })
 		add("NewtonSchulz", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.NewtonSchulz(in[0], 5) },
 			func(in []input) []float64 { return refNewtonSchulz(in[0].x, rows, d, 5) }, randomInput(r, rows, d))
 	}
@@ -148,16 +162,26 @@ func TestForward(t *testing.T) {
 				if strings.HasPrefix(c.name, "NewtonSchulz") && dt == tensor.Float32 {
 					tolerance = 1e-5 // five steps, each of which multiplies errors in small singular values by up to 3.4
 				}
-				if dt == tensor.Float32 && len(c.want()) < 16 {
-					tolerance = 2e-5 // a few sums, any of which may nearly cancel
+				want := c.want()
+				d, size := distance(floats(t, y.Value()), want), norm(want)
+				if c.size != nil && d > 0 {
+					d *= size / norm(c.size())
 				}
-				if d := distance(floats(t, y.Value()), c.want()); d > tolerance {
+				if !(d <= tolerance) {
 					t.Errorf("differs from the reference by %.2g, want at most %g", d, tolerance)
 				}
 				checkPrealloc(t, y, in)
 			})
 		}
 	}
+}
+
+// norm returns ‖x‖.
+func norm(x []float64) (n float64) {
+	for _, v := range x {
+		n = math.Hypot(n, v)
+	}
+	return n
 }
 
 // checkPrealloc runs the op of y once more, into memory full of NaN, and wants the same bits.
