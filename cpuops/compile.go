@@ -53,7 +53,7 @@ type step struct {
 	args opbase.Args // the memory of in
 	run  func(s *step) error
 
-	inPlace bool // the result may take an operand's place
+	places int // how many of the operands, from the first on, the result may take the place of
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -114,6 +114,7 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 			}
 		}
 	}
+	c.fuse()
 	c.plan()
 	return c.program, nil
 }
@@ -189,17 +190,22 @@ func (c *compiler) reserve(v *value) {
 
 // push adds a step.
 func (c *compiler) push(s step) {
-	for _, v := range s.in {
+	c.read(s.in, len(c.steps))
+	c.steps = append(c.steps, s)
+}
+
+// read notes that step i reads values.
+func (c *compiler) read(in []*value, i int) {
+	for _, v := range in {
 		whole := true
 		for ; v != nil; v = v.from {
-			v.lastRead = max(v.lastRead, len(c.steps))
+			v.lastRead = max(v.lastRead, i)
 			if whole {
-				v.lastWhole = len(c.steps)
+				v.lastWhole = max(v.lastWhole, i)
 			}
 			whole = whole && v.from != nil && opbase.Size(v.shape) == opbase.Size(v.from.shape)
 		}
 	}
-	c.steps = append(c.steps, s)
 }
 
 // gather adds the gradient of a parameter to a sum that outlives runs.
@@ -238,9 +244,7 @@ func (v *value) root() (root *value, at int) {
 // plan lets results take the place of operands that nothing needs any more, and packs the arena.
 func (c *compiler) plan() {
 	for i := range c.steps {
-		if s := &c.steps[i]; s.inPlace {
-			c.overwrite(i, s)
-		}
+		c.overwrite(i, &c.steps[i])
 	}
 	for _, v := range c.values {
 		if root, _ := v.root(); root.room != nil {
@@ -261,7 +265,7 @@ func (c *compiler) plan() {
 
 // overwrite makes the result of step i a view of one of its operands, if nobody reads that operand later.
 func (c *compiler) overwrite(i int, s *step) {
-	for _, v := range s.in {
+	for _, v := range s.in[:s.places] {
 		root, _ := v.root()
 		if root.room == nil || v.lastRead != i || v.dt != s.out.dt || opbase.Size(v.shape) != opbase.Size(s.out.shape) {
 			continue

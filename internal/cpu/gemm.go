@@ -11,12 +11,12 @@ import (
 // NaN included, does not matter; with alpha = 0 or k = 0, A and B are not read. The work is spread over the cores. C must
 // not overlap A or B.
 func Gemm[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	gemm(true, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc})
+	gemm(true, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
 }
 
 // GemmSerial is Gemm on the calling goroutine alone, for callers that already run on every core. It gives the same bits.
 func GemmSerial[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	gemm(false, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc})
+	gemm(false, gemmArgs[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
 }
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels nr columns wide, in the
@@ -31,9 +31,9 @@ const (
 	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
 )
 
-// gemmTile is what a kernel works on: C = alpha·A·B + beta·C for an m×n tile of C, with element (i, p) of A at
-// a[i·rs + p·cs], row p of B at b[p·bs] and row i of C at c[i·ldc]. For the dot kernel, column j of B is at b[j·bs] and
-// cs is 1. The assembly knows the offsets of the fields.
+// gemmTile is what a kernel works on: C = alpha·A·B + beta·C + D for an m×n tile of C, with element (i, p) of A at
+// a[i·rs + p·cs], row p of B at b[p·bs], row i of C at c[i·ldc] and of D, unless it is nil, at d[i·ldd]. For the dot kernel,
+// column j of B is at b[j·bs], cs is 1 and D is nil. The assembly knows the offsets of the fields.
 type gemmTile[T Float] struct {
 	m, n, k     int
 	a           []T
@@ -42,6 +42,8 @@ type gemmTile[T Float] struct {
 	bs          int
 	c           []T
 	ldc         int
+	d           []T
+	ldd         int
 	alpha, beta T
 }
 
@@ -108,6 +110,7 @@ type gemmArgs[T Float] struct {
 	beta           T
 	c              []T
 	ldc            int
+	d              []T // nil, or m×n of stride n: what is added
 }
 
 // gemmJob is one product under way.
@@ -137,6 +140,9 @@ func gemm[T Float](parallel bool, g gemmArgs[T]) {
 		return
 	}
 	checkMatrix(g.c, g.m, g.n, g.ldc)
+	if g.d != nil {
+		checkMatrix(g.d, g.m, g.n, g.n)
+	}
 	if g.k <= 0 || g.alpha == 0 {
 		g.scaleC()
 		return
@@ -194,12 +200,16 @@ func checkMatrix[T Float](x []T, rows, cols, ld int) {
 func (g *gemmArgs[T]) scaleC() {
 	for i := range g.m {
 		row := g.c[i*g.ldc : i*g.ldc+g.n]
-		if g.beta == 0 {
-			clear(row)
-			continue
-		}
 		for j := range row {
-			row[j] *= g.beta
+			var d T
+			if g.d != nil {
+				d = g.d[i*g.n+j]
+			}
+			if g.beta == 0 {
+				row[j] = d
+			} else {
+				row[j] = T(g.beta*row[j]) + d // rounded before the sum
+			}
 		}
 	}
 }
@@ -315,10 +325,11 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 	for p := 0; p < j.depth; p += j.kn.deepest() {
 		kc := min(j.kn.deepest(), j.depth-p)
 		t.k = j.kn.steps(kc)
-		t.beta = 1
+		t.beta, t.d, t.ldd = 1, nil, j.n
 		if j.p0+p == 0 {
 			t.beta = j.beta
 		}
+		last := j.p0+p+kc == j.k
 		for i := i0; i < i1; i += t.m {
 			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
 			t.m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
@@ -331,6 +342,9 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 					t.b, t.bs = j.packed[j.kn.steps(p)*padded+c*t.k:], nr
 				}
 				t.c = j.c[i*j.ldc+j.j0+c:]
+				if j.d != nil && last {
+					t.d = j.d[i*j.n+j.j0+c:]
+				}
 				j.kn.tile(t)
 			}
 		}
@@ -370,7 +384,7 @@ const (
 	gemmSweepAcross = 256
 )
 
-// dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C as dot products.
+// dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.
 func (j *gemmJob[T]) dots(lo, hi int) {
 	pool := &engine[T]().scratch
 	s, _ := pool.Get().(*gemmScratch[T])
@@ -386,6 +400,14 @@ func (j *gemmJob[T]) dots(lo, hi int) {
 			t.m = min(j.kn.dotM, j.m-i)
 			t.a, t.c = j.a[i*j.lda:], j.c[i*j.ldc+c:]
 			j.kn.dot(t)
+		}
+		if j.d == nil {
+			continue
+		}
+		for i := range j.m {
+			for q := c; q < c+t.n; q++ {
+				j.c[i*j.ldc+q] += j.d[i*j.n+q]
+			}
 		}
 	}
 	s.tile = gemmTile[T]{}

@@ -38,6 +38,9 @@ func tileNEON(t *gemmTile[float32]) {
 			} else {
 				c[j] = t.alpha*n.sums[i][j] + t.beta*c[j]
 			}
+			if t.d != nil {
+				c[j] += t.d[i*t.ldd+j]
+			}
 		}
 	}
 }

@@ -6,7 +6,7 @@ func portableKernels[T Float]() gemmKernels[T] {
 	return gemmKernels[T]{mr: 4, nr: 4, lanes: 4, tile: tilePortable[T], copy: copyPanel[T], transpose: transposePanel[T]}
 }
 
-// tilePortable computes C = alpha·A·B + beta·C for a tile of at most 4×4. The whole tile is kept in sixteen variables, so
+// tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is kept in sixteen variables, so
 // that the compiler can hold them in registers; at the edges the sums outside the tile are of zeros.
 func tilePortable[T Float](t *gemmTile[T]) {
 	var acc [4][4]T
@@ -30,6 +30,9 @@ func tilePortable[T Float](t *gemmTile[T]) {
 				c[j] = t.alpha * acc[i][j]
 			} else {
 				c[j] = t.alpha*acc[i][j] + t.beta*c[j]
+			}
+			if t.d != nil {
+				c[j] += t.d[i*t.ldd+j]
 			}
 		}
 	}

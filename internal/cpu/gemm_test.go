@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 )
@@ -173,6 +174,32 @@ func testGemm[T Float](t *testing.T, eps float64) {
 			})
 		}
 	}
+}
+
+// TestGemmAdds wants a product that adds D to have the bits of the product and an addition after it, with one step along k and
+// with several, on few rows and on many.
+func TestGemmAdds(t *testing.T) {
+	eachISA(t, func(t *testing.T) {
+		r := newRand(t)
+		for _, s := range [][3]int{{1, 5, 3}, {20, 40, 50}, {33, 31, 256}, {15, 33, 257}, {100, 65, 700}, {40, 600, 30}, {130, 64, 1025}, {7, 9, 0}} {
+			for _, beta := range []float32{0, 1, -0.75} {
+				p := newProduct[float32](r, s[0]%2 == 0, s[1]%2 == 0, s[0], s[1], s[2], 1, beta)
+				d := normal(r, s[0]*s[1], 1)
+				g := p.gemmArgs
+				g.d = d
+				gemm(true, g)
+				got := slices.Clone(p.buf)
+				copy(p.buf, p.before)
+				p.run(Gemm[float32])
+				for i := range g.m {
+					for j := range g.n {
+						g.c[i*g.ldc+j] += d[i*g.n+j]
+					}
+				}
+				sameBits(t, p.buf, got)
+			}
+		}
+	})
 }
 
 // TestGemmCores checks that the number of cores, and with it the blocks of C, changes no bits.

@@ -5,6 +5,11 @@ func Linear[T Float](y, x, w []T, rows, in, out int) {
 	Gemm(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
 }
 
+// LinearAdd computes y = x·wᵀ + d, in one pass over y. It gives the bits that Linear and an addition give.
+func LinearAdd[T Float](y, d, x, w []T, rows, in, out int) {
+	gemm(true, gemmArgs[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d})
+}
+
 // LinearBackward computes dx = g·w and dw = gᵀ·x, the gradients of Linear for the output gradient g.
 func LinearBackward[T Float](dx, dw, g, x, w []T, rows, in, out int) {
 	Gemm(false, false, rows, in, out, 1, g, out, w, in, 0, dx, in)

@@ -15,10 +15,11 @@ const (
 	offA, offRS, offCS = 24, 48, 56
 	offB, offBS        = 64, 88
 	offC, offLDC       = 96, 120
-	offAlpha           = 128
+	offD, offLDD       = 128, 152
+	offAlpha           = 160
 )
 
-// tile generates C = alpha·A·B + beta·C for an m×n tile of C, m ≤ mr and n ≤ two vectors. Every m has its own block of
+// tile generates C = alpha·A·B + beta·C + D for an m×n tile of C, m ≤ mr and n ≤ two vectors. Every m has its own block of
 // code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
 // broadcast, through a row and a column stride, so that packed, plain and transposed A serve alike.
 func tile(v isa, e elem) {
@@ -142,37 +143,56 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 		MOVQ(beta, RAX)
 		ADDQ(RAX, RAX)
 	}
-	JZ(LabelRef(name + "store"))
+	JZ(LabelRef(name + "d"))
 	e.broadcast(beta, bvec[0])
-	finish := func(add, masked bool) {
-		for i := range m {
-			for j := range nv {
-				dst := Mem{Base: R8, Disp: j * v.bytes}
-				partial := masked && j == nv-1
-				if add {
-					v.load(dst, bvec[1], partial)
-					e.fma(bvec[0], bvec[1], acc(i, j))
-				}
-				v.store(acc(i, j), dst, partial)
-			}
-			if i < m-1 {
-				ADDQ(R9, R8)
-			}
-		}
-		VZEROUPPER()
-		RET()
-	}
-	TESTQ(R13, R13)
-	JNZ(LabelRef(name + "addmasked"))
-	finish(true, false)
-	Label(name + "addmasked")
-	finish(true, true)
+	MOVQ(R8, R10)
+	edges(name+"C", func(masked bool) {
+		v.eachOfTile(m, nv, masked, R10, R9, func(i, j int, c Mem, masked bool) {
+			v.load(c, bvec[1], masked)
+			e.fma(bvec[0], bvec[1], acc(i, j))
+		})
+	})
+	Label(name + "d")
+	MOVQ(Mem{Base: RDI, Disp: offD}, R10)
+	TESTQ(R10, R10)
+	JZ(LabelRef(name + "store"))
+	MOVQ(Mem{Base: RDI, Disp: offLDD}, R11)
+	SHLQ(e.shift(), R11)
+	edges(name+"D", func(masked bool) {
+		v.eachOfTile(m, nv, masked, R10, R11, func(i, j int, d Mem, masked bool) {
+			v.load(d, bvec[1], masked)
+			e.add(bvec[1], acc(i, j), acc(i, j))
+		})
+	})
 	Label(name + "store")
+	edges(name+"S", func(masked bool) {
+		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) { v.store(acc(i, j), c, masked) })
+	})
+	VZEROUPPER()
+	RET()
+}
+
+// edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0 tells.
+func edges(name string, body func(masked bool)) {
 	TESTQ(R13, R13)
-	JNZ(LabelRef(name + "storemasked"))
-	finish(false, false)
-	Label(name + "storemasked")
-	finish(false, true)
+	JNZ(LabelRef(name + "masked"))
+	body(false)
+	JMP(LabelRef(name + "end"))
+	Label(name + "masked")
+	body(true)
+	Label(name + "end")
+}
+
+// eachOfTile calls f for each vector of a tile in a matrix at base with a stride in bytes, and moves base along.
+func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register, f func(i, j int, at Mem, masked bool)) {
+	for i := range m {
+		for j := range nv {
+			f(i, j, Mem{Base: base, Disp: j * v.bytes}, masked && j == nv-1)
+		}
+		if i < m-1 {
+			ADDQ(stride, base)
+		}
+	}
 }
 
 // dot generates the same tile for few rows when B is transposed: C[i,j] = alpha·Σ A[i,·]·B[j,·] + beta·C[i,j], with both

@@ -1,0 +1,68 @@
+package cpuops
+
+import (
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// fuse makes a product and the sum that alone reads it one step, y = x·wᵀ + d: a pass over y less. The sum's place in the order
+// is the step's, since d may be computed after the product. Unlike another sum's its result needs a place of its own, where
+// the product forms before d is added.
+func (c *compiler) fuse() {
+	readers := map[*value]int{}
+	products := map[*value]int{} // by their results
+	for i, s := range c.steps {
+		for _, v := range s.in {
+			for ; v != nil; v = v.from {
+				readers[v]++
+			}
+		}
+		if _, ok := s.node.Op().(*op.LinearOp); ok && s.out != nil {
+			products[s.out] = i
+		}
+	}
+	for i := range c.steps {
+		s := &c.steps[i]
+		if f, ok := sumOf(s); !ok || f != cpu.Add {
+			continue
+		}
+		for k, v := range s.in {
+			at, ok := products[v]
+			if !ok || readers[v] != 1 || c.keep[v.node] {
+				continue
+			}
+			product := &c.steps[at]
+			x, w, d := product.in[0], product.in[1], s.in[1-k]
+			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3), run: linearAdd}
+			c.read(s.in, i)
+			v.room = nil
+			*product = step{node: product.node, run: func(*step) error { return nil }}
+			break
+		}
+	}
+}
+
+// sumOf is arithmetic for two tensors of the result's shape.
+func sumOf(s *step) (cpu.ArithmeticOp, bool) {
+	if s.out == nil || len(s.in) != 2 {
+		return 0, false
+	}
+	for _, v := range s.in {
+		if len(v.shape) == 0 {
+			return 0, false
+		}
+	}
+	return arithmetic(s)
+}
+
+// linearAdd is the run of y = x·wᵀ + d.
+func linearAdd(s *step) error {
+	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
+	switch y := s.out.flat.(type) {
+	case []float32:
+		cpu.LinearAdd(y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
+	case []float64:
+		cpu.LinearAdd(y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
+	}
+	return nil
+}

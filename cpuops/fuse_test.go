@@ -1,0 +1,118 @@
+package cpuops_test
+
+import (
+	"fmt"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// TestLinearAdd wants sums of a product and something else, in all situations that decide whether the two become one step, to
+// have the bits of Gorgonia's tape machine, and what takes part to be unharmed.
+func TestLinearAdd(t *testing.T) {
+	must := gorgonia.Must
+	linear := func(x, w *gorgonia.Node) *gorgonia.Node { return must(op.Linear(x, w)) }
+	for name, build := range map[string]func(x, w, b *gorgonia.Node) gorgonia.Nodes{
+		"product first": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			return gorgonia.Nodes{must(gorgonia.Add(linear(x, w), b))}
+		},
+		"product second": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			return gorgonia.Nodes{must(gorgonia.Add(b, linear(x, w)))}
+		},
+		"difference": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			return gorgonia.Nodes{must(gorgonia.Sub(b, linear(x, w)))}
+		},
+		"two products": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			return gorgonia.Nodes{must(gorgonia.Add(linear(x, w), linear(b, w)))}
+		},
+		"chain": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			for range 3 {
+				x = must(gorgonia.Add(x, linear(x, w))) // what is added is also multiplied
+			}
+			return gorgonia.Nodes{must(gorgonia.HadamardProd(x, b))}
+		},
+		"sum later": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			y := linear(x, w)
+			c := must(gorgonia.HadamardProd(must(gorgonia.Tanh(b)), b))
+			return gorgonia.Nodes{must(gorgonia.Add(y, c)), must(gorgonia.Sum(c))}
+		},
+		"view of a product": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			y := must(gorgonia.Reshape(linear(x, w), tensor.Shape{x.Shape().TotalSize()}))
+			return gorgonia.Nodes{must(gorgonia.Add(y, must(gorgonia.Reshape(b, y.Shape()))))}
+		},
+		"product read twice": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			y := linear(x, w)
+			return gorgonia.Nodes{must(gorgonia.HadamardProd(must(gorgonia.Add(y, b)), y))}
+		},
+		"product twice": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			y := linear(x, w)
+			return gorgonia.Nodes{must(gorgonia.Add(y, y))}
+		},
+		"scalar": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
+			return gorgonia.Nodes{must(gorgonia.Add(linear(x, w), must(gorgonia.Sum(b))))}
+		},
+	} {
+		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+			for _, rows := range []int{3, 70} {
+				t.Run(fmt.Sprintf("%s/%v/%d", name, dt, rows), func(t *testing.T) {
+					const d = 300 // more than one pass along k
+					r := random(t)
+					x, w, b := normal(r, dt, rows, d), normal(r, dt, d, d), normal(r, dt, rows, d)
+					var results [2][]any
+					for i := range results {
+						g := gorgonia.NewGraph()
+						out := build(gorgonia.NodeFromAny(g, x.Clone(), gorgonia.WithName("x")),
+							gorgonia.NodeFromAny(g, w.Clone(), gorgonia.WithName("w")), gorgonia.NodeFromAny(g, b.Clone(), gorgonia.WithName("b")))
+						if i == 0 {
+							tape := gorgonia.NewTapeMachine(g)
+							defer tape.Close()
+							if err := tape.RunAll(); err != nil {
+								t.Fatal(err)
+							}
+						} else {
+							m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(out...)))
+							for range 2 {
+								if err := m.RunAll(); err != nil {
+									t.Fatal(err)
+								}
+							}
+						}
+						for _, n := range out {
+							results[i] = append(results[i], flat(t, n.Value()))
+						}
+					}
+					for k := range results[0] {
+						if !equal(results[0][k], results[1][k]) {
+							t.Errorf("result %d differs from the tape machine's", k)
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+// A product that is an output is there after the run.
+func TestLinearAddKeepsOutputs(t *testing.T) {
+	r := random(t)
+	g := gorgonia.NewGraph()
+	x := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 30), gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 20, 30), gorgonia.WithName("w"))
+	b := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 20), gorgonia.WithName("b"))
+	y := gorgonia.Must(op.Linear(x, w))
+	sum := gorgonia.Must(gorgonia.Add(y, b))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(y, sum)))
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	product, total, added := flat(t, y.Value()).([]float32), flat(t, sum.Value()).([]float32), flat(t, b.Value()).([]float32)
+	for i, p := range product {
+		if p == 0 || p+added[i] != total[i] {
+			t.Fatalf("at %d the product is %v, with %v added %v", i, p, added[i], total[i])
+		}
+	}
+}
