@@ -38,9 +38,6 @@ func vectorized[T Float]() *rowKernels {
 // p32 is where the elements of x, which are float32, begin.
 func p32[T Float](x []T) *float32 { return (*float32)(unsafe.Pointer(unsafe.SliceData(x))) }
 
-// dwords is where x begins, as dwords.
-func dwords(x []float32) *uint32 { return (*uint32)(unsafe.Pointer(unsafe.SliceData(x))) }
-
 // squares returns Σ x², formed in float64.
 func squares[T Float](x []T) float64 {
 	if k := vectorized[T](); k != nil {
