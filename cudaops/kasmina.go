@@ -52,6 +52,8 @@ type kasminaFlight struct {
 	report  []byte  // pinned
 	arrived driver.Event
 	busy    bool
+	ahead   bool // begun by Start, and not asked for yet: the lattice is not to hear of it
+	vain    bool // begun by Start, and abandoned: its counts are not to be taken for those of later runs
 }
 
 // kasminaReport is where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped rows,
@@ -306,17 +308,48 @@ func (l *kasminaLayer) before() error {
 		}
 		l.last = append(l.last[:0], l.next...)
 	}
-	f.scale = l.m.scale.Scale
-	t := f.pass.Snapshot().Telemetry
-	f.mode = kasminaMode{telemetry: f.pass.Measures()}
-	if f.mode.telemetry {
-		f.mode.histogram = t.Mode == state.Debug
-		f.mode.reduction = map[state.Reduction]kernels.KasminaReduction{
+	f.scale, f.ahead, f.vain = l.m.scale.Scale, false, false
+	f.mode = modeOf(f.pass)
+	l.mode = f.mode
+	return nil
+}
+
+// modeOf is what a pass shall measure.
+func modeOf(pass *op.KasminaPass) (m kasminaMode) {
+	t := pass.Snapshot().Telemetry
+	if m.telemetry = pass.Measures(); m.telemetry {
+		m.histogram = t.Mode == state.Debug
+		m.reduction = map[state.Reduction]kernels.KasminaReduction{
 			state.Hierarchical: kernels.KasminaExact, state.MeanOfRows: kernels.KasminaMean, state.MaxOfRows: kernels.KasminaMax,
 		}[t.Reduction]
 	}
-	l.mode = f.mode
-	return nil
+	return m
+}
+
+// flight is that of the last run.
+func (l *kasminaLayer) flight() *kasminaFlight { return &l.flights[(l.runs+1)%2] }
+
+// unchanged takes the snapshot anew, which is as it would be if the run were begun now.
+func (l *kasminaLayer) unchanged() (bool, error) {
+	f := l.flight()
+	if err := l.receive(&l.flights[l.runs%2], f.pass.NeedsLast()); err != nil {
+		return false, err
+	}
+	if err := l.begin(f.pass); err != nil {
+		return false, fmt.Errorf("%v: %w", l.op, err)
+	}
+	if l.encode(f.pass) != nil { // which another run meets again
+		return false, nil
+	}
+	return bytes.Equal(l.next, l.last) && modeOf(f.pass) == f.mode, nil
+}
+
+func (l *kasminaLayer) take() { l.flight().ahead = false }
+
+func (l *kasminaLayer) abandon() {
+	if f := l.flight(); f.ahead {
+		f.ahead, f.vain = false, true
+	}
 }
 
 func (l *kasminaLayer) appendMode(b []byte) []byte {
@@ -345,7 +378,7 @@ func (l *kasminaLayer) after() error {
 	if err := ctx.Record(f.arrived, l.m.stream); err != nil {
 		return err
 	}
-	f.busy = true
+	f.busy, f.ahead = true, l.m.begun
 	l.runs++
 	return nil
 }
@@ -358,7 +391,7 @@ func (l *kasminaLayer) settle() error {
 func (l *kasminaLayer) receive(f *kasminaFlight, wait bool) error {
 	ctx := l.m.device.ctx
 	switch {
-	case !f.busy:
+	case !f.busy || f.ahead:
 		return nil
 	case wait:
 		if err := ctx.SyncEvent(f.arrived); err != nil {
@@ -383,6 +416,9 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 	for i, v := range l.counts {
 		counted[i] -= v
 		l.counts[i] = words[i]
+	}
+	if f.vain {
+		return nil
 	}
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
 	figure := func(what, i, seed int) float64 { return float64(figures[(what+i)*seeds+seed]) }

@@ -38,7 +38,13 @@ type Machine struct {
 	owned     map[driver.Ptr]int // bytes of each allocation
 	sent      driver.Event       // the last run's inputs have left their staging memory
 	ran       bool
-	read      bool                  // the stream has been waited for since the last run
+	read      bool // the stream has been waited for since the last run
+	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
+
+	begun      bool // by Start, and RunAll has not asked for it yet
+	runs, lost int  // calls of RunAll; runs begun in vain
+	compared   []byte
+
 	returned  []byte                // pinned, for values that come back
 	recorded  map[string]*recording // by what the attendants measure
 	now       *recording            // that of the run under way, or of the last one
@@ -64,7 +70,12 @@ type attendant interface {
 	appendMode(b []byte) []byte
 	before() error // ahead of a run, when the last one's inputs have left their staging memory
 	after() error  // behind a run's work
-	settle() error // the stream is idle: take in what came back
+	// Of a run that Start has begun: unchanged reports whether it does the work that a run would do now, and then take makes
+	// it a run like others, or abandon one that nobody has asked for.
+	unchanged() (bool, error)
+	take()
+	abandon()
+	settle() error // all that was asked for is done: take in what came back
 	close() error
 }
 
@@ -255,6 +266,17 @@ func (m *Machine) run() error {
 	if s := m.config.share; s != nil && s.closed {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
+	m.runs++
+	if m.begun {
+		if taken, err := m.take(); taken || err != nil {
+			return err
+		}
+	}
+	return m.begin("RunAll")
+}
+
+// begin enqueues a run.
+func (m *Machine) begin(call string) error {
 	if m.ran {
 		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
 			return err
@@ -263,7 +285,7 @@ func (m *Machine) run() error {
 	if err := m.profiler.start(); err != nil {
 		return err
 	}
-	defer m.profiler.call("RunAll")()
+	defer m.profiler.call(call)()
 	for _, a := range m.attendants {
 		if err := a.before(); err != nil {
 			return err
@@ -310,7 +332,7 @@ const recordings = 16
 
 // compute enqueues the program, or what was captured of it.
 func (m *Machine) compute() error {
-	defer func() { m.ran, m.read = true, false }()
+	defer func() { m.ran, m.read, m.gathered = true, false, len(m.program.sums) > 0 }()
 	m.carried = m.scale.Scale
 	var mode []byte
 	for _, a := range m.attendants {
@@ -408,7 +430,7 @@ func (m *Machine) dropRecordings() error {
 	return errors.Join(errs...)
 }
 
-// settle lets the attendants take in what came back. The stream is idle.
+// settle lets the attendants take in what came back.
 func (m *Machine) settle() error {
 	var errs []error
 	for _, a := range m.attendants {
@@ -484,7 +506,10 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 	if m.closed {
 		return errClosed
 	}
-	if err := m.device.ctx.SyncStream(m.stream); err != nil {
+	if m.begun { // with other parameters
+		m.lost++
+	}
+	if err := joined(m.abandon(), m.device.ctx.SyncStream(m.stream)); err != nil {
 		return err
 	}
 	for _, p := range params {

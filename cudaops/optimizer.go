@@ -37,7 +37,8 @@ type optimizer struct {
 	squares  driver.Ptr
 	chunks   int
 	settings kernels.Control
-	steps    int // updates on the device
+	done     driver.Event // the control block is back
+	steps    int          // updates on the device
 	captured *driver.Graph
 	owned    []driver.Ptr
 
@@ -115,8 +116,11 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if x.squares, err = x.alloc(m, 4*x.chunks, "the optimiser"); err != nil {
 		return err
 	}
-	x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes)
+	if x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes); err != nil {
+		return err
+	}
 	clear(x.staging)
+	x.done, err = m.device.ctx.NewEvent(false)
 	return err
 }
 
@@ -275,13 +279,19 @@ func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTen
 // and the error wraps [ErrNonFinite]; but WithPrecision(Float16) it is no error while the loss scale is above 1, since the next
 // step has a smaller one (see [Machine.LossScale]).
 func (m *Machine) Update() (norm float64, err error) {
-	if norm, err = m.update(); err != nil {
+	return m.UpdateWhile(func() {})
+}
+
+// UpdateWhile is Update, and calls meanwhile while the device works, unless there is an error before. A call of [Machine.Start]
+// there keeps the device from waiting for the next run.
+func (m *Machine) UpdateWhile(meanwhile func()) (norm float64, err error) {
+	if norm, err = m.update(meanwhile); err != nil {
 		return norm, fmt.Errorf("cudaops.Machine.Update: %w", err)
 	}
 	return norm, nil
 }
 
-func (m *Machine) update() (float64, error) {
+func (m *Machine) update(meanwhile func()) (float64, error) {
 	x := m.optimizer
 	switch {
 	case m.closed:
@@ -290,35 +300,22 @@ func (m *Machine) update() (float64, error) {
 		return 0, errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	case !m.ran:
 		return 0, errors.New("the machine has not run, so there are no gradients")
+	case m.begun:
+		return 0, errors.New("Start has begun another run, which RunAll is to ask for before")
 	case m.program.scale != nil && m.carried != m.scale.Scale:
 		return 0, errors.New("the loss scale is not that of the last run: run the machine again")
 	}
-	defer m.profiler.finish()
-	defer m.profiler.call("Update")()
-	ctx := m.device.ctx
-	x.settings.LR = x.rules.LR()
-	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
-		copy(x.staging, want)
-		if err := ctx.CopyToDevice(x.control, x.staging, m.stream); err != nil {
-			clear(x.staging)
-			return 0, err
-		}
-	}
-	err := m.profiler.around(x.steps > 0, func() error { return m.monitor.updating(func() error { return m.enqueueUpdate(x) }) }, func() error {
-		m.profiler.doing(markedTask{op: "Update", bytes: x.bytes(), counts: true})
-		return m.launchUpdate(x)
-	})
-	if err != nil {
-		return 0, err
-	}
-	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
+	if err := m.sendUpdate(x); err != nil {
 		return 0, err
 	}
 	var settled error
 	if m.read { // else a later run settles
 		settled = m.settle()
 	}
-	if err := ctx.SyncStream(m.stream); err != nil {
+	if settled == nil {
+		meanwhile()
+	}
+	if err := m.device.ctx.SyncEvent(x.done); err != nil {
 		return 0, err
 	}
 	done := kernels.DecodeControl(x.staging)
@@ -333,6 +330,30 @@ func (m *Machine) update() (float64, error) {
 	}
 	x.steps++
 	return float64(done.Norm), settled
+}
+
+// sendUpdate enqueues the update, and what brings its result back.
+func (m *Machine) sendUpdate(x *optimizer) error {
+	defer m.profiler.finish()
+	defer m.profiler.call("Update")()
+	ctx := m.device.ctx
+	x.settings.LR = x.rules.LR()
+	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
+		copy(x.staging, want)
+		if err := ctx.CopyToDevice(x.control, x.staging, m.stream); err != nil {
+			clear(x.staging)
+			return err
+		}
+	}
+	err := m.profiler.around(x.steps > 0, func() error { return m.monitor.updating(func() error { return m.enqueueUpdate(x) }) }, func() error {
+		m.profiler.doing(markedTask{op: "Update", bytes: x.bytes(), counts: true})
+		return m.launchUpdate(x)
+	})
+	if err != nil {
+		return err
+	}
+	m.gathered = false // also where launchUpdate was captured before
+	return cmp.Or(ctx.CopyToHost(x.staging, x.control, m.stream), ctx.Record(x.done, m.stream))
 }
 
 // enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
@@ -423,7 +444,7 @@ func (m *Machine) forgetMoments(param *gorgonia.Node, from, to int) error {
 func (m *Machine) DropGradients() error {
 	err := errClosed
 	if !m.closed {
-		err = m.clearSums()
+		err = joined(m.abandon(), m.clearSums())
 	}
 	if err != nil {
 		return fmt.Errorf("cudaops.Machine.DropGradients: %w", err)
@@ -433,6 +454,7 @@ func (m *Machine) DropGradients() error {
 
 // clearSums sets gathered gradients to zero.
 func (m *Machine) clearSums() error {
+	m.gathered = false
 	for _, s := range m.program.sums {
 		if err := m.device.ctx.Memset8(s.ptr(), 0, s.Bytes, m.stream); err != nil {
 			return err
@@ -527,6 +549,9 @@ func (x *optimizer) close(m *Machine) error {
 	}
 	if x.staging != nil {
 		errs = append(errs, ctx.FreeHost(x.staging))
+	}
+	if x.done != 0 {
+		errs = append(errs, ctx.DestroyEvent(x.done))
 	}
 	return joined(errs...)
 }

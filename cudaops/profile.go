@@ -34,7 +34,7 @@ func (m *Machine) StartProfile() error {
 	case !m.ran:
 		err = errors.New("the machine has not run: profile it after a few steps")
 	default:
-		if err = joined(m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
+		if err = joined(m.abandon(), m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
 			m.profiler = &profiler{m: m, pieces: map[pieceKey]*markedPiece{}}
 		}
 	}

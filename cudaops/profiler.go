@@ -118,6 +118,18 @@ func (p *profiler) finish() {
 	}
 }
 
+// again begins the step anew that is open, since what was enqueued of it is not part of it.
+func (p *profiler) again() {
+	switch {
+	case p == nil || !p.open:
+	case p.marked:
+		p.spans, p.whole = nil, nil
+	default:
+		s := p.plain[len(p.plain)-1]
+		s.pieces, s.calls = nil, nil
+	}
+}
+
 // call notes a call of the program, from now until what it returns is called.
 func (p *profiler) call(name string) func() {
 	if p == nil || !p.open || p.marked {

@@ -54,6 +54,16 @@ type Scaler interface {
 	SetLossScale(LossScale) error
 }
 
+// Starter is an engine that can begin with a batch before it is asked for its gradients, so that what computes does not wait
+// for what happens between two steps.
+type Starter interface {
+	Engine
+	// UpdateAndStart is Update, and meanwhile begins with the batch that Gradients is expected to be asked for next. If that is
+	// asked for another batch, or the model or its lattices have changed by then, it is as if nothing had been begun: apart from
+	// their time, all calls have the results that they have after Update.
+	UpdateAndStart(next Batch) (norm float64, err error)
+}
+
 // LossScale is a loss scale, and how it fared.
 type LossScale struct {
 	Scale   float64 `json:"scale"`

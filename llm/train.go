@@ -213,7 +213,7 @@ func (t *Trainer) step() error {
 	if err := t.forgetFrozen(); err != nil {
 		return fail(err)
 	}
-	norm, err := t.engine.Update()
+	norm, err := t.update(step)
 	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
 		return fail(t.diverged(err.Error()))
 	}
@@ -229,6 +229,17 @@ func (t *Trainer) step() error {
 	}
 	t.Model.Kasmina.Apply()
 	return nil
+}
+
+// update applies the gradients of a step, and begins with those of the next one unless the lattices' epoch ends before.
+func (t *Trainer) update(step int) (norm float64, err error) {
+	e, ok := t.engine.(Starter)
+	if ok && step < t.Config.Steps && (step%t.Config.Epoch != 0 || t.Model.Kasmina.Layers() == 0) {
+		if next, ok := t.Loader.upcoming(); ok {
+			return e.UpdateAndStart(next)
+		}
+	}
+	return t.engine.Update()
 }
 
 // diverged says what is no longer finite and where that shows first: in a parameter's value, or else in its gradient.

@@ -46,7 +46,9 @@ type engine struct {
 	limit         float64
 	graph         *llm.Graph
 	machine       *cudaops.Machine
-	changed       bool // the device is ahead of the host
+	changed       bool      // the device is ahead of the host
+	batch         llm.Batch // the last one whose gradients were asked for
+	started       bool      // with another one
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -83,12 +85,13 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 	beside := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(device, g.G, append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
 	}
-	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false}, nil
+	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false, llm.Batch{}, false}, nil
 }
 
 func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) {
+	e.batch, e.started = b, false
 	loss, err := llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
 	if err == nil && (math.IsNaN(loss) || math.IsInf(loss, 0)) { // no update follows
 		_, err = e.machine.Value(e.graph.Loss) // tells the lattices in which seeds that shows
@@ -101,13 +104,58 @@ type ahead struct{ *cudaops.Machine }
 
 func (m ahead) Value(n *gorgonia.Node) (gorgonia.Value, error) { return m.Peek(n) }
 
-func (e *engine) Update() (float64, error) {
-	norm, err := e.machine.Update()
+func (e *engine) Update() (float64, error) { return e.updated(e.machine.Update()) }
+
+func (e *engine) updated(norm float64, err error) (float64, error) {
 	if errors.Is(err, cudaops.ErrNonFinite) {
 		return norm, llm.ErrGradients
 	}
 	e.changed = true // whatever the error: some come after the update
 	return norm, err
+}
+
+// UpdateAndStart is that of [llm.Starter].
+func (e *engine) UpdateAndStart(next llm.Batch) (float64, error) {
+	norm, err := e.updated(e.machine.UpdateWhile(func() { e.start(next) }))
+	if errors.Is(err, llm.ErrGradients) && e.started { // FirstNonFinite is to find those that this is about
+		err = errors.Join(err, e.machine.DropGradients())
+		e.start(e.batch)
+		e.started = false
+	}
+	return norm, err
+}
+
+// start begins with a batch. Where that fails, nothing has been begun, and Gradients meets the error when it is asked for it.
+func (e *engine) start(b llm.Batch) {
+	e.started = true
+	if e.graph.Let(b) == nil {
+		_ = e.machine.Start()
+	}
+}
+
+// wait waits for what has been begun: no other machine may run beside it.
+func (e *engine) wait() error {
+	if !e.started {
+		return nil
+	}
+	_, err := e.machine.Peek(e.graph.Loss)
+	return err
+}
+
+// Loss is that of [llm.Engine].
+func (e *engine) Loss(b llm.Batch) (float64, error) {
+	if err := e.wait(); err != nil {
+		return 0, err
+	}
+	return e.Inference.Loss(b)
+}
+
+// Decoder is that of [llm.Engine].
+func (e *engine) Decoder() (func(tokens []int) (any, error), error) {
+	if err := e.wait(); err != nil {
+		return nil, err
+	}
+	return e.Inference.Decoder()
 }
 
 // OpTimes needs the option cudaops.WithMonitor.
@@ -128,6 +176,9 @@ func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 		if !finite(e.Model.Params[i].Value) {
 			return p.Name(), "value", true
 		}
+	}
+	if e.started { // the update of the last batch has been made, so its gradients were finite
+		return "", "", false
 	}
 	for _, p := range e.graph.Params {
 		if v, err := e.machine.Value(p.Deriv()); err == nil && !finite(v) {
