@@ -16,28 +16,28 @@ const vainRuns = 128
 // that RunAll was called for. Until that call, [Machine.Value] returns the outputs and gradients of the run that has been begun;
 // [Machine.Upload], [Machine.DropGradients] and [Machine.StartProfile] abandon it, and [Machine.Update] is an error.
 //
-// Start does nothing where no run can begin early: in a machine with a loss scale, with nodes that the host computes, with
-// memory of another machine or program, and while it holds gathered gradients. Neither does it after having begun too many runs
-// in vain. After an error nothing has been begun, and RunAll meets its cause again.
-func (m *Machine) Start() error {
-	if err := m.start(); err != nil {
-		return fmt.Errorf("cudaops.Machine.Start: %w", err)
+// Start returns false, and has done nothing, where no run can begin early: in a machine with a loss scale, with nodes that the
+// host computes, with memory of another machine or program, and while it holds gathered gradients; also while one has begun, and
+// when too many have begun in vain. After an error nothing has begun either, and RunAll meets its cause again.
+func (m *Machine) Start() (begun bool, err error) {
+	if begun, err = m.start(); err != nil {
+		return false, fmt.Errorf("cudaops.Machine.Start: %w", err)
 	}
-	return nil
+	return begun, nil
 }
 
-func (m *Machine) start() error {
+func (m *Machine) start() (bool, error) {
 	switch {
 	case m.closed:
-		return errClosed
+		return false, errClosed
 	case m.begun || m.gathered || m.lost > 1+m.runs/vainRuns || !m.startable():
-		return nil
+		return false, nil
 	}
 	m.begun = true
 	if err := m.begin("Start"); err != nil {
-		return joined(err, m.abandon())
+		return false, joined(err, m.abandon())
 	}
-	return nil
+	return true, nil
 }
 
 // startable reports whether what a run computes is known before RunAll asks for it.

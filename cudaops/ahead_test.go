@@ -101,10 +101,20 @@ func (w *twins) step(l *lifetime, meanwhile func()) (s made) {
 // both makes a step of both, and then what is given, and wants them to stay the same.
 func (w *twins) both(what string, taken bool, then func(*lifetime) error) {
 	w.t.Helper()
+	w.steps(what, taken)
+	if then != nil {
+		w.each(then)
+	}
+	w.same(what)
+}
+
+// steps makes a step of both.
+func (w *twins) steps(what string, taken bool) {
+	w.t.Helper()
 	want := w.step(w.plain, func() {})
 	got := w.step(w.ahead, func() {
 		w.ahead.batch.draw(w.t, w.batch+uint64(w.gather))
-		if err := w.ahead.machine.Start(); err != nil {
+		if _, err := w.ahead.machine.Start(); err != nil {
 			w.t.Error(err)
 		}
 	})
@@ -115,10 +125,6 @@ func (w *twins) both(what string, taken bool, then func(*lifetime) error) {
 		w.t.Errorf("%s: %+v, want %+v", what, got, want)
 	}
 	w.batch += uint64(w.gather)
-	if then != nil {
-		w.each(then)
-	}
-	w.same(what)
 }
 
 // same wants the same lattices and parameters.
@@ -214,7 +220,7 @@ func (w *twins) testCounts() {
 		w.same("a run that meets NaN")
 		w.batch++
 		w.ahead.batch.draw(w.t, w.batch+100*uint64(i%2))
-		if err := w.ahead.machine.Start(); err != nil {
+		if _, err := w.ahead.machine.Start(); err != nil {
 			w.t.Fatal(err)
 		}
 	}
@@ -230,7 +236,7 @@ func (w *twins) testVain() {
 	m := w.ahead.machine
 	for i := range 10 {
 		w.ahead.batch.draw(w.t, w.batch+uint64(2*i))
-		if err := m.Start(); err != nil {
+		if _, err := m.Start(); err != nil {
 			w.t.Fatal(err)
 		}
 		w.ahead.batch.draw(w.t, w.batch+uint64(2*i+1))
@@ -270,6 +276,35 @@ func TestStartStops(t *testing.T) {
 	}
 }
 
+// TestStartProfile wants the profile of steps that begin early to have what that of others has.
+func TestStartProfile(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	w := newTwins(t, device, 1, fakeOption, withCeilingBytes(1<<12))
+	w.both("the first step", false, nil)
+	w.both("the second step", true, func(l *lifetime) error { return l.machine.StartProfile() })
+	for i := range ProfileSteps {
+		w.steps("a step", i > 0)
+	}
+	var spans [][]string
+	w.each(func(l *lifetime) error {
+		p, err := l.machine.Profile()
+		if err != nil {
+			return err
+		}
+		checkProfile(t, l.machine, p, 1)
+		var names []string
+		for _, s := range p.Spans {
+			names = append(names, s.Op+" "+s.Layer)
+		}
+		spans = append(spans, names)
+		return nil
+	})
+	if !slices.Equal(spans[0], spans[1]) {
+		t.Errorf("%d spans, want %d:\n%q\n%q", len(spans[1]), len(spans[0]), spans[1], spans[0])
+	}
+	w.both("the step after it", true, nil)
+}
+
 // TestStartRefuses covers machines that begin nothing early, and calls that make no sense then.
 func TestStartRefuses(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
@@ -284,13 +319,16 @@ func TestStartRefuses(t *testing.T) {
 		t.Errorf("an update with the gradients of a run that nobody asked for: %v", err)
 	}
 	w.ahead.batch.draw(t, w.batch)
-	if err := errors.Join(m.RunAll(), m.Start()); err != nil || m.begun {
-		t.Errorf("a run was begun on top of gathered gradients: %v", err)
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	if begun, err := m.Start(); begun || err != nil || m.begun {
+		t.Errorf("on top of gathered gradients a run has begun: %v, %v", begun, err)
 	}
 	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.Start(); !errors.Is(err, errClosed) || !strings.Contains(err.Error(), "cudaops.Machine.Start") {
+	if _, err := m.Start(); !errors.Is(err, errClosed) || !strings.Contains(err.Error(), "cudaops.Machine.Start") {
 		t.Errorf("after Close: %v", err)
 	}
 }
@@ -306,7 +344,7 @@ func TestStartFails(t *testing.T) {
 			}
 			w.ahead.batch.draw(t, w.batch)
 			cuda.Fail(call, nth, driver.OutOfMemory)
-			err := w.ahead.machine.Start()
+			_, err := w.ahead.machine.Start()
 			if err == nil {
 				break // it makes no more of these calls
 			}
@@ -343,7 +381,7 @@ func TestStartOrder(t *testing.T) {
 		_, updated := l.machine.UpdateWhile(func() {
 			if l == w.ahead {
 				l.batch.draw(t, w.batch+1)
-				if err := l.machine.Start(); err != nil {
+				if begun, err := l.machine.Start(); !begun || err != nil {
 					t.Error(err)
 				}
 			}

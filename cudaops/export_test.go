@@ -3,6 +3,7 @@ package cudaops
 import (
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 )
 
@@ -10,4 +11,9 @@ import (
 func OpenFake(t testing.TB) (*Device, MachineOption) {
 	device, _, option := openFake(t, fake.Config{})
 	return device, option
+}
+
+// Wrap puts something around a device's context.
+func Wrap(d *Device, around func(driver.Context) driver.Context) {
+	d.ctx.Context = around(d.ctx.Context)
 }

@@ -114,14 +114,14 @@ func (s size) train(device *cudaops.Device, v variant, o options) (r result, err
 	if err := machine.SetOptimizer(opt, 1); err != nil {
 		return r, err
 	}
-	random := rand.New(rand.NewPCG(1, 1))
+	next := s.batches(g)
+	if err := next(); err != nil {
+		return r, err
+	}
 	var times []time.Duration
 	for i := range warmUp + o.steps {
-		if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
-			return r, err
-		}
 		start := time.Now()
-		if r.Loss, err = step(machine, g.Loss); err != nil {
+		if r.Loss, err = step(machine, g.Loss, next); err != nil {
 			return r, err
 		}
 		if i >= warmUp {
@@ -129,14 +129,11 @@ func (s size) train(device *cudaops.Device, v variant, o options) (r result, err
 		}
 	}
 	if o.profile != "" {
-		next := func() error {
-			if err := letTokens(random, s.config.Vocab, g.IDs, g.Targets); err != nil {
-				return err
-			}
-			_, err := step(machine, g.Loss)
+		again := func() error {
+			_, err := step(machine, g.Loss, next)
 			return err
 		}
-		if err := profile(machine, next, o.traceFile(s.name+v.suffix)); err != nil {
+		if err := profile(machine, again, o.traceFile(s.name+v.suffix)); err != nil {
 			return r, err
 		}
 	}
@@ -269,15 +266,37 @@ func newOptimizer(muon bool) (optim.Optimizer, error) {
 	return optim.NewAdamW(optim.WithLR(3e-4))
 }
 
-// step computes loss and gradients, updates the parameters and returns the loss.
-func step(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
+// step computes loss and gradients, updates the parameters and returns the loss. Meanwhile it begins with the next batch, as
+// llm.Trainer does.
+func step(m *cudaops.Machine, loss *gorgonia.Node, next func() error) (float64, error) {
 	if err := m.RunAll(); err != nil {
 		return 0, err
 	}
-	if _, err := m.Update(); err != nil {
+	v, err := m.Peek(loss)
+	if err != nil {
 		return 0, err
 	}
-	return value(m, loss)
+	var failed error
+	_, err = m.UpdateWhile(func() {
+		if failed = next(); failed == nil {
+			_, failed = m.Start()
+		}
+	})
+	return float64(v.Data().(float32)), errors.Join(err, failed)
+}
+
+// batches returns what gives a graph other random tokens: a few batches, drawn now, in turn.
+func (s size) batches(g *llm.Graph) func() error {
+	random := rand.New(rand.NewPCG(1, 1))
+	var drawn [4]llm.Batch
+	for i := range drawn {
+		drawn[i] = llm.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs), Targets: randomTokens(random, s.config.Vocab, g.Targets)}
+	}
+	i := 0
+	return func() error {
+		i++
+		return g.Let(drawn[i%len(drawn)])
+	}
 }
 
 // computed is a run of the graph, and the loss.
@@ -299,13 +318,19 @@ func value(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
 // letTokens gives ids and targets random tokens.
 func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
 	for _, n := range nodes {
-		x := make([]int, n.Shape()[0])
-		for i := range x {
-			x[i] = r.IntN(vocab)
-		}
+		x := randomTokens(r, vocab, n)
 		if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x))); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// randomTokens is a value for a node.
+func randomTokens(r *rand.Rand, vocab int, n *gorgonia.Node) []int {
+	x := make([]int, n.Shape()[0])
+	for i := range x {
+		x[i] = r.IntN(vocab)
+	}
+	return x
 }

@@ -48,7 +48,7 @@ type engine struct {
 	machine       *cudaops.Machine
 	changed       bool      // the device is ahead of the host
 	batch         llm.Batch // the last one whose gradients were asked for
-	started       bool      // with another one
+	started       bool      // with another one, so that gradients on the device are of that
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -125,11 +125,10 @@ func (e *engine) UpdateAndStart(next llm.Batch) (float64, error) {
 	return norm, err
 }
 
-// start begins with a batch. Where that fails, nothing has been begun, and Gradients meets the error when it is asked for it.
+// start begins with a batch. An error of that is not one of the step before: Gradients meets it again.
 func (e *engine) start(b llm.Batch) {
-	e.started = true
 	if e.graph.Let(b) == nil {
-		_ = e.machine.Start()
+		e.started, _ = e.machine.Start()
 	}
 }
 
