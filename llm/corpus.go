@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"iter"
 	"math"
 	"os"
 	"os/exec"
@@ -409,20 +410,63 @@ func (t *Text) Sample(limit int) ([]byte, error) {
 		return nil, fmt.Errorf("llm: Text.Sample: the limit is %d bytes, want at least 1", limit)
 	}
 	n := int(min(int64(limit), t.Size()))
-	sample := make([]byte, n)
-	blocks := (n + sampleBlock - 1) / sampleBlock
-	for i := range blocks {
-		lo, hi := i*sampleBlock, min((i+1)*sampleBlock, n)
-		// The gap before a block grows in proportion to its number, and the last block ends where the text ends.
-		gap := int64(0)
-		if blocks > 1 {
-			gap = (t.Size() - int64(n)) * int64(i) / int64(blocks-1)
-		}
-		if _, err := t.ReadAt(sample[lo:hi], int64(lo)+gap); err != nil {
+	sample := make([]byte, 0, n)
+	for at, size := range t.sampleBlocks(n) {
+		block := sample[len(sample):][:size]
+		if _, err := t.ReadAt(block, at); err != nil {
 			return nil, err
 		}
+		sample = sample[:len(sample)+size]
 	}
 	return sample, nil
+}
+
+// sampleBlocks yields where the blocks of a sample of n bytes are in the text, and their sizes.
+func (t *Text) sampleBlocks(n int) iter.Seq2[int64, int] {
+	return func(yield func(at int64, size int) bool) {
+		blocks := (n + sampleBlock - 1) / sampleBlock
+		for i := range blocks {
+			lo, hi := i*sampleBlock, min((i+1)*sampleBlock, n)
+			// The gap before a block grows in proportion to its number, and the last block ends where the text ends.
+			gap := int64(0)
+			if blocks > 1 {
+				gap = (t.Size() - int64(n)) * int64(i) / int64(blocks-1)
+			}
+			if !yield(int64(lo)+gap, hi-lo) {
+				return
+			}
+		}
+	}
+}
+
+// SampleDocuments returns what Sample does, cut where documents end and where text is left out.
+func (t *Text) SampleDocuments(limit int) ([][]byte, error) {
+	sample, err := t.Sample(limit)
+	if err != nil {
+		return nil, err
+	}
+	var cuts []int
+	size, read := 0, int64(0) // of the blocks so far, and where in the text the last one ends
+	for at, n := range t.sampleBlocks(len(sample)) {
+		if at > read {
+			cuts = append(cuts, size)
+		}
+		read = at + int64(n)
+		first, _ := slices.BinarySearch(t.ends, at)
+		for i := first; t.ends[i] < read; i++ {
+			cuts = append(cuts, size+int(t.ends[i]-at))
+		}
+		size += n
+	}
+	var documents [][]byte
+	start := 0
+	for _, cut := range append(cuts, size) {
+		if cut > start {
+			documents = append(documents, sample[start:cut:cut])
+		}
+		start = cut
+	}
+	return documents, nil
 }
 
 // GoSource returns the folder with the source of Go's standard library and tools, which every Go installation has: some

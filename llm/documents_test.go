@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -28,7 +29,7 @@ func (e endedTokens) EndOfDocument() int { return e.end }
 // TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at the token that ends a document.
 func TestLoaderKnowsDocuments(t *testing.T) {
 	text := mustOpen(t, writeFiles(t, numbered(30)), WithHeldOut(1e-9)).Train
-	bytes, err := Tokenize(text, ByteTokenizer{})
+	raw, err := Tokenize(text, ByteTokenizer{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +48,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 	for name, c := range map[string]struct {
 		tokens Tokens
 		ends   []int64
-	}{"bytes": {bytes, text.ends}, "file": {file, ends}} {
+	}{"bytes": {raw, text.ends}, "file": {file, ends}} {
 		for range 20 {
 			seq := 1 + r.IntN(min(200, int(c.tokens.Len())-1))
 			l := mustLoader(t, c.tokens, LoaderConfig{Batch: 1, Seq: seq, Seed: r.Uint64()})
@@ -308,5 +309,101 @@ func TestDocumentsDecode(t *testing.T) {
 	}
 	if !slices.Equal(logits[0], logits[1]) {
 		t.Error("the logits differ")
+	}
+}
+
+// TestSampleDocuments wants the bytes of a sample in pieces that are each of one document, without a gap, and as long as they
+// can be.
+func TestSampleDocuments(t *testing.T) {
+	r := newRand(t)
+	files := map[string]string{}
+	for i := range 25 {
+		raw := randomBytes(r, 1+r.IntN(3*sampleBlock))
+		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1})) // a file with zeros is binary
+	}
+	text := mustOpen(t, writeFiles(t, files), WithHeldOut(1e-9)).Train
+	whole := readAll(t, text)
+	for _, limit := range []int{1, sampleBlock, sampleBlock + 100, 7*sampleBlock + 5, len(whole) - 1, len(whole), 1 << 30} {
+		sample, err := text.Sample(limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		documents, err := text.SampleDocuments(limit)
+		if err != nil || !bytes.Equal(slices.Concat(documents...), sample) {
+			t.Fatalf("SampleDocuments(%d) holds something else than Sample, %v", limit, err)
+		}
+		last := 0 // where the document before ends
+		for i, d := range documents {
+			at := last + bytes.Index(whole[last:], d)
+			document, starts := slices.BinarySearch(text.ends, int64(at))
+			if starts {
+				document++
+			}
+			if end := text.ends[document]; int64(at+len(d)) > end {
+				t.Errorf("SampleDocuments(%d): piece %d goes on %d bytes beyond a document", limit, i, int64(at+len(d))-end)
+			}
+			if i > 0 && !starts && at == last {
+				t.Errorf("SampleDocuments(%d): piece %d goes on where the one before ends", limit, i)
+			}
+			last = at + len(d)
+		}
+	}
+	if _, err := text.SampleDocuments(0); err == nil {
+		t.Error("SampleDocuments(0) is accepted")
+	}
+}
+
+// TestDocumentEvaluation wants each document's tokens to be told from the others', and all that text to be scored.
+func TestDocumentEvaluation(t *testing.T) {
+	r := newRand(t)
+	bpe := tokenBPE(t)
+	for range 20 {
+		var documents [][]byte
+		for range 1 + r.IntN(6) {
+			documents = append(documents, repetitive(r, 5+r.IntN(40)))
+		}
+		batch, seq := 1+r.IntN(3), 1+r.IntN(12)
+		for _, tok := range []Tokenizer{ByteTokenizer{}, bpe} {
+			e, err := NewDocumentEvaluation(documents, tok, batch, seq)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var ids, begins []int
+			for i, d := range documents {
+				begin := len(ids)
+				if tok == Tokenizer(bpe) && i > 0 {
+					begin--
+					begins[begin] = begin
+				}
+				ids = append(ids, tok.Encode(d)...)
+				if tok == Tokenizer(bpe) {
+					ids = append(ids, bpe.EndOfDocument())
+				}
+				for range len(ids) - len(begins) {
+					begins = append(begins, begin)
+				}
+			}
+			count := 0
+			for b := range e.Batches() {
+				for i, start := range b.Starts {
+					at := count + i
+					if start < 0 || start > i%seq || i%seq > 0 && start < b.Starts[i-1] {
+						t.Fatalf("%s: starts %v in sequences of %d", tok.Name(), b.Starts, seq)
+					}
+					if i < b.Count && (b.Inputs[i] != ids[at] || b.Targets[i] != ids[at+1] || start != max(0, begins[at]-(at-i%seq))) {
+						t.Fatalf("%s: token %d is %d → %d, from %d", tok.Name(), at, b.Inputs[i], b.Targets[i], start)
+					}
+				}
+				count += b.Count
+			}
+			if text, err := tok.Decode(ids[1:]); err != nil || count != len(ids)-1 || count != e.Tokens() || e.Bytes() != len(text) {
+				t.Errorf("%s: %d targets, Tokens %d, Bytes %d, want %d and %d, %v", tok.Name(), count, e.Tokens(), e.Bytes(), len(ids)-1, len(text), err)
+			}
+		}
+	}
+	for _, documents := range [][][]byte{nil, {[]byte("x")}, {{}, {}}} {
+		if _, err := NewDocumentEvaluation(documents, ByteTokenizer{}, 1, 1); err == nil || !strings.Contains(err.Error(), "NewDocumentEvaluation") {
+			t.Errorf("%q: the error is %v", documents, err)
+		}
 	}
 }
