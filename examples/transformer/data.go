@@ -21,7 +21,8 @@ const (
 // data is what a run learns from and what it is scored on.
 type data struct {
 	train     *llm.Text
-	heldOut   []byte
+	held      *llm.Text
+	heldOut   []byte // a sample of it
 	tokenizer llm.Tokenizer
 	tokens    llm.Tokens
 }
@@ -43,7 +44,7 @@ func openData(o options, stderr io.Writer) (d data, err error) {
 	if err != nil {
 		return d, err
 	}
-	d.train = corpus.Train
+	d.train, d.held = corpus.Train, corpus.HeldOut
 	if d.heldOut, err = corpus.HeldOut.Sample(int(o.heldOut)); err != nil {
 		return d, err
 	}
@@ -94,6 +95,24 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 	}
 	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
 	return bpe, nil
+}
+
+// evaluations returns the held-out text, and less of it for evaluations before the last step.
+func (d *data) evaluations(o options) (texts [2]*llm.Evaluation, err error) {
+	for i, text := range [][]byte{d.heldOut, thin(d.heldOut)} {
+		if !o.model.Documents {
+			texts[i], err = llm.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq)
+		} else {
+			var documents [][]byte
+			if documents, err = d.held.SampleDocuments(len(text)); err == nil {
+				texts[i], err = llm.NewDocumentEvaluation(documents, d.tokenizer, o.train.Batch, o.model.Seq)
+			}
+		}
+		if err != nil {
+			return texts, err
+		}
+	}
+	return texts, nil
 }
 
 // close closes the file of tokens, if there is one.

@@ -157,12 +157,9 @@ func tellPace(w io.Writer) llm.Callback {
 }
 
 func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
-	var texts [2]*llm.Evaluation
-	for i, text := range [][]byte{d.heldOut, thin(d.heldOut)} {
-		var err error
-		if texts[i], err = llm.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq); err != nil {
-			return err
-		}
+	texts, err := d.evaluations(o)
+	if err != nil {
+		return err
 	}
 	if o.kasmina {
 		t.On(grow(t.Model, t.Config.Epoch))

@@ -67,7 +67,8 @@ func read(t *testing.T, elements ...string) []byte {
 func TestRun(t *testing.T) {
 	for _, kasmina := range []bool{true, false} {
 		out := filepath.Join(t.TempDir(), "a", "b")
-		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina))...)
+		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina),
+			fmt.Sprint("-documents=", !kasmina))...)
 		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb", "gzip_bpb", "params"} {
 			if v, ok := result[key].(float64); !ok || v <= 0 {
 				t.Errorf("%s is %v, want a positive number", key, result[key])
@@ -89,8 +90,8 @@ func TestRun(t *testing.T) {
 		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) || bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
 			t.Error("no loss curve or log")
 		}
-		if _, err := llm.LoadModel(filepath.Join(out, checkpointName)); err != nil {
-			t.Error(err)
+		if m, err := llm.LoadModel(filepath.Join(out, checkpointName)); err != nil || m.Config.Documents == kasmina {
+			t.Errorf("the model is %+v, %v", m, err)
 		}
 	}
 }

@@ -124,6 +124,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.IntVar(&o.model.KVHeads, "kvheads", 0, "key-value heads (default: as many as query heads)")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptron (default: 8/3 of -dim)")
 	f.IntVar(&o.model.Seq, "seq", 256, "tokens in a sequence")
+	f.BoolVar(&o.model.Documents, "documents", false, "keep the files of the data apart: attention does not look from one into another "+
+		"(computed on the CPU,\neven with a GPU)")
 	f.IntVar(&o.vocab, "vocab", 0, "entries of a byte-pair encoding trained on the data, 257 or more; the model's vocabulary is rounded "+
 		"up to a multiple of 64 (default: a token is a byte)")
 	f.BoolVar(&o.model.Untied, "untied", false, "give the output layer its own weight")
