@@ -141,13 +141,13 @@ func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
 			next += s.size
 		}
 	}
-	parallel(len(k.Active), grain(8*k.Chunk), kasminaPrepare[T]{k})
+	parallel(len(k.Active), grain(64*k.Chunk), kasminaPrepare[T]{k}) // exponentials
 	k.measured = slices.Contains(k.Measure, true)
 	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
 	if k.columns {
 		k.rules = grow(k.rules, k.groups()*k.strips())
-		parallel(k.groups(), 4, kasminaRules{any(k).(*Kasmina[float32]), backward})
+		parallel(k.groups(), 1, kasminaRules{any(k).(*Kasmina[float32]), backward})
 	}
 }
 

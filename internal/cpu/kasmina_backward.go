@@ -182,9 +182,9 @@ func (k *Kasmina[T]) prepareLearning() {
 // reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
 func (k *Kasmina[T]) reduceLearning(dweights, dscales []T) {
 	n := len(k.learning)
-	parallel(n, grain(4*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
+	parallel(n, grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
 	k.sortBySlot()
-	parallel(k.Slots, grain(4*k.Width), kasminaSlots[T]{k, dweights, dscales})
+	parallel(k.Slots, grain(16*k.Width), kasminaSlots[T]{k, dweights, dscales})
 }
 
 // kasminaLearned adds up the gradients of learning seeds over blocks of rows.
@@ -199,8 +199,8 @@ func (p *kasminaLearned[T]) span(lo, hi int) {
 		total := k.dp[s.at:][:s.size]
 		for j := range total {
 			var sum float64
-			for b := range blocks {
-				sum += float64(k.dp[b*k.learned+s.at+j])
+			for at := s.at + j; at < len(k.dp); at += k.learned {
+				sum += float64(k.dp[at])
 			}
 			total[j] = T(sum)
 		}

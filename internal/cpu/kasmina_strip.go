@@ -181,18 +181,21 @@ func fence() {
 	}
 }
 
-// start makes f the figures of nothing.
+// noFigures are the figures of nothing, but for the anchors.
+var noFigures = func() (f columnFigures) {
+	for i := range stripColumns {
+		f.low[i], f.high[i] = math.MaxFloat32, -math.MaxFloat32
+	}
+	return f
+}()
+
+// start makes f the figures of nothing, in columns columns.
 func (f *columnFigures) start(columns int) {
 	clear(f.sum[:columns])
 	clear(f.square[:columns])
 	clear(f.dead[:columns])
-	low, high := f.low[:columns], f.high[:columns]
-	for i := range low {
-		low[i] = math.MaxFloat32
-	}
-	for i := range high {
-		high[i] = -math.MaxFloat32
-	}
+	copy(f.low[:columns], noFigures.low[:])
+	copy(f.high[:columns], noFigures.high[:])
 }
 
 // addInput adds the strip s of x, and which elements are smaller than eps. It leaves the strip in p.

@@ -100,8 +100,9 @@ func (t *tile[T]) moveTo(k *Kasmina[T], i int) {
 	t.strips, t.first = (t.columns+t.width-1)/t.width, group*k.strips()
 	t.active = k.active(t.s0, t.s1)
 	t.figures = k.partial[block*k.Seeds+t.s0 : block*k.Seeds+t.s1]
+	none := newFigures(k.Reduce)
 	for s := range t.figures {
-		t.figures[s] = newFigures(k.Reduce)
+		t.figures[s] = none
 	}
 }
 
@@ -191,17 +192,19 @@ func (t *tile[T]) foldAll(k *Kasmina[T], v []T, eps float64) {
 func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, seen *columnFigures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]
+		sums, squares, deads := seen.sum[column:][:n], seen.square[column:][:n], seen.dead[column:][:n]
+		lows, highs := seen.low[column:][:n], seen.high[column:][:n]
 		var sum, square float64
 		var dead int32
-		low, high := seen.low[column], seen.high[column]
-		for i := column; i < column+n; i++ {
-			sum += seen.sum[i]
-			square += seen.square[i]
-			dead += seen.dead[i]
-			if l := seen.low[i]; l < low {
+		low, high := lows[0], highs[0]
+		for i, d := range sums {
+			sum += d
+			square += squares[i]
+			dead += deads[i]
+			if l := lows[i]; l < low {
 				low = l
 			}
-			if h := seen.high[i]; h > high {
+			if h := highs[i]; h > high {
 				high = h
 			}
 		}
