@@ -204,20 +204,19 @@ func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
 	}
-	if e, ok := t.(documentEnder); ok && e.EndOfDocument() >= 0 {
-		return func(starts, window []int, _ int64) { startsAfter(e.EndOfDocument(), starts, window) }
+	e, ok := t.(documentEnder)
+	if !ok || e.EndOfDocument() < 0 {
+		return nil
 	}
-	return nil
-}
-
-// startsAfter sets starts where documents begin with the given token.
-func startsAfter(token int, starts, window []int) {
-	start := 0
-	for i := range starts {
-		if window[i] == token {
-			start = i
+	end := e.EndOfDocument()
+	return func(starts, window []int, _ int64) {
+		start := 0
+		for i := range starts {
+			if window[i] == end {
+				start = i
+			}
+			starts[i] = start
 		}
-		starts[i] = start
 	}
 }
 

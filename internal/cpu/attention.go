@@ -12,8 +12,8 @@ type AttentionShape struct {
 	Causal                              bool
 	Scale                               float64
 
-	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, nil for 0. Along a sequence it
-	// never decreases, and none lies behind its query.
+	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its own, nil for 0. Along a
+	// sequence it never decreases.
 	Starts []int
 }
 
