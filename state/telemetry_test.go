@@ -274,7 +274,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 	l := grafting(t, n)
 	const limit = 100 * time.Millisecond
 	best, share, tries := time.Hour, math.Inf(1), 0
-	for ; tries < 3 || tries < 40 && best > limit && share > 1; tries++ {
+	for ; tries < 3 || tries < 40 && best > limit && share > 1 && !raceEnabled; tries++ {
 		start := time.Now()
 		epochs(t, l, 1)
 		if r := l.Report(); len(r.Seeds) != n {
@@ -284,7 +284,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 			t.Fatal(err)
 		}
 		took := time.Since(start)
-		if best = min(best, took); took > limit {
+		if best = min(best, took); took > limit && !raceEnabled {
 			share = min(share, took.Seconds()/yardstick().Seconds())
 		}
 	}
