@@ -129,18 +129,18 @@ func bits(set bool) int32 {
 
 // forwardStrips computes the strips of a tile of the forward pass.
 func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
-	eps, measured, in, largest := ceil32(k.Eps), t.measured(k), &t.packs[0], float32(0)
-	if measured {
+	eps, figures, in, largest := ceil32(k.Eps), t.measured(k) || fuses(), &t.packs[0], float32(0)
+	if figures {
 		t.startAll(k, x)
 	}
 	t.passes(k, func(i int, s strip) {
 		rule := &k.rules[t.first+i]
 		switch {
-		case measured && s.fuses():
+		case figures && s.fuses():
 			t.fetch = ahead(t, s)
 			rule.measureForward(y, x, s, &t.state[i], &t.fetch, eps)
 			return
-		case measured:
+		case figures:
 			t.state[i].seen.addInput(in, x, s, eps)
 		default:
 			in.load(x, s, passRows*s.stride)
@@ -153,7 +153,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 			in.store(y, s)
 		}
 	})
-	if measured {
+	if figures {
 		t.foldAll(k, x, k.Eps)
 		largest = max(largest, t.largest)
 	}
@@ -197,11 +197,12 @@ func exceeds(x []float32, limit float32) bool {
 // backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the parameters to dp and da.
 func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
 	measured, normed := t.measured(k), 0
+	figures := measured || fuses()
 	if measured && canNorm(k.Chunk) {
 		normed = (t.r1 - t.r0) / normRows * normRows
 		t.startNorms(k, g)
 	}
-	if measured {
+	if figures {
 		t.startAll(k, g)
 	}
 	for i := range t.strips {
@@ -214,7 +215,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 		rule, state, norms := &k.rules[t.first+i], &t.state[i], s.done < normed
 		computes := rule.blends || rule.learns
 		switch {
-		case measured && s.fuses():
+		case figures && s.fuses():
 			vectors := 0
 			switch {
 			case norms && k.Chunk%16 == 0:
@@ -225,7 +226,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			t.fetch = ahead(t, s)
 			rule.measureBackward(dx, g, x, s, state, &t.fetch, vectors)
 			return
-		case measured:
+		case figures:
 			state.seen.addGradient(grad, g, s)
 		default:
 			grad.load(g, s, passRows*s.stride)
@@ -261,8 +262,10 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 			foldSums(k, t, t.strip(k, i, 0), &t.state[i].sums, dp, da)
 		}
 	}
-	if measured {
+	if figures {
 		t.foldAll(k, g, 0)
+	}
+	if measured {
 		t.foldNorms(k, g, normed)
 	}
 }

@@ -367,10 +367,12 @@ func ahead(t *tile[float32], s strip) fetch {
 	return fetch{at: 4 * at, left: run, run: run, jump: 4 * (t.stride - run*columns)}
 }
 
+// fuses reports whether there are kernels for measureForward and measureBackward. They take no longer than those that form
+// no figures, for all of them wait for memory: where these are, nothing is gained by not measuring.
+func fuses() bool { return strips32 != nil && strips32.fusedForward != nil }
+
 // fuses reports whether measureForward and measureBackward compute the strip s.
-func (s strip) fuses() bool {
-	return strips32 != nil && strips32.fusedForward != nil && s.rows == passRows
-}
+func (s strip) fuses() bool { return fuses() && s.rows == passRows }
 
 // measureForward is addInput and forward in one, without a pack.
 func (c *columnRule) measureForward(y, x []float32, s strip, t *stripState, f *fetch, eps float32) {
