@@ -130,11 +130,18 @@ func softmax[T Float](p, w []T) {
 		top = max(top, float64(v))
 	}
 	var sum float64
-	for _, v := range w {
-		sum += math.Exp(float64(v) - top)
-	}
+	var first [64]float64 // exponentials of the first weights, often all: they take most of the time
 	for i, v := range w {
-		p[i] = T(math.Exp(float64(v)-top) / sum)
+		e := math.Exp(float64(v) - top)
+		if sum += e; i < len(first) {
+			first[i] = e
+		}
+	}
+	for i := range min(len(w), len(first)) {
+		p[i] = T(first[i] / sum)
+	}
+	for i := len(first); i < len(w); i++ {
+		p[i] = T(math.Exp(float64(w[i])-top) / sum)
 	}
 }
 
