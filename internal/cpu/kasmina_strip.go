@@ -76,7 +76,8 @@ type stripKernels struct {
 	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *columnRule, s *columnSums, ahead *float32, rows, stride, columns int)
 
 	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for passRows rows; nil where registers are few.
-	// With chunks of whole vectors, backward also does what chunkNorms does.
+	// With chunks of vectors vectors, unless that is 0, backward also does what chunkNorms does. It counts them in counter, which
+	// is as many.
 	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *columnRule, state *stripState, nextX *float32, ahead *fetch, stride, columns int, eps float32)
 	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *columnRule, state *stripState, nextGrad, nextX *float32, ahead *fetch, stride, columns, vectors, counter int)
 

@@ -47,21 +47,20 @@ const (
 	formAny    = 15
 )
 
-// neighbours are those of the rule: which columns have them, their share, or the sum for the gradient of it, and where they
-// are. The first two are for the result, of value to the left forward and to the right backward; the others are of x.
+// neighbour is one of those of a column.
 type neighbour struct {
-	has  int
+	has  int // where the rule says which columns have it
 	mask Register
-	to   int // offset of the share in the rule, or of the sum in the state
-	step int // to the neighbour, in columns
+	step int // to it, in columns
 }
 
+// neighbours returns those of value that have a share in the result, to the left forward and to the right backward, and then
+// those of x whose share has a gradient.
 func (f *fused) neighbours() []neighbour {
 	if !f.backward {
-		return []neighbour{{ruleHasNear, K3, ruleNear, -1}, {ruleHasFar, K4, ruleFar, -2}}
+		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
 	}
-	return []neighbour{{ruleHasNear, K3, ruleNear, 1}, {ruleHasFar, K4, ruleFar, 2},
-		{ruleLeftNear, K5, stateSums + sumNear, -1}, {ruleLeftFar, K6, stateSums + sumFar, -2}}
+	return []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2}, {ruleLeftNear, K5, -1}, {ruleLeftFar, K6, -2}}
 }
 
 func fusedPass(v isa, backward, streamed bool) {
@@ -274,7 +273,8 @@ func (f *fused) figures(label string, masked, norms bool) {
 
 const leastMagnitude = 0b1010 // of VRANGEPS: the operand of the smaller magnitude, without its sign
 
-// countDead emits the count of elements smaller than eps. That there is one at all is known from the least of them: it should be rare.
+// countDead emits the count of elements smaller than eps. The least of them tells whether there is one at all, which in most
+// tensors is rare.
 func (f *fused) countDead(label string, least, t VecPhysical) {
 	VCMPPS(Imm(1), f.eps, least, K2)
 	KORTESTW(K2, K2)
