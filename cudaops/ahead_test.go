@@ -234,6 +234,7 @@ func (w *twins) testCounts() {
 func (w *twins) testVain() {
 	w.t.Helper()
 	m := w.ahead.machine
+	m.lost = 0
 	for i := range 10 {
 		w.ahead.batch.draw(w.t, w.batch+uint64(2*i))
 		if _, err := m.Start(); err != nil {
