@@ -406,6 +406,7 @@ func takeArena(bytes int) []byte {
 		return *a
 	}
 	raw := make([]byte, bytes+alignment)
+	hugePages(raw)
 	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(raw)))) & (alignment - 1)
 	return raw[skip : skip+bytes : skip+bytes]
 }

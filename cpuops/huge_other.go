@@ -1,0 +1,5 @@
+//go:build !linux
+
+package cpuops
+
+func hugePages([]byte) {}
