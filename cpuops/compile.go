@@ -38,7 +38,7 @@ type value struct {
 	// A value with memory of its own in the arena.
 	room *plan.Interval
 
-	lastRead  int // the last step that reads any of it, −1 if there is none
+	lastRead  int // the last step that reads any of it, −1 if there is none, and beyond them all if it is kept
 	lastWhole int // and the last that reads all of it
 
 	loose gorgonia.Value // the value itself, if it is of another type
@@ -53,7 +53,7 @@ type step struct {
 	args opbase.Args // the memory of in
 	run  func(s *step) error
 
-	places int // how many of the operands, from the first on, the result may take the place of
+	inPlace bool // the result may take an operand's place
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -175,7 +175,7 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		c.push(s)
 	}
 	if c.keep[n] {
-		v.lastRead = math.MaxInt
+		c.read([]*value{v}, math.MaxInt)
 		c.kept = append(c.kept, v)
 	}
 	return nil
@@ -244,7 +244,9 @@ func (v *value) root() (root *value, at int) {
 // plan lets results take the place of operands that nothing needs any more, and packs the arena.
 func (c *compiler) plan() {
 	for i := range c.steps {
-		c.overwrite(i, &c.steps[i])
+		if s := &c.steps[i]; s.inPlace {
+			c.overwrite(i, s)
+		}
 	}
 	for _, v := range c.values {
 		if root, _ := v.root(); root.room != nil {
@@ -265,14 +267,14 @@ func (c *compiler) plan() {
 
 // overwrite makes the result of step i a view of one of its operands, if nobody reads that operand later.
 func (c *compiler) overwrite(i int, s *step) {
-	for _, v := range s.in[:s.places] {
+	for _, v := range s.in {
 		root, _ := v.root()
 		if root.room == nil || v.lastRead != i || v.dt != s.out.dt || opbase.Size(v.shape) != opbase.Size(s.out.shape) {
 			continue
 		}
 		free := true // nobody reads the operand as a part of something larger
 		for up := v.from; up != nil; up = up.from {
-			free = free && up.lastWhole <= i && !c.keep[up.node]
+			free = free && up.lastWhole <= i
 		}
 		if !free {
 			continue

@@ -10,12 +10,18 @@ import (
 // the product forms before d is added.
 func (c *compiler) fuse() {
 	readers := map[*value]int{}
+	read := func(v *value) {
+		for ; v != nil; v = v.from {
+			readers[v]++
+		}
+	}
+	for _, v := range c.kept {
+		read(v)
+	}
 	products := map[*value]int{} // by their results
 	for i, s := range c.steps {
 		for _, v := range s.in {
-			for ; v != nil; v = v.from {
-				readers[v]++
-			}
+			read(v)
 		}
 		if _, ok := s.node.Op().(*op.LinearOp); ok && s.out != nil {
 			products[s.out] = i
@@ -28,7 +34,7 @@ func (c *compiler) fuse() {
 		}
 		for k, v := range s.in {
 			at, ok := products[v]
-			if !ok || readers[v] != 1 || c.keep[v.node] {
+			if !ok || readers[v] != 1 {
 				continue
 			}
 			product := &c.steps[at]

@@ -2,6 +2,7 @@ package cpuops_test
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 
 	"gorgonia.org/gorgonia"
@@ -96,23 +97,34 @@ func TestLinearAdd(t *testing.T) {
 	}
 }
 
-// A product that is an output is there after the run.
-func TestLinearAddKeepsOutputs(t *testing.T) {
-	r := random(t)
-	g := gorgonia.NewGraph()
-	x := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 30), gorgonia.WithName("x"))
-	w := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 20, 30), gorgonia.WithName("w"))
-	b := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 20), gorgonia.WithName("b"))
-	y := gorgonia.Must(op.Linear(x, w))
-	sum := gorgonia.Must(gorgonia.Add(y, b))
-	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(y, sum)))
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
-	product, total, added := flat(t, y.Value()).([]float32), flat(t, sum.Value()).([]float32), flat(t, b.Value()).([]float32)
-	for i, p := range product {
-		if p == 0 || p+added[i] != total[i] {
-			t.Fatalf("at %d the product is %v, with %v added %v", i, p, added[i], total[i])
-		}
+// A product that is an output, or a view of which is one, is there after the run, whatever reads it besides.
+func TestKeptOperands(t *testing.T) {
+	for _, form := range []string{"matrix product", "view of a matrix product", "elementwise product", "view of an elementwise product"} {
+		t.Run(form, func(t *testing.T) {
+			r := random(t)
+			g := gorgonia.NewGraph()
+			x := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 30), gorgonia.WithName("x"))
+			w := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 30, 30), gorgonia.WithName("w"))
+			b := gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 40, 30), gorgonia.WithName("b"))
+			product := func() (*gorgonia.Node, error) { return op.Linear(x, w) }
+			if strings.Contains(form, "elementwise") {
+				product = func() (*gorgonia.Node, error) { return gorgonia.HadamardProd(x, b) }
+			}
+			y := check[*gorgonia.Node](t)(product())
+			sum := gorgonia.Must(gorgonia.Add(y, b))
+			if strings.Contains(form, "view") {
+				y = gorgonia.Must(gorgonia.Reshape(y, tensor.Shape{1200}))
+			}
+			m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(y, sum)))
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			kept, total, added := flat(t, y.Value()).([]float32), flat(t, sum.Value()).([]float32), flat(t, b.Value()).([]float32)
+			for i, p := range kept {
+				if p == 0 || p+added[i] != total[i] {
+					t.Fatalf("at %d the product is %v, with %v added %v", i, p, added[i], total[i])
+				}
+			}
+		})
 	}
 }

@@ -31,7 +31,7 @@ func choose(s *step) {
 		return
 	}
 	if f, ok := arithmetic(s); ok {
-		s.places = len(s.in)
+		s.inPlace = true
 		s.run = func(s *step) error {
 			switch y := s.out.flat.(type) {
 			case []float32:
