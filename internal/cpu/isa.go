@@ -11,7 +11,7 @@ type isa int
 const (
 	generic isa = iota // portable Go
 	avx2               // AVX2 and FMA
-	avx512             // AVX-512F
+	avx512             // AVX-512F and AVX-512DQ
 	neon               // of arm64
 )
 

@@ -1,0 +1,29 @@
+package cpu
+
+import (
+	"testing"
+
+	"golang.org/x/sys/cpu"
+)
+
+// TestDetectISA wants the features that the kernels of each level have instructions of.
+func TestDetectISA(t *testing.T) {
+	was := cpu.X86
+	defer func() { cpu.X86 = was }()
+	cpu.X86.HasAVX2, cpu.X86.HasFMA, cpu.X86.HasAVX512F, cpu.X86.HasAVX512DQ = true, true, true, true
+	if l := detectISA(); l != avx512 {
+		t.Errorf("with all features: %v", l)
+	}
+	for _, c := range []struct {
+		feature *bool
+		want    isa
+	}{
+		{&cpu.X86.HasAVX512DQ, avx2}, {&cpu.X86.HasAVX512F, avx2}, {&cpu.X86.HasFMA, generic}, {&cpu.X86.HasAVX2, generic},
+	} {
+		*c.feature = false
+		if l := detectISA(); l != c.want {
+			t.Errorf("%+v: %v, want %v", cpu.X86, l, c.want)
+		}
+		*c.feature = true
+	}
+}
