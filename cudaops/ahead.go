@@ -14,7 +14,8 @@ const vainRuns = 128
 // does. RunAll takes the run over if the values of inputs and the lattices of Kasmina layers would make the same of it then, and
 // otherwise computes what they are by then: the bits are those of a program without Start, and lattices hear of no runs but those
 // that RunAll was called for. Until that call, [Machine.Value] returns the outputs and gradients of the run that has been begun;
-// [Machine.Upload], [Machine.DropGradients] and [Machine.StartProfile] abandon it, and [Machine.Update] is an error.
+// [Machine.Upload], [Machine.Bind], [Machine.DropGradients] and [Machine.StartProfile] abandon it, and [Machine.Update] is an
+// error. What a program has changed at an [Machine.Address] is not looked at.
 //
 // Start returns false, and has done nothing, where no run can begin early: in a machine with a loss scale, with nodes that the
 // host computes, with memory of another machine or program, and while it holds gathered gradients; also while one has begun, and
@@ -42,8 +43,7 @@ func (m *Machine) start() (bool, error) {
 
 // startable reports whether what a run computes is known before RunAll asks for it.
 func (m *Machine) startable() bool {
-	return m.program.scale == nil && m.config.lone == nil && m.config.share == nil && !m.onHost() &&
-		!slices.ContainsFunc(m.program.inputs, func(in *input) bool { return in.bound })
+	return m.program.scale == nil && m.config.lone == nil && m.config.share == nil && !m.bound && !m.onHost()
 }
 
 // take makes the run that Start has begun that of RunAll, or abandons it if it is not what RunAll asks for.

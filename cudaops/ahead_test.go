@@ -428,3 +428,35 @@ func (c *calls) SyncEvent(e driver.Event) error {
 	c.note("wait")
 	return c.Context.SyncEvent(e)
 }
+
+// TestStartBind wants runs to read and write where values are bound to, if one has begun that did so elsewhere.
+func TestStartBind(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	h := host{t, device.ctx}
+	for _, output := range []bool{false, true} {
+		k := newKasminaGraph(t, 1, nil)
+		m := k.open(t, device, fakeOption)
+		defer m.Close()
+		if begun, err := m.Start(); !begun || err != nil {
+			t.Fatalf("a run has begun: %v, %v", begun, err)
+		}
+		n := k.x
+		if output {
+			n = k.x.Deriv()
+		}
+		at := h.place(slices.Repeat([]float32{float32(math.NaN())}, k.rows*k.dim))
+		if err := errors.Join(m.Bind(n, at, 4*k.rows*k.dim), m.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(k.x.Deriv())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if dx := flat(t, v); slices.ContainsFunc(dx, func(d float32) bool { return d != d }) == output {
+			t.Errorf("with %v bound, the gradient of x is %v …", n, dx[:3])
+		}
+		if begun, err := m.Start(); begun || err != nil {
+			t.Errorf("with %v bound, a run has begun: %v, %v", n, begun, err)
+		}
+	}
+}

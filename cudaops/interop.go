@@ -120,8 +120,13 @@ func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr driver.Ptr) error {
 	return m.move(a.block, ptr, func() {})
 }
 
-// move puts a block elsewhere, and gives back what the machine has allocated for it alone.
+// move puts a block elsewhere, and gives back what the machine has allocated for it alone. A run that Start has begun knows
+// only the old place.
 func (m *Machine) move(b *block, ptr driver.Ptr, done func()) error {
+	if err := m.abandon(); err != nil {
+		return err
+	}
+	m.bound = true
 	if b.base == ptr {
 		done()
 		return nil

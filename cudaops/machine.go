@@ -41,6 +41,7 @@ type Machine struct {
 	read      bool // the stream has been waited for since the last run
 	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
 
+	bound      bool // values lie in memory of the program's
 	begun      bool // by Start, and RunAll has not asked for it yet
 	runs, lost int  // calls of RunAll; runs begun in vain
 	compared   []byte
