@@ -244,8 +244,10 @@ type job struct {
 func (t *tuner) choose(j job) (int, error) {
 	key := j.op + " " + j.shape
 	if i, ok := t.known[key]; ok {
-		t.use(i)
-		return slices.Index(j.ways, t.made[i].Way), nil
+		if way := slices.Index(j.ways, t.made[i].Way); way >= 0 { // not where it cannot take these arguments
+			t.use(i)
+			return way, nil
+		}
 	}
 	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Source: ByRule}
 	left, forced := t.allowed(j.op, j.ways)
