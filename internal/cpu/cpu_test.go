@@ -30,8 +30,8 @@ func everywhere(f func(caller bool)) {
 	})
 }
 
-// A panic on a helper reaches the caller with the helper's stack, one on the calling goroutine reaches it as it is, and
-// both leave the pool in working order.
+// A panic on a helper reaches the caller with the helper's stack, as the helper's end does, one on the calling goroutine reaches
+// it as it is, and all leave the pool in working order.
 func TestParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	for range 50 {
@@ -53,6 +53,15 @@ func TestParallelPanics(t *testing.T) {
 			})
 		}); r != "bang" {
 			t.Fatalf("a panic on the calling goroutine arrives as %v", r)
+		}
+		if p, ok := recovered(func() {
+			everywhere(func(caller bool) {
+				if !caller {
+					runtime.Goexit()
+				}
+			})
+		}).(*Panic); !ok || !strings.Contains(p.String(), "Goexit") {
+			t.Fatalf("the end of a helper arrives as %v", p)
 		}
 		var sum atomic.Int64
 		Parallel(1000, 1, func(lo, hi int) { sum.Add(int64(lo)) })

@@ -151,8 +151,12 @@ func help(t *team) {
 }
 
 func (t *team) help() {
+	done := false
 	defer func() {
-		if r := recover(); r != nil {
+		if r := recover(); !done {
+			if r == nil {
+				r = "runtime.Goexit was called"
+			}
 			t.stop()
 			t.panicked.CompareAndSwap(nil, asPanic(r))
 		}
@@ -161,4 +165,5 @@ func (t *team) help() {
 		}
 	}()
 	t.work(int(t.joined.Add(1)))
+	done = true
 }
