@@ -71,6 +71,30 @@ func TestParallelPanics(t *testing.T) {
 	}
 }
 
+// A call does not wait for helpers who are still on their way when all is done, and these do nothing for it; but they may
+// for the next call of the same team.
+func TestLateHelpers(t *testing.T) {
+	var indices atomic.Int32
+	count := func(lo, hi int) { indices.Add(int32(hi - lo)) }
+	late := &team{wake: make(chan struct{}, 1)}
+	late.divide(7, 2, 3, count)
+	late.lead()
+	if n := indices.Load(); n != 7 || late.join() {
+		t.Errorf("a leader alone has met %d of 7 indices, or can be joined then", n)
+	}
+	late.divide(7, 2, 3, count)
+	for range 4 { // more than are wanted
+		if !late.join() {
+			t.Error("the second call cannot be joined")
+		}
+		late.help()
+	}
+	late.lead()
+	if n := indices.Load(); n != 14 {
+		t.Errorf("after two calls %d of 14 indices have been met", n)
+	}
+}
+
 // Calls from many goroutines, close together and far apart, so that helpers are met on the lookout, about to sleep and asleep,
 // each run all of their spans once.
 func TestParallelFromManyGoroutines(t *testing.T) {
