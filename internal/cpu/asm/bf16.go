@@ -46,11 +46,7 @@ func pairCopy() {
 	v := avx512
 	lanes := uint64(v.bytes / 4)
 	TEXT("pairCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
-	Load(Param("dst"), RDI)
-	Load(Param("dstStride"), RDX)
-	Load(Param("src"), RSI)
-	Load(Param("srcStride"), RBX)
-	Load(Param("rows"), R8)
+	panelParams()
 	Load(Param("width"), R9)
 	VMOVUPS(interleave(), Z31)
 	MOVQ(R9, R10)
@@ -100,11 +96,7 @@ func pairTranspose() {
 	v := avx512
 	lanes := v.bytes / 4
 	TEXT("pairTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
-	Load(Param("dst"), RDI)
-	Load(Param("dstStride"), RDX)
-	Load(Param("src"), RSI)
-	Load(Param("srcStride"), RBX)
-	Load(Param("rows"), R8)
+	panelParams()
 	Load(Param("cols"), R9)
 	square := func(masked bool) {
 		MOVQ(RSI, R10)

@@ -7,15 +7,20 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in bytes.
-func copyPanel(v isa) {
-	lanes := v.bytes / 4
-	TEXT("packCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
+// panelParams loads what all packing takes: dst and its stride, src and its stride, and rows.
+func panelParams() {
 	Load(Param("dst"), RDI)
 	Load(Param("dstStride"), RDX)
 	Load(Param("src"), RSI)
 	Load(Param("srcStride"), RBX)
 	Load(Param("rows"), R8)
+}
+
+// copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in bytes.
+func copyPanel(v isa) {
+	lanes := v.bytes / 4
+	TEXT("packCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
+	panelParams()
 	Load(Param("width"), R9)
 	MOVQ(R9, R10)
 	CMPQ(R9, Imm(uint64(lanes)))
@@ -53,11 +58,7 @@ func copyPanel(v isa) {
 func transpose(v isa) {
 	lanes := v.bytes / 4
 	TEXT("packTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
-	Load(Param("dst"), RDI)
-	Load(Param("dstStride"), RDX)
-	Load(Param("src"), RSI)
-	Load(Param("srcStride"), RBX)
-	Load(Param("rows"), R8)
+	panelParams()
 	Load(Param("cols"), R9)
 	square := func(masked bool) {
 		MOVQ(RSI, R10)
