@@ -327,26 +327,63 @@ struct Angles {
   const float *cosines, *sines;
 };
 
-// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles. Both elements of a
-// pair, D/2 apart, are in the same lane.
+// Where the angles of the rows begin of which a lane has parts, in a warp whose first is at the given position.
+template <int D> __device__ inline int64_t anglesAt(int position, int half, int seq) {
+  const int lane = threadIdx.x % 32;
+  return (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
+}
+
+// Turns two neighbouring pairs back. Both elements of a pair, D/2 apart, are in the same lane.
+__device__ inline void turnBack(float *a, float *b, float2 cosine, float2 sine) {
+  const float a0 = a[0], a1 = a[1];
+  a[0] = a0 * cosine.x + b[0] * sine.x;
+  a[1] = a1 * cosine.y + b[1] * sine.y;
+  b[0] = b[0] * cosine.x - a0 * sine.x;
+  b[1] = b[1] * cosine.y - a1 * sine.y;
+}
+
+// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles.
 template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Angles &angles, int position, int seq) {
   if (!angles.cosines) return;
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int64_t at = (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
+    const int64_t at = anglesAt<D>(position, half, seq);
 #pragma unroll
     for (int x = 0; x < D / 16; x++) {
       const float2 cosine = *(const float2 *)(angles.cosines + at + 8 * x), sine = *(const float2 *)(angles.sines + at + 8 * x);
-      float *a = d.c[0][x] + 2 * half, *b = d.c[0][x + D / 16] + 2 * half;
-      const float a0 = a[0], a1 = a[1];
-      a[0] = a0 * cosine.x + b[0] * sine.x;
-      a[1] = a1 * cosine.y + b[1] * sine.y;
-      b[0] = b[0] * cosine.x - a0 * sine.x;
-      b[1] = b[1] * cosine.y - a1 * sine.y;
+      turnBack(d.c[0][x] + 2 * half, d.c[0][x + D / 16] + 2 * half, cosine, sine);
     }
   }
 }
+
+// The same in two steps, where there are registers for it: the angles come from far, and are asked for while products or stores are
+// under way.
+template <int D> struct TurnBack {
+  float2 cosines[2][D / 16], sines[2][D / 16];
+  bool turns;
+
+  __device__ TurnBack(const Angles &angles, int position, int seq) : turns(angles.cosines) {
+    if (!turns) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t at = anglesAt<D>(position, half, seq);
+#pragma unroll
+      for (int x = 0; x < D / 16; x++) {
+        cosines[half][x] = *(const float2 *)(angles.cosines + at + 8 * x);
+        sines[half][x] = *(const float2 *)(angles.sines + at + 8 * x);
+      }
+    }
+  }
+
+  __device__ void turn(Accumulator<1, D> &d) const {
+    if (!turns) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int x = 0; x < D / 16; x++)
+        turnBack(d.c[0][x] + 2 * half, d.c[0][x + D / 16] + 2 * half, cosines[half][x], sines[half][x]);
+  }
+};
 
 // A warpgroup's registers a thread: the copier gives up what the workers take.
 template <int Registers> __device__ inline void takeRegisters() {

@@ -150,12 +150,13 @@ __device__ inline void workQ(const Params &p, const Docs &docs, const Angles &an
       productsCommit();
     }
     m.turns.release(turn);
+    const TurnBack<D> turnBack(angles, own, p.seq);
     productsWait<0>();
     hold(dq);
     m.stages.release(i - 1);
     for (int j = mine; j < n; j++, i++) skipTile(i);
     const float factor[1][2] = {{p.scale, p.scale}};
-    turnBack(dq, angles, own, p.seq);
+    turnBack.turn(dq);
     __syncwarp();  // the previous results have been read
     dq.template roundTo<T>(m.out, 64 * group + 16 * warp, factor);
     __syncwarp();
@@ -286,6 +287,7 @@ __device__ inline void workKV(const Params &p, const Docs &docs, const Angles &a
       busy = true;
     }
     m.turns.release(turn);
+    const TurnBack<D> turnBack(angles, own, p.seq);
     productsWait<0>();
     finish();
     const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
@@ -295,7 +297,7 @@ __device__ inline void workKV(const Params &p, const Docs &docs, const Angles &a
     __syncwarp();
     T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
     storeRows<T, D, 16>(m.out, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
-    turnBack(dk, angles, own, p.seq);
+    turnBack.turn(dk);
     __syncwarp();
     dk.template roundTo<T>(m.out, outRow, scale);
     __syncwarp();
