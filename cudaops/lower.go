@@ -23,6 +23,7 @@ type kernelSet interface {
 	Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, k, v kernels.Rows, t driver.DType) error
 	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
 		lse driver.Ptr, t driver.DType) error
+	AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error
 	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
 	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
 	RMSNorm(s driver.Stream, a kernels.RMSNorm) error

@@ -197,29 +197,45 @@ func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
 }
 
 func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	o := n.Op().(*op.AttentionOp)
-	if o.Documents() {
-		return c.hosted(n, in, documentsOnHost)
-	}
 	q, k := c.lowerPair(n, in[0], in[1])
 	v := c.act(n, in[2])
+	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.shape[0])
+	documents := c.documents(n, o, in)
 	y, lse, m := c.like(q), c.aux(s.Batch, s.Heads, s.Seq), c.m
 	c.saved[o] = lse
 	c.do(n, func() error {
+		if documents != nil {
+			s.Documents = documents.ptr()
+		}
 		return m.k.Attention(m.stream, s, rowsOf(y), lse.ptr(), rowsOf(q), rowsOf(k), rowsOf(v), q.elem.dtype())
-	}, y, lse, q, k, v)
-	c.computes(attentionFLOPs(s, 2))
+	}, y, lse, q, k, v, documents)
+	if documents == nil { // of these, the lengths decide how much there is to compute
+		c.computes(attentionFLOPs(s, 2))
+	}
 	return y, nil
 }
 
-// documentsOnHost is why both passes are there: what one leaves for the other stays on its side.
-const documentsOnHost = "attention to documents has no kernel"
+// documents returns the table of where documents start, which all attentions to the same share, nil if o knows of none.
+func (c *compiler) documents(n *gorgonia.Node, o *op.AttentionOp, in []*array) *array {
+	if !o.Documents() {
+		return nil
+	}
+	starts, seq, m := in[3], o.Config.Seq, c.m
+	if table := c.documentTables[starts]; table != nil {
+		return table
+	}
+	c.bound(starts, idRange{op: "DocumentAttention", argument: "starts", seq: seq})
+	batch := starts.len() / seq
+	table := c.bytes(kernels.AttentionDocumentsBytes(batch, seq))
+	c.do(n, func() error {
+		return m.k.AttentionDocuments(m.stream, table.ptr(), intsOf(starts), batch, seq)
+	}, starts, table)
+	c.documentTables[starts] = table
+	return table
+}
 
 func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	if n.Op().(*op.AttentionGradOp).Forward.Documents() {
-		return c.hosted(n, in, documentsOnHost)
-	}
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
@@ -230,9 +246,10 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of what they were before.
 func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) {
 	q, k := c.lowerPair(n, in[0], in[1])
-	v, y, g := c.act(n, in[2]), c.act(n, in[3]), c.act(n, in[4])
+	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
+	documents := c.documents(n, o, in)
 	lse := c.saved[o].(*array)
 	m := c.m
 	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))
@@ -244,10 +261,15 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 		if turned != nil {
 			s.Cos, s.Sin = cos.ptr(), sin.ptr()
 		}
+		if documents != nil {
+			s.Documents = documents.ptr()
+		}
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
-	}, q, k, v, y, g, lse, dq, dk, dv, stats)
-	c.computes(attentionFLOPs(s, 5))
+	}, q, k, v, y, g, lse, dq, dk, dv, stats, documents)
+	if documents == nil {
+		c.computes(attentionFLOPs(s, 5))
+	}
 }
 
 // stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of

@@ -25,12 +25,8 @@ type projections struct {
 }
 
 // projections returns how the first three inputs of an attention, or of its gradient, come about, nil if not like this.
-// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps; nor does the
-// host, which computes attention to documents.
+// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
-	if o.Documents() {
-		return nil
-	}
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
 	for i, n := range opbase.Children(n)[:3] {

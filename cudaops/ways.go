@@ -141,7 +141,7 @@ func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 	at := func(p driver.Ptr, r kernels.Rows) kernels.Rows { return kernels.Rows{Ptr: p, Stride: r.Stride} }
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
-		b.Variant = variants[way]
+		b.Variant, b.Documents = variants[way], 0 // of which the tuner has no table
 		return k.kernelSet.Attention(s, b, at(m[0], y), m[4], at(m[1], q), at(m[2], key), at(m[3], value), t)
 	}
 	way, err := k.t.choose(j)
@@ -164,7 +164,7 @@ func (k tunedKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
-		b.Variant = variants[way]
+		b.Variant, b.Documents = variants[way], 0
 		r := slices.Clone(matrices)
 		for i := range r {
 			r[i].Ptr = m[i]

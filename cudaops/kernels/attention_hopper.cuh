@@ -35,6 +35,16 @@ template <int D_, int Workers_, int Loop_, int Turns_, int Stages_> struct Shape
 // Tells the compiler that a value is the same in all lanes: what follows from it then costs no vector instructions.
 __device__ inline int uniform(int v) { return __shfl_sync(kAllLanes, v, 0); }
 
+__device__ inline uint32_t loadWord(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ inline void storeWord(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 // Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
 __device__ inline int workOf(int turn) {
   return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -89,7 +99,11 @@ template <int Slots> struct Ring {
   }
   // The copier waits for the slot of fill i to be free and announces that many bytes; they arrive at the returned barrier.
   __device__ uint32_t fill(int i, int bytes) const {
-    barrierWait(freed(i), i / Slots + 1 & 1);
+    waitFree(i);
+    return announce(i, bytes);
+  }
+  __device__ void waitFree(int i) const { barrierWait(freed(i), i / Slots + 1 & 1); }
+  __device__ uint32_t announce(int i, int bytes) const {
     barrierExpect(filled(i), bytes);
     return filled(i);
   }
@@ -99,6 +113,17 @@ template <int Slots> struct Ring {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrierArrive(freed(i));
   }
+};
+
+// Where the documents of each warpgroup's rows begin or end, in tiles or rows of the walk: the copier looks it up, some turns ahead,
+// and the workers find it in shared memory once the turn's tiles are there.
+template <class S> struct Reach {
+  uint32_t words;
+  __device__ uint32_t word(int turn, int group) const { return words + turn % S::Turns * 16 + group * 4; }
+  __device__ void set(int turn, const int (&reach)[S::Workers]) const {
+    for (int g = 0; g < S::Workers; g++) storeWord(word(turn, g), reach[g]);
+  }
+  __device__ int get(int turn, int group) const { return uniform(loadWord(word(turn, group))); }
 };
 
 // ---- Copies ----

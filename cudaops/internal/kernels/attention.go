@@ -23,6 +23,9 @@ type AttentionShape struct {
 	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
 	// pass then gives the gradients of what they were before.
 	Cos, Sin driver.Ptr
+	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
+	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
+	Documents driver.Ptr
 }
 
 // AttentionVariant is an implementation of attention.
@@ -61,6 +64,23 @@ type attentionParams struct {
 
 func (p *attentionParams) set(to *driver.Ptr, stride *int64, r Rows) {
 	*to, *stride = r.Ptr, int64(r.Stride)
+}
+
+// AttentionDocumentsBytes is the size of the table of documents.
+func AttentionDocumentsBytes(batch, seq int) int { return 8 * batch * seq }
+
+// AttentionDocuments makes the table of documents, of [AttentionDocumentsBytes], from starts, [batch, seq]: the position at which
+// the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
+// lies behind its token, counts as the nearest that is possible.
+func (k *Kernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts Ints, batch, seq int) error {
+	if empty, err := checkSizes("AttentionDocuments", batch, seq); empty || err != nil {
+		return err
+	}
+	name := "attention_document_table_i32"
+	if starts.Wide {
+		name = "attention_document_table_i64"
+	}
+	return k.launch(s, "attention", name, line(batch, 1024), args().Ptr(table).Ptr(starts.Ptr).Int32(seq))
 }
 
 // Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
@@ -195,6 +215,9 @@ func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries
 			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
 		}
 	}
+	if a.Documents != 0 && !a.Causal {
+		return nil, fmt.Errorf("kernels.%s: documents need a causal mask", op)
+	}
 	tensorCores := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
 	for _, o := range all {
 		tensorCores = tensorCores && o.Ptr%16 == 0 && o.Stride%8 == 0
@@ -263,7 +286,7 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	name := "_" + attentionPassNames[pass]
 	if c.Variant == AttentionPlain {
 		l := line(heads*ceilDiv(c.Seq, 64)*ceilDiv(c.HeadDim, 128), 256)
-		return k.launch(s, "attention", "attention_plain"+name+c.suffix, l, args().Struct(c.params.bytes(), 8))
+		return c.run(k, s, "attention", "attention_plain"+name, l, args().Struct(c.params.bytes(), 8))
 	}
 	dim := 64
 	if c.HeadDim > 64 {
@@ -279,8 +302,16 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	c.params.section = int32(c.section(k, heads, others))
 	l := line(heads*tiles, m.threads)
 	l.Shared = m.shared(pass, dim)
-	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
-		args().Struct(c.params.bytes(), 8))
+	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l, args().Struct(c.params.bytes(), 8))
+}
+
+// run launches a kernel or, where there are documents, the one of the same family that takes their table last.
+func (c *attentionCall) run(k *Kernels, s driver.Stream, unit, name string, l driver.LaunchConfig, a *driver.Args) error {
+	if c.Documents != 0 {
+		name += "_documents"
+		a.Ptr(c.Documents)
+	}
+	return k.launch(s, unit, name+c.suffix, l, a)
 }
 
 // section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.

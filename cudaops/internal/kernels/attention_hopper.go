@@ -55,7 +55,10 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	}
 	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
-	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
+	if c.Documents != 0 {
+		l.Shared += 16 * h.turns
+	}
+	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
 }
 
 // evenSection is section where multiprocessors take turns, every second one in reverse: under a causal mask, the number of
@@ -169,8 +172,11 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	c.addAngles(a)
 	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.sharedFused(128)
+	if c.Documents != 0 {
+		l.Shared += 4 * 64 * h.workers
+	}
 	const unit = "attention_hopper_fused"
-	if err := k.launch(s, unit, "attention_hopper_backward_fused_128"+c.suffix, l, a); err != nil {
+	if err := c.run(k, s, unit, "attention_hopper_backward_fused_128", l, a); err != nil {
 		return err
 	}
 	a = args().Struct(p.bytes(), 8)

@@ -150,20 +150,58 @@ func TestAttentionWorkspace(t *testing.T) {
 	}
 }
 
+// With documents every kernel that reads keys or queries is the one of the same name that knows of them, and takes their table last.
+func TestAttentionDocumentsLaunches(t *testing.T) {
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	table := p.Offset(4096)
+	for _, dim := range []int{40, 64, 96, 128, 136} {
+		for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA, AttentionHopper} {
+			if v != AttentionPlain && dim > 128 {
+				continue
+			}
+			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: v, Documents: table}
+			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			c.ClearTrace()
+			if err := k.AttentionDocuments(0, table, Ints{Ptr: p}, 2, 100); err != nil {
+				t.Fatal(err)
+			}
+			if err := k.Attention(0, a, q, p, q, kv, kv, bf16); err != nil {
+				t.Fatal(err)
+			}
+			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+				t.Fatal(err)
+			}
+			for _, op := range c.Trace() {
+				if op.Name == "" {
+					continue
+				}
+				reads := strings.Contains(op.Name, "forward") || strings.Contains(op.Name, "backward") && !strings.Contains(op.Name, "round")
+				if reads != strings.HasSuffix(op.Name, "_documents_bf16") {
+					t.Errorf("%v, head dimension %d: launches %s", v, dim, op.Name)
+				}
+				if op.Config.Shared > 227<<10 {
+					t.Errorf("%s takes %d bytes of shared memory", op.Name, op.Config.Shared)
+				}
+			}
+		}
+	}
+}
+
 func TestAttentionRefusals(t *testing.T) {
 	k, c, p := fakeAttention(t, 89, 99<<10)
 	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
 	row, out := Rows{p, 16}, Rows{p.Offset(512), 16}
 	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *driver.DType){
-		"type":    func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
-		"heads":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
-		"size":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
-		"stride":  func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
-		"variant": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
-		"float32": func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
-		"dim":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
-		"hopper":  func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
-		"aligned": func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
+		"type":      func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
+		"heads":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
+		"size":      func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
+		"stride":    func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
+		"variant":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
+		"float32":   func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
+		"dim":       func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
+		"hopper":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
+		"documents": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Documents = p },
+		"aligned":   func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
 	} {
 		a, y, dt := ok, out, bf16
 		change(&a, &y, &dt)
