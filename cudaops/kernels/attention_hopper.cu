@@ -12,6 +12,7 @@
 namespace attention {
 
 using Forward64 = Shape<64, 3, 128, 2, 3>;
+using Forward96 = Shape<96, 2, 128, 2, 3>;
 using Forward128 = Shape<128, 2, 128, 2, 2>;
 
 #ifdef HOPPER
@@ -196,7 +197,7 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
     __syncwarp();
     if (row >= 0) {
       T *out = at<T>(p.y, p.yStride, p.seq, w.batch, own, w.head * p.headDim);
-      storeRows<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
+      storeResult<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
     }
   }
 }
@@ -239,6 +240,6 @@ __device__ inline void forward(const Params &p, const Docs &docs, const TensorMa
           const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const int *table) {                 \
     BODY(forward<T, attention::Forward##D>(p, attention::Documents<true>{table}, q, k, v));                             \
   }
-#define KERNELS(T) FORWARD(64, T) FORWARD(128, T)
+#define KERNELS(T) FORWARD(64, T) FORWARD(96, T) FORWARD(128, T)
 KERNELS(bf16)
 KERNELS(f16)

@@ -14,18 +14,20 @@
 
 namespace attention {
 
+using Fused96 = Shape<96, 2, 64, 1, 4>;
 using Fused128 = Shape<128, 2, 64, 1, 3>;
-constexpr int kFusedTile = Fused128::Loop;
+constexpr int kFusedTile = 64;  // queries
 
 #ifdef HOPPER
 
 // The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
 // blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
-struct Sums {
+template <class S> struct Sums {
+  static_assert(S::Loop == kFusedTile, "");
   float *sums;
   int *added, *handedOut;
   int tiles;  // of one head
-  static constexpr int size = kFusedTile * Fused128::D;
+  static constexpr int size = kFusedTile * S::D;
   __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
     const int64_t heads = (int64_t)p.batch * p.heads;
     sums = p.stats + heads * 2 * statsRows(p);
@@ -88,7 +90,7 @@ struct QueryWalk {
 template <class S, class Docs>
 __device__ inline void copyFused(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                  const TensorMap &g, const FusedMemory<S> &m, int works, int tiles) {
-  const Sums sums(p);
+  const Sums<S> sums(p);
   for (int turn = 0, i = 0;; turn++) {
     const int work = atomicAdd(sums.handedOut, 1);
     int queryTiles = sums.tiles;
@@ -137,7 +139,7 @@ __device__ inline void storeRelease(int *p, int v) {
 // Those that have keys which the tile's queries see follow each other, from the one with the first query's first key on.
 template <class S, class Docs>
 __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int odd) {
-  const Sums sums(p);
+  const Sums<S> sums(p);
   for (int turn = 0, i = 0;; turn++) {
     const int work = m.workOf(turn), queryTiles = m.template tilesOfWork<Docs>(sums.tiles);
     barrierArrive(m.turns.freed(0));
@@ -150,7 +152,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
       for (int t = 0; t < walk.count; t++, i++) {
         if (i % 2 != odd) continue;
         const int64_t at = sums.index(p, w.batch, w.head * walk.group + h, walk.last - t);
-        float *to = sums.sums + at * Sums::size;
+        float *to = sums.sums + at * sums.size;
         const int before = w.tile - docs.start(p, w.batch, (walk.last - t) * S::Loop) / S::Own;  // blocks that add first
         while (loadAcquire(sums.added + at) < before) {
         }
@@ -215,7 +217,8 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
     Accumulator<1, D> dk, dv;
     // Scores, dp and dq take turns in two accumulators: tile i's scores, its dp and its dq follow each other in one, while the
     // other goes from the dq of the tile before to the scores of the next. s and dp are transposed: a row is a key, a column a
-    // query; of dq it is the group's 64 columns.
+    // query; of dq it is the group's 64 columns. With 96 columns half of the second group's, which come from what lies behind k, mean
+    // nothing: a product of its own for fewer columns would be a branch, around which the assembler lets no product run on.
     Accumulator<1, N> even, odd;
     Operand<N> e;
     dk.clear();
@@ -224,10 +227,12 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       barrierWait(m.dqFreed, i + 1 & 1);
       const uint32_t to = m.dq + (group * (N * 64) + threadIdx.x % 128 * 4) * 4;
 #pragma unroll
-      for (int x = 0; x < N / 8; x++)
+      for (int x = 0; x < N / 8; x++) {
+        if (D < 128 && 64 * group + 8 * x >= D) break;
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq.c[0][x][0]), "f"(dq.c[0][x][1]),
                      "f"(dq.c[0][x][2]), "f"(dq.c[0][x][3])
                      : "memory");
+      }
       shareWrites();
       __syncwarp();
       if (lane == 0) barrierArrive(m.filled(i));
@@ -311,7 +316,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       startNN<T, D>(dk, m.dsTile(i), 64 * group, m.qTile(i));
       productsCommit();
       hearOther(i);
-      startTN<T, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
+      startTN<T, D, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
       productsCommit();
       if constexpr (more.value) {
         productsWait<2>();
@@ -349,13 +354,13 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
     dv.template roundTo<T>(m.ds, outRow, one);
     __syncwarp();
     T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
-    storeRows<T, D, 16>(m.ds, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
+    storeResult<T, D, 16>(m.ds, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
     turnBack(dk, angles, own, p.seq);
     __syncwarp();
     dk.template roundTo<T>(m.ds, outRow, scale);
     __syncwarp();
     T *dkOut = at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim);
-    storeRows<T, D, 16>(m.ds, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
+    storeResult<T, D, 16>(m.ds, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
     meet();
   }
 }
@@ -382,13 +387,13 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Sums sums(p);
+  const Sums<S> sums(p);
   const int pairs = (p.heads + 1) / 2, second = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % pairs * 2 + second;
   const int batch = blockIdx.x / sums.tiles / pairs, own = tile * S::Loop + 16 * warp;
   if (head == p.heads) return;
   const uint32_t out = sharedAddress(shared) + second * S::LoopBytes;
-  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * Sums::size) + threadIdx.x % 128;
+  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * sums.size) + threadIdx.x % 128;
   Accumulator<1, D> dq;
 #pragma unroll
   for (int x = 0; x < D / 8; x++) *(float4 *)dq.c[0][x] = from[x * 128];
@@ -397,7 +402,7 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
   dq.template roundTo<T>(out, 16 * warp, scale);
   __syncwarp();
   T *to = at<T>(p.dq, p.dqStride, p.seq, batch, own, head * p.headDim);
-  storeRows<T, D, 16>(out, 16 * warp, to, p.dqStride, p.seq - own, p.headDim);
+  storeResult<T, D, 16>(out, 16 * warp, to, p.dqStride, p.seq - own, p.headDim);
 }
 
 #endif  // HOPPER
@@ -407,22 +412,23 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 // shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48, with documents
 // 4·Own more.
 // The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results.
-#define KERNELS(T)                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(attention::Fused128::Threads, 1) attention_hopper_backward_fused_128_##T(    \
+#define FUSED(D, T)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1) attention_hopper_backward_fused_##D##_##T(  \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
       const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const float *cosines, const float *sines) { \
-    BODY(backwardFused<T, attention::Fused128>(p, attention::Documents<false>(), {cosines, sines}, q, k, v, g));            \
+    BODY(backwardFused<T, attention::Fused##D>(p, attention::Documents<false>(), {cosines, sines}, q, k, v, g));            \
   }                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(attention::Fused128::Threads, 1)                                             \
-      attention_hopper_backward_fused_128_documents_##T(                                                                    \
+  extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1)                                             \
+      attention_hopper_backward_fused_##D##_documents_##T(                                                                  \
           const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q,                                 \
           const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g,    \
           const float *cosines, const float *sines, const int *table) {                                                     \
-    BODY(backwardFused<T, attention::Fused128>(p, attention::Documents<true>{table}, {cosines, sines}, q, k, v, g));        \
+    BODY(backwardFused<T, attention::Fused##D>(p, attention::Documents<true>{table}, {cosines, sines}, q, k, v, g));        \
   }                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(256) attention_hopper_backward_round_128_##T(                                \
+  extern "C" __global__ void __launch_bounds__(256) attention_hopper_backward_round_##D##_##T(                              \
       const __grid_constant__ attention::Params p, const float *cosines, const float *sines) {                             \
-    BODY(roundSums<T, attention::Fused128>(p, {cosines, sines}));                                                          \
+    BODY(roundSums<T, attention::Fused##D>(p, {cosines, sines}));                                                          \
   }
+#define KERNELS(T) FUSED(96, T) FUSED(128, T)
 KERNELS(bf16)
 KERNELS(f16)

@@ -166,7 +166,7 @@ func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
 
 // turnsBack reports whether the variant's kernels can turn gradients back.
 func (c *attentionCall) turnsBack() bool {
-	return c.Variant == AttentionHopper && (c.HeadDim == 64 || c.HeadDim == 128)
+	return c.Variant == AttentionHopper && c.HeadDim == c.hopperDim()
 }
 
 // operand is Rows with what they must hold.
@@ -288,14 +288,14 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 		l := line(heads*ceilDiv(c.Seq, 64)*ceilDiv(c.HeadDim, 128), 256)
 		return c.run(k, s, "attention", "attention_plain"+name, l, args().Struct(c.params.bytes(), 8))
 	}
+	if c.Variant == AttentionHopper {
+		h := hopperShapes[c.hopperDim()][pass]
+		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
+		return c.launchHopper(k, s, pass, c.hopperDim(), h)
+	}
 	dim := 64
 	if c.HeadDim > 64 {
 		dim = 128
-	}
-	if c.Variant == AttentionHopper {
-		h := hopperShapes[dim][pass]
-		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
-		return c.launchHopper(k, s, pass, dim, h)
 	}
 	m := mmaShapes[dim][pass]
 	tiles := ceilDiv(c.Seq, m.own)

@@ -39,12 +39,17 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 			m := mmaShapes[dim][pass]
 			warps := m.threads / 32
 			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop))
-			if pass < len(hopperShapes[dim]) {
-				containsHopper(name, dim, hopperShapes[dim][pass])
+		}
+		for dim, shapes := range hopperShapes {
+			if pass < len(shapes) {
+				containsHopper(name, dim, shapes[pass])
 			}
 		}
 	}
-	containsHopper("Fused", 128, fusedShape)
+	for dim, shape := range fusedShapes {
+		containsHopper("Fused", dim, shape)
+	}
+	contains(hopper, fmt.Sprintf("kFusedTile = %d;", fusedTile))
 }
 
 // Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
@@ -88,7 +93,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"}, {90, 227 << 10, "attention_hopper"},
 	} {
 		k, c, p := fakeAttention(t, gpu.capability, gpu.shared)
-		for _, dim := range []int{40, 64, 72, 128, 136} {
+		for _, dim := range []int{40, 64, 72, 96, 104, 128, 136} {
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
 			for _, dt := range storageTypes {
@@ -103,6 +108,9 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if dim > 64 {
 					size = "_128"
 				}
+				if unit == "attention_hopper" {
+					size = fmt.Sprintf("_%d", a.hopperDim())
+				}
 				if dim > 128 || dt == f32 {
 					unit, size = "attention_plain", ""
 				}
@@ -111,7 +119,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if unit == "attention_hopper" && dim <= 64 {
 					want = slices.Delete(want, 1, 2)
 				} else if unit == "attention_hopper" {
-					want = []string{want[0], want[1], unit + "_backward_fused_128", unit + "_backward_round_128"}
+					want = []string{want[0], want[1], unit + "_backward_fused" + size, unit + "_backward_round" + size}
 				}
 				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool { return op.Name == "" })
 				for i, op := range launches {
@@ -218,7 +226,7 @@ func TestAttentionRefusals(t *testing.T) {
 // TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's after those that cannot.
 func TestAttentionTurnsBack(t *testing.T) {
 	k, c, p := fakeAttention(t, 90, 227<<10)
-	for _, dim := range []int{40, 64, 128, 136} {
+	for _, dim := range []int{40, 64, 72, 96, 128, 136} {
 		for _, turned := range []bool{false, true} {
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			if turned {
@@ -236,7 +244,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 				}
 			}
 			want := 0
-			if turned && dim != 64 && dim != 128 {
+			if turned && dim != 64 && dim != 96 && dim != 128 {
 				want = 2
 			}
 			if after != want {

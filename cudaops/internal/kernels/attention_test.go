@@ -333,6 +333,7 @@ func TestAttentionSpeed(t *testing.T) {
 	add(32, 1024, 12, 64, true, AttentionAuto)
 	add(16, 1024, 16, 64, true, AttentionAuto)
 	add(8, 2048, 16, 128, true, AttentionAuto)
+	add(16, 1024, 16, 96, true, AttentionMMA, AttentionAuto)
 	add(32, 1024, 12, 64, false, AttentionMMA, AttentionAuto)
 	add(16, 2048, 16, 128, false, AttentionMMA, AttentionAuto)
 	add(4, 8192, 16, 128, false, AttentionMMA, AttentionAuto)
