@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"encoding/binary"
+	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -310,6 +311,12 @@ func (k *fakeKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...drive
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
 func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
+
+func (k *fakeKernels) DnnVersion() int { return 0 }
+
+func (k *fakeKernels) PlanDnnAttention(kernels.AttentionShape, driver.DType, ...kernels.Rows) error {
+	return errors.New("there is no cuDNN")
+}
 
 func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DType) int {
 	return 8 * a.Batch * a.Heads * a.Seq

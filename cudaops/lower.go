@@ -30,6 +30,8 @@ type kernelSet interface {
 	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
 	RMSNormWorkspace(d int) int
 	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
+	DnnVersion() int
+	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) error
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error

@@ -26,6 +26,8 @@ type AttentionShape struct {
 	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
 	Documents driver.Ptr
+	// StatsBytes is the size of the backward pass's workspace; 0 means [Kernels.AttentionStatsBytes].
+	StatsBytes int
 }
 
 // AttentionVariant is an implementation of attention.
@@ -37,6 +39,7 @@ const (
 	AttentionPlain                   // float32 arithmetic, any argument
 	AttentionMMA                     // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
+	AttentionCuDNN                   // cuDNN's, which takes what the tensor cores do
 	attentionVariants
 )
 
@@ -44,7 +47,7 @@ func (v AttentionVariant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma", "hopper"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper", "cudnn"}[v]
 }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
@@ -105,6 +108,9 @@ const attentionStatsTile = 128
 // AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
+	if a.Variant == AttentionCuDNN {
+		return a.dnnBytes()
+	}
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if t.Size() == 2 && a.HeadDim > 64 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
 		sums, bytes := a.fusedSums()
@@ -118,7 +124,7 @@ func (a AttentionShape) statsRows() int {
 }
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of [Kernels.AttentionStatsBytes], aligned to 16.
+// workspace of [Kernels.AttentionStatsBytes], aligned to 256.
 func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr,
 	g, q, key, value, y Rows, lse driver.Ptr, t driver.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -135,7 +141,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if c.Variant != AttentionHopper || c.fused() { // otherwise the first kernel forms the statistics
+	if c.Variant != AttentionCuDNN && (c.Variant != AttentionHopper || c.fused()) { // those form the statistics themselves
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
 		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 			return err
@@ -155,6 +161,9 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 }
 
 func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
+	if c.Variant == AttentionCuDNN {
+		return c.launchDnn(k, s, true)
+	}
 	if c.fused() {
 		return c.launchFused(k, s)
 	}
@@ -279,6 +288,9 @@ func (m mmaShape) shared(pass attentionPass, dim int) int {
 }
 
 func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) error {
+	if c.Variant == AttentionCuDNN {
+		return c.launchDnn(k, s, false)
+	}
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
 	if pass == attentionBackwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads

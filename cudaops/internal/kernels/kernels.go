@@ -25,6 +25,7 @@ type Kernels struct {
 	kernels map[key]*kernel
 	// sections are what evenSection found, which takes some 100 µs.
 	sections map[sectionKey]int
+	dnn      dnnPlans
 }
 
 type key struct{ unit, name string }
@@ -44,6 +45,9 @@ func New(ctx driver.Context) *Kernels {
 
 // Close unloads them. No kernel may be running.
 func (k *Kernels) Close() error {
+	if err := k.dnn.close(k.ctx); err != nil {
+		return fmt.Errorf("kernels: letting go of cuDNN: %w", err)
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for unit, m := range k.modules {
