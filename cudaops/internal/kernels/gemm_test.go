@@ -143,6 +143,7 @@ func TestGemmMatchesSource(t *testing.T) {
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
 			fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gateBytes/1024)},
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedStages[256], turnedStages[192])},
 	} {
 		b, err := os.ReadFile("../../kernels/" + unit)
 		if errors.Is(err, fs.ErrNotExist) {
