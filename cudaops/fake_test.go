@@ -406,6 +406,23 @@ func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProduct
 	})
 }
 
+func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, driver.DType) []kernels.Way {
+	return []kernels.Way{{Family: "fused", Size: 256}, {Family: "staggered", Size: 192}}
+}
+
+func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		h := a.HeadDim / 2
+		y, cos, sin := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
+		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, a.Columns*a.D), a.D,
+			0, y, a.Columns)
+		for i := range a.Rows {
+			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
+			cpu.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+		}
+	})
+}
+
 func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
 	return k.launch(s, func(l *fake.Launch) {
 		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)

@@ -37,6 +37,7 @@ type kernelSet interface {
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
 	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
 	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
+	RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error
 	Embedding(s driver.Stream, a kernels.Embedding) error
 	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
 	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
@@ -67,6 +68,7 @@ type kernelSet interface {
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
+	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error

@@ -145,11 +145,17 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 func (c *compiler) rotate(n *gorgonia.Node, y, x *array) {
 	o, m := n.Op().(*op.RoPEOp), c.m
 	cos, sin := c.tables(o)
+	a := ropeOf(o, y, x)
 	c.do(n, func() error {
-		return m.k.RoPE(m.stream, kernels.RoPE{Y: y.ptr(), X: x.ptr(), Cos: cos.ptr(), Sin: sin.ptr(), Rows: x.shape[0],
-			Seq: o.Config.Seq, Heads: x.shape[1] / o.Config.HeadDim, HeadDim: o.Config.HeadDim, XStride: x.stride, YStride: y.stride,
-			Inverse: o.Inverse, Type: x.elem.dtype()})
+		a.Y, a.X, a.Cos, a.Sin = y.ptr(), x.ptr(), cos.ptr(), sin.ptr()
+		return m.k.RoPE(m.stream, a)
 	}, x, y)
+}
+
+// ropeOf is the rotation of x, whose result is y, but for their addresses and those of the tables.
+func ropeOf(o *op.RoPEOp, y, x *array) kernels.RoPE {
+	return kernels.RoPE{Rows: x.shape[0], Seq: o.Config.Seq, Heads: x.shape[1] / o.Config.HeadDim, HeadDim: o.Config.HeadDim,
+		XStride: x.stride, YStride: y.stride, Inverse: o.Inverse, Type: x.elem.dtype()}
 }
 
 // tables returns the cosines and sines of a rotation, which ops with the same angles share.
