@@ -240,23 +240,3 @@ func TestDnnByRule(t *testing.T) {
 		t.Errorf("forced: %+v", r.ways)
 	}
 }
-
-// TestChoiceWithdrawn wants another way where the one chosen before, for a call of the same shape, does not take the arguments.
-func TestChoiceWithdrawn(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "off")
-	t.Setenv("KASMINA_WAYS", "")
-	device, _, fakeOption := openFake(t, fake.Config{})
-	m, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithWays("Some=b"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	for i, c := range []struct {
-		ways []string
-		want int
-	}{{[]string{"a", "b"}, 1}, {[]string{"a"}, 0}, {[]string{"b", "a"}, 1}} {
-		if way, err := m.tuner.choose(job{op: "Some", shape: "one", ways: c.ways}); err != nil || way != c.want {
-			t.Errorf("call %d: way %d, error %v, want %d", i, way, err, c.want)
-		}
-	}
-}
