@@ -9,8 +9,6 @@ import (
 	"strings"
 	"testing"
 
-	"gorgonia.org/gorgonia"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
