@@ -347,6 +347,28 @@ func TestStartRefuses(t *testing.T) {
 	}
 }
 
+// TestUpdateWhileRefuses covers what cannot be done while the device makes an update.
+func TestUpdateWhileRefuses(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for want, do := range map[string]func(*lifetime) error{
+		"under way":         func(l *lifetime) error { _, err := l.machine.Update(); return err },
+		"another optimiser": func(l *lifetime) error { return l.machine.SetOptimizer(l.optimizer, 1) },
+		"was closed":        func(l *lifetime) error { return l.machine.Close() },
+	} {
+		w := newTwins(t, device, 1, fakeOption)
+		l, m := w.ahead, w.ahead.machine
+		l.batch.draw(t, 0)
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		var done error
+		_, err := m.UpdateWhile(func() { done = do(l) })
+		if err = errors.Join(done, err); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v", want, err)
+		}
+	}
+}
+
 // TestStartFails makes calls of CUDA fail while a run begins early, and wants nothing to have been begun.
 func TestStartFails(t *testing.T) {
 	for _, call := range []string{"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuGraphLaunch", "cuEventRecord", "cuEventSynchronize"} {

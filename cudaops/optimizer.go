@@ -38,6 +38,7 @@ type optimizer struct {
 	chunks   int
 	settings kernels.Control
 	done     driver.Event // the control block is back
+	busy     bool         // an update is under way
 	steps    int          // updates on the device
 	owned    []driver.Ptr
 	loss     []byte       // pinned, of a step
@@ -292,7 +293,7 @@ func (m *Machine) Update() (norm float64, err error) {
 }
 
 // UpdateWhile is Update, and calls meanwhile while the device works, unless there is an error before. A call of [Machine.Start]
-// there keeps the device from waiting for the next run.
+// there keeps the device from waiting for the next run. It must not update, close the machine or give it another optimiser.
 func (m *Machine) UpdateWhile(meanwhile func()) (norm float64, err error) {
 	norm, refused, err := m.update(nil, meanwhile)
 	if refused {
@@ -362,6 +363,8 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 		return 0, false, errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	case !m.ran:
 		return 0, false, errors.New("the machine has not run, so there are no gradients")
+	case x.busy:
+		return 0, false, errors.New("an update is under way")
 	case m.begun:
 		return 0, false, errors.New("Start has begun another run, which RunAll is to ask for before")
 	case m.program.scale != nil && m.carried != m.scale.Scale:
@@ -381,7 +384,12 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 		settled = m.settle()
 	}
 	if settled == nil {
+		x.busy = true
+		defer func() { x.busy = false }()
 		meanwhile()
+		if m.closed || m.optimizer != x {
+			return 0, false, errors.New("the machine was closed or got another optimiser meanwhile")
+		}
 	}
 	if err := m.device.ctx.SyncEvent(x.done); err != nil {
 		return 0, false, err

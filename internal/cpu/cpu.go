@@ -22,7 +22,7 @@ type Float interface{ float32 | float64 }
 // caller may keep one partial result a span and add them up in order.
 //
 // When a call of f panics, no further ones begin, and once those under way have ended Parallel panics, on the calling
-// goroutine: with a [*Panic] if it was on another one.
+// goroutine: with a [*Panic] if it was on another one. The same goes for [runtime.Goexit] on another one.
 func Parallel(n, grain int, f func(lo, hi int)) {
 	if n <= 0 {
 		return

@@ -30,8 +30,8 @@ func everywhere(f func(caller bool)) {
 	})
 }
 
-// A panic on a helper reaches the caller with the helper's stack, one on the calling goroutine reaches it as it is, and
-// both leave the pool in working order.
+// A panic on a helper reaches the caller with the helper's stack, as the helper's end does, one on the calling goroutine reaches
+// it as it is, and all leave the pool in working order.
 func TestParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	for range 50 {
@@ -54,11 +54,44 @@ func TestParallelPanics(t *testing.T) {
 		}); r != "bang" {
 			t.Fatalf("a panic on the calling goroutine arrives as %v", r)
 		}
+		if p, ok := recovered(func() {
+			everywhere(func(caller bool) {
+				if !caller {
+					runtime.Goexit()
+				}
+			})
+		}).(*Panic); !ok || !strings.Contains(p.String(), "Goexit") {
+			t.Fatalf("the end of a helper arrives as %v", p)
+		}
 		var sum atomic.Int64
 		Parallel(1000, 1, func(lo, hi int) { sum.Add(int64(lo)) })
 		if sum.Load() != 999*1000/2 {
 			t.Fatalf("after panics, the sum of the spans' starts is %d", sum.Load())
 		}
+	}
+}
+
+// A call does not wait for helpers who are still on their way when all is done, and these do nothing for it; but they may
+// for the next call of the same team.
+func TestLateHelpers(t *testing.T) {
+	var indices atomic.Int32
+	count := func(lo, hi int) { indices.Add(int32(hi - lo)) }
+	late := &team{wake: make(chan struct{}, 1)}
+	late.divide(7, 2, 3, count)
+	late.lead()
+	if n := indices.Load(); n != 7 || late.join() {
+		t.Errorf("a leader alone has met %d of 7 indices, or can be joined then", n)
+	}
+	late.divide(7, 2, 3, count)
+	for range 4 { // more than are wanted
+		if !late.join() {
+			t.Error("the second call cannot be joined")
+		}
+		late.help()
+	}
+	late.lead()
+	if n := indices.Load(); n != 14 {
+		t.Errorf("after two calls %d of 14 indices have been met", n)
 	}
 }
 

@@ -45,14 +45,16 @@ func tileNEON(t *gemmTile[float32]) {
 	}
 }
 
-// gemmLastColumns runs the kernel on a copy of B.
+// gemmLastColumns runs the kernel on a copy of B. The tile is copied too, or else that of B would be on the heap.
 func gemmLastColumns(n *neonTile, t *gemmTile[float32]) {
 	var b [gemmKC][8]float32
 	for p := range t.k {
 		copy(b[p][:t.n], t.b[p*t.bs:])
 	}
-	n.b, n.stride = &b[0][0], 4*len(b[0])
-	gemmTileNEON(n)
+	tile := *n
+	tile.b, tile.stride = &b[0][0], 4*len(b[0])
+	gemmTileNEON(&tile)
+	n.sums = tile.sums
 }
 
 func gemmKernelsFor(l isa) (gemmKernels[float32], gemmKernels[float64]) {

@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"runtime"
 	"sync"
 	"sync/atomic"
 )
@@ -12,12 +13,15 @@ type team struct {
 	n, grain int
 	parts    []part
 	joined   atomic.Int32          // helpers who have begun
-	helpers  atomic.Int32          // at work, and asleep while the leader sleeps
+	helpers  atomic.Int32          // at work; closed, and asleep while the leader sleeps
 	wake     chan struct{}         // from the last helper to a leader who sleeps
 	panicked atomic.Pointer[Panic] // a helper's; a team that has one is not used again
 }
 
-const asleep = 1 << 30
+const (
+	closed = 1 << 29 // all spans have begun: who comes now comes too late, and is not waited for
+	asleep = 1 << 30
+)
 
 // part is a share of the spans, one for the leader and for each helper: who is through with theirs goes on with the others'.
 // As the leader has the first part and, on two cores, always the same helper the second, what a core has written in one call
@@ -41,22 +45,32 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 		t.parts[w].end = int64(spans * (w + 1) / workers)
 	}
 	t.joined.Store(0)
-	t.helpers.Store(int32(workers - 1))
+	t.helpers.Store(0) // which opens it, also to who was recruited for an earlier call
 }
 
 // To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who have run out of work look out
-// for more before they sleep, and leaders for the end of their helpers' work: rounds pauses, some 50 microseconds.
+// for more before they sleep, as many as there are cores for, and leaders for the end of their helpers' work: rounds pauses,
+// some 50 microseconds.
 const rounds = 1000
 
 var (
 	teams    = sync.Pool{New: func() any { return &team{wake: make(chan struct{}, 1)} }}
-	lookouts atomic.Int32             // helpers who look out and are nobody's yet
-	offers   = make(chan *team, 1024) // to them
-	idle     = make(chan *team)       // to a helper who sleeps
+	lookouts atomic.Int32               // helpers who look out and are nobody's yet
+	offers   = make(chan *team, coming) // to them
+	idle     = make(chan *team)         // to a helper who sleeps
+	onTheWay atomic.Int32               // helpers who are recruited and not there yet
 )
+
+// coming is how many helpers are on the way at most: where other processes have the cores, calls end before their helpers are
+// there.
+const coming = 1024
 
 // recruit finds t a helper: one who looks out, one who sleeps, or a new one.
 func (t *team) recruit() {
+	if onTheWay.Add(1) > coming {
+		onTheWay.Add(-1)
+		return
+	}
 	if claim() {
 		offers <- t
 		return
@@ -83,13 +97,14 @@ func claim() bool {
 
 // await returns the next team that a helper works for.
 func await() *team {
-	lookouts.Add(1)
-	for range rounds {
-		select {
-		case t := <-offers:
-			return t
-		default:
-			pause()
+	if int(lookouts.Add(1)) < runtime.GOMAXPROCS(0) {
+		for range rounds {
+			select {
+			case t := <-offers:
+				return t
+			default:
+				pause()
+			}
 		}
 	}
 	if claim() {
@@ -98,7 +113,7 @@ func await() *team {
 	return <-offers // as many are on their way as there are helpers here
 }
 
-// work runs spans, those of part w first.
+// work runs spans, those of part w first; w may be any number, as the helpers of an earlier call may join.
 func (t *team) work(w int) {
 	for i := range t.parts {
 		p := &t.parts[(w+i)%len(t.parts)]
@@ -122,15 +137,16 @@ func (t *team) lead() {
 	done = true
 }
 
-// wait returns when no helper is at work.
+// wait returns when no helper is at work, and none will be.
 func (t *team) wait() {
+	t.helpers.Or(closed)
 	for range rounds {
-		if t.helpers.Load() == 0 {
+		if t.helpers.Load() == closed {
 			return
 		}
 		pause()
 	}
-	if t.helpers.Or(asleep) != 0 {
+	if t.helpers.Or(asleep) != closed {
 		<-t.wake
 	}
 }
@@ -142,23 +158,44 @@ func (t *team) stop() {
 	}
 }
 
+// join makes the calling helper one of t's, unless t is closed.
+func (t *team) join() bool {
+	for {
+		n := t.helpers.Load()
+		if n&closed != 0 {
+			return false
+		}
+		if t.helpers.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
 // help works for t and then for whoever calls next.
 func help(t *team) {
 	for {
-		t.help()
+		onTheWay.Add(-1)
+		if t.join() {
+			t.help()
+		}
 		t = await()
 	}
 }
 
 func (t *team) help() {
+	done := false
 	defer func() {
-		if r := recover(); r != nil {
+		if r := recover(); !done {
+			if r == nil {
+				r = "runtime.Goexit was called"
+			}
 			t.stop()
 			t.panicked.CompareAndSwap(nil, asPanic(r))
 		}
-		if t.helpers.Add(-1) == asleep {
+		if t.helpers.Add(-1) == closed|asleep {
 			t.wake <- struct{}{}
 		}
 	}()
 	t.work(int(t.joined.Add(1)))
+	done = true
 }
