@@ -58,26 +58,32 @@ func ops(b *bench) {
 }
 
 func rmsNorm(b *bench) {
-	const rows, d = 32768, 4096
-	const size = 2 * rows * d
+	for _, shape := range [][2]int{{32768, 4096}, {32768, 768}, {16384, 1024}} {
+		rmsNormOf(b, shape[0], shape[1])
+		b.free()
+	}
+}
+
+func rmsNormOf(b *bench, rows, d int) {
+	shape, size := fmt.Sprintf("%dx%d", rows, d), float64(2*rows*d)
 	x, g, w := b.normal(rows*d, bf16), b.normal(rows*d, bf16), b.normal(d, f32)
 	y, rstd, dx, dw := b.alloc(rows*d, bf16), b.alloc(rows, f32), b.alloc(rows*d, bf16), b.alloc(d, f32)
 	workspace := b.alloc(b.RMSNormWorkspace(d)/4, f32)
-	b.time(Measurement{Name: "rmsnorm_fwd_32768x4096", Bytes: 2 * size}, func() error {
+	b.time(Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: bf16})
 	})
 	backward := kernels.RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d, Type: bf16, DWType: f32,
 		Workspace: workspace}
-	b.time(Measurement{Name: "rmsnorm_bwd_32768x4096", Bytes: 3 * size}, func() error {
+	b.time(Measurement{Name: "rmsnorm_bwd_" + shape, Bytes: 3 * size}, func() error {
 		return b.RMSNormBackward(b.stream, backward)
 	})
 	sum, residual := b.alloc(rows*d, bf16), b.normal(rows*d, bf16)
-	b.time(Measurement{Name: "add_rmsnorm_fwd_32768x4096", Bytes: 4 * size}, func() error {
+	b.time(Measurement{Name: "add_rmsnorm_fwd_" + shape, Bytes: 4 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d,
 			Eps: 1e-5, Type: bf16})
 	})
 	backward.Add = residual
-	b.time(Measurement{Name: "add_rmsnorm_bwd_32768x4096", Bytes: 4 * size}, func() error {
+	b.time(Measurement{Name: "add_rmsnorm_bwd_" + shape, Bytes: 4 * size}, func() error {
 		return b.RMSNormBackward(b.stream, backward)
 	})
 }

@@ -153,6 +153,13 @@ func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error
 	return n, nil
 }
 
+// overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of
+// compute capability 9.0 and 10 do, the PTX that other GPUs run does not.
+func (k *Kernels) overlaps() bool {
+	c := k.ctx.Device().Capability()
+	return c == 90 || c/10 == 10
+}
+
 // line is a one-dimensional launch.
 func line(blocks, threads int) driver.LaunchConfig {
 	return driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: threads}}
