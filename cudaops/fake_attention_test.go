@@ -14,7 +14,7 @@ func (k *fakeKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 	return k.launch(s, func(l *fake.Launch) {
 		out := denseRows(l, a, a.Heads, y)
 		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
-			denseRows(l, a, a.KVHeads, v), cpuShape(a))
+			denseRows(l, a, a.KVHeads, v), cpuShape(l, a))
 		spreadRows(l, a, a.Heads, y, out)
 	})
 }
@@ -26,7 +26,7 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 		fake.Slice[byte](l, stats, k.AttentionStatsBytes(a, driver.Float32))
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
 		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
-			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(a))
+			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
 		if a.Cos != 0 {
 			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
 			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
@@ -51,8 +51,24 @@ func spreadRows(l *fake.Launch, a kernels.AttentionShape, heads int, r kernels.R
 	}
 }
 
-func cpuShape(a kernels.AttentionShape) cpu.AttentionShape {
-	return cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+func cpuShape(l *fake.Launch, a kernels.AttentionShape) cpu.AttentionShape {
+	s := cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+	if a.Documents != 0 {
+		for _, start := range fake.Slice[int32](l, a.Documents, a.Batch*a.Seq) {
+			s.Starts = append(s.Starts, int(start))
+		}
+	}
+	return s
+}
+
+// AttentionDocuments leaves the ends out, which are the kernels' alone.
+func (k *fakeKernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error {
+	return k.launch(s, func(l *fake.Launch) {
+		to := fake.Slice[int32](l, table, kernels.AttentionDocumentsBytes(batch, seq)/4)
+		for i, start := range fake.Slice[int64](l, starts.Ptr, batch*seq) {
+			to[i] = int32(start)
+		}
+	})
 }
 
 func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {

@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"encoding/binary"
+	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -311,6 +312,12 @@ func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.J
 
 func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
 
+func (k *fakeKernels) DnnVersion() int { return 0 }
+
+func (k *fakeKernels) PlanDnnAttention(kernels.AttentionShape, driver.DType, ...kernels.Rows) error {
+	return errors.New("there is no cuDNN")
+}
+
 func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DType) int {
 	return 8 * a.Batch * a.Heads * a.Seq
 }
@@ -395,6 +402,23 @@ func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProduct
 		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
 			left, right := 2*i*a.F, (2*i+1)*a.F
 			cpu.SiLUMulBackward(h, dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+		}
+	})
+}
+
+func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, driver.DType) []kernels.Way {
+	return []kernels.Way{{Family: "fused", Size: 256}, {Family: "staggered", Size: 192}}
+}
+
+func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		h := a.HeadDim / 2
+		y, cos, sin := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
+		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, a.Columns*a.D), a.D,
+			0, y, a.Columns)
+		for i := range a.Rows {
+			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
+			cpu.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
 		}
 	})
 }

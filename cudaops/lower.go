@@ -23,17 +23,21 @@ type kernelSet interface {
 	Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, k, v kernels.Rows, t driver.DType) error
 	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
 		lse driver.Ptr, t driver.DType) error
+	AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error
 	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
 	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
 	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
 	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
 	RMSNormWorkspace(d int) int
 	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
+	DnnVersion() int
+	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) error
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
 	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
 	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
+	RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error
 	Embedding(s driver.Stream, a kernels.Embedding) error
 	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
 	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
@@ -64,6 +68,7 @@ type kernelSet interface {
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
+	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error

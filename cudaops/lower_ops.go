@@ -145,11 +145,17 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 func (c *compiler) rotate(n *gorgonia.Node, y, x *array) {
 	o, m := n.Op().(*op.RoPEOp), c.m
 	cos, sin := c.tables(o)
+	a := ropeOf(o, y, x)
 	c.do(n, func() error {
-		return m.k.RoPE(m.stream, kernels.RoPE{Y: y.ptr(), X: x.ptr(), Cos: cos.ptr(), Sin: sin.ptr(), Rows: x.shape[0],
-			Seq: o.Config.Seq, Heads: x.shape[1] / o.Config.HeadDim, HeadDim: o.Config.HeadDim, XStride: x.stride, YStride: y.stride,
-			Inverse: o.Inverse, Type: x.elem.dtype()})
+		a.Y, a.X, a.Cos, a.Sin = y.ptr(), x.ptr(), cos.ptr(), sin.ptr()
+		return m.k.RoPE(m.stream, a)
 	}, x, y)
+}
+
+// ropeOf is the rotation of x, whose result is y, but for their addresses and those of the tables.
+func ropeOf(o *op.RoPEOp, y, x *array) kernels.RoPE {
+	return kernels.RoPE{Rows: x.shape[0], Seq: o.Config.Seq, Heads: x.shape[1] / o.Config.HeadDim, HeadDim: o.Config.HeadDim,
+		XStride: x.stride, YStride: y.stride, Inverse: o.Inverse, Type: x.elem.dtype()}
 }
 
 // tables returns the cosines and sines of a rotation, which ops with the same angles share.
@@ -197,45 +203,68 @@ func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
 }
 
 func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	o := n.Op().(*op.AttentionOp)
-	if o.Documents() {
-		return c.hosted(n, in, documentsOnHost)
-	}
 	q, k := c.lowerPair(n, in[0], in[1])
 	v := c.act(n, in[2])
+	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.shape[0])
+	documents := c.documents(n, o, in)
 	y, lse, m := c.like(q), c.aux(s.Batch, s.Heads, s.Seq), c.m
 	c.saved[o] = lse
 	c.do(n, func() error {
+		if documents != nil {
+			s.Documents = documents.ptr()
+		}
 		return m.k.Attention(m.stream, s, rowsOf(y), lse.ptr(), rowsOf(q), rowsOf(k), rowsOf(v), q.elem.dtype())
-	}, y, lse, q, k, v)
-	c.computes(attentionFLOPs(s, 2))
+	}, y, lse, q, k, v, documents)
+	if documents == nil { // of these, the lengths decide how much there is to compute
+		c.computes(attentionFLOPs(s, 2))
+	}
 	return y, nil
 }
 
-// documentsOnHost is why both passes are there: what one leaves for the other stays on its side.
-const documentsOnHost = "attention to documents has no kernel"
+// documents returns the table of where documents start, which all attentions to the same share, nil if o knows of none.
+func (c *compiler) documents(n *gorgonia.Node, o *op.AttentionOp, in []*array) *array {
+	if !o.Documents() {
+		return nil
+	}
+	starts, seq, m := in[3], o.Config.Seq, c.m
+	if table := c.documentTables[starts]; table != nil {
+		return table
+	}
+	c.bound(starts, idRange{op: "DocumentAttention", argument: "starts", seq: seq})
+	batch := starts.len() / seq
+	table := c.bytes(kernels.AttentionDocumentsBytes(batch, seq))
+	c.do(n, func() error {
+		return m.k.AttentionDocuments(m.stream, table.ptr(), intsOf(starts), batch, seq)
+	}, starts, table)
+	c.documentTables[starts] = table
+	return table
+}
 
 func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	if n.Op().(*op.AttentionGradOp).Forward.Documents() {
-		return c.hosted(n, in, documentsOnHost)
-	}
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
-	c.attentionGrad(n, in, dq, dk, dv, nil)
-	return packed(dq, dk, dv), nil
+	return packed(dq, dk, dv), c.attentionGrad(n, in, dq, dk, dv, nil)
 }
 
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of what they were before.
-func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) {
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) error {
 	q, k := c.lowerPair(n, in[0], in[1])
-	v, y, g := c.act(n, in[2]), c.act(n, in[3]), c.act(n, in[4])
+	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
+	documents := c.documents(n, o, in)
 	lse := c.saved[o].(*array)
 	m := c.m
-	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))
+	s.StatsBytes = m.k.AttentionStatsBytes(s, q.elem.dtype())
+	if documents == nil { // which cuDNN does not know of
+		var err error
+		if s.StatsBytes, err = m.attentionStatsBytes(s, turned != nil, q.elem.dtype(), dq, dk, dv, g, q, k, v, y); err != nil {
+			return err
+		}
+	}
+	stats := c.bytes(s.StatsBytes)
 	var cos, sin *array
 	if turned != nil {
 		cos, sin = c.tables(turned)
@@ -244,10 +273,16 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 		if turned != nil {
 			s.Cos, s.Sin = cos.ptr(), sin.ptr()
 		}
+		if documents != nil {
+			s.Documents = documents.ptr()
+		}
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
-	}, q, k, v, y, g, lse, dq, dk, dv, stats)
-	c.computes(attentionFLOPs(s, 5))
+	}, q, k, v, y, g, lse, dq, dk, dv, stats, documents)
+	if documents == nil {
+		c.computes(attentionFLOPs(s, 5))
+	}
+	return nil
 }
 
 // stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of

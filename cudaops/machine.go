@@ -462,6 +462,9 @@ func (m *Machine) send(in *input) error {
 
 // check says of ids what the op would say on the CPU; a kernel cannot.
 func (r idRange) check(ids []int64) error {
+	if r.seq > 0 {
+		return r.checkStarts(ids)
+	}
 	all := int64(-1) // whose sign is that of all of them, if they have the same
 	for i, id := range ids {
 		if uint64(id) >= uint64(r.vocab) && (id >= 0 || !r.negative) {
@@ -471,6 +474,23 @@ func (r idRange) check(ids []int64) error {
 	}
 	if all < 0 {
 		return fmt.Errorf("%s: all %d %s are negative: %w", r.op, len(ids), r.argument, op.ErrNoTargets)
+	}
+	return nil
+}
+
+// checkStarts is check for where documents start.
+func (r idRange) checkStarts(starts []int64) error {
+	least := int64(0)
+	for row, start := range starts {
+		i := row % r.seq
+		if i == 0 {
+			least = 0
+		}
+		if start < least || start > int64(i) {
+			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own position in the sequence", r.op, r.argument,
+				row, start, least, i)
+		}
+		least = start
 	}
 	return nil
 }

@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"fmt"
-	"slices"
 
 	"gorgonia.org/gorgonia"
 
@@ -43,15 +42,15 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *array) error {
 		return m.k.SiLUProduct(m.stream, kernels.SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: t, Way: way})
 	}
 	p := product{d: s.ab, a: x, b: s.weights, transB: true}
-	w := siluWays{op: "SiLUProduct", rows: rows, f: f, d: d, fused: m.k.SiLUProductWays(false, rows, f, d, t),
-		arrays: []*array{h, s.ab, x, s.weights},
+	w := productWays{op: "SiLUProduct", shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
+		fused: m.k.SiLUProductWays(false, rows, f, d, t), arrays: []*array{h, s.ab, x, s.weights},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, s.ab.len(), t), numbers(reads, x.len(), t),
 			numbers(reads, s.weights.len(), t)}}
 	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3]) }
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		return first(product(a[1], a[2], a[3]), func() error { return mul(a[0], a[1]) })
 	}
-	choice, err := c.chooseSiLU(p, w)
+	choice, err := c.chooseFused(p, w)
 	if err != nil {
 		return err
 	}
@@ -100,15 +99,15 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) e
 			Rows: rows, F: f, D: d, Type: t, Way: way})
 	}
 	p := product{d: c.like(h), a: g, b: down}
-	w := siluWays{op: "SiLUProductBackward", rows: rows, f: f, d: d, fused: m.k.SiLUProductWays(true, rows, f, d, t),
-		arrays: []*array{h, dab, s.ab, g, down},
+	w := productWays{op: "SiLUProductBackward", shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
+		fused: m.k.SiLUProductWays(true, rows, f, d, t), arrays: []*array{h, dab, s.ab, g, down},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, dab.len(), t), numbers(reads, s.ab.len(), t),
 			numbers(reads, g.len(), t), numbers(reads, down.len(), t), {role: scratch, bytes: h.extent()}}}
 	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3], a[4]) }
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		return first(product(a[5], a[3], a[4]), func() error { return mul(a[0], a[1], a[2], a[5]) })
 	}
-	choice, err := c.chooseSiLU(p, w)
+	choice, err := c.chooseFused(p, w)
 	if err != nil {
 		return err
 	}
@@ -125,63 +124,4 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) e
 	}, w.arrays...)
 	c.computes(2 * float64(h.len()) * float64(d))
 	return nil
-}
-
-// matmulRun enqueues a product of two matrices.
-type matmulRun func(d, a, b driver.Ptr) error
-
-// siluWays is a product and the gate behind it, which are computed separately, by cuBLASLt and a kernel, or in one kernel that
-// has some ways. Either takes memory for the arguments, which begin with the arrays.
-type siluWays struct {
-	op         string
-	rows, f, d int
-	fused      []kernels.Way
-	arrays     []*array
-	arguments  []argument
-	separate   func(matmulRun, []driver.Ptr) error
-	run        func(kernels.Way, []driver.Ptr) error
-}
-
-// siluChoice is the way of the fused kernel, and the tuner's choice of that.
-type siluChoice struct {
-	way   kernels.Way
-	index int
-}
-
-// chooseSiLU returns what the tuner chooses, nil for separately. Without tuning, and where that is not worth it, a rule must
-// ask for the fused kernel.
-func (c *compiler) chooseSiLU(p product, w siluWays) (*siluChoice, error) {
-	m, t := c.m, p.d.elem.dtype()
-	if len(w.fused) == 0 || slices.ContainsFunc(w.arrays, func(a *array) bool { return a.at%vectorBytes != 0 }) {
-		return nil, nil
-	}
-	blas, err := m.device.ctx.Blas()
-	if err != nil {
-		return nil, err
-	}
-	ways := append([]string{"separate"}, names(w.fused)...)
-	plan, err := m.blas.plan(p.spec())
-	if err != nil {
-		return nil, err
-	}
-	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
-		return nil, nil
-	}
-	multiply := func(d, a, b driver.Ptr) error {
-		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
-			m.stream)
-	}
-	j := job{op: w.op, shape: fmt.Sprintf("%dx%dx%d %v", w.rows, w.f, w.d, t), ways: ways,
-		build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build("gemm_hopper", "silu"), blas.Version()), arguments: w.arguments, computes: true}
-	j.run = func(way int, memory []driver.Ptr) error {
-		if way == 0 {
-			return w.separate(multiply, memory)
-		}
-		return w.run(w.fused[way-1], memory)
-	}
-	way, err := m.tuner.choose(j)
-	if way == 0 || err != nil {
-		return nil, err
-	}
-	return &siluChoice{w.fused[way-1], m.tuner.last()}, nil
 }

@@ -40,8 +40,11 @@ type optimizer struct {
 	done     driver.Event // the control block is back
 	busy     bool         // an update is under way
 	steps    int          // updates on the device
-	captured *driver.Graph
 	owned    []driver.Ptr
+	loss     []byte       // pinned, of a step
+	ran      driver.Event // the run before the update is done
+
+	recorded map[driver.Ptr]*recording // updates, by the loss that they look at; 0 for none
 
 	newtonSchulz []func() error
 	renew        []func() error // copies of parameters that the update does not write
@@ -84,7 +87,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			return err
 		}
 	}
-	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}}
+	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[driver.Ptr]*recording{}}
 	m.optimizer = x
 	defer func() {
 		if err != nil {
@@ -114,13 +117,19 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return err
 	}
 	x.chunks = max(1, tableChunks(x.adamw)+tableChunks(x.muon))
-	if x.squares, err = x.alloc(m, 4*x.chunks, "the optimiser"); err != nil {
+	if x.squares, err = x.alloc(m, 4*(x.chunks+1), "the optimiser"); err != nil {
 		return err
 	}
 	if x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes); err != nil {
 		return err
 	}
 	clear(x.staging)
+	if x.loss, err = m.device.ctx.AllocHost(4); err != nil {
+		return err
+	}
+	if x.ran, err = m.device.ctx.NewEvent(false); err != nil {
+		return err
+	}
 	x.done, err = m.device.ctx.NewEvent(false)
 	return err
 }
@@ -286,30 +295,89 @@ func (m *Machine) Update() (norm float64, err error) {
 // UpdateWhile is Update, and calls meanwhile while the device works, unless there is an error before. A call of [Machine.Start]
 // there keeps the device from waiting for the next run. It must not update, close the machine or give it another optimiser.
 func (m *Machine) UpdateWhile(meanwhile func()) (norm float64, err error) {
-	if norm, err = m.update(meanwhile); err != nil {
+	norm, refused, err := m.update(nil, meanwhile)
+	if refused {
+		err = joined(refusal(norm), err)
+	}
+	if err != nil {
 		return norm, fmt.Errorf("cudaops.Machine.Update: %w", err)
 	}
 	return norm, nil
 }
 
-func (m *Machine) update(meanwhile func()) (float64, error) {
+// refusal is the error of an update that was not made for its norm.
+func refusal(norm float64) error {
+	return fmt.Errorf("%w: their norm is %v", ErrNonFinite, float32(norm))
+}
+
+// StepWhile is [Machine.Peek] of a loss, a float32 number, and [Machine.UpdateWhile] in one, without a wait of the device between
+// the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not finite either.
+func (m *Machine) StepWhile(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
+	if value, norm, err = m.step(loss, meanwhile); err != nil {
+		return value, norm, fmt.Errorf("cudaops.Machine.StepWhile: %w", err)
+	}
+	return value, norm, nil
+}
+
+func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
+	a, err := m.lasting(loss)
+	if err != nil {
+		return 0, 0, err
+	}
+	if a.elem != float32s || a.len() != 1 || m.program.scaling != nil && m.program.scaling.carried[loss] {
+		return 0, 0, fmt.Errorf("%s is no loss, want a number", describe(loss))
+	}
+	by := a
+	if m.program.scale != nil { // which is not to change for a loss that is not finite
+		if value, err = m.peekLoss(loss); err != nil || value-value != 0 {
+			return value, math.NaN(), joined(err, m.settle())
+		}
+		by = nil
+	}
+	norm, refused, err := m.update(by, meanwhile)
+	if by != nil && m.optimizer != nil {
+		value = float64(driver.View[float32](m.optimizer.loss)[0])
+	}
+	if refused && value-value == 0 {
+		err = joined(refusal(norm), err)
+	}
+	return value, norm, err
+}
+
+func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
+	v, err := m.value(loss)
+	if err != nil {
+		return 0, err
+	}
+	return float64(v.Data().(float32)), nil
+}
+
+// update is that of UpdateWhile, and with a loss that of StepWhile. It was refused if a gradient or the loss is not finite, of
+// which err says nothing.
+func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused bool, err error) {
 	x := m.optimizer
 	switch {
 	case m.closed:
-		return 0, errClosed
+		return 0, false, errClosed
 	case x == nil:
-		return 0, errors.New("the machine has no optimiser: give it one with SetOptimizer")
+		return 0, false, errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	case !m.ran:
-		return 0, errors.New("the machine has not run, so there are no gradients")
+		return 0, false, errors.New("the machine has not run, so there are no gradients")
 	case x.busy:
-		return 0, errors.New("an update is under way")
+		return 0, false, errors.New("an update is under way")
 	case m.begun:
-		return 0, errors.New("Start has begun another run, which RunAll is to ask for before")
+		return 0, false, errors.New("Start has begun another run, which RunAll is to ask for before")
 	case m.program.scale != nil && m.carried != m.scale.Scale:
-		return 0, errors.New("the loss scale is not that of the last run: run the machine again")
+		return 0, false, errors.New("the loss scale is not that of the last run: run the machine again")
 	}
-	if err := m.sendUpdate(x); err != nil {
-		return 0, err
+	if err := m.sendUpdate(x, loss); err != nil {
+		return 0, false, err
+	}
+	if loss != nil {
+		if err := m.device.ctx.SyncEvent(x.ran); err != nil {
+			return 0, false, err
+		}
+		m.read = true
 	}
 	var settled error
 	if m.read { // else a later run settles
@@ -320,31 +388,32 @@ func (m *Machine) update(meanwhile func()) (float64, error) {
 		defer func() { x.busy = false }()
 		meanwhile()
 		if m.closed || m.optimizer != x {
-			return 0, errors.New("the machine was closed or got another optimiser meanwhile")
+			return 0, false, errors.New("the machine was closed or got another optimiser meanwhile")
 		}
 	}
 	if err := m.device.ctx.SyncEvent(x.done); err != nil {
-		return 0, err
+		return 0, false, err
 	}
 	done := kernels.DecodeControl(x.staging)
 	if m.program.scale != nil {
 		m.scale = done.Next
 	}
-	switch {
-	case done.Skipped && m.carried > 1:
-		return float64(done.Norm), settled
-	case done.Skipped:
-		return float64(done.Norm), joined(fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm), settled)
+	if !done.Skipped {
+		x.steps++
 	}
-	x.steps++
-	return float64(done.Norm), settled
+	return float64(done.Norm), done.Skipped && !(m.carried > 1), settled
 }
 
-// sendUpdate enqueues the update, and what brings its result back.
-func (m *Machine) sendUpdate(x *optimizer) error {
+// sendUpdate enqueues the update, and what brings its result and the loss back.
+func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	defer m.profiler.finish()
 	defer m.profiler.call("Update")()
 	ctx := m.device.ctx
+	if loss != nil {
+		if err := ctx.Record(x.ran, m.stream); err != nil {
+			return err
+		}
+	}
 	x.settings.LR = x.rules.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
 		copy(x.staging, want)
@@ -353,32 +422,56 @@ func (m *Machine) sendUpdate(x *optimizer) error {
 			return err
 		}
 	}
-	err := m.profiler.around(x.steps > 0, func() error { return m.monitor.updating(func() error { return m.enqueueUpdate(x) }) }, func() error {
-		m.profiler.doing(markedTask{op: "Update", bytes: x.bytes(), counts: true})
-		return m.launchUpdate(x)
-	})
-	if err != nil {
+	if err := m.enqueueUpdate(x, loss); err != nil {
 		return err
 	}
 	m.gathered = false // also where launchUpdate was captured before
-	return cmp.Or(ctx.CopyToHost(x.staging, x.control, m.stream), ctx.Record(x.done, m.stream))
-}
-
-// enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
-func (m *Machine) enqueueUpdate(x *optimizer) error {
-	if x.steps == 0 {
-		return m.launchUpdate(x)
+	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
+		return err
 	}
-	if x.captured == nil {
-		var err error
-		if x.captured, err = m.capture(func() error { return m.launchUpdate(x) }); err != nil {
+	if loss != nil {
+		if err := ctx.CopyToHost(x.loss, loss.ptr(), m.stream); err != nil {
 			return err
 		}
 	}
-	return m.device.ctx.LaunchGraph(x.captured, m.stream)
+	return ctx.Record(x.done, m.stream)
 }
 
-func (m *Machine) launchUpdate(x *optimizer) error {
+// enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
+func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
+	var at driver.Ptr
+	if loss != nil {
+		at = loss.ptr()
+	}
+	r := x.recorded[at]
+	if r == nil {
+		r = new(recording)
+		x.recorded[at] = r
+	}
+	launch := func() error { return m.launchUpdate(x, at) }
+	run := func() error {
+		if !r.loaded {
+			err := launch()
+			r.loaded = err == nil
+			return err
+		}
+		if r.graph == nil {
+			var err error
+			if r.graph, err = m.capture(launch); err != nil {
+				return err
+			}
+		}
+		return m.device.ctx.LaunchGraph(r.graph, m.stream)
+	}
+	return m.profiler.around(r.loaded, func() error { return m.monitor.updating(run) }, func() error {
+		m.profiler.doing(markedTask{op: "Update", bytes: x.bytes(), counts: true})
+		return launch()
+	})
+}
+
+// launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
+// leaves their sum as it is, or NaN, at which the update is not made.
+func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 	at := 0
 	for _, t := range []*kernels.Table{x.adamw, x.muon} {
 		if t == nil {
@@ -388,6 +481,12 @@ func (m *Machine) launchUpdate(x *optimizer) error {
 			return err
 		}
 		at += t.Chunks
+	}
+	if loss != 0 {
+		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, driver.Float32); err != nil {
+			return err
+		}
+		at++
 	}
 	var scale driver.Ptr
 	if m.program.scale != nil {
@@ -552,14 +651,20 @@ func (x *optimizer) close(m *Machine) error {
 			errs = append(errs, t.Free())
 		}
 	}
-	if x.captured != nil {
-		errs = append(errs, ctx.DestroyGraph(x.captured))
+	for _, r := range x.recorded {
+		if r.graph != nil {
+			errs = append(errs, ctx.DestroyGraph(r.graph))
+		}
 	}
-	if x.staging != nil {
-		errs = append(errs, ctx.FreeHost(x.staging))
+	for _, b := range [][]byte{x.staging, x.loss} {
+		if b != nil {
+			errs = append(errs, ctx.FreeHost(b))
+		}
 	}
-	if x.done != 0 {
-		errs = append(errs, ctx.DestroyEvent(x.done))
+	for _, e := range []driver.Event{x.ran, x.done} {
+		if e != 0 {
+			errs = append(errs, ctx.DestroyEvent(e))
+		}
 	}
 	return joined(errs...)
 }

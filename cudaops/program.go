@@ -126,11 +126,12 @@ type shadow struct {
 	renew func() error
 }
 
-// idRange is what an op asks of an input that holds ids.
+// idRange is what an op asks of an input that holds ids or, in sequences of seq tokens, where their documents start.
 type idRange struct {
 	op, argument string
 	vocab        int
 	negative     bool // a negative id means that the row does not count; one must not be negative
+	seq          int  // 0 for ids
 }
 
 // table is a constant that no node stands for.
@@ -158,8 +159,10 @@ type compiler struct {
 	copies    map[converted]*array
 	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
-	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
-	layers    map[*gorgonia.Node]place
+	// documentTables are of where documents start, as long as the starts themselves.
+	documentTables map[*array]*array
+	gradients      map[gorgonia.Op]int // backward ops that the graph has of a forward op
+	layers         map[*gorgonia.Node]place
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -167,7 +170,8 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
-		gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
+		documentTables: map[*array]*array{},
+		gradients:      map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -307,7 +311,7 @@ func (c *compiler) constant(data []float32) *array {
 	return a
 }
 
-// bound makes the ids of an input be checked when they are sent.
+// bound makes the integers of an input be checked when they are sent.
 func (c *compiler) bound(a *array, r idRange) {
 	if in := c.inputOf[a.block]; in != nil {
 		in.ids = append(in.ids, r)

@@ -1,10 +1,13 @@
 package cudaops
 
 import (
+	"fmt"
 	"slices"
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -15,7 +18,7 @@ import (
 //	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
 //
 // one product each in place of three and two sums. Attention and RoPE read and write columns of the wide matrices, RoPE in
-// place; attention's gradient turns dq and dk back itself.
+// place or, where that is faster, the product in its stead; attention's gradient turns dq and dk back itself.
 
 // projections is such queries, keys and values.
 type projections struct {
@@ -25,12 +28,8 @@ type projections struct {
 }
 
 // projections returns how the first three inputs of an attention, or of its gradient, come about, nil if not like this.
-// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps; nor does the
-// host, which computes attention to documents.
+// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
-	if o.Documents() {
-		return nil
-	}
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
 	for i, n := range opbase.Children(n)[:3] {
@@ -121,18 +120,60 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	}
 	x := c.act(n, c.values[p.x])
 	wide := c.newArray(x.elem, x.shape[0], p.width())
-	if err := c.matmul(n, product{d: wide, a: x, b: c.stack(n, weights...), transB: true}); err != nil {
+	parts, both := p.place(wide)
+	if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
 		return false, err
 	}
-	parts, both := p.place(wide)
 	for i, l := range p.linear {
 		c.values[l] = parts[i]
 	}
 	if p.turned[0] != nil {
-		c.rotate(p.turned[0], both, both)
 		c.values[p.turned[0]], c.values[p.turned[1]] = parts[0], parts[1]
 	}
 	return true, nil
+}
+
+// project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is nil.
+func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *array) error {
+	p := product{d: wide, a: x, b: weights, transB: true}
+	if turned == nil {
+		return c.matmul(n, p)
+	}
+	o, t, m := turned.Op().(*op.RoPEOp), x.elem.dtype(), c.m
+	cos, sin := c.tables(o)
+	s := kernels.RoPEProductShape{Rows: x.shape[0], Columns: wide.shape[1], D: x.shape[1], Turned: both.shape[1], Seq: o.Config.Seq,
+		HeadDim: o.Config.HeadDim}
+	w := productWays{op: "RoPEProduct", shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D,
+		s.Turned, s.HeadDim, s.Seq, t), units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t),
+		arrays: []*array{wide, x, weights},
+		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t),
+			numbers(reads, cos.len(), driver.Float32), numbers(reads, sin.len(), driver.Float32)}}
+	w.run = func(way kernels.Way, a []driver.Ptr) error {
+		return m.k.RoPEProduct(m.stream, kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Cos: a[3], Sin: a[4], RoPEProductShape: s,
+			Type: t, Way: way})
+	}
+	w.separate = func(product matmulRun, a []driver.Ptr) error {
+		turn := ropeOf(o, both, both)
+		turn.Y, turn.X, turn.Cos, turn.Sin = a[0], a[0], a[3], a[4]
+		return first(product(a[0], a[1], a[2]), func() error { return m.k.RoPE(m.stream, turn) })
+	}
+	choice, err := c.chooseFused(p, w)
+	if err != nil {
+		return err
+	}
+	if choice == nil {
+		if err := c.matmul(n, p); err != nil {
+			return err
+		}
+		c.rotate(turned, both, both)
+		return nil
+	}
+	c.do(n, func() error {
+		m.tuner.use(choice.index)
+		return w.run(choice.way, []driver.Ptr{wide.ptr(), x.ptr(), weights.ptr(), cos.ptr(), sin.ptr()})
+	}, w.arrays...)
+	c.computes(2 * float64(wide.len()) * float64(s.D))
+	return nil
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
@@ -213,7 +254,9 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		turned = p.turned[0].Op().(*op.RoPEOp)
 		c.values[g.turned[0]], c.values[g.turned[1]] = parts[0], parts[1]
 	}
-	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned)
+	if err := c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned); err != nil {
+		return false, err
+	}
 	c.values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.values[d] = parts[i]

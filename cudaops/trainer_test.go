@@ -30,15 +30,16 @@ type watched struct {
 	starts int
 }
 
-// Gradients leaves the loader time to read the next batch, as a GPU would.
-func (w *watched) Gradients(b llm.Batch) (float64, error) {
-	time.Sleep(3 * time.Millisecond)
-	return w.Starter.Gradients(b)
-}
-
-func (w *watched) UpdateAndStart(b llm.Batch) (float64, error) {
-	w.starts++
-	return w.Starter.UpdateAndStart(b)
+// Step leaves the loader time to read the next batch, as a GPU would.
+func (w *watched) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
+	return w.Starter.Step(b, func() (llm.Batch, bool) {
+		time.Sleep(3 * time.Millisecond)
+		b, ok := next()
+		if ok {
+			w.starts++
+		}
+		return b, ok
+	})
 }
 
 // stumbling is tokens that cannot be read at one time.

@@ -234,6 +234,7 @@ type job struct {
 	build     string   // what its ways are from
 	ways      []string // names, that of the rule of thumb first
 	plain     int      // the way whose result counts as right
+	doubted   []int    // ways that are run twice, and dropped if they give other bits
 	arguments []argument
 	warm      bool // what it reads is in the cache when it runs, as what is small is
 	computes  bool // memory does not bound it
@@ -244,7 +245,7 @@ type job struct {
 func (t *tuner) choose(j job) (int, error) {
 	key := j.op + " " + j.shape
 	if i, ok := t.known[key]; ok {
-		if way := slices.Index(j.ways, t.made[i].Way); way >= 0 { // not where it cannot take these arguments
+		if way := slices.Index(j.ways, t.made[i].Way); way >= 0 {
 			t.use(i)
 			return way, nil
 		}

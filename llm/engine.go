@@ -58,10 +58,12 @@ type Scaler interface {
 // for what happens between two steps.
 type Starter interface {
 	Engine
-	// UpdateAndStart is Update, and meanwhile begins with the batch that Gradients is expected to be asked for next. If that is
-	// asked for another batch, or the model or its lattices have changed by then, it is as if nothing had been begun: apart from
-	// their time, all calls have the results that they have after Update.
-	UpdateAndStart(next Batch) (norm float64, err error)
+	// Step is Gradients of the last batch of a step and Update in one, and meanwhile begins with the batch that Gradients or Step is
+	// expected to be asked for next; next, which is called when that is about to begin, may know of none. If the engine is asked
+	// for another batch, or the model or its lattices have changed by then, it is as if nothing had been begun: apart from their
+	// time, all calls have the results that they have after Gradients and Update. Without an error there has been an update unless
+	// the loss is not finite.
+	Step(b Batch, next func() (Batch, bool)) (loss, norm float64, err error)
 }
 
 // LossScale is a loss scale, and how it fared.

@@ -191,36 +191,40 @@ func (t *Trainer) step() error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: step %d: %w", step, errors.Join(err, t.engine.Drop()))
 	}
+	u := update{rate: t.Config.Schedule(t.last.Step), before: t.Optimizer.LR()}
 	var loss float64
-	for range t.Config.Accumulate {
+	for i := range t.Config.Accumulate {
 		batch, err := t.Loader.Next()
 		if err != nil {
 			return fail(err)
 		}
-		l, err := t.engine.Gradients(batch)
+		var l float64
+		if e, ok := t.engine.(Starter); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
+			l, err = t.finish(e, batch, &u)
+		} else {
+			l, err = t.engine.Gradients(batch)
+		}
 		if err != nil {
 			return fail(err)
 		}
 		loss += l / float64(t.Config.Accumulate)
 	}
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
-		return fail(t.diverged(fmt.Sprintf("the loss is %v", loss)))
+		return fail(errors.Join(t.diverged(fmt.Sprintf("the loss is %v", loss)), t.Optimizer.SetLR(u.before)))
 	}
-	rate := t.Config.Schedule(t.last.Step)
-	if err := t.Optimizer.SetLR(rate); err != nil {
-		return fail(err)
+	if !u.made {
+		if err := t.prepare(u.rate); err != nil {
+			return fail(err)
+		}
+		u.norm, u.err = t.engine.Update()
 	}
-	if err := t.forgetFrozen(); err != nil {
-		return fail(err)
+	if errors.Is(u.err, ErrGradients) || errors.Is(u.err, ErrOverflow) {
+		return fail(t.diverged(u.err.Error()))
 	}
-	norm, err := t.update(step)
-	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
-		return fail(t.diverged(err.Error()))
+	if u.err != nil {
+		return fail(u.err)
 	}
-	if err != nil {
-		return fail(err)
-	}
-	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, rate, norm
+	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, u.rate, u.norm
 	t.last.RunTokens += int64(t.last.StepTokens)
 	if step%t.Config.Epoch == 0 {
 		if err := t.endEpoch(loss); err != nil {
@@ -231,15 +235,40 @@ func (t *Trainer) step() error {
 	return nil
 }
 
-// update applies the gradients of a step, and begins with those of the next one unless the lattices' epoch ends before.
-func (t *Trainer) update(step int) (norm float64, err error) {
-	e, ok := t.engine.(Starter)
-	if ok && step < t.Config.Steps && (step%t.Config.Epoch != 0 || t.Model.Kasmina.Layers() == 0) {
-		if next, ok := t.Loader.upcoming(); ok {
-			return e.UpdateAndStart(next)
-		}
+// update is that of a step.
+type update struct {
+	rate, before float64 // the learning rate, and that of the step before
+	made         bool
+	norm         float64
+	err          error // ErrGradients alone, where finish has made it
+}
+
+// prepare makes the optimiser ready for an update.
+func (t *Trainer) prepare(rate float64) error {
+	if err := t.Optimizer.SetLR(rate); err != nil {
+		return err
 	}
-	return t.engine.Update()
+	return t.forgetFrozen()
+}
+
+// finish computes the last batch of a step and makes its update. Meanwhile the engine begins with the next step, unless an epoch
+// of the lattices ends before.
+func (t *Trainer) finish(e Starter, b Batch, u *update) (loss float64, err error) {
+	if err := t.prepare(u.rate); err != nil {
+		return 0, err
+	}
+	step := t.last.Step + 1
+	loss, u.norm, err = e.Step(b, func() (Batch, bool) {
+		if step == t.Config.Steps || step%t.Config.Epoch == 0 && t.Model.Kasmina.Layers() > 0 {
+			return Batch{}, false
+		}
+		return t.Loader.upcoming()
+	})
+	u.made = true
+	if errors.Is(err, ErrGradients) {
+		u.err, err = err, nil
+	}
+	return loss, err
 }
 
 // diverged says what is no longer finite and where that shows first: in a parameter's value, or else in its gradient.

@@ -58,26 +58,32 @@ func ops(b *bench) {
 }
 
 func rmsNorm(b *bench) {
-	const rows, d = 32768, 4096
-	const size = 2 * rows * d
+	for _, shape := range [][2]int{{32768, 4096}, {32768, 768}, {16384, 1024}} {
+		rmsNormOf(b, shape[0], shape[1])
+		b.free()
+	}
+}
+
+func rmsNormOf(b *bench, rows, d int) {
+	shape, size := fmt.Sprintf("%dx%d", rows, d), float64(2*rows*d)
 	x, g, w := b.normal(rows*d, bf16), b.normal(rows*d, bf16), b.normal(d, f32)
 	y, rstd, dx, dw := b.alloc(rows*d, bf16), b.alloc(rows, f32), b.alloc(rows*d, bf16), b.alloc(d, f32)
 	workspace := b.alloc(b.RMSNormWorkspace(d)/4, f32)
-	b.time(Measurement{Name: "rmsnorm_fwd_32768x4096", Bytes: 2 * size}, func() error {
+	b.time(Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: bf16})
 	})
 	backward := kernels.RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d, Type: bf16, DWType: f32,
 		Workspace: workspace}
-	b.time(Measurement{Name: "rmsnorm_bwd_32768x4096", Bytes: 3 * size}, func() error {
+	b.time(Measurement{Name: "rmsnorm_bwd_" + shape, Bytes: 3 * size}, func() error {
 		return b.RMSNormBackward(b.stream, backward)
 	})
 	sum, residual := b.alloc(rows*d, bf16), b.normal(rows*d, bf16)
-	b.time(Measurement{Name: "add_rmsnorm_fwd_32768x4096", Bytes: 4 * size}, func() error {
+	b.time(Measurement{Name: "add_rmsnorm_fwd_" + shape, Bytes: 4 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d,
 			Eps: 1e-5, Type: bf16})
 	})
 	backward.Add = residual
-	b.time(Measurement{Name: "add_rmsnorm_bwd_32768x4096", Bytes: 4 * size}, func() error {
+	b.time(Measurement{Name: "add_rmsnorm_bwd_" + shape, Bytes: 4 * size}, func() error {
 		return b.RMSNormBackward(b.stream, backward)
 	})
 }
@@ -142,7 +148,8 @@ func embedding(b *bench) {
 	})
 }
 
-// attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones.
+// attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones. Where
+// there is a cuDNN, its attention is measured beside ours, under names that end in by_cudnn.
 func attention(b *bench) {
 	for _, s := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}} {
 		width := s.heads * s.dim
@@ -155,17 +162,24 @@ func attention(b *bench) {
 		}
 		q, k, v, g := in[0], in[1], in[2], in[3]
 		y, dq, dk, dv := out[0], out[1], out[2], out[3]
-		lse, stats := b.alloc(s.batch*s.heads*s.seq, f32), b.alloc(b.AttentionStatsBytes(shape, bf16)/4, f32)
-		flops := 2 * float64(n) * float64(s.seq)
-		name := func(pass string) string {
-			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
+		lse, flops := b.alloc(s.batch*s.heads*s.seq, f32), 2*float64(n)*float64(s.seq)
+		measure := func(by string) {
+			stats := b.alloc(b.AttentionStatsBytes(shape, bf16)/4, f32)
+			name := func(pass string) string {
+				return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d%s", pass, s.batch, s.heads, s.seq, s.dim, by)
+			}
+			b.time(Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
+				return b.Attention(b.stream, shape, y, lse, q, k, v, bf16)
+			})
+			b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
+				return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
+			})
 		}
-		b.time(Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
-			return b.Attention(b.stream, shape, y, lse, q, k, v, bf16)
-		})
-		b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
-			return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
-		})
+		measure("")
+		if b.DnnVersion() > 0 && b.PlanDnnAttention(shape, bf16, y, q, k, v) == nil {
+			shape.Variant = kernels.AttentionCuDNN
+			measure("_by_cudnn")
+		}
 		b.free()
 	}
 }

@@ -115,7 +115,7 @@ __device__ Place place(const Params &p, int heads) {
 }
 
 // Launch: batch·heads·⌈seq/64⌉·⌈headDim/128⌉ blocks of 256 threads.
-template <class T> __device__ __forceinline__ void forward(const Params &p) {
+template <class T, class Docs> __device__ __forceinline__ void forward(const Params &p, const Docs &docs) {
   __shared__ Shared s;
   int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   Place at = place(p, p.heads);
@@ -123,9 +123,10 @@ template <class T> __device__ __forceinline__ void forward(const Params &p) {
   Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, at.row, at.head);
   int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
   float top[4], sum[4];
-  for (int i = 0; i < 4; i++) top[i] = -INFINITY, sum[i] = 0;
+  int start[4];
+  for (int i = 0; i < 4; i++) top[i] = -INFINITY, sum[i] = 0, start[i] = docs.start(p, at.batch, at.row + ty + 16 * i);
   Result y = {};
-  for (int j0 = 0; j0 < keys; j0 += kTile) {
+  for (int j0 = docs.start(p, at.batch, at.row) / kTile * kTile; j0 < keys; j0 += kTile) {
     Scores x = multiplyNT(s, q, rowsOf<T>(p.k, p.kStride, p, at.batch, j0, kvHead));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -133,14 +134,15 @@ template <class T> __device__ __forceinline__ void forward(const Params &p) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
-        bool hidden = key >= p.seq || (p.causal && key > query);
+        bool hidden = key >= p.seq || (p.causal && key > query) || key < start[i];
         x.v[i][j] = hidden ? -INFINITY : x.v[i][j] * p.scale;
         highest = Max::merge(x.v[i][j], highest);
       }
       highest = reduceRow<Max>(highest);
-      float shrink = expf(top[i] - highest), total = 0;
+      const float base = softmaxBase<Docs::packed>(highest);
+      float shrink = expf(top[i] - base), total = 0;
 #pragma unroll
-      for (int j = 0; j < 4; j++) total += x.v[i][j] = expf(x.v[i][j] - highest);
+      for (int j = 0; j < 4; j++) total += x.v[i][j] = expf(x.v[i][j] - base);
       top[i] = highest;
       sum[i] = sum[i] * shrink + total;
 #pragma unroll
@@ -160,7 +162,7 @@ template <class T> __device__ __forceinline__ void forward(const Params &p) {
 }
 
 // dq. Launch: as forward.
-template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
+template <class T, class Docs> __device__ __forceinline__ void backwardQ(const Params &p, const Docs &docs) {
   __shared__ Shared s;
   int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   Place at = place(p, p.heads);
@@ -169,13 +171,15 @@ template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
   Rows<T> g = rowsOf<T>(p.g, p.gStride, p, at.batch, at.row, at.head);
   int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
   float lse[4], delta[4], scale[4];
+  int start[4];
   for (int i = 0; i < 4; i++) {
     int query = min(at.row + ty + 16 * i, p.seq - 1);
     lse[i] = p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query];
     delta[i] = statsOf(p, at.batch, at.head)[statsRows(p) + query], scale[i] = p.scale;
+    start[i] = docs.start(p, at.batch, query);
   }
   Result dq = {};
-  for (int j0 = 0; j0 < keys; j0 += kTile) {
+  for (int j0 = docs.start(p, at.batch, at.row) / kTile * kTile; j0 < keys; j0 += kTile) {
     Rows<T> k = rowsOf<T>(p.k, p.kStride, p, at.batch, j0, kvHead);
     Scores x = multiplyNT(s, q, k);
     Scores ds = multiplyNT(s, g, rowsOf<T>(p.v, p.vStride, p, at.batch, j0, kvHead));
@@ -184,7 +188,7 @@ template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
-        bool hidden = key >= p.seq || (p.causal && key > query);
+        bool hidden = key >= p.seq || (p.causal && key > query) || key < start[i];
         ds.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse[i]) * (ds.v[i][j] - delta[i]);
       }
     addNN(dq, s, ds, k, at.chunk);
@@ -193,16 +197,17 @@ template <class T> __device__ __forceinline__ void backwardQ(const Params &p) {
 }
 
 // dk and dv. Launch: batch·kvHeads·⌈seq/64⌉·⌈headDim/128⌉ blocks of 256 threads.
-template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
+template <class T, class Docs> __device__ __forceinline__ void backwardKV(const Params &p, const Docs &docs) {
   __shared__ Shared s;
   int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   Place at = place(p, p.kvHeads);
   Rows<T> k = rowsOf<T>(p.k, p.kStride, p, at.batch, at.row, at.head);
   Rows<T> v = rowsOf<T>(p.v, p.vStride, p, at.batch, at.row, at.head);
   Result dk = {}, dv = {};
-  int group = p.heads / p.kvHeads;
+  int group = p.heads / p.kvHeads, queries = docs.end(p, at.batch, at.row + kTile - 1), end[4];
+  for (int i = 0; i < 4; i++) end[i] = docs.end(p, at.batch, at.row + ty + 16 * i);
   for (int head = at.head * group; head < (at.head + 1) * group; head++)
-    for (int i0 = p.causal ? at.row : 0; i0 < p.seq; i0 += kTile) {
+    for (int i0 = p.causal ? at.row : 0; i0 < queries; i0 += kTile) {
       Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, i0, head), g = rowsOf<T>(p.g, p.gStride, p, at.batch, i0, head);
       Scores x = multiplyNT(s, k, q);  // transposed: a row is a key, a column a query
       float delta[4];
@@ -214,7 +219,7 @@ template <class T> __device__ __forceinline__ void backwardKV(const Params &p) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           int key = at.row + ty + 16 * i;
-          bool hidden = query >= p.seq || key >= p.seq || (p.causal && key > query);
+          bool hidden = query >= end[i] || key >= p.seq || (p.causal && key > query);
           x.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse);
         }
       }
@@ -272,15 +277,69 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p) {
   }
 }
 
+// The table of Documents, from where each token's document should begin. A start that comes before the one of the token ahead, or
+// after its own token, counts as that: whatever it was given, no kernel reads beside its arrays or waits for a block that never
+// comes. Launch: a block of 1024 threads for every sequence.
+template <class Int> __device__ __forceinline__ void documentTable(int *table, const Int *from, int seq) {
+  __shared__ int ofWarps[kWarp];
+  int *start = table + (int64_t)blockIdx.x * seq, *end = start + (int64_t)gridDim.x * seq;
+  from += (int64_t)blockIdx.x * seq;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  auto maxBefore = [&](int v) {  // the largest of the lanes up to this one
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, v, d);
+      if (lane >= d) v = max(v, other);
+    }
+    return v;
+  };
+  int largest = 0;
+  for (int i0 = 0; i0 < seq; i0 += blockDim.x) {
+    const int i = i0 + threadIdx.x;
+    int v = maxBefore(i < seq ? (int)min(max(from[i], Int(0)), Int(seq)) : 0);
+    __syncthreads();  // nobody reads the previous turn's any more
+    if (lane == kWarp - 1) ofWarps[warp] = v;
+    __syncthreads();
+    const int warps = maxBefore(ofWarps[lane]), before = __shfl_sync(kAllLanes, warps, max(warp - 1, 0));
+    v = max(v, max(largest, warp > 0 ? before : 0));
+    largest = max(largest, __shfl_sync(kAllLanes, warps, kWarp - 1));
+    if (i < seq) start[i] = min(v, i);
+  }
+  __syncthreads();
+  for (int j = threadIdx.x; j < seq; j += blockDim.x) {
+    int seen = j, unseen = seq;  // the last query that is known to see j, the first that is known not to
+    while (seen + 1 < unseen) {
+      const int i = (seen + unseen) / 2;
+      (start[i] <= j ? seen : unseen) = i;
+    }
+    end[j] = unseen;
+  }
+}
+
 }  // namespace attention
+
+extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i32(int *table, const int32_t *from, int seq) {
+  attention::documentTable(table, from, seq);
+}
+extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i64(int *table, const int64_t *from, int seq) {
+  attention::documentTable(table, from, seq);
+}
 
 #define KERNEL(name, body, T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(attention::kThreads) name##_##T(const __grid_constant__ attention::Params p) { \
-    attention::body<T>(p);                                                                                                \
+    attention::body<T>(p, attention::Documents<false>());                                                                 \
+  }                                                                                                                       \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads) name##_documents_##T(                                 \
+      const __grid_constant__ attention::Params p, const int *table) {                                                    \
+    attention::body<T>(p, attention::Documents<true>{table});                                                             \
+  }
+#define STATISTICS(T)                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads) attention_stats_##T(                                  \
+      const __grid_constant__ attention::Params p) {                                                                      \
+    attention::statistics<T>(p);                                                                                          \
   }
 #define KERNELS(T)                                 \
   KERNEL(attention_plain_forward, forward, T)      \
   KERNEL(attention_plain_backward_q, backwardQ, T) \
   KERNEL(attention_plain_backward_kv, backwardKV, T) \
-  KERNEL(attention_stats, statistics, T)
+  STATISTICS(T)
 FOR_STORAGE_TYPES(KERNELS)

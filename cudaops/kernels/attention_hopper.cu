@@ -12,18 +12,21 @@
 namespace attention {
 
 using Forward64 = Shape<64, 3, 128, 2, 3>;
+using Forward96 = Shape<96, 2, 128, 2, 3>;
 using Forward128 = Shape<128, 2, 128, 2, 2>;
 
 #ifdef HOPPER
 
-// Shared memory: q of Turns turns, results on their way out, Stages of k and v, then the barriers.
+// Shared memory: q of Turns turns, results on their way out, Stages of k and v, then the barriers and, with documents, their reach.
 template <class S> struct ForwardMemory {
   uint32_t q, y, k, v;
   Ring<S::Turns> qs;
   Ring<S::Stages> ks, vs;
+  Reach<S> begins;
   __device__ ForwardMemory(uint32_t base)
       : q(base), y(q + S::Turns * S::OwnBytes), k(y + S::OwnBytes), v(k + S::Stages * S::LoopBytes),
-        qs{v + S::Stages * S::LoopBytes}, ks{qs.barriers + qs.bytes}, vs{ks.barriers + ks.bytes} {}
+        qs{v + S::Stages * S::LoopBytes}, ks{qs.barriers + qs.bytes}, vs{ks.barriers + ks.bytes},
+        begins{vs.barriers + vs.bytes} {}
   __device__ uint32_t qTile(int turn) const { return q + qs.slot(turn) * S::OwnBytes; }
   __device__ uint32_t kTile(int i) const { return k + ks.slot(i) * S::LoopBytes; }
   __device__ uint32_t vTile(int i) const { return v + vs.slot(i) * S::LoopBytes; }
@@ -35,15 +38,19 @@ template <class S> __device__ inline int firstQuery(const Params &p, int tile, i
   return (p.seq + 63) / 64 * 64 - (tiles - tile) * S::Own;
 }
 
-template <class S>
-__device__ inline void copyForward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+template <class S, class Docs>
+__device__ inline void copyForward(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                    const ForwardMemory<S> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int i0 = firstQuery<S>(p, w.tile, tiles), kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, i0 + S::Own - 1);
-    uint32_t barrier = m.qs.fill(turn, S::OwnBytes);
+    int begins[S::Workers];
+    for (int wg = 0; wg < S::Workers; wg++) begins[wg] = docs.start(p, w.batch, i0 + 64 * wg) / S::Loop;
+    m.qs.waitFree(turn);
+    if constexpr (Docs::packed) m.begins.set(turn, begins);
+    uint32_t barrier = m.qs.announce(turn, S::OwnBytes);
     copyTile<S::D, S::Own>(m.qTile(turn), q, barrier, i0, w.head, w.batch);
-    for (int j = 0; j < n; j++, i++) {
+    for (int j = begins[0]; j < n; j++, i++) {
       barrier = m.ks.fill(i, S::LoopBytes);
       copyTile<S::D, S::Loop>(m.kTile(i), k, barrier, j * S::Loop, kvHead, w.batch);
       barrier = m.vs.fill(i, S::LoopBytes);
@@ -56,9 +63,9 @@ __device__ inline void copyForward(const Params &p, const TensorMap &q, const Te
 struct Softmax {
   float top[2], sum[2];
 
-  // Turns scores into exponentials; what was summed under the previous maxima must be multiplied by shrink. The first key
-  // is visible to every query, so that top is finite from the first step on.
-  template <int N> __device__ void step(Accumulator<1, N> &s, float c, float (&shrink)[2]) {
+  // Turns scores into exponentials; what was summed under the previous maxima must be multiplied by shrink. Without documents the
+  // first key is visible to every query: then top is finite from the first step on.
+  template <bool Packed, int N> __device__ void step(Accumulator<1, N> &s, float c, float (&shrink)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float highest = top[half];
@@ -66,9 +73,10 @@ struct Softmax {
       for (int x = 0; x < N / 8; x++) highest = fmaxf(highest, fmaxf(s.c[0][x][2 * half], s.c[0][x][2 * half + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
-      shrink[half] = exp2Approx((top[half] - highest) * c);
+      const float base = softmaxBase<Packed>(highest);
+      shrink[half] = exp2Approx((top[half] - base) * c);
       top[half] = highest;
-      float zero = highest * c, total = 0;
+      float zero = base * c, total = 0;
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -78,8 +86,8 @@ struct Softmax {
   }
 };
 
-template <typename T, class S>
-__device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, int works, int tiles) {
+template <typename T, class S, class Docs>
+__device__ inline void workForward(const Params &p, const Docs &docs, const ForwardMemory<S> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
@@ -87,6 +95,14 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
   // the tensor cores serve the next.
   auto waitTurn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
   auto passTurn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % S::Workers) : "memory"); };
+  auto skipTile = [&](int i) {  // which only another group's queries see
+    waitTurn();
+    passTurn();
+    m.ks.wait(i);
+    m.ks.release(i);
+    m.vs.wait(i);
+    m.vs.release(i);
+  };
   if (group == S::Workers - 1) passTurn();
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
@@ -98,11 +114,18 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     Softmax softmax = {{-INFINITY, -INFINITY}, {0, 0}};
     float shrink[2];
     y.clear();
+    const auto starts = startsOf<1>(docs, p, w.batch, own);
     auto hideTile = [&](int j) {
       if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
+      hideBefore(s, j * N, starts);
     };
 
     m.qs.wait(turn);
+    int first = 0, begin = 0;  // tile: the block's, the group's
+    if constexpr (Docs::packed) {
+      first = m.begins.get(turn, 0), begin = m.begins.get(turn, group);
+      for (int j = first; j < begin; j++, i++) skipTile(i);
+    }
     m.ks.wait(i);
     waitTurn();
     productsBegin();
@@ -112,13 +135,13 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     productsWait<0>();
     hold(s);
     m.ks.release(i);
-    if (mine == 1) m.qs.release(turn);
-    hideTile(0);
-    softmax.step(s, c, shrink);
+    if (mine == begin + 1) m.qs.release(turn);
+    hideTile(begin);
+    softmax.template step<Docs::packed>(s, c, shrink);
     e.set(s, T());
     m.vs.wait(i);
-    for (int j = 1; j < mine; j++) {
-      const int next = i + j, now = next - 1;
+    for (int j = begin + 1; j < mine; j++) {
+      const int next = i + j - begin, now = next - 1;
       m.ks.wait(next);
       waitTurn();
       hold(s);
@@ -134,7 +157,7 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
       m.ks.release(next);
       if (j == mine - 1) m.qs.release(turn);
       hideTile(j);
-      softmax.step(s, c, shrink);
+      softmax.template step<Docs::packed>(s, c, shrink);
       hold(s);
       // The assembler would move a wait for products ahead of the exponentials, but not across this loop.
       m.vs.wait(next);
@@ -147,7 +170,7 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
         for (int f = 0; f < 4; f++) y.c[0][x][f] *= shrink[f / 2];
       e.set(s, T());
     }
-    const int last = i + mine - 1;
+    const int last = i + mine - begin - 1;
     hold(y);
     productsBegin();
     startNN<T, D>(y, e, m.vTile(last));
@@ -155,15 +178,8 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     productsWait<0>();
     hold(y);
     m.vs.release(last);
-    for (int j = i + mine; j < i + n; j++) {  // tiles that only another group's queries see
-      waitTurn();
-      passTurn();
-      m.ks.wait(j);
-      m.ks.release(j);
-      m.vs.wait(j);
-      m.vs.release(j);
-    }
-    i += n;
+    for (int j = last + 1; j < i + n - begin; j++) skipTile(j);
+    i += n - begin;
 
     float factor[1][2];
 #pragma unroll
@@ -181,13 +197,13 @@ __device__ inline void workForward(const Params &p, const ForwardMemory<S> &m, i
     __syncwarp();
     if (row >= 0) {
       T *out = at<T>(p.y, p.yStride, p.seq, w.batch, own, w.head * p.headDim);
-      storeRows<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
+      storeResult<T, D, 16>(m.y, 64 * group + 16 * warp, out, p.yStride, p.seq - own, p.headDim);
     }
   }
 }
 
-template <typename T, class S>
-__device__ inline void forward(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
+template <typename T, class S, class Docs>
+__device__ inline void forward(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const ForwardMemory<S> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
@@ -200,10 +216,10 @@ __device__ inline void forward(const Params &p, const TensorMap &q, const Tensor
   __syncthreads();
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
-    if (threadIdx.x == 0) copyForward<S>(p, q, k, v, m, works, tiles);
+    if (threadIdx.x == 0) copyForward<S>(p, docs, q, k, v, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workForward<T, S>(p, m, works, tiles);
+    workForward<T, S>(p, docs, m, works, tiles);
   }
 }
 
@@ -211,13 +227,19 @@ __device__ inline void forward(const Params &p, const TensorMap &q, const Tensor
 }  // namespace attention
 
 // Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (Turns + 1)·OwnBytes +
-// Stages·(2·LoopBytes + 32) + 16·Turns.
+// Stages·(2·LoopBytes + 32) + 16·Turns, with documents 16·Turns more.
 #define FORWARD(D, T)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1) attention_hopper_forward_##D##_##T(   \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
       const __grid_constant__ TensorMap v) {                                                                            \
-    BODY(forward<T, attention::Forward##D>(p, q, k, v));                                                              \
+    BODY(forward<T, attention::Forward##D>(p, attention::Documents<false>(), q, k, v));                                 \
+  }                                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1)                                       \
+      attention_hopper_forward_##D##_documents_##T(                                                                     \
+          const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q,                             \
+          const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const int *table) {                 \
+    BODY(forward<T, attention::Forward##D>(p, attention::Documents<true>{table}, q, k, v));                             \
   }
-#define KERNELS(T) FORWARD(64, T) FORWARD(128, T)
+#define KERNELS(T) FORWARD(64, T) FORWARD(96, T) FORWARD(128, T)
 KERNELS(bf16)
 KERNELS(f16)

@@ -14,14 +14,16 @@ using BackwardKV64 = Shape<64, 2, 64, 2, 6>;
 #ifdef HOPPER
 
 // Shared memory: the block's OwnTiles own tiles of Turns turns, results on their way out, Stages of two tiles and their
-// statistics, then the barriers.
+// statistics, then the barriers and, with documents, their reach.
 template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
   uint32_t own, out, tiles;
   Ring<S::Turns> turns;
   Ring<S::Stages> stages;
+  Reach<S> reach;
   __device__ BackwardMemory(uint32_t base)
       : own(base), out(own + S::Turns * OwnTiles * S::OwnBytes), tiles(out + S::OwnBytes),
-        turns{tiles + S::Stages * (2 * S::LoopBytes + StatsBytes)}, stages{turns.barriers + turns.bytes} {}
+        turns{tiles + S::Stages * (2 * S::LoopBytes + StatsBytes)}, stages{turns.barriers + turns.bytes},
+        reach{stages.barriers + stages.bytes} {}
   __device__ uint32_t ownFirst(int turn) const { return own + turns.slot(turn) * OwnTiles * S::OwnBytes; }
   __device__ uint32_t ownSecond(int turn) const { return ownFirst(turn) + S::OwnBytes; }
   __device__ uint32_t ownThird(int turn) const { return ownSecond(turn) + S::OwnBytes; }
@@ -39,17 +41,21 @@ template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
   }
 };
 
-template <class S>
-__device__ inline void copyQ(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
-                             const TensorMap &y, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
+template <class S, class Docs>
+__device__ inline void copyQ(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                             const TensorMap &g, const TensorMap &y, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int kvHead = w.head / (p.heads / p.kvHeads), n = keyTiles<S>(p, w.tile * S::Own + S::Own - 1);
-    uint32_t barrier = m.turns.fill(turn, 3 * S::OwnBytes);
+    int begins[S::Workers];
+    for (int wg = 0; wg < S::Workers; wg++) begins[wg] = docs.start(p, w.batch, w.tile * S::Own + 64 * wg) / S::Loop;
+    m.turns.waitFree(turn);
+    if constexpr (Docs::packed) m.reach.set(turn, begins);
+    uint32_t barrier = m.turns.announce(turn, 3 * S::OwnBytes);
     copyTile<S::D, S::Own>(m.ownFirst(turn), q, barrier, w.tile * S::Own, w.head, w.batch);
     copyTile<S::D, S::Own>(m.ownSecond(turn), g, barrier, w.tile * S::Own, w.head, w.batch);
     copyTile<S::D, S::Own>(m.ownThird(turn), y, barrier, w.tile * S::Own, w.head, w.batch);
-    for (int j = 0; j < n; j++, i++) {
+    for (int j = begins[0]; j < n; j++, i++) {
       barrier = m.stages.fill(i, 2 * S::LoopBytes);
       copyTile<S::D, S::Loop>(m.first(i), k, barrier, j * S::Loop, kvHead, w.batch);
       copyTile<S::D, S::Loop>(m.second(i), v, barrier, j * S::Loop, kvHead, w.batch);
@@ -75,15 +81,20 @@ template <typename T, int D, int Rows> __device__ inline float dotRows(uint32_t 
   return sum + __shfl_xor_sync(kAllLanes, sum, 2);
 }
 
-template <typename T, class S>
-__device__ inline void workQ(const Params &p, const Angles &angles, const BackwardMemory<S, 3, 0> &m, int works, int tiles) {
+template <typename T, class S, class Docs>
+__device__ inline void workQ(const Params &p, const Docs &docs, const Angles &angles, const BackwardMemory<S, 3, 0> &m, int works,
+                             int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
+  auto skipTile = [&](int i) {  // which only another group's queries see
+    m.stages.wait(i);
+    m.stages.release(i);
+  };
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
     const int i0 = w.tile * S::Own, row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
-    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row < p.seq ? keyTiles<S>(p, row + 63) : 1;
+    const auto starts = startsOf<1>(docs, p, w.batch, own);
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -95,6 +106,9 @@ __device__ inline void workQ(const Params &p, const Angles &angles, const Backwa
     Operand<N> e;
     dq.clear();
     m.turns.wait(turn);
+    int first = 0, begin = 0;  // tile: the block's, the group's
+    if constexpr (Docs::packed) first = m.reach.get(turn, 0), begin = m.reach.get(turn, group);
+    const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row < p.seq ? keyTiles<S>(p, row + 63) : begin + 1;
     static_assert(S::Own == kStatsTile, "there is room for the statistics of all rows of the tile, and all are formed");
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -102,7 +116,8 @@ __device__ inline void workQ(const Params &p, const Angles &angles, const Backwa
       float *stats = statsOf(p, w.batch, w.head) + own + 8 * half + lane / 4;
       if (lane % 4 == 0) stats[0] = lse[half], stats[statsRows(p)] = delta[half];
     }
-    for (int j = 0; j < mine; j++, i++) {
+    for (int j = first; j < begin; j++, i++) skipTile(i);
+    for (int j = begin; j < mine; j++, i++) {
       m.stages.wait(i);
       hold(s);
       hold(ds);
@@ -114,8 +129,9 @@ __device__ inline void workQ(const Params &p, const Angles &angles, const Backwa
       productsWait<1>();
       hold(s);
       hold(dq);
-      if (j > 0) m.stages.release(i - 1);
+      if (j > begin) m.stages.release(i - 1);
       if (j * N + N > p.seq || (p.causal && j * N + N - 1 > own)) hide(s, own, j * N, p);
+      hideBefore(s, j * N, starts);
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -134,15 +150,13 @@ __device__ inline void workQ(const Params &p, const Angles &angles, const Backwa
       productsCommit();
     }
     m.turns.release(turn);
+    const TurnBack<D> turnBack(angles, own, p.seq);
     productsWait<0>();
     hold(dq);
     m.stages.release(i - 1);
-    for (int j = mine; j < n; j++, i++) {  // tiles that only another group's queries see
-      m.stages.wait(i);
-      m.stages.release(i);
-    }
+    for (int j = mine; j < n; j++, i++) skipTile(i);
     const float factor[1][2] = {{p.scale, p.scale}};
-    turnBack(dq, angles, own, p.seq);
+    turnBack.turn(dq);
     __syncwarp();  // the previous results have been read
     dq.template roundTo<T>(m.out, 64 * group + 16 * warp, factor);
     __syncwarp();
@@ -151,24 +165,28 @@ __device__ inline void workQ(const Params &p, const Angles &angles, const Backwa
   }
 }
 
-// The tiles of queries that see a key of the block's: `count` from `first` on, for each query head of the group.
+// The tiles of queries before `end` that see a key of the block's: `count` from `first` on, for each query head of the group.
 template <class S> struct QueryTiles {
   int first, count, n;
-  __device__ QueryTiles(const Params &p, int j0)
-      : first(p.causal ? j0 / S::Loop : 0), count((p.seq + S::Loop - 1) / S::Loop - first), n(p.heads / p.kvHeads * count) {}
+  __device__ QueryTiles(const Params &p, int j0, int end)
+      : first(p.causal ? j0 / S::Loop : 0), count((end + S::Loop - 1) / S::Loop - first), n(p.heads / p.kvHeads * count) {}
 };
 
 template <class S> constexpr int kStatsBytes = 2 * S::Loop * sizeof(float);
 
-template <class S>
-__device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
-                              const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
+template <class S, class Docs>
+__device__ inline void copyKV(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                              const TensorMap &g, const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
-    uint32_t barrier = m.turns.fill(turn, 2 * S::OwnBytes);
+    int ends[S::Workers];
+    for (int wg = 0; wg < S::Workers; wg++) ends[wg] = docs.end(p, w.batch, w.tile * S::Own + 64 * wg + 63);
+    m.turns.waitFree(turn);
+    if constexpr (Docs::packed) m.reach.set(turn, ends);
+    uint32_t barrier = m.turns.announce(turn, 2 * S::OwnBytes);
     copyTile<S::D, S::Own>(m.ownFirst(turn), k, barrier, w.tile * S::Own, w.head, w.batch);
     copyTile<S::D, S::Own>(m.ownSecond(turn), v, barrier, w.tile * S::Own, w.head, w.batch);
-    const QueryTiles<S> queries(p, w.tile * S::Own);
+    const QueryTiles<S> queries(p, w.tile * S::Own, ends[S::Workers - 1]);
     for (int j = 0; j < queries.n; j++, i++) {
       const int head = w.head * (p.heads / p.kvHeads) + j / queries.count, i0 = (queries.first + j % queries.count) * S::Loop;
       barrier = m.stages.fill(i, 2 * S::LoopBytes + kStatsBytes<S>);
@@ -181,16 +199,16 @@ __device__ inline void copyKV(const Params &p, const TensorMap &q, const TensorM
   }
 }
 
-template <typename T, class S>
-__device__ inline void workKV(const Params &p, const Angles &angles, const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works,
-                              int tiles) {
+template <typename T, class S, class Docs>
+__device__ inline void workKV(const Params &p, const Docs &docs, const Angles &angles,
+                              const BackwardMemory<S, 2, kStatsBytes<S>> &m, int works, int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
     const int j0 = w.tile * S::Own, row = j0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
-    const QueryTiles<S> queries(p, j0);
+    const auto ends = endsOf<1>(docs, p, w.batch, own);
     Accumulator<1, D> dk, dv;
     Accumulator<1, N> s, ds;  // transposed: a row is a key, a column a query
     Operand<N> e, f;
@@ -204,11 +222,15 @@ __device__ inline void workKV(const Params &p, const Angles &angles, const Backw
       busy = false;
     };
     m.turns.wait(turn);
+    int end = p.seq, groupEnd = p.seq;  // of the queries that see a key of the block's, of the group's
+    if constexpr (Docs::packed) end = m.reach.get(turn, S::Workers - 1), groupEnd = m.reach.get(turn, group);
+    const QueryTiles<S> queries(p, j0, end);
     for (int j = 0, t = queries.first; j < queries.n; j++, i++) {
       const int i0 = t * S::Loop;
       t = t + 1 < queries.first + queries.count ? t + 1 : queries.first;
       m.stages.wait(i);
-      if (row >= p.seq || (p.causal && i0 + N <= row)) {  // no query sees a key of this group's
+      // No query sees a key of this group's.
+      if (row >= p.seq || (p.causal && i0 + N <= row) || (Docs::packed && i0 >= groupEnd)) {
         productsWait<0>();
         finish();
         m.stages.release(i);
@@ -244,6 +266,7 @@ __device__ inline void workKV(const Params &p, const Angles &angles, const Backw
           for (int f = 0; f < 4; f++)
             if (8 * x + f % 2 < before + f / 2 * 8) s.c[0][x][f] = 0;
       }
+      dropBehind(s, i0, ends);
       e.set(s, T());
       productsBegin();
       startNN<T, D>(dv, e, m.second(i));
@@ -264,6 +287,7 @@ __device__ inline void workKV(const Params &p, const Angles &angles, const Backw
       busy = true;
     }
     m.turns.release(turn);
+    const TurnBack<D> turnBack(angles, own, p.seq);
     productsWait<0>();
     finish();
     const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
@@ -273,7 +297,7 @@ __device__ inline void workKV(const Params &p, const Angles &angles, const Backw
     __syncwarp();
     T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
     storeRows<T, D, 16>(m.out, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
-    turnBack(dk, angles, own, p.seq);
+    turnBack.turn(dk);
     __syncwarp();
     dk.template roundTo<T>(m.out, outRow, scale);
     __syncwarp();
@@ -282,35 +306,35 @@ __device__ inline void workKV(const Params &p, const Angles &angles, const Backw
   }
 }
 
-template <typename T, class S>
-__device__ inline void backwardQ(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k, const TensorMap &v,
-                                 const TensorMap &g, const TensorMap &y) {
+template <typename T, class S, class Docs>
+__device__ inline void backwardQ(const Params &p, const Docs &docs, const Angles &angles, const TensorMap &q, const TensorMap &k,
+                                 const TensorMap &v, const TensorMap &g, const TensorMap &y) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const BackwardMemory<S, 3, 0> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
   m.init();
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
-    if (threadIdx.x == 0) copyQ<S>(p, q, k, v, g, y, m, works, tiles);
+    if (threadIdx.x == 0) copyQ<S>(p, docs, q, k, v, g, y, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workQ<T, S>(p, angles, m, works, tiles);
+    workQ<T, S>(p, docs, angles, m, works, tiles);
   }
 }
 
-template <typename T, class S>
-__device__ inline void backwardKV(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k, const TensorMap &v,
-                                  const TensorMap &g, const TensorMap &) {
+template <typename T, class S, class Docs>
+__device__ inline void backwardKV(const Params &p, const Docs &docs, const Angles &angles, const TensorMap &q, const TensorMap &k,
+                                  const TensorMap &v, const TensorMap &g, const TensorMap &) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const BackwardMemory<S, 2, kStatsBytes<S>> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.kvHeads * tiles;
   m.init();
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
-    if (threadIdx.x == 0) copyKV<S>(p, q, k, v, g, m, works, tiles);
+    if (threadIdx.x == 0) copyKV<S>(p, docs, q, k, v, g, m, works, tiles);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workKV<T, S>(p, angles, m, works, tiles);
+    workKV<T, S>(p, docs, angles, m, works, tiles);
   }
 }
 
@@ -318,13 +342,21 @@ __device__ inline void backwardKV(const Params &p, const Angles &angles, const T
 }  // namespace attention
 
 // Launch: as many blocks of Threads as there are multiprocessors; kv after q, which forms the statistics. Dynamic shared
-// memory: (2·Turns + 1)·OwnBytes + Stages·(2·LoopBytes + 16) + 16·Turns and, for q, Turns·OwnBytes, for kv, 8·Loop·Stages.
+// memory: (2·Turns + 1)·OwnBytes + Stages·(2·LoopBytes + 16) + 16·Turns and, for q, Turns·OwnBytes, for kv, 8·Loop·Stages;
+// with documents 16·Turns more.
 #define BACKWARD(kernel, body, S, T)                                                                                       \
   extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1) attention_hopper_backward_##kernel##_##T(         \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
       const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap y,       \
       const float *cosines, const float *sines) {                                                                          \
-    BODY(body<T, attention::S>(p, {cosines, sines}, q, k, v, g, y));                                                       \
+    BODY(body<T, attention::S>(p, attention::Documents<false>(), {cosines, sines}, q, k, v, g, y));                        \
+  }                                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(attention::S::Threads, 1)                                                   \
+      attention_hopper_backward_##kernel##_documents_##T(                                                                  \
+          const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q,                                \
+          const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g,   \
+          const __grid_constant__ TensorMap y, const float *cosines, const float *sines, const int *table) {               \
+    BODY(body<T, attention::S>(p, attention::Documents<true>{table}, {cosines, sines}, q, k, v, g, y));                    \
   }
 #define KERNELS(T)                                \
   BACKWARD(q_64, backwardQ, BackwardQ64, T)       \

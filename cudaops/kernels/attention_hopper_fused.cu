@@ -14,18 +14,20 @@
 
 namespace attention {
 
+using Fused96 = Shape<96, 2, 64, 1, 4>;
 using Fused128 = Shape<128, 2, 64, 1, 3>;
-constexpr int kFusedTile = Fused128::Loop;
+constexpr int kFusedTile = 64;  // queries
 
 #ifdef HOPPER
 
 // The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
 // blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
-struct Sums {
+template <class S> struct Sums {
+  static_assert(S::Loop == kFusedTile, "");
   float *sums;
   int *added, *handedOut;
   int tiles;  // of one head
-  static constexpr int size = kFusedTile * Fused128::D;
+  static constexpr int size = kFusedTile * S::D;
   __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
     const int64_t heads = (int64_t)p.batch * p.heads;
     sums = p.stats + heads * 2 * statsRows(p);
@@ -37,7 +39,8 @@ struct Sums {
   }
 };
 
-// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the present work.
+// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the present work; with documents,
+// also the tiles of queries up to the last that sees one of its keys, and for each key the first query behind those that see it.
 template <class S> struct FusedMemory {
   static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
   uint32_t k, v, tiles, ds, dq, stats;
@@ -68,14 +71,15 @@ template <class S> struct FusedMemory {
     __syncthreads();
   }
   __device__ int workOf(int turn) const {
-    int w;
     turns.wait(turn);
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(work) : "memory");
-    return w;
+    return loadWord(work);
   }
+  template <class Docs> __device__ int tilesOfWork(int all) const { return Docs::packed ? loadWord(work + 4) : all; }
+  __device__ uint32_t endOf(int key) const { return work + 8 + key * 4; }
 };
 
-// The tiles of queries that see a key of the block's, from the last to the first, for one query head of the group after another.
+// Of the first few tiles of queries those that see a key of the block's, from the last to the first, for one query head of the group
+// after another.
 struct QueryWalk {
   int count, last, group;
   __device__ QueryWalk(const Params &p, int tiles, int j0)
@@ -83,14 +87,20 @@ struct QueryWalk {
   __device__ int steps() const { return group * count; }
 };
 
-template <class S>
-__device__ inline void copyFused(const Params &p, const TensorMap &q, const TensorMap &k, const TensorMap &v, const TensorMap &g,
-                                 const FusedMemory<S> &m, int works, int tiles) {
-  const Sums sums(p);
+template <class S, class Docs>
+__device__ inline void copyFused(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                                 const TensorMap &g, const FusedMemory<S> &m, int works, int tiles) {
+  const Sums<S> sums(p);
   for (int turn = 0, i = 0;; turn++) {
     const int work = atomicAdd(sums.handedOut, 1);
+    int queryTiles = sums.tiles;
+    if constexpr (Docs::packed) {
+      const Work next = schedule(min(work, works - 1), p, p.kvHeads, tiles, false);
+      queryTiles = (docs.end(p, next.batch, next.tile * S::Own + S::Own - 1) + S::Loop - 1) / S::Loop;
+    }
     barrierWait(m.turns.freed(0), turn + 1 & 1);
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(m.work), "r"(work) : "memory");
+    storeWord(m.work, work);
+    if constexpr (Docs::packed) storeWord(m.work + 4, queryTiles);
     if (work >= works) {
       barrierArrive(m.turns.filled(0));
       return;
@@ -99,7 +109,7 @@ __device__ inline void copyFused(const Params &p, const TensorMap &q, const Tens
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
     copyTile<S::D, S::Own>(m.k, k, m.turns.filled(0), w.tile * S::Own, w.head, w.batch);
     copyTile<S::D, S::Own>(m.v, v, m.turns.filled(0), w.tile * S::Own, w.head, w.batch);
-    const QueryWalk walk(p, sums.tiles, w.tile * S::Own);
+    const QueryWalk walk(p, queryTiles, w.tile * S::Own);
 #pragma unroll 1
     for (int h = 0; h < walk.group; h++)
 #pragma unroll 1
@@ -125,27 +135,30 @@ __device__ inline void storeRelease(int *p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// What one of the two threads does that add dq to the sums: block 0 of a head writes, the others add when their turn has come.
-template <class S> __device__ inline void sendFused(const Params &p, const FusedMemory<S> &m, int works, int tiles, int odd) {
-  const Sums sums(p);
+// What one of the two threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come.
+// Those that have keys which the tile's queries see follow each other, from the one with the first query's first key on.
+template <class S, class Docs>
+__device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int odd) {
+  const Sums<S> sums(p);
   for (int turn = 0, i = 0;; turn++) {
-    const int work = m.workOf(turn);
+    const int work = m.workOf(turn), queryTiles = m.template tilesOfWork<Docs>(sums.tiles);
     barrierArrive(m.turns.freed(0));
     if (work >= works) return;
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
-    const QueryWalk walk(p, sums.tiles, w.tile * S::Own);
+    const QueryWalk walk(p, queryTiles, w.tile * S::Own);
 #pragma unroll 1
     for (int h = 0; h < walk.group; h++)
 #pragma unroll 1
       for (int t = 0; t < walk.count; t++, i++) {
         if (i % 2 != odd) continue;
         const int64_t at = sums.index(p, w.batch, w.head * walk.group + h, walk.last - t);
-        float *to = sums.sums + at * Sums::size;
-        while (loadAcquire(sums.added + at) < w.tile) {
+        float *to = sums.sums + at * sums.size;
+        const int before = w.tile - docs.start(p, w.batch, (walk.last - t) * S::Loop) / S::Own;  // blocks that add first
+        while (loadAcquire(sums.added + at) < before) {
         }
         asm volatile("fence.proxy.async;" ::: "memory");
         barrierWait(m.filled(i), i / 2 & 1);
-        if (w.tile == 0)
+        if (before == 0)
           asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(m.dq), "r"(m.DqBytes)
                        : "memory");
         else
@@ -157,7 +170,7 @@ template <class S> __device__ inline void sendFused(const Params &p, const Fused
         barrierArrive(m.dqFreed);
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
-        storeRelease(sums.added + at, w.tile + 1);
+        storeRelease(sums.added + at, before + 1);
       }
   }
 }
@@ -177,8 +190,9 @@ template <bool Value> struct Constant {
   static constexpr bool value = Value;
 };
 
-template <typename T, class S>
-__device__ inline void workFused(const Params &p, const Angles &angles, const FusedMemory<S> &m, int works, int tiles) {
+template <typename T, class S, class Docs>
+__device__ inline void workFused(const Params &p, const Docs &docs, const Angles &angles, const FusedMemory<S> &m, int works,
+                                 int tiles) {
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
@@ -193,13 +207,18 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
   for (int turn = 0, i = 0, work; (work = uniform(m.workOf(turn))) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
     const int j0 = w.tile * S::Own, own = j0 + 64 * group + 16 * warp;  // first rows: block, warp
-    const QueryWalk walk(p, queryTiles, j0);
+    const QueryWalk walk(p, Docs::packed ? uniform(m.template tilesOfWork<Docs>(0)) : queryTiles, j0);
+    if constexpr (Docs::packed) {  // registers would not suffice; a warp reads only what it wrote
+      if (lane < 16) storeWord(m.endOf(own - j0 + lane), docs.end(p, w.batch, own + lane));
+      __syncwarp();
+    }
     const int first = i, n = i + walk.steps();
     int t = walk.last;
     Accumulator<1, D> dk, dv;
     // Scores, dp and dq take turns in two accumulators: tile i's scores, its dp and its dq follow each other in one, while the
     // other goes from the dq of the tile before to the scores of the next. s and dp are transposed: a row is a key, a column a
-    // query; of dq it is the group's 64 columns.
+    // query; of dq it is the group's 64 columns. With 96 columns half of the second group's, which come from what lies behind k, mean
+    // nothing: a product of its own for fewer columns would be a branch, around which the assembler lets no product run on.
     Accumulator<1, N> even, odd;
     Operand<N> e;
     dk.clear();
@@ -208,10 +227,12 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
       barrierWait(m.dqFreed, i + 1 & 1);
       const uint32_t to = m.dq + (group * (N * 64) + threadIdx.x % 128 * 4) * 4;
 #pragma unroll
-      for (int x = 0; x < N / 8; x++)
+      for (int x = 0; x < N / 8; x++) {
+        if (D < 128 && 64 * group + 8 * x >= D) break;
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq.c[0][x][0]), "f"(dq.c[0][x][1]),
                      "f"(dq.c[0][x][2]), "f"(dq.c[0][x][3])
                      : "memory");
+      }
       shareWrites();
       __syncwarp();
       if (lane == 0) barrierArrive(m.filled(i));
@@ -249,6 +270,9 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
               if (8 * x + f < hidden) s.c[0][x][2 * half + f] = 0;
         }
       }
+      if constexpr (Docs::packed)
+        if (i0 + N > (int)loadWord(m.endOf(own - j0)))
+          dropBehind(s, i0, Bounds<1>([&](int row) { return (int)loadWord(m.endOf(own - j0 + row)); }));
       e.set(s, T());
     };
     // What follows tile i's probabilities, with the next one's, if there is one, of queries from next on.
@@ -292,7 +316,7 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
       startNN<T, D>(dk, m.dsTile(i), 64 * group, m.qTile(i));
       productsCommit();
       hearOther(i);
-      startTN<T, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
+      startTN<T, D, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
       productsCommit();
       if constexpr (more.value) {
         productsWait<2>();
@@ -330,19 +354,19 @@ __device__ inline void workFused(const Params &p, const Angles &angles, const Fu
     dv.template roundTo<T>(m.ds, outRow, one);
     __syncwarp();
     T *dvOut = at<T>(p.dv, p.dvStride, p.seq, w.batch, own, w.head * p.headDim);
-    storeRows<T, D, 16>(m.ds, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
+    storeResult<T, D, 16>(m.ds, outRow, dvOut, p.dvStride, p.seq - own, p.headDim);
     turnBack(dk, angles, own, p.seq);
     __syncwarp();
     dk.template roundTo<T>(m.ds, outRow, scale);
     __syncwarp();
     T *dkOut = at<T>(p.dk, p.dkStride, p.seq, w.batch, own, w.head * p.headDim);
-    storeRows<T, D, 16>(m.ds, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
+    storeResult<T, D, 16>(m.ds, outRow, dkOut, p.dkStride, p.seq - own, p.headDim);
     meet();
   }
 }
 
-template <typename T, class S>
-__device__ inline void backwardFused(const Params &p, const Angles &angles, const TensorMap &q, const TensorMap &k,
+template <typename T, class S, class Docs>
+__device__ inline void backwardFused(const Params &p, const Docs &docs, const Angles &angles, const TensorMap &q, const TensorMap &k,
                                      const TensorMap &v, const TensorMap &g) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const FusedMemory<S> m(sharedAddress(shared));
@@ -350,12 +374,12 @@ __device__ inline void backwardFused(const Params &p, const Angles &angles, cons
   m.init();
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
-    if (threadIdx.x == 0) copyFused<S>(p, q, k, v, g, m, works, tiles);
-    if (threadIdx.x == 32) sendFused<S>(p, m, works, tiles, 0);
-    if (threadIdx.x == 64) sendFused<S>(p, m, works, tiles, 1);
+    if (threadIdx.x == 0) copyFused<S>(p, docs, q, k, v, g, m, works, tiles);
+    if (threadIdx.x == 32) sendFused<S>(p, docs, m, works, tiles, 0);
+    if (threadIdx.x == 64) sendFused<S>(p, docs, m, works, tiles, 1);
   } else {
     takeRegisters<S::WorkerRegisters>();
-    workFused<T, S>(p, angles, m, works, tiles);
+    workFused<T, S>(p, docs, angles, m, works, tiles);
   }
 }
 
@@ -363,13 +387,13 @@ __device__ inline void backwardFused(const Params &p, const Angles &angles, cons
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Sums sums(p);
+  const Sums<S> sums(p);
   const int pairs = (p.heads + 1) / 2, second = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % pairs * 2 + second;
   const int batch = blockIdx.x / sums.tiles / pairs, own = tile * S::Loop + 16 * warp;
   if (head == p.heads) return;
   const uint32_t out = sharedAddress(shared) + second * S::LoopBytes;
-  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * Sums::size) + threadIdx.x % 128;
+  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * sums.size) + threadIdx.x % 128;
   Accumulator<1, D> dq;
 #pragma unroll
   for (int x = 0; x < D / 8; x++) *(float4 *)dq.c[0][x] = from[x * 128];
@@ -378,24 +402,33 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
   dq.template roundTo<T>(out, 16 * warp, scale);
   __syncwarp();
   T *to = at<T>(p.dq, p.dqStride, p.seq, batch, own, head * p.headDim);
-  storeRows<T, D, 16>(out, 16 * warp, to, p.dqStride, p.seq - own, p.headDim);
+  storeResult<T, D, 16>(out, 16 * warp, to, p.dqStride, p.seq - own, p.headDim);
 }
 
 #endif  // HOPPER
 }  // namespace attention
 
 // Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
-// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48.
+// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48, with documents
+// 4·Own more.
 // The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results.
-#define KERNELS(T)                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(attention::Fused128::Threads, 1) attention_hopper_backward_fused_128_##T(    \
+#define FUSED(D, T)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1) attention_hopper_backward_fused_##D##_##T(  \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \
       const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g, const float *cosines, const float *sines) { \
-    BODY(backwardFused<T, attention::Fused128>(p, {cosines, sines}, q, k, v, g));                                          \
+    BODY(backwardFused<T, attention::Fused##D>(p, attention::Documents<false>(), {cosines, sines}, q, k, v, g));            \
   }                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(256) attention_hopper_backward_round_128_##T(                                \
+  extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1)                                             \
+      attention_hopper_backward_fused_##D##_documents_##T(                                                                  \
+          const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q,                                 \
+          const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap g,    \
+          const float *cosines, const float *sines, const int *table) {                                                     \
+    BODY(backwardFused<T, attention::Fused##D>(p, attention::Documents<true>{table}, {cosines, sines}, q, k, v, g));        \
+  }                                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(256) attention_hopper_backward_round_##D##_##T(                              \
       const __grid_constant__ attention::Params p, const float *cosines, const float *sines) {                             \
-    BODY(roundSums<T, attention::Fused128>(p, {cosines, sines}));                                                          \
+    BODY(roundSums<T, attention::Fused##D>(p, {cosines, sines}));                                                          \
   }
+#define KERNELS(T) FUSED(96, T) FUSED(128, T)
 KERNELS(bf16)
 KERNELS(f16)

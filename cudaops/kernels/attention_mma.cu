@@ -25,7 +25,7 @@ template <int D_, int Warps_, int M_, int Loop_, int Step_> struct Shape {
 };
 
 // Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q, and two stages of k and v.
-template <typename T, typename S> __device__ __forceinline__ void forward(const Params &p) {
+template <typename T, typename S, typename Docs> __device__ __forceinline__ void forward(const Params &p, const Docs &docs) {
   constexpr int D = S::D, M = S::M;
   extern __shared__ __align__(128) unsigned char shared[];
   const uint32_t qTile = sharedAddress(shared), stages = qTile + S::OwnBytes;
@@ -37,6 +37,7 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, 0, kvHead * p.headDim);
   const int keys = p.causal ? min(p.seq, i0 + S::Own) : p.seq;
   const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;  // of this warp
+  const auto starts = startsOf<M>(docs, p, w.batch, i0 + row);
   const float c = p.scale * kLog2e;
 
   auto fetch = [&](int j) {
@@ -46,8 +47,9 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
                                         p.seq - j * S::Loop, p.headDim);
     copyCommit();
   };
+  const int first = docs.start(p, w.batch, i0) / S::Loop;
   loadTile<T, D, S::Own, S::Threads>(qTile, q, p.qStride, p.seq - i0, p.headDim);
-  fetch(0);
+  fetch(first);
 
   Accumulator<M, D> y;
   y.clear();
@@ -56,7 +58,7 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
   for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
 
   const int n = (keys + S::Loop - 1) / S::Loop;
-  for (int j = 0; j < n; j++) {
+  for (int j = first; j < n; j++) {
     copyWait<0>();
     __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
     if (j + 1 < n) fetch(j + 1);
@@ -65,21 +67,25 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
     for (int step = 0; step < S::Loop; step += S::Step) {
       const int j0 = j * S::Loop + step;
       if (j0 >= keys || (p.causal && j0 > lastRow)) break;
+      if constexpr (Docs::packed)
+        if (j0 + S::Step <= starts.lowest()) continue;
       Accumulator<M, S::Step> s;
       s.clear();
       s.template addNT<T, D>(qTile, row, kTile, step);
       if (j0 + S::Step > p.seq || (p.causal && j0 + S::Step - 1 > i0 + row)) hide(s, i0 + row, j0, p);
+      hideBefore(s, j0, starts);
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          // The first key is visible to every query, so that top is finite from the first step on.
+          // Without documents the first key is visible to every query: then top is finite from the first step on.
           float highest = top[m][half];
 #pragma unroll
           for (int x = 0; x < S::Step / 8; x++) highest = fmaxf(highest, fmaxf(s.c[m][x][2 * half], s.c[m][x][2 * half + 1]));
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
-          float shrink = exp2Approx((top[m][half] - highest) * c), zero = highest * c, total = 0;
+          const float base = softmaxBase<Docs::packed>(highest);
+          float shrink = exp2Approx((top[m][half] - base) * c), zero = base * c, total = 0;
           top[m][half] = highest;
 #pragma unroll
           for (int x = 0; x < S::Step / 8; x++)
@@ -113,7 +119,7 @@ template <typename T, typename S> __device__ __forceinline__ void forward(const 
 }
 
 // dq. Launch: batch·heads·⌈seq/Own⌉ blocks of Threads. Shared memory: q and g, and two stages of k and v.
-template <typename T, typename S> __device__ __forceinline__ void backwardQ(const Params &p) {
+template <typename T, typename S, typename Docs> __device__ __forceinline__ void backwardQ(const Params &p, const Docs &docs) {
   constexpr int D = S::D, M = S::M;
   static_assert(S::Own <= kStatsTile, "the statistics of all rows of the tile exist");
   extern __shared__ __align__(128) unsigned char shared[];
@@ -127,6 +133,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, 0, kvHead * p.headDim);
   const int keys = p.causal ? min(p.seq, i0 + S::Own) : p.seq;
   const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;
+  const auto starts = startsOf<M>(docs, p, w.batch, i0 + row);
   const float c = p.scale * kLog2e;
 
   auto fetch = [&](int j) {
@@ -137,8 +144,9 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
     copyCommit();
   };
   loadTile<T, D, S::Own, S::Threads>(qTile, q, p.qStride, p.seq - i0, p.headDim);
+  const int first = docs.start(p, w.batch, i0) / S::Loop;
   loadTile<T, D, S::Own, S::Threads>(gTile, g, p.gStride, p.seq - i0, p.headDim);
-  fetch(0);
+  fetch(first);
 
   float2 stats[M][2];
 #pragma unroll
@@ -152,7 +160,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
   Accumulator<M, D> dq;
   dq.clear();
   const int n = (keys + S::Loop - 1) / S::Loop;
-  for (int j = 0; j < n; j++) {
+  for (int j = first; j < n; j++) {
     copyWait<0>();
     __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
     if (j + 1 < n) fetch(j + 1);
@@ -161,10 +169,13 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
     for (int step = 0; step < S::Loop; step += S::Step) {
       const int j0 = j * S::Loop + step;
       if (j0 >= keys || (p.causal && j0 > lastRow)) break;
+      if constexpr (Docs::packed)
+        if (j0 + S::Step <= starts.lowest()) continue;
       Accumulator<M, S::Step> s, ds;
       s.clear();
       s.template addNT<T, D>(qTile, row, kTile, step);
       if (j0 + S::Step > p.seq || (p.causal && j0 + S::Step - 1 > i0 + row)) hide(s, i0 + row, j0, p);
+      hideBefore(s, j0, starts);
       ds.clear();
       ds.template addNT<T, D>(gTile, row, vTile, step);
 #pragma unroll
@@ -190,7 +201,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardQ(cons
 }
 
 // dk and dv. Launch: batch·kvHeads·⌈seq/Own⌉ blocks of Threads. Shared memory: k and v, and two stages of q, g and stats.
-template <typename T, typename S> __device__ __forceinline__ void backwardKV(const Params &p) {
+template <typename T, typename S, typename Docs> __device__ __forceinline__ void backwardKV(const Params &p, const Docs &docs) {
   constexpr int D = S::D, M = S::M;
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int stageBytes = 2 * S::LoopBytes + 2 * S::Loop * sizeof(float);
@@ -202,7 +213,9 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, j0, w.head * p.headDim);
   const float c = p.scale * kLog2e;
   // All tiles of queries that see a key of the block, of one query head after the other.
-  const int first = p.causal ? j0 / S::Loop : 0, tiles = (p.seq + S::Loop - 1) / S::Loop - first, n = group * tiles;
+  const int first = p.causal ? j0 / S::Loop : 0, queries = docs.end(p, w.batch, j0 + S::Own - 1);
+  const int tiles = (queries + S::Loop - 1) / S::Loop - first, n = group * tiles;
+  const auto ends = endsOf<M>(docs, p, w.batch, j0 + row);
 
   auto fetch = [&](int it) {
     uint32_t stage = stages + it % 2 * stageBytes;
@@ -236,6 +249,8 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
     for (int step = 0; step < S::Loop; step += S::Step) {
       const int i = i0 + step;
       if (i >= p.seq) break;
+      if constexpr (Docs::packed)
+        if (i >= ends.highest()) break;
       if (p.causal && i + S::Step <= j0 + row) continue;  // all of these queries come before this warp's keys
       Accumulator<M, S::Step> pt, ds;  // transposed: a row is a key, a column a query
       pt.clear();
@@ -257,6 +272,7 @@ template <typename T, typename S> __device__ __forceinline__ void backwardKV(con
             pt.c[m][x][e] = diagonal && key > query ? 0 : t;
           }
       }
+      dropBehind(pt, i, ends);
       dv.template addNN<T>(pt, gTile, step);
       ds.clear();
       ds.template addNT<T, D>(vTile, row, gTile, step);
@@ -299,7 +315,11 @@ using BackwardKV128 = Shape<128, 8, 1, 32, 32>;
 #define KERNEL(name, body, S, T, blocks)                                                             \
   extern "C" __global__ void __launch_bounds__(attention::S::Threads, blocks) name##_##T(            \
       const __grid_constant__ attention::Params p) {                                                 \
-    attention::body<T, attention::S>(p);                                                             \
+    attention::body<T, attention::S>(p, attention::Documents<false>());                              \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(attention::S::Threads, blocks) name##_documents_##T(  \
+      const __grid_constant__ attention::Params p, const int *table) {                               \
+    attention::body<T, attention::S>(p, attention::Documents<true>{table});                          \
   }
 #define KERNELS(T)                                                                                   \
   KERNEL(attention_mma_forward_64, forward, Forward64, T, 2)                                         \

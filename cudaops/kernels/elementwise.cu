@@ -8,7 +8,8 @@
 //
 // Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's width apart, so that a
 // warp's access is contiguous and several are in flight. A block works element by element where a pointer is not a multiple
-// of 16 bytes, at the ragged end, and for functions that training does not wait for.
+// of 16 bytes, at the ragged end, and for functions that training does not wait for. A row for every row has kernels of its
+// own, of one access a thread.
 #include "common.cuh"
 
 // F(name, formula), in the order of the host's UnaryOp. The first list is compiled for speed, the second for size.
@@ -91,22 +92,22 @@ constexpr int kThreads = 256, kUnroll = 2;
 
 // mapPacks calls read for each of the thread's packs of N elements and then write(i, what was read), if the block's span
 // lies within the n elements; it returns false otherwise.
-template <int N, class Read, class Write>
+template <int N, int unroll = kUnroll, class Read, class Write>
 __device__ __forceinline__ bool mapPacks(int64_t n, Read read, Write write) {
-  constexpr int64_t span = int64_t(kUnroll) * kThreads * N;
+  constexpr int64_t span = int64_t(unroll) * kThreads * N;
   if ((blockIdx.x + 1) * span > n) return false;
   int64_t i = blockIdx.x * span + threadIdx.x * N;
-  decltype(read(i)) got[kUnroll];
+  decltype(read(i)) got[unroll];
 #pragma unroll
-  for (int u = 0; u < kUnroll; u++) got[u] = read(i + u * kThreads * N);
+  for (int u = 0; u < unroll; u++) got[u] = read(i + u * kThreads * N);
 #pragma unroll
-  for (int u = 0; u < kUnroll; u++) write(i + u * kThreads * N, got[u]);
+  for (int u = 0; u < unroll; u++) write(i + u * kThreads * N, got[u]);
   return true;
 }
 
 // mapElements calls f for each element of the block's span that lies within the n.
-template <int N, class F> __device__ __forceinline__ void mapElements(int64_t n, F f) {
-  constexpr int64_t span = int64_t(kUnroll) * kThreads * N;
+template <int N, int unroll = kUnroll, class F> __device__ __forceinline__ void mapElements(int64_t n, F f) {
+  constexpr int64_t span = int64_t(unroll) * kThreads * N;
   int64_t end = min(n, (blockIdx.x + 1) * span);
 #pragma unroll 1
   for (int64_t i = blockIdx.x * span + threadIdx.x; i < end; i += kThreads) f(i);
@@ -180,8 +181,9 @@ template <class T> struct Two {
   Pack<T, kVec<T>> a, b;
 };
 
-template <int op, class T, class Read> __device__ __forceinline__ bool fastBinary(T* y, int64_t n, Read read) {
-  return mapPacks<kVec<T>>(n, read, [&](int64_t i, Two<T> v) {
+template <int op, int unroll = kUnroll, class T, class Read>
+__device__ __forceinline__ bool fastBinary(T* y, int64_t n, Read read) {
+  return mapPacks<kVec<T>, unroll>(n, read, [&](int64_t i, Two<T> v) {
 #pragma unroll
     for (int j = 0; j < kVec<T>; j++) v.a.set(j, binary(op, v.a.get(j), v.b.get(j)));
     store(y + i, v.a);
@@ -216,6 +218,35 @@ template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Opera
       binary_##T(T* y, const T* a, const T* b, int op, int64_t repeatA, int64_t periodA, int64_t repeatB,     \
                  int64_t periodB, int64_t n) {                                                                \
     runBinary(y, op, Operand<T>{a, repeatA, periodA}, Operand<T>{b, repeatB, periodB}, n);                    \
+  }
+FOR_STORAGE_TYPES(DEFINE)
+#undef DEFINE
+
+// A row for every row: y[i] = f(a[i], row[i % period]), op one of the first list. One access a thread is what a copy is fastest
+// with, and what is computed of a row's index hides behind the load of a, which is on its way first; the row comes from the L1.
+// Launch: as many threads as accesses; y, a and row are multiples of 16 bytes, and period one of kVec.
+template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T* a, const T* row, int64_t period, int64_t n) {
+  constexpr int N = kVec<T>;
+  auto at = [&](int64_t i) { return n < (int64_t(1) << 31) ? int64_t(unsigned(i) % unsigned(period)) : i % period; };
+  auto read = [&](int64_t i) {
+    Two<T> v;
+    v.a = load<N>(a + i);
+    v.b = load<N>(row + at(i));
+    return v;
+  };
+  bool done = false;
+#define RUN(name, formula) \
+  case name: done = fastBinary<name, 1>(y, n, read); break;
+  switch (op) { FAST_BINARY(RUN) }
+#undef RUN
+  if (!done)
+    mapElements<N, 1>(n, [&](int64_t i) { y[i] = fromFloat<T>(binary(op, toFloat(a[i]), toFloat(row[at(i)]))); });
+}
+
+#define DEFINE(T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads, 8)                                                   \
+      binary_row_##T(T* y, const T* a, const T* row, int op, int64_t period, int64_t n) {                     \
+    runRow(y, op, a, row, period, n);                                                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

@@ -6,21 +6,15 @@
 // with x and g [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup] [rows, 2f] and h [rows, f].
 // gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
 //
-// A block owns 128 rows by 256 columns at a time (of the forward pass 128 of gate and the same of up), a cluster of two blocks
-// 256 rows: each copies its own rows of the left operand and half of the right one, which goes to both. Blocks stay on their
-// multiprocessor and take tiles until there are none. In a block
-//
-//   two warpgroups   multiply 64 rows each, leave the sums in shared memory, rounded, and go on with the next tile;
-//   Finishers warps  take them from there to memory meanwhile: depth is so short in these models that a multiplier could not
-//                    hide that itself;
-//   one thread       copies the operands, 64 of the depth at a time, kStages ahead.
+// gemm_hopper.cuh says how a block goes about it. Of the 256 columns of its tiles, in the forward pass 128 are of gate and the
+// same of up. What the multipliers leave Finishers warps take to memory.
 //
 // Three finishers do for the forward pass, and for the backward pass of a long depth. With seven there are too many threads for
 // products of 256 columns, since the compiler wants room for their registers in every thread: the multipliers then read the left
 // operand twice.
 //
 // Needs: f and depth multiples of 8, pointers of 16 bytes.
-#include "attention_hopper.cuh"
+#include "gemm_hopper.cuh"
 
 namespace gemm {
 
@@ -33,76 +27,22 @@ struct Params {
 };
 
 #if defined(HOPPER)
-using namespace attention;
-
-constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 3, kWorkers = 2, kCluster = 2;
-constexpr int kLeftBytes = kRows * kDepth * 2, kRightBytes = kColumns * kDepth * 2, kStageBytes = kLeftBytes + kRightBytes;
-constexpr int kPanelBytes = 64 * 128;                   // 64 rows of 64 columns
-constexpr int kSumBytes = kColumns / 64 * kPanelBytes;  // of a worker
+constexpr int kColumns = 256, kStages = 3;
 
 // Rows of gate and up on their way to the finishers of the backward pass, who share them evenly: 512 bytes of each.
 constexpr int kGates = 18, kGateBytes = 2 * 512;
 
-// Shared memory: the stages, each worker's sums, the gates, then the barriers.
-struct Memory {
-  uint32_t base;
-  Ring<kStages> ring;
-  uint32_t barriers;
-  __device__ explicit Memory(uint32_t at)
-      : base(at), ring{at + kStages * kStageBytes + kWorkers * kSumBytes + kGates * kGateBytes}, barriers(ring.barriers + ring.bytes) {}
-  __device__ uint32_t left(int i) const { return base + ring.slot(i) * kStageBytes; }
-  __device__ uint32_t right(int i) const { return left(i) + kLeftBytes; }
-  __device__ uint32_t sums(int worker) const { return base + kStages * kStageBytes + worker * kSumBytes; }
-  __device__ uint32_t gates() const { return sums(kWorkers); }
-  __device__ uint32_t summed(int worker) const { return barriers + 16 * worker; }  // the sums are there
-  __device__ uint32_t taken(int worker) const { return summed(worker) + 8; }       // and may be overwritten
-};
+using Shared = Memory<kColumns, kStages, kGates * kGateBytes>;
 
-// Where a tile begins. Of the cluster's tiles, one below the other, a block has that of its rank.
-struct Tile {
-  int row, column;
-};
-
-// The tiles of a cluster, one a turn: down the rows of a section, then on to the next columns. A tile has Step columns of
-// the f.
-template <int Step> struct Schedule {
-  int rows, columns, section, rank, next, stride;
-  __device__ explicit Schedule(const Params &p)
-      : rows((p.rows + kCluster * kRows - 1) / (kCluster * kRows)), columns((p.f + Step - 1) / Step), section(p.section),
-        rank(blockIdx.x % kCluster), next(blockIdx.x / kCluster), stride(gridDim.x / kCluster) {}
-  __device__ bool take(Tile &t) {
-    if (next >= rows * columns) return false;
-    const int first = next / (section * columns) * section, r = next % (section * columns), n = min(section, rows - first);
-    t = {(kCluster * (first + r % n) + rank) * kRows, r / n * Step};
-    next += stride;
-    return true;
-  }
-};
-
-// ---- Copies ----
-
-// Into this block, or with All at the same place of all; bytes arrive at the barrier of each.
-template <bool All> __device__ inline void copyBox(uint32_t to, const TensorMap &map, uint32_t barrier, int x, int y, int z) {
-  if (All)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((uint16_t)((1 << kCluster) - 1))
-        : "memory");
-  else
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-                     to),
-                 "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
+template <int Step> __device__ inline Schedule<Step> scheduleOf(const Params &p) { return {p.rows, p.f, p.section}; }
 
 // What lies outside the matrices becomes zero.
-template <bool Forward> __device__ inline void copyTiles(const Params &p, const TensorMap &left, const TensorMap &right, const Memory &m) {
-  Schedule<Forward ? kColumns / 2 : kColumns> schedule(p);
+template <bool Forward> __device__ inline void copyTiles(const Params &p, const TensorMap &left, const TensorMap &right, const Shared &m) {
+  auto schedule = scheduleOf<Forward ? kColumns / 2 : kColumns>(p);
   Tile t;
   for (int i = 0; schedule.take(t);)
     for (int k = 0; k < p.depth; k += kDepth, i++) {
-      const uint32_t barrier = m.ring.fill(i, kStageBytes), half = m.right(i) + schedule.rank * (kRightBytes / kCluster);
+      const uint32_t barrier = m.ring.fill(i, Shared::StageBytes), half = m.right(i) + schedule.rank * (Shared::RightBytes / kCluster);
       copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
       if (Forward) {  // one block brings gate, the other up
         copyBox<true>(half, right, barrier, k, t.column, schedule.rank);
@@ -114,98 +54,15 @@ template <bool Forward> __device__ inline void copyTiles(const Params &p, const 
     }
 }
 
-// ---- Products ----
-
-#define REGISTERS_128                                                                                             \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "        \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "         \
-  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "         \
-  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "         \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, "       \
-  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "       \
-  "%119, %120, %121, %122, %123, %124, %125, %126, %127}"
-#define OUTPUTS_128(m) OUTPUTS_64(m), SIXTEEN(m, 16), SIXTEEN(m, 20), SIXTEEN(m, 24), SIXTEEN(m, 28)
-
-// c (64×N) = A·B, or += with add. With TransposeB the product runs over rows of B's tile.
-#define DEFINE_PRODUCT(N, R, a, b, flag, transpose, T, name)                                                             \
-  template <int TransposeB>                                                                                              \
-  __device__ inline void product(float (&c)[N / 8][4], uint64_t x, uint64_t y, bool add, T) {                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                                     \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R                       \
-                 ", " a ", " b ", p, 1, 1, 0, " transpose ";\n}\n"                                                       \
-                 : OUTPUTS_##R("+f")                                                                                     \
-                 : "l"(x), "l"(y), "r"((int)add), "n"(TransposeB));                                                      \
-  }
-#define DEFINE_BOTH(T, name)                                              \
-  DEFINE_PRODUCT(128, 64, "%64", "%65", "%66", "%67", T, name)            \
-  DEFINE_PRODUCT(256, 128, "%128", "%129", "%130", "%131", T, name)
-DEFINE_BOTH(bf16, "bf16")
-DEFINE_BOTH(f16, "f16")
-
-// Tells the cluster's blocks, whose copies write there, that this warp is done with the slot of fill i.
-__device__ inline void releaseAll(const Ring<kStages> &ring, int i) {
-  const int lane = threadIdx.x % 32;
-  if (lane < kCluster)
-    asm volatile(
-        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(ring.freed(i)),
-        "r"(lane)
-        : "memory");
-}
-
-// Rounds a warp's 16 rows into the panels of its worker.
-template <typename T> __device__ inline void leaveSums(const Accumulator<1, kColumns> &sums, uint32_t panels) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; n += 2) {
-    const uint32_t at = panels + n / 8 * kPanelBytes + row * 128 + ((n % 8 + lane / 16) ^ row % 8) * 16;
-    const float(&a)[4] = sums.c[0][n], (&b)[4] = sums.c[0][n + 1];
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(pack(a[0], a[1], T())),
-                 "r"(pack(a[2], a[3], T())), "r"(pack(b[0], b[1], T())), "r"(pack(b[2], b[3], T()))
-                 : "memory");
-  }
-}
-
-__device__ inline void arriveOfWarp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrierArrive(barrier);
-}
-
 template <typename T, bool Forward, int Finishers>
-__device__ inline void multiplyTiles(const Params &p, const Memory &m, int worker) {
-  using Half = float[kColumns / 16][4];
-  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
-  constexpr int across = Forward ? 16 : kPanelBytes, step = Forward ? 32 : 16 * 128;  // of the right operand, for 16 of the depth
-  Schedule<Forward ? kColumns / 2 : kColumns> schedule(p);
+__device__ inline void multiplyTiles(const Params &p, const Shared &m, int worker) {
+  auto schedule = scheduleOf<Forward ? kColumns / 2 : kColumns>(p);
   Accumulator<1, kColumns> sums;
   sums.clear();
   Tile t;
   for (int turn = 0, i = 0; schedule.take(t); turn++) {
     const int end = i + (p.depth + kDepth - 1) / kDepth;
-    hold(sums);
-    for (const int first = i; i < end; i++) {
-      m.ring.wait(i);
-      const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, across);
-      productsBegin();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; k++) {
-        const bool add = k > 0 || i > first;
-        if constexpr (Finishers == 3) {
-          product<!Forward>(sums.c[0], a.plus(k * 32), b.plus(k * step), add, T());
-        } else {
-          product<!Forward>(*(Half *)&sums.c[0][0], a.plus(k * 32), b.plus(k * step), add, T());
-          product<!Forward>(*(Half *)&sums.c[0][kColumns / 16], a.plus(k * 32), b.plus(k * step + kRightBytes / 2), add, T());
-        }
-      }
-      productsCommit();
-      if (i > first) {
-        productsWait<1>();
-        releaseAll(m.ring, i - 1);
-      }
-    }
-    productsWait<0>();
-    hold(sums);
-    releaseAll(m.ring, i - 1);
+    i = multiplyTile<T, !Forward, Finishers != 3>(sums, m, worker, i, end, [](int) {});
     barrierWait(m.taken(worker), turn + 1 & 1);
     leaveSums<T>(sums, m.sums(worker));
     if (Forward) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -242,9 +99,9 @@ template <typename T> __device__ inline void storeChunk(T *to, const Chunk &c) {
 
 // gate and up leave through the copy engine while h is formed, two rows at a time.
 template <typename T, int Finishers>
-__device__ inline void finishForward(const Params &p, const TensorMap &ab, const Memory &m, int warp) {
+__device__ inline void finishForward(const Params &p, const TensorMap &ab, const Shared &m, int warp) {
   const int lane = threadIdx.x % 32, chunk = lane % 16;
-  Schedule<kColumns / 2> schedule(p);
+  auto schedule = scheduleOf<kColumns / 2>(p);
   Tile t;
   for (int turn = 0; schedule.take(t); turn++)
     for (int worker = 0; worker < kWorkers; worker++) {
@@ -254,9 +111,7 @@ __device__ inline void finishForward(const Params &p, const TensorMap &ab, const
       if (warp == 0 && lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < 4; panel++)
-          asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&ab),
-                       "r"(panels + panel * kPanelBytes), "r"(t.column + panel % 2 * 64), "r"(panel / 2), "r"(first)
-                       : "memory");
+          storeBox(ab, panels + panel * kPanelBytes, t.column + panel % 2 * 64, panel / 2, first);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
 #pragma unroll 2
@@ -292,7 +147,7 @@ template <int Finishers> struct Rows {
   int warp, row;
   bool more;
   Tile t;
-  __device__ Rows(const Params &p, int warp) : schedule(p), warp(warp), row(warp), more(schedule.take(t)) {}
+  __device__ Rows(const Params &p, int warp) : schedule(scheduleOf<kColumns>(p)), warp(warp), row(warp), more(schedule.take(t)) {}
   // Reports whether the next row is of another tile.
   __device__ bool next() {
     row += Finishers;
@@ -304,10 +159,10 @@ template <int Finishers> struct Rows {
 };
 
 // A lane has eight columns. It starts copies of gate and up some rows before it needs them.
-template <typename T, int Finishers> __device__ inline void finishBackward(const Params &p, const Memory &m, int warp) {
+template <typename T, int Finishers> __device__ inline void finishBackward(const Params &p, const Shared &m, int warp) {
   constexpr int slots = kGates / Finishers;
   const int lane = threadIdx.x % 32;
-  const uint32_t gates = m.gates() + warp * slots * kGateBytes + lane * 16;
+  const uint32_t gates = m.extra() + warp * slots * kGateBytes + lane * 16;
   Rows<Finishers> now(p, warp), ahead = now;
   if (now.more) expect<T, Finishers>(p, now.t, warp);
   auto copy = [&](uint32_t to) {
@@ -358,24 +213,11 @@ template <typename T, int Finishers> __device__ inline void finishBackward(const
   }
 }
 
-__device__ inline void meetCluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
 template <typename T, bool Forward, int Finishers>
 __device__ inline void run(const Params &p, const TensorMap &left, const TensorMap &right, const TensorMap &ab) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Memory m(sharedAddress(shared));
-  if (threadIdx.x == 0) {
-    m.ring.init(kCluster * kWorkers);
-    for (int worker = 0; worker < kWorkers; worker++) {
-      barrierInit(m.summed(worker), 4);
-      barrierInit(m.taken(worker), Finishers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  meetCluster();
+  const Shared m(sharedAddress(shared));
+  begin(m, Finishers);
   constexpr int others = Finishers == 3 ? 128 : 256;
   if (threadIdx.x < others) {
     giveRegisters<Finishers == 3 ? 152 : 80>();
@@ -401,12 +243,6 @@ __device__ inline void run(const Params &p, const TensorMap &left, const TensorM
 
 // Launch: clusters of kCluster blocks of 384 threads, of 512 with seven finishers; as many as run at once. Dynamic shared memory:
 // see Memory.
-#undef BODY
-#if defined(HOPPER)
-#define BODY(...) gemm::__VA_ARGS__
-#else
-#define BODY(...)
-#endif
 #define FORWARD(T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_3_##T(                             \
       const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,                             \

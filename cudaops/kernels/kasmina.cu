@@ -147,7 +147,7 @@ __device__ __forceinline__ void mergeHealth(float* figures, const float4* record
   double pivot = 0;
   if (seed < seeds) {
     records += 2 * int64_t(nth) * each;
-    pivot = records->x;
+    pivot = pivotOf(records, parts, 2 * int64_t(units));
 #pragma unroll 4
     for (int p = i % share; p < parts * each; p += share) {
       const float4* r = records + 2 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
@@ -189,8 +189,8 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     Feed feed(shared, src, lane, work);
     const Neighbours<T, N> neighbours(lane, at, l.chunk);
     const float large = greatest<T>(l.large);
-    Pack<T, N> top{};
-    if (watch && work.any()) top = load<N>(x + work.start());
+    Pivots<T, N, E> pivots;
+    if (watch) pivots.fetch(x, work);
     awaitPrevious();  // which made l.softmax
     Seed<E> s[G];
     int lost[G] = {};  // elements that are NaN or Inf
@@ -200,9 +200,12 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     for (int g = 0; g < G; g++) {
       s[g].bySign();
       blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
+    }
+    if (watch) {
+      float k[G];
+      pivots.find(k, x, work);
 #pragma unroll
-      for (int j = E - 1; j >= 0; j--)
-        if (watch && finite(top.get(g * E + j))) h[g].m.k = top.get(g * E + j);
+      for (int g = 0; g < G; g++) h[g].m.k = k[g];
     }
     const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, blends);
 
@@ -325,7 +328,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   } else if (here) {
     for (int g = threadIdx.y; g < G; g += blockDim.y) {
       const float4* r = own + 2 * (threadIdx.x * G + g);
-      const double pivot = r->x;
+      const double pivot = pivotOf(r, blockDim.y, 2 * wide);
       HealthSums all;
       for (int y = 0; y < blockDim.y; y++) all.add(r + 2 * y * wide, pivot);
       float4* to = records + 2 * (int64_t(blockIdx.y) * units + lane.col / E + g);

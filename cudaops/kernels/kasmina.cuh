@@ -18,6 +18,7 @@
 // stay in registers. Rows are dealt out to lanes (a group of threads that covers all columns) in turn.
 #pragma once
 #include "common.cuh"
+#include "overlap.cuh"
 #include <cfloat>
 #include <type_traits>
 
@@ -190,6 +191,8 @@ __device__ __forceinline__ float minNaN(float a, float b) {
 
 __device__ __forceinline__ bool finite(float v) { return fabsf(v) < INFINITY; }
 
+__device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // Int is a number as a type, for lambdas.
 template <int n> struct Int { static constexpr int value = n; };
 
@@ -309,7 +312,7 @@ struct Running {
     if (!(all > 0)) return;
     float sum = fmaf(n, e, s1), mean = __fdividef(sum, all);
     m2 += fmaf(n * e, e, s2) - sum * mean;
-    float next = k + mean;
+    float next = all < 8 ? k : k + mean;  // the mean of few may be far from that of all
     e = mean - (next - k), k = next, n = all;
   }
 };
@@ -337,6 +340,12 @@ struct Moments {
 
 // A record is what rows leave of a unit, the E elements of a Seed: four numbers of Running, then others.
 __device__ __forceinline__ float4 record(const Running& r) { return {r.k, r.e, r.m2, r.n}; }
+
+// pivotOf is the mean of the first of so many records that has any elements.
+__device__ __forceinline__ double pivotOf(const float4* r, int count, int64_t apart) {
+  while (count-- > 1 && r->w == 0) r += apart;
+  return r->x;
+}
 
 // Sums merge moments without a division for each: of deviations from a pivot next to the mean, so that nothing large
 // cancels, which double precision makes sure of.
@@ -381,18 +390,4 @@ template <class S> __device__ __forceinline__ void addOver(S& s, int share, int 
   __syncthreads();
   if (i % share == 0)
     for (int w = 1; w < share / kWarp; w++) s.add(warps[i / kWarp + w]);
-}
-
-// awaitPrevious waits for the kernel before this one, which was launched to overlap with it.
-__device__ __forceinline__ void awaitPrevious() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// releaseNext lets the kernel after this one start as soon as all blocks of this one have, if it was launched to overlap.
-__device__ __forceinline__ void releaseNext() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }

@@ -125,7 +125,7 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
   double pivot = 0, middle = 0;
   if (seed < seeds) {
     records += 3 * int64_t(nth) * each;
-    pivot = records[0].x, middle = records[1].x;
+    pivot = pivotOf(records, parts, 3 * int64_t(units)), middle = records[1].x;
 #pragma unroll 4
     for (int p = i % share; p < parts * each; p += share) {
       const float4* r = records + 3 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
@@ -166,8 +166,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const Neighbours<T, N> neighbours(lane, at, l.chunk);
     const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
     const float large = greatest<T>(kLargestSquared);
-    Pack<T, N> head{};
-    if (watch && work.any()) head = load<N>(g + work.start());
+    Pivots<T, N, E> pivots;
+    if (watch) pivots.fetch(g, work);
     awaitPrevious();  // which made l.softmax or scale
     Seed<E> s[G];
     bool residual[G], active = false, taps = false;
@@ -179,14 +179,20 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       const Word word = s[k].word;
       residual[k] = word.kind() == kResidual;
       active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
-      if (watch) {
+    }
+    if (watch) {
+      float middle[G];
+      pivots.find(middle, g, work);
+#pragma unroll
+      for (int k = 0; k < G; k++) {
         float q = 0;
 #pragma unroll
-        for (int j = E - 1; j >= 0; j--) {
-          float v = head.get(k * E + j);
-          if (finite(v)) h[k].m.k = v, q = fmaf(v, v, q);
+        for (int j = 0; j < E; j++) {
+          float v = pivots.first[0].get(k * E + j);
+          if (finite(v)) q = fmaf(v, v, q);
         }
         if (together) q = sumOver(q, sharing, at / N, lane.peers);
+        h[k].m.k = middle[k];
         if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
       }
     }
@@ -385,7 +391,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   } else if (here) {
     for (int k = threadIdx.y; k < G; k += down) {
       const float4* r = all + 3 * (threadIdx.x * G + k);
-      const double pivot = r[0].x, middle = r[1].x;
+      const double pivot = pivotOf(r, blockDim.y, 3 * wide), middle = r[1].x;
       GradientSums sum;
       for (int y = 0; y < down; y++) sum.add(r + 3 * y * wide, pivot, middle);
       float4* to = records + 3 * (int64_t(blockIdx.y) * units + lane.col / E + k);

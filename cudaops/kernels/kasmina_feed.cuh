@@ -72,8 +72,44 @@ template <int B> struct Work {
   }
   __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
   __device__ __forceinline__ int64_t step() const { return stride * d; }
-  __device__ __forceinline__ bool any() const { return batches + singles > 0; }
-  __device__ __forceinline__ int64_t start() const { return place(batches > 0 ? row : rest); }
+  __device__ __forceinline__ int count() const { return batches * B + singles; }  // of its rows
+  __device__ __forceinline__ int64_t nth(int i) const {
+    return place(i < batches * B ? row + i / B * stride + i % B : rest + i - batches * B);
+  }
+};
+
+// Pivots finds what the deviations of a thread's seeds are first taken from: of each, the median of its first three elements.
+// From an outlier all others of a group would be far, and their squares would cancel.
+template <class T, int N, int E> struct Pivots {
+  static constexpr int G = N / E, early = E < 3 ? 3 : 1;  // rows that have three elements
+  Pack<T, N> first[early];
+
+  template <int B> __device__ __forceinline__ void fetch(const T* x, const Work<B>& work) {
+#pragma unroll
+    for (int i = 0; i < early; i++) {
+      first[i] = {};
+      if (i < work.count()) first[i] = load<N>(x + work.nth(i));
+    }
+  }
+  template <int B> __device__ __forceinline__ void find(float (&k)[G], const T* x, const Work<B>& work) const {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+      float e[3];
+#pragma unroll
+      for (int i = 0; i < 3; i++) e[i] = E < 3 ? first[i % early].get(g * E) : first[0].get(g * E + i);
+      const bool plain = work.count() >= early && finite(e[0]) && finite(e[1]) && finite(e[2]);
+      k[g] = plain || search(e, x + g * E, work) ? median(e[0], e[1], e[2]) : e[0];
+    }
+  }
+  // search finds three elements that are finite, or as many as there are, and says whether it did.
+  template <int B> __device__ static __forceinline__ bool search(float (&e)[3], const T* x, const Work<B>& work) {
+    int found = 0;
+    e[0] = 0;
+#pragma unroll 1
+    for (int i = 0; found < 3 && i < E * work.count(); i++)
+      if (float v = toFloat(x[work.nth(i / E) + i % E]); finite(v)) e[2] = e[1], e[1] = e[0], e[0] = v, found++;
+    return found == 3;
+  }
 };
 
 // Source is A arrays of one shape.

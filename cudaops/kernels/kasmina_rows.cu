@@ -43,6 +43,16 @@ template <class T, class F> __device__ __forceinline__ void forEach(const T* p, 
   }
 }
 
+// anchorOf is the median of the first three of c elements, so that it is not one that is far from all others, or where these
+// are not finite, the first that is.
+template <class T> __device__ __forceinline__ float anchorOf(const T* p, int c) {
+  const float e0 = toFloat(p[0]), e1 = toFloat(p[min(1, c - 1)]), e2 = toFloat(p[min(2, c - 1)]);
+  if (finite(e0) && finite(e1) && finite(e2)) return median(e0, e1, e2);
+  for (int i = 0; i < c; i++)
+    if (float e = toFloat(p[i]); finite(e)) return e;
+  return 0;
+}
+
 // Launch: 256 threads, which are groups of W for `across` seeds a block, by so many parts of the rows as are left; the parts of
 // the gridDim.y blocks take rows in turn. partial is [parts, seeds]. scale and clipped matter where l.limit is not null.
 template <class T, bool gradient>
@@ -59,7 +69,7 @@ __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowParti
     const bool here = turn + part < l.rows;  // all lanes take part in reductions
     const int64_t row = here ? turn + part : 0;
     const T* p = v + (row * l.seeds + seed) * c;
-    float first = toFloat(p[0]), anchor = finite(first) ? first : 0;
+    float anchor = anchorOf(p, c);
     float s = 0, n = 0, dead = 0, low = INFINITY, high = -INFINITY, m2 = 0;
     forEach(p, c, lane, w, [&](float e) {
       if (!finite(e)) return;

@@ -7,9 +7,11 @@
 //
 // Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
 // columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
-// registers, each block leaves a partial sum, and a second kernel adds those up in order. Rows that do not fit, or are not
-// aligned to 16 bytes, take kernels that read them twice.
+// registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
+// order. A short row may instead be a warp's own, so that no warp waits for another. Rows that do not fit, or are not aligned to
+// 16 bytes, take kernels that read them twice.
 #include "common.cuh"
+#include "overlap.cuh"
 
 // ---- Forward ----
 
@@ -107,9 +109,11 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x
 #define DEFINE(T)                                                                                             \
   DEFINE_HELD(T, rmsnorm_held, 1, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_held, 2, false)                                                                      \
+  DEFINE_HELD(T, rmsnorm_held, 3, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_held, 4, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_add_held, 1, true)                                                                   \
   DEFINE_HELD(T, rmsnorm_add_held, 2, true)                                                                   \
+  DEFINE_HELD(T, rmsnorm_add_held, 3, true)                                                                   \
   DEFINE_HELD(T, rmsnorm_add_held, 4, true)                                                                   \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \
@@ -170,6 +174,22 @@ template <class T> struct Walk {
 
 // ---- Backward ----
 
+// put writes the N sums of a thread's columns.
+template <int N> __device__ __forceinline__ void put(const float (&sum)[N], float* to) {
+#pragma unroll
+  for (int j = 0; j < N; j++) to[j] = sum[j];
+}
+
+// leaveSums adds up the rows of sums [blockDim.y, d], which the block's threads have written, into the block's row of partial.
+__device__ __forceinline__ void leaveSums(float* partial, const float* sums, int d) {
+  __syncthreads();
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < d; i += blockDim.x * blockDim.y) {
+    float sum = 0;
+    for (int y = 0; y < blockDim.y; y++) sum += sums[y * d + i];
+    partial[int64_t(blockIdx.x) * d + i] = sum;
+  }
+}
+
 // Launch: see Walk; three arrays with add, else two, and at least blockDim.y·d floats. Each block writes a row of partial
 // [blocks, d].
 template <class T>
@@ -178,6 +198,7 @@ __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, 
   constexpr int N = kVec<T>;
   __shared__ float dots[2][kWarp];
   extern __shared__ uint4 shared[];
+  releaseNext();
   Walk<T> walk(rows, d, shared, dots);
   auto fetch = [&](int ahead) {
     walk.fetch(0, x, ahead);
@@ -210,17 +231,87 @@ __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, 
   }
   awaitAsync<0>();
 
-  float* sums = reinterpret_cast<float*>(shared);
   __syncthreads();
-  if (walk.active)
+  if (walk.active) put(dw, reinterpret_cast<float*>(shared) + threadIdx.y * d + walk.col);
+  leaveSums(partial, reinterpret_cast<const float*>(shared), d);
+}
+
+// Rows of up to P·32·kVec elements, each a warp's own: its lanes hold P packs of it and wait for no other warp, and what they
+// add up is a shuffle. Launch: kWarp threads by so many warps, at most kOwn<P>; any number of blocks. Dynamic shared memory:
+// kOwnStages·P·512 bytes a warp for each array, three with add, else two; and at least a row of floats a warp. Each block writes
+// a row of partial [blocks, d].
+constexpr int kOwnStages = 3;                          // rows on their way, of each warp
+template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
+
+template <class T, int P>
+__device__ __forceinline__ void backwardOwn(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,
+                                            const T* add, int64_t rows, int d) {
+  constexpr int N = kVec<T>;
+  using V = Pack<T, N>;
+  extern __shared__ uint4 shared[];
+  releaseNext();
+  const int arrays = add ? 3 : 2;
+  const int64_t step = int64_t(gridDim.x) * blockDim.y;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  V* slots = reinterpret_cast<V*>(shared) + threadIdx.y * (kOwnStages * arrays * P * kWarp) + threadIdx.x;
+  auto slot = [&](int stage, int array, int k) { return slots + ((stage * arrays + array) * P + k) * kWarp; };
+  auto at = [&](int k) { return int(k * kWarp + threadIdx.x) * N; };
+  auto fetch = [&](int stage, int64_t r) {
+    auto copy = [&](int array, const T* from) {
 #pragma unroll
-    for (int j = 0; j < N; j++) sums[threadIdx.y * d + walk.col + j] = dw[j];
-  __syncthreads();
-  for (int i = walk.thread; i < d; i += walk.threads) {
-    float sum = 0;
-    for (int y = 0; y < blockDim.y; y++) sum += sums[y * d + i];
-    partial[int64_t(blockIdx.x) * d + i] = sum;
+      for (int k = 0; k < P; k++) {
+        bool wanted = r < rows && at(k) < d;
+        copyAsync(slot(stage, array, k), from + (wanted ? r * d + at(k) : 0), wanted);
+      }
+    };
+    copy(0, x), copy(1, g);
+    if (add) copy(2, add);
+    commitAsync();
+  };
+  auto rstdOf = [&](int64_t r) { return r < rows ? rstd[r] : 0.0f; };
+  for (int i = 0; i < kOwnStages - 1; i++) fetch(i, row + i * step);
+  Pack<float, N> wc[P] = {};
+#pragma unroll
+  for (int k = 0; k < P; k++)
+    if (at(k) < d) wc[k] = load<N>(w + at(k));
+  float dw[P][N] = {}, nextRstd = rstdOf(row);
+  int now = 0, last = kOwnStages - 1;  // stages: this row's, and that of the row which is fetched
+#pragma unroll 1
+  for (; row < rows; row += step) {
+    fetch(last, row + (kOwnStages - 1) * step);
+    const float s = nextRstd;
+    nextRstd = rstdOf(row + step);
+    awaitAsync<kOwnStages - 1>();
+    V xr[P], gr[P];
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < P; k++) {
+      xr[k] = *slot(now, 0, k), gr[k] = *slot(now, 1, k);
+#pragma unroll
+      for (int j = 0; j < N; j++) dot += gr[k].get(j) * wc[k].v[j] * xr[k].get(j);
+      forget(xr[k]), forget(gr[k]);
+    }
+    const float m = warpReduce<Sum>(dot) / d * s * s;
+#pragma unroll
+    for (int k = 0; k < P; k++) {
+      V more = {};
+      if (add) more = *slot(now, 2, k);
+#pragma unroll
+      for (int j = 0; j < N; j++) {
+        float gj = gr[k].get(j), xj = xr[k].get(j);
+        dw[k][j] += gj * (xj * s);
+        xr[k].set(j, s * (gj * wc[k].v[j] - xj * m) + (add ? more.get(j) : 0.0f));
+      }
+      if (at(k) < d) store(dx + row * d + at(k), xr[k]);
+    }
+    last = now, now = now + 1 == kOwnStages ? 0 : now + 1;
   }
+  awaitAsync<0>();
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < P; k++)
+    if (at(k) < d) put(dw[k], reinterpret_cast<float*>(shared) + threadIdx.y * d + at(k));
+  leaveSums(partial, reinterpret_cast<const float*>(shared), d);
 }
 
 // dx for any d. Launch: a block a row.
@@ -249,14 +340,22 @@ __device__ __forceinline__ void weightAny(float* partial, const T* g, const T* x
   partial[int64_t(blockIdx.y) * d + i] = sum;
 }
 
-// dw[i] = Σ_blocks partial[block, i]. Launch: 32 columns a block, 32 by 32 threads.
+// dw[i] = Σ_blocks partial[block, i]. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the kernel before it.
 template <class T>
 __device__ __forceinline__ void weightSum(T* dw, const float* partial, int blocks, int d) {
+  constexpr int U = 8;  // loads at once
   __shared__ float tile[kWarp][kWarp + 1];
+  awaitPrevious();
   int i = blockIdx.x * kWarp + threadIdx.x;
   float sum = 0;
   if (i < d)
-    for (int b = threadIdx.y; b < blocks; b += kWarp) sum += partial[int64_t(b) * d + i];
+    for (int b = threadIdx.y; b < blocks; b += U * kWarp) {
+      float v[U];
+#pragma unroll
+      for (int u = 0; u < U; u++) v[u] = b + u * kWarp < blocks ? partial[int64_t(b + u * kWarp) * d + i] : 0;
+#pragma unroll
+      for (int u = 0; u < U; u++) sum += v[u];
+    }
   tile[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   sum = warpReduce<Sum>(tile[threadIdx.x][threadIdx.y]);
@@ -264,7 +363,17 @@ __device__ __forceinline__ void weightSum(T* dw, const float* partial, int block
   if (threadIdx.x == 0 && i < d) dw[i] = fromFloat<T>(sum);
 }
 
+#define DEFINE_OWN(T, P)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kOwn<P>* kWarp)                                                \
+      rmsnorm_backward_own##P##_##T(T* dx, float* partial, const T* g, const T* x, const float* w,            \
+                                    const float* rstd, const T* add, int64_t rows, int d) {                   \
+    backwardOwn<T, P>(dx, partial, g, x, w, rstd, add, rows, d);                                              \
+  }
 #define DEFINE(T)                                                                                             \
+  DEFINE_OWN(T, 1)                                                                                            \
+  DEFINE_OWN(T, 2)                                                                                            \
+  DEFINE_OWN(T, 3)                                                                                            \
+  DEFINE_OWN(T, 4)                                                                                            \
   extern "C" __global__ void __launch_bounds__(1024)                                                          \
       rmsnorm_backward_##T(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,  \
                            const T* add, int64_t rows, int d) {                                               \
@@ -285,3 +394,4 @@ __device__ __forceinline__ void weightSum(T* dw, const float* partial, int block
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
+#undef DEFINE_OWN

@@ -2,8 +2,10 @@
 // inner = 1 reduces rows, outer = 1 reduces columns, and both all of it.
 //
 // Wide reductions take two steps: the middle is cut into parts, whose results [outer, parts, inner] in float32 the same
-// kernels reduce again. The parts depend on the shape alone, and every part is added up in one order.
+// kernels reduce again, whose launch may overlap with that of the first step. The parts depend on the shape alone, and every
+// part is added up in one order.
 #include "common.cuh"
+#include "overlap.cuh"
 
 constexpr int kThreads = 256;
 
@@ -13,6 +15,8 @@ constexpr int kRowUnroll = 4;
 template <class Op, class Y, class X>
 __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {
   constexpr int N = kVec<X>;
+  releaseNext();
+  awaitPrevious();
   int64_t row = blockIdx.x / parts, lo = blockIdx.x % parts * perPart, hi = min(n, lo + perPart);
   x += row * n;
   float r = Op::identity;
@@ -40,27 +44,35 @@ __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_
   if (threadIdx.x == 0) y[blockIdx.x] = fromFloat<Y>(scale * r);
 }
 
-// inner > 1. A part takes eight rows of every 8·parts, kColumnUnroll times eight at once. Launch: blocks of 32 by 8 threads, a
-// thread for each N columns of inner and eight to share the rows; blockIdx.x counts outer·parts, blockIdx.y blocks of 32·N
-// columns.
-constexpr int kColumnUnroll = 8;
+// inner > 1. The first parts take turns, eight rows each, kColumnUnroll times eight at once; each of the last `late` takes a run
+// of kRun rows behind those. Blocks start in order, so that the runs even out what multiprocessors differ in speed. Launch:
+// blocks of 32 by 8 threads, a thread for each N columns of inner and eight to share the rows; outer·parts·tiles blocks, each
+// for 32·N columns. They are bounded by four a multiprocessor, since the compiler else saves registers and waits for the first
+// two loads before it starts a third.
+constexpr int kColumnUnroll = 8, kRun = 128;
 
 template <class Op, class Y, class X, int N>
-__device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {
+__device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts, int late,
+                                              int tiles) {
   constexpr int rows = kThreads / kWarp;
   __shared__ float partial[rows][kWarp * N];
-  int64_t o = blockIdx.x / parts, part = blockIdx.x % parts, col = (int64_t(blockIdx.y) * kWarp + threadIdx.x) * N;
-  x += o * n * inner + col;
+  releaseNext();
+  awaitPrevious();
+  const int result = blockIdx.x / tiles, part = result % parts, turns = parts - late;
+  const int64_t first = int64_t(blockIdx.x % tiles) * kWarp * N, col = first + threadIdx.x * N;
+  x += result / parts * n * inner + col;
+  int64_t k = part * rows, apart = rows * turns, end = n - late * kRun;
+  if (part >= turns) k = end + (part - turns) * kRun, apart = rows, end = k + kRun;
+  k += threadIdx.y;
   float r[N];
 #pragma unroll
   for (int j = 0; j < N; j++) r[j] = Op::identity;
   if (col < inner) {
-    int64_t k = part * rows + threadIdx.y, apart = int64_t(rows) * parts;
     auto merge = [&](const Pack<X, N>& v) {
 #pragma unroll
       for (int j = 0; j < N; j++) r[j] = Op::merge(r[j], v.get(j));
     };
-    for (; k + (kColumnUnroll - 1) * apart < n; k += kColumnUnroll * apart) {
+    for (; k + (kColumnUnroll - 1) * apart < end; k += kColumnUnroll * apart) {
       Pack<X, N> v[kColumnUnroll];
 #pragma unroll
       for (int u = 0; u < kColumnUnroll; u++) v[u] = load<N>(x + (k + u * apart) * inner);
@@ -68,16 +80,15 @@ __device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int
       for (int u = 0; u < kColumnUnroll; u++) merge(v[u]);
     }
 #pragma unroll 4
-    for (; k < n; k += apart) merge(load<N>(x + k * inner));
+    for (; k < end; k += apart) merge(load<N>(x + k * inner));
   }
 #pragma unroll
   for (int j = 0; j < N; j++) partial[threadIdx.y][threadIdx.x * N + j] = r[j];
   __syncthreads();
-  int64_t first = int64_t(blockIdx.y) * kWarp * N;
   for (int i = threadIdx.y * kWarp + threadIdx.x; i < kWarp * N && first + i < inner; i += kThreads) {
     float v = partial[0][i];
     for (int k = 1; k < rows; k++) v = Op::merge(v, partial[k][i]);
-    y[int64_t(blockIdx.x) * inner + first + i] = fromFloat<Y>(scale * v);
+    y[result * inner + first + i] = fromFloat<Y>(scale * v);
   }
 }
 
@@ -86,13 +97,15 @@ __device__ __forceinline__ void reduceColumns(Y* y, const X* x, float scale, int
       name##_rows_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {           \
     reduceRows<Op>(y, x, scale, n, parts, perPart);                                                           \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      name##_columns_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {          \
-    reduceColumns<Op, Y, X, 1>(y, x, scale, n, inner, parts);                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads, 4)                                                   \
+      name##_columns_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts, int late,  \
+                              int tiles) {                                                                    \
+    reduceColumns<Op, Y, X, 1>(y, x, scale, n, inner, parts, late, tiles);                                    \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      name##_packs_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts) {            \
-    reduceColumns<Op, Y, X, kVec<X>>(y, x, scale, n, inner, parts);                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, 4)                                                   \
+      name##_packs_##Y##_##X(Y* y, const X* x, float scale, int64_t n, int64_t inner, int parts, int late,    \
+                            int tiles) {                                                                      \
+    reduceColumns<Op, Y, X, kVec<X>>(y, x, scale, n, inner, parts, late, tiles);                              \
   }
 #define DEFINE(Y, X)          \
   DEFINE_OP(sum, Sum, Y, X)   \

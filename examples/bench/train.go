@@ -272,17 +272,13 @@ func step(m *cudaops.Machine, loss *gorgonia.Node, next func() error) (float64, 
 	if err := m.RunAll(); err != nil {
 		return 0, err
 	}
-	v, err := m.Peek(loss)
-	if err != nil {
-		return 0, err
-	}
 	var failed error
-	_, err = m.UpdateWhile(func() {
+	value, _, err := m.StepWhile(loss, func() {
 		if failed = next(); failed == nil {
 			_, failed = m.Start()
 		}
 	})
-	return float64(v.Data().(float32)), errors.Join(err, failed)
+	return value, errors.Join(err, failed)
 }
 
 // batches returns what gives a graph other random tokens: a few batches, drawn now, in turn.

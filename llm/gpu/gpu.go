@@ -114,15 +114,24 @@ func (e *engine) updated(norm float64, err error) (float64, error) {
 	return norm, err
 }
 
-// UpdateAndStart is that of [llm.Starter].
-func (e *engine) UpdateAndStart(next llm.Batch) (float64, error) {
-	norm, err := e.updated(e.machine.UpdateWhile(func() { e.start(next) }))
-	if errors.Is(err, llm.ErrGradients) && e.started { // FirstNonFinite is to find those that this is about
+// Step is that of [llm.Starter].
+func (e *engine) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
+	e.batch, e.started = b, false
+	if err := errors.Join(e.graph.Let(b), e.machine.RunAll()); err != nil {
+		return 0, 0, err
+	}
+	loss, norm, err = e.machine.StepWhile(e.graph.Loss, func() {
+		if b, ok := next(); ok {
+			e.start(b)
+		}
+	})
+	norm, err = e.updated(norm, err)
+	if refused := errors.Is(err, llm.ErrGradients) || loss-loss != 0; refused && e.started { // FirstNonFinite is to find what this is about
 		err = errors.Join(err, e.machine.DropGradients())
 		e.start(e.batch)
 		e.started = false
 	}
-	return norm, err
+	return loss, norm, err
 }
 
 // start begins with a batch. An error of that is not one of the step before: Gradients meets it again.

@@ -17,8 +17,8 @@ type Observer interface {
 	After(w Work) error
 }
 
-// Observed is a context of which somebody may watch the kernels, products, copies and memsets that its streams are given.
-// Launches of graphs are not told: what is in them was when it was captured.
+// Observed is a context of which somebody may watch the kernels, products, attention of cuDNN, copies and memsets that its
+// streams are given. Launches of graphs are not told: what is in them was when it was captured.
 type Observed struct {
 	Context
 	observers sync.Map // an Observer by its Stream
@@ -86,6 +86,41 @@ func (c *Observed) Blas() (Blas, error) {
 		return nil, err
 	}
 	return observedBlas{b, c}, nil
+}
+
+// Dnn is the context's.
+func (c *Observed) Dnn() (Dnn, error) {
+	d, err := c.Context.Dnn()
+	if err != nil {
+		return nil, err
+	}
+	return observedDnn{d, c}, nil
+}
+
+type observedDnn struct {
+	Dnn
+	c *Observed
+}
+
+func (d observedDnn) PlanAttention(a AttentionSpec) (AttentionPlan, error) {
+	p, err := d.Dnn.PlanAttention(a)
+	if err != nil {
+		return nil, err
+	}
+	return observedAttention{p, d.c}, nil
+}
+
+type observedAttention struct {
+	AttentionPlan
+	c *Observed
+}
+
+func (p observedAttention) Run(a AttentionArgs, s Stream) error {
+	name := "cudnn attention"
+	if p.Spec().Backward {
+		name += " backward"
+	}
+	return p.c.watch(name, s, 0, func() error { return p.AttentionPlan.Run(a, s) })
 }
 
 type observedBlas struct {

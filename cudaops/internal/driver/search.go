@@ -16,6 +16,7 @@ import (
 const (
 	cudaVariable = "KASMINA_LIBCUDA"
 	blasVariable = "KASMINA_LIBCUBLASLT"
+	dnnVariable  = "KASMINA_LIBCUDNN"
 )
 
 // finder lists the places where a library may be, best first, on one system.
@@ -89,14 +90,45 @@ func (f finder) multiarch() string {
 	return "x86_64-linux-gnu"
 }
 
-// cublasLt lists where cuBLASLt may be: the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits, the
-// system's packages, and Python's packages of the environment in use.
+// cublasLt lists where cuBLASLt may be.
 func (f finder) cublasLt() []place {
-	pattern, sub, pip := "libcublasLt.so.1[0-9]", []string{"lib64", "lib"}, "lib"
+	pattern := "libcublasLt.so.1[0-9]"
 	if f.goos == "windows" {
-		pattern, sub, pip = "cublasLt64_1[0-9].dll", []string{"bin", filepath.Join("bin", "x64")}, "bin"
+		pattern = "cublasLt64_1[0-9].dll"
 	}
-	if v := f.getenv(blasVariable); v != "" {
+	var names []place
+	for major := newestCUDA; major >= oldestCUDA; major-- {
+		names = append(names, place(strings.Replace(pattern, "1[0-9]", strconv.Itoa(major), 1)))
+	}
+	return f.toolkit(blasVariable, pattern, names...)
+}
+
+// cudnn lists where cuDNN 9 may be, which is looked for on Linux only: elsewhere its parts do not find each other.
+func (f finder) cudnn() []place {
+	if f.goos != "linux" {
+		return nil
+	}
+	return f.toolkit(dnnVariable, "libcudnn.so.9", "libcudnn.so.9")
+}
+
+// nvrtc lists where the compiler of a major version of CUDA may be.
+func (f finder) nvrtc(major int) []place {
+	if f.goos != "linux" {
+		return nil
+	}
+	name := "libnvrtc.so." + strconv.Itoa(major)
+	return f.toolkit("", name, place(name))
+}
+
+// toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that the loader is asked for:
+// the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits, the system's packages, and Python's packages of the
+// environment in use.
+func (f finder) toolkit(variable, pattern string, names ...place) []place {
+	sub, pip := []string{"lib64", "lib"}, "lib"
+	if f.goos == "windows" {
+		sub, pip = []string{"bin", filepath.Join("bin", "x64")}, "bin"
+	}
+	if v := f.getenv(variable); v != "" {
 		return []place{f.override(v, pattern)}
 	}
 	if f.goos != "linux" && f.goos != "windows" {
@@ -116,9 +148,7 @@ func (f finder) cublasLt() []place {
 			in(root, s)
 		}
 	}
-	for major := newestCUDA; major >= oldestCUDA; major-- {
-		places = append(places, place(strings.Replace(pattern, "1[0-9]", strconv.Itoa(major), 1)))
-	}
+	places = append(places, names...)
 	if f.goos == "linux" {
 		for _, dir := range []string{"/usr/local/cuda/lib64", "/usr/local/cuda-[0-9]*/lib64", "/opt/cuda/lib64",
 			"/usr/lib/" + f.multiarch(), "/usr/lib64"} {
@@ -129,7 +159,7 @@ func (f finder) cublasLt() []place {
 		in(`C:\Program Files\NVIDIA GPU Computing Toolkit\CUDA\v*`, "bin")
 	}
 	for _, site := range f.sitePackages() {
-		in(site, "nvidia", "cu*", pip) // nvidia/cublas/lib, and nvidia/cu13/lib since CUDA 13
+		in(site, "nvidia", "cu*", pip) // nvidia/cublas/lib or nvidia/cudnn/lib, and nvidia/cu13/lib since CUDA 13
 		if f.goos == "windows" {
 			in(site, "nvidia", "cu*", "bin", "x86_64")
 		}

@@ -23,6 +23,11 @@ type AttentionShape struct {
 	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
 	// pass then gives the gradients of what they were before.
 	Cos, Sin driver.Ptr
+	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
+	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
+	Documents driver.Ptr
+	// StatsBytes is the size of the backward pass's workspace; 0 means [Kernels.AttentionStatsBytes].
+	StatsBytes int
 }
 
 // AttentionVariant is an implementation of attention.
@@ -34,6 +39,7 @@ const (
 	AttentionPlain                   // float32 arithmetic, any argument
 	AttentionMMA                     // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
+	AttentionCuDNN                   // cuDNN's, which takes what the tensor cores do
 	attentionVariants
 )
 
@@ -41,7 +47,7 @@ func (v AttentionVariant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma", "hopper"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper", "cudnn"}[v]
 }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
@@ -61,6 +67,23 @@ type attentionParams struct {
 
 func (p *attentionParams) set(to *driver.Ptr, stride *int64, r Rows) {
 	*to, *stride = r.Ptr, int64(r.Stride)
+}
+
+// AttentionDocumentsBytes is the size of the table of documents.
+func AttentionDocumentsBytes(batch, seq int) int { return 8 * batch * seq }
+
+// AttentionDocuments makes the table of documents, of [AttentionDocumentsBytes], from starts, [batch, seq]: the position at which
+// the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
+// lies behind its token, counts as the nearest that is possible.
+func (k *Kernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts Ints, batch, seq int) error {
+	if empty, err := checkSizes("AttentionDocuments", batch, seq); empty || err != nil {
+		return err
+	}
+	name := "attention_document_table_i32"
+	if starts.Wide {
+		name = "attention_document_table_i64"
+	}
+	return k.launch(s, "attention", name, line(batch, 1024), args().Ptr(table).Ptr(starts.Ptr).Int32(seq))
 }
 
 // Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
@@ -85,6 +108,9 @@ const attentionStatsTile = 128
 // AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
+	if a.Variant == AttentionCuDNN {
+		return a.dnnBytes()
+	}
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if t.Size() == 2 && a.HeadDim > 64 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
 		sums, bytes := a.fusedSums()
@@ -98,7 +124,7 @@ func (a AttentionShape) statsRows() int {
 }
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of [Kernels.AttentionStatsBytes], aligned to 16.
+// workspace of [Kernels.AttentionStatsBytes], aligned to 256.
 func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr,
 	g, q, key, value, y Rows, lse driver.Ptr, t driver.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -115,7 +141,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if c.Variant != AttentionHopper || c.fused() { // otherwise the first kernel forms the statistics
+	if c.Variant != AttentionCuDNN && (c.Variant != AttentionHopper || c.fused()) { // those form the statistics themselves
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
 		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 			return err
@@ -135,6 +161,9 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 }
 
 func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
+	if c.Variant == AttentionCuDNN {
+		return c.launchDnn(k, s, true)
+	}
 	if c.fused() {
 		return c.launchFused(k, s)
 	}
@@ -146,7 +175,7 @@ func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
 
 // turnsBack reports whether the variant's kernels can turn gradients back.
 func (c *attentionCall) turnsBack() bool {
-	return c.Variant == AttentionHopper && (c.HeadDim == 64 || c.HeadDim == 128)
+	return c.Variant == AttentionHopper && c.HeadDim == c.hopperDim()
 }
 
 // operand is Rows with what they must hold.
@@ -194,6 +223,9 @@ func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries
 		if o.Stride < o.width {
 			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
 		}
+	}
+	if a.Documents != 0 && !a.Causal {
+		return nil, fmt.Errorf("kernels.%s: documents need a causal mask", op)
 	}
 	tensorCores := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
 	for _, o := range all {
@@ -256,6 +288,9 @@ func (m mmaShape) shared(pass attentionPass, dim int) int {
 }
 
 func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) error {
+	if c.Variant == AttentionCuDNN {
+		return c.launchDnn(k, s, false)
+	}
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
 	if pass == attentionBackwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
@@ -263,24 +298,32 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	name := "_" + attentionPassNames[pass]
 	if c.Variant == AttentionPlain {
 		l := line(heads*ceilDiv(c.Seq, 64)*ceilDiv(c.HeadDim, 128), 256)
-		return k.launch(s, "attention", "attention_plain"+name+c.suffix, l, args().Struct(c.params.bytes(), 8))
+		return c.run(k, s, "attention", "attention_plain"+name, l, args().Struct(c.params.bytes(), 8))
+	}
+	if c.Variant == AttentionHopper {
+		h := hopperShapes[c.hopperDim()][pass]
+		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
+		return c.launchHopper(k, s, pass, c.hopperDim(), h)
 	}
 	dim := 64
 	if c.HeadDim > 64 {
 		dim = 128
-	}
-	if c.Variant == AttentionHopper {
-		h := hopperShapes[dim][pass]
-		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
-		return c.launchHopper(k, s, pass, dim, h)
 	}
 	m := mmaShapes[dim][pass]
 	tiles := ceilDiv(c.Seq, m.own)
 	c.params.section = int32(c.section(k, heads, others))
 	l := line(heads*tiles, m.threads)
 	l.Shared = m.shared(pass, dim)
-	return k.launch(s, "attention_mma", fmt.Sprintf("attention_mma%s_%d%s", name, dim, c.suffix), l,
-		args().Struct(c.params.bytes(), 8))
+	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l, args().Struct(c.params.bytes(), 8))
+}
+
+// run launches a kernel or, where there are documents, the one of the same family that takes their table last.
+func (c *attentionCall) run(k *Kernels, s driver.Stream, unit, name string, l driver.LaunchConfig, a *driver.Args) error {
+	if c.Documents != 0 {
+		name += "_documents"
+		a.Ptr(c.Documents)
+	}
+	return k.launch(s, unit, name+c.suffix, l, a)
 }
 
 // section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.

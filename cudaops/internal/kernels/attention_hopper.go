@@ -11,14 +11,31 @@ import (
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
 type hopperShape struct{ workers, loop, turns, stages int }
 
-// hopperShapes are by the head dimension that they are made for, then by pass; the backward pass of 128 is fused.
+// hopperShapes are by the head dimension that they are made for, then by pass; the backward passes above 64 are fused.
 var hopperShapes = map[int][]hopperShape{
 	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
+	96:  {{2, 128, 2, 3}},
 	128: {{2, 128, 2, 2}},
 }
 
-// fusedShape is Fused128 of attention_hopper_fused.cu.
-var fusedShape = hopperShape{2, 64, 1, 3}
+// fusedShapes are those of attention_hopper_fused.cu, and fusedTile is kFusedTile.
+var fusedShapes = map[int]hopperShape{
+	96:  {2, fusedTile, 1, 4},
+	128: {2, fusedTile, 1, 3},
+}
+
+const fusedTile = 64
+
+// hopperDim is the head dimension of the kernels that take the shape's.
+func (a AttentionShape) hopperDim() int {
+	switch {
+	case a.HeadDim <= 64:
+		return 64
+	case a.HeadDim <= 96:
+		return 96
+	}
+	return 128
+}
 
 // shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
 func (h hopperShape) shared(pass attentionPass, dim int) int {
@@ -55,7 +72,10 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	}
 	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
-	return k.launch(s, unit, fmt.Sprintf("attention_hopper_%s_%d%s", attentionPassNames[pass], dim, c.suffix), l, a)
+	if c.Documents != 0 {
+		l.Shared += 16 * h.turns
+	}
+	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
 }
 
 // evenSection is section where multiprocessors take turns, every second one in reverse: under a causal mask, the number of
@@ -130,16 +150,21 @@ func (c *attentionCall) addAngles(a *driver.Args) {
 	a.Ptr(angles[0]).Ptr(angles[1])
 }
 
-// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head.
+// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head, where 64 divides the
+// kernels' head dimension, or 32.
 func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (driver.TensorMap, error) {
 	row := uint64(stride * c.dtype.Size())
+	columns, swizzle := uint32(64), driver.Swizzle128
+	if c.hopperDim()%64 != 0 {
+		columns, swizzle = 32, driver.Swizzle64
+	}
 	return k.ctx.EncodeTiled(driver.TiledTensor{
 		Type:      c.dtype,
 		Address:   p,
 		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
 		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
-		Box:       []uint32{64, 64, 1, 1},
-		Swizzle:   driver.Swizzle128,
+		Box:       []uint32{columns, 64, 1, 1},
+		Swizzle:   swizzle,
 		Promotion: 256,
 	})
 }
@@ -149,12 +174,13 @@ func (c *attentionCall) fused() bool { return c.Variant == AttentionHopper && c.
 
 // fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
 func (a AttentionShape) fusedSums() (tiles, bytes int) {
-	return a.Batch * a.Heads * ceilDiv(a.Seq, fusedShape.loop), 4 * 128 * fusedShape.loop
+	return a.Batch * a.Heads * ceilDiv(a.Seq, fusedTile), 4 * a.hopperDim() * fusedTile
 }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
 func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
-	p, h := c.params, fusedShape
+	p, dim := c.params, c.hopperDim()
+	h := fusedShapes[dim]
 	sums, bytes := c.fusedSums()
 	counters := p.stats.Offset(8*c.Batch*c.Heads*c.statsRows() + sums*bytes)
 	if err := k.ctx.Memset32(counters, 0, sums+1, s); err != nil {
@@ -168,14 +194,17 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	}
 	c.addAngles(a)
 	l := line(k.sms, 128*(h.workers+1))
-	l.Shared = h.sharedFused(128)
+	l.Shared = h.sharedFused(dim)
+	if c.Documents != 0 {
+		l.Shared += 4 * 64 * h.workers
+	}
 	const unit = "attention_hopper_fused"
-	if err := k.launch(s, unit, "attention_hopper_backward_fused_128"+c.suffix, l, a); err != nil {
+	if err := c.run(k, s, unit, fmt.Sprintf("attention_hopper_backward_fused_%d", dim), l, a); err != nil {
 		return err
 	}
 	a = args().Struct(p.bytes(), 8)
 	c.addAngles(a)
 	l = line(c.Batch*ceilDiv(c.Heads, 2)*ceilDiv(c.Seq, h.loop), 256)
-	l.Shared = 2 * 2 * 128 * h.loop
-	return k.launch(s, unit, "attention_hopper_backward_round_128"+c.suffix, l, a)
+	l.Shared = 2 * 2 * dim * h.loop
+	return k.launch(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l, a)
 }

@@ -39,12 +39,17 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 			m := mmaShapes[dim][pass]
 			warps := m.threads / 32
 			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop))
-			if pass < len(hopperShapes[dim]) {
-				containsHopper(name, dim, hopperShapes[dim][pass])
+		}
+		for dim, shapes := range hopperShapes {
+			if pass < len(shapes) {
+				containsHopper(name, dim, shapes[pass])
 			}
 		}
 	}
-	containsHopper("Fused", 128, fusedShape)
+	for dim, shape := range fusedShapes {
+		containsHopper("Fused", dim, shape)
+	}
+	contains(hopper, fmt.Sprintf("kFusedTile = %d;", fusedTile))
 }
 
 // Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
@@ -88,7 +93,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"}, {90, 227 << 10, "attention_hopper"},
 	} {
 		k, c, p := fakeAttention(t, gpu.capability, gpu.shared)
-		for _, dim := range []int{40, 64, 72, 128, 136} {
+		for _, dim := range []int{40, 64, 72, 96, 104, 128, 136} {
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
 			for _, dt := range storageTypes {
@@ -103,6 +108,9 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if dim > 64 {
 					size = "_128"
 				}
+				if unit == "attention_hopper" {
+					size = fmt.Sprintf("_%d", a.hopperDim())
+				}
 				if dim > 128 || dt == f32 {
 					unit, size = "attention_plain", ""
 				}
@@ -111,7 +119,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if unit == "attention_hopper" && dim <= 64 {
 					want = slices.Delete(want, 1, 2)
 				} else if unit == "attention_hopper" {
-					want = []string{want[0], want[1], unit + "_backward_fused_128", unit + "_backward_round_128"}
+					want = []string{want[0], want[1], unit + "_backward_fused" + size, unit + "_backward_round" + size}
 				}
 				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool { return op.Name == "" })
 				for i, op := range launches {
@@ -150,20 +158,58 @@ func TestAttentionWorkspace(t *testing.T) {
 	}
 }
 
+// With documents every kernel that reads keys or queries is the one of the same name that knows of them, and takes their table last.
+func TestAttentionDocumentsLaunches(t *testing.T) {
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	table := p.Offset(4096)
+	for _, dim := range []int{40, 64, 96, 128, 136} {
+		for _, v := range []AttentionVariant{AttentionPlain, AttentionMMA, AttentionHopper} {
+			if v != AttentionPlain && dim > 128 {
+				continue
+			}
+			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: v, Documents: table}
+			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			c.ClearTrace()
+			if err := k.AttentionDocuments(0, table, Ints{Ptr: p}, 2, 100); err != nil {
+				t.Fatal(err)
+			}
+			if err := k.Attention(0, a, q, p, q, kv, kv, bf16); err != nil {
+				t.Fatal(err)
+			}
+			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+				t.Fatal(err)
+			}
+			for _, op := range c.Trace() {
+				if op.Name == "" {
+					continue
+				}
+				reads := strings.Contains(op.Name, "forward") || strings.Contains(op.Name, "backward") && !strings.Contains(op.Name, "round")
+				if reads != strings.HasSuffix(op.Name, "_documents_bf16") {
+					t.Errorf("%v, head dimension %d: launches %s", v, dim, op.Name)
+				}
+				if op.Config.Shared > 227<<10 {
+					t.Errorf("%s takes %d bytes of shared memory", op.Name, op.Config.Shared)
+				}
+			}
+		}
+	}
+}
+
 func TestAttentionRefusals(t *testing.T) {
 	k, c, p := fakeAttention(t, 89, 99<<10)
 	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
 	row, out := Rows{p, 16}, Rows{p.Offset(512), 16}
 	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *driver.DType){
-		"type":    func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
-		"heads":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
-		"size":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
-		"stride":  func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
-		"variant": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
-		"float32": func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
-		"dim":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
-		"hopper":  func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
-		"aligned": func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
+		"type":      func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
+		"heads":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
+		"size":      func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
+		"stride":    func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
+		"variant":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
+		"float32":   func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
+		"dim":       func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
+		"hopper":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
+		"documents": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Documents = p },
+		"aligned":   func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
 	} {
 		a, y, dt := ok, out, bf16
 		change(&a, &y, &dt)
@@ -180,7 +226,7 @@ func TestAttentionRefusals(t *testing.T) {
 // TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's after those that cannot.
 func TestAttentionTurnsBack(t *testing.T) {
 	k, c, p := fakeAttention(t, 90, 227<<10)
-	for _, dim := range []int{40, 64, 128, 136} {
+	for _, dim := range []int{40, 64, 72, 96, 128, 136} {
 		for _, turned := range []bool{false, true} {
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			if turned {
@@ -198,7 +244,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 				}
 			}
 			want := 0
-			if turned && dim != 64 && dim != 128 {
+			if turned && dim != 64 && dim != 96 && dim != 128 {
 				want = 2
 			}
 			if after != want {

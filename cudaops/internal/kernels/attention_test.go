@@ -14,15 +14,19 @@ import (
 type attentionCase struct {
 	AttentionShape
 	dtype  driver.DType
-	packed bool // q, k and v are parts of one matrix, as dq, dk and dv are
-	skew   int  // elements past alignment
-	turned bool // by RoPE, which the backward pass undoes
+	packed bool    // q, k and v are parts of one matrix, as dq, dk and dv are
+	skew   int     // elements past alignment
+	turned bool    // by RoPE, which the backward pass undoes
+	starts []int32 // of each token's document, nil for none
 }
 
 func (c attentionCase) String() string {
 	kind := "full"
 	if c.Causal {
 		kind = "causal"
+	}
+	if c.starts != nil {
+		kind += "-documents"
 	}
 	if c.packed {
 		kind += "-packed"
@@ -124,24 +128,19 @@ func (c attentionCase) check(g *rig) {
 		cosines, sines = tables[0].fill(g), tables[1].fill(g)
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
+	a.Documents = c.documents(g)
 	g.must(g.Attention(g.stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
 	g.must(g.AttentionBackward(g.stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
 		in[2].Rows, out.Rows, lse.Ptr, c.dtype))
 
-	s := cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal,
-		Scale: a.Scale}
-	if s.Scale == 0 {
-		s.Scale = 1 / math.Sqrt(float64(a.HeadDim))
-	}
 	y, l := make([]float64, len(q)), make([]float64, rows*c.Heads)
-	cpu.Attention(y, l, q, k, v, s)
+	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
+	c.reference(y, l, dq, dk, dv, dy, q, k, v)
 	// The rounding of a score grows with it, and becomes that of its exponential.
-	spread := max(1, math.Abs(s.Scale)*math.Sqrt(float64(a.HeadDim))/4)
+	spread := max(1, math.Abs(a.Scale)*math.Sqrt(float64(a.HeadDim))/4)
 	out.near(g, "y", y, forward(c.dtype)*spread*norm(y))
 	// Near zero it keeps the rounding of the scores that it is made of.
 	g.near("lse", lse, l, 1e-6*(1+math.Sqrt(float64(len(l)))/norm(l)))
-	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
-	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, l, s)
 	if c.turned {
 		cpu.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
 		cpu.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
@@ -149,11 +148,26 @@ func (c attentionCase) check(g *rig) {
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
 		size := norm(want)
-		if a.Seq == 1 {
-			size = norm(dv)
+		if a.Seq == 1 || c.starts != nil {
+			size = max(size, norm(dv))
 		}
 		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want, backward(c.dtype)*spread*size)
 	}
+}
+
+// reference computes in float64 what the kernels do, but for RoPE.
+func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
+	s := cpu.AttentionShape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: c.Causal,
+		Scale: c.Scale}
+	if s.Scale == 0 {
+		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
+	}
+	if c.starts != nil {
+		packedReference(y, lse, dq, dk, dv, dy, q, k, v, c.starts, s)
+		return
+	}
+	cpu.Attention(y, lse, q, k, v, s)
+	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, lse, s)
 }
 
 // attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head dimensions of every
@@ -163,7 +177,7 @@ func attentionCases(short bool) []attentionCase {
 	add := func(v AttentionVariant, t driver.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
 		a := AttentionShape{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
-		cases = append(cases, attentionCase{a, t, packed, skew, turned})
+		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
@@ -219,7 +233,7 @@ func TestAttentionScale(t *testing.T) {
 				continue
 			}
 			a := AttentionShape{Batch: 1, Seq: few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}
-			g.scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false}.check)
+			g.scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false, nil}.check)
 		}
 	}
 }
@@ -231,11 +245,17 @@ func TestAttentionRepeatsBits(t *testing.T) {
 		{Seq: 321, HeadDim: 64, Causal: true, Variant: AttentionMMA},
 		{Seq: 321, HeadDim: 64, Causal: true},
 		{Seq: 2500, HeadDim: 128, Causal: true},
+		{Seq: 2501, HeadDim: 128, Causal: true},
+		{Seq: 320, HeadDim: 64, Causal: true},
 		{Seq: 700, HeadDim: 120},
 	} {
 		g.scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *rig) {
 			a.Batch, a.Heads, a.KVHeads = 3, 6, few(2, 6)
-			r := attentionCase{a, bf16, false, 0, false}.benchmark(g)
+			c := attentionCase{a, bf16, false, 0, false, nil}
+			if a.Seq%2 == 1 {
+				c.starts = startsOf(a.Batch, a.Seq, cuts(g.rand)["long"])
+			}
+			r := c.benchmark(g)
 			var first [4][]float64
 			for run := range few(3, 2) {
 				r.forward()
@@ -284,6 +304,7 @@ func (c attentionCase) benchmark(g *rig) attentionRun {
 		angles.fillTiles(g)
 		a.Cos, a.Sin = angles.Ptr, angles.Ptr.Offset(4*c.Seq*c.HeadDim/2)
 	}
+	a.Documents = c.documents(g)
 	r.forward = func() {
 		g.must(g.Attention(g.stream, a, y.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
 	}
@@ -306,19 +327,32 @@ func TestAttentionSpeed(t *testing.T) {
 	add := func(b, seq, h, d int, training bool, variants ...AttentionVariant) {
 		for _, v := range variants {
 			a := AttentionShape{Batch: b, Seq: seq, Heads: h, KVHeads: h, HeadDim: d, Causal: true, Variant: v}
-			cases = append(cases, attentionCase{a, bf16, training, 0, training})
+			cases = append(cases, attentionCase{a, bf16, training, 0, training, nil})
 		}
 	}
 	add(32, 1024, 12, 64, true, AttentionAuto)
 	add(16, 1024, 16, 64, true, AttentionAuto)
 	add(8, 2048, 16, 128, true, AttentionAuto)
+	add(16, 1024, 16, 96, true, AttentionMMA, AttentionAuto)
 	add(32, 1024, 12, 64, false, AttentionMMA, AttentionAuto)
 	add(16, 2048, 16, 128, false, AttentionMMA, AttentionAuto)
 	add(4, 8192, 16, 128, false, AttentionMMA, AttentionAuto)
+	for _, d := range []int{64, 128} {
+		add(16, 2048, 16, d, true, AttentionAuto)
+		c := &cases[len(cases)-1]
+		c.starts = startsOf(c.Batch, c.Seq, at(func(int) bool { return g.rand.IntN(256) == 0 })) // of 256 tokens on average
+	}
 	for _, c := range cases {
 		g.scope(c.String(), func(g *rig) {
 			r := c.benchmark(g)
-			flops := 4 * float64(c.Batch*c.Heads*c.HeadDim) * float64(c.Seq*c.Seq) / 2
+			pairs := float64(c.Batch*c.Seq) * float64(c.Seq) / 2 // of queries and keys
+			if c.starts != nil {
+				pairs = 0
+				for i, start := range c.starts {
+					pairs += float64(i%c.Seq - int(start) + 1)
+				}
+			}
+			flops := 4 * float64(c.Heads*c.HeadDim) * pairs
 			for start := time.Now(); time.Since(start) < 300*time.Millisecond; {
 				r.forward()
 				r.backward()

@@ -24,9 +24,16 @@ func TestSameBits(t *testing.T) {
 	targets := Ints{Ptr: g.uploadInts(g.classes(rows, d), 4)}
 	losses, scale, mean := g.alloc(rows, f32, 0), g.alloc(1, f32, 0), g.alloc(1, f32, 0)
 
-	run := func() [][]float64 {
-		g.must(g.RMSNormBackward(g.stream, RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
-			Rows: rows, D: d, Type: bf16, Workspace: work.Ptr}))
+	norm := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: bf16,
+		Workspace: work.Ptr}
+	ways, err := g.RMSNormBackwardWays(norm)
+	g.must(err)
+
+	run := func() (results [][]float64) {
+		for _, norm.Way = range ways {
+			g.must(g.RMSNormBackward(g.stream, norm))
+			results = append(results, g.read(dx), g.read(dw))
+		}
 		g.must(g.Reduce(g.stream, sum))
 		g.must(g.Reduce(g.stream, columns))
 		g.must(g.CrossEntropyScale(g.stream, scale.Ptr, targets, rows))
@@ -35,8 +42,8 @@ func TestSameBits(t *testing.T) {
 		control := g.control(Control{GradScale: 1})
 		g.must(g.GradSquares(g.stream, squares, table))
 		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
-		norm := []float64{float64(g.readControl(control).Norm)}
-		return [][]float64{g.read(dx), g.read(dw), g.read(one), g.read(many), g.read(losses), g.read(mean), norm}
+		length := []float64{float64(g.readControl(control).Norm)}
+		return append(results, g.read(one), g.read(many), g.read(losses), g.read(mean), length)
 	}
 	first := run()
 	for range 5 {

@@ -78,6 +78,9 @@ const (
 	elementAccesses = 2
 )
 
+// rowOps is the binary functions that kernels for a row for every row have: the first so many, which are compiled for speed.
+const rowOps = ReluGrad + 1
+
 // elementwise launches a kernel over n elements, perAccess of which are one access.
 func (k *Kernels) elementwise(s driver.Stream, name string, n, perAccess int, a *driver.Args) error {
 	span := elementThreads * elementAccesses * perAccess
@@ -118,6 +121,9 @@ type Operand struct {
 	Repeat, Period int
 }
 
+// rows reports whether the operand is a row for every row of n elements.
+func (o Operand) rows(n int) bool { return o.Repeat == 1 && 1 < o.Period && o.Period < n }
+
 // Binary computes y[i] = f(a, b) for n elements. y may be an operand of the result's shape.
 func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operand, n int, t driver.DType) error {
 	suf, err := suffix("Binary", t)
@@ -135,6 +141,13 @@ func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operan
 		if o.Period == 0 {
 			o.Period = n
 		}
+	}
+	if (op == Add || op == Mul) && a.rows(n) {
+		a, b = b, a
+	}
+	if op < rowOps && a.Repeat == 1 && a.Period == n && b.rows(n) && packed(t, b.Period, y, a.Ptr, b.Ptr) {
+		l := args().Ptr(y).Ptr(a.Ptr).Ptr(b.Ptr).Int32(int(op)).Int64(int64(b.Period)).Int64(int64(n))
+		return k.launch(s, "elementwise", "binary_row"+suf, line(ceilDiv(n, elementThreads*vector(t)), elementThreads), l)
 	}
 	l := args().Ptr(y).Ptr(a.Ptr).Ptr(b.Ptr).Int32(int(op)).Int64(int64(a.Repeat)).Int64(int64(a.Period)).
 		Int64(int64(b.Repeat)).Int64(int64(b.Period)).Int64(int64(n))

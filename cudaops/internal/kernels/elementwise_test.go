@@ -120,6 +120,8 @@ func TestUnary(t *testing.T) {
 func TestBinary(t *testing.T) {
 	t.Run("odd", func(t *testing.T) { testBinary(newRig(t), 13, 331) })
 	t.Run("even", func(t *testing.T) { testBinary(newRig(t), 24, 512) })
+	t.Run("ragged", func(t *testing.T) { testBinary(newRig(t), 7, 1000) })
+	t.Run("short rows", func(t *testing.T) { testBinary(newRig(t), 611, 8) })
 }
 
 func testBinary(g *rig, rows, cols int) {

@@ -39,44 +39,84 @@ func (k *Kernels) SiLUProductWays(backward bool, rows, f, d int, t driver.DType)
 	return []Way{{"fused", 3}}
 }
 
-// The shape of gemm_hopper.cu: a block's tile, its depth, the stages, the blocks of a cluster, the rows of clusters in a
-// section, and the shared memory of a block.
+// The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and the rows of clusters in a
+// section; and of gemm_hopper.cu: the columns of a tile, the stages, and the bytes for rows of gate and up.
 const (
-	gemmRows, gemmColumns, gemmDepth        = 128, 256, 64
-	gemmStages, gemmCluster, gemmSection    = 3, 2, 8
-	gemmStageBytes, gemmSumBytes, gemmGates = 2*gemmDepth*(gemmRows+gemmColumns) + 16, 2 * gemmRows * gemmColumns, 18 * 1024
-	gemmShared                              = gemmStages*gemmStageBytes + gemmSumBytes + gemmGates + 2*16
+	gemmRows, gemmDepth, gemmCluster, gemmSection = 128, 64, 2, 8
+	gateColumns, gateStages, gateBytes            = 256, 3, 18 * 1024
 )
+
+// gemmShared is the shared memory of a block.
+func gemmShared(columns, stages, extra int) int {
+	return stages*(2*gemmDepth*(gemmRows+columns)+16) + 2*gemmRows*columns + extra + 2*16
+}
 
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
-	c := gemmCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way,
-		ab: a.AB}
-	wide := uint64(a.F) * 2
-	return c.launch(k, s, k.SiLUProductWays(false, a.Rows, a.F, a.D, a.Type), 0, 0, a.H, []gemmMatrix{
+	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way,
+		ways: k.SiLUProductWays(false, a.Rows, a.F, a.D, a.Type), h: a.H}
+	return c.launch(k, s, a.AB, []gemmMatrix{
 		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * uint64(a.F)}, [3]uint32{gemmDepth, gemmColumns / 2, 1}},
-		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{uint64(a.F), wide}, [3]uint32{64, 1, 64}},
+		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * uint64(a.F)}, [3]uint32{gemmDepth, gateColumns / 2, 1}},
+		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{uint64(a.F), uint64(a.F) * 2}, [3]uint32{64, 1, 64}},
 	})
 }
 
 // SiLUProductBackward launches one kernel.
 func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) error {
-	c := gemmCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type,
-		way: a.Way}
-	return c.launch(k, s, k.SiLUProductWays(true, a.Rows, a.F, a.D, a.Type), a.AB, a.DAB, a.H, []gemmMatrix{
+	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type,
+		way: a.Way, ways: k.SiLUProductWays(true, a.Rows, a.F, a.D, a.Type), h: a.H, ab: a.AB, dab: a.DAB}
+	return c.launch(k, s, 0, []gemmMatrix{
 		{a.G, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
 		{a.Down, [3]int{a.F, a.D, 1}, [2]uint64{uint64(a.F), 8}, [3]uint32{64, gemmDepth, 1}},
 	})
 }
 
-// gemmCall is a launch of gemm_hopper.cu.
-type gemmCall struct {
+// gateCall is a launch of gemm_hopper.cu.
+type gateCall struct {
 	op, kernel string
 	rows, f, d int
 	dtype      driver.DType
 	way        Way
-	ab         driver.Ptr // if the copy engine stores it
+	ways       []Way
+	ab, dab, h driver.Ptr
+}
+
+// launch launches the kernel, whose copy engine stores [Rows, 2F] at stored, if that is not null.
+func (c gateCall) launch(k *Kernels, s driver.Stream, stored driver.Ptr, matrices []gemmMatrix) error {
+	if empty, err := checkSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
+		return err
+	}
+	if len(c.ways) == 0 || !aligned(c.ab, c.dab, c.h) {
+		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, float16 or "+
+			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
+	}
+	way, err := c.way.of(c.op, c.ways)
+	if err != nil {
+		return err
+	}
+	suf, err := suffix(c.op, c.dtype)
+	if err != nil {
+		return err
+	}
+	g := gemmLaunch{unit: "gemm_hopper", kernel: fmt.Sprintf("%s_%d%s", c.kernel, way.Size, suf), threads: 384,
+		shared: gemmShared(gateColumns, gateStages, gateBytes), dtype: c.dtype, matrices: matrices, stored: stored, elements: 2 * c.rows * c.f,
+		params: args().Ptr(c.ab).Ptr(c.dab).Ptr(c.h).Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
+	if way.Size > 3 {
+		g.threads = 512
+	}
+	return g.launch(k, s)
+}
+
+// gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
+type gemmLaunch struct {
+	unit, kernel    string
+	threads, shared int
+	params          *driver.Args
+	dtype           driver.DType
+	matrices        []gemmMatrix
+	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
+	elements        int
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -88,48 +128,29 @@ type gemmMatrix struct {
 	box     [3]uint32
 }
 
-func (c gemmCall) launch(k *Kernels, s driver.Stream, ways []Way, ab, dab, h driver.Ptr, matrices []gemmMatrix) error {
-	if empty, err := checkSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
-		return err
-	}
-	if len(ways) == 0 || !aligned(ab, dab, h) {
-		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, float16 or "+
-			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
-	}
-	way, err := c.way.of(c.op, ways)
-	if err != nil {
-		return err
-	}
-	suf, err := suffix(c.op, c.dtype)
-	if err != nil {
-		return err
-	}
-	a := args().Struct(args().Ptr(ab).Ptr(dab).Ptr(h).Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection).Packed(), 8)
-	for _, m := range matrices {
-		encoded, err := k.ctx.EncodeTiled(m.tiled(c.dtype))
+func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
+	params := g.params.Packed()
+	a := args().Struct(append(params, make([]byte, -len(params)&7)...), 8) // C fills structures up
+	for _, m := range g.matrices {
+		encoded, err := k.ctx.EncodeTiled(m.tiled(g.dtype))
 		if err != nil {
 			return err
 		}
 		a.Struct(encoded[:], 16) // at multiples of 64 bytes in memory, where parameters begin at 0x210
 	}
-	const unit = "gemm_hopper"
-	name := fmt.Sprintf("%s_%d%s", c.kernel, way.Size, suf)
-	l := line(gemmCluster, 384)
-	if way.Size > 3 {
-		l.Block.X = 512
-	}
-	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, gemmShared
-	n, err := k.clusters(unit, name, l)
+	l := line(gemmCluster, g.threads)
+	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
+	n, err := k.clusters(g.unit, g.kernel, l)
 	if err != nil {
 		return err
 	}
 	l.Grid.X *= n
-	if driver.PoisonProducts && c.ab != 0 {
-		if err := k.ctx.Memset8(c.ab, 0xff, 2*c.rows*c.f*c.dtype.Size(), s); err != nil {
+	if driver.PoisonProducts && g.stored != 0 {
+		if err := k.ctx.Memset8(g.stored, 0xff, g.elements*g.dtype.Size(), s); err != nil {
 			return err
 		}
 	}
-	return k.launch(s, unit, name, l, a)
+	return k.launch(s, g.unit, g.kernel, l, a)
 }
 
 func (m gemmMatrix) tiled(dtype driver.DType) driver.TiledTensor {

@@ -137,24 +137,58 @@ func TestSiLUProductRefusals(t *testing.T) {
 	}
 }
 
-// The launcher's figures are those of the kernels' source.
+// The launchers' figures are those of the kernels' sources.
 func TestGemmMatchesSource(t *testing.T) {
-	b, err := os.ReadFile("../../kernels/gemm_hopper.cu")
-	if errors.Is(err, fs.ErrNotExist) {
-		t.Skip("the test does not run where its sources are")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, want := range []string{
-		fmt.Sprintf("kRows = %d, kColumns = %d, kDepth = %d, kStages = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmColumns, gemmDepth,
-			gemmStages, gemmCluster),
-		fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gemmGates/1024),
+	for unit, figures := range map[string][]string{
+		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
+		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
+			fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gateBytes/1024)},
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedStages[256], turnedStages[192])},
 	} {
-		if !strings.Contains(string(b), want) {
-			t.Errorf("no %q", want)
+		b, err := os.ReadFile("../../kernels/" + unit)
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("the test does not run where its sources are")
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, want := range figures {
+			if !strings.Contains(string(b), want) {
+				t.Errorf("%s: no %q", unit, want)
+			}
 		}
 	}
+}
+
+// random returns n numbers, some of the normal distribution again and again.
+func (g *rig) random(n int) driver.Ptr {
+	const some = 1 << 18
+	b := g.alloc(n, bf16, 0)
+	part, _ := g.normal(some, bf16, 0)
+	for at := 0; at < n; at += some {
+		g.must(g.ctx.CopyOnDevice(b.Offset(2*at), part.Ptr, 2*min(some, n-at), g.stream))
+	}
+	return b.Ptr
+}
+
+// fastestProduct returns what enqueues y = a·b in the fastest of cuBLASLt's ways.
+func (g *rig) fastestProduct(m driver.MatmulSpec, a, b, y driver.Ptr) (best func()) {
+	const space = 32 << 20
+	blas, err := g.ctx.Blas()
+	g.must(err)
+	workspace := g.random(space / 2)
+	plan, err := blas.Plan(m, space, 8)
+	g.must(err)
+	least := math.Inf(1)
+	for i := range plan.Algos() {
+		run := func() {
+			g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: space}, g.stream))
+		}
+		if took := g.clock(run).Seconds(); took < least {
+			least, best = took, run
+		}
+	}
+	return best
 }
 
 // TestSiLUProductSpeed compares with cuBLASLt's products, each computed in the fastest of its ways, and the gate's own kernel.
@@ -163,39 +197,13 @@ func TestSiLUProductSpeed(t *testing.T) {
 		t.Skip("set KASMINA_GPU_BENCH to run it")
 	}
 	g := newHopperRig(t)
-	blas, err := g.ctx.Blas()
-	g.must(err)
 	for _, s := range [][3]int{{32768, 2048, 768}, {16384, 2816, 1024}, {16384, 5632, 2048}} {
 		rows, f, d := s[0], s[1], s[2]
 		g.scope(fmt.Sprintf("%dx%dx%d", rows, f, d), func(g *rig) {
-			random := func(n int) driver.Ptr {
-				b := g.alloc(n, bf16, 0)
-				part, _ := g.normal(1<<18, bf16, 0)
-				for at := 0; at < n; at += 1 << 18 {
-					g.must(g.ctx.CopyOnDevice(b.Offset(2*at), part.Ptr, 2*min(1<<18, n-at), g.stream))
-				}
-				return b.Ptr
-			}
-			x, w, dy, down := random(rows*d), random(2*f*d), random(rows*d), random(d*f)
-			ab, dab, h, dh := random(2*rows*f), random(2*rows*f), random(rows*f), random(rows*f)
-			const space = 32 << 20
-			workspace := random(space / 2)
-			product := func(m driver.MatmulSpec, a, b, y driver.Ptr) (best func()) {
-				plan, err := blas.Plan(m, space, 8)
-				g.must(err)
-				least := math.Inf(1)
-				for i := range plan.Algos() {
-					run := func() {
-						g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: space}, g.stream))
-					}
-					if took := g.clock(run).Seconds(); took < least {
-						least, best = took, run
-					}
-				}
-				return best
-			}
-			wide := product(driver.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, ab)
-			back := product(driver.MatmulSpec{M: rows, N: f, K: d, A: bf16, B: bf16, D: bf16}, dy, down, dh)
+			x, w, dy, down := g.random(rows*d), g.random(2*f*d), g.random(rows*d), g.random(d*f)
+			ab, dab, h, dh := g.random(2*rows*f), g.random(2*rows*f), g.random(rows*f), g.random(rows*f)
+			wide := g.fastestProduct(driver.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, ab)
+			back := g.fastestProduct(driver.MatmulSpec{M: rows, N: f, K: d, A: bf16, B: bf16, D: bf16}, dy, down, dh)
 			flops := 4 * float64(rows) * float64(f) * float64(d)
 			show := func(what string, flops float64, run func()) {
 				took := g.time([]func(){run}).Seconds()

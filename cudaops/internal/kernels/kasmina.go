@@ -341,8 +341,6 @@ func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args
 	return p.launch(p.Stream, p.unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.overlaps()}, a)
 }
 
-func (p *kasminaPass) overlaps() bool { return p.ctx.Device().Capability() >= 90 }
-
 // merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
 func (p *kasminaPass) merging() (share, blocks int) {
 	share = min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/4), 8), kasminaMergeThreads)

@@ -25,6 +25,7 @@ type Kernels struct {
 	kernels map[key]*kernel
 	// sections are what evenSection found, which takes some 100 µs.
 	sections map[sectionKey]int
+	dnn      dnnPlans
 }
 
 type key struct{ unit, name string }
@@ -44,6 +45,9 @@ func New(ctx driver.Context) *Kernels {
 
 // Close unloads them. No kernel may be running.
 func (k *Kernels) Close() error {
+	if err := k.dnn.close(k.ctx); err != nil {
+		return fmt.Errorf("kernels: letting go of cuDNN: %w", err)
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for unit, m := range k.modules {
@@ -147,6 +151,13 @@ func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error
 		f.resident[key] = n
 	}
 	return n, nil
+}
+
+// overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of
+// compute capability 9.0 and 10 do, the PTX that other GPUs run does not.
+func (k *Kernels) overlaps() bool {
+	c := k.ctx.Device().Capability()
+	return c == 90 || c/10 == 10
 }
 
 // line is a one-dimensional launch.

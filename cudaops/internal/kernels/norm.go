@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"errors"
+	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -23,7 +24,7 @@ func (a RMSNorm) across(packs int) int { return ceilDiv(a.D, 32*packs*vector(a.T
 // heldThreads is the most threads of a block that holds rows in registers, and heldPacks how many packs each of them holds.
 const heldThreads = 512
 
-var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
+var heldPacks = map[string]int{"held1": 1, "held2": 2, "held3": 3, "held4": 4}
 
 // heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a block. What is best without
 // a residual, two packs, would be too much in flight with one.
@@ -31,6 +32,9 @@ func (a RMSNorm) heldWays() (ways []Way) {
 	families := []string{"held2", "held1", "held4"}
 	if a.Residual != 0 {
 		families = []string{"held1", "held2", "held4"}
+	}
+	if a.D%(3*32*vector(a.Type)) == 0 { // no thread is idle
+		families = append(families, "held3")
 	}
 	for _, family := range families {
 		packs := heldPacks[family]
@@ -115,6 +119,27 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 	return c, true, err
 }
 
+// ownWarps is the most warps of a block that each take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
+var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
+
+// own is the launch of the backward kernel whose warps each take rows of their own, of so many packs a lane, if it takes the
+// arguments and the GPU has room for so many rows.
+func (k *Kernels) own(a RMSNormBackward) (packs int, c driver.LaunchConfig, fits bool) {
+	const stages = 3
+	packs = ceilDiv(a.D, 32*vector(a.Type))
+	most, ok := ownWarps[packs]
+	if !ok || !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
+		return packs, c, false
+	}
+	perWarp := max(stages*a.arrays()*packs*512, 4*a.D)
+	warps := min(most, (k.ctx.Device().SharedPerBlock-1024)/perWarp)
+	if warps < 4 {
+		return packs, c, false
+	}
+	return packs, driver.LaunchConfig{Grid: driver.Dim{X: min(k.sms, ceilDiv(a.Rows, warps))}, Block: driver.Dim{X: 32, Y: warps},
+		Shared: warps * perWarp}, true
+}
+
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
 //
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
@@ -154,12 +179,12 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	if err != nil {
 		return err
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 32)}, Block: driver.Dim{X: 32, Y: 32}}
+	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 32)}, Block: driver.Dim{X: 32, Y: 32}, Overlap: k.overlaps()}
 	return k.launch(s, "norm", "rmsnorm_weight_sum"+sum, c, args().Ptr(a.DW).Ptr(a.Workspace).Int32(blocks).Int32(a.D))
 }
 
 // RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: blocks that walk down the
-// rows, as many a multiprocessor as there is room for or fewer, and a block a row.
+// rows, as many a multiprocessor as there is room for or fewer, warps that each take short rows of their own, and a block a row.
 func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error) {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
@@ -175,6 +200,9 @@ func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error)
 			ways = append(ways, Way{"rows", blocks})
 			grid = c.Grid.X
 		}
+	}
+	if _, _, fits := k.own(a); fits {
+		ways = append(ways, Way{Family: "own"})
 	}
 	return append(ways, Way{Family: "any"}), nil
 }
@@ -200,12 +228,16 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 	if w.Family == "any" {
 		return k.normBackwardAny(s, a, suf)
 	}
-	c, _, err := k.walk(a, suf, w.Size)
-	if err != nil {
+	c, kernel := driver.LaunchConfig{}, "rmsnorm_backward"
+	if w.Family == "own" {
+		var packs int
+		packs, c, _ = k.own(a)
+		kernel += fmt.Sprint("_own", packs)
+	} else if c, _, err = k.walk(a, suf, w.Size); err != nil {
 		return 0, err
 	}
 	l := args().Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
-	return c.Grid.X, k.launch(s, "norm", "rmsnorm_backward"+suf, c, l)
+	return c.Grid.X, k.launch(s, "norm", kernel+suf, c, l)
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.

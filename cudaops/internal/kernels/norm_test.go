@@ -56,45 +56,54 @@ func (g *rig) rmsNorm(rows, d int, dt driver.DType, residual bool, skew int, inP
 	return len(ways)
 }
 
+// TestRMSNormBackward takes every way that takes the arguments.
 func TestRMSNormBackward(t *testing.T) {
 	g := newRig(t)
-	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {1500, 4096}, {30, 8192}, {2, 8200}, {700, 4099}}
+	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {1500, 4096}, {30, 8192}, {2, 8200},
+		{700, 4099}, {5, 512}, {4444, 512}, {3, 1024}, {2222, 1024}, {33, 904}, {999, 904}, {2, 9}, {1, 520}}
 	for i, shape := range shapes {
 		for _, dt := range storageTypes {
 			for _, add := range []bool{false, true} {
-				rows, d := shape[0], shape[1]
-				g.scope(fmt.Sprintf("%dx%d/%v/%v", rows, d, dt, add), func(g *rig) {
-					skew := i % 2
-					x, xr := g.normal(rows*d, dt, skew)
-					dy, gr := g.normal(rows*d, dt, skew)
-					w, wr := g.normal(d, f32, 0)
-					wantRstd, discard := make([]float64, rows), make([]float64, rows*d)
-					cpu.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
-					rstd, rr := g.upload(wantRstd, f32, 0)
-					wantX, wantW := make([]float64, rows*d), make([]float64, d)
-					cpu.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
-
-					dwType := f32
-					if i%3 == 0 {
-						dwType = dt
-					}
-					work := g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
-					a := RMSNormBackward{DX: g.alloc(rows*d, dt, skew).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
-						Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}
-					dx, dw := g.bufs[len(g.bufs)-1], g.alloc(d, dwType, 0)
-					a.DW = dw.Ptr
-					if add {
-						b, br := g.normal(rows*d, dt, skew)
-						a.Add, a.DX, dx = b.Ptr, b.Ptr, b
-						for i, v := range br {
-							wantX[i] += v
-						}
-					}
-					g.must(g.RMSNormBackward(g.stream, a))
-					g.near("dx", dx, wantX, backward(dt))
-					g.near("dw", dw, wantW, backward(dwType))
-				})
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, way)
+					g.scope(name, func(g *rig) { ways = g.rmsNormBackward(shape[0], shape[1], dt, add, i%2, i%3 == 0, way) })
+				}
 			}
 		}
 	}
+}
+
+// rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of X's type.
+func (g *rig) rmsNormBackward(rows, d int, dt driver.DType, add bool, skew int, same bool, way int) int {
+	x, xr := g.normal(rows*d, dt, skew)
+	dy, gr := g.normal(rows*d, dt, skew)
+	w, wr := g.normal(d, f32, 0)
+	wantRstd, discard := make([]float64, rows), make([]float64, rows*d)
+	cpu.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
+	rstd, rr := g.upload(wantRstd, f32, 0)
+	wantX, wantW := make([]float64, rows*d), make([]float64, d)
+	cpu.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
+
+	dwType := f32
+	if same {
+		dwType = dt
+	}
+	work := g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+	dx, dw := g.alloc(rows*d, dt, skew), g.alloc(d, dwType, 0)
+	a := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
+		Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}
+	if add {
+		b, br := g.normal(rows*d, dt, skew)
+		a.Add, a.DX, dx = b.Ptr, b.Ptr, b
+		for i, v := range br {
+			wantX[i] += v
+		}
+	}
+	ways, err := g.RMSNormBackwardWays(a)
+	g.must(err)
+	a.Way = ways[way]
+	g.must(g.RMSNormBackward(g.stream, a))
+	g.near("dx", dx, wantX, backward(dt))
+	g.near("dw", dw, wantW, backward(dwType))
+	return len(ways)
 }

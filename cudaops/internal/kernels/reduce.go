@@ -26,20 +26,27 @@ type Reduce struct {
 	YType, XType    driver.DType
 }
 
-// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows.
+// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows, and
+// columnRun those of a block that comes late, kRun of reduce.cu.
 const (
 	rowPart    = 1 << 15
 	columnPart = 64
+	columnRun  = 128
 )
 
 // parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
-// where eight fit on a multiprocessor; four that reduce columns have as much in flight there, and leave less to add up.
-func (k *Kernels) parts(a Reduce) int {
+// where eight fit on a multiprocessor; four that reduce columns have as much in flight there, and leave less to add up. Behind
+// these come late ones with a fifth of the rows, where that leaves the first four times as many as them.
+func (k *Kernels) parts(a Reduce) (parts, late int) {
 	if a.Inner == 1 {
-		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(2*8*k.sms, a.Outer)))
+		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(2*8*k.sms, a.Outer))), 0
 	}
 	blocks := a.Outer * ceilDiv(a.Inner, 32*vector(a.XType))
-	return max(1, min(ceilDiv(a.N, columnPart), ceilDiv(4*k.sms, blocks)))
+	parts = max(1, min(ceilDiv(a.N, columnPart), ceilDiv(4*k.sms, blocks)))
+	if parts > 1 && a.N >= 5*columnRun*parts {
+		late = min(a.N/5/columnRun, 2*parts)
+	}
+	return parts + late, late
 }
 
 // ReduceWorkspace is the bytes of workspace that a reduction takes; it may be 0.
@@ -47,7 +54,7 @@ func (k *Kernels) ReduceWorkspace(a Reduce) int {
 	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
 		return 0
 	}
-	if p := k.parts(a); p > 1 {
+	if p, _ := k.parts(a); p > 1 {
 		return 4 * a.Outer * p * a.Inner
 	}
 	return 0
@@ -73,20 +80,21 @@ func (k *Kernels) Reduce(s driver.Stream, a Reduce) error {
 	if a.Scale == 0 {
 		a.Scale = 1
 	}
-	parts := k.parts(a)
+	parts, late := k.parts(a)
 	if parts == 1 {
-		return k.reduce(s, a, 1)
+		return k.reduce(s, a, 1, 0, false)
 	}
 	first, second := a, a
 	first.Y, first.YType, first.Scale = a.Workspace, driver.Float32, 1
 	second.X, second.XType, second.N = a.Workspace, driver.Float32, parts
-	if err := k.reduce(s, first, parts); err != nil {
+	if err := k.reduce(s, first, parts, late, false); err != nil {
 		return err
 	}
-	return k.reduce(s, second, 1)
+	return k.reduce(s, second, 1, 0, k.overlaps())
 }
 
-func (k *Kernels) reduce(s driver.Stream, a Reduce, parts int) error {
+// reduce launches one step.
+func (k *Kernels) reduce(s driver.Stream, a Reduce, parts, late int, overlap bool) error {
 	name, err := suffixes("Reduce", "", a.YType, a.XType)
 	if err != nil {
 		return err
@@ -100,6 +108,7 @@ func (k *Kernels) reduce(s driver.Stream, a Reduce, parts int) error {
 	if a.Inner == 1 {
 		perPart := ceilDiv(ceilDiv(a.N, parts), n) * n
 		c := line(blocks, min(256, ceilDiv(perPart, 4*32*n)*32)) // four accesses a thread
+		c.Overlap = overlap
 		return k.launch(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
 	}
 	variant := "_columns"
@@ -108,11 +117,12 @@ func (k *Kernels) reduce(s driver.Stream, a Reduce, parts int) error {
 	} else {
 		n = 1
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks, Y: ceilDiv(a.Inner, 32*n)}, Block: driver.Dim{X: 32, Y: 8}}
-	if c.Grid.Y > 65535 {
-		return fmt.Errorf("kernels.Reduce: %d columns are too many for one launch", a.Inner)
+	tiles := ceilDiv(a.Inner, 32*n)
+	if tiles >= ceilDiv(1<<31, blocks) {
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many for one launch", a.Outer, parts, a.Inner)
 	}
-	return k.launch(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts))
+	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks * tiles}, Block: driver.Dim{X: 32, Y: 8}, Overlap: overlap}
+	return k.launch(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
 
 // FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements, or −1.

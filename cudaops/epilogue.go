@@ -1,0 +1,71 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+)
+
+// What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over memory, the former has
+// cuBLASLt's product. The tuner decides.
+
+// matmulRun enqueues a product of two matrices.
+type matmulRun func(d, a, b driver.Ptr) error
+
+// productWays is a product and what is done with its result, which are computed separately, by cuBLASLt and a kernel, or in one
+// kernel that has some ways. Either takes memory for the arguments, which begin with the arrays.
+type productWays struct {
+	op, shape string
+	units     []string // where the kernels are
+	fused     []kernels.Way
+	arrays    []*array
+	arguments []argument
+	separate  func(matmulRun, []driver.Ptr) error
+	run       func(kernels.Way, []driver.Ptr) error
+}
+
+// fusedChoice is the way of the one kernel, and the tuner's choice of that.
+type fusedChoice struct {
+	way   kernels.Way
+	index int
+}
+
+// chooseFused returns what the tuner chooses, nil for separately. Without tuning, and where that is not worth it, a rule must
+// ask for the one kernel.
+func (c *compiler) chooseFused(p product, w productWays) (*fusedChoice, error) {
+	m := c.m
+	if len(w.fused) == 0 || slices.ContainsFunc(w.arrays, func(a *array) bool { return a.at%vectorBytes != 0 }) {
+		return nil, nil
+	}
+	blas, err := m.device.ctx.Blas()
+	if err != nil {
+		return nil, err
+	}
+	ways := append([]string{"separate"}, names(w.fused)...)
+	plan, err := m.blas.plan(p.spec())
+	if err != nil {
+		return nil, err
+	}
+	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
+		return nil, nil
+	}
+	multiply := func(d, a, b driver.Ptr) error {
+		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
+			m.stream)
+	}
+	j := job{op: w.op, shape: w.shape, ways: ways, build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build(w.units...), blas.Version()),
+		arguments: w.arguments, computes: true}
+	j.run = func(way int, memory []driver.Ptr) error {
+		if way == 0 {
+			return w.separate(multiply, memory)
+		}
+		return w.run(w.fused[way-1], memory)
+	}
+	way, err := m.tuner.choose(j)
+	if way == 0 || err != nil {
+		return nil, err
+	}
+	return &fusedChoice{w.fused[way-1], m.tuner.last()}, nil
+}

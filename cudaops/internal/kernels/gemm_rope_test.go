@@ -1,0 +1,174 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func TestRoPEProduct(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
+		{1, 1, 1, 1, 64, 8}, {3, 43, 3, 1, 64, 72}, {1, 257, 2, 2, 128, 64}, {5, 103, 4, 2, 128, 264}, {1, 515, 3, 1, 96, 200},
+		{2, 150, 12, 4, 64, 328}, {7, 300, 12, 12, 64, 264}, {3, 700, 8, 4, 128, 328}, {4, 531, 8, 8, 96, 520}, // several tiles a block
+	} {
+		if testing.Short() && s.batch*s.seq > 1000 {
+			continue
+		}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}}
+		for _, a.Type = range []driver.DType{bf16, f16} {
+			g.scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *rig) { testRoPEProduct(g, a) })
+		}
+	}
+	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 140, Columns: 328, D: 72, Turned: turned, Seq: 35, HeadDim: 64}, Type: bf16}
+		g.scope(fmt.Sprintf("%d turned", a.Turned), func(g *rig) { testRoPEProduct(g, a) })
+	}
+}
+
+func testRoPEProduct(g *rig, a RoPEProduct) {
+	g.Helper()
+	x, xr := g.normal(a.Rows*a.D, a.Type, 0)
+	w, wr := g.scaled(a.Columns*a.D, a.D, a.Type)
+	angles := make([]float64, a.Seq*a.HeadDim/2)
+	cosines, sines := slices.Clone(angles), slices.Clone(angles)
+	for i := range angles {
+		sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.rand.Float64())
+	}
+	cos, cr := g.upload(cosines, f32, 0)
+	sin, sr := g.upload(sines, f32, 0)
+	a.X, a.Weights, a.Cos, a.Sin = x.Ptr, w.Ptr, cos.Ptr, sin.Ptr
+	turn := func(y []float64) {
+		for r := range a.Rows {
+			row, at := y[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
+			cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+		}
+	}
+	want := make([]float64, a.Rows*a.Columns)
+	cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, xr, a.D, wr, a.D, 0, want, a.Columns)
+	twice := decode(encode(want, a.Type), a.Type)
+	turn(want)
+	turn(twice)
+	twice = decode(encode(twice, a.Type), a.Type)
+	ways := g.RoPEProductWays(a.RoPEProductShape, a.Type)
+	if len(ways) == 0 {
+		g.Fatal("no way takes it")
+	}
+	for _, a.Way = range ways {
+		var bits []float64
+		for range 2 {
+			y := g.alloc(a.Rows*a.Columns, a.Type, 0)
+			a.Y = y.Ptr
+			g.must(g.RoPEProduct(g.stream, a))
+			g.near(a.Way.String(), y, want, forward(a.Type))
+			got := g.read(y)
+			if e, of := distance(got, want), distance(twice, want); len(want) > 10000 && 2*a.Turned >= a.Columns && !(e < 0.95*of) {
+				g.Errorf("%v: relative error %.3g, want less than that of a result that is rounded twice, %.3g", a.Way, e, of)
+			}
+			if bits == nil {
+				bits = got
+			} else if !slices.Equal(bits, got) {
+				g.Errorf("%v: results differ from run to run", a.Way)
+			}
+		}
+	}
+}
+
+func TestRoPEProductRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := fakeAttention(t, capability, 227<<10)
+		ok := RoPEProduct{Y: p, X: p, Weights: p, Cos: p, Sin: p, Type: bf16,
+			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 320, Turned: 128, Seq: 3, HeadDim: 64}}
+		for what, change := range map[string]func(a *RoPEProduct){
+			"rows":          func(a *RoPEProduct) { a.Rows = -1 },
+			"columns":       func(a *RoPEProduct) { a.Columns = 260 },
+			"d":             func(a *RoPEProduct) { a.D = 20 },
+			"turned":        func(a *RoPEProduct) { a.Turned = 32 },
+			"turned beyond": func(a *RoPEProduct) { a.Turned = 320 },
+			"seq":           func(a *RoPEProduct) { a.Seq = 0 },
+			"no heads":      func(a *RoPEProduct) { a.HeadDim = 0 },
+			"heads":         func(a *RoPEProduct) { a.HeadDim = 32 },
+			"type":          func(a *RoPEProduct) { a.Type = f32 },
+			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
+			"input":         func(a *RoPEProduct) { a.X += 2 },
+			"tables":        func(a *RoPEProduct) { a.Sin += 4 },
+			"way":           func(a *RoPEProduct) { a.Way = Way{"fused", 128} },
+			"too short":     func(a *RoPEProduct) { a.D, a.Way = 256, Way{"staggered", 192} },
+		} {
+			a := ok
+			change(&a)
+			if k.RoPEProduct(0, a) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		c.ClearTrace()
+		ways := k.RoPEProductWays(ok.RoPEProductShape, bf16)
+		if takes := len(ways) == 4; takes != (capability == 90) {
+			t.Errorf("capability %d: the ways are %v", capability, ways)
+		}
+		for _, ok.Way = range ways {
+			if err := k.RoPEProduct(0, ok); err != nil {
+				t.Error(err)
+			}
+		}
+		launched := 0
+		for _, op := range c.Trace() {
+			if op.Name == "" {
+				continue
+			}
+			if launched++; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0 {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+		if launched != len(ways) {
+			t.Errorf("capability %d: %d launches in the ways %v", capability, launched, ways)
+		}
+		empty := ok
+		empty.Rows = 0
+		if err := k.RoPEProduct(0, empty); err != nil {
+			t.Errorf("no rows: %v", err)
+		}
+	}
+}
+
+// TestRoPEProductSpeed compares with cuBLASLt's product, in the fastest of its ways, and RoPE's own kernel.
+func TestRoPEProductSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []RoPEProductShape{
+		{Rows: 32768, Columns: 2304, D: 768, Turned: 1536, Seq: 1024, HeadDim: 64},
+		{Rows: 16384, Columns: 3072, D: 1024, Turned: 2048, Seq: 1024, HeadDim: 64},
+		{Rows: 16384, Columns: 2304, D: 1536, Turned: 1920, Seq: 2048, HeadDim: 96},
+		{Rows: 16384, Columns: 6144, D: 2048, Turned: 4096, Seq: 2048, HeadDim: 128},
+	} {
+		g.scope(fmt.Sprintf("%+v", s), func(g *rig) {
+			x, w, y := g.random(s.Rows*s.D), g.random(s.Columns*s.D), g.random(s.Rows*s.Columns)
+			cos, _ := g.normal(s.Seq*s.HeadDim/2, f32, 0)
+			sin, _ := g.normal(s.Seq*s.HeadDim/2, f32, 0)
+			product := g.fastestProduct(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, y)
+			show := func(what string, run func()) {
+				took := g.time([]func(){run}).Seconds()
+				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
+			}
+			show("cuBLASLt alone", product)
+			show("cuBLASLt, then RoPE", func() {
+				product()
+				g.must(g.RoPE(g.stream, RoPE{Y: y, X: y, Cos: cos.Ptr, Sin: sin.Ptr, Rows: s.Rows, Seq: s.Seq, Heads: s.Turned / s.HeadDim,
+					HeadDim: s.HeadDim, XStride: s.Columns, YStride: s.Columns, Type: bf16}))
+			})
+			for _, way := range g.RoPEProductWays(s, bf16) {
+				show(way.String(), func() {
+					g.must(g.RoPEProduct(g.stream, RoPEProduct{Y: y, X: x, Weights: w, Cos: cos.Ptr, Sin: sin.Ptr, RoPEProductShape: s, Type: bf16,
+						Way: way}))
+				})
+			}
+		})
+	}
+}

@@ -1,0 +1,212 @@
+// Matrix products on Hopper (sm_90a) whose results change on their way to memory, for bf16 and f16: what the kernels share.
+//
+// A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows: each copies its own rows of the left
+// operand and half of the right one, which goes to both. Blocks stay on their multiprocessor and take tiles until there are
+// none. In a block
+//
+//   two warpgroups   multiply 64 rows each, leave the sums in shared memory, rounded, and go on with the next tile;
+//   other warps      take them from there to memory meanwhile: depth is so short in these models that a multiplier could not
+//                    hide that itself;
+//   one thread       copies the operands, 64 of the depth at a time, Stages ahead.
+#pragma once
+#include "attention_hopper.cuh"
+
+// What a kernel does where it can; other GPUs never launch it.
+#undef BODY
+#if defined(HOPPER)
+#define BODY(...) gemm::__VA_ARGS__
+#else
+#define BODY(...)
+#endif
+
+namespace gemm {
+
+#if defined(HOPPER)
+using namespace attention;
+
+constexpr int kRows = 128, kDepth = 64, kWorkers = 2, kCluster = 2;
+constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
+
+// Shared memory: the stages, each worker's sums, Extra bytes, then the barriers.
+template <int Columns_, int Stages_, int Extra = 0> struct Memory {
+  static constexpr int Columns = Columns_, Stages = Stages_;
+  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
+  static constexpr int SumBytes = Columns / 64 * kPanelBytes;  // of a worker
+  uint32_t base;
+  Ring<Stages> ring;
+  uint32_t barriers;
+  __device__ explicit Memory(uint32_t at)
+      : base(at), ring{at + Stages * StageBytes + kWorkers * SumBytes + Extra}, barriers(ring.barriers + ring.bytes) {}
+  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
+  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
+  __device__ uint32_t sums(int worker) const { return base + Stages * StageBytes + worker * SumBytes; }
+  __device__ uint32_t extra() const { return sums(kWorkers); }
+  __device__ uint32_t summed(int worker) const { return barriers + 16 * worker; }  // the sums are there
+  __device__ uint32_t taken(int worker) const { return summed(worker) + 8; }       // and may be overwritten
+};
+
+__device__ inline void meetCluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Makes the barriers, of which `takers` arrivals free a worker's sums. All threads call it.
+template <class M> __device__ inline void begin(const M &m, int takers) {
+  if (threadIdx.x == 0) {
+    m.ring.init(kCluster * kWorkers);
+    for (int worker = 0; worker < kWorkers; worker++) {
+      barrierInit(m.summed(worker), 4);
+      barrierInit(m.taken(worker), takers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  meetCluster();
+}
+
+// Where a tile begins. Of the cluster's tiles, one below the other, a block has that of its rank.
+struct Tile {
+  int row, column;
+};
+
+// The tiles of a cluster, Step columns each, one a turn: down the rows of a section, which is rows of clusters that are worked
+// on together so that both operands stay in L2, then on to the next columns.
+template <int Step> struct Schedule {
+  int rows, columns, section, rank, next, stride;
+  __device__ Schedule(int rows, int columns, int section)
+      : rows((rows + kCluster * kRows - 1) / (kCluster * kRows)), columns((columns + Step - 1) / Step), section(section),
+        rank(blockIdx.x % kCluster), next(blockIdx.x / kCluster), stride(gridDim.x / kCluster) {}
+  __device__ bool take(Tile &t) {
+    if (next >= rows * columns) return false;
+    const int first = next / (section * columns) * section, r = next % (section * columns), n = min(section, rows - first);
+    t = {(kCluster * (first + r % n) + rank) * kRows, r / n * Step};
+    next += stride;
+    return true;
+  }
+};
+
+// ---- Copies ----
+
+// Into this block, or with All at the same place of all; bytes arrive at the barrier of each.
+template <bool All> __device__ inline void copyBox(uint32_t to, const TensorMap &map, uint32_t barrier, int x, int y, int z) {
+  if (All)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((uint16_t)((1 << kCluster) - 1))
+        : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+                     to),
+                 "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// Stores 64 rows of 64 columns; what lies outside the matrix is left out.
+__device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+
+// ---- Products ----
+
+#define REGISTERS_96                                                                                              \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "        \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "         \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "         \
+  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "         \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
+#define REGISTERS_128                                                                                             \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "        \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "         \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "         \
+  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "         \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, "       \
+  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "       \
+  "%119, %120, %121, %122, %123, %124, %125, %126, %127}"
+#define OUTPUTS_96(m) OUTPUTS_64(m), SIXTEEN(m, 16), SIXTEEN(m, 20)
+#define OUTPUTS_128(m) OUTPUTS_96(m), SIXTEEN(m, 24), SIXTEEN(m, 28)
+
+// c (64×N) = A·B, or += with add. With TransposeB the product runs over rows of B's tile.
+#define DEFINE_PRODUCT(N, R, a, b, flag, transpose, T, name)                                                             \
+  template <int TransposeB>                                                                                              \
+  __device__ inline void product(float (&c)[N / 8][4], uint64_t x, uint64_t y, bool add, T) {                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " " REGISTERS_##R                       \
+                 ", " a ", " b ", p, 1, 1, 0, " transpose ";\n}\n"                                                       \
+                 : OUTPUTS_##R("+f")                                                                                     \
+                 : "l"(x), "l"(y), "r"((int)add), "n"(TransposeB));                                                      \
+  }
+#define DEFINE_ALL(T, name)                                               \
+  DEFINE_PRODUCT(128, 64, "%64", "%65", "%66", "%67", T, name)            \
+  DEFINE_PRODUCT(192, 96, "%96", "%97", "%98", "%99", T, name)            \
+  DEFINE_PRODUCT(256, 128, "%128", "%129", "%130", "%131", T, name)
+DEFINE_ALL(bf16, "bf16")
+DEFINE_ALL(f16, "f16")
+
+// Tells the cluster's blocks, whose copies write there, that this warp is done with the slot of fill i.
+template <class R> __device__ inline void releaseAll(const R &ring, int i) {
+  const int lane = threadIdx.x % 32;
+  if (lane < kCluster)
+    asm volatile(
+        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(ring.freed(i)),
+        "r"(lane)
+        : "memory");
+}
+
+// Rounds a warp's 16 rows into the panels of its worker.
+template <typename T, int Columns> __device__ inline void leaveSums(const Accumulator<1, Columns> &sums, uint32_t panels) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int n = 0; n < Columns / 8; n += 2) {
+    const uint32_t at = panels + n / 8 * kPanelBytes + row * 128 + ((n % 8 + lane / 16) ^ row % 8) * 16;
+    const float(&a)[4] = sums.c[0][n], (&b)[4] = sums.c[0][n + 1];
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(pack(a[0], a[1], T())),
+                 "r"(pack(a[2], a[3], T())), "r"(pack(b[0], b[1], T())), "r"(pack(b[2], b[3], T()))
+                 : "memory");
+  }
+}
+
+__device__ inline void arriveOfWarp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrierArrive(barrier);
+}
+
+// Sums up a tile, whose operands come with the fills from i to before `end`; returns the latter. A warpgroup multiplies all
+// columns at once, or with Halves one half after the other. Step is called with every fill before its products start.
+template <typename T, int TransposeB, bool Halves, class M, class Step>
+__device__ inline int multiplyTile(Accumulator<1, M::Columns> &sums, const M &m, int worker, int i, int end, Step step) {
+  using Half = float[M::Columns / 16][4];
+  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
+  hold(sums);
+  for (const int first = i; i < end; i++) {
+    step(i);
+    m.ring.wait(i);
+    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, across);
+    productsBegin();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) {
+      const bool add = k > 0 || i > first;
+      if constexpr (Halves) {
+        product<TransposeB>(*(Half *)&sums.c[0][0], a.plus(k * 32), b.plus(k * next), add, T());
+        product<TransposeB>(*(Half *)&sums.c[0][M::Columns / 16], a.plus(k * 32), b.plus(k * next + M::RightBytes / 2), add, T());
+      } else {
+        product<TransposeB>(sums.c[0], a.plus(k * 32), b.plus(k * next), add, T());
+      }
+    }
+    productsCommit();
+    if (i > first) {
+      productsWait<1>();
+      releaseAll(m.ring, i - 1);
+    }
+  }
+  productsWait<0>();
+  hold(sums);
+  releaseAll(m.ring, i - 1);
+  return i;
+}
+
+#endif  // HOPPER
+}  // namespace gemm
