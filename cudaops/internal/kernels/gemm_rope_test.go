@@ -44,6 +44,9 @@ func testRoPEProduct(g *rig, a RoPEProduct) {
 	sin, sr := g.upload(sines, f32, 0)
 	a.X, a.Weights, a.Cos, a.Sin = x.Ptr, w.Ptr, cos.Ptr, sin.Ptr
 	turn := func(y []float64) {
+		if a.Turned == 0 {
+			return
+		}
 		for r := range a.Rows {
 			row, at := y[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
 			cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
