@@ -407,7 +407,7 @@ func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProduct
 }
 
 func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, driver.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused", Size: 256}, {Family: "staggered", Size: 192}}
+	return []kernels.Way{{Family: "fused"}}
 }
 
 func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error {

@@ -11,9 +11,6 @@
 // same for all heads of a tile, before the last products start. Multipliers have the registers for that, since the copy engine
 // takes what they leave to memory, which one thread starts.
 //
-// While one of the two warpgroups turns and rounds, the tensor cores are the other's, unless that does the same. With `behind` the
-// second one starts every tile at least a step after the first.
-//
 // Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, x, weights and y at multiples of 16 bytes, the
 // tables of 8.
 #include "gemm_hopper.cuh"
@@ -25,7 +22,6 @@ struct Params {
   const float *cosines, *sines;
   int rows, columns, depth, turned, seq;
   int section;  // of Schedule
-  int behind;   // depth must be more than all stages hold, or the first warpgroup could be a tile ahead
 };
 
 #if defined(HOPPER)
@@ -85,7 +81,7 @@ template <int D> struct Turn {
 };
 
 template <typename T, int D, class M> __device__ inline void multiplyTiles(const Params &p, const M &m, int worker) {
-  constexpr int Columns = M::Columns, kBoth = 256;  // threads of the two warpgroups
+  constexpr int Columns = M::Columns;
   auto schedule = scheduleOf<Columns>(p);
   const int steps = (p.depth + kDepth - 1) / kDepth;
   Accumulator<1, Columns> sums;
@@ -93,10 +89,8 @@ template <typename T, int D, class M> __device__ inline void multiplyTiles(const
   Turn<D> turn;
   Tile t;
   for (int tile = 0, i = 0; schedule.take(t); tile++) {
-    const int first = i, end = i + steps, heads = (p.turned - t.column) / D;
+    const int end = i + steps, heads = (p.turned - t.column) / D;
     i = multiplyTile<T, 0, false>(sums, m, worker, i, end, [&](int i) {
-      if (p.behind && worker == 0 && i == first + 2) asm volatile("bar.arrive 1, %0;" ::"n"(kBoth) : "memory");
-      if (p.behind && worker == 1 && i == first) asm volatile("bar.sync 1, %0;" ::"n"(kBoth) : "memory");
       if (i == end - 1 && heads > 0) turn.load(p, t.row + 64 * worker + threadIdx.x / 32 % 4 * 16);
     });
 #pragma unroll
@@ -148,12 +142,11 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
 // Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Memory.
 #define DEFINE_SHAPE(T, D, columns)                                                                                         \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                      \
-      gemm_hopper_rope_##D##_##columns##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,   \
-                                             const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y) { \
+      gemm_hopper_rope_##D##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,               \
+                                 const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y) {          \
     BODY(run<T, D, columns>(p, x, weights, y));                                                                             \
   }
 #define DEFINE(T)           \
-  DEFINE_SHAPE(T, 64, 256)  \
   DEFINE_SHAPE(T, 64, 192)  \
   DEFINE_SHAPE(T, 96, 192)  \
   DEFINE_SHAPE(T, 128, 256)

@@ -18,37 +18,20 @@ type RoPEProduct struct {
 // RoPEProductShape is the sizes of a RoPEProduct. The tables are [Seq, HeadDim/2], and row r has position r mod Seq.
 type RoPEProductShape struct{ Rows, Columns, D, Turned, Seq, HeadDim int }
 
-// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has some for two-byte types
-// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features. The number is that of a tile's columns; in the
-// ways called staggered one half of the multiplying warps is a step behind the other.
+// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
+// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features.
 func (k *Kernels) RoPEProductWays(a RoPEProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.HeadDim < 1 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
-		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 || min(a.Rows, a.Columns, a.D, a.Seq) < 1 ||
+	if turnedTiles[a.HeadDim].columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 ||
+		a.Turned%a.HeadDim != 0 || a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 || min(a.Rows, a.Columns, a.D, a.Seq) < 1 ||
 		max(a.Rows, a.Columns, a.D, a.Seq) > limit {
 		return nil
 	}
-	var columns []int
-	switch a.HeadDim {
-	case 64:
-		columns = []int{256, 192}
-	case 96:
-		columns = []int{192}
-	case 128:
-		columns = []int{256}
-	}
-	var ways, staggered []Way
-	for _, n := range columns {
-		ways = append(ways, Way{"fused", n})
-		if a.D > gemmDepth*turnedStages[n] {
-			staggered = append(staggered, Way{"staggered", n})
-		}
-	}
-	return append(ways, staggered...)
+	return []Way{{Family: "fused"}}
 }
 
-// turnedStages is the stages of gemm_hopper_rope.cu by the columns of a tile.
-var turnedStages = map[int]int{256: 3, 192: 4}
+// turnedTiles is the columns of a tile of gemm_hopper_rope.cu, and the stages, by the features of a head.
+var turnedTiles = map[int]struct{ columns, stages int }{64: {192, 4}, 96: {192, 4}, 128: {256, 3}}
 
 // RoPEProduct launches one kernel.
 func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
@@ -62,26 +45,20 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and tables at multiples of 8", op,
 			a.RoPEProductShape, a.Type)
 	}
-	way, err := a.Way.of(op, ways)
-	if err != nil {
+	if _, err := a.Way.of(op, ways); err != nil {
 		return err
 	}
 	suf, err := suffix(op, a.Type)
 	if err != nil {
 		return err
 	}
-	behind := 0
-	if way.Family == "staggered" {
-		behind = 1
-	}
-	depth, half := uint64(a.D), uint32(way.Size/gemmCluster)
-	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d_%d%s", a.HeadDim, way.Size, suf), threads: 384,
-		shared: gemmShared(way.Size, turnedStages[way.Size], 0), dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
-		params: args().Ptr(a.Cos).Ptr(a.Sin).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection).
-			Int32(behind),
+	tile, depth := turnedTiles[a.HeadDim], uint64(a.D)
+	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf), threads: 384,
+		shared: gemmShared(tile.columns, tile.stages, 0), dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
+		params: args().Ptr(a.Cos).Ptr(a.Sin).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			{a.Weights, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, half, 1}},
+			{a.Weights, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
 			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, 64, 1}},
 		}}.launch(k, s)
 }

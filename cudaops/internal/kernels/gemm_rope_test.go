@@ -101,7 +101,6 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"input":         func(a *RoPEProduct) { a.X += 2 },
 			"tables":        func(a *RoPEProduct) { a.Sin += 4 },
 			"way":           func(a *RoPEProduct) { a.Way = Way{"fused", 128} },
-			"too short":     func(a *RoPEProduct) { a.D, a.Way = 256, Way{"staggered", 192} },
 		} {
 			a := ok
 			change(&a)
@@ -111,7 +110,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 		}
 		c.ClearTrace()
 		ways := k.RoPEProductWays(ok.RoPEProductShape, bf16)
-		if takes := len(ways) == 4; takes != (capability == 90) {
+		if takes := len(ways) == 1; takes != (capability == 90) {
 			t.Errorf("capability %d: the ways are %v", capability, ways)
 		}
 		for _, ok.Way = range ways {

@@ -143,7 +143,9 @@ func TestGemmMatchesSource(t *testing.T) {
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
 			fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gateBytes/1024)},
-		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedStages[256], turnedStages[192])},
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedTiles[128].stages, turnedTiles[64].stages),
+			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
+			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
 	} {
 		b, err := os.ReadFile("../../kernels/" + unit)
 		if errors.Is(err, fs.ErrNotExist) {
