@@ -109,11 +109,9 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x
 #define DEFINE(T)                                                                                             \
   DEFINE_HELD(T, rmsnorm_held, 1, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_held, 2, false)                                                                      \
-  DEFINE_HELD(T, rmsnorm_held, 3, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_held, 4, false)                                                                      \
   DEFINE_HELD(T, rmsnorm_add_held, 1, true)                                                                   \
   DEFINE_HELD(T, rmsnorm_add_held, 2, true)                                                                   \
-  DEFINE_HELD(T, rmsnorm_add_held, 3, true)                                                                   \
   DEFINE_HELD(T, rmsnorm_add_held, 4, true)                                                                   \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \

@@ -24,7 +24,7 @@ func (a RMSNorm) across(packs int) int { return ceilDiv(a.D, 32*packs*vector(a.T
 // heldThreads is the most threads of a block that holds rows in registers, and heldPacks how many packs each of them holds.
 const heldThreads = 512
 
-var heldPacks = map[string]int{"held1": 1, "held2": 2, "held3": 3, "held4": 4}
+var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
 
 // heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a block. What is best without
 // a residual, two packs, would be too much in flight with one.
@@ -32,9 +32,6 @@ func (a RMSNorm) heldWays() (ways []Way) {
 	families := []string{"held2", "held1", "held4"}
 	if a.Residual != 0 {
 		families = []string{"held1", "held2", "held4"}
-	}
-	if a.D%(3*32*vector(a.Type)) == 0 { // no thread is idle
-		families = append(families, "held3")
 	}
 	for _, family := range families {
 		packs := heldPacks[family]
