@@ -47,7 +47,7 @@ type variant struct {
 // without telemetry and with that of all seeds in each step.
 var variants = []variant{
 	{group: "train"},
-	{group: "recompute", suffix: "_recompute", model: "llama350M", how: []llm.GraphOption{llm.WithRecompute()}},
+	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: "train-kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
 	{group: "train-kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
 }

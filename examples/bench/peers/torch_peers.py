@@ -1,6 +1,7 @@
 """The measurements of examples/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
     python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,recompute] > torch.jsonl
+    python3 torch_peers.py --groups train --models llama925M --batch 40 > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
 One JSON line for each measurement, as examples/bench prints them; run both on one machine, one after the other, and make a
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 torch._functorch.config.donated_buffer = False  # backward passes are run again and again over one saved graph
 BF16 = torch.bfloat16
 DEVICE = "cuda"
+MODELS = ["llama124M", "llama350M", "llama925M"]
+BATCH = None  # sequences; each model's own
 
 
 def emit(bench, peer, us, bytes=0, flops=0, **more):
@@ -374,6 +377,7 @@ SIZES = {  # vocabulary, features, layers, heads, features of the perceptron, se
 
 def train_one(name, recompute=False):
     v, d, layers, heads, ff, batch, seq = SIZES[name]
+    batch = BATCH or batch
     gpu = DEVICE == "cuda"
     torch._dynamo.reset()
     model = Model(v, d, layers, heads, ff, recompute).to(DEVICE)
@@ -403,14 +407,14 @@ def train_one(name, recompute=False):
     measure("torch.compile", torch.compile(model))
 
 
-def train():
-    for name in ("llama124M", "llama350M", "llama925M"):
-        train_one(name)
+def train(recompute=False):
+    for name in MODELS:
+        train_one(name, recompute)
         torch.cuda.empty_cache()
 
 
 def recompute():
-    train_one("llama350M", recompute=True)
+    train(recompute=True)
 
 
 # ---- The CPU ----
@@ -465,12 +469,15 @@ def where():
 
 
 def main():
-    global DEVICE
+    global DEVICE, MODELS, BATCH
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=list(GROUPS))
     parser.add_argument("--groups", help="separated by commas (default: all)")
+    parser.add_argument("--models", help="that train and recompute train, separated by commas (default: all)")
+    parser.add_argument("--batch", type=int, help="sequences in a batch (default: the model's own)")
     o = parser.parse_args()
-    DEVICE = o.device
+    DEVICE, BATCH = o.device, o.batch
+    MODELS = o.models.split(",") if o.models else MODELS
     groups = o.groups.split(",") if o.groups else list(GROUPS[DEVICE])
     for name in groups:
         if name not in GROUPS[DEVICE]:
