@@ -314,7 +314,7 @@ func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
 
 func (k *fakeKernels) DnnVersion() int { return 0 }
 
-func (k *fakeKernels) PlanDnnAttention(kernels.AttentionShape, driver.DType, ...kernels.Rows) error {
+func (k *fakeKernels) PlanDnnAttention(_ kernels.AttentionShape, _ driver.DType, _, _, _, _ kernels.Rows) error {
 	return errors.New("there is no cuDNN")
 }
 

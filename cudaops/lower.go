@@ -31,7 +31,7 @@ type kernelSet interface {
 	RMSNormWorkspace(d int) int
 	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
 	DnnVersion() int
-	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) error
+	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, y, q, key, value kernels.Rows) error
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error

@@ -245,11 +245,12 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
-	return packed(dq, dk, dv), c.attentionGrad(n, in, dq, dk, dv, nil)
+	c.attentionGrad(n, in, dq, dk, dv, nil)
+	return packed(dq, dk, dv), nil
 }
 
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of what they were before.
-func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) error {
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) {
 	q, k := c.lowerPair(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
@@ -257,14 +258,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	documents := c.documents(n, o, in)
 	lse := c.saved[o].(*array)
 	m := c.m
-	s.StatsBytes = m.k.AttentionStatsBytes(s, q.elem.dtype())
-	if documents == nil { // which cuDNN does not know of
-		var err error
-		if s.StatsBytes, err = m.attentionStatsBytes(s, turned != nil, q.elem.dtype(), dq, dk, dv, g, q, k, v, y); err != nil {
-			return err
-		}
-	}
-	stats := c.bytes(s.StatsBytes)
+	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))
 	var cos, sin *array
 	if turned != nil {
 		cos, sin = c.tables(turned)
@@ -282,7 +276,6 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	if documents == nil {
 		c.computes(attentionFLOPs(s, 5))
 	}
-	return nil
 }
 
 // stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of

@@ -182,9 +182,6 @@ func (x *timer) right(ways []int) ([]int, error) {
 		if err == nil {
 			err = x.compare(got, want, plain)
 		}
-		if err == nil && slices.Contains(x.j.doubted, i) {
-			err = x.repeats(i, got)
-		}
 		if err != nil {
 			x.drop(x.j, i, err)
 			continue
@@ -313,19 +310,6 @@ func (x *timer) result(way int) ([][]float32, error) {
 		}
 	}
 	return results, nil
-}
-
-// repeats wants a way to give the same bits once more.
-func (x *timer) repeats(way int, first [][]float32) error {
-	again, err := x.result(way)
-	if err != nil {
-		return err
-	}
-	bits := func(a, b float32) bool { return math.Float32bits(a) == math.Float32bits(b) }
-	if !slices.EqualFunc(again, first, func(a, b []float32) bool { return slices.EqualFunc(a, b, bits) }) {
-		return errors.New("a second run gave other bits")
-	}
-	return nil
 }
 
 // compare says what is wrong with a result, of which the other is that of the plain way.

@@ -234,7 +234,6 @@ type job struct {
 	build     string   // what its ways are from
 	ways      []string // names, that of the rule of thumb first
 	plain     int      // the way whose result counts as right
-	doubted   []int    // ways that are run twice, and dropped if they give other bits
 	arguments []argument
 	warm      bool // what it reads is in the cache when it runs, as what is small is
 	computes  bool // memory does not bound it

@@ -116,20 +116,20 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
 	"attention_hopper_fused"}
 
-// The names of attention's passes among the choices.
-const attentionOp, attentionBackwardOp = "Attention", "AttentionBackward"
+// attentionOp is the name of attention's forward pass among the choices.
+const attentionOp = "Attention"
 
 // attentionJob is what both passes have in common. The matrices' rows are as far apart as those of the call.
-func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, turned bool, variants []kernels.AttentionVariant, t driver.DType,
+func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants []kernels.AttentionVariant, t driver.DType,
 	matrices []kernels.Rows, roles []role) job {
 	j := job{op: op, build: k.Build(attentionUnits...), ways: names(variants), computes: true,
 		plain: slices.Index(variants, kernels.AttentionPlain),
 		shape: fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)}
-	if i := slices.Index(variants, kernels.AttentionCuDNN); i >= 0 {
+	if slices.Contains(variants, kernels.AttentionCuDNN) {
 		j.build += fmt.Sprintf(" cuDNN %d", k.DnnVersion())
-		j.doubted = []int{i}
 	}
-	j.shape += plural(a.Causal, "causal") + plural(turned, "turned") + plural(a.Documents != 0, "documents") + plural(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
+	j.shape += plural(a.Causal, "causal") + plural(a.Cos != 0, "turned") + plural(a.Documents != 0, "documents") +
+		plural(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
 	for i, m := range matrices {
 		j.shape += fmt.Sprintf(" %d", m.Stride)
 		j.arguments = append(j.arguments, numbers(roles[i], a.Batch*a.Seq*m.Stride, t))
@@ -139,11 +139,11 @@ func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, turned b
 
 func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, value kernels.Rows,
 	t driver.DType) error {
-	variants := k.attentionVariants(attentionOp, a, t, y, q, key, value)
+	variants := k.forwardVariants(a, t, y, q, key, value)
 	if len(variants) < 2 || a.Variant != kernels.AttentionAuto || a.Batch*a.Seq == 0 {
 		return k.kernelSet.Attention(s, a, y, lse, q, key, value, t)
 	}
-	j := k.attentionJob(attentionOp, a, false, variants, t, []kernels.Rows{y, q, key, value}, []role{writes, reads, reads, reads})
+	j := k.attentionJob(attentionOp, a, variants, t, []kernels.Rows{y, q, key, value}, []role{writes, reads, reads, reads})
 	j.arguments = append(j.arguments, numbers(writes, a.Batch*a.Heads*a.Seq, driver.Float32))
 	at := func(p driver.Ptr, r kernels.Rows) kernels.Rows { return kernels.Rows{Ptr: p, Stride: r.Stride} }
 	j.run = func(way int, m []driver.Ptr) error {
@@ -162,32 +162,13 @@ func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 func (k tunedKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr,
 	g, q, key, value, y kernels.Rows, lse driver.Ptr, t driver.DType) error {
 	matrices := []kernels.Rows{dq, dk, dv, g, q, key, value, y}
-	variants := k.attentionVariants(attentionBackwardOp, a, t, matrices...)
+	variants := k.AttentionVariants(a, t, matrices...)
 	if len(variants) < 2 || a.Variant != kernels.AttentionAuto || a.Batch*a.Seq == 0 {
 		return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
 	}
-	way, err := k.t.choose(k.attentionBackwardJob(s, a, a.Cos != 0, variants, t, matrices))
-	if err != nil {
-		return err
-	}
-	a.Variant = variants[way]
-	return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
-}
-
-// attentionBackwardJob is a backward pass, given the matrices in the order of the results and then of the arguments.
-func (k tunedKernels) attentionBackwardJob(s driver.Stream, a kernels.AttentionShape, turned bool, variants []kernels.AttentionVariant,
-	t driver.DType, matrices []kernels.Rows) job {
-	j := k.attentionJob(attentionBackwardOp, a, turned, variants, t, matrices,
-		[]role{writes, writes, writes, reads, reads, reads, reads, reads})
-	for _, v := range variants {
-		b := a
-		b.Variant = v
-		a.StatsBytes = max(a.StatsBytes, k.AttentionStatsBytes(b, t))
-	}
-	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, driver.Float32), argument{role: scratch, bytes: a.StatsBytes})
-	if angles := numbers(reads, a.Seq*a.HeadDim/2, driver.Float32); turned {
-		j.arguments = append(j.arguments, angles, angles)
-	}
+	j := k.attentionJob("AttentionBackward", a, variants, t, matrices, []role{writes, writes, writes, reads, reads, reads, reads, reads})
+	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, driver.Float32),
+		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
 		b.Variant, b.Documents = variants[way], 0
@@ -195,10 +176,12 @@ func (k tunedKernels) attentionBackwardJob(s driver.Stream, a kernels.AttentionS
 		for i := range r {
 			r[i].Ptr = m[i]
 		}
-		if turned {
-			b.Cos, b.Sin = m[10], m[11]
-		}
 		return k.kernelSet.AttentionBackward(s, b, r[0], r[1], r[2], m[9], r[3], r[4], r[5], r[6], r[7], m[8], t)
 	}
-	return j
+	way, err := k.t.choose(j)
+	if err != nil {
+		return err
+	}
+	a.Variant = variants[way]
+	return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
 }

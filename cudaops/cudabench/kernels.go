@@ -149,7 +149,7 @@ func embedding(b *bench) {
 }
 
 // attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones. Where
-// there is a cuDNN, its attention is measured beside ours, under names that end in by_cudnn.
+// there is a cuDNN, its forward pass is measured beside ours, under names that end in by_cudnn.
 func attention(b *bench) {
 	for _, s := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}} {
 		width := s.heads * s.dim
@@ -162,23 +162,21 @@ func attention(b *bench) {
 		}
 		q, k, v, g := in[0], in[1], in[2], in[3]
 		y, dq, dk, dv := out[0], out[1], out[2], out[3]
-		lse, flops := b.alloc(s.batch*s.heads*s.seq, f32), 2*float64(n)*float64(s.seq)
-		measure := func(by string) {
-			stats := b.alloc(b.AttentionStatsBytes(shape, bf16)/4, f32)
-			name := func(pass string) string {
-				return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d%s", pass, s.batch, s.heads, s.seq, s.dim, by)
-			}
-			b.time(Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
-				return b.Attention(b.stream, shape, y, lse, q, k, v, bf16)
-			})
-			b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
-				return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
-			})
+		lse, stats := b.alloc(s.batch*s.heads*s.seq, f32), b.alloc(b.AttentionStatsBytes(shape, bf16)/4, f32)
+		flops := 2 * float64(n) * float64(s.seq)
+		name := func(pass string) string {
+			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
 		}
-		measure("")
+		forward := func(name string, shape kernels.AttentionShape) {
+			b.time(Measurement{Name: name, FLOPs: flops}, func() error { return b.Attention(b.stream, shape, y, lse, q, k, v, bf16) })
+		}
+		forward(name("fwd"), shape)
+		b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
+			return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
+		})
 		if b.DnnVersion() > 0 && b.PlanDnnAttention(shape, bf16, y, q, k, v) == nil {
 			shape.Variant = kernels.AttentionCuDNN
-			measure("_by_cudnn")
+			forward(name("fwd")+"_by_cudnn", shape)
 		}
 		b.free()
 	}

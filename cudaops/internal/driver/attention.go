@@ -6,24 +6,22 @@ import "fmt"
 //
 //	y = softmax(s)·v,  lse = log Σ exp(s),  s = Scale·q·kᵀ
 //
-// or, Backward, the gradients of q, k and v from g, that of y. Causal leaves out of s what is later than the query. q, y
-// and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs [Batch·Seq, KVHeads·HeadDim], of Type float16 or
-// bfloat16; query head h reads key-value head h/(Heads/KVHeads). lse is [Batch, Heads, Seq] of float32.
+// Causal leaves out of s what is later than the query. q and y are [Batch·Seq, Heads·HeadDim], k and v
+// [Batch·Seq, KVHeads·HeadDim], of Type float16 or bfloat16; query head h reads key-value head h/(Heads/KVHeads). lse is
+// [Batch, Heads, Seq] of float32.
 type AttentionSpec struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
-	Causal, Backward                    bool
+	Causal                              bool
 	Scale                               float64
 	Type                                DType
-	// Elements from one row to the next; those of gradients are for Backward only.
-	Q, K, V, Y, G, DQ, DK, DV int
+	Q, K, V, Y                          int // elements from one row to the next
 }
 
-// AttentionArgs is the operands of one run, aligned to 16 bytes. Without Backward y and lse are written, with it they are
-// read, and DQ, DK and DV are written. No results overlap each other or what is read.
+// AttentionArgs is the operands of one run, aligned to 16 bytes. Y and LSE are written, and overlap nothing else.
 type AttentionArgs struct {
-	Q, K, V, Y, LSE, G, DQ, DK, DV Ptr
-	Workspace                      Ptr // aligned to 256 bytes
-	WorkspaceSize                  int
+	Q, K, V, Y, LSE Ptr
+	Workspace       Ptr // aligned to 256 bytes
+	WorkspaceSize   int
 }
 
 // Dnn is cuDNN.
@@ -37,7 +35,6 @@ type Dnn interface {
 
 // AttentionPlan is prepared attention.
 type AttentionPlan interface {
-	Spec() AttentionSpec
 	Workspace() int // the bytes that a run needs
 	// Run enqueues it, which counts as one launch.
 	Run(a AttentionArgs, s Stream) error
@@ -55,8 +52,7 @@ func (a AttentionSpec) Check() error {
 		detail = fmt.Sprintf("%d query heads, want a multiple of the %d key-value heads", a.Heads, a.KVHeads)
 	case a.Type != Float16 && a.Type != BFloat16:
 		detail = fmt.Sprintf("elements of type %v, want float16 or bfloat16", a.Type)
-	case a.Q < query || a.Y < query || a.K < key || a.V < key,
-		a.Backward && (a.G < query || a.DQ < query || a.DK < key || a.DV < key):
+	case a.Q < query || a.Y < query || a.K < key || a.V < key:
 		detail = "rows lie closer together than they are long"
 	default:
 		return nil
@@ -66,11 +62,7 @@ func (a AttentionSpec) Check() error {
 
 // CheckArgs refuses operands that do not go with a plan.
 func (a AttentionSpec) CheckArgs(workspace int, x AttentionArgs) error {
-	operands := []Ptr{x.Q, x.K, x.V, x.Y, x.LSE}
-	if a.Backward {
-		operands = append(operands, x.G, x.DQ, x.DK, x.DV)
-	}
-	for _, p := range operands {
+	for _, p := range []Ptr{x.Q, x.K, x.V, x.Y, x.LSE} {
 		if p == 0 || p%16 != 0 {
 			return NewDnnError("cudnnBackendExecute", DnnBadParam, fmt.Sprintf("an operand is at %#x, want a multiple of 16", uint64(p)))
 		}

@@ -26,37 +26,6 @@ func eachDnn(t *testing.T, f func(t *testing.T, r *rig, d driver.Dnn)) {
 	})
 }
 
-// attended is operands in device memory, q, k and v side by side, as are their gradients.
-type attended struct {
-	driver.AttentionSpec
-	driver.AttentionArgs
-	all []driver.Ptr
-}
-
-func (r *rig) attended(t *testing.T, s driver.AttentionSpec) *attended {
-	queries, keys := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
-	s.Q = queries + 2*keys + 8
-	s.K, s.V, s.DQ, s.DK, s.DV, s.Y, s.G = s.Q, s.Q, s.Q, s.Q, s.Q, queries, queries+8
-	a := &attended{AttentionSpec: s}
-	alloc := func(bytes int) driver.Ptr {
-		a.all = append(a.all, r.alloc(t, bytes))
-		ok(t, r.Memset8(a.all[len(a.all)-1], 0xff, bytes, 0)) // NaN
-		return a.all[len(a.all)-1]
-	}
-	rows := s.Batch * s.Seq
-	a.AttentionArgs.Q, a.AttentionArgs.DQ = alloc(2*rows*s.Q), alloc(2*rows*s.DQ)
-	a.AttentionArgs.K, a.AttentionArgs.V = a.AttentionArgs.Q.Offset(2*queries), a.AttentionArgs.Q.Offset(2*(queries+keys))
-	a.AttentionArgs.DK, a.AttentionArgs.DV = a.AttentionArgs.DQ.Offset(2*queries), a.AttentionArgs.DQ.Offset(2*(queries+keys))
-	a.AttentionArgs.Y, a.AttentionArgs.G, a.LSE = alloc(2*rows*s.Y), alloc(2*rows*s.G), alloc(4*rows*s.Heads)
-	return a
-}
-
-func (a *attended) free(t *testing.T, r *rig) {
-	for _, p := range a.all {
-		ok(t, r.Free(p))
-	}
-}
-
 // columns reads or, given values, writes the first columns of rows.
 func (r *rig) columns(t *testing.T, typ driver.DType, at driver.Ptr, rows, width, stride int, write []byte) []float64 {
 	t.Helper()
@@ -98,84 +67,73 @@ func TestDnnAttention(t *testing.T) {
 	})
 }
 
-// checkDnn compares both passes, the backward one captured, with float64.
+// checkDnn compares a run, and a captured one, with float64. q, k and v lie side by side.
 func (r *rig) checkDnn(t *testing.T, d driver.Dnn, s driver.AttentionSpec) {
-	a := r.attended(t, s)
-	defer a.free(t, r)
-	s = a.AttentionSpec
 	rows, queries, keys := s.Batch*s.Seq, s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
-	var in [4][]float64
-	for i, o := range []struct {
-		at            driver.Ptr
-		width, stride int
-	}{{a.AttentionArgs.Q, queries, s.Q}, {a.AttentionArgs.K, keys, s.K}, {a.AttentionArgs.V, keys, s.V}, {a.AttentionArgs.G, queries, s.G}} {
-		m := r.matrix(s.Type, rows*o.width)
-		in[i] = m.values
-		r.columns(t, s.Type, o.at, rows, o.width, o.stride, m.bytes)
+	s.Q, s.Y = queries+2*keys+8, queries+8
+	s.K, s.V = s.Q, s.Q
+	p := must[driver.AttentionPlan](t)(d.PlanAttention(s))
+	sizes := []int{2 * rows * s.Q, 2 * rows * s.Y, 4 * rows * s.Heads, max(p.Workspace(), 1)}
+	var at []driver.Ptr
+	for _, bytes := range sizes {
+		at = append(at, r.alloc(t, bytes))
 	}
+	x := driver.AttentionArgs{Q: at[0], K: at[0].Offset(2 * queries), V: at[0].Offset(2 * (queries + keys)), Y: at[1], LSE: at[2],
+		Workspace: at[3], WorkspaceSize: p.Workspace()}
+	ok(t, r.Memset8(at[0], 0xff, sizes[0], 0))
+	var in [3][]float64
+	for i, at := range []driver.Ptr{x.Q, x.K, x.V} {
+		width := keys
+		if i == 0 {
+			width = queries
+		}
+		m := r.matrix(s.Type, rows*width)
+		in[i] = m.values
+		r.columns(t, s.Type, at, rows, width, s.Q, m.bytes)
+	}
+	y, lse := make([]float64, rows*queries), make([]float64, rows*s.Heads)
+	cpu.Attention(y, lse, in[0], in[1], in[2], cpu.AttentionShape{Batch: s.Batch, Seq: s.Seq, Heads: s.Heads, KVHeads: s.KVHeads,
+		HeadDim: s.HeadDim, Causal: s.Causal, Scale: s.Scale})
 	stream := must[driver.Stream](t)(r.NewStream())
-	run := func(capture bool) {
-		p := must[driver.AttentionPlan](t)(d.PlanAttention(s))
-		x := a.AttentionArgs
-		x.WorkspaceSize = p.Workspace()
-		x.Workspace = r.alloc(t, max(p.Workspace(), 1))
-		ok(t, r.Memset8(x.Workspace, 0xff, max(p.Workspace(), 1), stream))
+	ok(t, r.Synchronize())
+	for _, capture := range []bool{false, true} {
+		for i := 1; i < len(at); i++ {
+			ok(t, r.Memset8(at[i], 0xff, sizes[i], stream)) // NaN
+		}
 		launches := r.Stats().Launches
+		run := func() error { return p.Run(x, stream) }
+		var g *driver.Graph
 		if capture {
 			ok(t, r.BeginCapture(stream))
+			ok(t, run())
+			g = must[*driver.Graph](t)(r.EndCapture(stream))
+			run = func() error { return r.LaunchGraph(g, stream) }
 		}
-		ok(t, p.Run(x, stream))
-		if capture {
-			g := must[*driver.Graph](t)(r.EndCapture(stream))
-			for range 2 {
-				ok(t, r.LaunchGraph(g, stream))
-			}
-			ok(t, r.SyncStream(stream))
-			ok(t, r.DestroyGraph(g))
-			launches++
-		}
+		ok(t, run())
 		ok(t, r.SyncStream(stream))
+		if capture {
+			ok(t, r.DestroyGraph(g))
+		}
 		if n := r.Stats().Launches - launches; n != 1 {
-			t.Errorf("%d runs counted", n)
+			t.Errorf("captured %v: %d runs counted", capture, n)
 		}
-		ok(t, r.Free(x.Workspace))
-		ok(t, p.Close())
+		if e := relative(r.columns(t, s.Type, x.Y, rows, queries, s.Y, nil), y); !(e <= 1e-2) {
+			t.Errorf("captured %v: y is off by %.3g", capture, e)
+		}
+		if e := relative(r.columns(t, driver.Float32, x.LSE, rows, s.Heads, s.Heads, nil), lse); !(e <= 1e-5) {
+			t.Errorf("captured %v: lse is off by %.3g", capture, e)
+		}
+		for _, gap := range r.columns(t, s.Type, x.Y.Offset(2*queries), rows, 8, s.Y, nil) {
+			if gap == gap {
+				t.Errorf("captured %v: a gap between rows was written to", capture)
+				break
+			}
+		}
 	}
-	ok(t, r.Synchronize())
-	run(false)
-	s.Backward = true
-	run(true)
+	ok(t, p.Close())
 	ok(t, r.DestroyStream(stream))
-
-	shape := cpu.AttentionShape{Batch: s.Batch, Seq: s.Seq, Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: s.Causal,
-		Scale: s.Scale}
-	y, lse := make([]float64, rows*queries), make([]float64, rows*s.Heads)
-	dq, dk, dv := make([]float64, rows*queries), make([]float64, rows*keys), make([]float64, rows*keys)
-	cpu.Attention(y, lse, in[0], in[1], in[2], shape)
-	cpu.AttentionBackward(dq, dk, dv, in[3], in[0], in[1], in[2], y, lse, shape)
-	for _, o := range []struct {
-		name          string
-		typ           driver.DType
-		at            driver.Ptr
-		width, stride int
-		want          []float64
-		tolerance     float64
-	}{
-		{"y", s.Type, a.AttentionArgs.Y, queries, s.Y, y, 1e-2}, {"lse", driver.Float32, a.LSE, s.Heads, s.Heads, lse, 1e-5},
-		{"dq", s.Type, a.AttentionArgs.DQ, queries, s.DQ, dq, 2e-2}, {"dk", s.Type, a.AttentionArgs.DK, keys, s.DK, dk, 2e-2},
-		{"dv", s.Type, a.AttentionArgs.DV, keys, s.DV, dv, 2e-2},
-	} {
-		got := r.columns(t, o.typ, o.at, rows, o.width, o.stride, nil)
-		if e := relative(got, o.want); !(e <= o.tolerance) {
-			t.Errorf("%s: off by %.3g, want at most %.3g", o.name, e, o.tolerance)
-		}
-	}
-	// What lies between the rows stays.
-	for _, gap := range r.columns(t, s.Type, a.AttentionArgs.DQ.Offset(2*(s.DQ-8)), rows, 8, s.DQ, nil) {
-		if gap == gap {
-			t.Error("a gap between rows was written to")
-			break
-		}
+	for _, p := range at {
+		ok(t, r.Free(p))
 	}
 }
 
@@ -188,7 +146,6 @@ func TestDnnRefuses(t *testing.T) {
 			"heads":              func(a *driver.AttentionSpec) { a.KVHeads = 3 },
 			"the type":           func(a *driver.AttentionSpec) { a.Type = driver.Float32 },
 			"a stride":           func(a *driver.AttentionSpec) { a.K = 63 },
-			"a gradient's":       func(a *driver.AttentionSpec) { a.Backward, a.G, a.DQ, a.DK = true, 128, 128, 64 },
 			"the head dimension": func(a *driver.AttentionSpec) { a.HeadDim = 20 },
 		} {
 			a := good

@@ -15,7 +15,7 @@ type dnnPlan struct {
 	spec      AttentionSpec
 	graph     *dnnGraph
 	plan      descriptor
-	workspace int // cuDNN's, which begins at sumsBytes
+	workspace int
 
 	args     AttentionArgs // of the run under way
 	operands []dnnOperand
@@ -50,11 +50,7 @@ func (d *cudnn) PlanAttention(a AttentionSpec) (AttentionPlan, error) {
 		return nil, err
 	}
 	p := &dnnPlan{d: d, spec: a, graph: &dnnGraph{d: d}}
-	if a.Backward {
-		p.backward()
-	} else {
-		p.forward()
-	}
+	p.describe()
 	if err := p.find(); err != nil {
 		return nil, errors.Join(fmt.Errorf("attention %+v: %w", a, err), p.graph.close())
 	}
@@ -130,13 +126,6 @@ func (p *dnnPlan) operand(at *Ptr, t dnnData, dims, strides shape4) dnnTensor {
 	return x
 }
 
-// perRow describes a float32 of every query.
-func (p *dnnPlan) perRow(at *Ptr) dnnTensor {
-	a := p.spec
-	dims := shape4{int64(a.Batch), int64(a.Heads), int64(a.Seq), 1}
-	return p.operand(at, dnnFloat32, dims, dims.dense())
-}
-
 // rows describes packed rows of heads, [Batch, heads, Seq, HeadDim].
 func (p *dnnPlan) rows(at *Ptr, heads, stride int) dnnTensor {
 	a := p.spec
@@ -158,14 +147,6 @@ func (p *dnnPlan) scalar(v float64) dnnTensor {
 	return x
 }
 
-// scores is q·kᵀ.
-func (p *dnnPlan) scores(q, k dnnTensor) dnnTensor {
-	a := p.spec
-	s := p.graph.between(dnnFloat32, shape4{int64(a.Batch), int64(a.Heads), int64(a.Seq), int64(a.Seq)})
-	p.graph.matmul(s, q, k)
-	return s
-}
-
 // masked is s with −∞ where the key is later than the query.
 func (p *dnnPlan) masked(s dnnTensor) dnnTensor {
 	if !p.spec.Causal {
@@ -181,15 +162,20 @@ func (p *dnnPlan) masked(s dnnTensor) dnnTensor {
 	return y
 }
 
-// forward is the operations by which cuDNN knows attention:
+// describe adds the operations by which cuDNN knows attention:
 //
 //	s = mask(Scale·q·kᵀ), m = max s, e = exp(s − m), z = Σ e, lse = m + log z, y = (e/z)·v
-func (p *dnnPlan) forward() {
+func (p *dnnPlan) describe() {
 	a, g, x := p.spec, p.graph, &p.args
+	batch, heads, seq := int64(a.Batch), int64(a.Heads), int64(a.Seq)
 	q, k := p.rows(&x.Q, a.Heads, a.Q), p.columns(&x.K, a.KVHeads, a.K)
-	v, y, lse := p.rows(&x.V, a.KVHeads, a.V), p.rows(&x.Y, a.Heads, a.Y), p.perRow(&x.LSE)
+	v, y := p.rows(&x.V, a.KVHeads, a.V), p.rows(&x.Y, a.Heads, a.Y)
+	one := shape4{batch, heads, seq, 1}
+	lse := p.operand(&x.LSE, dnnFloat32, one, one.dense())
 
-	s := p.masked(g.binary(dnnMul, p.scores(q, k), p.scalar(a.Scale)))
+	scores := g.between(dnnFloat32, shape4{batch, heads, seq, seq})
+	g.matmul(scores, q, k)
+	s := p.masked(g.binary(dnnMul, scores, p.scalar(a.Scale)))
 	m, z := g.between(dnnFloat32, lse.dims), g.between(dnnFloat32, lse.dims)
 	g.reduce(dnnMax, m, s)
 	e := g.unary(dnnExp, g.binary(dnnSub, s, m))
@@ -200,56 +186,7 @@ func (p *dnnPlan) forward() {
 	g.matmul(y, share, v)
 }
 
-// backward is those of its gradients:
-//
-//	r = Σ g⊙y, p = exp(mask(Scale·q·kᵀ − lse)), dv = pᵀ·g, ds = Scale·p⊙(g·vᵀ − r), dk = dsᵀ·q, dq = ds·k
-//
-// cuDNN is known to have two ways to dq. One adds to a float32 tensor in the order in which blocks get there; this graph,
-// without such a tensor, stands for the one that keeps ds in the workspace.
-func (p *dnnPlan) backward() {
-	a, g, x := p.spec, p.graph, &p.args
-	t := dnnTypes[a.Type]
-	q, k, v := p.rows(&x.Q, a.Heads, a.Q), p.columns(&x.K, a.KVHeads, a.K), p.columns(&x.V, a.KVHeads, a.V)
-	y, dy, lse := p.rows(&x.Y, a.Heads, a.Y), p.rows(&x.G, a.Heads, a.G), p.perRow(&x.LSE)
-	dq, dk, dv := p.rows(&x.DQ, a.Heads, a.DQ), p.rows(&x.DK, a.KVHeads, a.DK), p.rows(&x.DV, a.KVHeads, a.DV)
-	r, scale := p.perRow(&x.Workspace), p.scalar(a.Scale)
-
-	sum := g.between(dnnFloat32, r.dims)
-	g.reduce(dnnSum, sum, g.binary(dnnMul, dy, y))
-	g.pointwise(dnnMul, dnnFloat32, r, sum, p.scalar(1), dnnTensor{})
-
-	s := g.binary(dnnMul, p.scores(q, k), scale)
-	e := g.unary(dnnExp, p.masked(g.binary(dnnSub, s, lse)))
-	p.summed(dv, g.transpose(t, e), dy)
-
-	de := p.scores(dy, v)
-	ds := g.binary(dnnMul, g.binary(dnnMul, g.binary(dnnSub, de, r), e), scale)
-	p.summed(dk, g.transpose(t, ds), q)
-	g.matmul(dq, ds, g.transpose(t, k))
-}
-
-// summed is a·b, added up over the query heads that share a head of the result.
-func (p *dnnPlan) summed(to, a, b dnnTensor) {
-	s, each := p.spec, to
-	if s.Heads != s.KVHeads {
-		each = p.graph.between(dnnTypes[s.Type], shape4{int64(s.Batch), int64(s.Heads), int64(s.Seq), int64(s.HeadDim)})
-	}
-	p.graph.matmul(each, a, b)
-	if s.Heads != s.KVHeads {
-		p.graph.reduce(dnnSum, to, each)
-	}
-}
-
-// sumsBytes is the size of r, with which the workspace of a backward pass begins.
-func (p *dnnPlan) sumsBytes() int {
-	if !p.spec.Backward {
-		return 0
-	}
-	return (4*p.spec.Batch*p.spec.Heads*p.spec.Seq + 255) / 256 * 256
-}
-
-func (p *dnnPlan) Spec() AttentionSpec { return p.spec }
-func (p *dnnPlan) Workspace() int      { return p.sumsBytes() + p.workspace }
+func (p *dnnPlan) Workspace() int { return p.workspace }
 
 func (p *dnnPlan) Run(x AttentionArgs, s Stream) error {
 	if err := p.spec.CheckArgs(p.Workspace(), x); err != nil {
@@ -288,7 +225,7 @@ func (p *dnnPlan) pack(g *dnnGraph) descriptor {
 	pack := g.make(dnnVariantPack)
 	dnnSet(g, pack, packIDs, ofInt64, ids...)
 	dnnSet(g, pack, packPointers, ofPointer, at...)
-	dnnSet(g, pack, packWorkspace, ofPointer, uintptr(p.args.Workspace.Offset(p.sumsBytes())))
+	dnnSet(g, pack, packWorkspace, ofPointer, uintptr(p.args.Workspace))
 	return g.finalize(pack)
 }
 

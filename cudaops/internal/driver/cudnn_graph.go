@@ -33,7 +33,6 @@ const (
 	dnnOperationMatmul    dnnKind = 19
 	dnnReductionKind      dnnKind = 21
 	dnnOperationReduction dnnKind = 22
-	dnnOperationReshape   dnnKind = 31
 
 	pointwiseMode, pointwisePrecision, pointwiseAxis                                  dnnAttribute = 0, 1, 9
 	heuristicsMode, heuristicsGraph, heuristicsResults, heuristicsDevice              dnnAttribute = 200, 201, 202, 204
@@ -50,7 +49,6 @@ const (
 	operationMatmulA, operationMatmulB, operationMatmulC, operationMatmul             dnnAttribute = 1520, 1521, 1522, 1523
 	reductionOperator, reductionPrecision                                             dnnAttribute = 1600, 1601
 	operationReductionX, operationReductionY, operationReduction                      dnnAttribute = 1610, 1611, 1612
-	operationReshapeX, operationReshapeY                                              dnnAttribute = 2200, 2201
 
 	ofHandle     dnnType = 0
 	ofData       dnnType = 1
@@ -91,13 +89,10 @@ type shape4 [4]int64
 // dense is the strides of a tensor without gaps.
 func (s shape4) dense() shape4 { return shape4{s[1] * s[2] * s[3], s[2] * s[3], s[3], 1} }
 
-// transposed exchanges rows and columns, of dimensions or of strides.
-func (s shape4) transposed() shape4 { return shape4{s[0], s[1], s[3], s[2]} }
-
 // dnnTensor is a tensor of a graph.
 type dnnTensor struct {
-	desc          descriptor
-	dims, strides shape4
+	desc descriptor
+	dims shape4
 }
 
 // dnnStorage is where a tensor is.
@@ -185,7 +180,7 @@ func (g *dnnGraph) tensor(t dnnData, dims, strides shape4, in dnnStorage) dnnTen
 	dnnSet[int64](g, x, tensorAlignment, ofInt64, 16)
 	dnnSet(g, x, tensorVirtual, ofBoolean, in == nowhere)
 	dnnSet(g, x, tensorByValue, ofBoolean, in == byValue)
-	return dnnTensor{g.finalize(x), dims, strides}
+	return dnnTensor{g.finalize(x), dims}
 }
 
 // between describes a tensor that is never stored.
@@ -196,9 +191,7 @@ func (g *dnnGraph) between(t dnnData, dims shape4) dnnTensor {
 // operation adds an operation, given what it computes and its tensors by their attributes. It leaves out the zero dnnTensor.
 func (g *dnnGraph) operation(kind dnnKind, how dnnAttribute, what descriptor, tensors ...dnnOn) {
 	o := g.make(kind)
-	if what != 0 {
-		dnnSet(g, o, how, ofDescriptor, what)
-	}
+	dnnSet(g, o, how, ofDescriptor, what)
 	for _, t := range tensors {
 		if t.tensor.desc != 0 {
 			dnnSet(g, o, t.as, ofDescriptor, t.tensor.desc)
@@ -260,11 +253,4 @@ func (g *dnnGraph) reduce(mode dnnReduction, y, x dnnTensor) {
 	dnnSet(g, r, reductionOperator, ofReduction, mode)
 	dnnSet(g, r, reductionPrecision, ofData, dnnFloat32)
 	g.operation(dnnOperationReduction, operationReduction, g.finalize(r), dnnOn{operationReductionX, x}, dnnOn{operationReductionY, y})
-}
-
-// transpose is the transposes of the matrices of x, as another type.
-func (g *dnnGraph) transpose(t dnnData, x dnnTensor) dnnTensor {
-	y := g.tensor(t, x.dims.transposed(), x.strides.transposed(), nowhere)
-	g.operation(dnnOperationReshape, 0, 0, dnnOn{operationReshapeX, x}, dnnOn{operationReshapeY, y})
-	return y
 }

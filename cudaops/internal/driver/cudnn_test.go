@@ -70,56 +70,45 @@ func plannedDnn(t *testing.T) *cudnn {
 	return nil
 }
 
-// packedSpec has q, k and v side by side, as their gradients are.
+// packedSpec has q, k and v side by side.
 func packedSpec(batch, seq, heads, kvHeads, headDim int, causal bool, t DType) AttentionSpec {
 	all := (heads + 2*kvHeads) * headDim
 	return AttentionSpec{Batch: batch, Seq: seq, Heads: heads, KVHeads: kvHeads, HeadDim: headDim, Causal: causal, Scale: 0.1, Type: t,
-		Q: all, K: all, V: all, DQ: all, DK: all, DV: all, Y: heads * headDim, G: heads * headDim}
+		Q: all, K: all, V: all, Y: heads * headDim}
 }
 
-// TestDnnPlans wants an engine for every shape that this module's models have. Without a GPU its kernel is compiled, but cannot
-// be loaded.
+// TestDnnPlans wants an engine for every shape that this module's models have, and next to no workspace. Without a GPU the kernel is
+// compiled, but cannot be loaded.
 func TestDnnPlans(t *testing.T) {
 	const driverFailed DnnStatus = 5001
 	d := plannedDnn(t)
 	t.Logf("%s, version %d", d.path, d.version)
-	specs := []AttentionSpec{packedSpec(32, 1024, 12, 12, 64, true, BFloat16)}
-	if !testing.Short() {
-		specs = append(specs, packedSpec(8, 2048, 16, 4, 128, true, BFloat16), packedSpec(2, 1000, 6, 2, 96, true, Float16),
-			packedSpec(1, 77, 3, 3, 64, false, BFloat16), packedSpec(1, 4096, 16, 16, 128, false, Float16),
-			packedSpec(2, 130, 4, 1, 8, true, BFloat16), packedSpec(1, 2, 1, 1, 72, true, Float16))
-	}
-	for _, s := range specs {
-		for _, s.Backward = range []bool{false, true} {
-			p, err := d.PlanAttention(s)
-			if d.device != 0 && errors.Is(err, driverFailed) {
-				continue
-			}
-			if err != nil {
-				t.Error(err)
-				continue
-			}
-			t.Logf("%+v: workspace of %s", s, Size(uint64(p.Workspace())))
-			pack := &dnnGraph{d: d}
-			p.(*dnnPlan).pack(pack)
-			if err := errors.Join(pack.err, pack.close()); err != nil {
-				t.Errorf("operands: %v", err)
-			}
-			// What package kernels expects: forward next to nothing, backward ds, and what query heads share.
-			limit, padded := 1<<16, (s.Seq+127)/128*128
-			if s.Backward {
-				each := 2*padded + 4
-				if s.Heads != s.KVHeads {
-					each += 4 * max(s.HeadDim, 64)
-				}
-				limit = s.Batch*s.Heads*padded*each + 4096
-			}
-			if p.Workspace() > limit {
-				t.Errorf("%+v: workspace of %d bytes, want at most %d", s, p.Workspace(), limit)
-			}
-			if err := p.Close(); err != nil {
-				t.Error(err)
-			}
+	for i, s := range []AttentionSpec{
+		packedSpec(32, 1024, 12, 12, 64, true, BFloat16), packedSpec(8, 2048, 16, 4, 128, true, BFloat16),
+		packedSpec(2, 1000, 6, 2, 96, true, Float16), packedSpec(1, 77, 3, 3, 64, false, BFloat16),
+		packedSpec(2, 130, 4, 1, 8, true, BFloat16), packedSpec(1, 2, 1, 1, 72, true, Float16),
+	} {
+		if i > 0 && testing.Short() { // cuDNN compiles for about a second each
+			break
+		}
+		p, err := d.PlanAttention(s)
+		if d.device != 0 && errors.Is(err, driverFailed) {
+			continue
+		}
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		pack := &dnnGraph{d: d}
+		p.(*dnnPlan).pack(pack)
+		if err := errors.Join(pack.err, pack.close()); err != nil {
+			t.Errorf("operands: %v", err)
+		}
+		if p.Workspace() > 1<<16 { // what package kernels has
+			t.Errorf("%+v: workspace of %d bytes", s, p.Workspace())
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
 		}
 	}
 	s := packedSpec(1, 64, 2, 1, 20, true, BFloat16)

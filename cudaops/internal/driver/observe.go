@@ -116,11 +116,7 @@ type observedAttention struct {
 }
 
 func (p observedAttention) Run(a AttentionArgs, s Stream) error {
-	name := "cudnn attention"
-	if p.Spec().Backward {
-		name += " backward"
-	}
-	return p.c.watch(name, s, 0, func() error { return p.AttentionPlan.Run(a, s) })
+	return p.c.watch("cudnn attention", s, 0, func() error { return p.AttentionPlan.Run(a, s) })
 }
 
 type observedBlas struct {

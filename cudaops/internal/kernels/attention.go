@@ -26,8 +26,6 @@ type AttentionShape struct {
 	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
 	Documents driver.Ptr
-	// StatsBytes is the size of the backward pass's workspace; 0 means [Kernels.AttentionStatsBytes].
-	StatsBytes int
 }
 
 // AttentionVariant is an implementation of attention.
@@ -39,7 +37,7 @@ const (
 	AttentionPlain                   // float32 arithmetic, any argument
 	AttentionMMA                     // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
-	AttentionCuDNN                   // cuDNN's, which takes what the tensor cores do
+	AttentionCuDNN                   // cuDNN's forward pass, which takes what the tensor cores do, but no documents
 	attentionVariants
 )
 
@@ -99,6 +97,9 @@ func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse drive
 	p.set(&p.v, &p.vStride, value)
 	p.set(&p.y, &p.yStride, y)
 	p.lse = lse
+	if c.Variant == AttentionCuDNN {
+		return c.launchDnn(k, s)
+	}
 	return c.launch(k, s, attentionForward)
 }
 
@@ -108,9 +109,6 @@ const attentionStatsTile = 128
 // AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
-	if a.Variant == AttentionCuDNN {
-		return a.dnnBytes()
-	}
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if t.Size() == 2 && a.HeadDim > 64 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
 		sums, bytes := a.fusedSums()
@@ -131,6 +129,9 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	if c == nil || err != nil {
 		return err
 	}
+	if c.Variant == AttentionCuDNN {
+		return fmt.Errorf("kernels.AttentionBackward: the variant %v has a forward pass only", c.Variant)
+	}
 	p := c.params
 	p.set(&p.q, &p.qStride, q)
 	p.set(&p.k, &p.kStride, key)
@@ -141,7 +142,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if c.Variant != AttentionCuDNN && (c.Variant != AttentionHopper || c.fused()) { // those form the statistics themselves
+	if c.Variant != AttentionHopper || c.fused() { // otherwise the first kernel forms the statistics
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
 		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 			return err
@@ -161,9 +162,6 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 }
 
 func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
-	if c.Variant == AttentionCuDNN {
-		return c.launchDnn(k, s, true)
-	}
 	if c.fused() {
 		return c.launchFused(k, s)
 	}
@@ -288,9 +286,6 @@ func (m mmaShape) shared(pass attentionPass, dim int) int {
 }
 
 func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) error {
-	if c.Variant == AttentionCuDNN {
-		return c.launchDnn(k, s, false)
-	}
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
 	if pass == attentionBackwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads

@@ -21,15 +21,14 @@ type Config struct {
 	AnyKernel bool // kernels that are not registered exist and do nothing
 	NoBlas    bool // cuBLASLt is missing
 	Ways      [3]Way
-	Dnn       *Way // cuDNN's attention; nil if cuDNN is missing
+	Dnn       bool // cuDNN is there
 }
 
-// Way is how a way to compute something differs from the definition: one of cuBLASLt's, or cuDNN's.
+// Way is how one of cuBLASLt's ways to compute a product differs from the definition.
 type Way struct {
-	Took   time.Duration // how far it moves the clock; zero means a microsecond
-	Wrong  bool          // it computes something else
-	Fails  bool          // it cannot be started
-	Wavers bool          // cuDNN's: every other run computes something else, but only a little
+	Took  time.Duration // how far it moves the clock; zero means a microsecond
+	Wrong bool          // it computes something else
+	Fails bool          // it cannot be started
 }
 
 // Driver is the fake driver.
