@@ -21,8 +21,8 @@ func GemmSerial[T Float](transA, transB bool, m, n, k int, alpha T, a []T, lda i
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels nr columns wide, in the
 // order in which the innermost kernel reads them; blocks of C then run over the cores, each going down k in steps of
-// gemmKC, packing mr rows of op(A) at a time into a buffer that stays in the L1 cache and sweeping them over the panels,
-// which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
+// gemmKC and sweeping mr rows of op(A) at a time, which stay in the L1 cache, packed where they would not as they lie, over
+// the panels, which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
 // of cores and the blocks it leads to change no bits.
 const (
 	gemmKC     = 256     // steps of the tile along k in a packed panel: elements, or pairs
@@ -351,20 +351,26 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 	}
 }
 
-// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on, packed if they will be swept over
-// enough columns of C.
+// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows of A as they lie are as
+// good to read as packed ones, unless they evict each other from the L1 cache; columns are not, since each brings a line
+// along of which the tile needs a part. These are packed if they will be swept over enough columns of C.
 func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p, kc int) {
 	t := &s.tile
 	switch {
-	case j.kn.pairs:
+	case j.kn.pairs || j.nb > gemmSweep && (j.transA || conflicting[T](j.lda)):
 		j.packRowsOfA(s, i, p, kc)
-	case j.transA && j.nb <= gemmSweepAcross:
+	case j.transA:
 		t.a, t.rs, t.cs = j.a[p*j.lda+i:], 1, j.lda
-	case j.nb <= gemmSweep:
-		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
 	default:
-		j.packRowsOfA(s, i, p, kc)
+		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
 	}
+}
+
+// conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so share few sets of an L1 cache.
+func conflicting[T Float](ld int) bool {
+	const page = 4096
+	past := ld * int(unsafe.Sizeof(T(0))) % page
+	return min(past, page-past) < page/16
 }
 
 func (j *gemmJob[T]) packRowsOfA(s *gemmScratch[T], i, p, kc int) {
@@ -377,12 +383,9 @@ func (j *gemmJob[T]) packRowsOfA(s *gemmScratch[T], i, p, kc int) {
 	t.a, t.rs, t.cs = s.panel, 1, lanes
 }
 
-// The widest blocks of C for which rows of op(A) are read in place, as packing them would cost more than it saves: of A, and
-// of Aᵀ, where the elements that a tile needs next lie together.
-const (
-	gemmSweep       = 64
-	gemmSweepAcross = 256
-)
+// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed, as that would cost more than it
+// saves.
+const gemmSweep = 64
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.
 func (j *gemmJob[T]) dots(lo, hi int) {
