@@ -295,7 +295,7 @@ func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 // TestHeadChunk wants chunks that fit, whole tiles but for the last, and full turns at the sizes of common models.
 func TestHeadChunk(t *testing.T) {
 	for _, c := range []struct{ rows, vocab, d, want int }{
-		{32768, 50304, 768, 5504}, {16384, 50304, 1024, 4096}, {16384, 50304, 2048, 4096}, {7, 19, 18, 7}, {300, 1 << 24, 8, 128},
+		{32768, 50304, 768, 11008}, {16384, 50304, 1024, 8192}, {16384, 50304, 2048, 4096}, {7, 19, 18, 7}, {300, 1 << 24, 8, 128},
 	} {
 		if got := headChunk(c.rows, c.vocab, c.d, 2, 132); got != c.want {
 			t.Errorf("%d rows, %d columns, vocabulary of %d: %d rows at a time, want %d", c.rows, c.d, c.vocab, got, c.want)

@@ -421,9 +421,13 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, 
 	return d, nil
 }
 
-// logitBytes is the most of the logits that the fused output layer holds at a time. Large enough for a full GPU, small
-// beside the activations of a model with such a vocabulary.
-const logitBytes = 540 << 20
+// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that of a model of up to
+// narrowFeatures. Large enough for a full GPU, small beside the activations of a model with such a vocabulary. With twice as much
+// a step takes 1 % less time at 768 and 1024 features, and as much at 2048 (H200).
+const (
+	logitBytes     = 540 << 20
+	narrowFeatures = 1024
+)
 
 // headChunk is how many of the rows the output layer takes at a time. The gradient of its input, of d columns, is a product
 // with few blocks, each of which goes over the whole vocabulary: what counts is how many turns they take on the GPU's
@@ -431,7 +435,11 @@ const logitBytes = 540 << 20
 func headChunk(rows, vocab, d, size, multiprocessors int) int {
 	const tile, width = 128, 256 // of a block of cuBLASLt's
 	up := func(n, to int) int { return (n + to - 1) / to }
-	fewest := up(rows, max(tile, logitBytes/(vocab*size)/tile*tile))
+	most := logitBytes
+	if d <= narrowFeatures {
+		most *= 2
+	}
+	fewest := up(rows, max(tile, most/(vocab*size)/tile*tile))
 	best, least := 0, math.MaxInt
 	for n := fewest; n <= 2*fewest; n++ {
 		chunk := min(rows, up(up(rows, n), tile)*tile)
