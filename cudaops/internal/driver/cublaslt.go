@@ -250,8 +250,8 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	if err := p.setBias(a.Bias); err != nil {
 		return err
 	}
-	if PoisonProducts && a.Beta == 0 {
-		if err := p.poison(a.D, s); err != nil {
+	if Poison {
+		if err := p.poison(algo, a, s); err != nil {
 			return err
 		}
 	}

@@ -184,9 +184,9 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 // TestPoison wants poisoned products to be right where they are complete, to leave what lies between their rows and what beta
 // reads, and to be NaN where one reads what it writes.
 func TestPoison(t *testing.T) {
-	before := driver.PoisonProducts
-	driver.PoisonProducts = true
-	defer func() { driver.PoisonProducts = before }()
+	before := driver.Poison
+	driver.Poison = true
+	defer func() { driver.Poison = before }()
 	each(t, func(t *testing.T, r *rig) {
 		blas := must[driver.Blas](t)(r.Blas())
 		const b16 = driver.BFloat16
@@ -194,6 +194,7 @@ func TestPoison(t *testing.T) {
 			{M: 37, N: 29, K: 61, LDD: 33, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*32 + 8, LDD: 32, A: b16, B: b16, D: b16},
+			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16}, // some ways of which sum up in the workspace
 		} {
 			r.matmul(t, blas, c, 1.5, 0)
 			r.matmul(t, blas, c, 1, -0.75)
@@ -201,18 +202,21 @@ func TestPoison(t *testing.T) {
 
 		const n = 16
 		p := must[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: n, N: n, K: n}, 0, 1))
-		in, inOut := r.floats(n*n), r.floats(n*n)
+		in, out := r.floats(n*n), make([]float32, n*n)
 		a, d := r.alloc(t, 4*n*n), r.alloc(t, 4*n*n)
-		ok(t, errors.Join(r.CopyToDevice(a, driver.Bytes(in), 0), r.CopyToDevice(d, driver.Bytes(inOut), 0)))
-		memsets := r.Stats().Memsets
-		ok(t, p.Run(0, driver.MatmulArgs{Alpha: 1, A: a, B: d, D: d}, 0))
-		if got := r.Stats().Memsets; got != memsets {
-			t.Errorf("%d memsets are counted", got-memsets)
-		}
-		ok(t, r.CopyToHost(driver.Bytes(inOut), d, 0))
-		for i, v := range inOut {
-			if v == v {
-				t.Fatalf("element %d of a product with its own result is %v, want NaN", i, v)
+		ok(t, r.CopyToDevice(a, driver.Bytes(in), 0))
+		for _, args := range []driver.MatmulArgs{{Alpha: 1, A: a, B: d, D: d}, {Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
+			ok(t, r.CopyToDevice(d, driver.Bytes(in), 0))
+			memsets := r.Stats().Memsets
+			ok(t, p.Run(0, args, 0))
+			if got := r.Stats().Memsets; got != memsets {
+				t.Errorf("%d memsets are counted", got-memsets)
+			}
+			ok(t, r.CopyToHost(driver.Bytes(out), d, 0))
+			for i, v := range out {
+				if v == v {
+					t.Fatalf("beta %v: element %d of a product with its own result is %v, want NaN", args.Beta, i, v)
+				}
 			}
 		}
 		ok(t, errors.Join(r.Free(a), r.Free(d), p.Close()))

@@ -182,7 +182,11 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	p, dim := c.params, c.hopperDim()
 	h := fusedShapes[dim]
 	sums, bytes := c.fusedSums()
-	counters := p.stats.Offset(8*c.Batch*c.Heads*c.statsRows() + sums*bytes)
+	dq := p.stats.Offset(8 * c.Batch * c.Heads * c.statsRows())
+	counters := dq.Offset(sums * bytes)
+	if err := k.poison(s, dq, sums*bytes); err != nil {
+		return err
+	}
 	if err := k.ctx.Memset32(counters, 0, sums+1, s); err != nil {
 		return err
 	}

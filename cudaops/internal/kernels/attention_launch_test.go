@@ -253,3 +253,27 @@ func TestAttentionTurnsBack(t *testing.T) {
 		}
 	}
 }
+
+// The copy engine stores the fused backward pass's sums, which are poisoned right before that if anything is.
+func TestAttentionPoisonsSums(t *testing.T) {
+	before := driver.Poison
+	defer func() { driver.Poison = before }()
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: 128, Causal: true}
+	q, kv := Rows{p, 4 * a.HeadDim}, Rows{p, 2 * a.HeadDim}
+	for _, poison := range []bool{false, true} {
+		driver.Poison = poison
+		c.ClearTrace()
+		if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+			t.Fatal(err)
+		}
+		trace := c.Trace()
+		fused := slices.IndexFunc(trace, func(op fake.Op) bool { return op.Name == "attention_hopper_backward_fused_128_bf16" })
+		filled := slices.IndexFunc(trace[:max(fused, 0)], func(op fake.Op) bool { return op.Call == "cuMemsetD8Async" })
+		if (filled >= 0) != poison {
+			t.Errorf("poison %v: launch %d of the fused pass, memset %d", poison, fused, filled)
+		} else if tiles, bytes := a.fusedSums(); poison && trace[filled].Bytes != tiles*bytes {
+			t.Errorf("%d bytes are poisoned, want %d", trace[filled].Bytes, tiles*bytes)
+		}
+	}
+}

@@ -145,8 +145,8 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 		return err
 	}
 	l.Grid.X *= n
-	if driver.PoisonProducts && g.stored != 0 {
-		if err := k.ctx.Memset8(g.stored, 0xff, g.elements*g.dtype.Size(), s); err != nil {
+	if g.stored != 0 {
+		if err := k.poison(s, g.stored, g.elements*g.dtype.Size()); err != nil {
 			return err
 		}
 	}

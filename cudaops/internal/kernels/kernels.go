@@ -114,6 +114,14 @@ func (k *Kernels) launch(s driver.Stream, unit, name string, c driver.LaunchConf
 	return k.ctx.Launch(f.Function, c, s, a)
 }
 
+// poison fills with NaN what the copy engine is about to store for a kernel, where driver.Poison asks for that.
+func (k *Kernels) poison(s driver.Stream, p driver.Ptr, bytes int) error {
+	if !driver.Poison {
+		return nil
+	}
+	return k.ctx.Memset8(p, 0xff, bytes, s)
+}
+
 // resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that works in a loop.
 func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) {
 	f, err := k.kernel(unit, name, shared)

@@ -118,7 +118,7 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 		if a.Bias != 0 {
 			bias = view(l, a.Bias, m.D, m.N, 1, m.N)
 		}
-		if driver.PoisonProducts && a.Beta == 0 {
+		if driver.Poison && a.Overwrites() {
 			D.fill(m.M, m.N, math.NaN())
 		}
 		for r := range m.M {
