@@ -9,9 +9,14 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the side of the matrices whose
-// product measures its speed.
-const ceilingBytes, ceilingSide = 512 << 20, 8192
+// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the most that the matrices measure
+// whose product measures its speed. Sides double from firstSide until a product takes ceilingTime, of which what it takes to
+// start one is little: a slow card, or one under a tool that makes kernels slow, is not kept for longer.
+const (
+	ceilingBytes           = 512 << 20
+	firstSide, ceilingSide = 2048, 8192
+	ceilingTime            = time.Millisecond
+)
 
 // measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute a product. What is too
 // large for the memory that is left is measured smaller, and not at all below a sixteenth.
@@ -46,12 +51,21 @@ func (m *Machine) measureCeilings(r *Profile) (err error) {
 	}
 	for ; 2*side*side*e.size() > bytes; side /= 2 {
 	}
-	r.Product, err = m.productRate(side, memory, memory.Offset(side*side*e.size()), memory.Offset(bytes))
-	return err
+	for s := min(firstSide, side); s <= side; s *= 2 {
+		took, err := m.productTime(s, memory, memory.Offset(s*s*e.size()), memory.Offset(bytes))
+		if err != nil || took == 0 {
+			return err
+		}
+		r.Product = max(r.Product, 2*math.Pow(float64(s), 3)/took.Seconds())
+		if took >= ceilingTime {
+			break
+		}
+	}
+	return nil
 }
 
-// productRate is the operations a second of the fastest way to multiply two square matrices; 0 if there is none.
-func (m *Machine) productRate(side int, a, b, d driver.Ptr) (rate float64, err error) {
+// productTime is what the fastest way takes to multiply two square matrices; 0 if there is none.
+func (m *Machine) productTime(side int, a, b, d driver.Ptr) (took time.Duration, err error) {
 	blas, err := m.device.ctx.Blas()
 	if err != nil {
 		return 0, nil
@@ -68,14 +82,10 @@ func (m *Machine) productRate(side int, a, b, d driver.Ptr) (rate float64, err e
 	defer func() {
 		err = errors.Join(err, m.device.ctx.SyncStream(m.stream), m.device.ctx.Free(workspace), plan.Close())
 	}()
-	best, err := m.best(len(plan.Algos()), func(way int) error {
+	return m.best(len(plan.Algos()), func(way int) error {
 		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: workspace,
 			WorkspaceSize: workspaceBytes}, m.stream)
 	})
-	if err != nil {
-		return 0, err
-	}
-	return 2 * math.Pow(float64(side), 3) / best.Seconds(), nil
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.
