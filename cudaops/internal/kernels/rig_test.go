@@ -32,6 +32,9 @@ func few(n, short int) int {
 	return n
 }
 
+// some reports whether to go on with a case: in short mode a third of them, at random.
+func (g *rig) some() bool { return !testing.Short() || g.rand.IntN(3) == 0 }
+
 var openGPU = sync.OnceValues(func() (driver.Context, error) {
 	d, err := driver.Open()
 	if err != nil {
