@@ -48,15 +48,18 @@ func (s *AttentionShape) seen(i, j0, nk int) (from, to int) {
 	return from, to
 }
 
-// Tiles of queries and keys: their product, four operands and the accumulator stay in a core's second-level cache.
+// Tiles of queries and keys: the products of the backward pass and their operands stay in a core's second-level cache. Along
+// the diagonal of a causal attention, a strip of queries after the other leaves out the keys that none of it sees.
 const (
-	queryTile = 64
-	keyTile   = 64
+	queryTile   = 128
+	queryStrip  = 32
+	keyTile     = 256
+	scoreStride = keyTile + 16 // of a row of scores; not a power of two, which would crowd columns into few sets of a cache
 )
 
 // tiles is the memory that one worker needs, whatever the sequence length.
 type tiles[T Float] struct {
-	p, dp []T // queryTile×keyTile
+	p, dp []T // queryTile×keyTile, of stride scoreStride
 	m, l  []T // running maximum and sum of a query
 	d     []T // Σ output ⊙ its gradient of a query
 }
@@ -74,7 +77,7 @@ func getTiles[T Float]() *tiles[T] {
 	if t, ok := tilePool[T]().Get().(*tiles[T]); ok {
 		return t
 	}
-	n := queryTile * keyTile
+	n := queryTile * scoreStride
 	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile), make([]T, queryTile), make([]T, queryTile)}
 }
 
@@ -82,8 +85,41 @@ func getTiles[T Float]() *tiles[T] {
 // [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with a running maximum and sum a query.
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
 func Attention[T Float](y, lse, q, k, v []T, s AttentionShape) {
-	blocks := (s.Seq + queryTile - 1) / queryTile
-	parallel(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, k, v, s, blocks})
+	buf := getBuffers[T]()
+	defer putBuffers(buf)
+	stride := transposedStride[T](s.Seq)
+	kt := buf.elements(s.Batch * s.KVHeads * s.HeadDim * stride)
+	parallel(s.Batch*s.KVHeads, 1, transposedHeads[T]{kt, k, s, stride})
+	blocks := ceilDiv(s.Seq, queryStrip)
+	parallel(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, kt, v, s, blocks, stride})
+}
+
+// transposedStride is that of a transposed head's rows, one for each of its features, of seq elements.
+func transposedStride[T Float](seq int) int {
+	lanes := engine[T]().kernels.lanes
+	return (ceilDiv(seq, lanes) + 1) * lanes // neither too narrow for whole vectors nor a power of two
+}
+
+// transposeHead writes the transpose of a head of a sequence, seq rows of x, of stride xd.
+func transposeHead[T Float](xt, x []T, stride, xd, seq, headDim int) {
+	kn := &engine[T]().kernels
+	for i := 0; i < seq; i += kn.lanes {
+		kn.transpose(xt[i:], stride, x[i*xd:], xd, min(kn.lanes, seq-i), headDim)
+	}
+}
+
+type transposedHeads[T Float] struct {
+	xt, x []T
+	AttentionShape
+	stride int
+}
+
+func (s *transposedHeads[T]) span(lo, hi int) {
+	xd := s.KVHeads * s.HeadDim
+	for head := lo; head < hi; head++ {
+		b, h := head/s.KVHeads, head%s.KVHeads
+		transposeHead(s.xt[head*s.HeadDim*s.stride:], s.x[b*s.Seq*xd+h*s.HeadDim:], s.stride, xd, s.Seq, s.HeadDim)
+	}
 }
 
 // AttentionAt computes one row of a causal attention of a single sequence, that of the given position: q and y are
@@ -107,14 +143,15 @@ func (s attentionAt[T]) span(lo, hi int) {
 	for h := lo; h < hi; h++ {
 		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
 		at := h * s.HeadDim
-		t.forward(s.y[at:], lse[:], s.q[at:], s.k[kv:], s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.position, 1, s.AttentionShape)
+		k := matrix[T]{s.k[kv:], s.KVHeads * s.HeadDim, true}
+		t.forward(s.y[at:], lse[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.position, 1, s.AttentionShape)
 	}
 }
 
 type attention[T Float] struct {
-	y, lse, q, k, v []T
+	y, lse, q, kt, v []T // kt has the transposes of k's heads, one behind the other
 	AttentionShape
-	blocks int
+	blocks, stride int
 }
 
 func (s *attention[T]) span(lo, hi int) {
@@ -123,31 +160,45 @@ func (s *attention[T]) span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
 	for task := lo; task < hi; task++ {
-		// The longest causal rows come first, so that the cores finish together.
-		block, head := s.blocks-1-task/(s.Batch*s.Heads), task%(s.Batch*s.Heads)
+		// A head's longest causal rows come first, so that the cores finish together.
+		head, block := task/s.blocks, s.blocks-1-task%s.blocks
 		b, h := head/s.Heads, head%s.Heads
-		i0 := block * queryTile
-		nq := min(queryTile, s.Seq-i0)
+		i0 := block * queryStrip
+		nq := min(queryStrip, s.Seq-i0)
 		row := b*s.Seq + i0
 		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
-		kv := b*s.Seq*kd + h/group*dh
-		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, s.k[kv:], s.v[kv:], qd, kd, i0, nq, s.sequence(b))
+		kt := matrix[T]{s.kt[(b*s.KVHeads+h/group)*dh*s.stride:], s.stride, false}
+		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd, i0, nq, s.sequence(b))
 	}
 }
 
-// forward computes nq rows of one head, whose first is position i0.
-func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionShape) {
+// matrix is a head's kᵀ, stored as that or as k.
+type matrix[T Float] struct {
+	x      []T
+	stride int
+	trans  bool // it is k
+}
+
+// from returns where its column j begins.
+func (m *matrix[T]) from(j int) []T {
+	if m.trans {
+		return m.x[j*m.stride:]
+	}
+	return m.x[j:]
+}
+
+// forward computes nq rows of one head, at most a strip, whose first is position i0.
+func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq int, s AttentionShape) {
 	dh := s.HeadDim
 	first, keys := s.keys(i0, nq)
 	for i := range nq {
 		t.m[i], t.l[i] = T(math.Inf(-1)), 0
-		clear(y[i*qd:][:dh])
 	}
 	for j0 := first; j0 < keys; j0 += keyTile {
 		nk := min(keyTile, keys-j0)
-		GemmSerial(false, true, nq, nk, dh, T(s.Scale), q, qd, k[j0*kd:], kd, 0, t.p, keyTile)
+		GemmSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0), kt.stride, 0, t.p, scoreStride)
 		for i := range nq {
-			p := t.p[i*keyTile:][:nk]
+			p := t.p[i*scoreStride:][:nk]
 			from, to := s.seen(i0+i, j0, nk)
 			clear(p[:from])
 			clear(p[to:])
@@ -156,15 +207,19 @@ func (t *tiles[T]) forward(y, lse, q, k, v []T, qd, kd, i0, nq int, s AttentionS
 			}
 			m := max(t.m[i], Max(p))
 			sum := ExpSub(p, p, m)
-			if m != t.m[i] {
+			if m != t.m[i] && j0 > first {
 				c := T(math.Exp(float64(t.m[i] - m)))
 				t.l[i] *= c
 				scale(y[i*qd:][:dh], c)
-				t.m[i] = m
 			}
+			t.m[i] = m
 			t.l[i] += sum
 		}
-		GemmSerial(false, false, nq, dh, nk, 1, t.p, keyTile, v[j0*kd:], kd, 1, y, qd)
+		beta := T(1)
+		if j0 == first {
+			beta = 0
+		}
+		GemmSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd, beta, y, qd)
 	}
 	for i := range nq {
 		scale(y[i*qd:][:dh], 1/t.l[i])
@@ -186,11 +241,24 @@ type attentionBackward[T Float] struct {
 	AttentionShape
 }
 
+// headGradient is the backward pass of one query head. Matrices begin with its sequence's first row and its own columns, or
+// those of the key-value head that it reads.
+type headGradient[T Float] struct {
+	dq, dk, dv, g, q, k, v, y, lse []T
+	kt, vt                         []T // transposes of k and v
+	qd, kd, stride                 int // strides of queries, of keys, and of kt and vt
+	AttentionShape
+}
+
 func (s *attentionBackward[T]) span(lo, hi int) {
 	group := s.Heads / s.KVHeads
 	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
-	t := getTiles[T]()
+	t, buf := getTiles[T](), getBuffers[T]()
 	defer tilePool[T]().Put(t)
+	defer putBuffers(buf)
+	stride := transposedStride[T](s.Seq)
+	both := buf.elements(2 * dh * stride)
+	kt, vt := both[:dh*stride], both[dh*stride:]
 	for task := lo; task < hi; task++ {
 		b, kvh := task/s.KVHeads, task%s.KVHeads
 		kv := b*s.Seq*kd + kvh*dh
@@ -198,44 +266,76 @@ func (s *attentionBackward[T]) span(lo, hi int) {
 			clear(s.dk[kv+r*kd:][:dh])
 			clear(s.dv[kv+r*kd:][:dh])
 		}
+		transposeHead(kt, s.k[kv:], stride, kd, s.Seq, dh)
+		transposeHead(vt, s.v[kv:], stride, kd, s.Seq, dh)
 		for h := kvh * group; h < (kvh+1)*group; h++ {
 			o := b*s.Seq*qd + h*dh
-			t.backward(s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:], s.lse[(b*s.Heads+h)*s.Seq:],
-				qd, kd, s.sequence(b))
+			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:],
+				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, s.sequence(b)})
 		}
 	}
 }
 
 // backward computes dq of one query head and adds to dk and dv of the head it reads.
-func (t *tiles[T]) backward(dq, dk, dv, g, q, k, v, y, lse []T, qd, kd int, s AttentionShape) {
-	dh := s.HeadDim
-	for i0 := 0; i0 < s.Seq; i0 += queryTile {
-		nq := min(queryTile, s.Seq-i0)
-		first, keys := s.keys(i0, nq)
-		qi, gi, dqi := q[i0*qd:], g[i0*qd:], dq[i0*qd:]
+func (t *tiles[T]) backward(h *headGradient[T]) {
+	for i0 := 0; i0 < h.Seq; i0 += queryTile {
+		nq := min(queryTile, h.Seq-i0)
 		for i := range nq {
-			t.d[i] = dot(gi[i*qd:][:dh], y[(i0+i)*qd:][:dh])
-			clear(dqi[i*qd:][:dh])
+			at := (i0 + i) * h.qd
+			t.d[i] = dot(h.g[at:][:h.HeadDim], h.y[at:][:h.HeadDim])
+			clear(h.dq[at:][:h.HeadDim])
 		}
+		first, keys := h.keys(i0, nq)
 		for j0 := first; j0 < keys; j0 += keyTile {
 			nk := min(keyTile, keys-j0)
-			kj, vj := k[j0*kd:], v[j0*kd:]
-			GemmSerial(false, true, nq, nk, dh, T(s.Scale), qi, qd, kj, kd, 0, t.p, keyTile)
-			GemmSerial(false, true, nq, nk, dh, 1, gi, qd, vj, kd, 0, t.dp, keyTile)
-			for i := range nq {
-				p, dp := t.p[i*keyTile:][:nk], t.dp[i*keyTile:][:nk]
-				from, to := s.seen(i0+i, j0, nk)
-				clear(p[:from])
-				clear(p[to:])
-				clear(dp[:from])
-				clear(dp[to:])
-				p, dp = p[from:to], dp[from:to]
-				ExpSub(p, p, lse[i0+i])
-				softmaxGradient(dp, p, t.d[i])
+			for r := 0; r < nq; r += queryStrip {
+				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk)
 			}
-			GemmSerial(true, false, nk, dh, nq, 1, t.p, keyTile, gi, qd, 1, dv[j0*kd:], kd)
-			GemmSerial(false, false, nq, dh, nk, T(s.Scale), t.dp, keyTile, kj, kd, 1, dqi, qd)
-			GemmSerial(true, false, nk, dh, nq, T(s.Scale), t.dp, keyTile, qi, qd, 1, dk[j0*kd:], kd)
+			t.keyGradients(h, i0, nq, j0, nk)
 		}
+	}
+}
+
+// queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile that begins with position
+// i0, and nk keys from position j0 on, as far as the last of these queries sees, and what they add to dq.
+func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int) {
+	lo, _ := h.seen(i0+r, j0, nk)
+	_, hi := h.seen(i0+r+n-1, j0, nk)
+	at := (i0 + r) * h.qd
+	if lo < hi {
+		p, dp := t.p[r*scoreStride+lo:], t.dp[r*scoreStride+lo:]
+		GemmSerial(false, false, n, hi-lo, h.HeadDim, T(h.Scale), h.q[at:], h.qd, h.kt[j0+lo:], h.stride, 0, p, scoreStride)
+		GemmSerial(false, false, n, hi-lo, h.HeadDim, 1, h.g[at:], h.qd, h.vt[j0+lo:], h.stride, 0, dp, scoreStride)
+	}
+	for i := r; i < r+n; i++ {
+		p, dp := t.p[i*scoreStride:][:hi], t.dp[i*scoreStride:][:hi]
+		from, to := h.seen(i0+i, j0, nk)
+		clear(p[:from])
+		clear(p[to:])
+		clear(dp[:from])
+		clear(dp[to:])
+		p, dp = p[from:to], dp[from:to]
+		ExpSub(p, p, h.lse[i0+i])
+		softmaxGradient(dp, p, t.d[i])
+	}
+	if lo < hi {
+		GemmSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:], scoreStride, h.k[(j0+lo)*h.kd:], h.kd, 1,
+			h.dq[at:], h.qd)
+	}
+}
+
+// keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0 on: to keys among the
+// queries what those of their strip and of later ones do.
+func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
+	for c, m := 0, 0; c < nk; c += m {
+		r := 0
+		m = nk - c
+		if h.Causal {
+			r = max(0, j0+c-i0) / queryStrip * queryStrip
+			m = min(m, i0+r+queryStrip-(j0+c))
+		}
+		at, to, p := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c
+		GemmSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd, 1, h.dv[to:], h.kd)
+		GemmSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:], h.qd, 1, h.dk[to:], h.kd)
 	}
 }

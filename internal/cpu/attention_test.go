@@ -99,3 +99,110 @@ func testDocumentTiles[T Float](t *testing.T) {
 		}
 	}
 }
+
+// TestLongAttention wants sequences of several tiles to have the values and gradients of the formulas.
+func TestLongAttention(t *testing.T) {
+	t.Run("float32", func(t *testing.T) { testLongAttention[float32](t, 2e-6) })
+	t.Run("float64", func(t *testing.T) { testLongAttention[float64](t, 1e-13) })
+}
+
+func testLongAttention[T Float](t *testing.T, tolerance float64) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for _, s := range []AttentionShape{{Heads: 2, KVHeads: 1, HeadDim: 16, Causal: true}, {Heads: 2, KVHeads: 2, HeadDim: 7},
+		{Heads: 1, KVHeads: 1, HeadDim: 5, Causal: true, Starts: []int{}}} {
+		s.Batch, s.Seq, s.Scale = 2, keyTile+1+r.IntN(queryTile), 0.3
+		rows := s.Batch * s.Seq
+		if s.Starts != nil {
+			for i := range rows {
+				start := 0
+				if at := i % s.Seq; at > 0 {
+					start = s.Starts[i-1]
+					if r.IntN(60) == 0 {
+						start = at
+					}
+				}
+				s.Starts = append(s.Starts, start)
+			}
+		}
+		qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+		values := func(n int, of func() float64) []T {
+			x := make([]T, n)
+			for i := range x {
+				x[i] = T(of())
+			}
+			return x
+		}
+		q, k, v := values(rows*qd, r.NormFloat64), values(rows*kd, r.NormFloat64), values(rows*kd, r.NormFloat64)
+		g := values(rows*qd, r.NormFloat64)
+		y, dq, dk, dv, lse := values(rows*qd, math.NaN), values(rows*qd, math.NaN), values(rows*kd, math.NaN), values(rows*kd, math.NaN),
+			values(rows*s.Heads, math.NaN)
+		Attention(y, lse, q, k, v, s)
+		AttentionBackward(dq, dk, dv, g, q, k, v, y, lse, s)
+		want := plainAttention(q, k, v, g, s)
+		for i, got := range [][]T{y, dq, dk, dv} {
+			var diff, norm float64
+			for j, w := range want[i] {
+				diff, norm = diff+math.Pow(float64(got[j])-w, 2), norm+w*w
+			}
+			if off := math.Sqrt(diff / norm); !(off < tolerance) {
+				t.Errorf("%d heads, causal %v, documents %v, sequence %d: %s differs by %.2g", s.Heads, s.Causal, s.Starts != nil, s.Seq,
+					[]string{"y", "dq", "dk", "dv"}[i], off)
+			}
+		}
+	}
+}
+
+// plainAttention returns y, dq, dk and dv as the formulas have them, a query after the other.
+func plainAttention[T Float](q, k, v, g []T, s AttentionShape) [4][]float64 {
+	var out [4][]float64
+	for i, n := range []int{len(q), len(q), len(k), len(v)} {
+		out[i] = make([]float64, n)
+	}
+	y, dq, dk, dv := out[0], out[1], out[2], out[3]
+	product := func(a, b []T) (sum float64) {
+		for i, x := range a {
+			sum += float64(x) * float64(b[i])
+		}
+		return sum
+	}
+	add := func(y []float64, a float64, x []T) {
+		for i, x := range x {
+			y[i] += a * float64(x)
+		}
+	}
+	p := make([]float64, s.Seq)
+	for row := range s.Batch * s.Seq {
+		b, i := row/s.Seq, row%s.Seq
+		from, to := 0, s.Seq
+		if s.Causal {
+			to = i + 1
+		}
+		if s.Starts != nil {
+			from = s.Starts[row]
+		}
+		for h := range s.Heads {
+			at := (row*s.Heads + h) * s.HeadDim
+			of := func(j int) int { return ((b*s.Seq+j)*s.KVHeads + h*s.KVHeads/s.Heads) * s.HeadDim }
+			qi, gi := q[at:][:s.HeadDim], g[at:][:s.HeadDim]
+			var sum, d float64
+			for j := from; j < to; j++ {
+				p[j] = math.Exp(s.Scale * product(qi, k[of(j):]))
+				sum += p[j]
+			}
+			for j := from; j < to; j++ {
+				p[j] /= sum
+				d += p[j] * product(gi, v[of(j):])
+				add(y[at:], p[j], v[of(j):][:s.HeadDim])
+			}
+			for j := from; j < to; j++ {
+				ds := s.Scale * p[j] * (product(gi, v[of(j):]) - d)
+				add(dv[of(j):], p[j], gi)
+				add(dq[at:], ds, k[of(j):][:s.HeadDim])
+				add(dk[of(j):], ds, qi)
+			}
+		}
+	}
+	return out
+}
