@@ -208,9 +208,9 @@ __device__ inline void forward(const Params &p, const Docs &docs, const TensorMa
   const ForwardMemory<S> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.heads * tiles;
   if (threadIdx.x == 0) {
-    m.qs.init(S::Workers);
-    m.ks.init(S::Workers);
-    m.vs.init(S::Workers);
+    m.qs.init(S::WorkerThreads);
+    m.ks.init(S::WorkerThreads);
+    m.vs.init(S::WorkerThreads);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

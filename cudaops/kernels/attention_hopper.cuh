@@ -36,7 +36,7 @@ template <> __device__ inline uint32_t chunkAt<96>(uint32_t tile, int row, int c
 // for Stages of the others.
 template <int D_, int Workers_, int Loop_, int Turns_, int Stages_> struct Shape {
   static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Turns = Turns_, Stages = Stages_, Own = 64 * Workers;
-  static constexpr int Threads = 128 * (Workers + 1), CopierRegisters = Workers == 2 ? 24 : 32,
+  static constexpr int WorkerThreads = 128 * Workers, Threads = 128 + WorkerThreads, CopierRegisters = Workers == 2 ? 24 : 32,
                        WorkerRegisters = Workers == 2 ? 240 : 160;
   static constexpr int OwnBytes = Own * D * 2, LoopBytes = Loop * D * 2;
 };
@@ -93,6 +93,9 @@ __device__ inline void barrierWait(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Orders what a thread has read or written in shared memory before what copies and products do there after its next arrival.
+__device__ inline void fenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`; fill i goes into slot
 // i % Slots, whose barriers these are.
 template <int Slots> struct Ring {
@@ -102,10 +105,11 @@ template <int Slots> struct Ring {
   __device__ uint32_t freed(int i) const { return filled(i) + 8; }
   __device__ static int slot(int i) { return i % Slots; }
 
-  __device__ void init(int workers) const {
+  // A slot is free again after so many arrivals.
+  __device__ void init(int arrivals) const {
     for (int i = 0; i < Slots; i++) {
       barrierInit(filled(i), 1);
-      barrierInit(freed(i), 4 * workers);  // one arrival a warp
+      barrierInit(freed(i), arrivals);
     }
   }
   // The copier waits for the slot of fill i to be free and announces that many bytes; they arrive at the returned barrier.
@@ -119,11 +123,9 @@ template <int Slots> struct Ring {
     return filled(i);
   }
   __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
-  // An arrival orders what its own thread has read before what fills the slot again: the warp's others come first.
-  __device__ void release(int i) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrierArrive(freed(i));
-  }
+  // Every worker's thread frees what it has read itself: it costs no more than an arrival for the whole warp, and tools that
+  // look for races follow no thread's reads through another's arrival.
+  __device__ void release(int i) const { barrierArrive(freed(i)); }
 };
 
 // Where the documents of each warpgroup's rows begin or end, in tiles or rows of the walk: the copier looks it up, some turns ahead,

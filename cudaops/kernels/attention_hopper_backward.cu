@@ -33,8 +33,8 @@ template <class S, int OwnTiles, int StatsBytes> struct BackwardMemory {
 
   __device__ void init() const {
     if (threadIdx.x == 0) {
-      turns.init(S::Workers);
-      stages.init(S::Workers);
+      turns.init(S::WorkerThreads);
+      stages.init(S::WorkerThreads);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -149,6 +149,7 @@ __device__ inline void workQ(const Params &p, const Docs &docs, const Angles &an
       startNN<T, D>(dq, e, m.first(i));
       productsCommit();
     }
+    fenceAsync();
     m.turns.release(turn);
     const TurnBack<D> turnBack(angles, own, p.seq);
     productsWait<0>();
@@ -218,7 +219,10 @@ __device__ inline void workKV(const Params &p, const Docs &docs, const Angles &a
     auto finish = [&] {
       hold(dk);
       hold(dv);
-      if (busy) m.stages.release(i - 1);
+      if (busy) {
+        fenceAsync();
+        m.stages.release(i - 1);
+      }
       busy = false;
     };
     m.turns.wait(turn);

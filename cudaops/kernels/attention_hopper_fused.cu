@@ -61,10 +61,10 @@ template <class S> struct FusedMemory {
   __device__ void init() const {
     if (threadIdx.x == 0) {
       barrierInit(turns.filled(0), 1);
-      barrierInit(turns.freed(0), 4 * S::Workers + 2);  // the warps, and the threads that send dq away
-      stages.init(S::Workers);
-      barrierInit(dqFilled, 4 * S::Workers);
-      barrierInit(dqFilled + 8, 4 * S::Workers);
+      barrierInit(turns.freed(0), S::WorkerThreads + 2);  // with the two that send dq away
+      stages.init(S::WorkerThreads);
+      barrierInit(dqFilled, S::WorkerThreads);
+      barrierInit(dqFilled + 8, S::WorkerThreads);
       barrierInit(dqFreed, 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -203,7 +203,6 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
   auto meetGroup = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
   auto tellOther = [&](int i) { asm volatile("bar.arrive %0, 256;" ::"r"(4 + i % 2 * 2 + 1 - group) : "memory"); };
   auto hearOther = [&](int i) { asm volatile("bar.sync %0, 256;" ::"r"(4 + i % 2 * 2 + group) : "memory"); };
-  auto shareWrites = [] { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); };
   for (int turn = 0, i = 0, work; (work = uniform(m.workOf(turn))) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
     const int j0 = w.tile * S::Own, own = j0 + 64 * group + 16 * warp;  // first rows: block, warp
@@ -233,9 +232,8 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
                      "f"(dq.c[0][x][2]), "f"(dq.c[0][x][3])
                      : "memory");
       }
-      shareWrites();
-      __syncwarp();
-      if (lane == 0) barrierArrive(m.filled(i));
+      fenceAsync();
+      barrierArrive(m.filled(i));
     };
 
     // Zero, which the compiler does not know: it then forms addresses where they are needed, instead of keeping them all.
@@ -308,7 +306,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
         }
         storeColumns(ds, m.dsTile(i) + dsAt, k);
       }
-      shareWrites();
+      fenceAsync();
       tellOther(i);
       meetGroup();
       hold(dk);

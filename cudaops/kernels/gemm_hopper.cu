@@ -65,7 +65,7 @@ __device__ inline void multiplyTiles(const Params &p, const Shared &m, int worke
     i = multiplyTile<T, !Forward, Finishers != 3>(sums, m, worker, i, end, [](int) {});
     barrierWait(m.taken(worker), turn + 1 & 1);
     leaveSums<T>(sums, m.sums(worker));
-    if (Forward) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (Forward) fenceAsync();
     arriveOfWarp(m.summed(worker));
   }
 }

@@ -52,7 +52,7 @@ __device__ inline void meetCluster() {
 // Makes the barriers, of which `takers` arrivals free a worker's sums. All threads call it.
 template <class M> __device__ inline void begin(const M &m, int takers) {
   if (threadIdx.x == 0) {
-    m.ring.init(kCluster * kWorkers);
+    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
     for (int worker = 0; worker < kWorkers; worker++) {
       barrierInit(m.summed(worker), 4);
       barrierInit(m.taken(worker), takers);

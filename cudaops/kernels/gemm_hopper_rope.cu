@@ -98,7 +98,7 @@ template <typename T, int D, class M> __device__ inline void multiplyTiles(const
       if (h < heads) turn.head(sums.c[0] + h * (D / 8));
     barrierWait(m.taken(worker), tile + 1 & 1);
     leaveSums<T>(sums, m.sums(worker));
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fenceAsync();
     arriveOfWarp(m.summed(worker));
   }
 }
