@@ -31,9 +31,9 @@ const (
 	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
 )
 
-// gemmTile is what a kernel works on: C = alpha·A·B + beta·C + D for an m×n tile of C, with element (i, p) of A at
-// a[i·rs + p·cs], row p of B at b[p·bs], row i of C at c[i·ldc] and of D, unless it is nil, at d[i·ldd]. For the dot kernel,
-// column j of B is at b[j·bs], cs is 1 and D is nil. The assembly knows the offsets of the fields.
+// gemmTile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element (i, p) of A at
+// a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs], row i of C at c[i·ldc] and of D, unless it is nil, at d[i·ldd].
+// For the dot kernel, column j of B is at b[j·bs], cs is 1 and D is nil. The assembly knows the offsets of the fields.
 type gemmTile[T Float] struct {
 	m, n, k     int
 	a           []T
@@ -44,14 +44,27 @@ type gemmTile[T Float] struct {
 	ldc         int
 	d           []T
 	ldd         int
+	panel       int
 	alpha, beta T
+}
+
+// sweep computes t panel after panel of nr columns with a kernel for one.
+func (t *gemmTile[T]) sweep(nr int, kernel func(*gemmTile[T])) {
+	n, b, c, d := t.n, t.b, t.c, t.d
+	for at := 0; at < n; at += nr {
+		t.n, t.b, t.c = min(nr, n-at), b[at/nr*t.panel:], c[at:]
+		if d != nil {
+			t.d = d[at:]
+		}
+		kernel(t)
+	}
 }
 
 // gemmKernels is the innermost arithmetic for one element type and instruction set.
 type gemmKernels[T Float] struct {
-	mr, nr int                // the largest tile of C
+	mr, nr int                // the most rows of a tile of C, and the columns of a panel
 	lanes  int                // the most rows that transpose takes; at least mr, and a divisor of nr
-	tile   func(*gemmTile[T]) // k > 0
+	tile   func(*gemmTile[T]) // any number of columns; k > 0
 	pairs  bool               // elements of panels are pairs of bfloat16, neighbours along k
 
 	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c], or with pairs those
@@ -334,19 +347,17 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
 			t.m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
 			j.rowsOfA(s, i, j.p0+p, kc)
-			for c := c0; c < c1; c += nr {
-				t.n = min(nr, c1-c)
-				if j.inPlace {
-					t.b, t.bs = j.b[(j.p0+p)*j.ldb+j.j0+c:], j.ldb
-				} else {
-					t.b, t.bs = j.packed[j.kn.steps(p)*padded+c*t.k:], nr
-				}
-				t.c = j.c[i*j.ldc+j.j0+c:]
-				if j.d != nil && last {
-					t.d = j.d[i*j.n+j.j0+c:]
-				}
-				j.kn.tile(t)
+			t.n = c1 - c0
+			if j.inPlace {
+				t.b, t.bs, t.panel = j.b[(j.p0+p)*j.ldb+j.j0+c0:], j.ldb, nr
+			} else {
+				t.b, t.bs, t.panel = j.packed[j.kn.steps(p)*padded+c0*t.k:], nr, nr*t.k
 			}
+			t.c = j.c[i*j.ldc+j.j0+c0:]
+			if j.d != nil && last {
+				t.d = j.d[i*j.n+j.j0+c0:]
+			}
+			j.kn.tile(t)
 		}
 	}
 }

@@ -5,14 +5,27 @@
 #include "textflag.h"
 
 // func gemmTileAVX512F32(t uintptr)
-// Requires: AVX, AVX512F
-TEXT ·gemmTileAVX512F32(SB), NOSPLIT, $0-8
+// Requires: AVX, AVX512F, CMOV
+TEXT ·gemmTileAVX512F32(SB), NOSPLIT, $32-8
 	MOVQ t+0(FP), DI
-	MOVQ 8(DI), R8
-	MOVQ R8, R9
-	CMPQ R8, $0x10
-	JLE  mask
-	SUBQ $0x10, R9
+	MOVQ 8(DI), AX
+	MOVQ AX, (SP)
+	MOVQ 64(DI), AX
+	MOVQ AX, 8(SP)
+	MOVQ 96(DI), AX
+	MOVQ AX, 16(SP)
+	MOVQ 128(DI), AX
+	MOVQ AX, 24(SP)
+
+panel:
+	MOVQ    (SP), R8
+	MOVL    $0x00000020, AX
+	CMPQ    R8, AX
+	CMOVQGT AX, R8
+	MOVQ    R8, R9
+	CMPQ    R8, $0x10
+	JLE     mask
+	SUBQ    $0x10, R9
 
 mask:
 	MOVQ  R9, R13
@@ -26,7 +39,7 @@ mask:
 	MOVQ  16(DI), AX
 	MOVQ  48(DI), BX
 	MOVQ  56(DI), CX
-	MOVQ  64(DI), SI
+	MOVQ  8(SP), SI
 	MOVQ  88(DI), DX
 	SHLQ  $0x02, BX
 	SHLQ  $0x02, CX
@@ -183,12 +196,12 @@ tile14x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile14x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -219,10 +232,10 @@ tile14x2k:
 	VMULPS       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -370,7 +383,7 @@ tile14x2Cmasked:
 
 tile14x2Cend:
 tile14x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x2store
 	MOVQ    152(DI), R11
@@ -610,8 +623,7 @@ tile14x2Smasked:
 	VMOVUPS Z27, K1, 64(R8)
 
 tile14x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x2:
 	VPXORD Z0, Z0, Z0
@@ -691,12 +703,12 @@ tile13x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile13x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -725,10 +737,10 @@ tile13x2k:
 	VMULPS       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -866,7 +878,7 @@ tile13x2Cmasked:
 
 tile13x2Cend:
 tile13x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x2store
 	MOVQ    152(DI), R11
@@ -1090,8 +1102,7 @@ tile13x2Smasked:
 	VMOVUPS Z25, K1, 64(R8)
 
 tile13x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x2:
 	VPXORD Z0, Z0, Z0
@@ -1165,12 +1176,12 @@ tile12x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile12x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -1197,10 +1208,10 @@ tile12x2k:
 	VMULPS       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -1328,7 +1339,7 @@ tile12x2Cmasked:
 
 tile12x2Cend:
 tile12x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x2store
 	MOVQ    152(DI), R11
@@ -1536,8 +1547,7 @@ tile12x2Smasked:
 	VMOVUPS Z23, K1, 64(R8)
 
 tile12x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x2:
 	VPXORD Z0, Z0, Z0
@@ -1606,12 +1616,12 @@ tile11x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile11x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -1636,10 +1646,10 @@ tile11x2k:
 	VMULPS       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -1757,7 +1767,7 @@ tile11x2Cmasked:
 
 tile11x2Cend:
 tile11x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x2store
 	MOVQ    152(DI), R11
@@ -1949,8 +1959,7 @@ tile11x2Smasked:
 	VMOVUPS Z21, K1, 64(R8)
 
 tile11x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x2:
 	VPXORD Z0, Z0, Z0
@@ -2014,12 +2023,12 @@ tile10x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile10x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2042,10 +2051,10 @@ tile10x2k:
 	VMULPS       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -2153,7 +2162,7 @@ tile10x2Cmasked:
 
 tile10x2Cend:
 tile10x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x2store
 	MOVQ    152(DI), R11
@@ -2329,8 +2338,7 @@ tile10x2Smasked:
 	VMOVUPS Z19, K1, 64(R8)
 
 tile10x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x2:
 	VPXORD Z0, Z0, Z0
@@ -2388,12 +2396,12 @@ tile9x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile9x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2414,10 +2422,10 @@ tile9x2k:
 	VMULPS       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -2515,7 +2523,7 @@ tile9x2Cmasked:
 
 tile9x2Cend:
 tile9x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x2store
 	MOVQ    152(DI), R11
@@ -2675,8 +2683,7 @@ tile9x2Smasked:
 	VMOVUPS Z17, K1, 64(R8)
 
 tile9x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x2:
 	VPXORD Z0, Z0, Z0
@@ -2729,12 +2736,12 @@ tile8x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile8x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2753,10 +2760,10 @@ tile8x2k:
 	VMULPS       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -2844,7 +2851,7 @@ tile8x2Cmasked:
 
 tile8x2Cend:
 tile8x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x2store
 	MOVQ    152(DI), R11
@@ -2988,8 +2995,7 @@ tile8x2Smasked:
 	VMOVUPS Z15, K1, 64(R8)
 
 tile8x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x2:
 	VPXORD Z0, Z0, Z0
@@ -3037,12 +3043,12 @@ tile7x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile7x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3059,10 +3065,10 @@ tile7x2k:
 	VMULPS       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -3140,7 +3146,7 @@ tile7x2Cmasked:
 
 tile7x2Cend:
 tile7x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x2store
 	MOVQ    152(DI), R11
@@ -3268,8 +3274,7 @@ tile7x2Smasked:
 	VMOVUPS Z13, K1, 64(R8)
 
 tile7x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x2:
 	VPXORD Z0, Z0, Z0
@@ -3311,12 +3316,12 @@ tile6x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3331,10 +3336,10 @@ tile6x2k:
 	VMULPS       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -3402,7 +3407,7 @@ tile6x2Cmasked:
 
 tile6x2Cend:
 tile6x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x2store
 	MOVQ    152(DI), R11
@@ -3514,8 +3519,7 @@ tile6x2Smasked:
 	VMOVUPS Z11, K1, 64(R8)
 
 tile6x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x2:
 	VPXORD Z0, Z0, Z0
@@ -3552,12 +3556,12 @@ tile5x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3570,10 +3574,10 @@ tile5x2k:
 	VMULPS       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -3631,7 +3635,7 @@ tile5x2Cmasked:
 
 tile5x2Cend:
 tile5x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x2store
 	MOVQ    152(DI), R11
@@ -3727,8 +3731,7 @@ tile5x2Smasked:
 	VMOVUPS Z9, K1, 64(R8)
 
 tile5x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x2:
 	VPXORD Z0, Z0, Z0
@@ -3760,12 +3763,12 @@ tile4x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3776,10 +3779,10 @@ tile4x2k:
 	VMULPS       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -3827,7 +3830,7 @@ tile4x2Cmasked:
 
 tile4x2Cend:
 tile4x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x2store
 	MOVQ    152(DI), R11
@@ -3907,8 +3910,7 @@ tile4x2Smasked:
 	VMOVUPS Z7, K1, 64(R8)
 
 tile4x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x2:
 	VPXORD Z0, Z0, Z0
@@ -3934,12 +3936,12 @@ tile3x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3948,10 +3950,10 @@ tile3x2k:
 	VMULPS       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -3989,7 +3991,7 @@ tile3x2Cmasked:
 
 tile3x2Cend:
 tile3x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x2store
 	MOVQ    152(DI), R11
@@ -4053,8 +4055,7 @@ tile3x2Smasked:
 	VMOVUPS Z5, K1, 64(R8)
 
 tile3x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x2:
 	VPXORD Z0, Z0, Z0
@@ -4075,22 +4076,22 @@ tile2x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -4118,7 +4119,7 @@ tile2x2Cmasked:
 
 tile2x2Cend:
 tile2x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x2store
 	MOVQ    152(DI), R11
@@ -4166,8 +4167,7 @@ tile2x2Smasked:
 	VMOVUPS Z3, K1, 64(R8)
 
 tile2x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x2:
 	VPXORD Z0, Z0, Z0
@@ -4183,20 +4183,20 @@ tile1x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -4214,7 +4214,7 @@ tile1x2Cmasked:
 
 tile1x2Cend:
 tile1x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x2store
 	MOVQ    152(DI), R11
@@ -4246,8 +4246,7 @@ tile1x2Smasked:
 	VMOVUPS Z1, K1, 64(R8)
 
 tile1x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile14x1:
 	VPXORD Z0, Z0, Z0
@@ -4303,12 +4302,12 @@ tile14x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile14x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4325,10 +4324,10 @@ tile14x1k:
 	VMULPS       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -4420,7 +4419,7 @@ tile14x1Cmasked:
 
 tile14x1Cend:
 tile14x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x1store
 	MOVQ    152(DI), R11
@@ -4576,8 +4575,7 @@ tile14x1Smasked:
 	VMOVUPS Z13, K1, (R8)
 
 tile14x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x1:
 	VPXORD Z0, Z0, Z0
@@ -4630,12 +4628,12 @@ tile13x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile13x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4651,10 +4649,10 @@ tile13x1k:
 	VMULPS       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -4740,7 +4738,7 @@ tile13x1Cmasked:
 
 tile13x1Cend:
 tile13x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x1store
 	MOVQ    152(DI), R11
@@ -4886,8 +4884,7 @@ tile13x1Smasked:
 	VMOVUPS Z12, K1, (R8)
 
 tile13x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x1:
 	VPXORD Z0, Z0, Z0
@@ -4936,12 +4933,12 @@ tile12x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile12x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4956,10 +4953,10 @@ tile12x1k:
 	VMULPS       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -5039,7 +5036,7 @@ tile12x1Cmasked:
 
 tile12x1Cend:
 tile12x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x1store
 	MOVQ    152(DI), R11
@@ -5175,8 +5172,7 @@ tile12x1Smasked:
 	VMOVUPS Z11, K1, (R8)
 
 tile12x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x1:
 	VPXORD Z0, Z0, Z0
@@ -5222,12 +5218,12 @@ tile11x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile11x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5241,10 +5237,10 @@ tile11x1k:
 	VMULPS       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -5318,7 +5314,7 @@ tile11x1Cmasked:
 
 tile11x1Cend:
 tile11x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x1store
 	MOVQ    152(DI), R11
@@ -5444,8 +5440,7 @@ tile11x1Smasked:
 	VMOVUPS Z10, K1, (R8)
 
 tile11x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x1:
 	VPXORD Z0, Z0, Z0
@@ -5488,12 +5483,12 @@ tile10x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile10x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5506,10 +5501,10 @@ tile10x1k:
 	VMULPS       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -5577,7 +5572,7 @@ tile10x1Cmasked:
 
 tile10x1Cend:
 tile10x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x1store
 	MOVQ    152(DI), R11
@@ -5693,8 +5688,7 @@ tile10x1Smasked:
 	VMOVUPS Z9, K1, (R8)
 
 tile10x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x1:
 	VPXORD Z0, Z0, Z0
@@ -5733,12 +5727,12 @@ tile9x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile9x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5750,10 +5744,10 @@ tile9x1k:
 	VMULPS       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -5815,7 +5809,7 @@ tile9x1Cmasked:
 
 tile9x1Cend:
 tile9x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x1store
 	MOVQ    152(DI), R11
@@ -5921,8 +5915,7 @@ tile9x1Smasked:
 	VMOVUPS Z8, K1, (R8)
 
 tile9x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x1:
 	VPXORD Z0, Z0, Z0
@@ -5958,12 +5951,12 @@ tile8x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile8x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5974,10 +5967,10 @@ tile8x1k:
 	VMULPS       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -6033,7 +6026,7 @@ tile8x1Cmasked:
 
 tile8x1Cend:
 tile8x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x1store
 	MOVQ    152(DI), R11
@@ -6129,8 +6122,7 @@ tile8x1Smasked:
 	VMOVUPS Z7, K1, (R8)
 
 tile8x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x1:
 	VPXORD Z0, Z0, Z0
@@ -6163,12 +6155,12 @@ tile7x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile7x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6178,10 +6170,10 @@ tile7x1k:
 	VMULPS       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -6231,7 +6223,7 @@ tile7x1Cmasked:
 
 tile7x1Cend:
 tile7x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x1store
 	MOVQ    152(DI), R11
@@ -6317,8 +6309,7 @@ tile7x1Smasked:
 	VMOVUPS Z6, K1, (R8)
 
 tile7x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x1:
 	VPXORD Z0, Z0, Z0
@@ -6347,12 +6338,12 @@ tile6x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6361,10 +6352,10 @@ tile6x1k:
 	VMULPS       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -6408,7 +6399,7 @@ tile6x1Cmasked:
 
 tile6x1Cend:
 tile6x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x1store
 	MOVQ    152(DI), R11
@@ -6484,8 +6475,7 @@ tile6x1Smasked:
 	VMOVUPS Z5, K1, (R8)
 
 tile6x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x1:
 	VPXORD Z0, Z0, Z0
@@ -6511,12 +6501,12 @@ tile5x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6524,10 +6514,10 @@ tile5x1k:
 	VMULPS       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -6565,7 +6555,7 @@ tile5x1Cmasked:
 
 tile5x1Cend:
 tile5x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x1store
 	MOVQ    152(DI), R11
@@ -6631,8 +6621,7 @@ tile5x1Smasked:
 	VMOVUPS Z4, K1, (R8)
 
 tile5x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x1:
 	VPXORD Z0, Z0, Z0
@@ -6655,22 +6644,22 @@ tile4x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -6702,7 +6691,7 @@ tile4x1Cmasked:
 
 tile4x1Cend:
 tile4x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x1store
 	MOVQ    152(DI), R11
@@ -6758,8 +6747,7 @@ tile4x1Smasked:
 	VMOVUPS Z3, K1, (R8)
 
 tile4x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x1:
 	VPXORD Z0, Z0, Z0
@@ -6778,21 +6766,21 @@ tile3x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -6818,7 +6806,7 @@ tile3x1Cmasked:
 
 tile3x1Cend:
 tile3x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x1store
 	MOVQ    152(DI), R11
@@ -6864,8 +6852,7 @@ tile3x1Smasked:
 	VMOVUPS Z2, K1, (R8)
 
 tile3x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x1:
 	VPXORD Z0, Z0, Z0
@@ -6881,20 +6868,20 @@ tile2x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -6914,7 +6901,7 @@ tile2x1Cmasked:
 
 tile2x1Cend:
 tile2x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x1store
 	MOVQ    152(DI), R11
@@ -6950,8 +6937,7 @@ tile2x1Smasked:
 	VMOVUPS Z1, K1, (R8)
 
 tile2x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
@@ -6964,19 +6950,19 @@ tile1x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -6990,7 +6976,7 @@ tile1x1Cmasked:
 
 tile1x1Cend:
 tile1x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x1store
 	MOVQ    152(DI), R11
@@ -7016,18 +7002,44 @@ tile1x1Smasked:
 	VMOVUPS Z0, K1, (R8)
 
 tile1x1Send:
+next:
+	SUBQ $0x20, (SP)
+	JLE  done
+	MOVQ 160(DI), AX
+	SHLQ $0x02, AX
+	ADDQ AX, 8(SP)
+	ADDQ $0x80, 16(SP)
+	CMPQ 24(SP), $0x00
+	JE   panel
+	ADDQ $0x80, 24(SP)
+	JMP  panel
+
+done:
 	VZEROUPPER
 	RET
 
 // func gemmTileAVX512F64(t uintptr)
-// Requires: AVX, AVX512F
-TEXT ·gemmTileAVX512F64(SB), NOSPLIT, $0-8
+// Requires: AVX, AVX512F, CMOV
+TEXT ·gemmTileAVX512F64(SB), NOSPLIT, $32-8
 	MOVQ t+0(FP), DI
-	MOVQ 8(DI), R8
-	MOVQ R8, R9
-	CMPQ R8, $0x08
-	JLE  mask
-	SUBQ $0x08, R9
+	MOVQ 8(DI), AX
+	MOVQ AX, (SP)
+	MOVQ 64(DI), AX
+	MOVQ AX, 8(SP)
+	MOVQ 96(DI), AX
+	MOVQ AX, 16(SP)
+	MOVQ 128(DI), AX
+	MOVQ AX, 24(SP)
+
+panel:
+	MOVQ    (SP), R8
+	MOVL    $0x00000010, AX
+	CMPQ    R8, AX
+	CMOVQGT AX, R8
+	MOVQ    R8, R9
+	CMPQ    R8, $0x08
+	JLE     mask
+	SUBQ    $0x08, R9
 
 mask:
 	ADDQ  R9, R9
@@ -7042,7 +7054,7 @@ mask:
 	MOVQ  16(DI), AX
 	MOVQ  48(DI), BX
 	MOVQ  56(DI), CX
-	MOVQ  64(DI), SI
+	MOVQ  8(SP), SI
 	MOVQ  88(DI), DX
 	SHLQ  $0x03, BX
 	SHLQ  $0x03, CX
@@ -7199,13 +7211,13 @@ tile14x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile14x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -7236,10 +7248,10 @@ tile14x2k:
 	VMULPD       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -7387,7 +7399,7 @@ tile14x2Cmasked:
 
 tile14x2Cend:
 tile14x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x2store
 	MOVQ    152(DI), R11
@@ -7627,8 +7639,7 @@ tile14x2Smasked:
 	VMOVUPS Z27, K1, 64(R8)
 
 tile14x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x2:
 	VPXORD Z0, Z0, Z0
@@ -7708,13 +7719,13 @@ tile13x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile13x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -7743,10 +7754,10 @@ tile13x2k:
 	VMULPD       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -7884,7 +7895,7 @@ tile13x2Cmasked:
 
 tile13x2Cend:
 tile13x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x2store
 	MOVQ    152(DI), R11
@@ -8108,8 +8119,7 @@ tile13x2Smasked:
 	VMOVUPS Z25, K1, 64(R8)
 
 tile13x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x2:
 	VPXORD Z0, Z0, Z0
@@ -8183,13 +8193,13 @@ tile12x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile12x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -8216,10 +8226,10 @@ tile12x2k:
 	VMULPD       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -8347,7 +8357,7 @@ tile12x2Cmasked:
 
 tile12x2Cend:
 tile12x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x2store
 	MOVQ    152(DI), R11
@@ -8555,8 +8565,7 @@ tile12x2Smasked:
 	VMOVUPS Z23, K1, 64(R8)
 
 tile12x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x2:
 	VPXORD Z0, Z0, Z0
@@ -8625,13 +8634,13 @@ tile11x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile11x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -8656,10 +8665,10 @@ tile11x2k:
 	VMULPD       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -8777,7 +8786,7 @@ tile11x2Cmasked:
 
 tile11x2Cend:
 tile11x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x2store
 	MOVQ    152(DI), R11
@@ -8969,8 +8978,7 @@ tile11x2Smasked:
 	VMOVUPS Z21, K1, 64(R8)
 
 tile11x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x2:
 	VPXORD Z0, Z0, Z0
@@ -9034,13 +9042,13 @@ tile10x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile10x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9063,10 +9071,10 @@ tile10x2k:
 	VMULPD       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -9174,7 +9182,7 @@ tile10x2Cmasked:
 
 tile10x2Cend:
 tile10x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x2store
 	MOVQ    152(DI), R11
@@ -9350,8 +9358,7 @@ tile10x2Smasked:
 	VMOVUPS Z19, K1, 64(R8)
 
 tile10x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x2:
 	VPXORD Z0, Z0, Z0
@@ -9409,13 +9416,13 @@ tile9x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile9x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9436,10 +9443,10 @@ tile9x2k:
 	VMULPD       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -9537,7 +9544,7 @@ tile9x2Cmasked:
 
 tile9x2Cend:
 tile9x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x2store
 	MOVQ    152(DI), R11
@@ -9697,8 +9704,7 @@ tile9x2Smasked:
 	VMOVUPS Z17, K1, 64(R8)
 
 tile9x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x2:
 	VPXORD Z0, Z0, Z0
@@ -9751,13 +9757,13 @@ tile8x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile8x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9776,10 +9782,10 @@ tile8x2k:
 	VMULPD       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -9867,7 +9873,7 @@ tile8x2Cmasked:
 
 tile8x2Cend:
 tile8x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x2store
 	MOVQ    152(DI), R11
@@ -10011,8 +10017,7 @@ tile8x2Smasked:
 	VMOVUPS Z15, K1, 64(R8)
 
 tile8x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x2:
 	VPXORD Z0, Z0, Z0
@@ -10060,13 +10065,13 @@ tile7x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile7x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10083,10 +10088,10 @@ tile7x2k:
 	VMULPD       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -10164,7 +10169,7 @@ tile7x2Cmasked:
 
 tile7x2Cend:
 tile7x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x2store
 	MOVQ    152(DI), R11
@@ -10292,8 +10297,7 @@ tile7x2Smasked:
 	VMOVUPS Z13, K1, 64(R8)
 
 tile7x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x2:
 	VPXORD Z0, Z0, Z0
@@ -10335,13 +10339,13 @@ tile6x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile6x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10356,10 +10360,10 @@ tile6x2k:
 	VMULPD       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -10427,7 +10431,7 @@ tile6x2Cmasked:
 
 tile6x2Cend:
 tile6x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x2store
 	MOVQ    152(DI), R11
@@ -10539,8 +10543,7 @@ tile6x2Smasked:
 	VMOVUPS Z11, K1, 64(R8)
 
 tile6x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x2:
 	VPXORD Z0, Z0, Z0
@@ -10577,13 +10580,13 @@ tile5x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile5x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10596,10 +10599,10 @@ tile5x2k:
 	VMULPD       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -10657,7 +10660,7 @@ tile5x2Cmasked:
 
 tile5x2Cend:
 tile5x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x2store
 	MOVQ    152(DI), R11
@@ -10753,8 +10756,7 @@ tile5x2Smasked:
 	VMOVUPS Z9, K1, 64(R8)
 
 tile5x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x2:
 	VPXORD Z0, Z0, Z0
@@ -10786,13 +10788,13 @@ tile4x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile4x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10803,10 +10805,10 @@ tile4x2k:
 	VMULPD       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -10854,7 +10856,7 @@ tile4x2Cmasked:
 
 tile4x2Cend:
 tile4x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x2store
 	MOVQ    152(DI), R11
@@ -10934,8 +10936,7 @@ tile4x2Smasked:
 	VMOVUPS Z7, K1, 64(R8)
 
 tile4x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x2:
 	VPXORD Z0, Z0, Z0
@@ -10961,13 +10962,13 @@ tile3x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile3x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10976,10 +10977,10 @@ tile3x2k:
 	VMULPD       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -11017,7 +11018,7 @@ tile3x2Cmasked:
 
 tile3x2Cend:
 tile3x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x2store
 	MOVQ    152(DI), R11
@@ -11081,8 +11082,7 @@ tile3x2Smasked:
 	VMOVUPS Z5, K1, 64(R8)
 
 tile3x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x2:
 	VPXORD Z0, Z0, Z0
@@ -11103,23 +11103,23 @@ tile2x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile2x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 	VMULPD       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -11147,7 +11147,7 @@ tile2x2Cmasked:
 
 tile2x2Cend:
 tile2x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x2store
 	MOVQ    152(DI), R11
@@ -11195,8 +11195,7 @@ tile2x2Smasked:
 	VMOVUPS Z3, K1, 64(R8)
 
 tile2x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x2:
 	VPXORD Z0, Z0, Z0
@@ -11212,21 +11211,21 @@ tile1x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile1x2beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -11244,7 +11243,7 @@ tile1x2Cmasked:
 
 tile1x2Cend:
 tile1x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x2store
 	MOVQ    152(DI), R11
@@ -11276,8 +11275,7 @@ tile1x2Smasked:
 	VMOVUPS Z1, K1, 64(R8)
 
 tile1x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile14x1:
 	VPXORD Z0, Z0, Z0
@@ -11333,13 +11331,13 @@ tile14x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile14x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11356,10 +11354,10 @@ tile14x1k:
 	VMULPD       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -11451,7 +11449,7 @@ tile14x1Cmasked:
 
 tile14x1Cend:
 tile14x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x1store
 	MOVQ    152(DI), R11
@@ -11607,8 +11605,7 @@ tile14x1Smasked:
 	VMOVUPS Z13, K1, (R8)
 
 tile14x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x1:
 	VPXORD Z0, Z0, Z0
@@ -11661,13 +11658,13 @@ tile13x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile13x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11683,10 +11680,10 @@ tile13x1k:
 	VMULPD       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -11772,7 +11769,7 @@ tile13x1Cmasked:
 
 tile13x1Cend:
 tile13x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x1store
 	MOVQ    152(DI), R11
@@ -11918,8 +11915,7 @@ tile13x1Smasked:
 	VMOVUPS Z12, K1, (R8)
 
 tile13x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x1:
 	VPXORD Z0, Z0, Z0
@@ -11968,13 +11964,13 @@ tile12x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile12x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11989,10 +11985,10 @@ tile12x1k:
 	VMULPD       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -12072,7 +12068,7 @@ tile12x1Cmasked:
 
 tile12x1Cend:
 tile12x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x1store
 	MOVQ    152(DI), R11
@@ -12208,8 +12204,7 @@ tile12x1Smasked:
 	VMOVUPS Z11, K1, (R8)
 
 tile12x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x1:
 	VPXORD Z0, Z0, Z0
@@ -12255,13 +12250,13 @@ tile11x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile11x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12275,10 +12270,10 @@ tile11x1k:
 	VMULPD       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -12352,7 +12347,7 @@ tile11x1Cmasked:
 
 tile11x1Cend:
 tile11x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x1store
 	MOVQ    152(DI), R11
@@ -12478,8 +12473,7 @@ tile11x1Smasked:
 	VMOVUPS Z10, K1, (R8)
 
 tile11x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x1:
 	VPXORD Z0, Z0, Z0
@@ -12522,13 +12516,13 @@ tile10x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile10x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12541,10 +12535,10 @@ tile10x1k:
 	VMULPD       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -12612,7 +12606,7 @@ tile10x1Cmasked:
 
 tile10x1Cend:
 tile10x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x1store
 	MOVQ    152(DI), R11
@@ -12728,8 +12722,7 @@ tile10x1Smasked:
 	VMOVUPS Z9, K1, (R8)
 
 tile10x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x1:
 	VPXORD Z0, Z0, Z0
@@ -12768,13 +12761,13 @@ tile9x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile9x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12786,10 +12779,10 @@ tile9x1k:
 	VMULPD       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -12851,7 +12844,7 @@ tile9x1Cmasked:
 
 tile9x1Cend:
 tile9x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x1store
 	MOVQ    152(DI), R11
@@ -12957,8 +12950,7 @@ tile9x1Smasked:
 	VMOVUPS Z8, K1, (R8)
 
 tile9x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x1:
 	VPXORD Z0, Z0, Z0
@@ -12994,13 +12986,13 @@ tile8x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile8x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13011,10 +13003,10 @@ tile8x1k:
 	VMULPD       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -13070,7 +13062,7 @@ tile8x1Cmasked:
 
 tile8x1Cend:
 tile8x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x1store
 	MOVQ    152(DI), R11
@@ -13166,8 +13158,7 @@ tile8x1Smasked:
 	VMOVUPS Z7, K1, (R8)
 
 tile8x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x1:
 	VPXORD Z0, Z0, Z0
@@ -13200,13 +13191,13 @@ tile7x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile7x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13216,10 +13207,10 @@ tile7x1k:
 	VMULPD       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -13269,7 +13260,7 @@ tile7x1Cmasked:
 
 tile7x1Cend:
 tile7x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x1store
 	MOVQ    152(DI), R11
@@ -13355,8 +13346,7 @@ tile7x1Smasked:
 	VMOVUPS Z6, K1, (R8)
 
 tile7x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x1:
 	VPXORD Z0, Z0, Z0
@@ -13385,13 +13375,13 @@ tile6x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile6x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13400,10 +13390,10 @@ tile6x1k:
 	VMULPD       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -13447,7 +13437,7 @@ tile6x1Cmasked:
 
 tile6x1Cend:
 tile6x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x1store
 	MOVQ    152(DI), R11
@@ -13523,8 +13513,7 @@ tile6x1Smasked:
 	VMOVUPS Z5, K1, (R8)
 
 tile6x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x1:
 	VPXORD Z0, Z0, Z0
@@ -13550,13 +13539,13 @@ tile5x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile5x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13564,10 +13553,10 @@ tile5x1k:
 	VMULPD       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -13605,7 +13594,7 @@ tile5x1Cmasked:
 
 tile5x1Cend:
 tile5x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x1store
 	MOVQ    152(DI), R11
@@ -13671,8 +13660,7 @@ tile5x1Smasked:
 	VMOVUPS Z4, K1, (R8)
 
 tile5x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x1:
 	VPXORD Z0, Z0, Z0
@@ -13695,23 +13683,23 @@ tile4x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile4x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 	VMULPD       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -13743,7 +13731,7 @@ tile4x1Cmasked:
 
 tile4x1Cend:
 tile4x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x1store
 	MOVQ    152(DI), R11
@@ -13799,8 +13787,7 @@ tile4x1Smasked:
 	VMOVUPS Z3, K1, (R8)
 
 tile4x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x1:
 	VPXORD Z0, Z0, Z0
@@ -13819,22 +13806,22 @@ tile3x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile3x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -13860,7 +13847,7 @@ tile3x1Cmasked:
 
 tile3x1Cend:
 tile3x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x1store
 	MOVQ    152(DI), R11
@@ -13906,8 +13893,7 @@ tile3x1Smasked:
 	VMOVUPS Z2, K1, (R8)
 
 tile3x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x1:
 	VPXORD Z0, Z0, Z0
@@ -13923,21 +13909,21 @@ tile2x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile2x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -13957,7 +13943,7 @@ tile2x1Cmasked:
 
 tile2x1Cend:
 tile2x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x1store
 	MOVQ    152(DI), R11
@@ -13993,8 +13979,7 @@ tile2x1Smasked:
 	VMOVUPS Z1, K1, (R8)
 
 tile2x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
@@ -14007,20 +13992,20 @@ tile1x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile1x1beta
-	VBROADCASTSD 160(DI), Z28
+	VBROADCASTSD 168(DI), Z28
 	VMULPD       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 176(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -14034,7 +14019,7 @@ tile1x1Cmasked:
 
 tile1x1Cend:
 tile1x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x1store
 	MOVQ    152(DI), R11
@@ -14060,6 +14045,19 @@ tile1x1Smasked:
 	VMOVUPS Z0, K1, (R8)
 
 tile1x1Send:
+next:
+	SUBQ $0x10, (SP)
+	JLE  done
+	MOVQ 160(DI), AX
+	SHLQ $0x03, AX
+	ADDQ AX, 8(SP)
+	ADDQ $0x80, 16(SP)
+	CMPQ 24(SP), $0x00
+	JE   panel
+	ADDQ $0x80, 24(SP)
+	JMP  panel
+
+done:
 	VZEROUPPER
 	RET
 
@@ -14157,15 +14155,15 @@ dot1sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot1store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14256,16 +14254,16 @@ dot2sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot2store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14388,17 +14386,17 @@ dot3sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	VMULPS       X2, X8, X8
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot3store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14553,7 +14551,7 @@ dot4sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	VMULPS       X2, X8, X8
@@ -14561,10 +14559,10 @@ dot4sum:
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot4store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -15082,14 +15080,27 @@ loop:
 	RET
 
 // func gemmTileAVX2F32(t uintptr)
-// Requires: AVX, FMA3
-TEXT ·gemmTileAVX2F32(SB), NOSPLIT, $0-8
+// Requires: AVX, CMOV, FMA3
+TEXT ·gemmTileAVX2F32(SB), NOSPLIT, $32-8
 	MOVQ t+0(FP), DI
-	MOVQ 8(DI), R8
-	MOVQ R8, R9
-	CMPQ R8, $0x08
-	JLE  mask
-	SUBQ $0x08, R9
+	MOVQ 8(DI), AX
+	MOVQ AX, (SP)
+	MOVQ 64(DI), AX
+	MOVQ AX, 8(SP)
+	MOVQ 96(DI), AX
+	MOVQ AX, 16(SP)
+	MOVQ 128(DI), AX
+	MOVQ AX, 24(SP)
+
+panel:
+	MOVQ    (SP), R8
+	MOVL    $0x00000010, AX
+	CMPQ    R8, AX
+	CMOVQGT AX, R8
+	MOVQ    R8, R9
+	CMPQ    R8, $0x08
+	JLE     mask
+	SUBQ    $0x08, R9
 
 mask:
 	MOVQ    R9, R13
@@ -15102,7 +15113,7 @@ mask:
 	MOVQ    16(DI), AX
 	MOVQ    48(DI), BX
 	MOVQ    56(DI), CX
-	MOVQ    64(DI), SI
+	MOVQ    8(SP), SI
 	MOVQ    88(DI), DX
 	SHLQ    $0x02, BX
 	SHLQ    $0x02, CX
@@ -15178,12 +15189,12 @@ tile6x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15198,10 +15209,10 @@ tile6x2k:
 	VMULPS       Y12, Y11, Y11
 
 tile6x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -15269,7 +15280,7 @@ tile6x2Cmasked:
 
 tile6x2Cend:
 tile6x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x2store
 	MOVQ    152(DI), R11
@@ -15381,8 +15392,7 @@ tile6x2Smasked:
 	VMASKMOVPS Y11, Y15, 32(R8)
 
 tile6x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x2:
 	VXORPS Y0, Y0, Y0
@@ -15419,12 +15429,12 @@ tile5x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15437,10 +15447,10 @@ tile5x2k:
 	VMULPS       Y12, Y9, Y9
 
 tile5x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -15498,7 +15508,7 @@ tile5x2Cmasked:
 
 tile5x2Cend:
 tile5x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x2store
 	MOVQ    152(DI), R11
@@ -15594,8 +15604,7 @@ tile5x2Smasked:
 	VMASKMOVPS Y9, Y15, 32(R8)
 
 tile5x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x2:
 	VXORPS Y0, Y0, Y0
@@ -15627,12 +15636,12 @@ tile4x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15643,10 +15652,10 @@ tile4x2k:
 	VMULPS       Y12, Y7, Y7
 
 tile4x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -15694,7 +15703,7 @@ tile4x2Cmasked:
 
 tile4x2Cend:
 tile4x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x2store
 	MOVQ    152(DI), R11
@@ -15774,8 +15783,7 @@ tile4x2Smasked:
 	VMASKMOVPS Y7, Y15, 32(R8)
 
 tile4x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x2:
 	VXORPS Y0, Y0, Y0
@@ -15801,12 +15809,12 @@ tile3x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15815,10 +15823,10 @@ tile3x2k:
 	VMULPS       Y12, Y5, Y5
 
 tile3x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -15856,7 +15864,7 @@ tile3x2Cmasked:
 
 tile3x2Cend:
 tile3x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x2store
 	MOVQ    152(DI), R11
@@ -15920,8 +15928,7 @@ tile3x2Smasked:
 	VMASKMOVPS Y5, Y15, 32(R8)
 
 tile3x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x2:
 	VXORPS Y0, Y0, Y0
@@ -15942,22 +15949,22 @@ tile2x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 	VMULPS       Y12, Y3, Y3
 
 tile2x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -15985,7 +15992,7 @@ tile2x2Cmasked:
 
 tile2x2Cend:
 tile2x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x2store
 	MOVQ    152(DI), R11
@@ -16033,8 +16040,7 @@ tile2x2Smasked:
 	VMASKMOVPS Y3, Y15, 32(R8)
 
 tile2x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x2:
 	VXORPS Y0, Y0, Y0
@@ -16050,20 +16056,20 @@ tile1x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 
 tile1x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -16081,7 +16087,7 @@ tile1x2Cmasked:
 
 tile1x2Cend:
 tile1x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x2store
 	MOVQ    152(DI), R11
@@ -16113,8 +16119,7 @@ tile1x2Smasked:
 	VMASKMOVPS Y1, Y15, 32(R8)
 
 tile1x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x1:
 	VXORPS Y0, Y0, Y0
@@ -16143,12 +16148,12 @@ tile6x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -16157,10 +16162,10 @@ tile6x1k:
 	VMULPS       Y12, Y5, Y5
 
 tile6x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -16204,7 +16209,7 @@ tile6x1Cmasked:
 
 tile6x1Cend:
 tile6x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x1store
 	MOVQ    152(DI), R11
@@ -16280,8 +16285,7 @@ tile6x1Smasked:
 	VMASKMOVPS Y5, Y15, (R8)
 
 tile6x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x1:
 	VXORPS Y0, Y0, Y0
@@ -16307,12 +16311,12 @@ tile5x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -16320,10 +16324,10 @@ tile5x1k:
 	VMULPS       Y12, Y4, Y4
 
 tile5x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -16361,7 +16365,7 @@ tile5x1Cmasked:
 
 tile5x1Cend:
 tile5x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x1store
 	MOVQ    152(DI), R11
@@ -16427,8 +16431,7 @@ tile5x1Smasked:
 	VMASKMOVPS Y4, Y15, (R8)
 
 tile5x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x1:
 	VXORPS Y0, Y0, Y0
@@ -16451,22 +16454,22 @@ tile4x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 	VMULPS       Y12, Y3, Y3
 
 tile4x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -16498,7 +16501,7 @@ tile4x1Cmasked:
 
 tile4x1Cend:
 tile4x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x1store
 	MOVQ    152(DI), R11
@@ -16554,8 +16557,7 @@ tile4x1Smasked:
 	VMASKMOVPS Y3, Y15, (R8)
 
 tile4x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x1:
 	VXORPS Y0, Y0, Y0
@@ -16574,21 +16576,21 @@ tile3x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 
 tile3x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -16614,7 +16616,7 @@ tile3x1Cmasked:
 
 tile3x1Cend:
 tile3x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x1store
 	MOVQ    152(DI), R11
@@ -16660,8 +16662,7 @@ tile3x1Smasked:
 	VMASKMOVPS Y2, Y15, (R8)
 
 tile3x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x1:
 	VXORPS Y0, Y0, Y0
@@ -16677,20 +16678,20 @@ tile2x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 
 tile2x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -16710,7 +16711,7 @@ tile2x1Cmasked:
 
 tile2x1Cend:
 tile2x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x1store
 	MOVQ    152(DI), R11
@@ -16746,8 +16747,7 @@ tile2x1Smasked:
 	VMASKMOVPS Y1, Y15, (R8)
 
 tile2x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x1:
 	VXORPS Y0, Y0, Y0
@@ -16760,19 +16760,19 @@ tile1x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 160(DI), Y12
+	VBROADCASTSS 168(DI), Y12
 	VMULPS       Y12, Y0, Y0
 
 tile1x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 164(DI), Y12
+	VBROADCASTSS 172(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -16786,7 +16786,7 @@ tile1x1Cmasked:
 
 tile1x1Cend:
 tile1x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x1store
 	MOVQ    152(DI), R11
@@ -16812,18 +16812,44 @@ tile1x1Smasked:
 	VMASKMOVPS Y0, Y15, (R8)
 
 tile1x1Send:
+next:
+	SUBQ $0x10, (SP)
+	JLE  done
+	MOVQ 160(DI), AX
+	SHLQ $0x02, AX
+	ADDQ AX, 8(SP)
+	ADDQ $0x40, 16(SP)
+	CMPQ 24(SP), $0x00
+	JE   panel
+	ADDQ $0x40, 24(SP)
+	JMP  panel
+
+done:
 	VZEROUPPER
 	RET
 
 // func gemmTileAVX2F64(t uintptr)
-// Requires: AVX, FMA3
-TEXT ·gemmTileAVX2F64(SB), NOSPLIT, $0-8
+// Requires: AVX, CMOV, FMA3
+TEXT ·gemmTileAVX2F64(SB), NOSPLIT, $32-8
 	MOVQ t+0(FP), DI
-	MOVQ 8(DI), R8
-	MOVQ R8, R9
-	CMPQ R8, $0x04
-	JLE  mask
-	SUBQ $0x04, R9
+	MOVQ 8(DI), AX
+	MOVQ AX, (SP)
+	MOVQ 64(DI), AX
+	MOVQ AX, 8(SP)
+	MOVQ 96(DI), AX
+	MOVQ AX, 16(SP)
+	MOVQ 128(DI), AX
+	MOVQ AX, 24(SP)
+
+panel:
+	MOVQ    (SP), R8
+	MOVL    $0x00000008, AX
+	CMPQ    R8, AX
+	CMOVQGT AX, R8
+	MOVQ    R8, R9
+	CMPQ    R8, $0x04
+	JLE     mask
+	SUBQ    $0x04, R9
 
 mask:
 	ADDQ    R9, R9
@@ -16837,7 +16863,7 @@ mask:
 	MOVQ    16(DI), AX
 	MOVQ    48(DI), BX
 	MOVQ    56(DI), CX
-	MOVQ    64(DI), SI
+	MOVQ    8(SP), SI
 	MOVQ    88(DI), DX
 	SHLQ    $0x03, BX
 	SHLQ    $0x03, CX
@@ -16913,13 +16939,13 @@ tile6x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile6x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -16934,10 +16960,10 @@ tile6x2k:
 	VMULPD       Y12, Y11, Y11
 
 tile6x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -17005,7 +17031,7 @@ tile6x2Cmasked:
 
 tile6x2Cend:
 tile6x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x2store
 	MOVQ    152(DI), R11
@@ -17117,8 +17143,7 @@ tile6x2Smasked:
 	VMASKMOVPS Y11, Y15, 32(R8)
 
 tile6x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x2:
 	VXORPS Y0, Y0, Y0
@@ -17155,13 +17180,13 @@ tile5x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile5x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17174,10 +17199,10 @@ tile5x2k:
 	VMULPD       Y12, Y9, Y9
 
 tile5x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -17235,7 +17260,7 @@ tile5x2Cmasked:
 
 tile5x2Cend:
 tile5x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x2store
 	MOVQ    152(DI), R11
@@ -17331,8 +17356,7 @@ tile5x2Smasked:
 	VMASKMOVPS Y9, Y15, 32(R8)
 
 tile5x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x2:
 	VXORPS Y0, Y0, Y0
@@ -17364,13 +17388,13 @@ tile4x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile4x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17381,10 +17405,10 @@ tile4x2k:
 	VMULPD       Y12, Y7, Y7
 
 tile4x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -17432,7 +17456,7 @@ tile4x2Cmasked:
 
 tile4x2Cend:
 tile4x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x2store
 	MOVQ    152(DI), R11
@@ -17512,8 +17536,7 @@ tile4x2Smasked:
 	VMASKMOVPS Y7, Y15, 32(R8)
 
 tile4x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x2:
 	VXORPS Y0, Y0, Y0
@@ -17539,13 +17562,13 @@ tile3x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile3x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17554,10 +17577,10 @@ tile3x2k:
 	VMULPD       Y12, Y5, Y5
 
 tile3x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -17595,7 +17618,7 @@ tile3x2Cmasked:
 
 tile3x2Cend:
 tile3x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x2store
 	MOVQ    152(DI), R11
@@ -17659,8 +17682,7 @@ tile3x2Smasked:
 	VMASKMOVPS Y5, Y15, 32(R8)
 
 tile3x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x2:
 	VXORPS Y0, Y0, Y0
@@ -17681,23 +17703,23 @@ tile2x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile2x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 	VMULPD       Y12, Y3, Y3
 
 tile2x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -17725,7 +17747,7 @@ tile2x2Cmasked:
 
 tile2x2Cend:
 tile2x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x2store
 	MOVQ    152(DI), R11
@@ -17773,8 +17795,7 @@ tile2x2Smasked:
 	VMASKMOVPS Y3, Y15, 32(R8)
 
 tile2x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x2:
 	VXORPS Y0, Y0, Y0
@@ -17790,21 +17811,21 @@ tile1x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile1x2beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 
 tile1x2beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -17822,7 +17843,7 @@ tile1x2Cmasked:
 
 tile1x2Cend:
 tile1x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x2store
 	MOVQ    152(DI), R11
@@ -17854,8 +17875,7 @@ tile1x2Smasked:
 	VMASKMOVPS Y1, Y15, 32(R8)
 
 tile1x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x1:
 	VXORPS Y0, Y0, Y0
@@ -17884,13 +17904,13 @@ tile6x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile6x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17899,10 +17919,10 @@ tile6x1k:
 	VMULPD       Y12, Y5, Y5
 
 tile6x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -17946,7 +17966,7 @@ tile6x1Cmasked:
 
 tile6x1Cend:
 tile6x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x1store
 	MOVQ    152(DI), R11
@@ -18022,8 +18042,7 @@ tile6x1Smasked:
 	VMASKMOVPS Y5, Y15, (R8)
 
 tile6x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x1:
 	VXORPS Y0, Y0, Y0
@@ -18049,13 +18068,13 @@ tile5x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile5x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -18063,10 +18082,10 @@ tile5x1k:
 	VMULPD       Y12, Y4, Y4
 
 tile5x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -18104,7 +18123,7 @@ tile5x1Cmasked:
 
 tile5x1Cend:
 tile5x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x1store
 	MOVQ    152(DI), R11
@@ -18170,8 +18189,7 @@ tile5x1Smasked:
 	VMASKMOVPS Y4, Y15, (R8)
 
 tile5x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x1:
 	VXORPS Y0, Y0, Y0
@@ -18194,23 +18212,23 @@ tile4x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile4x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 	VMULPD       Y12, Y3, Y3
 
 tile4x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -18242,7 +18260,7 @@ tile4x1Cmasked:
 
 tile4x1Cend:
 tile4x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x1store
 	MOVQ    152(DI), R11
@@ -18298,8 +18316,7 @@ tile4x1Smasked:
 	VMASKMOVPS Y3, Y15, (R8)
 
 tile4x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x1:
 	VXORPS Y0, Y0, Y0
@@ -18318,22 +18335,22 @@ tile3x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile3x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 
 tile3x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -18359,7 +18376,7 @@ tile3x1Cmasked:
 
 tile3x1Cend:
 tile3x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x1store
 	MOVQ    152(DI), R11
@@ -18405,8 +18422,7 @@ tile3x1Smasked:
 	VMASKMOVPS Y2, Y15, (R8)
 
 tile3x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x1:
 	VXORPS Y0, Y0, Y0
@@ -18422,21 +18438,21 @@ tile2x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile2x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 
 tile2x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -18456,7 +18472,7 @@ tile2x1Cmasked:
 
 tile2x1Cend:
 tile2x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x1store
 	MOVQ    152(DI), R11
@@ -18492,8 +18508,7 @@ tile2x1Smasked:
 	VMASKMOVPS Y1, Y15, (R8)
 
 tile2x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x1:
 	VXORPS Y0, Y0, Y0
@@ -18506,20 +18521,20 @@ tile1x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x03, R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         160(DI), AX
+	CMPQ         168(DI), AX
 	JE           tile1x1beta
-	VBROADCASTSD 160(DI), Y12
+	VBROADCASTSD 168(DI), Y12
 	VMULPD       Y12, Y0, Y0
 
 tile1x1beta:
-	MOVQ         168(DI), AX
+	MOVQ         176(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 176(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -18533,7 +18548,7 @@ tile1x1Cmasked:
 
 tile1x1Cend:
 tile1x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x1store
 	MOVQ    152(DI), R11
@@ -18559,6 +18574,19 @@ tile1x1Smasked:
 	VMASKMOVPS Y0, Y15, (R8)
 
 tile1x1Send:
+next:
+	SUBQ $0x08, (SP)
+	JLE  done
+	MOVQ 160(DI), AX
+	SHLQ $0x03, AX
+	ADDQ AX, 8(SP)
+	ADDQ $0x40, 16(SP)
+	CMPQ 24(SP), $0x00
+	JE   panel
+	ADDQ $0x40, 24(SP)
+	JMP  panel
+
+done:
 	VZEROUPPER
 	RET
 
@@ -18641,15 +18669,15 @@ dot1sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot1store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -18724,16 +18752,16 @@ dot2sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 160(DI), X2
+	VBROADCASTSS 168(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           dot2store
-	VBROADCASTSS 164(DI), X2
+	VBROADCASTSS 172(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -19029,14 +19057,27 @@ loop:
 	RET
 
 // func gemmTileAVX512BF16(t uintptr)
-// Requires: AVX, AVX512F
-TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $0-8
+// Requires: AVX, AVX512F, CMOV
+TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $32-8
 	MOVQ t+0(FP), DI
-	MOVQ 8(DI), R8
-	MOVQ R8, R9
-	CMPQ R8, $0x10
-	JLE  mask
-	SUBQ $0x10, R9
+	MOVQ 8(DI), AX
+	MOVQ AX, (SP)
+	MOVQ 64(DI), AX
+	MOVQ AX, 8(SP)
+	MOVQ 96(DI), AX
+	MOVQ AX, 16(SP)
+	MOVQ 128(DI), AX
+	MOVQ AX, 24(SP)
+
+panel:
+	MOVQ    (SP), R8
+	MOVL    $0x00000020, AX
+	CMPQ    R8, AX
+	CMOVQGT AX, R8
+	MOVQ    R8, R9
+	CMPQ    R8, $0x10
+	JLE     mask
+	SUBQ    $0x10, R9
 
 mask:
 	MOVQ  R9, R13
@@ -19050,7 +19091,7 @@ mask:
 	MOVQ  16(DI), AX
 	MOVQ  48(DI), BX
 	MOVQ  56(DI), CX
-	MOVQ  64(DI), SI
+	MOVQ  8(SP), SI
 	MOVQ  88(DI), DX
 	SHLQ  $0x02, BX
 	SHLQ  $0x02, CX
@@ -19347,12 +19388,12 @@ tile14x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile14x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -19383,10 +19424,10 @@ tile14x2k:
 	VMULPS       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -19534,7 +19575,7 @@ tile14x2Cmasked:
 
 tile14x2Cend:
 tile14x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x2store
 	MOVQ    152(DI), R11
@@ -19774,8 +19815,7 @@ tile14x2Smasked:
 	VMOVUPS Z27, K1, 64(R8)
 
 tile14x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x2:
 	VPXORD Z0, Z0, Z0
@@ -19985,12 +20025,12 @@ tile13x2k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile13x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -20019,10 +20059,10 @@ tile13x2k:
 	VMULPS       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -20160,7 +20200,7 @@ tile13x2Cmasked:
 
 tile13x2Cend:
 tile13x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x2store
 	MOVQ    152(DI), R11
@@ -20384,8 +20424,7 @@ tile13x2Smasked:
 	VMOVUPS Z25, K1, 64(R8)
 
 tile13x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x2:
 	VPXORD Z0, Z0, Z0
@@ -20579,12 +20618,12 @@ tile12x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile12x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -20611,10 +20650,10 @@ tile12x2k:
 	VMULPS       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -20742,7 +20781,7 @@ tile12x2Cmasked:
 
 tile12x2Cend:
 tile12x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x2store
 	MOVQ    152(DI), R11
@@ -20950,8 +20989,7 @@ tile12x2Smasked:
 	VMOVUPS Z23, K1, 64(R8)
 
 tile12x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x2:
 	VPXORD Z0, Z0, Z0
@@ -21130,12 +21168,12 @@ tile11x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile11x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -21160,10 +21198,10 @@ tile11x2k:
 	VMULPS       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -21281,7 +21319,7 @@ tile11x2Cmasked:
 
 tile11x2Cend:
 tile11x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x2store
 	MOVQ    152(DI), R11
@@ -21473,8 +21511,7 @@ tile11x2Smasked:
 	VMOVUPS Z21, K1, 64(R8)
 
 tile11x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x2:
 	VPXORD Z0, Z0, Z0
@@ -21638,12 +21675,12 @@ tile10x2k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile10x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -21666,10 +21703,10 @@ tile10x2k:
 	VMULPS       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -21777,7 +21814,7 @@ tile10x2Cmasked:
 
 tile10x2Cend:
 tile10x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x2store
 	MOVQ    152(DI), R11
@@ -21953,8 +21990,7 @@ tile10x2Smasked:
 	VMOVUPS Z19, K1, 64(R8)
 
 tile10x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x2:
 	VPXORD Z0, Z0, Z0
@@ -22102,12 +22138,12 @@ tile9x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile9x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22128,10 +22164,10 @@ tile9x2k:
 	VMULPS       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -22229,7 +22265,7 @@ tile9x2Cmasked:
 
 tile9x2Cend:
 tile9x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x2store
 	MOVQ    152(DI), R11
@@ -22389,8 +22425,7 @@ tile9x2Smasked:
 	VMOVUPS Z17, K1, 64(R8)
 
 tile9x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x2:
 	VPXORD Z0, Z0, Z0
@@ -22523,12 +22558,12 @@ tile8x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile8x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22547,10 +22582,10 @@ tile8x2k:
 	VMULPS       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -22638,7 +22673,7 @@ tile8x2Cmasked:
 
 tile8x2Cend:
 tile8x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x2store
 	MOVQ    152(DI), R11
@@ -22782,8 +22817,7 @@ tile8x2Smasked:
 	VMOVUPS Z15, K1, 64(R8)
 
 tile8x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x2:
 	VPXORD Z0, Z0, Z0
@@ -22901,12 +22935,12 @@ tile7x2k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile7x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22923,10 +22957,10 @@ tile7x2k:
 	VMULPS       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -23004,7 +23038,7 @@ tile7x2Cmasked:
 
 tile7x2Cend:
 tile7x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x2store
 	MOVQ    152(DI), R11
@@ -23132,8 +23166,7 @@ tile7x2Smasked:
 	VMOVUPS Z13, K1, 64(R8)
 
 tile7x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x2:
 	VPXORD Z0, Z0, Z0
@@ -23235,12 +23268,12 @@ tile6x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23255,10 +23288,10 @@ tile6x2k:
 	VMULPS       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -23326,7 +23359,7 @@ tile6x2Cmasked:
 
 tile6x2Cend:
 tile6x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x2store
 	MOVQ    152(DI), R11
@@ -23438,8 +23471,7 @@ tile6x2Smasked:
 	VMOVUPS Z11, K1, 64(R8)
 
 tile6x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x2:
 	VPXORD Z0, Z0, Z0
@@ -23526,12 +23558,12 @@ tile5x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23544,10 +23576,10 @@ tile5x2k:
 	VMULPS       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -23605,7 +23637,7 @@ tile5x2Cmasked:
 
 tile5x2Cend:
 tile5x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x2store
 	MOVQ    152(DI), R11
@@ -23701,8 +23733,7 @@ tile5x2Smasked:
 	VMOVUPS Z9, K1, 64(R8)
 
 tile5x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x2:
 	VPXORD Z0, Z0, Z0
@@ -23774,12 +23805,12 @@ tile4x2k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23790,10 +23821,10 @@ tile4x2k:
 	VMULPS       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -23841,7 +23872,7 @@ tile4x2Cmasked:
 
 tile4x2Cend:
 tile4x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x2store
 	MOVQ    152(DI), R11
@@ -23921,8 +23952,7 @@ tile4x2Smasked:
 	VMOVUPS Z7, K1, 64(R8)
 
 tile4x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x2:
 	VPXORD Z0, Z0, Z0
@@ -23978,12 +24008,12 @@ tile3x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23992,10 +24022,10 @@ tile3x2k:
 	VMULPS       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -24033,7 +24063,7 @@ tile3x2Cmasked:
 
 tile3x2Cend:
 tile3x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x2store
 	MOVQ    152(DI), R11
@@ -24097,8 +24127,7 @@ tile3x2Smasked:
 	VMOVUPS Z5, K1, 64(R8)
 
 tile3x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x2:
 	VPXORD Z0, Z0, Z0
@@ -24139,22 +24168,22 @@ tile2x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -24182,7 +24211,7 @@ tile2x2Cmasked:
 
 tile2x2Cend:
 tile2x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x2store
 	MOVQ    152(DI), R11
@@ -24230,8 +24259,7 @@ tile2x2Smasked:
 	VMOVUPS Z3, K1, 64(R8)
 
 tile2x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x2:
 	VPXORD Z0, Z0, Z0
@@ -24257,20 +24285,20 @@ tile1x2k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x2k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -24288,7 +24316,7 @@ tile1x2Cmasked:
 
 tile1x2Cend:
 tile1x2d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x2store
 	MOVQ    152(DI), R11
@@ -24320,8 +24348,7 @@ tile1x2Smasked:
 	VMOVUPS Z1, K1, 64(R8)
 
 tile1x2Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile14x1:
 	VPXORD Z0, Z0, Z0
@@ -24447,12 +24474,12 @@ tile14x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile14x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile14x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -24469,10 +24496,10 @@ tile14x1k:
 	VMULPS       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -24564,7 +24591,7 @@ tile14x1Cmasked:
 
 tile14x1Cend:
 tile14x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile14x1store
 	MOVQ    152(DI), R11
@@ -24720,8 +24747,7 @@ tile14x1Smasked:
 	VMOVUPS Z13, K1, (R8)
 
 tile14x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile13x1:
 	VPXORD Z0, Z0, Z0
@@ -24839,12 +24865,12 @@ tile13x1k:
 	ADDQ         CX, R15
 	DECQ         AX
 	JNZ          tile13x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile13x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -24860,10 +24886,10 @@ tile13x1k:
 	VMULPS       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -24949,7 +24975,7 @@ tile13x1Cmasked:
 
 tile13x1Cend:
 tile13x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile13x1store
 	MOVQ    152(DI), R11
@@ -25095,8 +25121,7 @@ tile13x1Smasked:
 	VMOVUPS Z12, K1, (R8)
 
 tile13x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile12x1:
 	VPXORD Z0, Z0, Z0
@@ -25205,12 +25230,12 @@ tile12x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile12x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile12x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25225,10 +25250,10 @@ tile12x1k:
 	VMULPS       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -25308,7 +25333,7 @@ tile12x1Cmasked:
 
 tile12x1Cend:
 tile12x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile12x1store
 	MOVQ    152(DI), R11
@@ -25444,8 +25469,7 @@ tile12x1Smasked:
 	VMOVUPS Z11, K1, (R8)
 
 tile12x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile11x1:
 	VPXORD Z0, Z0, Z0
@@ -25546,12 +25570,12 @@ tile11x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile11x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile11x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25565,10 +25589,10 @@ tile11x1k:
 	VMULPS       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -25642,7 +25666,7 @@ tile11x1Cmasked:
 
 tile11x1Cend:
 tile11x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile11x1store
 	MOVQ    152(DI), R11
@@ -25768,8 +25792,7 @@ tile11x1Smasked:
 	VMOVUPS Z10, K1, (R8)
 
 tile11x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile10x1:
 	VPXORD Z0, Z0, Z0
@@ -25862,12 +25885,12 @@ tile10x1k:
 	ADDQ         CX, R12
 	DECQ         AX
 	JNZ          tile10x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile10x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25880,10 +25903,10 @@ tile10x1k:
 	VMULPS       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -25951,7 +25974,7 @@ tile10x1Cmasked:
 
 tile10x1Cend:
 tile10x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile10x1store
 	MOVQ    152(DI), R11
@@ -26067,8 +26090,7 @@ tile10x1Smasked:
 	VMOVUPS Z9, K1, (R8)
 
 tile10x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile9x1:
 	VPXORD Z0, Z0, Z0
@@ -26152,12 +26174,12 @@ tile9x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile9x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile9x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26169,10 +26191,10 @@ tile9x1k:
 	VMULPS       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -26234,7 +26256,7 @@ tile9x1Cmasked:
 
 tile9x1Cend:
 tile9x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile9x1store
 	MOVQ    152(DI), R11
@@ -26340,8 +26362,7 @@ tile9x1Smasked:
 	VMOVUPS Z8, K1, (R8)
 
 tile9x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile8x1:
 	VPXORD Z0, Z0, Z0
@@ -26417,12 +26438,12 @@ tile8x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile8x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile8x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26433,10 +26454,10 @@ tile8x1k:
 	VMULPS       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -26492,7 +26513,7 @@ tile8x1Cmasked:
 
 tile8x1Cend:
 tile8x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile8x1store
 	MOVQ    152(DI), R11
@@ -26588,8 +26609,7 @@ tile8x1Smasked:
 	VMOVUPS Z7, K1, (R8)
 
 tile8x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile7x1:
 	VPXORD Z0, Z0, Z0
@@ -26657,12 +26677,12 @@ tile7x1k:
 	ADDQ         CX, R11
 	DECQ         AX
 	JNZ          tile7x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile7x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26672,10 +26692,10 @@ tile7x1k:
 	VMULPS       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -26725,7 +26745,7 @@ tile7x1Cmasked:
 
 tile7x1Cend:
 tile7x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile7x1store
 	MOVQ    152(DI), R11
@@ -26811,8 +26831,7 @@ tile7x1Smasked:
 	VMOVUPS Z6, K1, (R8)
 
 tile7x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile6x1:
 	VPXORD Z0, Z0, Z0
@@ -26871,12 +26890,12 @@ tile6x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile6x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26885,10 +26904,10 @@ tile6x1k:
 	VMULPS       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -26932,7 +26951,7 @@ tile6x1Cmasked:
 
 tile6x1Cend:
 tile6x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile6x1store
 	MOVQ    152(DI), R11
@@ -27008,8 +27027,7 @@ tile6x1Smasked:
 	VMOVUPS Z5, K1, (R8)
 
 tile6x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile5x1:
 	VPXORD Z0, Z0, Z0
@@ -27060,12 +27078,12 @@ tile5x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile5x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -27073,10 +27091,10 @@ tile5x1k:
 	VMULPS       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -27114,7 +27132,7 @@ tile5x1Cmasked:
 
 tile5x1Cend:
 tile5x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile5x1store
 	MOVQ    152(DI), R11
@@ -27180,8 +27198,7 @@ tile5x1Smasked:
 	VMOVUPS Z4, K1, (R8)
 
 tile5x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile4x1:
 	VPXORD Z0, Z0, Z0
@@ -27224,22 +27241,22 @@ tile4x1k:
 	ADDQ         CX, R10
 	DECQ         AX
 	JNZ          tile4x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -27271,7 +27288,7 @@ tile4x1Cmasked:
 
 tile4x1Cend:
 tile4x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile4x1store
 	MOVQ    152(DI), R11
@@ -27327,8 +27344,7 @@ tile4x1Smasked:
 	VMOVUPS Z3, K1, (R8)
 
 tile4x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile3x1:
 	VPXORD Z0, Z0, Z0
@@ -27362,21 +27378,21 @@ tile3x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile3x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -27402,7 +27418,7 @@ tile3x1Cmasked:
 
 tile3x1Cend:
 tile3x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile3x1store
 	MOVQ    152(DI), R11
@@ -27448,8 +27464,7 @@ tile3x1Smasked:
 	VMOVUPS Z2, K1, (R8)
 
 tile3x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile2x1:
 	VPXORD Z0, Z0, Z0
@@ -27475,20 +27490,20 @@ tile2x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile2x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -27508,7 +27523,7 @@ tile2x1Cmasked:
 
 tile2x1Cend:
 tile2x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile2x1store
 	MOVQ    152(DI), R11
@@ -27544,8 +27559,7 @@ tile2x1Smasked:
 	VMOVUPS Z1, K1, (R8)
 
 tile2x1Send:
-	VZEROUPPER
-	RET
+	JMP next
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
@@ -27563,19 +27577,19 @@ tile1x1k:
 	ADDQ         CX, R9
 	DECQ         AX
 	JNZ          tile1x1k
-	MOVQ         96(DI), R8
+	MOVQ         16(SP), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	CMPL         160(DI), $0x3f800000
+	CMPL         168(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 160(DI), Z28
+	VBROADCASTSS 168(DI), Z28
 	VMULPS       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVL         164(DI), AX
+	MOVL         172(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 164(DI), Z28
+	VBROADCASTSS 172(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -27589,7 +27603,7 @@ tile1x1Cmasked:
 
 tile1x1Cend:
 tile1x1d:
-	MOVQ    128(DI), R10
+	MOVQ    24(SP), R10
 	TESTQ   R10, R10
 	JZ      tile1x1store
 	MOVQ    152(DI), R11
@@ -27615,6 +27629,19 @@ tile1x1Smasked:
 	VMOVUPS Z0, K1, (R8)
 
 tile1x1Send:
+next:
+	SUBQ $0x20, (SP)
+	JLE  done
+	MOVQ 160(DI), AX
+	SHLQ $0x02, AX
+	ADDQ AX, 8(SP)
+	ADDQ $0x80, 16(SP)
+	CMPQ 24(SP), $0x00
+	JE   panel
+	ADDQ $0x80, 24(SP)
+	JMP  panel
+
+done:
 	VZEROUPPER
 	RET
 

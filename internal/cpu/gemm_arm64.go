@@ -60,7 +60,9 @@ func gemmLastColumns(n *neonTile, t *gemmTile[float32]) {
 func gemmKernelsFor(l isa) (gemmKernels[float32], gemmKernels[float64]) {
 	k32 := portableKernels[float32]()
 	if l == neon {
-		k32.mr, k32.nr, k32.lanes, k32.tile = 8, 8, 8, tileNEON
+		const size = 8
+		k32.mr, k32.nr, k32.lanes = size, size, size
+		k32.tile = func(t *gemmTile[float32]) { t.sweep(size, tileNEON) }
 	}
 	return k32, portableKernels[float64]()
 }

@@ -3,7 +3,9 @@ package cpu
 // portableKernels are the kernels in plain Go, for other platforms, older CPUs and as the twin that the assembly is
 // tested against.
 func portableKernels[T Float]() gemmKernels[T] {
-	return gemmKernels[T]{mr: 4, nr: 4, lanes: 4, tile: tilePortable[T], copy: copyPanel[T], transpose: transposePanel[T]}
+	const size = 4
+	return gemmKernels[T]{mr: size, nr: size, lanes: size, tile: func(t *gemmTile[T]) { t.sweep(size, tilePortable[T]) },
+		copy: copyPanel[T], transpose: transposePanel[T]}
 }
 
 // tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is kept in sixteen variables, so

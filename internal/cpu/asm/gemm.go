@@ -16,17 +16,34 @@ const (
 	offB, offBS        = 64, 88
 	offC, offLDC       = 96, 120
 	offD, offLDD       = 128, 152
-	offAlpha           = 160
+	offPanel           = 160
+	offAlpha           = 168
 )
 
-// tile generates C = alpha·A·B + beta·C + D for an m×n tile of C, m ≤ mr and n ≤ two vectors. Every m has its own block of
-// code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
+// sweep is where a tile's code keeps how many columns of C are left, and where those of B, C and D begin.
+type sweep struct{ n, b, c, d Mem }
+
+// tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors. Every m has its own block
+// of code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
 // broadcast, through a row and a column stride, so that packed, plain and transposed A serve alike.
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
+	local := AllocLocal(32)
+	at := sweep{local, local.Offset(8), local.Offset(16), local.Offset(24)}
 	Load(Param("t"), RDI)
-	MOVQ(Mem{Base: RDI, Disp: offN}, R8)
+	for _, f := range []struct {
+		field int
+		to    Mem
+	}{{offN, at.n}, {offB, at.b}, {offC, at.c}, {offD, at.d}} {
+		MOVQ(Mem{Base: RDI, Disp: f.field}, RAX)
+		MOVQ(RAX, f.to)
+	}
+	Label("panel")
+	MOVQ(at.n, R8)
+	MOVL(U32(2*lanes), EAX)
+	CMPQ(R8, RAX)
+	CMOVQGT(RAX, R8)
 	// The mask covers the last vector: n lanes, or n − lanes when there are two.
 	MOVQ(R8, R9)
 	CMPQ(R8, Imm(uint64(lanes)))
@@ -45,7 +62,7 @@ func tile(v isa, e elem) {
 	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
 	MOVQ(Mem{Base: RDI, Disp: offRS}, RBX)
 	MOVQ(Mem{Base: RDI, Disp: offCS}, RCX)
-	MOVQ(Mem{Base: RDI, Disp: offB}, RSI)
+	MOVQ(at.b, RSI)
 	MOVQ(Mem{Base: RDI, Disp: offBS}, RDX)
 	SHLQ(e.shift(), RBX)
 	SHLQ(e.shift(), RCX)
@@ -65,9 +82,23 @@ func tile(v isa, e elem) {
 	choose(v.mr, 1)
 	for nv := 2; nv >= 1; nv-- {
 		for m := v.mr; m >= 1; m-- {
-			tileBlock(v, e, m, nv, groups)
+			tileBlock(v, e, m, nv, groups, at)
 		}
 	}
+	Label("next")
+	SUBQ(Imm(uint64(2*lanes)), at.n)
+	JLE(LabelRef("done"))
+	MOVQ(Mem{Base: RDI, Disp: offPanel}, RAX)
+	SHLQ(e.shift(), RAX)
+	ADDQ(RAX, at.b)
+	ADDQ(Imm(uint64(2*v.bytes)), at.c)
+	CMPQ(at.d, Imm(0))
+	JE(LabelRef("panel"))
+	ADDQ(Imm(uint64(2*v.bytes)), at.d)
+	JMP(LabelRef("panel"))
+	Label("done")
+	VZEROUPPER()
+	RET()
 }
 
 // choose jumps to the block for R8 rows, the largest first: whole tiles are the common case.
@@ -79,7 +110,7 @@ func choose(mr, nv int) {
 	JMP(LabelRef(fmt.Sprintf("tile1x%d", nv)))
 }
 
-func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
+func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 	name := fmt.Sprintf("tile%dx%d", m, nv)
 	acc := func(i, j int) VecPhysical { return v.regs[i*nv+j] }
 	// With AVX2 the last register is the mask.
@@ -120,7 +151,7 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 	DECQ(RAX)
 	JNZ(LabelRef(name + "k"))
 
-	MOVQ(Mem{Base: RDI, Disp: offC}, R8)
+	MOVQ(at.c, R8)
 	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
 	SHLQ(e.shift(), R9)
 	// Most products have alpha = 1 and beta = 0 or 1.
@@ -153,7 +184,7 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 		})
 	})
 	Label(name + "d")
-	MOVQ(Mem{Base: RDI, Disp: offD}, R10)
+	MOVQ(at.d, R10)
 	TESTQ(R10, R10)
 	JZ(LabelRef(name + "store"))
 	MOVQ(Mem{Base: RDI, Disp: offLDD}, R11)
@@ -168,8 +199,7 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical) {
 	edges(name+"S", func(masked bool) {
 		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) { v.store(acc(i, j), c, masked) })
 	})
-	VZEROUPPER()
-	RET()
+	JMP(LabelRef("next"))
 }
 
 // edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0 tells.
