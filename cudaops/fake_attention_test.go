@@ -82,6 +82,34 @@ func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
 	})
 }
 
+func (k *fakeKernels) SymmetricWays(a kernels.SymmetricShape, _ driver.DType) []kernels.Way {
+	if a.N%8 != 0 || a.Depth%8 != 0 {
+		return nil
+	}
+	return []kernels.Way{{Family: "symmetric", Size: 2}, {Family: "symmetric", Size: 4}}
+}
+
+func (k *fakeKernels) Symmetric(s driver.Stream, a kernels.Symmetric) error {
+	return k.launch(s, func(l *fake.Launch) {
+		n, part, stride := a.N, a.N*a.Depth, a.Depth
+		if a.Tall {
+			stride = n
+		}
+		for b := range a.Batch {
+			left, right := floatsAt(l, a.Left.Offset(4*b*part), part), floatsAt(l, a.Right.Offset(4*b*part), part)
+			d := floatsAt(l, a.D.Offset(4*b*n*n), n*n)
+			clear(d)
+			if a.C != 0 {
+				copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
+			}
+			cpu.Gemm(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride, right, stride, a.Beta, d, n)
+			for i := range n {
+				d[i*n+i] += a.Delta
+			}
+		}
+	})
+}
+
 func (k *fakeKernels) NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)

@@ -46,6 +46,7 @@ type kernelSet interface {
 	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
 	Normalize(s driver.Stream, a kernels.Normalize) error
 	NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error
+	Symmetric(s driver.Stream, a kernels.Symmetric) error
 	Reduce(s driver.Stream, a kernels.Reduce) error
 	ReduceWorkspace(a kernels.Reduce) int
 	Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error
@@ -69,6 +70,7 @@ type kernelSet interface {
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
+	SymmetricWays(a kernels.SymmetricShape, t driver.DType) []kernels.Way
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error

@@ -148,6 +148,13 @@ type product struct {
 	d, a, b, c     *array
 	transA, transB bool
 	alpha, beta    float32
+	batch          int // so many products, of matrices one behind the other; 0 counts as 1
+}
+
+// repeated is a batch of the product.
+func (p product) repeated(batch int) product {
+	p.batch = batch
+	return p
 }
 
 // plus is the product with another matrix added, if there is one.
@@ -174,6 +181,9 @@ func (p product) spec() driver.MatmulSpec {
 	}
 	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
 		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
+	if p.batch > 1 {
+		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = p.batch, p.a.len(), p.b.len(), p.d.len()
+	}
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
 	}

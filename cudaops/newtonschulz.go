@@ -16,7 +16,7 @@ import (
 //	D = G·Xᵀ,  E = b·D + c·(D·A + A·D),  dX = a·G + B·G + (E + Eᵀ)·X
 //
 // and D = Xᵀ·G, dX = a·G + G·B + X·(E + Eᵀ) for a tall one.
-const nsA, nsB, nsC = 3.4445, -4.7750, 2.0315
+const nsA, nsB, nsC = kernels.SchulzA, kernels.SchulzB, kernels.SchulzC
 
 // schulz is one step's matrices, of which a tall one is multiplied from the other side.
 type schulz struct {
@@ -60,9 +60,9 @@ func (c *compiler) matmuls(n *gorgonia.Node, all []product) error {
 	return nil
 }
 
-// normalized is x/(‖x‖ + 1e-7).
-func (c *compiler) normalized(n *gorgonia.Node, x *array) *array {
-	y, workspace, m := c.like(x), c.bytes(kernels.NormalizeWorkspace), c.m
+// normalized is x/(‖x‖ + 1e-7) in another type.
+func (c *compiler) normalized(n *gorgonia.Node, x *array, e elem) *array {
+	y, workspace, m := c.newArray(e, x.shape...), c.bytes(kernels.NormalizeWorkspace), c.m
 	c.do(n, func() error {
 		return m.k.Normalize(m.stream, kernels.Normalize{Y: y.ptr(), X: x.ptr(), Workspace: workspace.ptr(), N: x.len(),
 			YType: y.elem.dtype(), XType: x.elem.dtype()})
@@ -71,21 +71,26 @@ func (c *compiler) normalized(n *gorgonia.Node, x *array) *array {
 }
 
 func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	x := c.normalized(n, c.act(n, in[0]))
-	y := c.like(x)
-	for range n.Op().(*op.NewtonSchulzOp).Steps {
-		if err := c.matmuls(n, c.newSchulz(x).step(y, x)); err != nil {
-			return nil, err
-		}
-		x, y = y, x
+	x := in[0]
+	it, err := c.m.newIteration(x.shape, 1, n.Op().(*op.NewtonSchulzOp).Steps)
+	if err != nil {
+		return nil, err
 	}
-	return x, nil
+	first, second := c.normalized(n, x, it.elem), c.newArray(it.elem, x.shape...)
+	squares := c.newArray(it.elem, it.squares())
+	run, result, err := it.bind(first, second, squares)
+	if err != nil {
+		return nil, err
+	}
+	c.do(n, run, second, first, squares)
+	c.computes(it.flops())
+	return c.act(n, result), nil
 }
 
 // lowerNewtonSchulzGrad computes the steps again, and keeps what each began with.
 func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, g := c.act(n, in[0]), c.act(n, in[1])
-	chain := []*array{c.normalized(n, x)}
+	chain := []*array{c.normalized(n, x, x.elem)}
 	for range n.Op().(*op.NewtonSchulzGradOp).Forward.Steps - 1 {
 		last, next := chain[len(chain)-1], c.like(x)
 		if err := c.matmuls(n, c.newSchulz(last).step(next, last)); err != nil {

@@ -47,6 +47,7 @@ type optimizer struct {
 	recorded map[driver.Ptr]*recording // updates, by the loss that they look at; 0 for none
 
 	newtonSchulz []func() error
+	muonSquares  *array         // which all iterations work in
 	renew        []func() error // copies of parameters that the update does not write
 }
 
@@ -218,6 +219,7 @@ func (m *Machine) loadState(x *optimizer) error {
 // buildTables lays out the parameters for the kernels.
 func (m *Machine) buildTables(x *optimizer) error {
 	var adamw, muon []kernels.OptimTensor
+	var matrices []*paramState // of muon
 	for _, p := range x.states {
 		r := p.rule
 		t := kernels.OptimTensor{Param: p.input.array.ptr(), Grad: p.grad.ptr(), GradType: p.grad.elem.dtype(), First: p.moments[0].ptr(),
@@ -235,12 +237,13 @@ func (m *Machine) buildTables(x *optimizer) error {
 			adamw = append(adamw, t)
 			continue
 		}
-		if err := m.orthogonalise(x, p, &t); err != nil {
-			return err
-		}
-		muon = append(muon, t)
+		t.ShapeScale = r.ShapeScale
+		muon, matrices = append(muon, t), append(matrices, p)
 	}
-	var err error
+	err := m.orthogonalise(x, muon, matrices)
+	if err != nil {
+		return err
+	}
 	if len(adamw) > 0 {
 		if x.adamw, err = m.k.NewTable(adamw); err != nil {
 			return err
@@ -250,38 +253,6 @@ func (m *Machine) buildTables(x *optimizer) error {
 		x.muon, err = m.k.NewTable(muon)
 	}
 	return err
-}
-
-// orthogonalise gives a matrix its place for Muon's direction, and adds the products that turn this into the update:
-//
-//	steps times:  A = X·Xᵀ,  B = b·A + c·A·A,  X ← a·X + B·X
-//
-// with Xᵀ·X and X·B instead where that is the smaller square.
-func (m *Machine) orthogonalise(x *optimizer, p *paramState, t *kernels.OptimTensor) error {
-	shape := p.input.array.shape
-	rows, columns := shape[0], shape[1]
-	side := min(rows, columns)
-	var arrays [4]*array
-	for i, s := range [][]int{{rows, columns}, {rows, columns}, {side, side}, {side, side}} {
-		var err error
-		if arrays[i], err = x.newArray(m, m.activations(), "Muon's directions", s...); err != nil {
-			return err
-		}
-	}
-	from, to, s := arrays[0], arrays[1], schulz{tall: rows > columns, gram: arrays[2], poly: arrays[3]}
-	t.Direction, t.DirectionType, t.ShapeScale = from.ptr(), from.elem.dtype(), p.rule.ShapeScale
-	for range p.rule.Iterations {
-		for _, p := range s.step(to, from) {
-			run, err := m.blas.product(p)
-			if err != nil {
-				return err
-			}
-			x.newtonSchulz = append(x.newtonSchulz, run)
-		}
-		from, to = to, from
-	}
-	t.Result = from.ptr()
-	return nil
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits

@@ -11,6 +11,7 @@ import (
 const (
 	f32  = driver.Float32
 	bf16 = driver.BFloat16
+	f16  = driver.Float16
 )
 
 // ceilings measures what bounds the rest.
@@ -22,31 +23,35 @@ func ceilings(b *bench) {
 
 	const n = 8192
 	p, c, d := b.normal(n*n, bf16), b.normal(n*n, bf16), b.alloc(n*n, bf16)
-	product := b.product(driver.MatmulSpec{M: n, N: n, K: n, A: bf16, B: bf16, D: bf16},
-		driver.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
-	b.time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, product)
+	product := b.plan(driver.MatmulSpec{M: n, N: n, K: n, A: bf16, B: bf16, D: bf16})
+	b.time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, func() error {
+		return product(driver.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
+	})
 	b.free()
 }
 
-// product returns what enqueues a matrix product.
-func (b *bench) product(spec driver.MatmulSpec, a driver.MatmulArgs) func() error {
-	const workspace = 32 << 20
+// plan returns what enqueues matrix products.
+func (b *bench) plan(spec driver.MatmulSpec) func(driver.MatmulArgs) error {
+	const size = 32 << 20
 	if b.err != nil {
 		return nil
 	}
-	a.Workspace, a.WorkspaceSize = b.alloc(workspace/4, f32), workspace
+	workspace := b.alloc(size/4, f32)
 	blas, err := b.ctx.Blas()
 	if err != nil {
 		b.do(err)
 		return nil
 	}
-	plan, err := blas.Plan(spec, workspace, 1)
+	plan, err := blas.Plan(spec, size, 1)
 	if err != nil {
 		b.do(err)
 		return nil
 	}
 	b.plans = append(b.plans, plan)
-	return func() error { return plan.Run(0, a, b.stream) }
+	return func(a driver.MatmulArgs) error {
+		a.Workspace, a.WorkspaceSize = workspace, size
+		return plan.Run(0, a, b.stream)
+	}
 }
 
 // ops measures the kernels that memory bounds.
@@ -182,32 +187,53 @@ func attention(b *bench) {
 	}
 }
 
-// muon measures the Newton-Schulz iteration of matrices: normalise, and five times three products.
+// muon measures the Newton-Schulz iteration of matrices from their gradients in bf16 on: normalise, and products. Where they may be of
+// half of what is symmetric, those ways are measured too; the name of the one that should be the fastest has nothing behind it.
 func muon(b *bench) {
 	for _, s := range [][2]int{{768, 3072}, {2048, 2048}, {2048, 8192}} {
 		m, n := s[0], s[1] // m ≤ n
-		g, workspace := b.normal(m*n, bf16), b.alloc(kernels.NormalizeWorkspace/4, f32)
-		x := [2]driver.Ptr{b.alloc(m*n, bf16), b.alloc(m*n, bf16)}
-		gram, poly := b.alloc(m*m, bf16), b.alloc(m*m, bf16)
-		spec := driver.MatmulSpec{M: m, N: m, K: n, TransB: true, A: bf16, B: bf16, D: bf16}
-		square := driver.MatmulSpec{M: m, N: m, K: m, A: bf16, B: bf16, D: bf16}
-		wide := driver.MatmulSpec{M: m, N: n, K: m, A: bf16, B: bf16, D: bf16}
-		var steps []func() error
-		for i := range 5 {
-			from, to := x[i%2], x[1-i%2]
-			steps = append(steps,
-				b.product(spec, driver.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}),
-				b.product(square, driver.MatmulArgs{Alpha: 2.0315, Beta: -4.7750, A: gram, B: gram, C: gram, D: poly}),
-				b.product(wide, driver.MatmulArgs{Alpha: 1, Beta: 3.4445, A: poly, B: from, C: from, D: to}))
+		it := kernels.NewtonSchulz{Rows: m, Columns: n, Batch: 1, Steps: 5, Type: f16, X: [2]driver.Ptr{b.alloc(m*n, f16), b.alloc(m*n, f16)}}
+		for i := range it.Squares {
+			it.Squares[i] = b.alloc(m*m, f16)
 		}
-		b.time(Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d", m, n), FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)},
-			func() error {
-				err := b.Normalize(b.stream, kernels.Normalize{Y: x[0], X: g, Workspace: workspace, N: m * n, YType: bf16, XType: bf16})
-				for _, step := range steps {
-					err = errors.Join(err, step())
-				}
-				return err
+		g, workspace := b.normal(m*n, bf16), b.alloc(kernels.NormalizeWorkspace/4, f32)
+		measure := func(suffix string, run func() error) {
+			b.time(Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d%s", m, n, suffix),
+				FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)}, func() error {
+				return errors.Join(b.Normalize(b.stream, kernels.Normalize{Y: it.X[0], X: g, Workspace: workspace, N: m * n, YType: f16,
+					XType: bf16}), run())
 			})
+		}
+		wide := b.plan(driver.MatmulSpec{M: m, N: n, K: m, A: f16, B: f16, D: f16})
+		suffix := func(int) string { return "" }
+		if len(b.SymmetricWays(it.Shapes()[0], f16)) > 0 {
+			usual := kernels.NewtonSchulzTogether(m, n)
+			suffix = func(together int) string {
+				if together == usual {
+					return ""
+				}
+				return map[int]string{0: "_by_products", 1: "_by_symmetry", 3: "_by_gram"}[together]
+			}
+			for _, it.Together = range []int{1, 3} {
+				measure(suffix(it.Together), func() error {
+					return it.Run(func(a kernels.Symmetric) error { return b.Symmetric(b.stream, a) }, func(y, q, x driver.Ptr) error {
+						return wide(driver.MatmulArgs{Alpha: 1, A: q, B: x, D: y})
+					})
+				})
+			}
+		}
+		gram := b.plan(driver.MatmulSpec{M: m, N: m, K: n, TransB: true, A: f16, B: f16, D: f16})
+		square := b.plan(driver.MatmulSpec{M: m, N: m, K: m, A: f16, B: f16, D: f16})
+		measure(suffix(0), func() (err error) {
+			x, y, a, p := it.X[0], it.X[1], it.Squares[0], it.Squares[1]
+			for range it.Steps {
+				err = errors.Join(err, gram(driver.MatmulArgs{Alpha: 1, A: x, B: x, D: a}),
+					square(driver.MatmulArgs{Alpha: kernels.SchulzC, Beta: kernels.SchulzB, A: a, B: a, C: a, D: p}),
+					wide(driver.MatmulArgs{Alpha: 1, Beta: kernels.SchulzA, A: p, B: x, C: x, D: y}))
+				x, y = y, x
+			}
+			return err
+		})
 		b.free()
 	}
 }

@@ -143,6 +143,8 @@ func TestGemmMatchesSource(t *testing.T) {
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
 			fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gateBytes/1024)},
+		"gemm_symmetric.cu": {fmt.Sprintf("kStages = %d;", symmetricStages),
+			fmt.Sprintf("Across == 1 ? %d : %d;", symmetricColumns[2], symmetricColumns[4])},
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedTiles[128].stages, turnedTiles[64].stages),
 			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
 			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
@@ -173,24 +175,33 @@ func (g *rig) random(n int) driver.Ptr {
 	return b.Ptr
 }
 
+const productSpace = 32 << 20 // workspace of cuBLASLt
+
 // fastestProduct returns what enqueues y = a·b in the fastest of cuBLASLt's ways.
-func (g *rig) fastestProduct(m driver.MatmulSpec, a, b, y driver.Ptr) (best func()) {
-	const space = 32 << 20
+func (g *rig) fastestProduct(m driver.MatmulSpec, a, b, y driver.Ptr) func() {
+	plan, way, workspace := g.fastestWay(m, a, b, y)
+	return func() {
+		g.must(plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.stream))
+	}
+}
+
+// fastestWay returns a plan of y = a·b, the fastest of its ways, and the workspace for it.
+func (g *rig) fastestWay(m driver.MatmulSpec, a, b, y driver.Ptr) (plan driver.MatmulPlan, way int, workspace driver.Ptr) {
 	blas, err := g.ctx.Blas()
 	g.must(err)
-	workspace := g.random(space / 2)
-	plan, err := blas.Plan(m, space, 8)
+	workspace = g.random(productSpace / 2)
+	plan, err = blas.Plan(m, productSpace, 8)
 	g.must(err)
 	least := math.Inf(1)
 	for i := range plan.Algos() {
-		run := func() {
-			g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: space}, g.stream))
-		}
-		if took := g.clock(run).Seconds(); took < least {
-			least, best = took, run
+		took := g.clock(func() {
+			g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.stream))
+		}).Seconds()
+		if took < least {
+			least, way = took, i
 		}
 	}
-	return best
+	return plan, way, workspace
 }
 
 // TestSiLUProductSpeed compares with cuBLASLt's products, each computed in the fastest of its ways, and the gate's own kernel.

@@ -7,7 +7,7 @@ import (
 )
 
 // Normalize computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
-// or X is float32. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
+// or X is float32, or Y float16. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
 type Normalize struct {
 	Y, X, Workspace driver.Ptr
 	N               int
@@ -27,8 +27,8 @@ func (k *Kernels) Normalize(s driver.Stream, a Normalize) error {
 	if err != nil {
 		return err
 	}
-	if a.YType != a.XType && a.XType != driver.Float32 {
-		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type or from float32", a.XType, a.YType)
+	if a.YType != a.XType && a.XType != driver.Float32 && a.YType != driver.Float16 {
+		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type, from float32 or to float16", a.XType, a.YType)
 	}
 	if empty, err := checkSizes("Normalize", a.N); empty || err != nil {
 		return err

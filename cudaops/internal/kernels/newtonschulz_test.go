@@ -1,0 +1,232 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// TestNewtonSchulzRun follows the products on the CPU, in float64.
+func TestNewtonSchulzRun(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	for _, s := range [][2]int{{5, 5}, {4, 11}, {11, 4}} {
+		for steps := 1; steps <= 8; steps++ {
+			for together := 1; together <= 3; together++ {
+				rows, columns, n := s[0], s[1], min(s[0], s[1])
+				x := make([]float64, rows*columns)
+				for i := range x {
+					x[i] = r.NormFloat64()
+				}
+				want := make([]float64, len(x))
+				cpu.NewtonSchulz(want, x, rows, columns, steps)
+				cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+				a := NewtonSchulz{X: [2]driver.Ptr{1, 2}, Squares: [4]driver.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
+					Steps: steps, Together: together}
+				memory := map[driver.Ptr][]float64{1: x, 2: make([]float64, len(x))}
+				for _, p := range a.Squares {
+					memory[p] = make([]float64, n*n)
+				}
+				applied := 0
+				err := a.Run(func(p Symmetric) error {
+					if p.D == p.Left || p.D == p.Right || p.D == p.C {
+						t.Fatalf("%+v is computed in place", p)
+					}
+					d := memory[p.D]
+					if p.C == 0 {
+						clear(d)
+					} else {
+						copy(d, memory[p.C])
+					}
+					stride := p.Depth
+					if p.Tall {
+						stride = n
+					}
+					cpu.Gemm(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left], stride, memory[p.Right], stride,
+						float64(p.Beta), d, n)
+					for i := range n {
+						d[i*n+i] += float64(p.Delta)
+					}
+					return nil
+				}, func(y, q, x driver.Ptr) error {
+					applied++
+					if rows > columns {
+						cpu.Gemm(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
+					} else {
+						cpu.Gemm(false, false, n, columns, n, 1, memory[q], n, memory[x], columns, 0, memory[y], columns)
+					}
+					return nil
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if e := distance(memory[a.Result()], want); !(e < 1e-5) || applied != a.Segments() {
+					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x", rows, columns, steps, together, e, applied)
+				}
+			}
+		}
+	}
+}
+
+// applied is the product with X that NewtonSchulz wants, by cuBLASLt.
+func (g *rig) applied(a NewtonSchulz) func(y, q, x driver.Ptr) error {
+	g.Helper()
+	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
+	spec := driver.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
+	first, second := a.Squares[0], a.X[0]
+	if tall {
+		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
+	}
+	plan, way, space := g.fastestWay(spec, first, second, a.X[1])
+	return func(y, q, x driver.Ptr) error {
+		if tall {
+			q, x = x, q
+		}
+		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: q, B: x, C: y, D: y, Workspace: space, WorkspaceSize: productSpace}, g.stream)
+	}
+}
+
+// TestNewtonSchulz wants less than half of the error that the iteration in bfloat16, with sums in float32, has of such matrices.
+func TestNewtonSchulz(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range [][3]int{{264, 264, 1}, {136, 520, 2}, {520, 136, 2}, {392, 1544, 1}} {
+		rows, columns, batch := s[0], s[1], s[2]
+		if testing.Short() && rows+columns > 700 {
+			continue
+		}
+		for name, matrix := range map[string]func(*rand.Rand, int, int) []float64{"normal": normalMatrix, "rank 1": rankOne,
+			"rank n over 8": lowRank, "spread": spreadMatrix} {
+			g.scope(fmt.Sprintf("%dx%d %s", rows, columns, name), func(g *rig) {
+				size, n := rows*columns, min(rows, columns)
+				var values []float64
+				for range batch {
+					x := matrix(g.rand, rows, columns)
+					cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+					values = append(values, x...)
+				}
+				x, _ := g.upload(values, f16, 0)
+				for together := 1; together <= 3; together++ {
+					a := NewtonSchulz{Rows: rows, Columns: columns, Batch: batch, Steps: 5, Together: together, Type: f16}
+					ends := [2]*buffer{g.alloc(batch*size, f16, 0), g.alloc(batch*size, f16, 0)}
+					a.X = [2]driver.Ptr{ends[0].Ptr, ends[1].Ptr}
+					var bits []float64
+					for i := range a.Squares {
+						a.Squares[i] = g.alloc(batch*n*n, f16, 0).Ptr
+					}
+					apply := g.applied(a)
+					for range 2 {
+						g.must(g.ctx.CopyOnDevice(a.X[0], x.Ptr, 2*batch*size, g.stream))
+						g.must(a.Run(func(p Symmetric) error { return g.Symmetric(g.stream, p) }, apply))
+						got := g.read(ends[a.Segments()%2])
+						if bits == nil {
+							bits = got
+						} else if !slices.Equal(bits, got) {
+							g.Error("results differ from run to run")
+						}
+					}
+					for b := range batch {
+						one, want := values[b*size:][:size], make([]float64, size)
+						cpu.NewtonSchulz(want, one, rows, columns, 5)
+						coarse := distance(coarseNewtonSchulz(one, rows, columns, 5), want)
+						e := distance(bits[b*size:][:size], want)
+						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together, e, coarse)
+						if !(e < coarse/2) {
+							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it is %.3g", together, e, coarse)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+func normalMatrix(r *rand.Rand, rows, columns int) []float64 {
+	x := make([]float64, rows*columns)
+	for i := range x {
+		x[i] = r.NormFloat64()
+	}
+	return x
+}
+
+func productOf(r *rand.Rand, rows, columns, rank int) []float64 {
+	x := make([]float64, rows*columns)
+	cpu.Gemm(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank, normalMatrix(r, rank, columns), columns, 0, x, columns)
+	return x
+}
+
+func rankOne(r *rand.Rand, rows, columns int) []float64 { return productOf(r, rows, columns, 1) }
+func lowRank(r *rand.Rand, rows, columns int) []float64 {
+	return productOf(r, rows, columns, min(rows, columns)/8)
+}
+
+// spreadMatrix has rows and columns of very different sizes, and so singular values from 1 to about 1e-6.
+func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
+	x := normalMatrix(r, rows, columns)
+	for i := range x {
+		x[i] *= math.Pow(10, -4*float64(i/columns)/float64(rows)-2*float64(i%columns)/float64(columns))
+	}
+	return x
+}
+
+// coarseNewtonSchulz rounds to bfloat16 after every product.
+func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
+	round := func(x []float64) []float64 { return decode(encode(x, bf16), bf16) }
+	n, tall := min(rows, columns), rows > columns
+	x = round(x)
+	for range steps {
+		gram, next := make([]float64, n*n), slices.Clone(x)
+		cpu.Gemm(tall, !tall, n, n, max(rows, columns), 1, x, columns, x, columns, 0, gram, n)
+		gram = round(gram)
+		poly := slices.Clone(gram)
+		cpu.Gemm(false, false, n, n, n, SchulzC, gram, n, gram, n, SchulzB, poly, n)
+		poly = round(poly)
+		if tall {
+			cpu.Gemm(false, false, rows, n, n, 1, x, n, poly, n, SchulzA, next, n)
+		} else {
+			cpu.Gemm(false, false, n, columns, n, 1, poly, n, x, columns, SchulzA, next, columns)
+		}
+		x = round(next)
+	}
+	return x
+}
+
+// TestNewtonSchulzSpeed times the iteration in several ways.
+func TestNewtonSchulzSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []NewtonSchulz{{Rows: 768, Columns: 3072, Batch: 1}, {Rows: 2048, Columns: 2048, Batch: 1},
+		{Rows: 2048, Columns: 8192, Batch: 1}, {Rows: 8192, Columns: 2048, Batch: 1}, {Rows: 768, Columns: 768, Batch: 12}} {
+		g.scope(fmt.Sprintf("%d of %dx%d", s.Batch, s.Rows, s.Columns), func(g *rig) {
+			n, size := min(s.Rows, s.Columns), s.Rows*s.Columns
+			x, _ := g.scaled(s.Batch*size, s.Rows, f16)
+			workspace := g.alloc(NormalizeWorkspace/4, f32, 0)
+			for i := range s.X {
+				s.X[i] = g.alloc(s.Batch*size, f16, 0).Ptr
+			}
+			for i := range s.Squares {
+				s.Squares[i] = g.alloc(s.Batch*n*n, f16, 0).Ptr
+			}
+			g.must(g.ctx.Memset8(s.Squares[0], 0x11, 2*s.Batch*n*n, g.stream))
+			g.must(g.ctx.Memset8(s.X[0], 0x11, 2*s.Batch*size, g.stream))
+			s.Steps, s.Type = 5, f16
+			apply := g.applied(s)
+			for _, s.Together = range []int{1, 2, 3} {
+				for _, way := range g.SymmetricWays(SymmetricShape{N: n, Depth: n, Batch: s.Batch}, f16) {
+					took := g.time([]func(){func() {
+						g.must(g.Normalize(g.stream, Normalize{Y: s.X[0], X: x.Ptr, Workspace: workspace.Ptr, N: s.Batch * size, YType: f16, XType: f16}))
+						g.must(s.Run(func(a Symmetric) error { a.Way = way; return g.Symmetric(g.stream, a) }, apply))
+					}})
+					g.Logf("%d steps together, %v: %.1f µs", s.Together, way, took.Seconds()*1e6)
+				}
+			}
+			took := g.time([]func(){func() { g.must(apply(s.X[1], s.Squares[0], s.X[0])) }})
+			g.Logf("apply alone: %.1f µs", took.Seconds()*1e6)
+		})
+	}
+}

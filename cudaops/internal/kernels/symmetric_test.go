@@ -1,0 +1,193 @@
+package kernels
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the diagonal on both sides.
+func TestSymmetric(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2}, {N: 128, Depth: 64, Batch: 1},
+		{N: 168, Depth: 72, Batch: 3}, {N: 264, Depth: 200, Batch: 1}, {N: 776, Depth: 328, Batch: 2}, {N: 1304, Depth: 136, Batch: 1},
+		{N: 1800, Depth: 24, Batch: 1}} {
+		if testing.Short() && s.N > 800 {
+			continue
+		}
+		for _, s.Tall = range []bool{false, true} {
+			g.scope(fmt.Sprintf("%+v", s), func(g *rig) { testSymmetric(g, s) })
+		}
+	}
+}
+
+func testSymmetric(g *rig, s SymmetricShape) {
+	g.Helper()
+	n, depth := s.N, s.Depth
+	left, lr := g.scaled(s.Batch*n*depth, depth, f16)
+	right, rr := g.normal(s.Batch*n*depth, f16, 0)
+	c := make([]float64, s.Batch*n*n)
+	for b := range s.Batch {
+		for i := range n {
+			for j := range i + 1 {
+				v := g.rand.NormFloat64()
+				c[(b*n+i)*n+j], c[(b*n+j)*n+i] = v, v
+			}
+		}
+	}
+	addend, cr := g.upload(c, f16, 0)
+	wide := n // elements of a row of left and right
+	if !s.Tall {
+		wide = depth
+	}
+	plain := make([]float64, s.Batch*n*n)
+	for b := range s.Batch {
+		part := plain[b*n*n:][:n*n]
+		cpu.Gemm(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide, rr[b*n*depth:], wide, 0, part, n)
+		for i := range n {
+			for j := range i {
+				part[j*n+i] = part[i*n+j]
+			}
+		}
+	}
+	for _, a := range []Symmetric{{Alpha: 1}, {Alpha: 2.0315, Beta: -4.775, Delta: 3.4445, C: addend.Ptr}} {
+		want := slices.Clone(plain)
+		for i := range want {
+			want[i] *= float64(a.Alpha)
+			if a.C != 0 {
+				want[i] += float64(a.Beta) * cr[i]
+			}
+			if i%(n*n)%(n+1) == 0 {
+				want[i] += float64(a.Delta)
+			}
+		}
+		a.SymmetricShape, a.Type, a.Left, a.Right = s, f16, left.Ptr, right.Ptr
+		for _, a.Way = range g.SymmetricWays(s, f16) {
+			var bits []float64
+			for range 2 {
+				d := g.alloc(s.Batch*n*n, f16, 0)
+				a.D = d.Ptr
+				g.must(g.Symmetric(g.stream, a))
+				g.near(fmt.Sprint(a.Way, " alpha ", a.Alpha), d, want, forward(f16))
+				got := g.read(d)
+				if bits == nil {
+					bits = got
+				} else if !slices.Equal(bits, got) {
+					g.Errorf("%v: results differ from run to run", a.Way)
+				}
+			}
+			for i, v := range bits {
+				b, r, col := i/(n*n), i/n%n, i%n
+				if v != bits[(b*n+col)*n+r] {
+					g.Fatalf("%v: not symmetric at %d, %d", a.Way, r, col)
+				}
+			}
+		}
+	}
+}
+
+// TestSymmetricInTurn has products follow one another closely, each reading what the one before it wrote.
+func TestSymmetricInTurn(t *testing.T) {
+	g := newHopperRig(t)
+	for _, n := range []int{264, 1304} {
+		g.scope(fmt.Sprint(n), func(g *rig) {
+			x, _ := g.scaled(n*n, n, f16) // products with it are as large as what is multiplied
+			shape := SymmetricShape{N: n, Depth: n, Batch: 1}
+			for _, way := range g.SymmetricWays(shape, f16) {
+				var want []float64
+				for apart := range 2 {
+					from := x.Ptr
+					var d *buffer
+					for range 7 {
+						d = g.alloc(n*n, f16, 0)
+						g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1, SymmetricShape: shape, Type: f16, Way: way}))
+						if from = d.Ptr; apart == 0 {
+							g.must(g.ctx.SyncStream(g.stream))
+						}
+					}
+					if got := g.read(d); want == nil {
+						want = got
+					} else if !slices.Equal(want, got) {
+						g.Errorf("%v: results differ where products overlap", way)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestSymmetricRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := fakeAttention(t, capability, 227<<10)
+		ok := Symmetric{D: p, Left: p, Right: p, C: p, Alpha: 1, Type: f16, SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2}}
+		for what, change := range map[string]func(a *Symmetric){
+			"negative": func(a *Symmetric) { a.N = -8 },
+			"n":        func(a *Symmetric) { a.N = 260 },
+			"depth":    func(a *Symmetric) { a.Depth = 20 },
+			"result":   func(a *Symmetric) { a.D += 8 },
+			"operand":  func(a *Symmetric) { a.Left += 8 },
+			"addend":   func(a *Symmetric) { a.C += 4 },
+			"type":     func(a *Symmetric) { a.Type = bf16 },
+			"way":      func(a *Symmetric) { a.Way = Way{"symmetric", 3} },
+		} {
+			a := ok
+			change(&a)
+			if k.Symmetric(0, a) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		if takes := len(k.SymmetricWays(ok.SymmetricShape, f16)) == 2; takes != (capability == 90) {
+			t.Errorf("capability %d: takes it: %v", capability, takes)
+		}
+		for _, ok.Tall = range []bool{false, true} {
+			for _, ok.Way = range k.SymmetricWays(ok.SymmetricShape, f16) {
+				c.ClearTrace()
+				if err := k.Symmetric(0, ok); err != nil {
+					t.Error(err)
+				}
+				for _, op := range c.Trace() {
+					if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != ok.Way.Size || op.Config.Grid.X%ok.Way.Size != 0) {
+						t.Errorf("launched with %v", op.Config)
+					}
+				}
+			}
+		}
+		empty := ok
+		empty.Batch = 0
+		if err := k.Symmetric(0, empty); err != nil {
+			t.Errorf("no matrices: %v", err)
+		}
+	}
+}
+
+// TestSymmetricSpeed compares with cuBLASLt's products, each computed in the fastest of its ways.
+func TestSymmetricSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []SymmetricShape{{N: 2048, Depth: 2048, Batch: 1}, {N: 2048, Depth: 8192, Batch: 1}, {N: 768, Depth: 768, Batch: 1},
+		{N: 768, Depth: 3072, Batch: 1}, {N: 1024, Depth: 1024, Batch: 1}, {N: 768, Depth: 768, Batch: 12}} {
+		g.scope(fmt.Sprintf("%+v", s), func(g *rig) {
+			x, _ := g.scaled(s.Batch*s.N*s.Depth, s.Depth, f16)
+			d := g.alloc(s.Batch*s.N*s.N, f16, 0)
+			show := func(what string, run func()) {
+				took := g.time([]func(){run}).Seconds()
+				g.Logf("%-28s %8.1f µs, as all of it %5.0f TFLOP/s", what, took*1e6,
+					2*float64(s.Batch)*float64(s.N)*float64(s.N)*float64(s.Depth)/took/1e12)
+			}
+			show("cuBLASLt", g.fastestProduct(driver.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: f16, B: f16, D: f16,
+				Batch: s.Batch, StrideA: s.N * s.Depth, StrideB: s.N * s.Depth, StrideD: s.N * s.N}, x.Ptr, x.Ptr, d.Ptr))
+			for _, s.Tall = range []bool{false, true} {
+				for _, way := range g.SymmetricWays(s, f16) {
+					show(fmt.Sprint(way, " tall ", s.Tall), func() {
+						g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: x.Ptr, Right: x.Ptr, Alpha: 1, SymmetricShape: s, Type: f16, Way: way}))
+					})
+				}
+			}
+		})
+	}
+}
