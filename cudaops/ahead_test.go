@@ -453,10 +453,11 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{3e38, 1, 2}))))
 	x := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(3))
 	loss := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w, x))))
+	vector := gorgonia.Must(gorgonia.Reshape(loss, tensor.Shape{1}))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		t.Fatal(err)
 	}
-	m, err := NewMachine(device, g, append(opts, WithParams(w), WithOutputs(loss))...)
+	m, err := NewMachine(device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -476,7 +477,7 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 		if err := errors.Join(gorgonia.Let(x, tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()); err != nil {
 			t.Fatal(err)
 		}
-		value, norm, err := m.StepWhile(loss, func() {})
+		value, norm, err := m.StepWhile(gorgonia.Nodes{loss, vector}[i/2%2], nil)
 		after, fetched := m.Value(w)
 		if err != nil || fetched != nil {
 			t.Fatal(err, fetched)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // TestDocuments wants attention to documents to give what it gives on the CPU, with its projections fused, and no warning.
@@ -67,6 +68,38 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil || !strings.Contains(err.Error(), bad.why) {
 			t.Errorf("documents that start at %v: %v, want %q", bad.starts, err, bad.why)
 		}
+	}
+}
+
+// TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where their documents start, to have
+// a table and a check each.
+func TestDocumentsOfTwoLengths(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	const rows, d = 6, 4
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(rows, d), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"), gorgonia.WithShape(rows))
+	for _, seq := range []int{rows, rows / 2} {
+		if _, err := op.DocumentAttention(x, x, x, starts, op.AttentionConfig{Heads: 1, HeadDim: d, Seq: seq, Causal: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m, err := NewMachine(device, g, fakeOption, WithStrict())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if n := tasksOf(m)["DocumentAttention"]; n != 4 {
+		t.Errorf("%d tasks, want 4", n)
+	}
+	run := func(at ...int) error {
+		return errors.Join(gorgonia.Let(starts, tensor.New(tensor.WithBacking(at))), m.RunAll())
+	}
+	if err := run(0, 0, 0, 0, 0, 0); err != nil {
+		t.Error(err)
+	}
+	if err := run(0, 0, 2, 2, 2, 2); err == nil || !strings.Contains(err.Error(), "starts[3] is 2, want 0") {
+		t.Errorf("a start of the long sequence alone: %v", err)
 	}
 }
 

@@ -207,7 +207,7 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 	v := c.act(n, in[2])
 	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.shape[0])
-	documents := c.documents(n, o, in)
+	documents := c.documentsOf(n, o, in)
 	y, lse, m := c.like(q), c.aux(s.Batch, s.Heads, s.Seq), c.m
 	c.saved[o] = lse
 	c.do(n, func() error {
@@ -222,13 +222,19 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 	return y, nil
 }
 
-// documents returns the table of where documents start, which all attentions to the same share, nil if o knows of none.
-func (c *compiler) documents(n *gorgonia.Node, o *op.AttentionOp, in []*array) *array {
+// packing is where the documents of sequences of seq tokens start.
+type packing struct {
+	starts *array
+	seq    int
+}
+
+// documentsOf returns the table of where documents start, which all attentions to the same share, nil if o knows of none.
+func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*array) *array {
 	if !o.Documents() {
 		return nil
 	}
 	starts, seq, m := in[3], o.Config.Seq, c.m
-	if table := c.documentTables[starts]; table != nil {
+	if table := c.documents[packing{starts, seq}]; table != nil {
 		return table
 	}
 	c.bound(starts, idRange{op: "DocumentAttention", argument: "starts", seq: seq})
@@ -237,7 +243,7 @@ func (c *compiler) documents(n *gorgonia.Node, o *op.AttentionOp, in []*array) *
 	c.do(n, func() error {
 		return m.k.AttentionDocuments(m.stream, table.ptr(), intsOf(starts), batch, seq)
 	}, starts, table)
-	c.documentTables[starts] = table
+	c.documents[packing{starts, seq}] = table
 	return table
 }
 
@@ -255,7 +261,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	s := attentionShape(o, q.shape[0])
-	documents := c.documents(n, o, in)
+	documents := c.documentsOf(n, o, in)
 	lse := c.saved[o].(*array)
 	m := c.m
 	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))

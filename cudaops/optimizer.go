@@ -260,11 +260,12 @@ func (m *Machine) buildTables(x *optimizer) error {
 // and the error wraps [ErrNonFinite]; but WithPrecision(Float16) it is no error while the loss scale is above 1, since the next
 // step has a smaller one (see [Machine.LossScale]).
 func (m *Machine) Update() (norm float64, err error) {
-	return m.UpdateWhile(func() {})
+	return m.UpdateWhile(nil)
 }
 
 // UpdateWhile is Update, and calls meanwhile while the device works, unless there is an error before. A call of [Machine.Start]
-// there keeps the device from waiting for the next run. It must not update, close the machine or give it another optimiser.
+// there keeps the device from waiting for the next run. It must not update, close the machine or give it another optimiser; nil
+// does nothing.
 func (m *Machine) UpdateWhile(meanwhile func()) (norm float64, err error) {
 	norm, refused, err := m.update(nil, meanwhile)
 	if refused {
@@ -281,8 +282,9 @@ func refusal(norm float64) error {
 	return fmt.Errorf("%w: their norm is %v", ErrNonFinite, float32(norm))
 }
 
-// StepWhile is [Machine.Peek] of a loss, a float32 number, and [Machine.UpdateWhile] in one, without a wait of the device between
-// the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not finite either.
+// StepWhile is [Machine.Peek] of a loss, a node of one float32 that is kept, and [Machine.UpdateWhile] in one, without a wait of the
+// device between the run and the update. If the loss is not finite no parameter changes, gathered gradients are dropped, and the norm
+// is not finite either, which is no error; other errors are those of Peek and UpdateWhile.
 func (m *Machine) StepWhile(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
 	if value, norm, err = m.step(loss, meanwhile); err != nil {
 		return value, norm, fmt.Errorf("cudaops.Machine.StepWhile: %w", err)
@@ -300,8 +302,11 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 	}
 	by := a
 	if m.program.scale != nil { // which is not to change for a loss that is not finite
-		if value, err = m.peekLoss(loss); err != nil || value-value != 0 {
-			return value, math.NaN(), joined(err, m.settle())
+		if value, err = m.peekLoss(loss); err != nil {
+			return 0, 0, err
+		}
+		if value-value != 0 {
+			return value, math.NaN(), joined(m.settle(), m.clearSums())
 		}
 		by = nil
 	}
@@ -320,7 +325,11 @@ func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return float64(v.Data().(float32)), nil
+	x, err := params.Memory(v)
+	if err != nil {
+		return 0, err
+	}
+	return float64(x.([]float32)[0]), nil
 }
 
 // update is that of UpdateWhile, and with a loss that of StepWhile. It was refused if a gradient or the loss is not finite, of
@@ -354,7 +363,7 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 	if m.read { // else a later run settles
 		settled = m.settle()
 	}
-	if settled == nil {
+	if settled == nil && meanwhile != nil {
 		x.busy = true
 		defer func() { x.busy = false }()
 		meanwhile()

@@ -159,10 +159,9 @@ type compiler struct {
 	copies    map[converted]*array
 	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
-	// documentTables are of where documents start, as long as the starts themselves.
-	documentTables map[*array]*array
-	gradients      map[gorgonia.Op]int // backward ops that the graph has of a forward op
-	layers         map[*gorgonia.Node]place
+	documents map[packing]*array
+	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
+	layers    map[*gorgonia.Node]place
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -170,8 +169,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
-		documentTables: map[*array]*array{},
-		gradients:      map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
+		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}

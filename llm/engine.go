@@ -61,8 +61,8 @@ type Starter interface {
 	// Step is Gradients of the last batch of a step and Update in one, and meanwhile begins with the batch that Gradients or Step is
 	// expected to be asked for next; next, which is called when that is about to begin, may know of none. If the engine is asked
 	// for another batch, or the model or its lattices have changed by then, it is as if nothing had been begun: apart from their
-	// time, all calls have the results that they have after Gradients and Update. Without an error there has been an update unless
-	// the loss is not finite.
+	// time, all calls have the results that they have after Gradients and Update. Its errors are theirs. Without one there has been
+	// an update unless the loss is not finite, or a [Scaler] has skipped it.
 	Step(b Batch, next func() (Batch, bool)) (loss, norm float64, err error)
 }
 

@@ -117,7 +117,10 @@ func (e *engine) updated(norm float64, err error) (float64, error) {
 // Step is that of [llm.Starter].
 func (e *engine) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
 	e.batch, e.started = b, false
-	if err := errors.Join(e.graph.Let(b), e.machine.RunAll()); err != nil {
+	if err := e.graph.Let(b); err != nil {
+		return 0, 0, err
+	}
+	if err := e.machine.RunAll(); err != nil {
 		return 0, 0, err
 	}
 	loss, norm, err = e.machine.StepWhile(e.graph.Loss, func() {
