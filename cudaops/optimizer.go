@@ -283,8 +283,8 @@ func refusal(norm float64) error {
 }
 
 // StepWhile is [Machine.Peek] of a loss, a node of one float32 that is kept, and [Machine.UpdateWhile] in one, without a wait of the
-// device between the run and the update. If the loss is not finite no parameter changes, gathered gradients are dropped, and the norm
-// is not finite either, which is no error; other errors are those of Peek and UpdateWhile.
+// device between the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not
+// finite either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Peek and UpdateWhile.
 func (m *Machine) StepWhile(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
 	if value, norm, err = m.step(loss, meanwhile); err != nil {
 		return value, norm, fmt.Errorf("cudaops.Machine.StepWhile: %w", err)
@@ -306,7 +306,7 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 			return 0, 0, err
 		}
 		if value-value != 0 {
-			return value, math.NaN(), joined(m.settle(), m.clearSums())
+			return value, math.NaN(), m.settle()
 		}
 		by = nil
 	}

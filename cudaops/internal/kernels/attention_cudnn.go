@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"sync"
 
@@ -57,6 +58,10 @@ func (p *dnnPlans) plan(ctx driver.Context, spec driver.AttentionSpec) (driver.A
 	if err != nil {
 		return nil, err
 	}
+	if need := plan.Workspace(); need > dnnBytes {
+		return nil, errors.Join(fmt.Errorf("kernels: cuDNN's attention needs %d bytes of workspace, more than %d", need, dnnBytes),
+			plan.Close())
+	}
 	if p.plans == nil {
 		p.plans = map[driver.AttentionSpec]driver.AttentionPlan{}
 	}
@@ -94,7 +99,10 @@ func (p *dnnPlans) close(ctx driver.Context) error {
 	}
 	clear(p.plans)
 	clear(p.work)
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("kernels: letting go of cuDNN: %w", err)
+	}
+	return nil
 }
 
 // launchDnn has cuDNN compute the forward pass.

@@ -153,6 +153,39 @@ func TestDnnRefusals(t *testing.T) {
 	}
 }
 
+// greedyDnn is a context whose cuDNN wants too much workspace.
+type greedyDnn struct{ driver.Context }
+
+func (c greedyDnn) Dnn() (driver.Dnn, error) {
+	d, err := c.Context.Dnn()
+	return greedyPlans{d}, err
+}
+
+type greedyPlans struct{ driver.Dnn }
+
+func (d greedyPlans) PlanAttention(a driver.AttentionSpec) (driver.AttentionPlan, error) {
+	p, err := d.Dnn.PlanAttention(a)
+	return greedyPlan{p}, err
+}
+
+type greedyPlan struct{ driver.AttentionPlan }
+
+func (greedyPlan) Workspace() int { return dnnBytes + 1 }
+
+// TestDnnWorkspace wants a plan that needs more workspace than there is to be refused at once, and let go.
+func TestDnnWorkspace(t *testing.T) {
+	g := fakeDnn(t) // which would know of a plan that is left
+	k := New(greedyDnn{g.ctx})
+	a := AttentionShape{Batch: 1, Seq: 10, Heads: 1, KVHeads: 1, HeadDim: 64, Variant: AttentionCuDNN}
+	r := Rows{g.alloc(640, f32, 0).Ptr, 64}
+	for _, err := range []error{k.PlanDnnAttention(a, bf16, r, r, r, r), k.Attention(g.stream, a, r, r.Ptr, r, r, r, bf16)} {
+		if err == nil || !strings.Contains(err.Error(), "needs 65537 bytes of workspace") {
+			t.Errorf("error %v", err)
+		}
+	}
+	g.must(k.Close())
+}
+
 func TestDnnMissing(t *testing.T) {
 	k, _, p := fakeAttention(t, 90, 227<<10)
 	a := AttentionShape{Batch: 1, Seq: 10, Heads: 1, KVHeads: 1, HeadDim: 64, Variant: AttentionCuDNN}

@@ -7,6 +7,7 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"sync"
@@ -45,19 +46,17 @@ func New(ctx driver.Context) *Kernels {
 
 // Close unloads them. No kernel may be running.
 func (k *Kernels) Close() error {
-	if err := k.dnn.close(k.ctx); err != nil {
-		return fmt.Errorf("kernels: letting go of cuDNN: %w", err)
-	}
+	errs := []error{k.dnn.close(k.ctx)}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for unit, m := range k.modules {
 		if err := k.ctx.UnloadModule(m); err != nil {
-			return fmt.Errorf("kernels: unloading %s: %w", unit, err)
+			errs = append(errs, fmt.Errorf("kernels: unloading %s: %w", unit, err))
 		}
-		delete(k.modules, unit)
 	}
+	clear(k.modules)
 	clear(k.kernels)
-	return nil
+	return errors.Join(errs...)
 }
 
 // kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared memory, where that is more
