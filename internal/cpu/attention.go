@@ -215,11 +215,7 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 			t.m[i] = m
 			t.l[i] += sum
 		}
-		beta := T(1)
-		if j0 == first {
-			beta = 0
-		}
-		GemmSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd, beta, y, qd)
+		GemmSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd, unless[T](j0 == first), y, qd)
 	}
 	for i := range nq {
 		scale(y[i*qd:][:dh], 1/t.l[i])
@@ -245,8 +241,9 @@ type attentionBackward[T Float] struct {
 // those of the key-value head that it reads.
 type headGradient[T Float] struct {
 	dq, dk, dv, g, q, k, v, y, lse []T
-	kt, vt                         []T // transposes of k and v
-	qd, kd, stride                 int // strides of queries, of keys, and of kt and vt
+	kt, vt                         []T  // transposes of k and v
+	qd, kd, stride                 int  // strides of queries, of keys, and of kt and vt
+	first                          bool // nothing has been added to dk and dv yet
 	AttentionShape
 }
 
@@ -262,16 +259,12 @@ func (s *attentionBackward[T]) span(lo, hi int) {
 	for task := lo; task < hi; task++ {
 		b, kvh := task/s.KVHeads, task%s.KVHeads
 		kv := b*s.Seq*kd + kvh*dh
-		for r := range s.Seq {
-			clear(s.dk[kv+r*kd:][:dh])
-			clear(s.dv[kv+r*kd:][:dh])
-		}
 		transposeHead(kt, s.k[kv:], stride, kd, s.Seq, dh)
 		transposeHead(vt, s.v[kv:], stride, kd, s.Seq, dh)
 		for h := kvh * group; h < (kvh+1)*group; h++ {
 			o := b*s.Seq*qd + h*dh
 			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:],
-				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, s.sequence(b)})
+				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, h == kvh*group, s.sequence(b)})
 		}
 	}
 }
@@ -283,13 +276,12 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 		for i := range nq {
 			at := (i0 + i) * h.qd
 			t.d[i] = dot(h.g[at:][:h.HeadDim], h.y[at:][:h.HeadDim])
-			clear(h.dq[at:][:h.HeadDim])
 		}
 		first, keys := h.keys(i0, nq)
 		for j0 := first; j0 < keys; j0 += keyTile {
 			nk := min(keyTile, keys-j0)
 			for r := 0; r < nq; r += queryStrip {
-				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk)
+				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk, j0 == first)
 			}
 			t.keyGradients(h, i0, nq, j0, nk)
 		}
@@ -297,8 +289,9 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 }
 
 // queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile that begins with position
-// i0, and nk keys from position j0 on, as far as the last of these queries sees, and what they add to dq.
-func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int) {
+// i0, and nk keys from position j0 on, as far as the last of these queries sees, and what they add to dq, from which the first
+// keys start.
+func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
 	at := (i0 + r) * h.qd
@@ -318,24 +311,39 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int) {
 		ExpSub(p, p, h.lse[i0+i])
 		softmaxGradient(dp, p, t.d[i])
 	}
-	if lo < hi {
-		GemmSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:], scoreStride, h.k[(j0+lo)*h.kd:], h.kd, 1,
-			h.dq[at:], h.qd)
+	switch {
+	case lo < hi:
+		GemmSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:], scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
+			unless[T](first), h.dq[at:], h.qd)
+	case first: // of the strip's documents, the next keys are the first
+		for i := range n {
+			clear(h.dq[at+i*h.qd:][:h.HeadDim])
+		}
 	}
 }
 
 // keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0 on: to keys among the
-// queries what those of their strip and of later ones do.
+// queries, which no query before has seen, what those of their strip and of later ones do.
 func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	for c, m := 0, 0; c < nk; c += m {
-		r := 0
+		r, unseen := 0, i0 == 0
 		m = nk - c
-		if h.Causal {
-			r = max(0, j0+c-i0) / queryStrip * queryStrip
-			m = min(m, i0+r+queryStrip-(j0+c))
+		if past := j0 + c - i0; h.Causal && past < 0 {
+			m = min(m, -past)
+		} else if h.Causal {
+			r, unseen = past/queryStrip*queryStrip, true
+			m = min(m, r+queryStrip-past)
 		}
-		at, to, p := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c
-		GemmSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd, 1, h.dv[to:], h.kd)
-		GemmSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:], h.qd, 1, h.dk[to:], h.kd)
+		at, to, p, beta := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c, unless[T](h.first && unseen)
+		GemmSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd, beta, h.dv[to:], h.kd)
+		GemmSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:], h.qd, beta, h.dk[to:], h.kd)
 	}
+}
+
+// unless is the beta of a product that adds to what is there, unless it is the first.
+func unless[T Float](first bool) T {
+	if first {
+		return 0
+	}
+	return 1
 }

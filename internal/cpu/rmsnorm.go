@@ -28,28 +28,30 @@ func (s *rmsNorm[T]) span(lo, hi int) {
 //	dx[r] = rstd[r]·(g ⊙ w − n·mean(g ⊙ w ⊙ n)),  dw = Σ_r g[r] ⊙ n.
 func RMSNormBackward[T Float](dx, dw, g, x, w, rstd []T) {
 	d := len(w)
-	parallel(len(rstd), grain(8*d), rmsNormInput[T]{dx, g, x, w, rstd})
-	// Each core takes some columns over all rows, so that no partial sums need adding.
-	parallel(d, max(16, grain(4*len(rstd))), rmsNormWeight[T]{dw, g, x, rstd})
-}
-
-type rmsNormInput[T Float] struct{ dx, g, x, w, rstd []T }
-
-func (s *rmsNormInput[T]) span(lo, hi int) {
-	d := len(s.w)
-	for r := lo; r < hi; r++ {
-		x, g, dx, w, rstd := s.x[r*d:][:d], s.g[r*d:][:d], s.dx[r*d:][:d], s.w[:d], s.rstd[r]
-		m := T(dot3(g, w, x) / float64(d) * float64(rstd) * float64(rstd))
-		normGradient(dx, g, w, x, rstd, m)
+	rows := max(32, grain(8*d)) // of a span, which has a sum of its own for dw
+	buf := getBuffers[T]()
+	defer putBuffers(buf)
+	sums := buf.elements(ceilDiv(len(rstd), rows) * d)
+	parallel(len(rstd), rows, rmsNormBackward[T]{dx, sums, g, x, w, rstd, rows})
+	clear(dw)
+	for i := 0; i < len(sums); i += d {
+		addVectors(dw, dw, sums[i:])
 	}
 }
 
-type rmsNormWeight[T Float] struct{ dw, g, x, rstd []T }
+type rmsNormBackward[T Float] struct {
+	dx, sums, g, x, w, rstd []T
+	rows                    int
+}
 
-func (s *rmsNormWeight[T]) span(lo, hi int) {
-	d, dw := len(s.dw), s.dw[lo:hi]
-	clear(dw)
-	for r, rstd := range s.rstd {
-		addScaled(dw, s.g[r*d+lo:], s.x[r*d+lo:], rstd)
+func (s *rmsNormBackward[T]) span(lo, hi int) {
+	d := len(s.w)
+	sum := s.sums[lo/s.rows*d:][:d]
+	clear(sum)
+	for r := lo; r < hi; r++ {
+		x, g, dx, w, rstd := s.x[r*d:][:d], s.g[r*d:][:d], s.dx[r*d:][:d], s.w[:d], s.rstd[r]
+		m := T(dot3(g, w, x) / float64(d) * float64(rstd) * float64(rstd))
+		addScaled(sum, g, x, rstd)
+		normGradient(dx, g, w, x, rstd, m)
 	}
 }
