@@ -138,7 +138,7 @@ func TestSiLUProductRefusals(t *testing.T) {
 }
 
 // The launchers' figures are those of the kernels' sources.
-func TestGemmMatchesSource(t *testing.T) {
+func TestFiguresMatchSources(t *testing.T) {
 	for unit, figures := range map[string][]string{
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
@@ -148,6 +148,8 @@ func TestGemmMatchesSource(t *testing.T) {
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedTiles[128].stages, turnedTiles[64].stages),
 			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
 			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
+		"norm.cu":   {fmt.Sprintf("kOwnStages = %d;", ownStages), fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3])},
+		"reduce.cu": {fmt.Sprintf("kRun = %d;", columnRun)},
 	} {
 		b, err := os.ReadFile("../../kernels/" + unit)
 		if errors.Is(err, fs.ErrNotExist) {

@@ -119,16 +119,18 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 // ownWarps is the most warps of a block that each take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
+// ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
+const ownStages = 3
+
 // own is the launch of the backward kernel whose warps each take rows of their own, of so many packs a lane, if it takes the
 // arguments and the GPU has room for so many rows.
 func (k *Kernels) own(a RMSNormBackward) (packs int, c driver.LaunchConfig, fits bool) {
-	const stages = 3
 	packs = ceilDiv(a.D, 32*vector(a.Type))
 	most, ok := ownWarps[packs]
 	if !ok || !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
 		return packs, c, false
 	}
-	perWarp := max(stages*a.arrays()*packs*512, 4*a.D)
+	perWarp := ownStages * a.arrays() * packs * 512 // which a row of floats fits in
 	warps := min(most, (k.ctx.Device().SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return packs, c, false
