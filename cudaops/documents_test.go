@@ -92,6 +92,9 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	if n := tasksOf(m)["DocumentAttention"]; n != 4 {
 		t.Errorf("%d tasks, want 4", n)
 	}
+	if err := m.Bind(starts, 1<<20, 8*rows); err == nil || !strings.Contains(err.Error(), "holds starts of DocumentAttention") {
+		t.Errorf("bound to memory: %v", err)
+	}
 	run := func(at ...int) error {
 		return errors.Join(gorgonia.Let(starts, tensor.New(tensor.WithBacking(at))), m.RunAll())
 	}

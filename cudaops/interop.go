@@ -66,7 +66,7 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 //   - an output, which must be one that has memory of its own: runs write it.
 //
 // Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding the node to other memory.
-// It must be accessible in the device's context, and is used on the machine's stream. An input that holds ids cannot be
+// It must be accessible in the device's context, and is used on the machine's stream. An input that holds integers cannot be
 // bound: the machine checks them before it sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) error {
 	if err := m.bind(n, driver.Ptr(ptr), bytes); err != nil {
@@ -98,8 +98,8 @@ func (m *Machine) bind(n *gorgonia.Node, ptr driver.Ptr, bytes int) error {
 	case n.Op() != nil:
 		return fmt.Errorf("%s is a constant", describe(n))
 	case len(in.ids) > 0:
-		return fmt.Errorf("%s holds ids of %s, which are checked before they are sent: give it a value with gorgonia.Let",
-			describe(n), in.ids[0].op)
+		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a value with gorgonia.Let",
+			describe(n), in.ids[0].argument, in.ids[0].op)
 	case in.sharers > 0:
 		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", describe(n))
 	case in.constant && m.optimizer != nil:

@@ -187,7 +187,7 @@ func TestInteropRefusals(t *testing.T) {
 		{k.x, 0, full, "want a multiple of 256"},
 		{k.x, p + 4, full, "want a multiple of 256"},
 		{k.x, p, full - 4, "want 576"},
-		{targets, p, 8 * k.rows, "holds ids of CrossEntropy"},
+		{targets, p, 8 * k.rows, "holds targets of CrossEntropy"},
 		{gorgonia.NewScalar(gorgonia.NewGraph(), tensor.Float32), p, 4, "not part of the graph"},
 	} {
 		was, _, _ := m.Address(k.x)
