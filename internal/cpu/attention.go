@@ -289,8 +289,8 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 }
 
 // queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile that begins with position
-// i0, and nk keys from position j0 on, as far as the last of these queries sees, and what they add to dq, from which the first
-// keys start.
+// i0, and nk keys from position j0 on, as far as the last of these queries sees. It adds what they give to dq, or sets dq to
+// it if these keys are the first.
 func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
