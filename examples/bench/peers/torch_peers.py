@@ -482,6 +482,11 @@ def main():
     for name in groups:
         if name not in GROUPS[DEVICE]:
             parser.error(f"there is no group {name}, want some of {', '.join(GROUPS[DEVICE])}")
+    for name in MODELS:
+        if name not in SIZES:
+            parser.error(f"there is no model {name}, want some of {', '.join(SIZES)}")
+    if BATCH is not None and BATCH < 1:
+        parser.error(f"a batch of {BATCH} sequences, want at least 1")
     where()
     for name in groups:
         try:
