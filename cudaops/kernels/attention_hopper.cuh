@@ -276,8 +276,8 @@ template <int K> struct Operand {
   }
 };
 
-// Starts c = A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
-template <typename T, int D, int ARows, int N>
+// Starts c = A·Bᵀ or, to add, c += A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
+template <typename T, int D, int ARows, int N, bool Add = false>
 __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
   using P = Panels<D>;
   const Descriptor<P::rowBytes> a(aTile + aRow * P::rowBytes, 16), b(bTile, 16);
@@ -285,7 +285,7 @@ __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, u
   for (int k = 0; k < D / 16; k++) {
     const int panel = k * 16 / P::columns, column = k * 32 % P::rowBytes;
     const uint64_t x = a.plus(panel * ARows * P::rowBytes + column), y = b.plus(panel * N * P::rowBytes + column);
-    if (k == 0)
+    if (!Add && k == 0)
       setSS<0, 0>(c.c[0], x, y, T());
     else
       addSS<0, 0>(c.c[0], x, y, T());

@@ -50,21 +50,21 @@ template <class S> struct FusedMemory {
   __device__ FusedMemory(uint32_t base)
       : k(base), v(k + S::OwnBytes), tiles(v + S::OwnBytes), ds(tiles + S::Stages * 2 * S::LoopBytes), dq(ds + 2 * DsBytes),
         stats(dq + DqBytes), turns{stats + S::Stages * StatsBytes}, stages{turns.barriers + turns.bytes},
-        dqFilled(stages.barriers + stages.bytes), dqFreed(dqFilled + 16), work(dqFreed + 8) {}
+        dqFilled(stages.barriers + stages.bytes), dqFreed(dqFilled + 8 * senders), work(dqFreed + 8) {}
   __device__ uint32_t qTile(int i) const { return tiles + stages.slot(i) * 2 * S::LoopBytes; }
   __device__ uint32_t gTile(int i) const { return qTile(i) + S::LoopBytes; }
   __device__ uint32_t statsOf(int i) const { return stats + stages.slot(i) * StatsBytes; }
   __device__ uint32_t dsTile(int i) const { return ds + i % 2 * DsBytes; }
-  // Two threads send dq away, each every second tile, so that one's wait for the memory does not hold up the other.
-  __device__ uint32_t filled(int i) const { return dqFilled + i % 2 * 8; }
+  // Three threads send dq away, each every third tile, so that one's wait for the memory does not hold up the others.
+  static constexpr int senders = 3;
+  __device__ uint32_t filled(int i) const { return dqFilled + i % senders * 8; }
 
   __device__ void init() const {
     if (threadIdx.x == 0) {
       barrierInit(turns.filled(0), 1);
-      barrierInit(turns.freed(0), S::WorkerThreads + 2);  // with the two that send dq away
+      barrierInit(turns.freed(0), S::WorkerThreads + senders);
       stages.init(S::WorkerThreads);
-      barrierInit(dqFilled, S::WorkerThreads);
-      barrierInit(dqFilled + 8, S::WorkerThreads);
+      for (int i = 0; i < senders; i++) barrierInit(filled(i), S::WorkerThreads);
       barrierInit(dqFreed, 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -135,10 +135,10 @@ __device__ inline void storeRelease(int *p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// What one of the two threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come.
+// What one of the three threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come.
 // Those that have keys which the tile's queries see follow each other, from the one with the first query's first key on.
 template <class S, class Docs>
-__device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int odd) {
+__device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int sender) {
   const Sums<S> sums(p);
   for (int turn = 0, i = 0;; turn++) {
     const int work = m.workOf(turn), queryTiles = m.template tilesOfWork<Docs>(sums.tiles);
@@ -150,14 +150,14 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
     for (int h = 0; h < walk.group; h++)
 #pragma unroll 1
       for (int t = 0; t < walk.count; t++, i++) {
-        if (i % 2 != odd) continue;
+        if (i % m.senders != sender) continue;
         const int64_t at = sums.index(p, w.batch, w.head * walk.group + h, walk.last - t);
         float *to = sums.sums + at * sums.size;
         const int before = w.tile - docs.start(p, w.batch, (walk.last - t) * S::Loop) / S::Own;  // blocks that add first
         while (loadAcquire(sums.added + at) < before) {
         }
-        asm volatile("fence.proxy.async;" ::: "memory");
-        barrierWait(m.filled(i), i / 2 & 1);
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // an ordinary load has seen the turn come, a copy follows
+        barrierWait(m.filled(i), i / m.senders & 1);
         if (before == 0)
           asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(m.dq), "r"(m.DqBytes)
                        : "memory");
@@ -168,8 +168,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         barrierArrive(m.dqFreed);
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        asm volatile("fence.proxy.async;" ::: "memory");
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after which ordinary stores need no fence
         storeRelease(sums.added + at, before + 1);
       }
   }
@@ -232,6 +231,8 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
                      "f"(dq.c[0][x][2]), "f"(dq.c[0][x][3])
                      : "memory");
       }
+    };
+    auto tellSender = [&](int i) {  // once products are under way: the fence waits for the stores
       fenceAsync();
       barrierArrive(m.filled(i));
     };
@@ -244,18 +245,20 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       startNT<T, D, S::Own>(s, m.k + zero(i), 64 * group, m.qTile(i));
       productsCommit();
     };
-    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
-    auto formProbabilities = [&](int i, int i0, Accumulator<1, N> &s) {
+    // Statistics are read where products are waited for, as shared memory answers late while products read their operands.
+    float lse[N / 8][2];  // of the next tile's queries
+    auto loadLse = [&](int i) {
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) loadPair(lse[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
+    };
+    // The probabilities of a tile, of queries from i0 on, whose scores are ready.
+    auto formProbabilities = [&](int i0, Accumulator<1, N> &s) {
       hold(s);
-      const uint32_t stats = m.statsOf(i) + lane % 4 * 8;
       // A query that does not exist is all zeros, g and statistics included, and adds nothing.
 #pragma unroll
-      for (int x = 0; x < N / 8; x++) {
-        float lse[2];
-        loadPair(lse, stats + x * 32);
+      for (int x = 0; x < N / 8; x++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[f % 2]));
-      }
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[x][f % 2]));
       if ((p.causal && i0 < own + 15) || own + 15 >= p.seq) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -273,11 +276,23 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
           dropBehind(s, i0, Bounds<1>([&](int row) { return (int)loadWord(m.endOf(own - j0 + row)); }));
       e.set(s, T());
     };
+    // dp begins at -Σ_d g·y.
+    auto beginDp = [&](int i, Accumulator<1, N> &dp) {
+      const uint32_t stats = m.statsOf(i) + m.StatsBytes / 2 + lane % 4 * 8;
+#pragma unroll
+      for (int x = 0; x < N / 8; x++) {
+        float delta[2];
+        loadPair(delta, stats + x * 32);
+#pragma unroll
+        for (int f = 0; f < 4; f++) dp.c[0][x][f] = -delta[f % 2];
+      }
+      hold(dp);
+    };
     // What follows tile i's probabilities, with the next one's, if there is one, of queries from next on.
     auto step = [&](auto more, Accumulator<1, N> &now, Accumulator<1, N> &other) {
       Accumulator<1, N> &dp = now, &dq = now;
       productsBegin();
-      startNT<T, D, S::Own>(dp, m.v + zero(i), 64 * group, m.gTile(i));
+      startNT<T, D, S::Own, N, true>(dp, m.v + zero(i), 64 * group, m.gTile(i));
       productsCommit();
       startNN<T, D>(dv, e, m.gTile(i));
       productsCommit();
@@ -287,22 +302,21 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       }
       if constexpr (more.value) {
         startScores(i + 1, other);
+        if (i > first) tellSender(i - 1);
         productsWait<2>();
       } else {
+        if (i > first) tellSender(i - 1);
         productsWait<1>();
       }
       hold(dp);
-      const uint32_t stats = m.statsOf(i) + m.StatsBytes / 2 + lane % 4 * 8;
 #pragma unroll
       for (int k = 0; k < N / 16; k++) {
         uint32_t ds[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          float delta[2];
-          loadPair(delta, stats + (2 * k + j / 2) * 32);
           const float2 probability = unpack(e.r[k][j], T());
           const float *d = &dp.c[0][2 * k + j / 2][j % 2 * 2];
-          ds[j] = pack(probability.x * (d[0] - delta[0]), probability.y * (d[1] - delta[1]), T());
+          ds[j] = pack(probability.x * d[0], probability.y * d[1], T());
         }
         storeColumns(ds, m.dsTile(i) + dsAt, k);
       }
@@ -317,9 +331,11 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       startTN<T, D, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
       productsCommit();
       if constexpr (more.value) {
+        loadLse(i + 1);
         productsWait<2>();
         t = t > walk.last - walk.count + 1 ? t - 1 : walk.last;
-        formProbabilities(i + 1, t * N, other);
+        formProbabilities(t * N, other);
+        beginDp(i + 1, other);
         m.stages.wait(i + 1);  // long past; but no wait for products moves ahead of the exponentials across it
       }
       productsWait<0>();
@@ -328,9 +344,13 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       hold(dq);
     };
     startScores(i, even);
+    loadLse(i);
     productsWait<0>();
-    formProbabilities(i, t * N, even);
-    if (walk.steps() % 2 == 0) {
+    formProbabilities(t * N, even);
+    if (walk.steps() % 2) {
+      beginDp(i, even);
+    } else {
+      beginDp(i, odd);
       step(Constant<true>(), odd, even);
       i++;
     }
@@ -345,6 +365,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
     m.turns.release(turn);
     m.stages.release(i - 1);
     sendDq(i - 1, even);
+    tellSender(i - 1);
     // Results leave by way of ds, once neither group needs it any more.
     meet();
     const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
@@ -373,8 +394,7 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
   if (threadIdx.x < 128) {
     giveRegisters<S::CopierRegisters>();
     if (threadIdx.x == 0) copyFused<S>(p, docs, q, k, v, g, m, works, tiles);
-    if (threadIdx.x == 32) sendFused<S>(p, docs, m, works, tiles, 0);
-    if (threadIdx.x == 64) sendFused<S>(p, docs, m, works, tiles, 1);
+    if (threadIdx.x > 0 && threadIdx.x % 32 == 0) sendFused<S>(p, docs, m, works, tiles, threadIdx.x / 32 - 1);
   } else {
     takeRegisters<S::WorkerRegisters>();
     workFused<T, S>(p, docs, angles, m, works, tiles);
@@ -407,7 +427,7 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 }  // namespace attention
 
 // Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
-// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 48, with documents
+// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 56, with documents
 // 4·Own more.
 // The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results.
 #define FUSED(D, T)                                                                                                         \

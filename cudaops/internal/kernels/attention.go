@@ -297,7 +297,7 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 	}
 	if c.Variant == AttentionHopper {
 		h := hopperShapes[c.hopperDim()][pass]
-		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others))
+		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others, inTurns))
 		return c.launchHopper(k, s, pass, c.hopperDim(), h)
 	}
 	dim := 64

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sort"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -55,7 +56,7 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 // sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq and the barriers.
 func (h hopperShape) sharedFused(dim int) int {
 	own := 64 * h.workers
-	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 48
+	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
 func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
@@ -78,21 +79,21 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
 }
 
-// evenSection is section where multiprocessors take turns, every second one in reverse: under a causal mask, the number of
-// heads, at most section and at least half of it, for which the multiprocessor with the longest work has least.
-func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int) int {
+// evenSection is section where, under a causal mask, the multiprocessor that is busy longest has least to do: the number of heads, at
+// most section and at least half of it, for which the given hand-out ends first.
+func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out handOut) int {
 	limit := c.section(k, heads, others)
-	if !c.Causal {
+	if !c.Causal || out == onDemand && heads*tiles > k.sms*worksToEven {
 		return limit
 	}
-	key := sectionKey{heads, tiles, limit}
+	key := sectionKey{heads, tiles, limit, out}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	best, ok := k.sections[key]
 	if !ok {
 		least := math.MaxInt
 		for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-			if longest := longestWork(heads, tiles, n, k.sms); longest < least {
+			if longest := out.longest(heads, tiles, n, k.sms); longest < least {
 				best, least = n, longest
 			}
 		}
@@ -101,24 +102,46 @@ func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int) int {
 	return best
 }
 
-type sectionKey struct{ heads, tiles, limit int }
+// On demand, the last of more works than that for each multiprocessor hardly count.
+const worksToEven = 256
 
-// longestWork is the longest sum of loops of a multiprocessor, as schedule of attention.cuh and workOf of attention_hopper.cuh
-// hand them out: the first tile's loop is as long as there are tiles, the last one's is 1.
-func longestWork(heads, tiles, section, sms int) int {
-	sums := make([]int, sms)
+type sectionKey struct {
+	heads, tiles, limit int
+	handOut
+}
+
+// handOut is a way in which multiprocessors come by work, in the order of schedule in attention.cuh.
+type handOut int
+
+const (
+	inTurns  handOut = iota // workOf of attention_hopper.cuh
+	onDemand                // whoever is done takes the next
+)
+
+// longest is how long the busiest multiprocessor works, when the first tile of a head takes as long as there are tiles and the last 1,
+// and the work around the loop, where that matters, a half.
+func (o handOut) longest(heads, tiles, section, sms int) int {
+	busy := make([]int, sms) // in order on demand: the first is the first to be done
 	for first, work := 0, 0; first < heads; first += section {
 		n := min(section, heads-first)
 		for i := range n * tiles {
+			length := 2 * (tiles - i/n)
+			if o == onDemand {
+				done := busy[0] + length + 1
+				at := sort.SearchInts(busy, done)
+				copy(busy, busy[1:at])
+				busy[at-1] = done
+				continue
+			}
 			sm := work % sms
 			if work/sms%2 == 1 {
 				sm = sms - 1 - sm
 			}
-			sums[sm] += tiles - i/n
+			busy[sm] += length
 			work++
 		}
 	}
-	return slices.Max(sums)
+	return slices.Max(busy)
 }
 
 // hopperArgs are the parameters and descriptors of the first few of q, k, v, g and y.
@@ -191,7 +214,7 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 		return err
 	}
 	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
-	p.section = int32(c.section(k, c.Batch*c.KVHeads, 2*c.Heads/c.KVHeads))
+	p.section = int32(c.evenSection(k, c.Batch*c.KVHeads, ceilDiv(c.Seq, 64*h.workers), 2*c.Heads/c.KVHeads, onDemand))
 	a, err := c.hopperArgs(k, 4)
 	if err != nil {
 		return err

@@ -59,13 +59,19 @@ func TestAttentionSections(t *testing.T) {
 		c := attentionCall{AttentionShape: AttentionShape{Batch: a.batch, Seq: a.seq, Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim,
 			Causal: true}, dtype: bf16}
 		heads, tiles := a.batch*a.heads, ceilDiv(a.seq, 128)
-		limit, n := c.section(k, heads, 1), c.evenSection(k, heads, tiles, 1)
-		if n < 1 || n > limit || n < limit/2 || n != c.evenSection(k, heads, tiles, 1) {
-			t.Errorf("%+v: %d heads, %d fit", a, n, limit)
-		}
-		even := max(float64(heads*tiles*(tiles+1)/2)/float64(k.sms), float64(tiles))
-		if longest := longestWork(heads, tiles, n, k.sms); float64(longest) > 1.04*even {
-			t.Errorf("%+v: in sections of %d heads the longest work is %d, on average it is %.0f", a, n, longest, even)
+		for _, out := range []handOut{inTurns, onDemand} {
+			limit, n := c.section(k, heads, 1), c.evenSection(k, heads, tiles, 1, out)
+			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(k, heads, tiles, 1, out) {
+				t.Errorf("%+v: %d heads, %d fit", a, n, limit)
+			}
+			around := 0 // what a work adds to the length of its loop
+			if out == onDemand {
+				around = 1
+			}
+			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.sms), float64(2*tiles+around))
+			if longest := out.longest(heads, tiles, n, k.sms); float64(longest) > 1.04*even {
+				t.Errorf("%+v, %v: in sections of %d heads the longest work is %d, on average it is %.0f", a, out, n, longest, even)
+			}
 		}
 	}
 }

@@ -24,7 +24,7 @@ type Kernels struct {
 	mu      sync.Mutex
 	modules map[string]driver.Module // by unit; a unit is loaded when its first kernel is asked for
 	kernels map[key]*kernel
-	// sections are what evenSection found, which takes some 100 µs.
+	// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
 	sections map[sectionKey]int
 	dnn      dnnPlans
 }
