@@ -82,11 +82,8 @@ func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
 	})
 }
 
-func (k *fakeKernels) SymmetricWays(a kernels.SymmetricShape, _ driver.DType) []kernels.Way {
-	if a.N%8 != 0 || a.Depth%8 != 0 {
-		return nil
-	}
-	return []kernels.Way{{Family: "symmetric", Size: 2}, {Family: "symmetric", Size: 4}}
+func (k *fakeKernels) TakesSymmetric(a kernels.SymmetricShape, _ driver.DType) bool {
+	return a.N%8 == 0 && a.Depth%8 == 0
 }
 
 func (k *fakeKernels) Symmetric(s driver.Stream, a kernels.Symmetric) error {

@@ -70,7 +70,7 @@ type kernelSet interface {
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
-	SymmetricWays(a kernels.SymmetricShape, t driver.DType) []kernels.Way
+	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error

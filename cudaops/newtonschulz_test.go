@@ -98,7 +98,7 @@ func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way str
 			if device.info.Capability() != 90 && way != byProducts {
 				t.Skip("needs a GPU of compute capability 9.0")
 			}
-			test(t, device, way, 1e-2, rule, WithPrecision(BFloat16), WithTuning(TuneOff))
+			test(t, device, way, 2e-2, rule, WithPrecision(BFloat16), WithTuning(TuneOff))
 		})
 	}
 }
@@ -112,7 +112,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 		seed := rand.Uint64()
 		t.Logf("random seed %d", seed)
 		r := rand.New(rand.NewPCG(seed, 1))
-		for _, s := range []shape{{8, 8}, {16, 72}, {72, 16}, {136, 136}, {24, 1000}} {
+		for _, s := range []shape{{8, 24}, {16, 72}, {72, 16}, {136, 136}, {24, 1000}} {
 			for steps := 1; steps <= few(7, 5); steps++ {
 				x := make([]float32, size(s))
 				for i := range x {

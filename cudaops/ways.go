@@ -112,35 +112,6 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 	return k.kernelSet.RMSNormBackward(s, a)
 }
 
-func (k tunedKernels) Symmetric(s driver.Stream, a kernels.Symmetric) error {
-	ways := k.SymmetricWays(a.SymmetricShape, a.Type)
-	if len(ways) < 2 {
-		return k.kernelSet.Symmetric(s, a)
-	}
-	operand, square := a.Batch*a.N*a.Depth, a.Batch*a.N*a.N
-	j := job{op: "Symmetric", shape: fmt.Sprintf("%d of %dx%d %v%s%s", a.Batch, a.N, a.Depth, a.Type, plural(a.Tall, "tall"),
-		plural(a.C != 0, "with sum")), build: k.Build("gemm_symmetric"), ways: names(ways), computes: true,
-		arguments: []argument{numbers(writes, square, a.Type), numbers(reads, operand, a.Type)}}
-	if a.C != 0 {
-		j.arguments = append(j.arguments, numbers(reads, square, a.Type))
-	}
-	j.warm = k.isSmall(j.arguments)
-	j.run = func(way int, memory []driver.Ptr) error {
-		b := a
-		b.Way, b.D, b.Left, b.Right = ways[way], memory[0], memory[1], memory[1]
-		if a.C != 0 {
-			b.C = memory[2]
-		}
-		return k.kernelSet.Symmetric(s, b)
-	}
-	way, err := k.t.choose(j)
-	if err != nil {
-		return err
-	}
-	a.Way = ways[way]
-	return k.kernelSet.Symmetric(s, a)
-}
-
 // attentionUnits are where the variants' kernels are.
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
 	"attention_hopper_fused"}

@@ -206,7 +206,7 @@ func muon(b *bench) {
 		}
 		wide := b.plan(driver.MatmulSpec{M: m, N: n, K: m, A: f16, B: f16, D: f16})
 		suffix := func(int) string { return "" }
-		if len(b.SymmetricWays(it.Shapes()[0], f16)) > 0 {
+		if b.TakesSymmetric(it.Shapes()[0], f16) {
 			usual := kernels.NewtonSchulzTogether(m, n)
 			suffix = func(together int) string {
 				if together == usual {

@@ -72,8 +72,18 @@ func TestNewtonSchulzRun(t *testing.T) {
 	}
 }
 
-// applied is the product with X that NewtonSchulz wants, by cuBLASLt.
-func (g *rig) applied(a NewtonSchulz) func(y, q, x driver.Ptr) error {
+// planned is what computes a product by the fastest of cuBLASLt's ways, timed with the given matrices.
+func (g *rig) planned(spec driver.MatmulSpec, a, b, d driver.Ptr) func(driver.MatmulArgs) error {
+	g.Helper()
+	plan, way, space := g.fastestWay(spec, a, b, d)
+	return func(a driver.MatmulArgs) error {
+		a.Workspace, a.WorkspaceSize = space, productSpace
+		return plan.Run(way, a, g.stream)
+	}
+}
+
+// applied is the product with X that NewtonSchulz wants, plus beta·x.
+func (g *rig) applied(a NewtonSchulz, beta float32) func(y, q, x driver.Ptr) error {
 	g.Helper()
 	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
 	spec := driver.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
@@ -81,12 +91,34 @@ func (g *rig) applied(a NewtonSchulz) func(y, q, x driver.Ptr) error {
 	if tall {
 		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
 	}
-	plan, way, space := g.fastestWay(spec, first, second, a.X[1])
+	run := g.planned(spec, first, second, a.X[1])
 	return func(y, q, x driver.Ptr) error {
+		args := driver.MatmulArgs{Alpha: 1, Beta: beta, A: q, B: x, C: x, D: y}
 		if tall {
-			q, x = x, q
+			args.A, args.B = x, q
 		}
-		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: q, B: x, C: y, D: y, Workspace: space, WorkspaceSize: productSpace}, g.stream)
+		return run(args)
+	}
+}
+
+// byProducts is the iteration by cuBLASLt's products alone.
+func (g *rig) byProducts(a NewtonSchulz) func() {
+	g.Helper()
+	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
+	x, y, gram, poly := a.X[0], a.X[1], a.Squares[0], a.Squares[1]
+	spec := driver.MatmulSpec{M: n, N: n, K: size / n, TransA: tall, TransB: !tall, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: size,
+		StrideB: size, StrideD: n * n}
+	outer := g.planned(spec, x, x, gram)
+	spec = driver.MatmulSpec{M: n, N: n, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: n * n, StrideD: n * n}
+	square, apply := g.planned(spec, gram, gram, poly), g.applied(a, SchulzA)
+	return func() {
+		from, to := x, y
+		for range a.Steps {
+			g.must(outer(driver.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}))
+			g.must(square(driver.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: gram, B: gram, C: gram, D: poly}))
+			g.must(apply(to, poly, from))
+			from, to = to, from
+		}
 	}
 }
 
@@ -117,7 +149,7 @@ func TestNewtonSchulz(t *testing.T) {
 					for i := range a.Squares {
 						a.Squares[i] = g.alloc(batch*n*n, f16, 0).Ptr
 					}
-					apply := g.applied(a)
+					apply := g.applied(a, 0)
 					for range 2 {
 						g.must(g.ctx.CopyOnDevice(a.X[0], x.Ptr, 2*batch*size, g.stream))
 						g.must(a.Run(func(p Symmetric) error { return g.Symmetric(g.stream, p) }, apply))
@@ -201,7 +233,8 @@ func TestNewtonSchulzSpeed(t *testing.T) {
 	}
 	g := newHopperRig(t)
 	for _, s := range []NewtonSchulz{{Rows: 768, Columns: 3072, Batch: 1}, {Rows: 2048, Columns: 2048, Batch: 1},
-		{Rows: 2048, Columns: 8192, Batch: 1}, {Rows: 8192, Columns: 2048, Batch: 1}, {Rows: 768, Columns: 768, Batch: 12}} {
+		{Rows: 2048, Columns: 8192, Batch: 1}, {Rows: 8192, Columns: 2048, Batch: 1}, {Rows: 768, Columns: 768, Batch: 12},
+		{Rows: 1024, Columns: 1024, Batch: 16}, {Rows: 1024, Columns: 2816, Batch: 1}, {Rows: 1536, Columns: 4096, Batch: 1}} {
 		g.scope(fmt.Sprintf("%d of %dx%d", s.Batch, s.Rows, s.Columns), func(g *rig) {
 			n, size := min(s.Rows, s.Columns), s.Rows*s.Columns
 			x, _ := g.scaled(s.Batch*size, s.Rows, f16)
@@ -215,18 +248,21 @@ func TestNewtonSchulzSpeed(t *testing.T) {
 			g.must(g.ctx.Memset8(s.Squares[0], 0x11, 2*s.Batch*n*n, g.stream))
 			g.must(g.ctx.Memset8(s.X[0], 0x11, 2*s.Batch*size, g.stream))
 			s.Steps, s.Type = 5, f16
-			apply := g.applied(s)
-			for _, s.Together = range []int{1, 2, 3} {
-				for _, way := range g.SymmetricWays(SymmetricShape{N: n, Depth: n, Batch: s.Batch}, f16) {
-					took := g.time([]func(){func() {
-						g.must(g.Normalize(g.stream, Normalize{Y: s.X[0], X: x.Ptr, Workspace: workspace.Ptr, N: s.Batch * size, YType: f16, XType: f16}))
-						g.must(s.Run(func(a Symmetric) error { a.Way = way; return g.Symmetric(g.stream, a) }, apply))
-					}})
-					g.Logf("%d steps together, %v: %.1f µs", s.Together, way, took.Seconds()*1e6)
-				}
+			apply := g.applied(s, 0)
+			show := func(what string, run func()) {
+				took := g.time([]func(){func() {
+					g.must(g.Normalize(g.stream, Normalize{Y: s.X[0], X: x.Ptr, Workspace: workspace.Ptr, N: s.Batch * size, YType: f16, XType: f16}))
+					run()
+				}})
+				g.Logf("%-36s %8.1f µs", what, took.Seconds()*1e6)
 			}
-			took := g.time([]func(){func() { g.must(apply(s.X[1], s.Squares[0], s.X[0])) }})
-			g.Logf("apply alone: %.1f µs", took.Seconds()*1e6)
+			show("normalised only", func() {})
+			show("products", g.byProducts(s))
+			for _, s.Together = range []int{1, 3} {
+				show(fmt.Sprintf("symmetric, %d steps together", s.Together), func() {
+					g.must(s.Run(func(a Symmetric) error { return g.Symmetric(g.stream, a) }, apply))
+				})
+			}
 		})
 	}
 }

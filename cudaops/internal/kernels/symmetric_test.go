@@ -65,25 +65,23 @@ func testSymmetric(g *rig, s SymmetricShape) {
 			}
 		}
 		a.SymmetricShape, a.Type, a.Left, a.Right = s, f16, left.Ptr, right.Ptr
-		for _, a.Way = range g.SymmetricWays(s, f16) {
-			var bits []float64
-			for range 2 {
-				d := g.alloc(s.Batch*n*n, f16, 0)
-				a.D = d.Ptr
-				g.must(g.Symmetric(g.stream, a))
-				g.near(fmt.Sprint(a.Way, " alpha ", a.Alpha), d, want, forward(f16))
-				got := g.read(d)
-				if bits == nil {
-					bits = got
-				} else if !slices.Equal(bits, got) {
-					g.Errorf("%v: results differ from run to run", a.Way)
-				}
+		var bits []float64
+		for range 2 {
+			d := g.alloc(s.Batch*n*n, f16, 0)
+			a.D = d.Ptr
+			g.must(g.Symmetric(g.stream, a))
+			g.near(fmt.Sprint("alpha ", a.Alpha), d, want, forward(f16))
+			got := g.read(d)
+			if bits == nil {
+				bits = got
+			} else if !slices.Equal(bits, got) {
+				g.Error("results differ from run to run")
 			}
-			for i, v := range bits {
-				b, r, col := i/(n*n), i/n%n, i%n
-				if v != bits[(b*n+col)*n+r] {
-					g.Fatalf("%v: not symmetric at %d, %d", a.Way, r, col)
-				}
+		}
+		for i, v := range bits {
+			b, r, col := i/(n*n), i/n%n, i%n
+			if v != bits[(b*n+col)*n+r] {
+				g.Fatalf("not symmetric at %d, %d", r, col)
 			}
 		}
 	}
@@ -96,23 +94,21 @@ func TestSymmetricInTurn(t *testing.T) {
 		g.scope(fmt.Sprint(n), func(g *rig) {
 			x, _ := g.scaled(n*n, n, f16) // products with it are as large as what is multiplied
 			shape := SymmetricShape{N: n, Depth: n, Batch: 1}
-			for _, way := range g.SymmetricWays(shape, f16) {
-				var want []float64
-				for apart := range 2 {
-					from := x.Ptr
-					var d *buffer
-					for range 7 {
-						d = g.alloc(n*n, f16, 0)
-						g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1, SymmetricShape: shape, Type: f16, Way: way}))
-						if from = d.Ptr; apart == 0 {
-							g.must(g.ctx.SyncStream(g.stream))
-						}
+			var want []float64
+			for apart := range 2 {
+				from := x.Ptr
+				var d *buffer
+				for range 7 {
+					d = g.alloc(n*n, f16, 0)
+					g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1, SymmetricShape: shape, Type: f16}))
+					if from = d.Ptr; apart == 0 {
+						g.must(g.ctx.SyncStream(g.stream))
 					}
-					if got := g.read(d); want == nil {
-						want = got
-					} else if !slices.Equal(want, got) {
-						g.Errorf("%v: results differ where products overlap", way)
-					}
+				}
+				if got := g.read(d); want == nil {
+					want = got
+				} else if !slices.Equal(want, got) {
+					g.Error("results differ where products overlap")
 				}
 			}
 		})
@@ -131,7 +127,6 @@ func TestSymmetricRefusals(t *testing.T) {
 			"operand":  func(a *Symmetric) { a.Left += 8 },
 			"addend":   func(a *Symmetric) { a.C += 4 },
 			"type":     func(a *Symmetric) { a.Type = bf16 },
-			"way":      func(a *Symmetric) { a.Way = Way{"symmetric", 3} },
 		} {
 			a := ok
 			change(&a)
@@ -139,20 +134,18 @@ func TestSymmetricRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error", capability, what)
 			}
 		}
-		if takes := len(k.SymmetricWays(ok.SymmetricShape, f16)) == 2; takes != (capability == 90) {
+		if takes := k.TakesSymmetric(ok.SymmetricShape, f16); takes != (capability == 90) {
 			t.Errorf("capability %d: takes it: %v", capability, takes)
 		}
+		c.ClearTrace()
 		for _, ok.Tall = range []bool{false, true} {
-			for _, ok.Way = range k.SymmetricWays(ok.SymmetricShape, f16) {
-				c.ClearTrace()
-				if err := k.Symmetric(0, ok); err != nil {
-					t.Error(err)
-				}
-				for _, op := range c.Trace() {
-					if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != ok.Way.Size || op.Config.Grid.X%ok.Way.Size != 0) {
-						t.Errorf("launched with %v", op.Config)
-					}
-				}
+			if err := k.Symmetric(0, ok); (err == nil) != (capability == 90) {
+				t.Errorf("capability %d: error %v", capability, err)
+			}
+		}
+		for _, op := range c.Trace() {
+			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != 2 || op.Config.Grid.X%2 != 0) {
+				t.Errorf("launched with %v", op.Config)
 			}
 		}
 		empty := ok
@@ -182,11 +175,9 @@ func TestSymmetricSpeed(t *testing.T) {
 			show("cuBLASLt", g.fastestProduct(driver.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: f16, B: f16, D: f16,
 				Batch: s.Batch, StrideA: s.N * s.Depth, StrideB: s.N * s.Depth, StrideD: s.N * s.N}, x.Ptr, x.Ptr, d.Ptr))
 			for _, s.Tall = range []bool{false, true} {
-				for _, way := range g.SymmetricWays(s, f16) {
-					show(fmt.Sprint(way, " tall ", s.Tall), func() {
-						g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: x.Ptr, Right: x.Ptr, Alpha: 1, SymmetricShape: s, Type: f16, Way: way}))
-					})
-				}
+				show(fmt.Sprint("symmetric, tall ", s.Tall), func() {
+					g.must(g.Symmetric(g.stream, Symmetric{D: d.Ptr, Left: x.Ptr, Right: x.Ptr, Alpha: 1, SymmetricShape: s, Type: f16}))
+				})
 			}
 		})
 	}

@@ -61,7 +61,7 @@ func (m *Machine) newIteration(shape tensor.Shape, batch, steps int) (*iteration
 // products, which otherwise would only be compared with.
 func (it *iteration) ways() []string {
 	for _, s := range it.Shapes() {
-		if len(it.m.k.SymmetricWays(s, it.Type)) == 0 {
+		if !it.m.k.TakesSymmetric(s, it.Type) {
 			return []string{byProducts}
 		}
 	}
