@@ -10,6 +10,33 @@
 // a block has all rows of its seeds.
 #include "kasmina_feed.cuh"
 
+// What numbers and pairs of them have in common. nearer gives the lesser magnitude, with any sign.
+__device__ __forceinline__ __nv_bfloat162 minNaN(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2_nan(a, b); }
+__device__ __forceinline__ __nv_bfloat162 maxNaN(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
+__device__ __forceinline__ __half2 minNaN(__half2 a, __half2 b) { return __hmin2_nan(a, b); }
+__device__ __forceinline__ __half2 maxNaN(__half2 a, __half2 b) { return __hmax2_nan(a, b); }
+
+__device__ __forceinline__ float magnitude(float v) { return fabsf(v); }
+__device__ __forceinline__ __nv_bfloat162 magnitude(__nv_bfloat162 v) { return __habs2(v); }
+__device__ __forceinline__ __half2 magnitude(__half2 v) { return __habs2(v); }
+
+__device__ __forceinline__ float nearer(float a, float b) { return fminf(fabsf(a), fabsf(b)); }
+#if __CUDA_ARCH__ >= 860
+template <class V> __device__ __forceinline__ V nearer(V a, V b) {
+  const uint32_t &p = reinterpret_cast<uint32_t&>(a), &q = reinterpret_cast<uint32_t&>(b);
+  uint32_t r;
+  if constexpr (__is_same(V, __half2)) asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(q));
+  else asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(q));
+  return reinterpret_cast<V&>(r);
+}
+#else
+template <class V> __device__ __forceinline__ V nearer(V a, V b) { return __hmin2(__habs2(a), __habs2(b)); }
+#endif
+
+__device__ __forceinline__ bool atMost(float v, float limit) { return v <= limit; }
+__device__ __forceinline__ bool atMost(__nv_bfloat162 v, float limit) { return __hble2(v, pairOf<bf16>(limit)); }
+__device__ __forceinline__ bool atMost(__half2 v, float limit) { return __hble2(v, pairOf<f16>(limit)); }
+
 // Health is what a lane has seen of a seed's elements.
 template <class T, int E> struct Health {
   static constexpr bool pairs = inPairs<T, E>;
@@ -36,40 +63,30 @@ template <class T, int E> struct Health {
     if constexpr (pairs) return reinterpret_cast<const V*>(&x[i / n(1)].v[at])[i % n(1)];
     else return x[i / n(1)].get(at + i % n(1));
   }
-  // survey looks at the elements of a batch, from element at on of each pack, any of which may be NaN or Inf.
-  template <int B, class P> __device__ __forceinline__ void survey(const P* x, int at) {
-    below = above = item(x, at, 0), nearest = magnitude(below);
+  // survey looks at the elements of a batch, from element at on of each pack, and returns what none exceeds in magnitude, or NaN
+  // if any is.
+  template <int B, class P> __device__ __forceinline__ V survey(const P* x, int at) {
+    below = above = nearest = item(x, at, 0);
 #pragma unroll
     for (int i = 1; i < n(B); i++) {
       V v = item(x, at, i);
-      if constexpr (pairs) {
-        below = __hmin2_nan(below, v), above = __hmax2_nan(above, v), nearest = __hmin2(nearest, magnitude(v));
-      } else {
-        below = minNaN(below, v), above = maxNaN(above, v), nearest = fminf(nearest, magnitude(v));
-      }
+      below = minNaN(below, v), above = maxNaN(above, v), nearest = nearer(nearest, v);
     }
+    nearest = magnitude(nearest);
+    return maxNaN(above, -below);
   }
-  __device__ static __forceinline__ V magnitude(V v) {
-    if constexpr (pairs) return __habs2(v);
-    else return fabsf(v);
+  // add takes in the extremes of a batch that was surveyed and is all finite. A group of them ends with merge.
+  __device__ __forceinline__ void add() { low = minNaN(low, below), high = maxNaN(high, above); }
+  // live says whether no magnitude of a batch, the least of which is given, is less than eps.
+  __device__ __forceinline__ bool live(V least) const {
+    if constexpr (pairs) return __hbge2(least, eps);
+    else return least >= eps;
   }
-  // within says whether none of the batch has a magnitude beyond limit or is NaN.
-  __device__ __forceinline__ bool within(float limit) const {
-    if constexpr (pairs) return __hbge2(below, pairOf<T>(-limit)) && __hble2(above, pairOf<T>(limit));
-    else return below >= -limit && above <= limit;
-  }
-  // add takes in a batch that was surveyed and is all finite. A group of them ends with merge.
-  template <int B, class P> __device__ __forceinline__ void add(const P* x, int at) {
-    if constexpr (pairs) {
-      low = __hmin2(low, below), high = __hmax2(high, above);
-      if (__hbge2(nearest, eps)) return;
+  template <int B, class P> __device__ __forceinline__ void countDead(const P* x, int at) {
 #pragma unroll
-      for (int i = 0; i < n(B); i++) few = __hadd2(few, __hlt2(magnitude(item(x, at, i)), eps));
-    } else {
-      low = fminf(low, below), high = fmaxf(high, above);
-      if (nearest >= eps) return;
-#pragma unroll
-      for (int i = 0; i < n(B); i++) few += magnitude(item(x, at, i)) < eps ? 1.0f : 0.0f;
+    for (int i = 0; i < n(B); i++) {
+      if constexpr (pairs) few = __hadd2(few, __hlt2(magnitude(item(x, at, i)), eps));
+      else few += magnitude(item(x, at, i)) < eps ? 1.0f : 0.0f;
     }
   }
   // addRow takes in the elements of a row of the batch for the moments.
@@ -101,11 +118,13 @@ template <class T, int E> struct Health {
     m.add(s1, s2, float(n));
     return E - n;
   }
-  __device__ __forceinline__ void put(float4* to) const {
-    to[0] = record(m);
+  // put leaves the record of unit i of kThreads·G in two arrays, as Records.
+  template <int G> __device__ __forceinline__ void put(float4* to, int i) const {
+    float4* rest = to + kThreads * G;
+    to[i] = record(m);
     if constexpr (pairs)
-      to[1] = {fminf(__low2float(low), __high2float(low)), fmaxf(__low2float(high), __high2float(high)), dead, 0};
-    else to[1] = {low, high, dead, 0};
+      rest[i] = {fminf(__low2float(low), __high2float(low)), fmaxf(__low2float(high), __high2float(high)), dead, 0};
+    else rest[i] = {low, high, dead, 0};
   }
 };
 
@@ -123,47 +142,61 @@ __device__ __forceinline__ void evaluate(float (&y)[E], const float* x, float x1
   }
 }
 
+// Records is where records lie, [parts, units]: their moments, and the rest of each in another place.
+struct Records {
+  const float4 *moments, *rest;
+  int parts, units, apart;  // apart: float4 from one unit to the next
+};
+
 // HealthSums merge records.
 struct HealthSums {
   Sums m;
   float low = INFINITY, high = -INFINITY;
-  double dead = 0;
+  double dead = 0, pivot = 0;
   __device__ __forceinline__ void add(const HealthSums& o) {
     m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
   }
-  __device__ __forceinline__ void add(const float4* r, double pivot) {
-    float4 o = r[1];
-    m.add(r[0], pivot), low = fminf(low, o.x), high = fmaxf(high, o.y), dead += o.z;
+  // gather adds up the records of so many units, each, from the first on, by so many threads, share, a power of two. The first
+  // of them has the result. All threads of the block call it, with their numbers i. A thread reads early records at once.
+  template <int early> __device__ __forceinline__ void gather(const Records& r, int first, int each, int share, int i) {
+    const int all = r.parts * each, step = each == 1 ? share : share / each, over = each == 1 ? 0 : share % each;
+    int p = i & share - 1, unit = 0, part = p;
+    if (each > 1) unit = p % each, part = p / each;
+    float4 lead = {};
+    if (p < all) lead = r.moments[first * r.apart];
+#pragma unroll 1
+    do {
+      float4 moments[early], rest[early];
+#pragma unroll
+      for (int k = 0; k < early; k++) {
+        const int64_t at = (int64_t(part) * r.units + first + unit) * r.apart;
+        moments[k] = {}, rest[k] = {INFINITY, -INFINITY, 0, 0};
+        if (p < all) moments[k] = r.moments[at], rest[k] = r.rest[at];
+        p += share, part += step, unit += over;
+        if (unit >= each) unit -= each, part++;
+      }
+      if (lead.w == 0 && all > 0) lead.x = pivotOf(r.moments + first * r.apart, r.parts, int64_t(r.units) * r.apart);
+      pivot = lead.x;
+#pragma unroll
+      for (int k = 0; k < early; k++) {
+        m.add(moments[k], pivot);
+        low = fminf(low, rest[k].x), high = fmaxf(high, rest[k].y), dead += rest[k].z;
+      }
+    } while (p < all);
+    addOver(*this, share, i);
+  }
+  // put writes figures [8, seeds] of a seed: the six, and mean and variance once more for those whose six are replaced by another
+  // reduction.
+  __device__ __forceinline__ void put(float* figures, int seed, int seeds, float eps) const {
+    const double by = inverse(m.n), d = m.d * by, m2 = m.d2 - m.d * d;
+    const bool any = m.n > 0;
+    const float v = any ? float(m2 < INFINITY ? fmax(m2, 0.0) * by : INFINITY) : 0, mean = any ? float(pivot + d) : 0;
+    const float out[8] = {v, mean, any ? low : 0, any ? high : 0, any ? float(dead * by) : 0,
+                          any ? fabsf(mean) * __frsqrt_rn(v + eps) : 0, mean, v};
+#pragma unroll
+    for (int f = 0; f < 8; f++) figures[int64_t(f) * seeds + seed] = out[f];
   }
 };
-
-// mergeHealth turns records [parts, units], two float4 each, into figures [8, seeds]: the six, and mean and variance once more
-// for those whose six are replaced by another reduction. share threads merge those of a seed, of each units; i is the thread's
-// number, and first the seed of the first threads, whose units begin at records. Launch: kMergeThreads a block.
-__device__ __forceinline__ void mergeHealth(float* figures, const float4* records, int parts, int units, int each, int first,
-                                            int seeds, int share, int i, float eps) {
-  HealthSums h;
-  const int nth = i / share, seed = first + nth;
-  double pivot = 0;
-  if (seed < seeds) {
-    records += 2 * int64_t(nth) * each;
-    pivot = pivotOf(records, parts, 2 * int64_t(units));
-#pragma unroll 4
-    for (int p = i % share; p < parts * each; p += share) {
-      const float4* r = records + 2 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
-      h.add(r, pivot);
-    }
-  }
-  addOver(h, share, i);
-  if (seed >= seeds || i % share > 0) return;
-  const Moments m = h.m.moments(pivot);
-  const bool any = m.n > 0;
-  const float v = float(m.variance()), mean = float(m.mean);
-  const float out[8] = {v, mean, any ? h.low : 0, any ? h.high : 0, any ? float(h.dead) / float(m.n) : 0,
-                        any ? fabsf(mean) / sqrtf(v + eps) : 0, mean, v};
-#pragma unroll
-  for (int f = 0; f < 8; f++) figures[int64_t(f) * seeds + seed] = out[f];
-}
 
 // Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
 // blocks share the rows. Shared memory: what the feed takes, and with figures at least 32·G bytes a thread. records is
@@ -183,21 +216,27 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   Health<T, E> h[G];
 #pragma unroll
   for (int g = 0; g < G; g++) h[g].init(l.eps);
-  const int seed = lane.col / l.chunk, at = whole ? 0 : lane.col % l.chunk;
+  const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   if (here) {
     const Work<B> work(lane, share, l.rows, d);
+    if (whole) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
+    State<E> states[G];
+#pragma unroll
+    for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
     Feed feed(shared, src, lane, work);
     const Neighbours<T, N> neighbours(lane, at, l.chunk);
     const float large = greatest<T>(l.large);
     Pivots<T, N, E> pivots;
     if (watch) pivots.fetch(x, work);
-    awaitPrevious();  // which made l.softmax
+#pragma unroll
+    for (int g = 0; g < G; g++) states[g].template finish<whole>(l, at);
+    awaitPrevious();  // which made l.softmax; the compiler must not put loads off to behind it
     Seed<E> s[G];
     int lost[G] = {};  // elements that are NaN or Inf
     bool blends = false, taps = false;
-    Seed<E>::read(s, l, seed, at);
 #pragma unroll
     for (int g = 0; g < G; g++) {
+      s[g].init(l, states[g]);
       s[g].bySign();
       blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
     }
@@ -249,7 +288,6 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       constexpr int need = decltype(needs)::value;
 #pragma unroll
       for (int g = 0; g < G; g++) {
-        if (watch) h[g].template add<B>(v, g * E);
 #pragma unroll
         for (int u = 0; u < B; u++) {
           float e[E], out[E];
@@ -286,8 +324,18 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           }
         fine = most <= large;
         if (watch) {
+          auto greatest = h[0].template survey<B>(v[0], 0), least = h[0].nearest;
 #pragma unroll
-          for (int g = 0; g < G; g++) h[g].template survey<B>(v[0], g * E), fine = h[g].within(large) && fine;
+          for (int g = 1; g < G; g++)
+            greatest = maxNaN(greatest, h[g].template survey<B>(v[0], g * E)), least = nearer(least, h[g].nearest);
+          fine = atMost(greatest, large) && fine;
+          if (fine) {
+#pragma unroll
+            for (int g = 0; g < G; g++) h[g].add();
+            if (!h[0].live(magnitude(least)))
+#pragma unroll
+              for (int g = 0; g < G; g++) h[g].template countDead<B>(v[0], g * E);
+          }
         } else {
           fine = Magnitudes<T, N>(v[0]).within(large) && fine;
         }
@@ -317,22 +365,24 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   }
   if (!watch) return;
   float4* own = reinterpret_cast<float4*>(shared);
-  const int wide = blockDim.x * G;
+  const int wide = blockDim.x * G, i = Lane::inBlock();
   __syncthreads();  // no thread needs what it has fetched any more
 #pragma unroll
-  for (int g = 0; g < G; g++) h[g].put(own + 2 * (threadIdx.y * wide + threadIdx.x * G + g));
+  for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();
-  if constexpr (alone) {
-    const int each = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / each;
-    mergeHealth(figures, own, blockDim.y, wide, each, first, l.seeds, kThreads * each / wide, Lane::inBlock(), l.eps);
-  } else if (here) {
-    for (int g = threadIdx.y; g < G; g += blockDim.y) {
-      const float4* r = own + 2 * (threadIdx.x * G + g);
-      const double pivot = pivotOf(r, blockDim.y, 2 * wide);
-      HealthSums all;
-      for (int y = 0; y < blockDim.y; y++) all.add(r + 2 * y * wide, pivot);
-      float4* to = records + 2 * (int64_t(blockIdx.y) * units + lane.col / E + g);
-      to[0] = all.m.record(pivot), to[1] = {all.low, all.high, float(all.dead), 0};
+  const Records lanes{own, own + kThreads * G, int(blockDim.y), wide, 1};
+  const int each = alone && !whole ? l.chunk / E : 1, team = max(kThreads * each >> __ffs(wide) - 1, 1);
+  for (int n = i >> __ffs(team) - 1; n * each < wide; n += kThreads) {  // more than once where team is 1
+    HealthSums sums;
+    sums.template gather<alone ? 2 : 1>(lanes, n * each, each, team, i);
+    if ((i & team - 1) > 0) continue;
+    const int first = blockIdx.x * wide + n * each;  // unit
+    if (first >= units) continue;
+    if constexpr (alone) {
+      sums.put(figures, first / each, l.seeds, l.eps);
+    } else {
+      float4* to = records + 2 * (int64_t(blockIdx.y) * units + first);
+      to[0] = sums.m.record(sums.pivot), to[1] = {sums.low, sums.high, float(sums.dead), 0};
     }
   }
 }
@@ -376,9 +426,18 @@ FOR_STORAGE_TYPES(DEFINE)
 // Launch: kMergeThreads/share seeds a block; it may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     kasmina_merge(float* figures, const float4* records, int parts, int units, int seeds, int share, float eps) {
-  awaitPrevious();
-  const int each = units / seeds, first = blockIdx.x * (kMergeThreads / share);
-  mergeHealth(figures, records + 2 * int64_t(first) * each, parts, units, each, first, seeds, share, threadIdx.x, eps);
+  const int each = units / seeds, seed = (blockIdx.x * kMergeThreads + threadIdx.x) / share, shown = min(seed, seeds - 1);
+  releaseNext();
+  // In its first turn it merges nothing, which brings the code to the multiprocessor while the pass is still at work: what that
+  // streams through the L2 has left nothing of the code there.
+#pragma unroll 1
+  for (int turn = 0; turn < 2; turn++) {
+    if (turn == 1) awaitPrevious();
+    __syncthreads();
+    HealthSums sums;
+    sums.gather<4>({records, records + 1, turn * parts, units, 2}, shown * each, each, share, threadIdx.x);
+    if (turn == 1 && seed < seeds && (threadIdx.x & share - 1) == 0) sums.put(figures, seed, seeds, eps);
+  }
 }
 
 // Of each slot, max(w) and 1/Σexp(w − max w). Launch: a warp a slot, 8 a block.

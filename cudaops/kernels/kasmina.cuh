@@ -57,13 +57,21 @@ template <int E> struct State {
   float alpha, scale;
   float w[E], first[3];  // weights; the slot's first ones
 
-  __device__ __forceinline__ void load(const Layer& l, int seed, int at) {
+  // begin and then finish load it: in two steps, since the word says where the rest is.
+  __device__ __forceinline__ void begin(const Layer& l, int seed) { word.bits = l.word[seed], alpha = l.alpha[seed]; }
+  template <bool whole> __device__ __forceinline__ void finish(const Layer& l, int at) {
     const float* row = l.weights + int64_t(word.slot()) * l.chunk;
-    alpha = l.alpha[seed], scale = l.scales[word.slot()];
+    scale = l.scales[word.slot()];
+    if (E % 4 == 0 && aligned16(row + at)) {
+      const Pack<float, E> v = load<E>(row + at);
 #pragma unroll
-    for (int j = 0; j < E; j++) w[j] = row[at + j];
+      for (int j = 0; j < E; j++) w[j] = v.v[j];
+    } else {
 #pragma unroll
-    for (int j = 0; j < 3; j++) first[j] = row[min(j, l.chunk - 1)];
+      for (int j = 0; j < E; j++) w[j] = row[at + j];
+    }
+#pragma unroll
+    for (int j = 0; j < 3; j++) first[j] = whole && j < E ? w[j] : row[min(j, l.chunk - 1)];
   }
 };
 
@@ -78,51 +86,32 @@ template <int E> struct Seed {
   template <int G> __device__ static __forceinline__ void read(Seed (&s)[G], const Layer& l, int seed, int at) {
     State<E> states[G];
 #pragma unroll
-    for (int g = 0; g < G; g++) states[g].word.bits = l.word[seed + g];
+    for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
 #pragma unroll
-    for (int g = 0; g < G; g++) states[g].load(l, seed + g, at);
+    for (int g = 0; g < G; g++) states[g].template finish<false>(l, at);
 #pragma unroll
     for (int g = 0; g < G; g++) s[g].init(l, states[g]);
   }
 
+  // init has no branch but one, since a warp's seeds are of all kinds.
   __device__ __forceinline__ void init(const Layer& l, const State<E>& state) {
     word = state.word;
-    Kind kind = word.kind();
-    blends = word.blends();
-    active = word.active();
-#pragma unroll
-    for (int j = 0; j < E; j++) p[j] = 1, q[j] = 0, u[j] = 0;
-    off = 1, thr = -1, r1 = r2 = 0;
-    if (!word.active()) return;
-    float alpha = state.alpha, keep = 1 - alpha, as = alpha * state.scale;
+    const Kind kind = word.kind();
+    blends = word.blends(), active = word.active();
+    const float alpha = state.alpha, keep = 1 - alpha, as = alpha * state.scale;
+    const bool mixes = active && alpha != 0;  // else t(x), NaN included, has no part in the result
+    const bool sums = mixes && kind == kResidual, scales = mixes && kind != kResidual;
+    const bool gate = mixes && kind == kAttentionGate, conv = mixes && kind == kConvFilter, relu = active && kind == kMLPExpansion;
     float w[E];
 #pragma unroll
-    for (int j = 0; j < E; j++) w[j] = state.w[j];
-    if (kind == kMLPExpansion) {
-      thr = 0, off = keep;
+    for (int j = 0; j < E; j++) w[j] = conv ? state.first[0] : state.w[j];
+    if (gate) softmaxOf(w, l, word.slot());
 #pragma unroll
-      for (int j = 0; j < E; j++) u[j] = w[j];
+    for (int j = 0; j < E; j++) {
+      p[j] = scales ? fmaf(as, w[j], keep) : 1, q[j] = sums ? as * w[j] : 0, u[j] = relu ? w[j] : 0;
     }
-    if (alpha == 0) {  // whatever t(x) is, NaN included, has no part in the result
-      off = 1;
-      return;
-    }
-    if (kind == kResidual) {
-#pragma unroll
-      for (int j = 0; j < E; j++) q[j] = as * w[j];
-    } else if (kind == kAttentionGate) {
-      softmaxOf(w, l, word.slot());
-#pragma unroll
-      for (int j = 0; j < E; j++) p[j] = keep + as * w[j];
-    } else if (kind == kMLPExpansion) {
-#pragma unroll
-      for (int j = 0; j < E; j++) p[j] = keep + as * w[j];
-    } else if (kind == kConvFilter) {
-#pragma unroll
-      for (int j = 0; j < E; j++) p[j] = keep + as * state.first[0];
-      if (l.chunk > 1) r1 = as * state.first[1];
-      if (l.chunk > 2) r2 = as * state.first[2];
-    }
+    off = mixes && relu ? keep : 1, thr = relu ? 0 : -1;
+    r1 = conv && l.chunk > 1 ? as * state.first[1] : 0, r2 = conv && l.chunk > 2 ? as * state.first[2] : 0;
   }
 
   // softmaxOf replaces weights of a slot by their softmax.
@@ -317,9 +306,10 @@ struct Running {
   }
 };
 
-// inverse is 1/n to about 1e-14, in a fraction of the time of a division.
+// inverse is 1/n for n > 0, to about 1e-15, in a fraction of the time of a division.
 __device__ __forceinline__ double inverse(double n) {
-  double r = __frcp_rn(float(n));
+  double r = __fdividef(1, float(n));
+  r *= 2 - n * r;
   return r * (2 - n * r);
 }
 
@@ -378,6 +368,7 @@ template <class S> __device__ __forceinline__ void addOver(S& s, int share, int 
   __shared__ alignas(S) char room[kMergeThreads / kWarp * sizeof(S)];
   S* warps = reinterpret_cast<S*>(room);
   constexpr int words = sizeof(S) / 4;
+#pragma unroll 1
   for (int k = min(share, kWarp) / 2; k > 0; k /= 2) {
     S o;
 #pragma unroll
@@ -388,6 +379,7 @@ template <class S> __device__ __forceinline__ void addOver(S& s, int share, int 
   if (share <= kWarp) return;
   if (i % kWarp == 0) warps[i / kWarp] = s;
   __syncthreads();
-  if (i % share == 0)
+  if ((i & share - 1) == 0)
+#pragma unroll 1
     for (int w = 1; w < share / kWarp; w++) s.add(warps[i / kWarp + w]);
 }

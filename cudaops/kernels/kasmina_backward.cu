@@ -157,10 +157,14 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   releaseNext();
   Lane lane(N, share);
   const bool here = lane.find(d);
-  const int seed = lane.col / l.chunk, at = whole ? 0 : lane.col % l.chunk;
+  if (whole) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
+  const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   Seen<T, E> h[G];
   float acc[N] = {}, d1[G] = {}, d2[G] = {};
   if (here) {
+    State<E> states[G];
+#pragma unroll
+    for (int k = 0; k < G; k++) states[k].begin(l, seed + k);
     const Work<B> work(lane, share, l.rows, d);
     Feed feed(shared, src, lane, work);
     const Neighbours<T, N> neighbours(lane, at, l.chunk);
@@ -168,14 +172,16 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const float large = greatest<T>(kLargestSquared);
     Pivots<T, N, E> pivots;
     if (watch) pivots.fetch(g, work);
-    awaitPrevious();  // which made l.softmax or scale
+#pragma unroll
+    for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
+    awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
     Seed<E> s[G];
     bool residual[G], active = false, taps = false;
     int lost[G] = {};  // elements that are NaN or Inf
     uint32_t clips[G] = {};
-    Seed<E>::read(s, l, seed, at);
 #pragma unroll
     for (int k = 0; k < G; k++) {
+      s[k].init(l, states[k]);
       const Word word = s[k].word;
       residual[k] = word.kind() == kResidual;
       active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
@@ -539,6 +545,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
 // It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(1024)
     kasmina_slots(Layer l, float* dweights, float* dscales, const float* total, const int* heads, const int* order, int units) {
+  releaseNext();
   awaitPrevious();
   gatherSlot(l, dweights, dscales, total, heads, order, units);
 }

@@ -20,30 +20,30 @@ struct alignas(64) TensorMap {
 };
 
 // Share is how the threads of a launch share the work. Of each warp's threads in a row, the first used have columns: fewer than
-// all where a chunk must not cross from one warp to the next. The first lanes take batches in turn, and each of the others run
-// batches behind those. Blocks of lanes start in order, so that the others even out what the first ones' multiprocessors
-// differ in speed.
+// all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
+// others run batches behind those, but the last few, ending, no more than tail. Blocks of lanes start in order, so that late ones
+// even out what the first ones' multiprocessors differ in speed, and short ones at last what those do.
 struct Share {
-  int first;
-  uint16_t run, used;
+  unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
 };
 
 // Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
 // the same rows are peers.
 struct Lane {
   int col;
-  int64_t index, count;  // of lanes
+  int index, count;  // of lanes
   unsigned peers;
 
   __device__ __forceinline__ Lane(int n, const Share& share) {
-    const int t = blockIdx.x * blockDim.x + threadIdx.x, wide = min(blockDim.x, kWarp), place = t % wide;
-    col = place < share.used ? (t / wide * share.used + place) * n : INT_MAX;
-    index = int64_t(blockIdx.y) * blockDim.y + threadIdx.y, count = int64_t(gridDim.y) * blockDim.y;
+    const bool narrow = blockDim.x < kWarp;  // else a multiple of it
+    const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
+    col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
+    index = blockIdx.y * blockDim.y + threadIdx.y, count = gridDim.y * blockDim.y;
   }
   // find says whether the thread has any columns of d. All threads of the block call it.
   __device__ __forceinline__ bool find(int d) {
-    unsigned busy = __ballot_sync(kAllLanes, col < d);
-    peers = busy & __match_any_sync(kAllLanes, threadIdx.y);
+    peers = __ballot_sync(kAllLanes, col < d);
+    if (blockDim.x < kWarp) peers &= __match_any_sync(kAllLanes, threadIdx.y);
     return col < d;
   }
   __device__ __forceinline__ static int inBlock() { return threadIdx.y * blockDim.x + threadIdx.x; }
@@ -57,18 +57,14 @@ template <int B> struct Work {
   int batches, singles, col, d;
 
   __device__ __forceinline__ Work(const Lane& lane, const Share& share, int64_t rows, int d) : col(lane.col), d(d) {
-    int64_t full = rows / B, turns = full - (lane.count - share.first) * share.run;  // batches taken in turn
-    bool extra = lane.index >= share.first;
-    if (turns < 0) turns = 0;
-    int64_t at = extra ? turns + (lane.index - share.first) * share.run : lane.index;
-    int64_t end = extra ? min(full, at + share.run) : turns, by = extra ? 1 : share.first;
-    batches = at < end ? int(rounds(end - 1 - at, by)) + 1 : 0;
-    row = at * B, stride = by * B, rest = full * B;
+    const int full = int(rows / B), ending = lane.count - share.ending;
+    const int last = max(full - share.ending * share.tail, 0), turns = max(last - (ending - share.late) * share.run, 0);
+    int at = lane.index, end = turns, by = share.late;  // batches: the first, behind the last, from one to the next
+    if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
+    else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
+    batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
+    row = int64_t(at) * B, stride = int64_t(by) * B, rest = int64_t(full) * B;
     singles = lane.index == 0 ? int(rows - rest) : 0;
-  }
-  // rounds is n/by, in 32 bits where it can be: 64 take a subroutine.
-  __device__ static __forceinline__ uint32_t rounds(int64_t n, int64_t by) {
-    return n <= UINT_MAX ? uint32_t(n) / uint32_t(by) : uint32_t(n / by);
   }
   __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
   __device__ __forceinline__ int64_t step() const { return stride * d; }
@@ -175,6 +171,7 @@ template <class T, int N, int A, int B_> struct Ring {
   __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w)
       : src(src), work(w), at(w.place(w.row)), left(w.batches), put(0), take(0) {
     ring = uint32_t(__cvta_generic_to_shared(shared)) + Lane::inBlock() * 16;
+    asm volatile("" : "+r"(ring));  // so that it stays in a register
     for (int i = 0; i < ahead - 1; i++) request();
   }
   __device__ __forceinline__ void request() {

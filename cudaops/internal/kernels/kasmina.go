@@ -195,7 +195,7 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 	if k.ctx.Device().Capability() == 90 && d > 16*n && l.Rows <= math.MaxInt32 {
 		families = slices.Insert(families, 1, KasminaBulk) // as quick as Ring or a little slower in all that was measured
 	}
-	if l.tileAcross() > 0 && (telemetry || backward) {
+	if l.tileAcross(backward) > 0 && (telemetry || backward) {
 		at := len(families)
 		if l.Rows <= kasminaTileRows {
 			at = 0
@@ -206,13 +206,16 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 }
 
 // tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles: the threads of
-// a chunk must be a power of two.
-func (l KasminaLayer) tileAcross() int {
-	chunk := max(1, l.Chunk/vector(l.Type))
+// a chunk must be a power of two. Forward, layers of more rows take narrower tiles, which are more.
+func (l KasminaLayer) tileAcross(backward bool) int {
+	chunk, least := max(1, l.Chunk/vector(l.Type)), 8
 	if chunk > 32 || chunk&(chunk-1) != 0 {
 		return 0
 	}
-	return max(8, chunk)
+	if !backward && l.Rows > 64 {
+		least = 4
+	}
+	return max(least, chunk)
 }
 
 // check returns the name's ending of the kernels for a layer.
@@ -223,8 +226,8 @@ func (l KasminaLayer) check(op string, r KasminaReduction) (suf string, empty bo
 	if l.Stability < KasminaFast || l.Stability > KasminaAdaptive || r < 0 || r >= kasminaReductions {
 		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d", op, l.Stability, r)
 	}
-	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 {
-		return "", false, fmt.Errorf("kernels.%s: %d seeds of %d columns are too many", op, l.State.Seeds, l.Chunk)
+	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 || l.Rows > math.MaxInt32 {
+		return "", false, fmt.Errorf("kernels.%s: %d rows of %d seeds of %d columns are too many", op, l.Rows, l.State.Seeds, l.Chunk)
 	}
 	empty, err = checkSizes(op, l.Rows, l.State.Seeds, l.Chunk, l.State.Slots)
 	return suf, empty, err
@@ -308,7 +311,7 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use k
 // args begins the arguments of the pass's kernel: the layer, Share, two arrays, and descriptors of those that it reads, where
 // the family takes them.
 func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, error) {
-	a := args().Struct(p.layer, 8).Struct(args().Int32(p.first).Int32(p.run|p.used<<16).Packed(), 4).Ptr(y).Ptr(x)
+	a := args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
 	if p.family != KasminaBulk {
 		return a, nil
 	}
@@ -326,13 +329,14 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 	return a, nil
 }
 
-// main launches the pass's kernel over the whole layer. Where one of ours comes before it, it overlaps with that.
+// main launches the pass's kernel over the whole layer. Forward it overlaps with whatever comes before it, which it awaits; backward,
+// where that gained nothing, with a kernel of its own.
 func (p *kasminaPass) main(a *driver.Args) error {
 	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
-		Grid:    driver.Dim{X: p.tiles, Y: p.rowBlocks + p.late},
+		Grid:    driver.Dim{X: p.tiles, Y: p.rowParts()},
 		Block:   driver.Dim{X: p.across, Y: p.down},
 		Shared:  p.shared(),
-		Overlap: p.gates != 0 && p.overlaps(),
+		Overlap: (p.gates != 0 || !p.use.backward) && p.overlaps(),
 	}, a)
 }
 

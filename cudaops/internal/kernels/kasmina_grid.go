@@ -18,6 +18,7 @@ const (
 	kasminaTileRows       = 1024 // up to which tiles should be fastest
 	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
 	kasminaRingAhead      = 3
+	kasminaEnding         = 10 // a tenth of the rows goes to the blocks that end a pass
 )
 
 // kasminaGrid is how a layer is cut up for a launch.
@@ -34,8 +35,8 @@ type kasminaGrid struct {
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
 	rowBlocks    int // blocks for the rows, that take batches in turn
-	late         int // and those behind them that each take a run of batches
-	first, run   int // Share of kasmina_feed.cuh
+	late, ending int // and those behind them that each take a run of batches, and a short one
+	run, tail    int // batches in a run and in a short one
 	rows         kasminaRows
 }
 
@@ -87,11 +88,14 @@ func (g kasminaGrid) shared() int {
 }
 
 // rowParts is how many records each unit gets.
-func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late }
+func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 
-// kasminaGrid cuts up a layer with at most so many blocks in flight. Lanes that come after those add a fifth of the rows of a
-// long layer in short runs, which even out what multiprocessors differ in speed; without records, which each lane adds to, more
-// of them pay.
+// share is Share of kasmina_feed.cuh.
+func (g kasminaGrid) share() []byte {
+	return args().Int32(g.rowBlocks*g.down | g.run<<24).Uint32(uint32(g.ending*g.down | g.tail<<18 | g.used<<26)).Packed()
+}
+
+// kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
 func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, aligned bool, use kasminaUse) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
 	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d, rows: k.kasminaRows(l)}
@@ -109,7 +113,7 @@ func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, align
 	}
 	threads, batches := g.spread(l), ceilDiv(l.Rows, g.batch)
 	if g.across = g.acrossOf(threads, batches); f == KasminaTile {
-		g.across = l.tileAcross()
+		g.across = l.tileAcross(use.backward)
 	}
 	if g.used == 0 {
 		g.used = min(32, g.across)
@@ -120,17 +124,27 @@ func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, align
 	if f == KasminaTile {
 		g.rowBlocks = 1
 	}
-	g.first = g.rowBlocks * g.down
-	part, rows := 5, 32
-	if !use.records() {
-		part, rows = 2, 16
-	}
-	g.run = rows / g.batch
-	g.late = min(batches/part/g.run/g.down, 1<<16-1-g.rowBlocks)
-	if l.Rows < 4*rows*g.first || f == KasminaTile {
-		g.late = 0
-	}
+	g.spreadLate(l, batches)
 	return g
+}
+
+// spreadLate has blocks that start late take the last batches of a long layer, so that they even out what multiprocessors differ
+// in speed: most in runs, and those that end the pass in runs of half the length. The beginning of a block costs a pass that reads
+// two arrays more; without records, which each lane adds to, more and shorter runs pay.
+func (g *kasminaGrid) spreadLate(l KasminaLayer, batches int) {
+	percent, rows := 30, 32
+	switch {
+	case g.use.backward:
+		percent = 20
+	case !g.use.telemetry:
+		percent, rows = 50, 16
+	}
+	g.run, g.tail = rows/g.batch, rows/2/g.batch
+	if l.Rows < 4*rows*g.rowBlocks*g.down || g.family == KasminaTile {
+		return
+	}
+	g.late = min(batches*percent/100/g.run/g.down, 1<<15-g.rowBlocks)
+	g.ending = min(batches/kasminaEnding/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
 }
 
 // spread is how many threads a row takes. Those of a chunk are in one warp if they form norms, and where they cannot fill it all
@@ -229,7 +243,8 @@ func (k *Kernels) kasminaWorkspace(l KasminaLayer, use kasminaUse) (bytes int) {
 	for _, aligned := range []bool{false, true} {
 		for f := KasminaPlain; f < KasminaTile; f++ { // a tile takes less
 			g := k.kasminaGrid(l, f, kasminaBlocks*k.sms, aligned, use)
-			g.late = k.kasminaGrid(l, f, 1, aligned, use).late // as many as follow fewer blocks
+			few := k.kasminaGrid(l, f, 1, aligned, use)
+			g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
 			bytes = max(bytes, g.scratch(l, 0).bytes)
 		}
 	}

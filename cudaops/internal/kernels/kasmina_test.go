@@ -423,7 +423,7 @@ func TestKasminaGrid(t *testing.T) {
 		d, n, aligned := l.State.Seeds*l.Chunk, vector(l.Type), rand.IntN(2) == 0
 		families := []KasminaFamily{KasminaPlain}
 		if aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0) {
-			if families = append(families, KasminaRing); l.tileAcross() > 0 {
+			if families = append(families, KasminaRing); l.tileAcross(false) > 0 {
 				families = append(families, KasminaTile)
 			}
 		}
@@ -465,8 +465,8 @@ func TestKasminaGrid(t *testing.T) {
 func TestKasminaTiles(t *testing.T) {
 	for _, dt := range storageTypes {
 		for chunk := 1; chunk <= 2048; chunk++ {
-			l := KasminaLayer{Chunk: chunk, Type: dt}
-			switch across, n := l.tileAcross(), vector(dt); {
+			l := KasminaLayer{Rows: 64 + chunk%2, Chunk: chunk, Type: dt}
+			switch across, n := l.tileAcross(chunk%4 < 2), vector(dt); {
 			case chunk != 4 && chunk%n != 0: // no family but plain
 			case across == 0 && (chunk == 4 || chunk <= 32*n && chunk/n == powerOfTwo(chunk/n)):
 				t.Errorf("%v: a chunk of %d columns has no tiles", dt, chunk)

@@ -60,7 +60,7 @@ func (k *Kernels) Close() error {
 }
 
 // kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared memory, where that is more
-// than the 48 KiB that need no leave.
+// than needs no leave: 48 KiB together with what the kernel itself declares, which is less than 1 KiB.
 func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -74,7 +74,7 @@ func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
 		if err != nil {
 			return nil, fmt.Errorf("kernels: %s: %w", unit, err)
 		}
-		f = &kernel{fn, 48 << 10, map[[2]int]int{}}
+		f = &kernel{fn, 47 << 10, map[[2]int]int{}}
 		k.kernels[key{unit, name}] = f
 	}
 	if shared > f.shared {
