@@ -1,9 +1,12 @@
 package cudaops
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
+	"path/filepath"
 	"slices"
 	"testing"
 
@@ -141,6 +144,43 @@ func TestNewtonSchulzWays(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others.
+func TestNewtonSchulzTuned(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	for _, c := range []struct {
+		shape  shape
+		least  float64
+		of     int
+		source Source
+	}{{shape{16, 40}, 1, 3, Measured}, {shape{16, 40}, 1e9, 1, ByRule}, {shape{13, 40}, 1, 1, ByRule}} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		g := gorgonia.NewGraph()
+		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, size(c.shape))))
+		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var log bytes.Buffer
+		private := func(m *machineConfig) error {
+			m.tuneLeast, m.tunePath = c.least, filepath.Join(t.TempDir(), "tune.json")
+			return nil
+		}
+		m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithOutputs(y),
+			WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == newtonSchulzOp })
+		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
+			t.Errorf("%v, least %g: %+v; %s", c.shape, c.least, got, log.String())
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser makes of them on the CPU.
