@@ -88,10 +88,10 @@ type blasPlan struct {
 	spec  MatmulSpec
 	algos []Algo
 
-	mu                        sync.Mutex // guards desc's bias pointer and the scalars
+	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	bias                      Ptr
+	bias, scaleA, scaleB      Ptr
 	alpha, beta               float32
 	found                     []heuristicResult
 }
@@ -110,6 +110,8 @@ var blasTypes = [...]uintptr{Float32: 0, Float16: 2, BFloat16: 14, Float8E4M3: 2
 // Attributes of cuBLASLt's descriptors.
 const (
 	descTransA, descTransB, descEpilogue, descBiasPointer = 3, 4, 7, 8
+	descScalePointerA, descScalePointerB, descFastAccum   = 17, 18, 25
+	descScaleModeA, descScaleModeB                        = 31, 32
 	layoutBatchCount, layoutBatchStride                   = 5, 6
 	prefWorkspace, prefAlignA                             = 1, 5 // alignments of B, C and D follow A's
 )
@@ -150,11 +152,14 @@ func (p *blasPlan) describe() error {
 			return err
 		}
 	}
+	// The search wants pointers, of which it reads only the alignment.
 	if m.Epilogue&Bias != 0 {
-		// The search wants a pointer, of which it reads only the alignment.
-		if err := p.setBias(Ptr(m.Align)); err != nil {
+		if err := p.point(&p.bias, descBiasPointer, Ptr(m.Align)); err != nil {
 			return err
 		}
+	}
+	if err := p.describeFloat8(); err != nil {
+		return err
 	}
 	rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
 	if m.TransA {
@@ -167,6 +172,35 @@ func (p *blasPlan) describe() error {
 		p.layout(&p.layoutA, m.A, rowsA, colsA, m.LDA, m.StrideA),
 		p.layout(&p.layoutB, m.B, rowsB, colsB, m.LDB, m.StrideB),
 		p.layout(&p.layoutD, m.D, m.M, m.N, m.LDD, m.StrideD))
+}
+
+// describeFloat8 says how operands are scaled and products of them added up.
+func (p *blasPlan) describeFloat8() error {
+	const outerVector = 3 // a factor for a tensor is the default
+	b, m := p.b, p.spec
+	if m.FastAccumulation {
+		on := int8(1)
+		if err := b.call(&b.DescSetAttribute, p.desc, descFastAccum, uintptr(unsafe.Pointer(&on)), 1); err != nil {
+			return err
+		}
+	}
+	if m.Scaling == Unscaled {
+		return nil
+	}
+	if m.Scaling == ScaledRows {
+		for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
+			mode := int32(outerVector)
+			if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)), 4); err != nil {
+				return err
+			}
+		}
+	}
+	return p.pointScales(256, 256)
+}
+
+// pointScales names the factors of our A and B, which are cuBLASLt's B and A.
+func (p *blasPlan) pointScales(a, b Ptr) error {
+	return errors.Join(p.point(&p.scaleA, descScalePointerB, a), p.point(&p.scaleB, descScalePointerA, b))
 }
 
 func operation(transpose bool) uint32 {
@@ -226,12 +260,13 @@ func (p *blasPlan) search(workspace, want int) error {
 	return nil
 }
 
-func (p *blasPlan) setBias(bias Ptr) error {
-	if bias == p.bias {
+// point sets an attribute that is a pointer, and field, in which the plan remembers that.
+func (p *blasPlan) point(field *Ptr, attribute uintptr, to Ptr) error {
+	if to == *field {
 		return nil
 	}
-	p.bias = bias
-	return p.b.call(&p.b.DescSetAttribute, p.desc, descBiasPointer, uintptr(unsafe.Pointer(&p.bias)), 8)
+	*field = to
+	return p.b.call(&p.b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(field)), 8)
 }
 
 func (p *blasPlan) Spec() MatmulSpec { return p.spec }
@@ -247,7 +282,7 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	b := p.b
-	if err := p.setBias(a.Bias); err != nil {
+	if err := errors.Join(p.point(&p.bias, descBiasPointer, a.Bias), p.pointScales(a.ScaleA, a.ScaleB)); err != nil {
 		return err
 	}
 	if Poison {

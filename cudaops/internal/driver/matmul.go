@@ -48,7 +48,9 @@ const (
 //	D = epilogue(alpha · op(A) op(B) + beta · C + bias)
 //
 // with op(A) [M, K], op(B) [K, N], C and D [M, N] and bias [N], which is added to every row. Zero values mean: no
-// transposition, rows without gaps, one product, full precision, no epilogue, pointers aligned to 256 bytes.
+// transposition, rows without gaps, one product, full precision, no epilogue, pointers aligned to 256 bytes, operands that
+// are not scaled. cuBLASLt multiplies float8 only where both operands lie along K (TransB alone), K is a multiple of 16
+// and N of 8, and all is aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
@@ -59,7 +61,10 @@ type MatmulSpec struct {
 	StrideA, StrideB, StrideD int
 	Compute                   Compute
 	Epilogue                  Epilogue
-	Align                     int // bytes that every pointer is a multiple of
+	Scaling                   Scaling // of float8
+	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that takes less time.
+	FastAccumulation bool
+	Align            int // bytes that every pointer is a multiple of
 }
 
 // Normal fills in what zero values mean and refuses what makes no sense.
@@ -100,17 +105,22 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 		return bad("results lie %d elements apart and would overlap", m.StrideD)
 	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
 		return bad("alignment of %d bytes", m.Align)
+	case (m.Scaling != Unscaled || m.FastAccumulation) && (m.A.Size() > 1 || m.B.Size() > 1):
+		return bad("operands of %v and %v, want float8 where they are scaled or added up fast", m.A, m.B)
+	case m.Scaling != Unscaled && m.Batch > 1:
+		return bad("batch of %d products with scales", m.Batch)
 	}
 	return m, nil
 }
 
 // MatmulArgs is the operands of one run. C may be zero, which means D.
 type MatmulArgs struct {
-	Alpha, Beta   float32
-	A, B, C, D    Ptr
-	Bias          Ptr
-	Workspace     Ptr
-	WorkspaceSize int
+	Alpha, Beta    float32
+	A, B, C, D     Ptr
+	Bias           Ptr
+	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
+	Workspace      Ptr
+	WorkspaceSize  int
 }
 
 // Algo is a way to compute a product.
@@ -148,6 +158,10 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize, algos[algo].Workspace)
 	case m.Epilogue&Bias != 0 != (a.Bias != 0):
 		detail = "a bias goes with a bias epilogue, and only with that"
+	case (m.Scaling != Unscaled) != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
+		detail = "two scales go with scaled operands, and only with those"
+	case (a.ScaleA|a.ScaleB)%16 != 0:
+		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes", uint64(a.ScaleA), uint64(a.ScaleB))
 	case (a.A|a.B|a.C|a.D|a.Bias)%Ptr(m.Align) != 0:
 		detail = fmt.Sprintf("A, B, C, D, bias at %#x, %#x, %#x, %#x, %#x are not all aligned to %d bytes", uint64(a.A),
 			uint64(a.B), uint64(a.C), uint64(a.D), uint64(a.Bias), m.Align)

@@ -20,6 +20,14 @@ type stored struct {
 func (r *rig) matrix(t driver.DType, n int) stored {
 	f := r.floats(n)
 	m := stored{values: make([]float64, n)}
+	if t == driver.Float8E4M3 {
+		m.bytes = make([]byte, n)
+		for i, v := range f {
+			m.bytes[i] = driver.E4M3(v)
+		}
+		m.values = values(t, m.bytes)
+		return m
+	}
 	if t.Size() == 2 {
 		b := make([]uint16, n)
 		for i, v := range f {
@@ -44,6 +52,8 @@ func values(t driver.DType, b []byte) []float64 {
 		switch t {
 		case driver.BFloat16:
 			out[i] = float64(math.Float32frombits(uint32(driver.View[uint16](b)[i]) << 16))
+		case driver.Float8E4M3:
+			out[i] = float64(driver.FromE4M3(b[i]))
 		case driver.Float16:
 			out[i] = state.Float16(driver.View[uint16](b)[i]).Float64()
 		default:
@@ -96,6 +106,65 @@ func TestMatmul(t *testing.T) {
 	})
 }
 
+// TestMatmulFloat8 wants products of float8 to be those of what the operands stand for, with their factors.
+func TestMatmulFloat8(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		if got := r.Device().Capability(); got != 90 {
+			t.Skipf("needs compute capability 9.0, this is %d", got)
+		}
+		blas := must[driver.Blas](t)(r.Blas())
+		const f8, b16, f32, rows = driver.Float8E4M3, driver.BFloat16, driver.Float32, driver.ScaledRows
+		for _, c := range []driver.MatmulSpec{
+			{M: 64, N: 48, K: 80, D: b16, Scaling: rows},
+			{M: 67, N: 48, K: 80, D: b16, Scaling: rows, Align: 16},
+			{M: 1, N: 16, K: 16, D: b16, Scaling: rows},
+			{M: 131, N: 144, K: 208, D: b16, Scaling: rows, LDA: 224, LDD: 152},
+			{M: 131, N: 144, K: 208, D: b16, Scaling: rows, FastAccumulation: true},
+			{M: 67, N: 48, K: 80, D: f32, Scaling: rows},
+			{M: 67, N: 48, K: 80, D: b16, Scaling: driver.ScaledTensors},
+			{M: 67, N: 48, K: 80, D: b16, Scaling: driver.ScaledTensors, FastAccumulation: true},
+			{M: 67, N: 48, K: 80, D: b16},
+		} {
+			c.A, c.B, c.TransB = f8, f8, true
+			t.Run(fmt.Sprintf("%dx%dx%d %v %v %v", c.M, c.N, c.K, c.D, c.Scaling, c.FastAccumulation), func(t *testing.T) {
+				r.matmul(t, blas, c, 1.5, 0)
+				r.matmul(t, blas, c, 1, -0.75)
+			})
+		}
+		for name, c := range map[string]driver.MatmulSpec{
+			"16 bits":     {M: 16, N: 16, K: 16, TransB: true, A: b16, B: b16, D: b16, Scaling: rows},
+			"32 bits":     {M: 16, N: 16, K: 16, FastAccumulation: true},
+			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Batch: 2, StrideD: 256},
+		} {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasInvalidValue) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		for name, c := range map[string]driver.MatmulSpec{
+			"A along M":     {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
+			"B along N":     {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16, Scaling: rows},
+			"K of 24":       {M: 16, N: 16, K: 24, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
+			"N of 20":       {M: 16, N: 20, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
+			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Align: 8},
+		} {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasNotSupported) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
+}
+
+// scales returns n positive float32 numbers.
+func (r *rig) scales(n int) stored {
+	f, m := r.floats(n), stored{values: make([]float64, n)}
+	for i := range f {
+		f[i] = 0.5 + f[i]*f[i]
+		m.values[i] = float64(f[i])
+	}
+	m.bytes = driver.Bytes(f)
+	return m
+}
+
 func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha, beta float32) {
 	const limit = 4 << 20
 	p, err := blas.Plan(c, limit, 8)
@@ -112,6 +181,16 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 	a, b := r.matrix(c.A, size(rowsA, c.LDA, c.StrideA)), r.matrix(c.B, size(rowsB, c.LDB, c.StrideB))
 	d, bias := r.matrix(c.D, size(c.M, c.LDD, c.StrideD)), r.matrix(c.D, c.N)
 	want := append([]float64(nil), d.values...)
+	scaleA, scaleB := r.scales(c.M), r.scales(c.N)
+	factor := func(i, j int) float64 {
+		switch c.Scaling {
+		case driver.ScaledRows:
+			return scaleA.values[i] * scaleB.values[j]
+		case driver.ScaledTensors:
+			return scaleA.values[0] * scaleB.values[0]
+		}
+		return 1
+	}
 	for batch := range c.Batch {
 		for i := range c.M {
 			for j := range c.N {
@@ -127,7 +206,7 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 					sum += a.values[batch*c.StrideA+ia] * b.values[batch*c.StrideB+ib]
 				}
 				at := batch*c.StrideD + i*c.LDD + j
-				v := float64(alpha)*sum + float64(beta)*d.values[at]
+				v := float64(alpha)*factor(i, j)*sum + float64(beta)*d.values[at]
 				switch c.Epilogue {
 				case driver.Bias:
 					v += bias.values[j]
@@ -147,12 +226,19 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 		return ptr
 	}
 	pa, pb, pd, pbias, work := up(a), up(b), up(d), up(bias), r.alloc(t, limit)
+	psa, psb := up(scaleA), up(scaleB)
 	args := driver.MatmulArgs{Alpha: alpha, Beta: beta, A: pa.Offset(c.Align), B: pb.Offset(c.Align),
 		D: pd.Offset(c.Align), Workspace: work, WorkspaceSize: limit}
 	if c.Epilogue&driver.Bias != 0 {
 		args.Bias = pbias.Offset(c.Align)
 	}
+	if c.Scaling != driver.Unscaled {
+		args.ScaleA, args.ScaleB = psa.Offset(c.Align), psb.Offset(c.Align)
+	}
 	tolerance := 1e-6
+	if c.A == driver.Float8E4M3 {
+		tolerance = 1e-3 // tensor cores add up with fewer bits
+	}
 	switch c.D {
 	case driver.BFloat16:
 		tolerance = 4e-3
@@ -173,12 +259,15 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 	}
 	bad := args
 	bad.WorkspaceSize = -1
-	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0), "workspace": p.Run(0, bad, 0)} {
+	half := args
+	half.ScaleA, half.ScaleB = args.A, 0
+	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0), "workspace": p.Run(0, bad, 0), "scales": p.Run(0, half, 0)} {
 		if !errors.Is(err, driver.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(pbias), r.Free(work), p.Close()))
+	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(pbias), r.Free(psa), r.Free(psb), r.Free(work),
+		p.Close()))
 }
 
 // TestPoison wants poisoned products to be right where they are complete, to leave what lies between their rows and what beta

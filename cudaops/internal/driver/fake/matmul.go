@@ -8,7 +8,7 @@ import (
 
 type blas struct{ c *Context }
 
-// Blas returns a cuBLASLt that computes in float64.
+// Blas returns a cuBLASLt that computes in float64, float8.
 func (c *Context) Blas() (driver.Blas, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -43,8 +43,11 @@ func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan,
 	if err != nil {
 		return nil, err
 	}
-	if m.A != m.B || m.A > driver.BFloat16 || m.D > driver.BFloat16 {
-		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake knows float32, float16 and bfloat16")
+	if m.A != m.B || m.A > driver.Float8E4M3 || m.D > driver.BFloat16 {
+		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
+	}
+	if m.A == driver.Float8E4M3 && !c.multipliesFloat8(m) {
+		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake multiplies float8 where an H200 would")
 	}
 	p := &plan{c: c, spec: m}
 	for i, need := range []int{1 << 20, 1 << 10, 0} {
@@ -54,6 +57,12 @@ func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan,
 	}
 	c.plans++
 	return p, nil
+}
+
+// multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
+func (c *Context) multipliesFloat8(m driver.MatmulSpec) bool {
+	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 && m.LDA%16 == 0 && m.LDB%16 == 0 &&
+		m.LDD*m.D.Size()%16 == 0 && m.Align%16 == 0
 }
 
 func (p *plan) Spec() driver.MatmulSpec { return p.spec }
@@ -121,13 +130,14 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 		if driver.Poison && a.Overwrites() {
 			D.fill(m.M, m.N, math.NaN())
 		}
+		scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
 		for r := range m.M {
 			for col := range m.N {
 				sum := 0.0
 				for k := range m.K {
 					sum += A.of(m.TransA, r, k) * B.of(m.TransB, k, col)
 				}
-				sum *= float64(a.Alpha)
+				sum *= float64(a.Alpha) * scaleA(r) * scaleB(col)
 				if a.Beta != 0 {
 					sum += float64(a.Beta) * C.of(false, r, col)
 				}
@@ -138,6 +148,19 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 			}
 		}
 	}
+}
+
+// factors returns what rows or columns, n of them, are multiplied by.
+func factors(l *Launch, s driver.Scaling, at driver.Ptr, n int) func(int) float64 {
+	switch s {
+	case driver.ScaledTensors:
+		all := Slice[float32](l, at, 1)
+		return func(int) float64 { return float64(all[0]) }
+	case driver.ScaledRows:
+		each := Slice[float32](l, at, n)
+		return func(i int) float64 { return float64(each[i]) }
+	}
+	return func(int) float64 { return 1 }
 }
 
 func activate(e driver.Epilogue, x float64) float64 {
@@ -156,12 +179,16 @@ type matrix struct {
 	ld  int
 	f32 []float32
 	u16 []uint16
+	u8  []uint8
 }
 
 func view(l *Launch, p driver.Ptr, t driver.DType, ld, rows, cols int) matrix {
 	n := (rows-1)*ld + cols
 	if t == driver.Float32 {
 		return matrix{t: t, ld: ld, f32: Slice[float32](l, p, n)}
+	}
+	if t == driver.Float8E4M3 {
+		return matrix{t: t, ld: ld, u8: Slice[uint8](l, p, n)}
 	}
 	return matrix{t: t, ld: ld, u16: Slice[uint16](l, p, n)}
 }
@@ -175,6 +202,8 @@ func (m matrix) of(transposed bool, r, c int) float64 {
 		return float64(m.f32[i])
 	case driver.BFloat16:
 		return float64(math.Float32frombits(uint32(m.u16[i]) << 16))
+	case driver.Float8E4M3:
+		return float64(driver.FromE4M3(m.u8[i]))
 	default:
 		return fromHalf(m.u16[i])
 	}
