@@ -229,9 +229,10 @@ template <bool Tall> __device__ inline void work(const Params &p, const Stages<T
   Accumulator<1, kColumns> sums;
   sums.clear();
   multiply(sums, p, m, worker);
-  if (at.column > at.row + first + 63) return meetWorkers();  // all of it is above the diagonal
-  finish(sums, p, addend, at.row + row, at.column);
+  const bool above = at.column > at.row + first + 63;  // the diagonal, all of it
+  if (!above) finish(sums, p, addend, at.row + row, at.column);
   meetWorkers();  // both are done with the stages
+  if (above) return;
   const Images images{m.base};
   leaveBoth(sums, images, row);
   meetWarps(worker);

@@ -146,6 +146,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 
 // The workspace of the fused backward pass ends in the counters that it begins with at zero.
 func TestAttentionWorkspace(t *testing.T) {
+	defer func(poison bool) { driver.Poison = poison }(driver.Poison)
+	driver.Poison = false // which sets memory, too
 	k, c, p := fakeAttention(t, 90, 227<<10)
 	for _, seq := range []int{1, 64, 100, 129} {
 		a := AttentionShape{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: 72, Causal: true}
