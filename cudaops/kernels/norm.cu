@@ -10,38 +10,19 @@
 // registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
 // order. A short row may instead be a warp's own, so that no warp waits for another. Rows that do not fit, or are not aligned to
 // 16 bytes, take kernels that read them twice.
-#include "common.cuh"
+//
+// Kernels named _float8 also write y or dx, as rounded to its type, as rows of float8 (float8.cuh).
+#include "float8.cuh"
+#include "held.cuh"
 #include "overlap.cuh"
 
 // ---- Forward ----
 
-// forget makes the compiler convert a pack to float again where it is next used, since holding both takes three times the
-// registers.
-template <class V> __device__ __forceinline__ void forget(V& v) {
-  unsigned* words = reinterpret_cast<unsigned*>(&v);
-#pragma unroll
-  for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
-}
-
-// kHeld is the most threads of a block whose threads hold rows in registers.
-constexpr int kHeld = 512;
-
-// groupSum is the sum over the blockDim.x threads that hold a row. It is called once.
-__device__ __forceinline__ float groupSum(float v) {
-  __shared__ float sums[kHeld / kWarp];
-  int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;
-  v = warpReduce<Sum>(v);
-  if (warps == 1) return v;
-  if (lane == 0) sums[first + threadIdx.x / kWarp] = v;
-  __syncthreads();
-  return warpReduce<Sum>(lane < warps ? sums[first + lane] : 0.0f);
-}
-
 // P packs a thread: the fewer, the closer together lies what the GPU has in flight. Launch: blockDim.x threads, whole warps,
 // hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec; blockDim.y rows a block, of at most kHeld threads.
-template <class T, int P, bool kAdd>
-__device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w,
-                                            int64_t rows, int d, float eps) {
+template <class T, int P, bool kAdd, bool kFloat8>
+__device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
+                                            const float* w, int64_t rows, int d, float eps) {
   constexpr int N = kVec<T>;
   int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
   auto at = [&](int k) { return int(k * blockDim.x + threadIdx.x) * N; };
@@ -70,8 +51,9 @@ __device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* 
   }
 #pragma unroll
   for (int k = 0; k < P; k++) forget(v[k]);
-  float s = rsqrtf(groupSum(squares) / d + eps);
+  float s = rsqrtf(groupReduce<Sum>(squares) / d + eps);
   if (rstd && threadIdx.x == 0 && row < rows) rstd[row] = s;
+  float most = 0;
 #pragma unroll
   for (int k = 0; k < P; k++) {
     if (!holds(k)) continue;
@@ -79,7 +61,14 @@ __device__ __forceinline__ void forwardHeld(T* y, float* rstd, T* sum, const T* 
 #pragma unroll
     for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * weights.v[j]);
     store(y + start + at(k), v[k]);
+    if (kFloat8) most = largest(most, v[k]), forget(v[k]);
   }
+  if (!kFloat8) return;
+  Scale scale(groupReduce<Largest>(most));
+  if (threadIdx.x == 0 && row < rows) scale8[row] = scale.scale;
+#pragma unroll
+  for (int k = 0; k < P; k++)
+    if (holds(k)) store(y8 + start + at(k), scale.round(v[k]));
 }
 
 // Any d. Launch: a block a row.
@@ -104,22 +93,35 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x
   extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
       name##P##_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int64_t rows,   \
                     int d, float eps) {                                                                       \
-    forwardHeld<T, P, kAdd>(y, rstd, sum, x, residual, w, rows, d, eps);                                      \
+    forwardHeld<T, P, kAdd, false>(nullptr, nullptr, y, rstd, sum, x, residual, w, rows, d, eps);             \
   }
+#define DEFINE_FLOAT8(T, name, P, kAdd)                                                                       \
+  extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
+      name##P##_float8_##T(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,   \
+                           const float* w, int64_t rows, int d, float eps) {                                  \
+    forwardHeld<T, P, kAdd, true>(y8, scale8, y, rstd, sum, x, residual, w, rows, d, eps);                    \
+  }
+#define DEFINE_ALL(T, DEFINE)                                                                                 \
+  DEFINE(T, rmsnorm_held, 1, false)                                                                           \
+  DEFINE(T, rmsnorm_held, 2, false)                                                                           \
+  DEFINE(T, rmsnorm_held, 4, false)                                                                           \
+  DEFINE(T, rmsnorm_add_held, 1, true)                                                                        \
+  DEFINE(T, rmsnorm_add_held, 2, true)                                                                        \
+  DEFINE(T, rmsnorm_add_held, 4, true)
 #define DEFINE(T)                                                                                             \
-  DEFINE_HELD(T, rmsnorm_held, 1, false)                                                                      \
-  DEFINE_HELD(T, rmsnorm_held, 2, false)                                                                      \
-  DEFINE_HELD(T, rmsnorm_held, 4, false)                                                                      \
-  DEFINE_HELD(T, rmsnorm_add_held, 1, true)                                                                   \
-  DEFINE_HELD(T, rmsnorm_add_held, 2, true)                                                                   \
-  DEFINE_HELD(T, rmsnorm_add_held, 4, true)                                                                   \
+  DEFINE_ALL(T, DEFINE_HELD)                                                                                  \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       rmsnorm_any_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,        \
                       float eps) {                                                                            \
     forwardAny(y, rstd, sum, x, residual, w, d, eps);                                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
+DEFINE_ALL(bf16, DEFINE_FLOAT8)
+DEFINE_ALL(f16, DEFINE_FLOAT8)
 #undef DEFINE
+#undef DEFINE_ALL
+#undef DEFINE_FLOAT8
+#undef DEFINE_HELD
 
 // ---- Walking down the rows ----
 
@@ -136,10 +138,9 @@ template <class T> struct Walk {
   int d, col, threads, thread, warps, firstWarp, round = 0;
   bool active;
   V* slots;
-  float (*sums)[kWarp];
 
-  __device__ __forceinline__ Walk(int64_t rows, int d, uint4* shared, float (*sums)[kWarp])
-      : rows(rows), d(d), slots(reinterpret_cast<V*>(shared)), sums(sums) {
+  __device__ __forceinline__ Walk(int64_t rows, int d, uint4* shared)
+      : rows(rows), d(d), slots(reinterpret_cast<V*>(shared)) {
     threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     warps = blockDim.x / kWarp, firstWarp = threadIdx.y * warps;
     col = threadIdx.x * N, active = col < d;
@@ -160,13 +161,14 @@ template <class T> struct Walk {
     return slots[(array * kStages + (round + ahead) % kStages) * threads + thread];
   }
 
-  // rowSum is the sum over the threads that hold a row. One barrier, as two rounds use different memory.
-  __device__ __forceinline__ float rowSum(float v) const {
+  // reduce reduces over the threads that hold a row, once a round for each Op. One barrier, as two rounds use different memory.
+  template <class Op> __device__ __forceinline__ float reduce(float v) const {
+    __shared__ float parts[2][kWarp];
     int lane = threadIdx.x % kWarp;
-    v = warpReduce<Sum>(v);
-    if (lane == 0) sums[round % 2][thread / kWarp] = v;
+    v = warpReduce<Op>(v);
+    if (lane == 0) parts[round % 2][thread / kWarp] = v;
     __syncthreads();
-    return warpReduce<Sum>(lane < warps ? sums[round % 2][firstWarp + lane] : 0.0f);
+    return warpReduce<Op>(lane < warps ? parts[round % 2][firstWarp + lane] : Op::identity);
   }
 };
 
@@ -190,14 +192,13 @@ __device__ __forceinline__ void leaveSums(float* partial, const float* sums, int
 
 // Launch: see Walk; three arrays with add, else two, and at least blockDim.y·d floats. Each block writes a row of partial
 // [blocks, d].
-template <class T>
-__device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, const T* x, const float* w,
-                                             const float* rstd, const T* add, int64_t rows, int d) {
+template <class T, bool kFloat8>
+__device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,
+                                             const float* w, const float* rstd, const T* add, int64_t rows, int d) {
   constexpr int N = kVec<T>;
-  __shared__ float dots[2][kWarp];
   extern __shared__ uint4 shared[];
   releaseNext();
-  Walk<T> walk(rows, d, shared, dots);
+  Walk<T> walk(rows, d, shared);
   auto fetch = [&](int ahead) {
     walk.fetch(0, x, ahead);
     walk.fetch(1, g, ahead);
@@ -218,7 +219,7 @@ __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, 
     float dot = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) dot += gr.get(j) * wc.v[j] * xr.get(j);
-    float m = walk.rowSum(dot) / d * s * s;
+    float m = walk.template reduce<Sum>(dot) / d * s * s;
 #pragma unroll
     for (int j = 0; j < N; j++) {
       float gj = gr.get(j), xj = xr.get(j);
@@ -226,6 +227,10 @@ __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, 
       xr.set(j, s * (gj * wc.v[j] - xj * m) + (add ? walk.slot(2).get(j) : 0.0f));
     }
     if (walk.here()) store(dx + walk.at(), xr);
+    if (!kFloat8) continue;
+    Scale scale(walk.template reduce<Largest>(walk.here() ? largest(0, xr) : 0));
+    if (threadIdx.x == 0 && walk.row < rows) scale8[walk.row] = scale.scale;
+    if (walk.here()) store(dx8 + walk.at(), scale.round(xr));
   }
   awaitAsync<0>();
 
@@ -241,9 +246,9 @@ __device__ __forceinline__ void backwardRows(T* dx, float* partial, const T* g, 
 constexpr int kOwnStages = 3;                          // rows on their way, of each warp
 template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
 
-template <class T, int P>
-__device__ __forceinline__ void backwardOwn(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,
-                                            const T* add, int64_t rows, int d) {
+template <class T, int P, bool kFloat8>
+__device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,
+                                            const float* w, const float* rstd, const T* add, int64_t rows, int d) {
   constexpr int N = kVec<T>;
   using V = Pack<T, N>;
   extern __shared__ uint4 shared[];
@@ -290,6 +295,7 @@ __device__ __forceinline__ void backwardOwn(T* dx, float* partial, const T* g, c
       forget(xr[k]), forget(gr[k]);
     }
     const float m = warpReduce<Sum>(dot) / d * s * s;
+    float most = 0;
 #pragma unroll
     for (int k = 0; k < P; k++) {
       V more = {};
@@ -300,7 +306,16 @@ __device__ __forceinline__ void backwardOwn(T* dx, float* partial, const T* g, c
         dw[k][j] += gj * (xj * s);
         xr[k].set(j, s * (gj * wc[k].v[j] - xj * m) + (add ? more.get(j) : 0.0f));
       }
-      if (at(k) < d) store(dx + row * d + at(k), xr[k]);
+      if (at(k) >= d) continue;
+      store(dx + row * d + at(k), xr[k]);
+      if (kFloat8) most = largest(most, xr[k]), forget(xr[k]);
+    }
+    if constexpr (kFloat8) {
+      Scale scale(warpReduce<Largest>(most));
+      if (threadIdx.x == 0) scale8[row] = scale.scale;
+#pragma unroll
+      for (int k = 0; k < P; k++)
+        if (at(k) < d) store(dx8 + row * d + at(k), scale.round(xr[k]));
     }
     last = now, now = now + 1 == kOwnStages ? 0 : now + 1;
   }
@@ -361,22 +376,34 @@ __device__ __forceinline__ void weightSum(T* dw, const float* partial, int block
   if (threadIdx.x == 0 && i < d) dw[i] = fromFloat<T>(sum);
 }
 
-#define DEFINE_OWN(T, P)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kOwn<P>* kWarp)                                                \
-      rmsnorm_backward_own##P##_##T(T* dx, float* partial, const T* g, const T* x, const float* w,            \
-                                    const float* rstd, const T* add, int64_t rows, int d) {                   \
-    backwardOwn<T, P>(dx, partial, g, x, w, rstd, add, rows, d);                                              \
+// backwardPass is backwardOwn, or for P = 0 backwardRows.
+template <class T, int P, bool kFloat8, class... Args> __device__ __forceinline__ void backwardPass(Args... args) {
+  if constexpr (P > 0)
+    backwardOwn<T, P, kFloat8>(args...);
+  else
+    backwardRows<T, kFloat8>(args...);
+}
+
+#define DEFINE_PASS(T, name, P, threads)                                                                      \
+  extern "C" __global__ void __launch_bounds__(threads)                                                       \
+      name##_##T(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,            \
+                 const T* add, int64_t rows, int d) {                                                         \
+    backwardPass<T, P, false>((f8*)nullptr, (float*)nullptr, dx, partial, g, x, w, rstd, add, rows, d);       \
   }
+#define DEFINE_FLOAT8(T, name, P, threads)                                                                    \
+  extern "C" __global__ void __launch_bounds__(threads)                                                       \
+      name##_float8_##T(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,                \
+                        const float* w, const float* rstd, const T* add, int64_t rows, int d) {               \
+    backwardPass<T, P, true>(dx8, scale8, dx, partial, g, x, w, rstd, add, rows, d);                          \
+  }
+#define DEFINE_ALL(T, DEFINE)                                                                                 \
+  DEFINE(T, rmsnorm_backward, 0, 1024)                                                                        \
+  DEFINE(T, rmsnorm_backward_own1, 1, kOwn<1>* kWarp)                                                         \
+  DEFINE(T, rmsnorm_backward_own2, 2, kOwn<2>* kWarp)                                                         \
+  DEFINE(T, rmsnorm_backward_own3, 3, kOwn<3>* kWarp)                                                         \
+  DEFINE(T, rmsnorm_backward_own4, 4, kOwn<4>* kWarp)
 #define DEFINE(T)                                                                                             \
-  DEFINE_OWN(T, 1)                                                                                            \
-  DEFINE_OWN(T, 2)                                                                                            \
-  DEFINE_OWN(T, 3)                                                                                            \
-  DEFINE_OWN(T, 4)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      rmsnorm_backward_##T(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,  \
-                           const T* add, int64_t rows, int d) {                                               \
-    backwardRows(dx, partial, g, x, w, rstd, add, rows, d);                                                   \
-  }                                                                                                           \
+  DEFINE_ALL(T, DEFINE_PASS)                                                                                  \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       rmsnorm_backward_any_##T(T* dx, const T* g, const T* x, const float* w, const float* rstd,              \
                                const T* add, int d) {                                                         \
@@ -391,5 +418,5 @@ __device__ __forceinline__ void weightSum(T* dw, const float* partial, int block
     weightSum(dw, partial, blocks, d);                                                                        \
   }
 FOR_STORAGE_TYPES(DEFINE)
-#undef DEFINE
-#undef DEFINE_OWN
+DEFINE_ALL(bf16, DEFINE_FLOAT8)
+DEFINE_ALL(f16, DEFINE_FLOAT8)

@@ -7,7 +7,7 @@
 // gaps. da may be a's memory or dh's, db may be b's.
 //
 // Launch: blocks of 256 threads, each with kUnroll packs that lie a block's width apart.
-#include "math.cuh"
+#include "silu.cuh"
 
 constexpr int kThreads = 256, kUnroll = 2;
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void siluForward(T* h, const T* a, const T* b, int64_
   });
   forPacks<N>(rows, f, stride, [&](int u, int64_t i, int64_t) {
 #pragma unroll
-    for (int j = 0; j < N; j++) va[u].set(j, va[u].get(j) * sigmoid<T>(va[u].get(j)) * vb[u].get(j));
+    for (int j = 0; j < N; j++) va[u].set(j, siluMul<T>(va[u].get(j), vb[u].get(j)));
     store(h + i, va[u]);
   });
 }
@@ -50,10 +50,10 @@ __device__ __forceinline__ void siluBackward(T* h, T* da, T* db, const T* dh, co
     Pack<T, N> vh;
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      float aj = va[u].get(j), bj = vb[u].get(j), gj = vg[u].get(j), s = sigmoid<T>(aj), silu = aj * s;
-      vh.set(j, silu * bj);
-      va[u].set(j, gj * bj * (s * (1.0f + aj * (1.0f - s))));
-      vb[u].set(j, gj * silu);
+      SiLUGradient<T> to(vg[u].get(j), va[u].get(j), vb[u].get(j));
+      vh.set(j, to.h);
+      va[u].set(j, to.da);
+      vb[u].set(j, to.db);
     }
     store(da + at, va[u]);
     store(db + at, vb[u]);

@@ -10,11 +10,14 @@ import (
 // RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
 // it does so to Sum = X + Residual, which it writes; Sum may be the memory of either. Rstd [Rows] and W [D] are float32, the
 // others of the same type; Rstd may be null.
+//
+// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
 type RMSNorm struct {
 	Y, Rstd, Sum, X, Residual, W driver.Ptr
 	Rows, D                      int
 	Eps                          float64
 	Type                         driver.DType
+	Y8, Scale8                   driver.Ptr
 	Way                          Way
 }
 
@@ -62,13 +65,13 @@ func (k *Kernels) RMSNormWays(a RMSNorm) (ways []Way, err error) {
 	if _, err := suffix("RMSNorm", a.Type); err != nil {
 		return nil, err
 	}
-	if packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) {
+	if packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) && float8Packs(a.Type, a.Y8) {
 		ways = a.heldWays()
 	}
 	return append(ways, Way{Family: "any"}), nil
 }
 
-// RMSNorm launches one kernel.
+// RMSNorm launches one kernel, or a second one for Y8 where a row is a block's.
 func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	suf, err := suffix("RMSNorm", a.Type)
 	if err != nil {
@@ -80,6 +83,10 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	if a.Residual != 0 && a.Sum == 0 {
 		return errors.New("kernels.RMSNorm: a Residual is given, but no Sum to write")
 	}
+	float8, err := float8Rows("RMSNorm", a.Type, a.Y8, a.Scale8)
+	if err != nil {
+		return err
+	}
 	ways, err := k.RMSNormWays(a)
 	if err != nil {
 		return err
@@ -88,9 +95,18 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	if err != nil {
 		return err
 	}
-	l := args().Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
+	l := args()
+	if float8 && w.Family != "any" {
+		l.Ptr(a.Y8).Ptr(a.Scale8)
+		suf = "_float8" + suf
+	}
+	l.Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
 	if w.Family == "any" {
-		return k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l.Int32(a.D).Float32(float32(a.Eps)))
+		l.Int32(a.D).Float32(float32(a.Eps))
+		if err := k.launch(s, "norm", "rmsnorm_any"+suf, line(a.Rows, rowThreads(a.D)), l); err != nil || !float8 {
+			return err
+		}
+		return k.Quantize(s, Quantize{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D, Type: a.Type})
 	}
 	name := "rmsnorm_" + w.Family + suf
 	if a.Residual != 0 {
@@ -107,11 +123,11 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 	across := ceilDiv(a.D, 32*vector(a.Type)) * 32
 	down := max(1, 512/across)
 	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*a.arrays()*16*across, 4*a.D) * down}
-	if !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) || across > 1024 ||
+	if !a.packed() || across > 1024 ||
 		c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
 	}
-	blocks, err := k.resident("norm", "rmsnorm_backward"+suf, across*down, c.Shared)
+	blocks, err := k.resident("norm", a.kernel("rmsnorm_backward")+suf, across*down, c.Shared)
 	c.Grid.X = min(blocks, most*k.sms, ceilDiv(a.Rows, down))
 	return c, true, err
 }
@@ -127,7 +143,7 @@ const ownStages = 3
 func (k *Kernels) own(a RMSNormBackward) (packs int, c driver.LaunchConfig, fits bool) {
 	packs = ceilDiv(a.D, 32*vector(a.Type))
 	most, ok := ownWarps[packs]
-	if !ok || !packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
+	if !ok || !a.packed() {
 		return packs, c, false
 	}
 	perWarp := ownStages * a.arrays() * packs * 512 // which a row of floats fits in
@@ -145,12 +161,28 @@ func (k *Kernels) own(a RMSNormBackward) (packs int, c driver.LaunchConfig, fits
 //
 // Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's. DW [D] is of type DWType.
 // Workspace is memory of [Kernels.RMSNormWorkspace] bytes.
+//
+// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add driver.Ptr
 	Rows, D                    int
 	Type, DWType               driver.DType
 	Workspace                  driver.Ptr
+	DX8, Scale8                driver.Ptr
 	Way                        Way
+}
+
+// packed reports whether rows can be moved 16 bytes at a time.
+func (a RMSNormBackward) packed() bool {
+	return packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) && float8Packs(a.Type, a.DX8)
+}
+
+// kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the type.
+func (a RMSNormBackward) kernel(name string) string {
+	if a.DX8 != 0 {
+		return name + "_float8"
+	}
+	return name
 }
 
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
@@ -159,7 +191,7 @@ const normBlocks = 4
 // RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements takes.
 func (k *Kernels) RMSNormWorkspace(d int) int { return 4 * d * normBlocks * k.sms }
 
-// RMSNormBackward launches a kernel for DX and partial sums of DW, and one that adds them up.
+// RMSNormBackward launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up.
 func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
@@ -173,6 +205,9 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 		return err
 	} else if empty {
 		return k.Fill(s, a.DW, 0, a.D, a.DWType)
+	}
+	if _, err := float8Rows("RMSNormBackward", a.Type, a.DX8, a.Scale8); err != nil {
+		return err
 	}
 	blocks, err := k.normBackward(s, a, suf)
 	if err != nil {
@@ -235,8 +270,12 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 	} else if c, _, err = k.walk(a, suf, w.Size); err != nil {
 		return 0, err
 	}
-	l := args().Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
-	return c.Grid.X, k.launch(s, "norm", kernel+suf, c, l)
+	l := args()
+	if a.DX8 != 0 {
+		l.Ptr(a.DX8).Ptr(a.Scale8)
+	}
+	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
+	return c.Grid.X, k.launch(s, "norm", a.kernel(kernel)+suf, c, l)
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
@@ -248,5 +287,8 @@ func (k *Kernels) normBackwardAny(s driver.Stream, a RMSNormBackward, suf string
 		return 0, err
 	}
 	l = args().Ptr(a.DX).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int32(a.D)
-	return blocks, k.launch(s, "norm", "rmsnorm_backward_any"+suf, line(a.Rows, rowThreads(a.D)), l)
+	if err := k.launch(s, "norm", "rmsnorm_backward_any"+suf, line(a.Rows, rowThreads(a.D)), l); err != nil || a.DX8 == 0 {
+		return blocks, err
+	}
+	return blocks, k.Quantize(s, Quantize{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D, Type: a.Type})
 }

@@ -8,28 +8,46 @@ import (
 
 // SiLUMul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one row of A to the next,
 // and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F elements.
+//
+// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; H may then be null. Type is a
+// 16-bit one.
 type SiLUMul struct {
 	H, A, B         driver.Ptr
 	Rows, F, Stride int
 	Type            driver.DType
+	H8, Scale8      driver.Ptr
 }
 
 // SiLUMul launches one kernel.
 func (k *Kernels) SiLUMul(s driver.Stream, a SiLUMul) error {
+	if float8, err := float8Rows("SiLUMul", a.Type, a.H8, a.Scale8); err != nil {
+		return err
+	} else if float8 {
+		return a.float8(k, s)
+	}
 	l := args().Ptr(a.H).Ptr(a.A).Ptr(a.B)
 	return k.silu(s, "SiLUMul", "silu_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
 }
 
 // SiLUMulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and H again unless it
 // is null. DA may be the memory of A or DH, and DB that of B. Stride is as in [SiLUMul], GradStride the same for DA and DB.
+//
+// Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8 [Rows] as [Quantize] stores
+// them. Then DB is DA + F elements, GradStride at least 2·F, and Type a 16-bit one.
 type SiLUMulBackward struct {
 	H, DA, DB, DH, A, B         driver.Ptr
 	Rows, F, Stride, GradStride int
 	Type                        driver.DType
+	DAB8, Scale8                driver.Ptr
 }
 
-// SiLUMulBackward launches one kernel.
+// SiLUMulBackward launches one kernel; with DAB8, where rows are not aligned or too long for registers, two.
 func (k *Kernels) SiLUMulBackward(s driver.Stream, a SiLUMulBackward) error {
+	if float8, err := float8Rows("SiLUMulBackward", a.Type, a.DAB8, a.Scale8); err != nil {
+		return err
+	} else if float8 {
+		return a.float8(k, s)
+	}
 	l := args().Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
 	shape := siluShape{a.Rows, a.F, a.Stride, a.GradStride, a.Type}
 	return k.silu(s, "SiLUMulBackward", "silu_mul_backward", shape, true, l, a.H, a.DA, a.DB, a.DH, a.A, a.B)

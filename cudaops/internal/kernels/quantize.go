@@ -1,0 +1,143 @@
+package kernels
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Quantize stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
+//
+//	Scale[r] = max_c |X[r, c]| / 448,  Y[r, c] = X[r, c]/Scale[r]
+//
+// rounded to nearest, ties to even; the quotient is X[r, c] times the inverse of Scale[r]. XStride is the elements from one row of
+// X to the next, 0 means D. A row of zeros has scale 1, and no scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has
+// NaN its Scale is NaN; if it has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale [Rows] is
+// float32, X of Type.
+type Quantize struct {
+	Y, Scale         driver.Ptr
+	X                driver.Ptr
+	Rows, D, XStride int
+	Type             driver.DType
+}
+
+// Quantize launches one kernel.
+func (k *Kernels) Quantize(s driver.Stream, a Quantize) error {
+	if _, err := suffix("Quantize", a.Type); err != nil {
+		return err
+	}
+	if empty, err := checkInts("Quantize", a.Rows, a.D); empty || err != nil {
+		return err
+	}
+	if _, err := checkSizes("Quantize", a.XStride); err != nil {
+		return err
+	}
+	if a.XStride == 0 {
+		a.XStride = a.D
+	}
+	var shapes []heldShape
+	if packed(a.Type, a.D, a.X) && a.XStride%vector(a.Type) == 0 && float8Packs(a.Type, a.Y) {
+		shapes = heldShapes(a.D, a.Type)
+	}
+	return k.quantize(s, a, shapes)
+}
+
+// quantize takes the first of the shapes, or the kernel for any row.
+func (k *Kernels) quantize(s driver.Stream, a Quantize, shapes []heldShape) error {
+	suf, err := suffix("Quantize", a.Type)
+	if err != nil {
+		return err
+	}
+	l := args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X)
+	if len(shapes) == 0 {
+		l.Int32(a.D).Int64(int64(a.XStride))
+		return k.launch(s, "quantize", "quantize_any"+suf, line(a.Rows, rowThreads(a.D)), l)
+	}
+	l.Int64(int64(a.Rows)).Int32(a.D).Int64(int64(a.XStride))
+	return k.launch(s, "quantize", fmt.Sprint("quantize_held", shapes[0].packs, suf), shapes[0].over(a.Rows), l)
+}
+
+// heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread, threads across a row, and rows.
+type heldShape struct{ packs, across, rows int }
+
+// heldShapes lists the shapes for rows of d elements, which are whole packs: those that leave the fewest threads idle first.
+func heldShapes(d int, t driver.DType) (shapes []heldShape) {
+	idle := func(s heldShape) int { return s.packs*s.across*vector(t) - d }
+	for _, packs := range []int{2, 1, 3, 4} {
+		across := ceilDiv(d, 32*packs*vector(t)) * 32
+		if across <= heldThreads {
+			shapes = append(shapes, heldShape{packs, across, max(1, 128/across)})
+		}
+	}
+	slices.SortStableFunc(shapes, func(a, b heldShape) int { return cmp.Compare(idle(a), idle(b)) })
+	return shapes
+}
+
+func (h heldShape) over(rows int) driver.LaunchConfig {
+	return driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(rows, h.rows)}, Block: driver.Dim{X: h.across, Y: h.rows}}
+}
+
+// float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
+func float8Packs(t driver.DType, p driver.Ptr) bool { return p%driver.Ptr(vector(t)) == 0 }
+
+// float8Rows reports whether an op is to store rows as float8 too, and refuses what it cannot.
+func float8Rows(op string, t driver.DType, y, scale driver.Ptr) (bool, error) {
+	switch {
+	case y == 0 && scale == 0:
+		return false, nil
+	case y == 0 || scale == 0:
+		return false, fmt.Errorf("kernels.%s: of float8 rows and their scales one is null, want both or neither", op)
+	case t.Size() != 2:
+		return false, fmt.Errorf("kernels.%s: elements are of type %v, want float16 or bfloat16 where rows are stored as float8 too", op, t)
+	}
+	return true, nil
+}
+
+// QuantizeColumns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Quantize] does rows, and turned round:
+//
+//	Scale[c] = max_r |X[r, c]| / 448,  Y[c, r] = X[r, c]/Scale[c]
+//
+// Y is [D, Rows] and Scale [D]. Workspace is memory of [Kernels.QuantizeColumnsWorkspace] bytes.
+type QuantizeColumns struct {
+	Y, Scale, X, Workspace driver.Ptr
+	Rows, D                int
+	Type                   driver.DType
+}
+
+// The columns of a block that looks for the largest, those and the rows of a tile that is turned round, and the threads of either:
+// as in quantize.cu.
+const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
+
+// columnSections is the parts of the rows of which the largest are found at once: two blocks a multiprocessor, of at least 32 rows.
+func (k *Kernels) columnSections(rows, d int) int {
+	return max(1, min(32, ceilDiv(rows, 32), 2*k.sms/max(1, ceilDiv(d, largestColumns))))
+}
+
+// QuantizeColumnsWorkspace is the bytes of workspace that [Kernels.QuantizeColumns] takes.
+func (k *Kernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d * k.columnSections(rows, d) }
+
+// QuantizeColumns launches two kernels.
+func (k *Kernels) QuantizeColumns(s driver.Stream, a QuantizeColumns) error {
+	suf, err := suffix("QuantizeColumns", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := checkInts("QuantizeColumns", a.Rows, a.D); empty || err != nil {
+		return err
+	}
+	tiles := driver.Dim{X: ceilDiv(a.D, tileColumns), Y: ceilDiv(a.Rows, tileRows)}
+	if tiles.Y > 1<<16-1 {
+		return fmt.Errorf("kernels.QuantizeColumns: %d rows, want at most %d", a.Rows, tileRows*(1<<16-1))
+	}
+	sections := k.columnSections(a.Rows, a.D)
+	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, largestColumns), Y: sections}, Block: driver.Dim{X: columnThreads}}
+	l := args().Ptr(a.Workspace).Ptr(a.X).Int32(a.Rows).Int32(a.D)
+	if err := k.launch(s, "quantize", "quantize_columns_largest"+suf, c, l); err != nil {
+		return err
+	}
+	c = driver.LaunchConfig{Grid: tiles, Block: driver.Dim{X: columnThreads}, Overlap: k.overlaps()}
+	l = args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(sections).Int32(a.Rows).Int32(a.D)
+	return k.launch(s, "quantize", "quantize_columns"+suf, c, l)
+}

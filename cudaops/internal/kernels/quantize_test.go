@@ -1,0 +1,423 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// e4m3 is the numbers that are not negative, by code: four bits of exponent, biased by 7, and three of mantissa. Code 127 is NaN.
+var e4m3 = func() (x [127]float64) {
+	for code := range x {
+		exp, frac := code>>3, float64(code&7)
+		if exp == 0 {
+			x[code] = math.Ldexp(frac, -9)
+		} else {
+			x[code] = math.Ldexp(8+frac, exp-10)
+		}
+	}
+	return x
+}()
+
+// toE4M3 is the code of the nearest number, of two the even one.
+func toE4M3(v float64) byte {
+	if v != v {
+		return 0x7f
+	}
+	var sign byte
+	if math.Signbit(v) {
+		sign, v = 0x80, -v
+	}
+	above, _ := slices.BinarySearch(e4m3[:], v)
+	switch {
+	case above == len(e4m3):
+		return sign | 126
+	case above == 0:
+		return sign
+	}
+	below := above - 1
+	if toBelow, toAbove := v-e4m3[below], e4m3[above]-v; toBelow < toAbove || toBelow == toAbove && below%2 == 0 {
+		return sign | byte(below)
+	}
+	return sign | byte(above)
+}
+
+func TestE4M3(t *testing.T) {
+	for v, want := range map[float64]byte{0: 0, 1: 0x38, -1: 0xb8, 448: 0x7e, 1e9: 0x7e, 0x1p-9: 1, 0x1p-10: 0, 0x1.8p-10: 1,
+		1.0625: 0x38, 1.1875: 0x3a, 0x1p-6: 8, math.NaN(): 0x7f} {
+		if got := toE4M3(v); got != want {
+			t.Errorf("%v is %#x, want %#x", v, got, want)
+		}
+	}
+}
+
+// quantized is the codes and the scale of a row, in float32 as the kernels compute them.
+func quantized(row []float64) (codes []byte, scale float32) {
+	var largest float64
+	for _, v := range row {
+		largest = math.Max(largest, math.Abs(v)) // NaN if any is; of NaN and infinity, the latter
+		if v != v {
+			largest = v
+			break
+		}
+	}
+	switch scale = float32(largest) / 448; {
+	case largest == 0:
+		scale = 1
+	case scale < 0x1p-126:
+		scale = 0x1p-126
+	}
+	inverse := 1 / scale
+	for _, v := range row {
+		codes = append(codes, toE4M3(float64(float32(v)*inverse)))
+	}
+	return codes, scale
+}
+
+// rows8 checks rows of float8 and their scales against the numbers that they are of.
+func (g *rig) rows8(what string, y, scale *buffer, rows [][]float64) {
+	g.Helper()
+	got, scales := g.raw(y), g.read(scale)
+	for r, row := range rows {
+		codes, want := quantized(row)
+		if s := float32(scales[r]); s != want && (s == s || want == want) {
+			g.Fatalf("%s: scale of row %d is %v, want %v", what, r, s, want)
+		}
+		for c, code := range got[r*len(row) : (r+1)*len(row)] {
+			if code != codes[c] && (code&0x7f != 0x7f || codes[c]&0x7f != 0x7f) {
+				g.Fatalf("%s: row %d, column %d: %v over %v is %#x, want %#x", what, r, c, row[c], want, code, codes[c])
+			}
+			if exact := row[c] / float64(want); exact-exact == 0 {
+				if near := e4m3[code&0x7f]; math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
+					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number", what, r, c, exact, near)
+				}
+			}
+		}
+	}
+}
+
+// halfStep is half the distance of numbers around v.
+func halfStep(v float64) float64 {
+	_, exp := math.Frexp(math.Abs(v)) // |v| in [2^(exp−1), 2^exp)
+	return math.Ldexp(1, max(exp-1, -6)-4)
+}
+
+func (g *rig) raw(b *buffer) []byte {
+	g.Helper()
+	raw := make([]byte, b.bytes())
+	g.must(g.ctx.CopyToHost(raw, b.Ptr, g.stream))
+	return raw
+}
+
+// oddRows is rows of all magnitudes that a type has, and of zeros, with outliers, infinities and NaN.
+func (g *rig) oddRows(rows, d int, t driver.DType) [][]float64 {
+	least, most := -40.0, 30.0 // of ten
+	if t == f16 {
+		least, most = -8, 4
+	}
+	x := make([][]float64, rows)
+	for r := range x {
+		x[r] = make([]float64, d)
+		size := math.Pow(10, least+(most-least)*g.rand.Float64())
+		if r%3 == 0 {
+			size = 1
+		}
+		for c := range x[r] {
+			x[r][c] = size * g.rand.NormFloat64()
+		}
+		one := &x[r][g.rand.IntN(d)]
+		switch g.rand.IntN(8) {
+		case 0:
+			clear(x[r])
+		case 1:
+			*one *= 1000
+		case 2:
+			*one = math.Inf(g.rand.IntN(2)*2 - 1)
+		case 3:
+			*one = math.NaN()
+		case 4: // multiples of halves of steps: ties
+			for c := range x[r] {
+				x[r][c] = float64(g.rand.IntN(65)-32) / 32
+			}
+			*one = 1.75
+		}
+	}
+	return x
+}
+
+// uploadRows uploads rows that lie stride apart and returns them as rounded.
+func (g *rig) uploadRows(x [][]float64, stride int, t driver.DType, skew int) (*buffer, [][]float64) {
+	g.Helper()
+	all := make([]float64, stride*len(x))
+	for i := range all {
+		all[i] = math.NaN()
+	}
+	for r, row := range x {
+		copy(all[r*stride:], row)
+	}
+	b, rounded := g.upload(all, t, skew)
+	return b, split(rounded, stride, len(x[0]))
+}
+
+// split is the first d of every stride numbers.
+func split(x []float64, stride, d int) (rows [][]float64) {
+	for ; len(x) > 0; x = x[stride:] {
+		rows = append(rows, x[:d])
+	}
+	return rows
+}
+
+// rows8Alloc returns memory for rows of float8 and their scales.
+func (g *rig) rows8Alloc(rows, d, skew int) (y, scale *buffer) {
+	g.Helper()
+	return g.alloc(rows*d, driver.Float8E4M3, skew), g.alloc(rows, f32, 0)
+}
+
+func TestQuantize(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {131, 768}, {67, 1000}, {33, 1024}, {33, 2304}, {21, 2816}, {9, 5632}, {7, 6144}, {2, 8200},
+		{3, 16384}, {3, 4099}, {2, 20000}}
+	for i, shape := range shapes {
+		for _, dt := range storageTypes {
+			if !g.some() {
+				continue
+			}
+			rows, d := shape[0], shape[1]
+			g.scope(fmt.Sprintf("%dx%d/%v", rows, d, dt), func(g *rig) {
+				stride := 0
+				if i%2 == 1 {
+					stride = d + 8*(1+g.rand.IntN(3))
+				}
+				x, xr := g.uploadRows(g.oddRows(rows, d, dt), max(stride, d), dt, i%5/4)
+				y, scale := g.rows8Alloc(rows, d, 0)
+				a := Quantize{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Rows: rows, D: d, XStride: stride, Type: dt}
+				g.must(g.Quantize(g.stream, a))
+				g.rows8("rows", y, scale, xr)
+				if d%8 != 0 || x.Ptr%16 != 0 {
+					return
+				}
+				a.XStride = max(stride, d)
+				for _, h := range heldShapes(d, dt) {
+					y, scale := g.rows8Alloc(rows, d, 0)
+					a.Y, a.Scale = y.Ptr, scale.Ptr
+					g.must(g.quantize(g.stream, a, []heldShape{h}))
+					g.rows8(fmt.Sprint(h), y, scale, xr)
+				}
+			})
+		}
+	}
+}
+
+func TestQuantizeColumns(t *testing.T) {
+	g := newRig(t)
+	for i, shape := range [][2]int{{1, 1}, {7, 3}, {32, 64}, {129, 65}, {128, 256}, {1000, 72}, {272, 1000}, {705, 264}, {2304, 768}} {
+		for _, dt := range storageTypes {
+			rows, d := shape[0], shape[1]
+			g.scope(fmt.Sprintf("%dx%d/%v", rows, d, dt), func(g *rig) {
+				columns := g.oddRows(d, rows, dt)
+				turned := make([][]float64, rows)
+				for r := range turned {
+					for _, column := range columns {
+						turned[r] = append(turned[r], column[r])
+					}
+				}
+				x, xr := g.uploadRows(turned, d, dt, i%2)
+				for c := range columns {
+					for r := range xr {
+						columns[c][r] = xr[r][c]
+					}
+				}
+				y, scale := g.rows8Alloc(d, rows, i%3)
+				work := g.alloc(g.QuantizeColumnsWorkspace(rows, d)/4, f32, 0)
+				g.must(g.QuantizeColumns(g.stream, QuantizeColumns{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Workspace: work.Ptr,
+					Rows: rows, D: d, Type: dt}))
+				g.rows8("columns", y, scale, columns)
+			})
+		}
+	}
+}
+
+// sameBits fails unless two arrays are the same, and neither is as it was allocated.
+func (g *rig) sameBits(what string, a, b *buffer) {
+	g.Helper()
+	x, y := g.raw(a), g.raw(b)
+	if !slices.Equal(x, y) {
+		g.Errorf("%s: fused and separate kernels give different bits", what)
+	}
+	if !slices.ContainsFunc(x, func(v byte) bool { return v != 0xff }) {
+		g.Errorf("%s: nothing was written", what)
+	}
+}
+
+// separate checks rows of float8 against what Quantize makes of the rows x, stride apart.
+func (g *rig) separate(what string, y, scale, x *buffer, d, stride int) {
+	g.Helper()
+	wantY, want := g.rows8Alloc(scale.n, d, 0)
+	g.must(g.Quantize(g.stream, Quantize{Y: wantY.Ptr, Scale: want.Ptr, X: x.Ptr, Rows: scale.n, D: d, XStride: stride, Type: x.dtype}))
+	g.sameBits(what, y, wantY)
+	g.sameBits("scales of "+what, scale, want)
+}
+
+// halfTypes are those that rows are rounded to before they are stored as float8.
+var halfTypes = []driver.DType{bf16, f16}
+
+func TestRMSNormFloat8(t *testing.T) {
+	g := newRig(t)
+	for i, shape := range [][2]int{{3, 7}, {5, 32}, {130, 768}, {67, 1000}, {33, 2048}, {5, 4096}, {3, 16384}, {3, 4099}} {
+		for _, dt := range halfTypes {
+			for _, residual := range []bool{false, true} {
+				if !g.some() {
+					continue
+				}
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, residual, way)
+					g.scope(name, func(g *rig) { ways = g.rmsNormFloat8(shape[0], shape[1], dt, residual, i%2, way) })
+				}
+			}
+		}
+	}
+}
+
+// rmsNormFloat8 checks one of the ways and returns how many there are.
+func (g *rig) rmsNormFloat8(rows, d int, dt driver.DType, residual bool, skew, way int) (count int) {
+	x, _ := g.uploadRows(g.oddRows(rows, d, dt), d, dt, skew)
+	w, _ := g.normal(d, f32, 0)
+	run := func(float8 bool) (outputs []*buffer) {
+		y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
+		a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
+		outputs = []*buffer{y, rstd}
+		if residual {
+			sum := g.alloc(rows*d, dt, skew)
+			a.Residual, a.Sum, outputs = x.Ptr, sum.Ptr, append(outputs, sum)
+		}
+		if float8 {
+			y8, scale := g.rows8Alloc(rows, d, 0)
+			a.Y8, a.Scale8, outputs = y8.Ptr, scale.Ptr, append(outputs, y8, scale)
+		}
+		ways, err := g.RMSNormWays(a)
+		g.must(err)
+		a.Way, count = ways[way], len(ways)
+		g.must(g.RMSNorm(g.stream, a))
+		return outputs
+	}
+	plain, fused := run(false), run(true)
+	for i, b := range plain {
+		g.sameBits(fmt.Sprint("output ", i), fused[i], b)
+	}
+	g.separate("y", fused[len(plain)], fused[len(plain)+1], fused[0], d, 0)
+	return count
+}
+
+func TestRMSNormBackwardFloat8(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{3, 7}, {50, 32}, {1003, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {500, 4096}, {2, 8200}, {70, 4099}, {2222, 1024}}
+	for i, shape := range shapes {
+		for _, dt := range halfTypes {
+			for _, add := range []bool{false, true} {
+				if !g.some() {
+					continue
+				}
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, way)
+					g.scope(name, func(g *rig) { ways = g.rmsNormBackwardFloat8(shape[0], shape[1], dt, add, i%4/3, way) })
+				}
+			}
+		}
+	}
+}
+
+// rmsNormBackwardFloat8 checks one of the ways and returns how many there are.
+func (g *rig) rmsNormBackwardFloat8(rows, d int, dt driver.DType, add bool, skew, way int) (count int) {
+	x, _ := g.normal(rows*d, dt, skew)
+	dy, _ := g.uploadRows(g.oddRows(rows, d, dt), d, dt, skew)
+	w, _ := g.normal(d, f32, 0)
+	rstd, _ := g.normal(rows, f32, 0)
+	run := func(float8 bool) (outputs []*buffer) {
+		dx, dw := g.alloc(rows*d, dt, skew), g.alloc(d, f32, 0)
+		a := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: dt,
+			Workspace: g.alloc(g.RMSNormWorkspace(d)/4, f32, 0).Ptr}
+		if add {
+			a.Add = x.Ptr
+		}
+		outputs = []*buffer{dx, dw}
+		if float8 {
+			dx8, scale := g.rows8Alloc(rows, d, 0)
+			a.DX8, a.Scale8, outputs = dx8.Ptr, scale.Ptr, append(outputs, dx8, scale)
+		}
+		ways, err := g.RMSNormBackwardWays(a)
+		g.must(err)
+		a.Way, count = ways[way], len(ways)
+		g.must(g.RMSNormBackward(g.stream, a))
+		return outputs
+	}
+	plain, fused := run(false), run(true)
+	g.sameBits("dx", fused[0], plain[0])
+	g.near("dw", fused[1], g.read(plain[1]), 1e-4) // perhaps of other blocks' sums
+	g.separate("dx as float8", fused[2], fused[3], fused[0], d, 0)
+	return count
+}
+
+func TestSiLUMulFloat8(t *testing.T) {
+	g := newRig(t)
+	for i, shape := range [][2]int{{1, 1}, {3, 7}, {5, 8}, {13, 1000}, {129, 768}, {40, 2816}, {33, 2048}, {9, 5632}, {3, 16384}, {2, 17000}} {
+		for _, dt := range halfTypes {
+			rows, f := shape[0], shape[1]
+			g.scope(fmt.Sprintf("%dx%d/%v", rows, f, dt), func(g *rig) { g.siluFloat8(rows, f, dt, i%3/2) })
+		}
+	}
+}
+
+func (g *rig) siluFloat8(rows, f int, dt driver.DType, skew int) {
+	n := rows * f
+	ab, _ := g.uploadRows(g.oddRows(rows, 2*f, dt), 2*f, dt, skew)
+	dh, _ := g.normal(n, dt, skew)
+	beside := func(p driver.Ptr) driver.Ptr { return p.Offset(f * dt.Size()) }
+
+	h := g.alloc(n, dt, skew)
+	a := SiLUMul{H: h.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f, Stride: 2 * f, Type: dt}
+	g.must(g.SiLUMul(g.stream, a))
+	check := func(what string, launch func() error) {
+		h8, scale := g.rows8Alloc(rows, f, 0)
+		again := g.alloc(n, dt, skew)
+		a.H, a.H8, a.Scale8 = again.Ptr, h8.Ptr, scale.Ptr
+		g.must(launch())
+		g.sameBits(what+" h", again, h)
+		g.separate(what+" h", h8, scale, h, f, 0)
+		g.must(g.ctx.Memset8(h8.Ptr, 0xff, h8.bytes(), g.stream))
+		a.H = 0
+		g.must(launch())
+		g.separate(what+" h that is not written", h8, scale, h, f, 0)
+	}
+	check("default", func() error { return g.SiLUMul(g.stream, a) })
+
+	wantH, want := g.alloc(n, dt, skew), g.alloc(2*n, dt, skew)
+	b := SiLUMulBackward{H: wantH.Ptr, DA: want.Ptr, DB: beside(want.Ptr), DH: dh.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f,
+		Stride: 2 * f, GradStride: 2 * f, Type: dt}
+	g.must(g.SiLUMulBackward(g.stream, b))
+	checkBackward := func(what string, launch func() error) {
+		dab8, scale := g.rows8Alloc(rows, 2*f, 0)
+		again, dab := g.alloc(n, dt, skew), g.alloc(2*n, dt, skew)
+		b.H, b.DA, b.DB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, beside(dab.Ptr), dab8.Ptr, scale.Ptr
+		g.must(launch())
+		g.sameBits(what+" h again", again, wantH)
+		g.sameBits(what+" da, db", dab, want)
+		g.separate(what+" da, db", dab8, scale, want, 2*f, 0)
+	}
+	checkBackward("default", func() error { return g.SiLUMulBackward(g.stream, b) })
+
+	if f%8 != 0 || skew != 0 {
+		return
+	}
+	for _, shape := range heldShapes(f, dt) {
+		check(fmt.Sprint(shape), func() error { return g.siluMulFloat8(g.stream, a, []heldShape{shape}) })
+		checkBackward(fmt.Sprint(shape), func() error { return g.siluMulBackwardFloat8(g.stream, b, []heldShape{shape}) })
+	}
+	check("any row", func() error { return g.siluMulFloat8(g.stream, a, nil) })
+
+	b.H, b.DA, b.DB = 0, ab.Ptr, beside(ab.Ptr) // in place
+	g.must(g.SiLUMulBackward(g.stream, b))
+	g.sameBits("da, db in place", ab, want)
+}

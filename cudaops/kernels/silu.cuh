@@ -1,0 +1,16 @@
+// The formulas of a SiLU gate, of one element.
+#pragma once
+#include "math.cuh"
+
+template <class T> __device__ __forceinline__ float siluMul(float a, float b) { return a * sigmoid<T>(a) * b; }
+
+// SiLUGradient is h and the gradients of a and b for that of h.
+template <class T> struct SiLUGradient {
+  float h, da, db;
+  __device__ __forceinline__ SiLUGradient(float dh, float a, float b) {
+    float s = sigmoid<T>(a), silu = a * s;
+    h = silu * b;
+    da = dh * b * (s * (1.0f + a * (1.0f - s)));
+    db = dh * silu;
+  }
+};
