@@ -291,6 +291,7 @@ func (k *fakeKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 			x = sum
 		}
 		cpu.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
+		float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
 	})
 }
 
@@ -334,6 +335,7 @@ func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 				dx[i] += v
 			}
 		}
+		float8At(l, a.DX8, a.Scale8, rowsAt(l, a.DX, a.Rows, a.D, 0))
 	})
 }
 
@@ -363,10 +365,18 @@ func rowsAt(l *fake.Launch, p driver.Ptr, rows, f, stride int) [][]float32 {
 
 func (k *fakeKernels) SiLUMul(s driver.Stream, a kernels.SiLUMul) error {
 	return k.launch(s, func(l *fake.Launch) {
-		h, x, y := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+		h := make([][]float32, a.Rows)
+		for i := range h {
+			h[i] = make([]float32, a.F)
+		}
+		if a.H != 0 {
+			h = rowsAt(l, a.H, a.Rows, a.F, 0)
+		}
 		for i := range h {
 			cpu.SiLUMul(h[i], x[i], y[i])
 		}
+		float8At(l, a.H8, a.Scale8, h)
 	})
 }
 
@@ -378,6 +388,7 @@ func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward
 		for i := range h {
 			cpu.SiLUMulBackward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
 		}
+		float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
 	})
 }
 

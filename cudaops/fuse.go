@@ -164,7 +164,7 @@ func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
 	if add == nil {
 		return false
 	}
-	grads := c.normGrad(n, c.operands(n), add)
+	grads := c.normGrad(n, c.operands(n), add, sum)
 	c.values[n], c.values[sum], c.values[dx] = grads, grads.parts[0], folded(dx)
 	return true
 }

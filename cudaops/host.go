@@ -57,6 +57,10 @@ func encodeFloats(raw []byte, e elem, x []float32) {
 		for i, v := range x {
 			dst[i] = bfloat16(v)
 		}
+	case float8s:
+		for i, v := range x {
+			raw[i] = driver.E4M3(v)
+		}
 	}
 }
 
@@ -104,6 +108,10 @@ func decodeFloats(x []float32, e elem, raw []byte) {
 	case bfloat16s:
 		for i, b := range driver.View[uint16](raw)[:len(x)] {
 			x[i] = math.Float32frombits(uint32(b) << 16)
+		}
+	case float8s:
+		for i, b := range raw[:len(x)] {
+			x[i] = driver.FromE4M3(b)
 		}
 	}
 }

@@ -33,6 +33,9 @@ type kernelSet interface {
 	DnnVersion() int
 	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, y, q, key, value kernels.Rows) error
 	RoPE(s driver.Stream, a kernels.RoPE) error
+	Quantize(s driver.Stream, a kernels.Quantize) error
+	QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error
+	QuantizeColumnsWorkspace(rows, d int) int
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
 	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
@@ -153,7 +156,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.m.config.share.param(n); shared != nil {
 		c.values[n] = shared.array
-		c.inputOf[shared.array.block] = shared
+		c.inputOf[shared.array.block], c.sources[shared.array.block] = shared, []*input{shared}
 		if !slices.Contains(c.m.borrowed, shared) {
 			shared.sharers++
 			c.m.borrowed = append(c.m.borrowed, shared)
@@ -167,7 +170,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 		in.constant = in.constant || p == n
 	}
 	c.inputs = append(c.inputs, in)
-	c.inputOf[a.block] = in
+	c.inputOf[a.block], c.sources[a.block] = in, []*input{in}
 	return nil
 }
 

@@ -51,7 +51,7 @@ func (c *compiler) as(n *gorgonia.Node, a *array, e elem) *array {
 	} else if in != nil && in.constant {
 		b := c.newResident(e, a.shape...)
 		in.copies = append(in.copies, shadow{b, cast(b)})
-		c.copies[key] = b
+		c.copies[key], c.sources[b.block] = b, []*input{in}
 		return b
 	}
 	b := c.newArray(e, a.shape...)
@@ -75,14 +75,14 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 func (c *compiler) linear(n *gorgonia.Node, in []*array, add *array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	y := c.newArray(x.elem, n.Shape()...)
-	return y, c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
+	return y, c.linearProduct(n, y, x, w, add)
 }
 
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.aux(w.shape...)
-	if err := c.matmul(n, product{d: dx, a: g, b: w}); err != nil {
+	if err := c.linearProductGrad(n, dx, g, w); err != nil {
 		return nil, err
 	}
 	return packed(dx, dw), c.matmul(n, product{d: dw, a: g, b: x, transA: true})
@@ -102,35 +102,40 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	if residual != nil {
 		sum = c.like(x)
 	}
+	q := c.quantizing(y, c.multiplied(n))
 	c.do(n, func() error {
 		a := kernels.RMSNorm{Y: y.ptr(), Rstd: rstd.ptr(), X: x.ptr(), W: w.ptr(), Rows: x.shape[0], D: x.shape[1], Eps: o.Eps,
 			Type: x.elem.dtype()}
+		a.Y8, a.Scale8 = q.pointers()
 		if residual != nil {
 			a.Residual, a.Sum = residual.ptr(), sum.ptr()
 		}
 		return m.k.RMSNorm(m.stream, a)
-	}, x, residual, w, y, sum, rstd)
+	}, x, residual, w, y, sum, rstd, q.values, q.scales)
 	return y, sum
 }
 
 func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	return c.normGrad(n, in, nil), nil
+	return c.normGrad(n, in, nil, c.partOf(n, 0)), nil
 }
 
-// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if there is one.
-func (c *compiler) normGrad(n *gorgonia.Node, in []*array, add *array) *array {
+// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if there is one; node to has the result
+// as its value.
+func (c *compiler) normGrad(n *gorgonia.Node, in []*array, add *array, to *gorgonia.Node) *array {
 	x, w, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.act(n, in[3])
 	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*array)
 	m := c.m
 	dx, dw, workspace := c.like(x), c.aux(w.shape...), c.bytes(m.k.RMSNormWorkspace(x.shape[1]))
+	q := c.quantizing(dx, c.multiplied(to))
 	c.do(n, func() error {
 		a := kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(), Rstd: rstd.ptr(),
 			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr()}
 		if add != nil {
 			a.Add = add.ptr()
 		}
+		a.DX8, a.Scale8 = q.pointers()
 		return m.k.RMSNormBackward(m.stream, a)
-	}, x, w, g, add, rstd, dx, dw, workspace)
+	}, x, w, g, add, rstd, dx, dw, workspace, q.values, q.scales)
 	return packed(dx, dw)
 }
 
@@ -308,6 +313,7 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*array) *array {
 	}
 	if s = c.newArray(e, rows, all[0].shape[1]); kept {
 		s = c.newResident(e, s.shape...)
+		c.sources[s.block] = inputs
 	}
 	c.stacks[key] = s
 	at := 0

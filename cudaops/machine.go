@@ -153,6 +153,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			}
 		}
 	}
+	if err := m.quantizeAgain(func(*input) bool { return true }); err != nil {
+		return nil, err
+	}
 	if m.program.scale != nil {
 		if err := m.setLossScale(LossScale{Scale: firstLossScale}); err != nil {
 			return nil, err
@@ -304,7 +307,8 @@ func (m *Machine) begin(call string) error {
 			return err
 		}
 	}
-	if err := m.device.ctx.Record(m.sent, m.stream); err != nil {
+	bound := func(in *input) bool { return in.bound }
+	if err := joined(m.quantizeAgain(bound), m.device.ctx.Record(m.sent, m.stream)); err != nil {
 		return err
 	}
 	if err := m.compute(); err != nil {
@@ -545,7 +549,8 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 			return err
 		}
 	}
-	return m.device.ctx.SyncStream(m.stream)
+	sent := func(in *input) bool { return slices.Contains(params, in.node) }
+	return joined(m.quantizeAgain(sent), m.device.ctx.SyncStream(m.stream))
 }
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the

@@ -104,9 +104,16 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	for i, bytes := range operandBytes(spec) {
 		j.arguments = append(j.arguments, argument{bytes: bytes, elem: elemOfType(types[i]), role: []role{reads, reads, writes}[i]})
 	}
+	if spec.Scaling != driver.Unscaled {
+		j.arguments = append(j.arguments, numbers(reads, spec.M, driver.Float32), numbers(reads, spec.N, driver.Float32))
+	}
 	j.run = func(way int, memory []driver.Ptr) error {
-		return p.Run(way, driver.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
-			WorkspaceSize: workspaceBytes}, b.m.stream)
+		a := driver.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
+			WorkspaceSize: workspaceBytes}
+		if spec.Scaling != driver.Unscaled {
+			a.ScaleA, a.ScaleB = memory[3], memory[4]
+		}
+		return p.Run(way, a, b.m.stream)
 	}
 	return j
 }
@@ -126,7 +133,7 @@ func operandBytes(m driver.MatmulSpec) [3]int {
 
 // elemOfType is the elem that is stored as dt.
 func elemOfType(dt driver.DType) elem {
-	for _, e := range []elem{float16s, bfloat16s} {
+	for _, e := range []elem{float16s, bfloat16s, float8s} {
 		if e.dtype() == dt {
 			return e
 		}
@@ -143,9 +150,10 @@ func (b *matmuls) close() error {
 }
 
 // product is d = alpha·op(a)·op(b) + beta·c, for row-major matrices without gaps; d's shape and a's give the sizes. A zero
-// alpha counts as 1, and c is d where it is nil.
+// alpha counts as 1, and c is d where it is nil. Operands of float8 have a factor for each row of op(a) and each column of op(b).
 type product struct {
 	d, a, b, c     *array
+	scaleA, scaleB *array
 	transA, transB bool
 	alpha, beta    float32
 	batch          int // so many products, of matrices one behind the other; 0 counts as 1
@@ -181,6 +189,9 @@ func (p product) spec() driver.MatmulSpec {
 	}
 	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
 		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
+	if p.scaleA != nil {
+		spec.Scaling, spec.FastAccumulation = driver.ScaledRows, true
+	}
 	if p.batch > 1 {
 		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = p.batch, p.a.len(), p.b.len(), p.d.len()
 	}
@@ -194,7 +205,7 @@ func (p product) spec() driver.MatmulSpec {
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, err := c.m.blas.product(p)
 	if err == nil {
-		c.do(n, run, p.d, p.a, p.b, p.c)
+		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
 		c.computes(2 * float64(p.d.len()) * float64(p.depth()))
 	}
 	return err
@@ -214,7 +225,11 @@ func (b *matmuls) product(p product) (func() error, error) {
 	}
 	return func() error {
 		b.m.tuner.use(plan.choice)
-		return plan.run(driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
-			Workspace: b.workspace, WorkspaceSize: workspaceBytes}, b.m.stream)
+		a := driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
+			Workspace: b.workspace, WorkspaceSize: workspaceBytes}
+		if p.scaleA != nil {
+			a.ScaleA, a.ScaleB = p.scaleA.ptr(), p.scaleB.ptr()
+		}
+		return plan.run(a, b.m.stream)
 	}, nil
 }

@@ -24,12 +24,43 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*array, add *array) (*array
 	rows, f := x.shape[0], in[1].shape[0]
 	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
 	c.saved[n.Op()] = s
+	y := c.like(x)
+	if c.float8(rows, 2*f, x.shape[1]) {
+		return y, c.perceptronFloat8(n, s, y, x, down, add)
+	}
 	h := c.newArray(x.elem, rows, f)
 	if err := c.gate(n, s, h, x); err != nil {
 		return nil, err
 	}
-	y := c.like(x)
 	return y, c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
+}
+
+// perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If that with down is too, nobody
+// needs h but in float8.
+func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *array) error {
+	if err := c.linearProduct(n, s.ab, x, s.weights, nil); err != nil {
+		return err
+	}
+	rows, f, t, m := x.shape[0], down.shape[1], x.elem.dtype(), c.m
+	var q quantized
+	h := c.newArray(x.elem, rows, f)
+	mul := kernels.SiLUMul{Rows: rows, F: f, Stride: 2 * f, Type: t}
+	narrow := c.float8(rows, down.shape[0], f)
+	if narrow {
+		h, q = nil, c.newQuantized(rows, f)
+	}
+	c.do(n, func() error {
+		a := mul
+		a.A, a.B = s.ab.ptr(), s.ab.ptr().Offset(f*t.Size())
+		if a.H8, a.Scale8 = q.pointers(); h != nil {
+			a.H = h.ptr()
+		}
+		return m.k.SiLUMul(m.stream, a)
+	}, h, s.ab, q.values, q.scales)
+	if narrow {
+		return c.float8Product(n, y, q, c.quantizeWeight(n, down, false), add)
+	}
+	return c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
 }
 
 // gate adds what forms s.ab and h = silu(a) ⊙ b.
@@ -79,10 +110,13 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 		return nil, err
 	}
 	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
-	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}, {d: dx, a: dab, b: s.weights}} {
+	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}} {
 		if err := c.matmul(n, p); err != nil {
 			return nil, err
 		}
+	}
+	if err := c.linearProductGrad(n, dx, dab, s.weights); err != nil {
+		return nil, err
 	}
 	return packed(dx, dweights.view(0, f, d), c.aligned(n, dweights.view(f*d, f, d)), ddown), nil
 }
@@ -90,9 +124,21 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 // gateGrad adds what forms dh = g·down, from it the gradients dab, and h again.
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) error {
 	rows, f, d, t, m := g.shape[0], h.shape[1], g.shape[1], g.elem.dtype(), c.m
+	var q quantized
 	mul := func(h, dab, ab, dh driver.Ptr) error {
-		return m.k.SiLUMulBackward(m.stream, kernels.SiLUMulBackward{H: h, DA: dab, DB: dab.Offset(f * t.Size()), DH: dh,
-			A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: t})
+		a := kernels.SiLUMulBackward{H: h, DA: dab, DB: dab.Offset(f * t.Size()), DH: dh,
+			A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: t}
+		a.DAB8, a.Scale8 = q.pointers()
+		return m.k.SiLUMulBackward(m.stream, a)
+	}
+	if c.float8(rows, f, d) {
+		dh := c.like(h)
+		if err := c.linearProductGrad(n, dh, g, down); err != nil {
+			return err
+		}
+		q = c.quantizing(dab, c.float8(rows, d, 2*f))
+		c.do(n, func() error { return mul(h.ptr(), dab.ptr(), s.ab.ptr(), dh.ptr()) }, h, dab, dh, s.ab, q.values, q.scales)
+		return nil
 	}
 	fused := func(way kernels.Way, h, dab, ab, g, down driver.Ptr) error {
 		return m.k.SiLUProductBackward(m.stream, kernels.SiLUProductBackward{H: h, DAB: dab, G: g, Down: down, AB: ab,

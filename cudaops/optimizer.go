@@ -135,8 +135,13 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	return err
 }
 
+// updates reports whether the optimiser changes an input.
+func (x *optimizer) updates(in *input) bool {
+	return slices.ContainsFunc(x.states, func(p *paramState) bool { return p.input == in })
+}
+
 // bytes is what an update has to move: it reads gradients for their norm, and then these, parameters and moments, and writes
-// the last two and the parameters' copies.
+// the last two and the parameters' copies. Those of float8, which are made of the others, it does not count.
 func (x *optimizer) bytes() (n float64) {
 	for _, p := range x.states {
 		n += 2 * float64(p.grad.extent())
@@ -489,6 +494,9 @@ func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 		if err := run(); err != nil {
 			return err
 		}
+	}
+	if err := m.quantizeAgain(x.updates); err != nil {
+		return err
 	}
 	return m.clearSums()
 }

@@ -21,6 +21,7 @@ type machineConfig struct {
 	act     elem
 	stream  driver.Stream // adopted; 0 for one of the machine's own
 	scaled  bool          // gradients carry a loss scale
+	float8  bool          // linear layers multiply float8
 	lone    *loneOps      // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
@@ -97,11 +98,16 @@ const (
 	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the loss, so that gradients
 	// stay in that range: [Machine.LossScale]. Gradients that [Machine.Value] returns are without the scale.
 	Float16
+	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward and for the gradient of their
+	// input), whose operands it rounds to float8 (E4M3), each row of tokens and of weights with a scale of its own. Gradients of
+	// weights, the output layer with its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
+	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability 9.0.
+	Float8
 )
 
-var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16"}
+var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16", Float8: "f8"}
 
-// String returns the precision's name: f32, bf16 or f16.
+// String returns the precision's name: f32, bf16, f16 or f8.
 func (p Precision) String() string {
 	if int(p) < len(precisionNames) {
 		return precisionNames[p]
@@ -112,7 +118,7 @@ func (p Precision) String() string {
 // MarshalText returns the precision's name.
 func (p Precision) MarshalText() ([]byte, error) {
 	if int(p) >= len(precisionNames) {
-		return nil, fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16 or Float16", uint8(p))
+		return nil, fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16, Float16 or Float8", uint8(p))
 	}
 	return []byte(precisionNames[p]), nil
 }
@@ -121,7 +127,7 @@ func (p Precision) MarshalText() ([]byte, error) {
 func (p *Precision) UnmarshalText(text []byte) error {
 	i := slices.Index(precisionNames, string(text))
 	if i < 0 {
-		return fmt.Errorf("cudaops.Precision: got %q, want f32, bf16 or f16", text)
+		return fmt.Errorf("cudaops.Precision: got %q, want f32, bf16, f16 or f8", text)
 	}
 	*p = Precision(i)
 	return nil
@@ -133,14 +139,14 @@ func WithPrecision(p Precision) MachineOption {
 		switch p {
 		case Float32:
 			c.act = float32s
-		case BFloat16:
+		case BFloat16, Float8:
 			c.act = bfloat16s
 		case Float16:
 			c.act = float16s
 		default:
-			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16 or Float16", p)
+			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16, Float16 or Float8", p)
 		}
-		c.scaled = p == Float16
+		c.scaled, c.float8 = p == Float16, p == Float8
 		return nil
 	}
 }

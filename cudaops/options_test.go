@@ -7,7 +7,7 @@ import (
 )
 
 func TestPrecisionText(t *testing.T) {
-	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16, "f16": Float16} {
+	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16, "f16": Float16, "f8": Float8} {
 		text, err := p.MarshalText()
 		if string(text) != want || p.String() != want || err != nil {
 			t.Errorf("%d is %q and %v, %v, want %q", uint8(p), text, p, err, want)

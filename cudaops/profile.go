@@ -96,6 +96,9 @@ func byOp(tasks []task, add func(i int, t *OpTime)) (times []OpTime) {
 
 // opName is the name of this module's ops, and the description of others.
 func opName(t task) string {
+	if t.op != "" {
+		return t.op
+	}
 	if o, ok := t.node.Op().(interface{ Name() string }); ok {
 		return o.Name()
 	}

@@ -21,16 +21,19 @@ const (
 	float32s elem = iota
 	float16s
 	bfloat16s
+	float8s // E4M3
 	int64s
 )
 
-func (e elem) size() int { return [...]int{4, 2, 2, 8}[e] }
+func (e elem) size() int { return [...]int{4, 2, 2, 1, 8}[e] }
 
-func (e elem) String() string { return [...]string{"float32", "float16", "bfloat16", "int64"}[e] }
+func (e elem) String() string {
+	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64"}[e]
+}
 
 // dtype is the driver's name of a float type.
 func (e elem) dtype() driver.DType {
-	return [...]driver.DType{driver.Float32, driver.Float16, driver.BFloat16}[e]
+	return [...]driver.DType{driver.Float32, driver.Float16, driver.BFloat16, driver.Float8E4M3}[e]
 }
 
 // alignment of everything in the arena: what cudaMalloc gives, and what cuBLASLt's fastest algorithms ask for.
@@ -83,6 +86,7 @@ func size(s tensor.Shape) int {
 // task enqueues the work of a node, or of a piece of it.
 type task struct {
 	node  *gorgonia.Node
+	op    string // what it is called where that is not the node's op
 	place string // the layer of the model, as parameters' names tell
 	host  bool   // it waits for the device and computes on the host, so it cannot be captured
 	run   func() error
@@ -103,6 +107,9 @@ type program struct {
 	tables []table
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
+
+	weights   []*quantizedWeight
+	workspace *array // of weights' columns; nil where there are none
 
 	scale   *array // kernels.LossScale, whose first number is the loss scale; nil where there is none
 	scaling *scaling
@@ -157,6 +164,8 @@ type compiler struct {
 
 	inputOf   map[*block]*input
 	copies    map[converted]*array
+	quantized map[quantizedKey]quantized
+	sources   map[*block][]*input // what parameters and constants, and copies and stacks of them, are made of
 	stacks    map[stacked]*array
 	rotations map[rotation][2]*array
 	documents map[packing]*array
@@ -168,10 +177,15 @@ type compiler struct {
 func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
-		copies: map[converted]*array{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
+		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
 		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
+	}
+	if m.config.float8 {
+		if err := m.checkFloat8(); err != nil {
+			return nil, err
+		}
 	}
 	if m.config.scaled {
 		var err error
@@ -281,6 +295,9 @@ func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
 		c.touch(a, len(c.tasks)-1)
 	}
 }
+
+// named gives the last task another name than that of its node's op.
+func (c *compiler) named(op string) { c.tasks[len(c.tasks)-1].op = op }
 
 // computes notes the operations of the last task.
 func (c *compiler) computes(flops float64) { c.tasks[len(c.tasks)-1].flops = flops }

@@ -136,8 +136,12 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 // project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is nil.
 func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *array) error {
 	p := product{d: wide, a: x, b: weights, transB: true}
-	if turned == nil {
-		return c.matmul(n, p)
+	if turned == nil || c.float8(x.shape[0], weights.shape[0], weights.shape[1]) {
+		err := c.linearProduct(n, wide, x, weights, nil)
+		if err == nil && turned != nil {
+			c.rotate(turned, both, both)
+		}
+		return err
 	}
 	o, t, m := turned.Op().(*op.RoPEOp), x.elem.dtype(), c.m
 	cos, sin := c.tables(o)
@@ -260,7 +264,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		c.values[d] = parts[i]
 	}
 	dx, dw := c.like(x), c.aux(w.shape...)
-	if err := c.matmul(back, product{d: dx, a: wide, b: w}); err != nil {
+	if err := c.linearProductGrad(back, dx, wide, w); err != nil {
 		return false, err
 	}
 	if err := c.matmul(back, product{d: dw, a: wide, b: x, transA: true}); err != nil {

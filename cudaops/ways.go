@@ -28,6 +28,11 @@ func numbers(r role, n int, t driver.DType) argument {
 	return argument{role: r, bytes: n * t.Size(), elem: elemOfType(t)}
 }
 
+// float8Arguments is the float8 of rows, n numbers in all, and their scales.
+func float8Arguments(n, rows int) []argument {
+	return []argument{numbers(writes, n, driver.Float8E4M3), numbers(writes, rows, driver.Float32)}
+}
+
 // names are those of ways.
 func names[W fmt.Stringer](ways []W) []string {
 	var names []string
@@ -50,12 +55,15 @@ func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 		return first(err, func() error { return k.kernelSet.RMSNorm(s, a) })
 	}
 	n := a.Rows * a.D
-	j := job{op: "RMSNorm", shape: fmt.Sprintf("%dx%d %v%s", a.Rows, a.D, a.Type, plural(a.Residual != 0, "with residual")),
+	j := job{op: "RMSNorm", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Residual != 0, "with residual"), plural(a.Y8 != 0, "and float8")),
 		build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.Rows, driver.Float32), numbers(reads, n, a.Type),
 			numbers(reads, a.D, driver.Float32)}}
 	if a.Residual != 0 {
 		j.arguments = append(j.arguments, numbers(reads, n, a.Type), numbers(writes, n, a.Type))
+	}
+	if a.Y8 != 0 {
+		j.arguments = append(j.arguments, float8Arguments(n, a.Rows)...)
 	}
 	j.warm = k.isSmall(j.arguments)
 	j.run = func(way int, memory []driver.Ptr) error {
@@ -63,6 +71,9 @@ func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 		b.Way, b.Y, b.Rstd, b.X, b.W = ways[way], memory[0], memory[1], memory[2], memory[3]
 		if a.Residual != 0 {
 			b.Residual, b.Sum = memory[4], memory[5]
+		}
+		if a.Y8 != 0 {
+			b.Y8, b.Scale8 = memory[len(memory)-2], memory[len(memory)-1]
 		}
 		return k.kernelSet.RMSNorm(s, b)
 	}
@@ -87,12 +98,15 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 		return first(err, func() error { return k.kernelSet.RMSNormBackward(s, a) })
 	}
 	n := a.Rows * a.D
-	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum")),
+	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum"), plural(a.DX8 != 0, "and float8")),
 		build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.D, a.DWType), numbers(reads, n, a.Type), numbers(reads, n, a.Type),
 			numbers(reads, a.D, driver.Float32), numbers(reads, a.Rows, driver.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D)}}}
 	if a.Add != 0 {
 		j.arguments = append(j.arguments, numbers(reads, n, a.Type))
+	}
+	if a.DX8 != 0 {
+		j.arguments = append(j.arguments, float8Arguments(n, a.Rows)...)
 	}
 	j.warm = k.isSmall(j.arguments)
 	j.run = func(way int, memory []driver.Ptr) error {
@@ -101,6 +115,9 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 		b.W, b.Rstd, b.Workspace = memory[4], memory[5], memory[6]
 		if a.Add != 0 {
 			b.Add = memory[7]
+		}
+		if a.DX8 != 0 {
+			b.DX8, b.Scale8 = memory[len(memory)-2], memory[len(memory)-1]
 		}
 		return k.kernelSet.RMSNormBackward(s, b)
 	}

@@ -3,7 +3,7 @@
 //
 //	go run ./examples/agree write run                            # weights, batches and settings; -model 124M for that one
 //	go run ./examples/agree train run                            # on the CPU
-//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 for training's precision
+//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions
 //	python3 examples/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
 //	go run ./examples/agree compare -tolerance 1e-4 run
 //
@@ -92,7 +92,7 @@ func run(args []string, out io.Writer) error {
 	span := f.Int("span", 50, "noise: steps that are averaged")
 	device := f.String("device", "cpu", "train: cpu or cuda")
 	var precision cudaops.Precision
-	f.TextVar(&precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16 or f16")
+	f.TextVar(&precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16, f16 or f8")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
 	if err := f.Parse(args[1:]); err != nil {
 		return err

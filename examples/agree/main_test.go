@@ -167,7 +167,7 @@ func TestRefusals(t *testing.T) {
 		"no folder": {"train"},
 		"model":     {"write", "-model", "huge", dir},
 		"steps":     {"write", "-steps", "-1", dir},
-		"precision": {"train", "-precision", "f8", dir},
+		"precision": {"train", "-precision", "f4", dir},
 		"no run":    {"train", t.TempDir()},
 		"one file":  {"compare", dir},
 		"one run":   {"noise", dir},

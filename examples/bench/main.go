@@ -80,7 +80,7 @@ func main() {
 	models := flag.String("models", strings.Join(names, ","), "which models the group train trains, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
-	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f16 or f32, for training on a GPU")
+	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f8, f16 or f32, for training on a GPU")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.StringVar(&o.profile, "profile", "", "write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+

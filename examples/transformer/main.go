@@ -192,8 +192,8 @@ func (o options) onGPU() cudaops.Precision {
 // onCPU sets how a CPU multiplies.
 func (o options) onCPU(stderr io.Writer) error {
 	switch o.precision {
-	case "f16":
-		return errors.New("-precision f16 is for a GPU; a CPU takes f32 or bf16")
+	case "f16", "f8":
+		return fmt.Errorf("-precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
 	case "bf16":
 		if err := cpuops.UseBFloat16(true); err != nil {
 			return fmt.Errorf("-precision bf16: %w", err)

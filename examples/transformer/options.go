@@ -105,7 +105,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.SetOutput(stderr)
 	f.StringVar(&o.preset, "preset", "small", "what options are that are not given: "+presetNames())
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
-	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
+	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f8, f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
@@ -215,7 +215,7 @@ func (o *options) finish() error {
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
 		{presets[o.preset] != nil, "preset", "one of " + presetNames(), strconv.Quote(o.preset)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
-		{o.precision == "" || new(cudaops.Precision).UnmarshalText([]byte(o.precision)) == nil, "precision", "bf16, f16 or f32", strconv.Quote(o.precision)},
+		{o.precision == "" || new(cudaops.Precision).UnmarshalText([]byte(o.precision)) == nil, "precision", "bf16, f8, f16 or f32", strconv.Quote(o.precision)},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
 	} {
 		if !c.ok {

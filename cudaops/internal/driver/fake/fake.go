@@ -22,6 +22,8 @@ type Config struct {
 	NoBlas    bool // cuBLASLt is missing
 	Ways      [3]Way
 	Dnn       bool // cuDNN is there
+
+	BlasVersion int // of cuBLASLt, default 13.0.0
 }
 
 // Way is how one of cuBLASLt's ways to compute a product differs from the definition.

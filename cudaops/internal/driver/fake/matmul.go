@@ -1,6 +1,7 @@
 package fake
 
 import (
+	"cmp"
 	"math"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -21,7 +22,7 @@ func (c *Context) Blas() (driver.Blas, error) {
 	return blas{c}, nil
 }
 
-func (blas) Version() int    { return 130000 }
+func (b blas) Version() int  { return cmp.Or(b.c.driver.config.BlasVersion, 130000) }
 func (blas) Library() string { return "fake" }
 
 type plan struct {

@@ -1,0 +1,70 @@
+package cudaops
+
+import (
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+)
+
+// float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do not know.
+func float8Products(c *machineConfig) error {
+	c.float8 = true
+	return nil
+}
+
+// quantizedRow puts a row in float8 and returns its scale.
+func quantizedRow(y []byte, x []float32) float32 {
+	largest := float32(0)
+	for _, v := range x {
+		largest = max(largest, float32(math.Abs(float64(v))))
+	}
+	scale := largest / driver.Float8Max
+	if scale == 0 {
+		scale = 1
+	}
+	inverse := 1 / scale
+	for i, v := range x {
+		y[i] = driver.E4M3(v * inverse)
+	}
+	return scale
+}
+
+// float8At puts rows in float8, if that is asked for.
+func float8At(l *fake.Launch, y, scale driver.Ptr, x [][]float32) {
+	if y == 0 {
+		return
+	}
+	d := len(x[0])
+	values, scales := fake.Slice[byte](l, y, len(x)*d), floatsAt(l, scale, len(x))
+	for i, row := range x {
+		scales[i] = quantizedRow(values[i*d:][:d], row)
+	}
+}
+
+func (k *fakeKernels) Quantize(s driver.Stream, a kernels.Quantize) error {
+	return k.launch(s, func(l *fake.Launch) { float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride)) })
+}
+
+func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
+
+func (k *fakeKernels) QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error {
+	return k.launch(s, func(l *fake.Launch) {
+		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
+		x, turned := floatsAt(l, a.X, a.Rows*a.D), make([][]float32, a.D)
+		for i, v := range x {
+			turned[i%a.D] = append(turned[i%a.D], v)
+		}
+		float8At(l, a.Y, a.Scale, turned)
+	})
+}
+
+// sideBySide returns the rows of two matrices side by side.
+func sideBySide(a, b [][]float32) (rows [][]float32) {
+	for i := range a {
+		rows = append(rows, slices.Concat(a[i], b[i]))
+	}
+	return rows
+}
