@@ -1,6 +1,6 @@
 """The measurements of examples/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
-    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,recompute] > torch.jsonl
+    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train_f8,recompute] > torch.jsonl
     python3 torch_peers.py --groups train --models llama925M --batch 40 > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
@@ -332,12 +332,43 @@ def stock():
 # ---- Training ----
 
 
+def float8_rows(x):
+    """x in float8 and what it is to be multiplied with, for each row."""
+    scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def float8_product(a, b):
+    """a·bᵀ of matrices rounded to float8 by rows."""
+    (a, scale_a), (b, scale_b) = float8_rows(a), float8_rows(b)
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=BF16, use_fast_accum=True)
+
+
+class Float8Product(torch.autograd.Function):
+    """x·wᵀ and the gradient of x in float8, that of w in bfloat16: what torchao calls rowwise_with_gw_hp."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return float8_product(x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return float8_product(g, w.t().contiguous()), g.t() @ x
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x):
+        return Float8Product.apply(x.flatten(0, -2).to(BF16), self.weight.to(BF16)).unflatten(0, x.shape[:-1])
+
+
 class Block(nn.Module):
-    def __init__(self, d, heads, ff):
+    def __init__(self, d, heads, ff, kind=nn.Linear):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(d), nn.RMSNorm(d)
-        linear = lambda i, o: nn.Linear(i, o, bias=False)
+        linear = lambda i, o: kind(i, o, bias=False)
         self.qkv, self.out, self.gate_up, self.down = linear(d, 3 * d), linear(d, d), linear(d, 2 * ff), linear(ff, d)
 
     def forward(self, x, cos, sin):
@@ -353,10 +384,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A Llama-style decoder whose output layer is the embedding."""
 
-    def __init__(self, v, d, layers, heads, ff, recompute=False):
+    def __init__(self, v, d, layers, heads, ff, recompute=False, kind=nn.Linear):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(v, d), nn.RMSNorm(d)
-        self.blocks = nn.ModuleList(Block(d, heads, ff) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(d, heads, ff, kind) for _ in range(layers))
         self.recompute = recompute
         nn.init.normal_(self.embedding.weight, std=0.02)
 
@@ -375,12 +406,12 @@ SIZES = {  # vocabulary, features, layers, heads, features of the perceptron, se
 }
 
 
-def train_one(name, recompute=False):
+def train_one(name, suffix="", **how):
     v, d, layers, heads, ff, batch, seq = SIZES[name]
     batch = BATCH or batch
     gpu = DEVICE == "cuda"
     torch._dynamo.reset()
-    model = Model(v, d, layers, heads, ff, recompute).to(DEVICE)
+    model = Model(v, d, layers, heads, ff, **how).to(DEVICE)
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     cos, sin = angles(seq, d // heads)
     ids, targets = (torch.randint(0, v, (batch, seq), device=DEVICE) for _ in range(2))
@@ -399,7 +430,7 @@ def train_one(name, recompute=False):
         params = sum(p.numel() for p in model.parameters())
         tokens = batch * seq
         more = {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if gpu else {}
-        emit(f"train_{name}" + ("_recompute" if recompute else ""), peer, us, flops=tokens * (6 * params + 6 * layers * d * seq),
+        emit(f"train_{name}{suffix}", peer, us, flops=tokens * (6 * params + 6 * layers * d * seq),
              tok_s=round(tokens / us * 1e6), params=params, **more)
 
     if not gpu:
@@ -407,14 +438,19 @@ def train_one(name, recompute=False):
     measure("torch.compile", torch.compile(model))
 
 
-def train(recompute=False):
+def train(suffix="", **how):
     for name in MODELS:
-        train_one(name, recompute)
+        train_one(name, suffix, **how)
         torch.cuda.empty_cache()
 
 
 def recompute():
-    train(recompute=True)
+    train("_recompute", recompute=True)
+
+
+def train_f8():
+    """With the products of the blocks' linear layers in float8, which a card with compute capability 9.0 has."""
+    train("_f8", kind=Float8Linear)
 
 
 # ---- The CPU ----
@@ -449,7 +485,7 @@ def cpu_train():
 
 
 GROUPS = {
-    "cuda": {f.__name__: f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, recompute)},
+    "cuda": {f.__name__: f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, train_f8, recompute)},
     "cpu": {"copy": cpu_copy, "gemm": cpu_gemm, "kasmina": cpu_kasmina, "train": cpu_train},
 }
 
