@@ -21,7 +21,7 @@ var ErrNoDevice = errors.New("no NVIDIA GPU")
 // and what was free.
 var ErrOutOfMemory error = driver.OutOfMemory
 
-// ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
+// ErrUnsupportedDevice means that the GPU is too old for this package's kernels, or for a precision.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
 
 // The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.

@@ -39,14 +39,16 @@ type variant struct {
 	group, suffix string // suffix of the line's name
 	model         string // the one that it trains; "" for all that are chosen
 	how           []llm.GraphOption
-	seeds         int // of a Kasmina layer behind each block, half of which blend; 0 for none
+	float8        bool // whatever the precision that is asked for
+	seeds         int  // of a Kasmina layer behind each block, half of which blend; 0 for none
 	telemetry     state.Telemetry
 }
 
-// variants are the model itself; with what is inside its blocks computed again in the backward pass; and with Kasmina layers,
-// without telemetry and with that of all seeds in each step.
+// variants are the model itself; with products of float8; with what is inside its blocks computed again in the backward pass; and
+// with Kasmina layers, without telemetry and with that of all seeds in each step.
 var variants = []variant{
 	{group: "train"},
+	{group: "train-f8", suffix: "_f8", float8: true},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: "train-kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
 	{group: "train-kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
@@ -97,7 +99,11 @@ func (s size) train(device *cudaops.Device, v variant, o options) (r result, err
 	if err != nil {
 		return r, err
 	}
-	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(o.precision),
+	precision := o.precision
+	if v.float8 {
+		precision = cudaops.Float8
+	}
+	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(precision),
 		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))

@@ -1,6 +1,6 @@
 """The measurements of examples/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
-    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train_f8,recompute] > torch.jsonl
+    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train-f8,recompute] > torch.jsonl
     python3 torch_peers.py --groups train --models llama925M --batch 40 > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
@@ -485,7 +485,7 @@ def cpu_train():
 
 
 GROUPS = {
-    "cuda": {f.__name__: f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, train_f8, recompute)},
+    "cuda": {f.__name__.replace("_", "-"): f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, train_f8, recompute)},
     "cpu": {"copy": cpu_copy, "gemm": cpu_gemm, "kasmina": cpu_kasmina, "train": cpu_train},
 }
 
