@@ -192,7 +192,7 @@ func TestQuantize(t *testing.T) {
 					stride = d + 8*(1+g.rand.IntN(3))
 				}
 				x, xr := g.uploadRows(g.oddRows(rows, d, dt), max(stride, d), dt, i%5/4)
-				y, scale := g.rows8Alloc(rows, d, 0)
+				y, scale := g.rows8Alloc(rows, d, i%3*4)
 				a := Quantize{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Rows: rows, D: d, XStride: stride, Type: dt}
 				g.must(g.Quantize(g.stream, a))
 				g.rows8("rows", y, scale, xr)
