@@ -20,11 +20,62 @@ struct Largest {
   }
 };
 
+// Pairs moves between a type's elements and floats two at once.
+template <class T> struct Pairs {
+  using Word = float2;
+  __device__ static __forceinline__ float2 floats(float2 w) { return w; }
+  __device__ static __forceinline__ float2 magnitudes(float2 w) { return make_float2(fabsf(w.x), fabsf(w.y)); }
+  __device__ static __forceinline__ float2 merge(float2 a, float2 b) {
+    return make_float2(Largest::merge(a.x, b.x), Largest::merge(a.y, b.y));
+  }
+};
+template <> struct Pairs<bf16> {
+  using Word = __nv_bfloat162;
+  __device__ static __forceinline__ float2 floats(Word w) {
+    uint32_t bits = reinterpret_cast<uint32_t&>(w);
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  }
+  __device__ static __forceinline__ Word magnitudes(Word w) { return __habs2(w); }
+  __device__ static __forceinline__ Word merge(Word a, Word b) { return __hmax2_nan(a, b); }
+};
+template <> struct Pairs<f16> {
+  using Word = __half2;
+  __device__ static __forceinline__ float2 floats(Word w) { return __half22float2(w); }
+  __device__ static __forceinline__ Word magnitudes(Word w) { return __habs2(w); }
+  __device__ static __forceinline__ Word merge(Word a, Word b) { return __hmax2_nan(a, b); }
+};
+
+template <class T, int N> __device__ __forceinline__ typename Pairs<T>::Word pair(const Pack<T, N>& p, int i) {
+  return reinterpret_cast<const typename Pairs<T>::Word*>(&p)[i];
+}
+
 // largest is the largest magnitude of a pack and what was seen before.
 template <class T, int N> __device__ __forceinline__ float largest(float before, const Pack<T, N>& p) {
+  using W = Pairs<T>;
+  typename W::Word m = W::magnitudes(pair(p, 0));
 #pragma unroll
-  for (int j = 0; j < N; j++) before = Largest::merge(before, fabsf(p.get(j)));
-  return before;
+  for (int i = 1; i < N / 2; i++) m = W::merge(m, W::magnitudes(pair(p, i)));
+  float2 two = W::floats(m);
+  return Largest::merge(before, Largest::merge(two.x, two.y));
+}
+
+// fourE4M3 is four numbers, the first in the lowest byte: to nearest even, and to ±448 where they are larger.
+__device__ __forceinline__ uint32_t fourE4M3(float2 a, float2 b) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t bytes;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(bytes)
+      : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+  return bytes;
+#else
+  uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3), high = __nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
+#endif
 }
 
 // Scale is a row's.
@@ -41,12 +92,14 @@ struct Scale {
     return __nv_cvt_float_to_fp8(x * inverse, __NV_SATFINITE, __NV_E4M3);
   }
   template <class T, int N> __device__ __forceinline__ Pack<f8, N> round(const Pack<T, N>& p) const {
+    static_assert(N % 4 == 0, "whole words");
+    auto scaled = [&](int i) {
+      float2 v = Pairs<T>::floats(pair(p, i));
+      return make_float2(v.x * inverse, v.y * inverse);
+    };
     Pack<f8, N> y;
 #pragma unroll
-    for (int j = 0; j < N; j += 2) {
-      float2 pair = make_float2(p.get(j) * inverse, p.get(j + 1) * inverse);
-      reinterpret_cast<__nv_fp8x2_storage_t*>(&y)[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-    }
+    for (int i = 0; i < N / 4; i++) reinterpret_cast<uint32_t*>(&y)[i] = fourE4M3(scaled(2 * i), scaled(2 * i + 1));
     return y;
   }
 };

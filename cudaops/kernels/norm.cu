@@ -47,7 +47,7 @@ __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* 
       store(sum + start + at(k), v[k]);
     }
 #pragma unroll
-    for (int j = 0; j < N; j++) squares += v[k].get(j) * v[k].get(j);
+    for (int j = 0; j < N; j++) squares = fmaf(v[k].get(j), v[k].get(j), squares);
   }
 #pragma unroll
   for (int k = 0; k < P; k++) forget(v[k]);
@@ -60,8 +60,8 @@ __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* 
     if (P > 1) weights = load<N>(w + at(k));
 #pragma unroll
     for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * s * weights.v[j]);
+    if (kFloat8) forget(v[k]), most = largest(most, v[k]);
     store(y + start + at(k), v[k]);
-    if (kFloat8) most = largest(most, v[k]), forget(v[k]);
   }
   if (!kFloat8) return;
   Scale scale(groupReduce<Largest>(most));
@@ -174,6 +174,11 @@ template <class T> struct Walk {
 
 // ---- Backward ----
 
+// Sums and products are joined by hand, for all kernels to round alike: gradient is s·(g·w − x·m) + add.
+__device__ __forceinline__ float gradient(float g, float w, float x, float s, float m, float add) {
+  return fmaf(s, fmaf(g, w, -(x * m)), add);
+}
+
 // put writes the N sums of a thread's columns.
 template <int N> __device__ __forceinline__ void put(const float (&sum)[N], float* to) {
 #pragma unroll
@@ -218,14 +223,15 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
     Pack<T, N> xr = walk.slot(0), gr = walk.slot(1);
     float dot = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) dot += gr.get(j) * wc.v[j] * xr.get(j);
+    for (int j = 0; j < N; j++) dot = fmaf(gr.get(j) * wc.v[j], xr.get(j), dot);
     float m = walk.template reduce<Sum>(dot) / d * s * s;
 #pragma unroll
     for (int j = 0; j < N; j++) {
       float gj = gr.get(j), xj = xr.get(j);
-      dw[j] += gj * (xj * s);
-      xr.set(j, s * (gj * wc.v[j] - xj * m) + (add ? walk.slot(2).get(j) : 0.0f));
+      dw[j] = fmaf(gj, xj * s, dw[j]);
+      xr.set(j, gradient(gj, wc.v[j], xj, s, m, add ? walk.slot(2).get(j) : 0.0f));
     }
+    if (kFloat8) forget(xr);
     if (walk.here()) store(dx + walk.at(), xr);
     if (!kFloat8) continue;
     Scale scale(walk.template reduce<Largest>(walk.here() ? largest(0, xr) : 0));
@@ -291,7 +297,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
     for (int k = 0; k < P; k++) {
       xr[k] = *slot(now, 0, k), gr[k] = *slot(now, 1, k);
 #pragma unroll
-      for (int j = 0; j < N; j++) dot += gr[k].get(j) * wc[k].v[j] * xr[k].get(j);
+      for (int j = 0; j < N; j++) dot = fmaf(gr[k].get(j) * wc[k].v[j], xr[k].get(j), dot);
       forget(xr[k]), forget(gr[k]);
     }
     const float m = warpReduce<Sum>(dot) / d * s * s;
@@ -303,12 +309,12 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
 #pragma unroll
       for (int j = 0; j < N; j++) {
         float gj = gr[k].get(j), xj = xr[k].get(j);
-        dw[k][j] += gj * (xj * s);
-        xr[k].set(j, s * (gj * wc[k].v[j] - xj * m) + (add ? more.get(j) : 0.0f));
+        dw[k][j] = fmaf(gj, xj * s, dw[k][j]);
+        xr[k].set(j, gradient(gj, wc[k].v[j], xj, s, m, add ? more.get(j) : 0.0f));
       }
       if (at(k) >= d) continue;
+      if (kFloat8) forget(xr[k]), most = largest(most, xr[k]);
       store(dx + row * d + at(k), xr[k]);
-      if (kFloat8) most = largest(most, xr[k]), forget(xr[k]);
     }
     if constexpr (kFloat8) {
       Scale scale(warpReduce<Largest>(most));

@@ -110,8 +110,9 @@ __device__ __forceinline__ void siluHeld(f8* h8, float* scale8, T* h, const T* a
     if (!held.holds(k)) continue;
 #pragma unroll
     for (int j = 0; j < N; j++) va[k].set(j, siluMul<T>(va[k].get(j), vb[k].get(j)));
+    forget(va[k]);
+    most = largest(most, va[k]);
     if (h) store(h + held.row * f + held.at(k), va[k]);
-    most = largest(most, va[k]), forget(va[k]);
   }
   Scale s = held.scale(most, scale8);
 #pragma unroll
@@ -153,10 +154,11 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
       va[k].set(j, to.da);
       vb[k].set(j, to.db);
     }
+    forget(va[k]), forget(vb[k]);
+    most = largest(largest(most, va[k]), vb[k]);
     store(da + held.row * outStride + held.at(k), va[k]);
     store(db + held.row * outStride + held.at(k), vb[k]);
     if (h) store(h + held.row * f + held.at(k), vg[k]);
-    most = largest(largest(most, va[k]), vb[k]), forget(va[k]), forget(vb[k]);
   }
   Scale s = held.scale(most, scale8);
   dab8 += held.row * 2 * f;

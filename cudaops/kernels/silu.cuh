@@ -10,7 +10,7 @@ template <class T> struct SiLUGradient {
   __device__ __forceinline__ SiLUGradient(float dh, float a, float b) {
     float s = sigmoid<T>(a), silu = a * s;
     h = silu * b;
-    da = dh * b * (s * (1.0f + a * (1.0f - s)));
+    da = dh * b * (s * fmaf(a, 1.0f - s, 1.0f));
     db = dh * silu;
   }
 };

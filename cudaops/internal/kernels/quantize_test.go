@@ -52,14 +52,23 @@ func TestE4M3(t *testing.T) {
 			t.Errorf("%v is %#x, want %#x", v, got, want)
 		}
 	}
+	for code := 1; code < len(e4m3); code++ {
+		below, v := e4m3[code-1], e4m3[code]
+		if got := toE4M3(-v); got != 0x80|byte(code) {
+			t.Errorf("-%v is %#x, want its own code %#x", v, got, code)
+		}
+		if got, even := toE4M3((below+v)/2), byte(code-code%2); got != even {
+			t.Errorf("between %v and %v it is %#x, want %#x", below, v, got, even)
+		}
+	}
 }
 
 // quantized is the codes and the scale of a row, in float32 as the kernels compute them.
 func quantized(row []float64) (codes []byte, scale float32) {
 	var largest float64
 	for _, v := range row {
-		largest = math.Max(largest, math.Abs(v)) // NaN if any is; of NaN and infinity, the latter
-		if v != v {
+		largest = math.Max(largest, math.Abs(v))
+		if v != v { // also beside an infinity
 			largest = v
 			break
 		}
