@@ -37,26 +37,26 @@ func (k *Kernels) Quantize(s driver.Stream, a Quantize) error {
 	if a.XStride == 0 {
 		a.XStride = a.D
 	}
-	var shapes []heldShape
+	var shape heldShape
 	if packed(a.Type, a.D, a.X) && a.XStride%vector(a.Type) == 0 && float8Packs(a.Type, a.Y) {
-		shapes = heldShapes(a.D, a.Type)
+		shape = bestShape(a.D, a.Type)
 	}
-	return k.quantize(s, a, shapes)
+	return k.quantize(s, a, shape)
 }
 
-// quantize takes the first of the shapes, or the kernel for any row.
-func (k *Kernels) quantize(s driver.Stream, a Quantize, shapes []heldShape) error {
+// quantize has blocks of a shape, or for none takes the kernel for any row.
+func (k *Kernels) quantize(s driver.Stream, a Quantize, shape heldShape) error {
 	suf, err := suffix("Quantize", a.Type)
 	if err != nil {
 		return err
 	}
 	l := args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X)
-	if len(shapes) == 0 {
+	if shape == (heldShape{}) {
 		l.Int32(a.D).Int64(int64(a.XStride))
 		return k.launch(s, "quantize", "quantize_any"+suf, line(a.Rows, rowThreads(a.D)), l)
 	}
 	l.Int64(int64(a.Rows)).Int32(a.D).Int64(int64(a.XStride))
-	return k.launch(s, "quantize", fmt.Sprint("quantize_held", shapes[0].packs, suf), shapes[0].over(a.Rows), l)
+	return k.launch(s, "quantize", fmt.Sprint("quantize_held", shape.packs, suf), shape.over(a.Rows), l)
 }
 
 // heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread, threads across a row, and rows.
@@ -73,6 +73,14 @@ func heldShapes(d int, t driver.DType) (shapes []heldShape) {
 	}
 	slices.SortStableFunc(shapes, func(a, b heldShape) int { return cmp.Compare(idle(a), idle(b)) })
 	return shapes
+}
+
+// bestShape is the first of the shapes, or none where rows are too long.
+func bestShape(d int, t driver.DType) heldShape {
+	if shapes := heldShapes(d, t); len(shapes) > 0 {
+		return shapes[0]
+	}
+	return heldShape{}
 }
 
 func (h heldShape) over(rows int) driver.LaunchConfig {

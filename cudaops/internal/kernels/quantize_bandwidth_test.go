@@ -31,7 +31,7 @@ func (g *rig) float8Bandwidth(rowsOf []int) {
 			}
 			for _, h := range blockShapes(d, rowsOf) {
 				g.benchSets(fmt.Sprint("quantize ", h), 3*rows*d, len(sets), func(i int) error {
-					return g.quantize(g.stream, sets[i], []heldShape{h})
+					return g.quantize(g.stream, sets[i], h)
 				})
 			}
 		})
@@ -125,11 +125,10 @@ func (g *rig) gateBandwidth(rows, f int, rowsOf []int) {
 		}
 	}
 	for _, h := range blockShapes(f, rowsOf) {
-		shapes := []heldShape{h}
-		g.benchSets(fmt.Sprint("gate, float8 alone ", h), 5*n, 2, func(i int) error { return g.siluMulFloat8(g.stream, rounded[i], shapes) })
-		g.benchSets(fmt.Sprint("gate and float8 ", h), 7*n, 2, func(i int) error { return g.siluMulFloat8(g.stream, both[i], shapes) })
+		g.benchSets(fmt.Sprint("gate, float8 alone ", h), 5*n, 2, func(i int) error { return g.siluMulFloat8(g.stream, rounded[i], h) })
+		g.benchSets(fmt.Sprint("gate and float8 ", h), 7*n, 2, func(i int) error { return g.siluMulFloat8(g.stream, both[i], h) })
 		g.benchSets(fmt.Sprint("gate backward and float8 ", h), 12*n, 2, func(i int) error {
-			return g.siluMulBackwardFloat8(g.stream, backRounded[i], shapes)
+			return g.siluMulBackwardFloat8(g.stream, backRounded[i], h)
 		})
 	}
 }

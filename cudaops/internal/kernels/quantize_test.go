@@ -212,7 +212,7 @@ func TestQuantize(t *testing.T) {
 				for _, h := range heldShapes(d, dt) {
 					y, scale := g.rows8Alloc(rows, d, 0)
 					a.Y, a.Scale = y.Ptr, scale.Ptr
-					g.must(g.quantize(g.stream, a, []heldShape{h}))
+					g.must(g.quantize(g.stream, a, h))
 					g.rows8(fmt.Sprint(h), y, scale, xr)
 				}
 			})
@@ -421,10 +421,10 @@ func (g *rig) siluFloat8(rows, f int, dt driver.DType, skew int) {
 		return
 	}
 	for _, shape := range heldShapes(f, dt) {
-		check(fmt.Sprint(shape), func() error { return g.siluMulFloat8(g.stream, a, []heldShape{shape}) })
-		checkBackward(fmt.Sprint(shape), func() error { return g.siluMulBackwardFloat8(g.stream, b, []heldShape{shape}) })
+		check(fmt.Sprint(shape), func() error { return g.siluMulFloat8(g.stream, a, shape) })
+		checkBackward(fmt.Sprint(shape), func() error { return g.siluMulBackwardFloat8(g.stream, b, shape) })
 	}
-	check("any row", func() error { return g.siluMulFloat8(g.stream, a, nil) })
+	check("any row", func() error { return g.siluMulFloat8(g.stream, a, heldShape{}) })
 
 	b.H, b.DA, b.DB = 0, ab.Ptr, beside(ab.Ptr) // in place
 	g.must(g.SiLUMulBackward(g.stream, b))
