@@ -1,9 +1,7 @@
 package kernels
 
 import (
-	"cmp"
 	"fmt"
-	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -62,16 +60,16 @@ func (k *Kernels) quantize(s driver.Stream, a Quantize, shape heldShape) error {
 // heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread, threads across a row, and rows.
 type heldShape struct{ packs, across, rows int }
 
-// heldShapes lists the shapes for rows of d elements, which are whole packs: those that leave the fewest threads idle first.
+// heldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one pack a thread is for short rows,
+// as all threads of a row compute its scale, and four for long ones.
 func heldShapes(d int, t driver.DType) (shapes []heldShape) {
-	idle := func(s heldShape) int { return s.packs*s.across*vector(t) - d }
-	for _, packs := range []int{2, 1, 3, 4} {
+	for _, packs := range []int{2, 1, 4} {
 		across := ceilDiv(d, 32*packs*vector(t)) * 32
-		if across <= heldThreads {
-			shapes = append(shapes, heldShape{packs, across, max(1, 128/across)})
+		if across > heldThreads || packs > 1 && d <= 32*vector(t)*packs/2 { // too few threads, or more packs than there are
+			continue
 		}
+		shapes = append(shapes, heldShape{packs, across, max(1, 128/across)})
 	}
-	slices.SortStableFunc(shapes, func(a, b heldShape) int { return cmp.Compare(idle(a), idle(b)) })
 	return shapes
 }
 

@@ -57,8 +57,9 @@ func (g *rig) float8Bandwidth(rowsOf []int) {
 			}
 			g.benchSets("columns", 3*rows*d, sets, func(i int) error { return g.QuantizeColumns(g.stream, a[i]) })
 			g.benchSets("columns of what is in the cache", 3*rows*d, 1, func(i int) error { return g.QuantizeColumns(g.stream, a[i]) })
+			scale := g.alloc(rows, f32, 0)
 			g.benchSets("rows", 3*rows*d, sets, func(i int) error {
-				return g.Quantize(g.stream, Quantize{Y: a[i].Y, Scale: a[i].Scale, X: a[i].X, Rows: rows, D: d, Type: bf16})
+				return g.Quantize(g.stream, Quantize{Y: a[i].Y, Scale: scale.Ptr, X: a[i].X, Rows: rows, D: d, Type: bf16})
 			})
 		})
 	}
