@@ -29,6 +29,8 @@ const (
 	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
 	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
 	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
+
+	gemmFetchSteps = 16 // of the tile along k, from one fetch ahead to the next; the assembly knows it
 )
 
 // gemmTile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element (i, p) of A at
@@ -45,7 +47,17 @@ type gemmTile[T Float] struct {
 	d           []T
 	ldd         int
 	panel       int
+	fetch       gemmFetch[T]
 	alpha, beta T
+}
+
+// gemmFetch is what a kernel may bring into the second-level cache for the next tile: while it is at panel p < panels and step
+// gemmFetchSteps·s along k, the lines at p·jump + s·step and at p·jump + s·step + stride bytes behind next. Processors foresee
+// by themselves what is read next in a row, but not that there are other rows.
+type gemmFetch[T Float] struct {
+	next               []T
+	stride, step, jump int
+	panels             int
 }
 
 // sweep computes t panel after panel of nr columns with a kernel for one.
@@ -136,7 +148,8 @@ type gemmJob[T Float] struct {
 	packed               []T
 	inPlace              bool
 
-	mb, nb int // rows and columns of C in one block
+	mb, nb   int  // rows and columns of C in one block
+	fetching bool // the product is so large that its operands may be outside of the caches
 
 	// The methods that run on several cores, bound once.
 	packSpan, blockSpan, dotSpan func(lo, hi int)
@@ -240,6 +253,7 @@ func (j *gemmJob[T]) run(workers int) {
 		return
 	}
 	nr := j.kn.nr
+	j.fetching = workers > 1
 	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
 	kc := j.kn.deepest()
 	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
@@ -348,6 +362,9 @@ func (j *gemmJob[T]) block(s *gemmScratch[T], i0, c0 int) {
 			t.m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
 			j.rowsOfA(s, i, j.p0+p, kc)
 			t.n = c1 - c0
+			if j.fetching {
+				t.fetch = j.next(i, t.m, i0, i1, p)
+			}
 			if j.inPlace {
 				t.b, t.bs, t.panel = j.b[(j.p0+p)*j.ldb+j.j0+c0:], j.ldb, nr
 			} else {
@@ -375,6 +392,31 @@ func (j *gemmJob[T]) rowsOfA(s *gemmScratch[T], i, p, kc int) {
 	default:
 		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
 	}
+}
+
+// next is what to fetch while a tile of m rows from row i of A on is computed at columns from p on, in a block whose rows are
+// i0 to i1: the rows below, those of the block at the next columns, or where the block ends those of the next one.
+func (j *gemmJob[T]) next(i, m, i0, i1, p int) gemmFetch[T] {
+	const line = 64
+	if i += m; i >= i1 {
+		if i, p = i0, p+j.kn.deepest(); p >= j.depth {
+			i, p = i1, 0
+		}
+	}
+	if i >= j.m {
+		return gemmFetch[T]{}
+	}
+	kc := min(j.kn.deepest(), j.depth-p)
+	size, times := int(unsafe.Sizeof(T(0))), ceilDiv(j.kn.steps(kc), gemmFetchSteps)
+	stride := size * j.lda
+	if j.transA { // most of the m columns are in lines that the tile before has read, the last one least likely
+		return gemmFetch[T]{j.a[(j.p0+p)*j.lda+min(i+m, j.m)-1:], stride, 2 * stride, 2 * stride * times, ceilDiv(kc, 2*times)}
+	}
+	rows := j.a[i*j.lda+j.p0+p:]
+	if size*kc > line*times {
+		return gemmFetch[T]{rows, line, 2 * line, stride, m}
+	}
+	return gemmFetch[T]{rows, stride, line, 2 * stride, ceilDiv(m, 2)}
 }
 
 // conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so share few sets of an L1 cache.

@@ -5,8 +5,8 @@
 #include "textflag.h"
 
 // func gemmTileAVX512F32(t uintptr)
-// Requires: AVX, AVX512F, CMOV
-TEXT ·gemmTileAVX512F32(SB), NOSPLIT, $32-8
+// Requires: AVX, AVX512F, CMOV, MMX+
+TEXT ·gemmTileAVX512F32(SB), NOSPLIT, $80-8
 	MOVQ t+0(FP), DI
 	MOVQ 8(DI), AX
 	MOVQ AX, (SP)
@@ -16,8 +16,30 @@ TEXT ·gemmTileAVX512F32(SB), NOSPLIT, $32-8
 	MOVQ AX, 16(SP)
 	MOVQ 128(DI), AX
 	MOVQ AX, 24(SP)
+	MOVQ 168(DI), AX
+	MOVQ AX, 48(SP)
+	MOVQ 192(DI), AX
+	MOVQ AX, 56(SP)
+	MOVQ 200(DI), AX
+	MOVQ AX, 64(SP)
+	MOVQ 216(DI), AX
+	MOVQ AX, 72(SP)
+	MOVQ 120(DI), AX
+	SHLQ $0x02, AX
+	MOVQ AX, 40(SP)
 
 panel:
+	DECQ 72(SP)
+	JGE  fetch
+	LEAQ (SP), AX
+	MOVQ AX, 48(SP)
+	XORQ AX, AX
+	MOVQ AX, 56(SP)
+	MOVQ AX, 64(SP)
+
+fetch:
+	MOVQ    16(SP), AX
+	MOVQ    AX, 32(SP)
 	MOVQ    (SP), R8
 	MOVL    $0x00000020, AX
 	CMPQ    R8, AX
@@ -142,6 +164,22 @@ tile14x2:
 	VPXORD Z25, Z25, Z25
 	VPXORD Z26, Z26, Z26
 	VPXORD Z27, Z27, Z27
+	MOVQ   48(SP), R8
+
+tile14x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x2k:
 	VMOVUPS      (SI), Z28
@@ -194,14 +232,15 @@ tile14x2k:
 	VFMADD231PS  Z28, Z30, Z26
 	VFMADD231PS  Z29, Z30, Z27
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x2k
+	TESTQ        AX, AX
+	JNZ          tile14x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile14x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -232,10 +271,10 @@ tile14x2k:
 	VMULPS       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -652,6 +691,22 @@ tile13x2:
 	VPXORD Z23, Z23, Z23
 	VPXORD Z24, Z24, Z24
 	VPXORD Z25, Z25, Z25
+	MOVQ   48(SP), R8
+
+tile13x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x2k:
 	VMOVUPS      (SI), Z28
@@ -701,14 +756,15 @@ tile13x2k:
 	VFMADD231PS  Z28, Z30, Z24
 	VFMADD231PS  Z29, Z30, Z25
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x2k
+	TESTQ        AX, AX
+	JNZ          tile13x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile13x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -737,10 +793,10 @@ tile13x2k:
 	VMULPS       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -1129,6 +1185,22 @@ tile12x2:
 	VPXORD Z21, Z21, Z21
 	VPXORD Z22, Z22, Z22
 	VPXORD Z23, Z23, Z23
+	MOVQ   48(SP), R8
+
+tile12x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x2k:
 	VMOVUPS      (SI), Z28
@@ -1174,14 +1246,15 @@ tile12x2k:
 	VFMADD231PS  Z28, Z30, Z22
 	VFMADD231PS  Z29, Z30, Z23
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x2k
+	TESTQ        AX, AX
+	JNZ          tile12x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile12x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -1208,10 +1281,10 @@ tile12x2k:
 	VMULPS       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -1572,6 +1645,22 @@ tile11x2:
 	VPXORD Z19, Z19, Z19
 	VPXORD Z20, Z20, Z20
 	VPXORD Z21, Z21, Z21
+	MOVQ   48(SP), R8
+
+tile11x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x2k:
 	VMOVUPS      (SI), Z28
@@ -1614,14 +1703,15 @@ tile11x2k:
 	VFMADD231PS  Z28, Z30, Z20
 	VFMADD231PS  Z29, Z30, Z21
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x2k
+	TESTQ        AX, AX
+	JNZ          tile11x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile11x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -1646,10 +1736,10 @@ tile11x2k:
 	VMULPS       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -1982,6 +2072,22 @@ tile10x2:
 	VPXORD Z17, Z17, Z17
 	VPXORD Z18, Z18, Z18
 	VPXORD Z19, Z19, Z19
+	MOVQ   48(SP), R8
+
+tile10x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x2k:
 	VMOVUPS      (SI), Z28
@@ -2021,14 +2127,15 @@ tile10x2k:
 	VFMADD231PS  Z28, Z30, Z18
 	VFMADD231PS  Z29, Z30, Z19
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x2k
+	TESTQ        AX, AX
+	JNZ          tile10x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile10x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2051,10 +2158,10 @@ tile10x2k:
 	VMULPS       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -2359,6 +2466,22 @@ tile9x2:
 	VPXORD Z15, Z15, Z15
 	VPXORD Z16, Z16, Z16
 	VPXORD Z17, Z17, Z17
+	MOVQ   48(SP), R8
+
+tile9x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x2k:
 	VMOVUPS      (SI), Z28
@@ -2394,14 +2517,15 @@ tile9x2k:
 	VFMADD231PS  Z28, Z30, Z16
 	VFMADD231PS  Z29, Z30, Z17
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x2k
+	TESTQ        AX, AX
+	JNZ          tile9x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile9x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2422,10 +2546,10 @@ tile9x2k:
 	VMULPS       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -2702,6 +2826,22 @@ tile8x2:
 	VPXORD Z13, Z13, Z13
 	VPXORD Z14, Z14, Z14
 	VPXORD Z15, Z15, Z15
+	MOVQ   48(SP), R8
+
+tile8x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x2k:
 	VMOVUPS      (SI), Z28
@@ -2734,14 +2874,15 @@ tile8x2k:
 	VFMADD231PS  Z28, Z30, Z14
 	VFMADD231PS  Z29, Z30, Z15
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x2k
+	TESTQ        AX, AX
+	JNZ          tile8x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile8x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -2760,10 +2901,10 @@ tile8x2k:
 	VMULPS       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -3012,6 +3153,22 @@ tile7x2:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile7x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x2k:
 	VMOVUPS      (SI), Z28
@@ -3041,14 +3198,15 @@ tile7x2k:
 	VFMADD231PS  Z28, Z30, Z12
 	VFMADD231PS  Z29, Z30, Z13
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x2k
+	TESTQ        AX, AX
+	JNZ          tile7x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile7x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3065,10 +3223,10 @@ tile7x2k:
 	VMULPS       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -3289,6 +3447,22 @@ tile6x2:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile6x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x2k:
 	VMOVUPS      (SI), Z28
@@ -3314,14 +3488,15 @@ tile6x2k:
 	VFMADD231PS  Z28, Z30, Z10
 	VFMADD231PS  Z29, Z30, Z11
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x2k
+	TESTQ        AX, AX
+	JNZ          tile6x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3336,10 +3511,10 @@ tile6x2k:
 	VMULPS       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -3532,6 +3707,22 @@ tile5x2:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile5x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x2k:
 	VMOVUPS      (SI), Z28
@@ -3554,14 +3745,15 @@ tile5x2k:
 	VFMADD231PS  Z28, Z30, Z8
 	VFMADD231PS  Z29, Z30, Z9
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x2k
+	TESTQ        AX, AX
+	JNZ          tile5x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3574,10 +3766,10 @@ tile5x2k:
 	VMULPS       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -3742,6 +3934,22 @@ tile4x2:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile4x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x2k:
 	VMOVUPS      (SI), Z28
@@ -3761,14 +3969,15 @@ tile4x2k:
 	VFMADD231PS  Z28, Z30, Z6
 	VFMADD231PS  Z29, Z30, Z7
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x2k
+	TESTQ        AX, AX
+	JNZ          tile4x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3779,10 +3988,10 @@ tile4x2k:
 	VMULPS       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -3919,6 +4128,22 @@ tile3x2:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile3x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x2k:
 	VMOVUPS      (SI), Z28
@@ -3934,14 +4159,15 @@ tile3x2k:
 	VFMADD231PS  Z28, Z30, Z4
 	VFMADD231PS  Z29, Z30, Z5
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x2k
+	TESTQ        AX, AX
+	JNZ          tile3x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -3950,10 +4176,10 @@ tile3x2k:
 	VMULPS       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -4062,6 +4288,22 @@ tile2x2:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile2x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x2k:
 	VMOVUPS      (SI), Z28
@@ -4074,24 +4316,25 @@ tile2x2k:
 	VFMADD231PS  Z28, Z30, Z2
 	VFMADD231PS  Z29, Z30, Z3
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x2k
+	TESTQ        AX, AX
+	JNZ          tile2x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -4172,6 +4415,22 @@ tile2x2Send:
 tile1x2:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile1x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x2k:
 	VMOVUPS      (SI), Z28
@@ -4181,22 +4440,23 @@ tile1x2k:
 	VFMADD231PS  Z28, Z30, Z0
 	VFMADD231PS  Z29, Z30, Z1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x2k
+	TESTQ        AX, AX
+	JNZ          tile1x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -4263,6 +4523,21 @@ tile14x1:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile14x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -4300,14 +4575,15 @@ tile14x1k:
 	VBROADCASTSS (R15)(BX*1), Z30
 	VFMADD231PS  Z28, Z30, Z13
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x1k
+	TESTQ        AX, AX
+	JNZ          tile14x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile14x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4324,10 +4600,10 @@ tile14x1k:
 	VMULPS       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -4591,6 +4867,21 @@ tile13x1:
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
+	MOVQ   48(SP), R8
+
+tile13x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -4626,14 +4917,15 @@ tile13x1k:
 	VBROADCASTSS (R15), Z30
 	VFMADD231PS  Z28, Z30, Z12
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x1k
+	TESTQ        AX, AX
+	JNZ          tile13x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile13x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4649,10 +4941,10 @@ tile13x1k:
 	VMULPS       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -4899,6 +5191,21 @@ tile12x1:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile12x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -4931,14 +5238,15 @@ tile12x1k:
 	VBROADCASTSS (R12)(BX*2), Z30
 	VFMADD231PS  Z28, Z30, Z11
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x1k
+	TESTQ        AX, AX
+	JNZ          tile12x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile12x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -4953,10 +5261,10 @@ tile12x1k:
 	VMULPS       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -5186,6 +5494,21 @@ tile11x1:
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
+	MOVQ   48(SP), R8
+
+tile11x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -5216,14 +5539,15 @@ tile11x1k:
 	VBROADCASTSS (R12)(BX*1), Z30
 	VFMADD231PS  Z28, Z30, Z10
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x1k
+	TESTQ        AX, AX
+	JNZ          tile11x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile11x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5237,10 +5561,10 @@ tile11x1k:
 	VMULPS       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -5453,6 +5777,21 @@ tile10x1:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile10x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -5481,14 +5820,15 @@ tile10x1k:
 	VBROADCASTSS (R12), Z30
 	VFMADD231PS  Z28, Z30, Z9
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x1k
+	TESTQ        AX, AX
+	JNZ          tile10x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile10x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5501,10 +5841,10 @@ tile10x1k:
 	VMULPS       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -5700,6 +6040,21 @@ tile9x1:
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
+	MOVQ   48(SP), R8
+
+tile9x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -5725,14 +6080,15 @@ tile9x1k:
 	VBROADCASTSS (R11)(BX*2), Z30
 	VFMADD231PS  Z28, Z30, Z8
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x1k
+	TESTQ        AX, AX
+	JNZ          tile9x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile9x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5744,10 +6100,10 @@ tile9x1k:
 	VMULPS       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -5926,6 +6282,21 @@ tile8x1:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile8x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -5949,14 +6320,15 @@ tile8x1k:
 	VBROADCASTSS (R11)(BX*1), Z30
 	VFMADD231PS  Z28, Z30, Z7
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x1k
+	TESTQ        AX, AX
+	JNZ          tile8x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile8x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -5967,10 +6339,10 @@ tile8x1k:
 	VMULPS       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -6132,6 +6504,21 @@ tile7x1:
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
+	MOVQ   48(SP), R8
+
+tile7x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6153,14 +6540,15 @@ tile7x1k:
 	VBROADCASTSS (R11), Z30
 	VFMADD231PS  Z28, Z30, Z6
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x1k
+	TESTQ        AX, AX
+	JNZ          tile7x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile7x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6170,10 +6558,10 @@ tile7x1k:
 	VMULPS       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -6318,6 +6706,21 @@ tile6x1:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile6x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6336,14 +6739,15 @@ tile6x1k:
 	VBROADCASTSS (R10)(BX*2), Z30
 	VFMADD231PS  Z28, Z30, Z5
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x1k
+	TESTQ        AX, AX
+	JNZ          tile6x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6352,10 +6756,10 @@ tile6x1k:
 	VMULPS       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -6483,6 +6887,21 @@ tile5x1:
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
+	MOVQ   48(SP), R8
+
+tile5x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6499,14 +6918,15 @@ tile5x1k:
 	VBROADCASTSS (R10)(BX*1), Z30
 	VFMADD231PS  Z28, Z30, Z4
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x1k
+	TESTQ        AX, AX
+	JNZ          tile5x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -6514,10 +6934,10 @@ tile5x1k:
 	VMULPS       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -6628,6 +7048,21 @@ tile4x1:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile4x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6642,24 +7077,25 @@ tile4x1k:
 	VBROADCASTSS (R10), Z30
 	VFMADD231PS  Z28, Z30, Z3
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x1k
+	TESTQ        AX, AX
+	JNZ          tile4x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -6753,6 +7189,21 @@ tile3x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
+	MOVQ   48(SP), R8
+
+tile3x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6764,23 +7215,24 @@ tile3x1k:
 	VBROADCASTSS (R9)(BX*2), Z30
 	VFMADD231PS  Z28, Z30, Z2
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x1k
+	TESTQ        AX, AX
+	JNZ          tile3x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -6857,6 +7309,21 @@ tile3x1Send:
 tile2x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile2x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6866,22 +7333,23 @@ tile2x1k:
 	VBROADCASTSS (R9)(BX*1), Z30
 	VFMADD231PS  Z28, Z30, Z1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x1k
+	TESTQ        AX, AX
+	JNZ          tile2x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -6941,6 +7409,21 @@ tile2x1Send:
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
+	MOVQ   48(SP), R8
+
+tile1x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -6948,21 +7431,22 @@ tile1x1k:
 	VBROADCASTSS (R9), Z30
 	VFMADD231PS  Z28, Z30, Z0
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x1k
+	TESTQ        AX, AX
+	JNZ          tile1x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -7008,6 +7492,8 @@ next:
 	MOVQ 160(DI), AX
 	SHLQ $0x02, AX
 	ADDQ AX, 8(SP)
+	MOVQ 208(DI), AX
+	ADDQ AX, 48(SP)
 	ADDQ $0x80, 16(SP)
 	CMPQ 24(SP), $0x00
 	JE   panel
@@ -7019,8 +7505,8 @@ done:
 	RET
 
 // func gemmTileAVX512F64(t uintptr)
-// Requires: AVX, AVX512F, CMOV
-TEXT ·gemmTileAVX512F64(SB), NOSPLIT, $32-8
+// Requires: AVX, AVX512F, CMOV, MMX+
+TEXT ·gemmTileAVX512F64(SB), NOSPLIT, $80-8
 	MOVQ t+0(FP), DI
 	MOVQ 8(DI), AX
 	MOVQ AX, (SP)
@@ -7030,8 +7516,30 @@ TEXT ·gemmTileAVX512F64(SB), NOSPLIT, $32-8
 	MOVQ AX, 16(SP)
 	MOVQ 128(DI), AX
 	MOVQ AX, 24(SP)
+	MOVQ 168(DI), AX
+	MOVQ AX, 48(SP)
+	MOVQ 192(DI), AX
+	MOVQ AX, 56(SP)
+	MOVQ 200(DI), AX
+	MOVQ AX, 64(SP)
+	MOVQ 216(DI), AX
+	MOVQ AX, 72(SP)
+	MOVQ 120(DI), AX
+	SHLQ $0x03, AX
+	MOVQ AX, 40(SP)
 
 panel:
+	DECQ 72(SP)
+	JGE  fetch
+	LEAQ (SP), AX
+	MOVQ AX, 48(SP)
+	XORQ AX, AX
+	MOVQ AX, 56(SP)
+	MOVQ AX, 64(SP)
+
+fetch:
+	MOVQ    16(SP), AX
+	MOVQ    AX, 32(SP)
 	MOVQ    (SP), R8
 	MOVL    $0x00000010, AX
 	CMPQ    R8, AX
@@ -7157,6 +7665,22 @@ tile14x2:
 	VPXORD Z25, Z25, Z25
 	VPXORD Z26, Z26, Z26
 	VPXORD Z27, Z27, Z27
+	MOVQ   48(SP), R8
+
+tile14x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x2k:
 	VMOVUPS      (SI), Z28
@@ -7209,15 +7733,16 @@ tile14x2k:
 	VFMADD231PD  Z28, Z30, Z26
 	VFMADD231PD  Z29, Z30, Z27
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x2k
+	TESTQ        AX, AX
+	JNZ          tile14x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile14x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -7248,10 +7773,10 @@ tile14x2k:
 	VMULPD       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -7668,6 +8193,22 @@ tile13x2:
 	VPXORD Z23, Z23, Z23
 	VPXORD Z24, Z24, Z24
 	VPXORD Z25, Z25, Z25
+	MOVQ   48(SP), R8
+
+tile13x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x2k:
 	VMOVUPS      (SI), Z28
@@ -7717,15 +8258,16 @@ tile13x2k:
 	VFMADD231PD  Z28, Z30, Z24
 	VFMADD231PD  Z29, Z30, Z25
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x2k
+	TESTQ        AX, AX
+	JNZ          tile13x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile13x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -7754,10 +8296,10 @@ tile13x2k:
 	VMULPD       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -8146,6 +8688,22 @@ tile12x2:
 	VPXORD Z21, Z21, Z21
 	VPXORD Z22, Z22, Z22
 	VPXORD Z23, Z23, Z23
+	MOVQ   48(SP), R8
+
+tile12x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x2k:
 	VMOVUPS      (SI), Z28
@@ -8191,15 +8749,16 @@ tile12x2k:
 	VFMADD231PD  Z28, Z30, Z22
 	VFMADD231PD  Z29, Z30, Z23
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x2k
+	TESTQ        AX, AX
+	JNZ          tile12x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile12x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -8226,10 +8785,10 @@ tile12x2k:
 	VMULPD       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -8590,6 +9149,22 @@ tile11x2:
 	VPXORD Z19, Z19, Z19
 	VPXORD Z20, Z20, Z20
 	VPXORD Z21, Z21, Z21
+	MOVQ   48(SP), R8
+
+tile11x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x2k:
 	VMOVUPS      (SI), Z28
@@ -8632,15 +9207,16 @@ tile11x2k:
 	VFMADD231PD  Z28, Z30, Z20
 	VFMADD231PD  Z29, Z30, Z21
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x2k
+	TESTQ        AX, AX
+	JNZ          tile11x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile11x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -8665,10 +9241,10 @@ tile11x2k:
 	VMULPD       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -9001,6 +9577,22 @@ tile10x2:
 	VPXORD Z17, Z17, Z17
 	VPXORD Z18, Z18, Z18
 	VPXORD Z19, Z19, Z19
+	MOVQ   48(SP), R8
+
+tile10x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x2k:
 	VMOVUPS      (SI), Z28
@@ -9040,15 +9632,16 @@ tile10x2k:
 	VFMADD231PD  Z28, Z30, Z18
 	VFMADD231PD  Z29, Z30, Z19
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x2k
+	TESTQ        AX, AX
+	JNZ          tile10x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile10x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9071,10 +9664,10 @@ tile10x2k:
 	VMULPD       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -9379,6 +9972,22 @@ tile9x2:
 	VPXORD Z15, Z15, Z15
 	VPXORD Z16, Z16, Z16
 	VPXORD Z17, Z17, Z17
+	MOVQ   48(SP), R8
+
+tile9x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x2k:
 	VMOVUPS      (SI), Z28
@@ -9414,15 +10023,16 @@ tile9x2k:
 	VFMADD231PD  Z28, Z30, Z16
 	VFMADD231PD  Z29, Z30, Z17
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x2k
+	TESTQ        AX, AX
+	JNZ          tile9x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile9x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9443,10 +10053,10 @@ tile9x2k:
 	VMULPD       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -9723,6 +10333,22 @@ tile8x2:
 	VPXORD Z13, Z13, Z13
 	VPXORD Z14, Z14, Z14
 	VPXORD Z15, Z15, Z15
+	MOVQ   48(SP), R8
+
+tile8x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x2k:
 	VMOVUPS      (SI), Z28
@@ -9755,15 +10381,16 @@ tile8x2k:
 	VFMADD231PD  Z28, Z30, Z14
 	VFMADD231PD  Z29, Z30, Z15
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x2k
+	TESTQ        AX, AX
+	JNZ          tile8x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile8x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -9782,10 +10409,10 @@ tile8x2k:
 	VMULPD       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -10034,6 +10661,22 @@ tile7x2:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile7x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x2k:
 	VMOVUPS      (SI), Z28
@@ -10063,15 +10706,16 @@ tile7x2k:
 	VFMADD231PD  Z28, Z30, Z12
 	VFMADD231PD  Z29, Z30, Z13
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x2k
+	TESTQ        AX, AX
+	JNZ          tile7x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile7x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10088,10 +10732,10 @@ tile7x2k:
 	VMULPD       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -10312,6 +10956,22 @@ tile6x2:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile6x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x2k:
 	VMOVUPS      (SI), Z28
@@ -10337,15 +10997,16 @@ tile6x2k:
 	VFMADD231PD  Z28, Z30, Z10
 	VFMADD231PD  Z29, Z30, Z11
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x2k
+	TESTQ        AX, AX
+	JNZ          tile6x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile6x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10360,10 +11021,10 @@ tile6x2k:
 	VMULPD       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -10556,6 +11217,22 @@ tile5x2:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile5x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x2k:
 	VMOVUPS      (SI), Z28
@@ -10578,15 +11255,16 @@ tile5x2k:
 	VFMADD231PD  Z28, Z30, Z8
 	VFMADD231PD  Z29, Z30, Z9
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x2k
+	TESTQ        AX, AX
+	JNZ          tile5x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile5x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10599,10 +11277,10 @@ tile5x2k:
 	VMULPD       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -10767,6 +11445,22 @@ tile4x2:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile4x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x2k:
 	VMOVUPS      (SI), Z28
@@ -10786,15 +11480,16 @@ tile4x2k:
 	VFMADD231PD  Z28, Z30, Z6
 	VFMADD231PD  Z29, Z30, Z7
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x2k
+	TESTQ        AX, AX
+	JNZ          tile4x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile4x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10805,10 +11500,10 @@ tile4x2k:
 	VMULPD       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -10945,6 +11640,22 @@ tile3x2:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile3x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x2k:
 	VMOVUPS      (SI), Z28
@@ -10960,15 +11671,16 @@ tile3x2k:
 	VFMADD231PD  Z28, Z30, Z4
 	VFMADD231PD  Z29, Z30, Z5
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x2k
+	TESTQ        AX, AX
+	JNZ          tile3x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile3x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -10977,10 +11689,10 @@ tile3x2k:
 	VMULPD       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -11089,6 +11801,22 @@ tile2x2:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile2x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x2k:
 	VMOVUPS      (SI), Z28
@@ -11101,25 +11829,26 @@ tile2x2k:
 	VFMADD231PD  Z28, Z30, Z2
 	VFMADD231PD  Z29, Z30, Z3
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x2k
+	TESTQ        AX, AX
+	JNZ          tile2x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile2x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 	VMULPD       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -11200,6 +11929,22 @@ tile2x2Send:
 tile1x2:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile1x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x2k:
 	VMOVUPS      (SI), Z28
@@ -11209,23 +11954,24 @@ tile1x2k:
 	VFMADD231PD  Z28, Z30, Z0
 	VFMADD231PD  Z29, Z30, Z1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x2k
+	TESTQ        AX, AX
+	JNZ          tile1x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile1x2beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -11292,6 +12038,21 @@ tile14x1:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile14x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -11329,15 +12090,16 @@ tile14x1k:
 	VBROADCASTSD (R15)(BX*1), Z30
 	VFMADD231PD  Z28, Z30, Z13
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x1k
+	TESTQ        AX, AX
+	JNZ          tile14x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile14x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11354,10 +12116,10 @@ tile14x1k:
 	VMULPD       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -11621,6 +12383,21 @@ tile13x1:
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
+	MOVQ   48(SP), R8
+
+tile13x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -11656,15 +12433,16 @@ tile13x1k:
 	VBROADCASTSD (R15), Z30
 	VFMADD231PD  Z28, Z30, Z12
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x1k
+	TESTQ        AX, AX
+	JNZ          tile13x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile13x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11680,10 +12458,10 @@ tile13x1k:
 	VMULPD       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -11930,6 +12708,21 @@ tile12x1:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile12x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -11962,15 +12755,16 @@ tile12x1k:
 	VBROADCASTSD (R12)(BX*2), Z30
 	VFMADD231PD  Z28, Z30, Z11
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x1k
+	TESTQ        AX, AX
+	JNZ          tile12x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile12x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -11985,10 +12779,10 @@ tile12x1k:
 	VMULPD       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -12218,6 +13012,21 @@ tile11x1:
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
+	MOVQ   48(SP), R8
+
+tile11x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -12248,15 +13057,16 @@ tile11x1k:
 	VBROADCASTSD (R12)(BX*1), Z30
 	VFMADD231PD  Z28, Z30, Z10
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x1k
+	TESTQ        AX, AX
+	JNZ          tile11x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile11x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12270,10 +13080,10 @@ tile11x1k:
 	VMULPD       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -12486,6 +13296,21 @@ tile10x1:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile10x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -12514,15 +13339,16 @@ tile10x1k:
 	VBROADCASTSD (R12), Z30
 	VFMADD231PD  Z28, Z30, Z9
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x1k
+	TESTQ        AX, AX
+	JNZ          tile10x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile10x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12535,10 +13361,10 @@ tile10x1k:
 	VMULPD       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -12734,6 +13560,21 @@ tile9x1:
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
+	MOVQ   48(SP), R8
+
+tile9x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -12759,15 +13600,16 @@ tile9x1k:
 	VBROADCASTSD (R11)(BX*2), Z30
 	VFMADD231PD  Z28, Z30, Z8
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x1k
+	TESTQ        AX, AX
+	JNZ          tile9x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile9x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -12779,10 +13621,10 @@ tile9x1k:
 	VMULPD       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -12961,6 +13803,21 @@ tile8x1:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile8x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -12984,15 +13841,16 @@ tile8x1k:
 	VBROADCASTSD (R11)(BX*1), Z30
 	VFMADD231PD  Z28, Z30, Z7
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x1k
+	TESTQ        AX, AX
+	JNZ          tile8x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile8x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13003,10 +13861,10 @@ tile8x1k:
 	VMULPD       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -13168,6 +14026,21 @@ tile7x1:
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
+	MOVQ   48(SP), R8
+
+tile7x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13189,15 +14062,16 @@ tile7x1k:
 	VBROADCASTSD (R11), Z30
 	VFMADD231PD  Z28, Z30, Z6
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x1k
+	TESTQ        AX, AX
+	JNZ          tile7x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile7x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13207,10 +14081,10 @@ tile7x1k:
 	VMULPD       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -13355,6 +14229,21 @@ tile6x1:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile6x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13373,15 +14262,16 @@ tile6x1k:
 	VBROADCASTSD (R10)(BX*2), Z30
 	VFMADD231PD  Z28, Z30, Z5
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x1k
+	TESTQ        AX, AX
+	JNZ          tile6x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile6x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13390,10 +14280,10 @@ tile6x1k:
 	VMULPD       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -13521,6 +14411,21 @@ tile5x1:
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
+	MOVQ   48(SP), R8
+
+tile5x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13537,15 +14442,16 @@ tile5x1k:
 	VBROADCASTSD (R10)(BX*1), Z30
 	VFMADD231PD  Z28, Z30, Z4
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x1k
+	TESTQ        AX, AX
+	JNZ          tile5x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile5x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
@@ -13553,10 +14459,10 @@ tile5x1k:
 	VMULPD       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -13667,6 +14573,21 @@ tile4x1:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile4x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13681,25 +14602,26 @@ tile4x1k:
 	VBROADCASTSD (R10), Z30
 	VFMADD231PD  Z28, Z30, Z3
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x1k
+	TESTQ        AX, AX
+	JNZ          tile4x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile4x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 	VMULPD       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -13793,6 +14715,21 @@ tile3x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
+	MOVQ   48(SP), R8
+
+tile3x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13804,24 +14741,25 @@ tile3x1k:
 	VBROADCASTSD (R9)(BX*2), Z30
 	VFMADD231PD  Z28, Z30, Z2
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x1k
+	TESTQ        AX, AX
+	JNZ          tile3x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile3x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 	VMULPD       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -13898,6 +14836,21 @@ tile3x1Send:
 tile2x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile2x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13907,23 +14860,24 @@ tile2x1k:
 	VBROADCASTSD (R9)(BX*1), Z30
 	VFMADD231PD  Z28, Z30, Z1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x1k
+	TESTQ        AX, AX
+	JNZ          tile2x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile2x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 	VMULPD       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -13983,6 +14937,21 @@ tile2x1Send:
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
+	MOVQ   48(SP), R8
+
+tile1x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -13990,22 +14959,23 @@ tile1x1k:
 	VBROADCASTSD (R9), Z30
 	VFMADD231PD  Z28, Z30, Z0
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x1k
+	TESTQ        AX, AX
+	JNZ          tile1x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile1x1beta
-	VBROADCASTSD 168(DI), Z28
+	VBROADCASTSD 224(DI), Z28
 	VMULPD       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSD 176(DI), Z28
+	VBROADCASTSD 232(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -14051,6 +15021,8 @@ next:
 	MOVQ 160(DI), AX
 	SHLQ $0x03, AX
 	ADDQ AX, 8(SP)
+	MOVQ 208(DI), AX
+	ADDQ AX, 48(SP)
 	ADDQ $0x80, 16(SP)
 	CMPQ 24(SP), $0x00
 	JE   panel
@@ -14155,15 +15127,15 @@ dot1sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot1store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14254,16 +15226,16 @@ dot2sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot2store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14386,17 +15358,17 @@ dot3sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	VMULPS       X2, X8, X8
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot3store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -14551,7 +15523,7 @@ dot4sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	VMULPS       X2, X8, X8
@@ -14559,10 +15531,10 @@ dot4sum:
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot4store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -15080,8 +16052,8 @@ loop:
 	RET
 
 // func gemmTileAVX2F32(t uintptr)
-// Requires: AVX, CMOV, FMA3
-TEXT ·gemmTileAVX2F32(SB), NOSPLIT, $32-8
+// Requires: AVX, CMOV, FMA3, MMX+
+TEXT ·gemmTileAVX2F32(SB), NOSPLIT, $80-8
 	MOVQ t+0(FP), DI
 	MOVQ 8(DI), AX
 	MOVQ AX, (SP)
@@ -15091,8 +16063,30 @@ TEXT ·gemmTileAVX2F32(SB), NOSPLIT, $32-8
 	MOVQ AX, 16(SP)
 	MOVQ 128(DI), AX
 	MOVQ AX, 24(SP)
+	MOVQ 168(DI), AX
+	MOVQ AX, 48(SP)
+	MOVQ 192(DI), AX
+	MOVQ AX, 56(SP)
+	MOVQ 200(DI), AX
+	MOVQ AX, 64(SP)
+	MOVQ 216(DI), AX
+	MOVQ AX, 72(SP)
+	MOVQ 120(DI), AX
+	SHLQ $0x02, AX
+	MOVQ AX, 40(SP)
 
 panel:
+	DECQ 72(SP)
+	JGE  fetch
+	LEAQ (SP), AX
+	MOVQ AX, 48(SP)
+	XORQ AX, AX
+	MOVQ AX, 56(SP)
+	MOVQ AX, 64(SP)
+
+fetch:
+	MOVQ    16(SP), AX
+	MOVQ    AX, 32(SP)
 	MOVQ    (SP), R8
 	MOVL    $0x00000010, AX
 	CMPQ    R8, AX
@@ -15162,6 +16156,21 @@ tile6x2:
 	VXORPS Y9, Y9, Y9
 	VXORPS Y10, Y10, Y10
 	VXORPS Y11, Y11, Y11
+	MOVQ   48(SP), R8
+
+tile6x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x2k:
 	VMOVUPS      (SI), Y12
@@ -15187,14 +16196,15 @@ tile6x2k:
 	VFMADD231PS  Y12, Y14, Y10
 	VFMADD231PS  Y13, Y14, Y11
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x2k
+	TESTQ        AX, AX
+	JNZ          tile6x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15209,10 +16219,10 @@ tile6x2k:
 	VMULPS       Y12, Y11, Y11
 
 tile6x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -15405,6 +16415,21 @@ tile5x2:
 	VXORPS Y7, Y7, Y7
 	VXORPS Y8, Y8, Y8
 	VXORPS Y9, Y9, Y9
+	MOVQ   48(SP), R8
+
+tile5x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x2k:
 	VMOVUPS      (SI), Y12
@@ -15427,14 +16452,15 @@ tile5x2k:
 	VFMADD231PS  Y12, Y14, Y8
 	VFMADD231PS  Y13, Y14, Y9
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x2k
+	TESTQ        AX, AX
+	JNZ          tile5x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15447,10 +16473,10 @@ tile5x2k:
 	VMULPS       Y12, Y9, Y9
 
 tile5x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -15615,6 +16641,21 @@ tile4x2:
 	VXORPS Y5, Y5, Y5
 	VXORPS Y6, Y6, Y6
 	VXORPS Y7, Y7, Y7
+	MOVQ   48(SP), R8
+
+tile4x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x2k:
 	VMOVUPS      (SI), Y12
@@ -15634,14 +16675,15 @@ tile4x2k:
 	VFMADD231PS  Y12, Y14, Y6
 	VFMADD231PS  Y13, Y14, Y7
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x2k
+	TESTQ        AX, AX
+	JNZ          tile4x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15652,10 +16694,10 @@ tile4x2k:
 	VMULPS       Y12, Y7, Y7
 
 tile4x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -15792,6 +16834,21 @@ tile3x2:
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
+	MOVQ   48(SP), R8
+
+tile3x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x2k:
 	VMOVUPS      (SI), Y12
@@ -15807,14 +16864,15 @@ tile3x2k:
 	VFMADD231PS  Y12, Y14, Y4
 	VFMADD231PS  Y13, Y14, Y5
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x2k
+	TESTQ        AX, AX
+	JNZ          tile3x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -15823,10 +16881,10 @@ tile3x2k:
 	VMULPS       Y12, Y5, Y5
 
 tile3x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -15935,6 +16993,21 @@ tile2x2:
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
+	MOVQ   48(SP), R8
+
+tile2x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x2k:
 	VMOVUPS      (SI), Y12
@@ -15947,24 +17020,25 @@ tile2x2k:
 	VFMADD231PS  Y12, Y14, Y2
 	VFMADD231PS  Y13, Y14, Y3
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x2k
+	TESTQ        AX, AX
+	JNZ          tile2x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 	VMULPS       Y12, Y3, Y3
 
 tile2x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -16045,6 +17119,21 @@ tile2x2Send:
 tile1x2:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
+	MOVQ   48(SP), R8
+
+tile1x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x2k:
 	VMOVUPS      (SI), Y12
@@ -16054,22 +17143,23 @@ tile1x2k:
 	VFMADD231PS  Y12, Y14, Y0
 	VFMADD231PS  Y13, Y14, Y1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x2k
+	TESTQ        AX, AX
+	JNZ          tile1x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 
 tile1x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -16128,6 +17218,21 @@ tile6x1:
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
+	MOVQ   48(SP), R8
+
+tile6x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16146,14 +17251,15 @@ tile6x1k:
 	VBROADCASTSS (R10)(BX*2), Y14
 	VFMADD231PS  Y12, Y14, Y5
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x1k
+	TESTQ        AX, AX
+	JNZ          tile6x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -16162,10 +17268,10 @@ tile6x1k:
 	VMULPS       Y12, Y5, Y5
 
 tile6x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -16293,6 +17399,21 @@ tile5x1:
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
+	MOVQ   48(SP), R8
+
+tile5x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16309,14 +17430,15 @@ tile5x1k:
 	VBROADCASTSS (R10)(BX*1), Y14
 	VFMADD231PS  Y12, Y14, Y4
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x1k
+	TESTQ        AX, AX
+	JNZ          tile5x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
@@ -16324,10 +17446,10 @@ tile5x1k:
 	VMULPS       Y12, Y4, Y4
 
 tile5x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -16438,6 +17560,21 @@ tile4x1:
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
+	MOVQ   48(SP), R8
+
+tile4x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16452,24 +17589,25 @@ tile4x1k:
 	VBROADCASTSS (R10), Y14
 	VFMADD231PS  Y12, Y14, Y3
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x1k
+	TESTQ        AX, AX
+	JNZ          tile4x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 	VMULPS       Y12, Y3, Y3
 
 tile4x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -16563,6 +17701,21 @@ tile3x1:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
+	MOVQ   48(SP), R8
+
+tile3x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16574,23 +17727,24 @@ tile3x1k:
 	VBROADCASTSS (R9)(BX*2), Y14
 	VFMADD231PS  Y12, Y14, Y2
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x1k
+	TESTQ        AX, AX
+	JNZ          tile3x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 	VMULPS       Y12, Y2, Y2
 
 tile3x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -16667,6 +17821,21 @@ tile3x1Send:
 tile2x1:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
+	MOVQ   48(SP), R8
+
+tile2x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16676,22 +17845,23 @@ tile2x1k:
 	VBROADCASTSS (R9)(BX*1), Y14
 	VFMADD231PS  Y12, Y14, Y1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x1k
+	TESTQ        AX, AX
+	JNZ          tile2x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 	VMULPS       Y12, Y1, Y1
 
 tile2x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -16751,6 +17921,21 @@ tile2x1Send:
 
 tile1x1:
 	VXORPS Y0, Y0, Y0
+	MOVQ   48(SP), R8
+
+tile1x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -16758,21 +17943,22 @@ tile1x1k:
 	VBROADCASTSS (R9), Y14
 	VFMADD231PS  Y12, Y14, Y0
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x1k
+	TESTQ        AX, AX
+	JNZ          tile1x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 168(DI), Y12
+	VBROADCASTSS 224(DI), Y12
 	VMULPS       Y12, Y0, Y0
 
 tile1x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 172(DI), Y12
+	VBROADCASTSS 228(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -16818,6 +18004,8 @@ next:
 	MOVQ 160(DI), AX
 	SHLQ $0x02, AX
 	ADDQ AX, 8(SP)
+	MOVQ 208(DI), AX
+	ADDQ AX, 48(SP)
 	ADDQ $0x40, 16(SP)
 	CMPQ 24(SP), $0x00
 	JE   panel
@@ -16829,8 +18017,8 @@ done:
 	RET
 
 // func gemmTileAVX2F64(t uintptr)
-// Requires: AVX, CMOV, FMA3
-TEXT ·gemmTileAVX2F64(SB), NOSPLIT, $32-8
+// Requires: AVX, CMOV, FMA3, MMX+
+TEXT ·gemmTileAVX2F64(SB), NOSPLIT, $80-8
 	MOVQ t+0(FP), DI
 	MOVQ 8(DI), AX
 	MOVQ AX, (SP)
@@ -16840,8 +18028,30 @@ TEXT ·gemmTileAVX2F64(SB), NOSPLIT, $32-8
 	MOVQ AX, 16(SP)
 	MOVQ 128(DI), AX
 	MOVQ AX, 24(SP)
+	MOVQ 168(DI), AX
+	MOVQ AX, 48(SP)
+	MOVQ 192(DI), AX
+	MOVQ AX, 56(SP)
+	MOVQ 200(DI), AX
+	MOVQ AX, 64(SP)
+	MOVQ 216(DI), AX
+	MOVQ AX, 72(SP)
+	MOVQ 120(DI), AX
+	SHLQ $0x03, AX
+	MOVQ AX, 40(SP)
 
 panel:
+	DECQ 72(SP)
+	JGE  fetch
+	LEAQ (SP), AX
+	MOVQ AX, 48(SP)
+	XORQ AX, AX
+	MOVQ AX, 56(SP)
+	MOVQ AX, 64(SP)
+
+fetch:
+	MOVQ    16(SP), AX
+	MOVQ    AX, 32(SP)
 	MOVQ    (SP), R8
 	MOVL    $0x00000008, AX
 	CMPQ    R8, AX
@@ -16912,6 +18122,21 @@ tile6x2:
 	VXORPS Y9, Y9, Y9
 	VXORPS Y10, Y10, Y10
 	VXORPS Y11, Y11, Y11
+	MOVQ   48(SP), R8
+
+tile6x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x2k:
 	VMOVUPS      (SI), Y12
@@ -16937,15 +18162,16 @@ tile6x2k:
 	VFMADD231PD  Y12, Y14, Y10
 	VFMADD231PD  Y13, Y14, Y11
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x2k
+	TESTQ        AX, AX
+	JNZ          tile6x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile6x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -16960,10 +18186,10 @@ tile6x2k:
 	VMULPD       Y12, Y11, Y11
 
 tile6x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -17156,6 +18382,21 @@ tile5x2:
 	VXORPS Y7, Y7, Y7
 	VXORPS Y8, Y8, Y8
 	VXORPS Y9, Y9, Y9
+	MOVQ   48(SP), R8
+
+tile5x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x2k:
 	VMOVUPS      (SI), Y12
@@ -17178,15 +18419,16 @@ tile5x2k:
 	VFMADD231PD  Y12, Y14, Y8
 	VFMADD231PD  Y13, Y14, Y9
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x2k
+	TESTQ        AX, AX
+	JNZ          tile5x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile5x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17199,10 +18441,10 @@ tile5x2k:
 	VMULPD       Y12, Y9, Y9
 
 tile5x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -17367,6 +18609,21 @@ tile4x2:
 	VXORPS Y5, Y5, Y5
 	VXORPS Y6, Y6, Y6
 	VXORPS Y7, Y7, Y7
+	MOVQ   48(SP), R8
+
+tile4x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x2k:
 	VMOVUPS      (SI), Y12
@@ -17386,15 +18643,16 @@ tile4x2k:
 	VFMADD231PD  Y12, Y14, Y6
 	VFMADD231PD  Y13, Y14, Y7
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x2k
+	TESTQ        AX, AX
+	JNZ          tile4x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile4x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17405,10 +18663,10 @@ tile4x2k:
 	VMULPD       Y12, Y7, Y7
 
 tile4x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -17545,6 +18803,21 @@ tile3x2:
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
+	MOVQ   48(SP), R8
+
+tile3x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x2k:
 	VMOVUPS      (SI), Y12
@@ -17560,15 +18833,16 @@ tile3x2k:
 	VFMADD231PD  Y12, Y14, Y4
 	VFMADD231PD  Y13, Y14, Y5
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x2k
+	TESTQ        AX, AX
+	JNZ          tile3x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile3x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17577,10 +18851,10 @@ tile3x2k:
 	VMULPD       Y12, Y5, Y5
 
 tile3x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -17689,6 +18963,21 @@ tile2x2:
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
+	MOVQ   48(SP), R8
+
+tile2x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x2k:
 	VMOVUPS      (SI), Y12
@@ -17701,25 +18990,26 @@ tile2x2k:
 	VFMADD231PD  Y12, Y14, Y2
 	VFMADD231PD  Y13, Y14, Y3
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x2k
+	TESTQ        AX, AX
+	JNZ          tile2x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile2x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 	VMULPD       Y12, Y3, Y3
 
 tile2x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -17800,6 +19090,21 @@ tile2x2Send:
 tile1x2:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
+	MOVQ   48(SP), R8
+
+tile1x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x2k:
 	VMOVUPS      (SI), Y12
@@ -17809,23 +19114,24 @@ tile1x2k:
 	VFMADD231PD  Y12, Y14, Y0
 	VFMADD231PD  Y13, Y14, Y1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x2k
+	TESTQ        AX, AX
+	JNZ          tile1x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile1x2beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 
 tile1x2beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -17884,6 +19190,21 @@ tile6x1:
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
+	MOVQ   48(SP), R8
+
+tile6x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -17902,15 +19223,16 @@ tile6x1k:
 	VBROADCASTSD (R10)(BX*2), Y14
 	VFMADD231PD  Y12, Y14, Y5
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x1k
+	TESTQ        AX, AX
+	JNZ          tile6x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile6x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -17919,10 +19241,10 @@ tile6x1k:
 	VMULPD       Y12, Y5, Y5
 
 tile6x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -18050,6 +19372,21 @@ tile5x1:
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
+	MOVQ   48(SP), R8
+
+tile5x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -18066,15 +19403,16 @@ tile5x1k:
 	VBROADCASTSD (R10)(BX*1), Y14
 	VFMADD231PD  Y12, Y14, Y4
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x1k
+	TESTQ        AX, AX
+	JNZ          tile5x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile5x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
@@ -18082,10 +19420,10 @@ tile5x1k:
 	VMULPD       Y12, Y4, Y4
 
 tile5x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -18196,6 +19534,21 @@ tile4x1:
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
+	MOVQ   48(SP), R8
+
+tile4x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -18210,25 +19563,26 @@ tile4x1k:
 	VBROADCASTSD (R10), Y14
 	VFMADD231PD  Y12, Y14, Y3
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x1k
+	TESTQ        AX, AX
+	JNZ          tile4x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile4x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 	VMULPD       Y12, Y3, Y3
 
 tile4x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -18322,6 +19676,21 @@ tile3x1:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
+	MOVQ   48(SP), R8
+
+tile3x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -18333,24 +19702,25 @@ tile3x1k:
 	VBROADCASTSD (R9)(BX*2), Y14
 	VFMADD231PD  Y12, Y14, Y2
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x1k
+	TESTQ        AX, AX
+	JNZ          tile3x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile3x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 	VMULPD       Y12, Y2, Y2
 
 tile3x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -18427,6 +19797,21 @@ tile3x1Send:
 tile2x1:
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
+	MOVQ   48(SP), R8
+
+tile2x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -18436,23 +19821,24 @@ tile2x1k:
 	VBROADCASTSD (R9)(BX*1), Y14
 	VFMADD231PD  Y12, Y14, Y1
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x1k
+	TESTQ        AX, AX
+	JNZ          tile2x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile2x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 	VMULPD       Y12, Y1, Y1
 
 tile2x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -18512,6 +19898,21 @@ tile2x1Send:
 
 tile1x1:
 	VXORPS Y0, Y0, Y0
+	MOVQ   48(SP), R8
+
+tile1x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x1k:
 	VMASKMOVPS   (SI), Y15, Y12
@@ -18519,22 +19920,23 @@ tile1x1k:
 	VBROADCASTSD (R9), Y14
 	VFMADD231PD  Y12, Y14, Y0
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x1k
+	TESTQ        AX, AX
+	JNZ          tile1x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x03, R9
+	MOVQ         40(SP), R9
 	MOVQ         $0x3ff0000000000000, AX
-	CMPQ         168(DI), AX
+	CMPQ         224(DI), AX
 	JE           tile1x1beta
-	VBROADCASTSD 168(DI), Y12
+	VBROADCASTSD 224(DI), Y12
 	VMULPD       Y12, Y0, Y0
 
 tile1x1beta:
-	MOVQ         176(DI), AX
+	MOVQ         232(DI), AX
 	ADDQ         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSD 176(DI), Y12
+	VBROADCASTSD 232(DI), Y12
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -18580,6 +19982,8 @@ next:
 	MOVQ 160(DI), AX
 	SHLQ $0x03, AX
 	ADDQ AX, 8(SP)
+	MOVQ 208(DI), AX
+	ADDQ AX, 48(SP)
 	ADDQ $0x40, 16(SP)
 	CMPQ 24(SP), $0x00
 	JE   panel
@@ -18669,15 +20073,15 @@ dot1sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot1store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -18752,16 +20156,16 @@ dot2sum:
 	SHLQ         $0x02, CX
 	SUBQ         CX, AX
 	VMOVUPS      (AX), X1
-	VBROADCASTSS 168(DI), X2
+	VBROADCASTSS 224(DI), X2
 	VMULPS       X2, X0, X0
 	VMULPS       X2, X4, X4
 	MOVQ         96(DI), R8
 	MOVQ         120(DI), R9
 	SHLQ         $0x02, R9
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           dot2store
-	VBROADCASTSS 172(DI), X2
+	VBROADCASTSS 228(DI), X2
 	MOVQ         R8, R10
 	VMASKMOVPS   (R10), X1, X3
 	VFMADD231PS  X2, X3, X0
@@ -19057,8 +20461,8 @@ loop:
 	RET
 
 // func gemmTileAVX512BF16(t uintptr)
-// Requires: AVX, AVX512F, CMOV
-TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $32-8
+// Requires: AVX, AVX512F, CMOV, MMX+
+TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $80-8
 	MOVQ t+0(FP), DI
 	MOVQ 8(DI), AX
 	MOVQ AX, (SP)
@@ -19068,8 +20472,30 @@ TEXT ·gemmTileAVX512BF16(SB), NOSPLIT, $32-8
 	MOVQ AX, 16(SP)
 	MOVQ 128(DI), AX
 	MOVQ AX, 24(SP)
+	MOVQ 168(DI), AX
+	MOVQ AX, 48(SP)
+	MOVQ 192(DI), AX
+	MOVQ AX, 56(SP)
+	MOVQ 200(DI), AX
+	MOVQ AX, 64(SP)
+	MOVQ 216(DI), AX
+	MOVQ AX, 72(SP)
+	MOVQ 120(DI), AX
+	SHLQ $0x02, AX
+	MOVQ AX, 40(SP)
 
 panel:
+	DECQ 72(SP)
+	JGE  fetch
+	LEAQ (SP), AX
+	MOVQ AX, 48(SP)
+	XORQ AX, AX
+	MOVQ AX, 56(SP)
+	MOVQ AX, 64(SP)
+
+fetch:
+	MOVQ    16(SP), AX
+	MOVQ    AX, 32(SP)
 	MOVQ    (SP), R8
 	MOVL    $0x00000020, AX
 	CMPQ    R8, AX
@@ -19194,6 +20620,22 @@ tile14x2:
 	VPXORD Z25, Z25, Z25
 	VPXORD Z26, Z26, Z26
 	VPXORD Z27, Z27, Z27
+	MOVQ   48(SP), R8
+
+tile14x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x2k:
 	VMOVUPS      (SI), Z28
@@ -19386,14 +20828,15 @@ tile14x2k:
 	BYTE         $0x52
 	BYTE         $0xdd
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x2k
+	TESTQ        AX, AX
+	JNZ          tile14x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile14x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -19424,10 +20867,10 @@ tile14x2k:
 	VMULPS       Z28, Z27, Z27
 
 tile14x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x2Cmasked
@@ -19844,6 +21287,22 @@ tile13x2:
 	VPXORD Z23, Z23, Z23
 	VPXORD Z24, Z24, Z24
 	VPXORD Z25, Z25, Z25
+	MOVQ   48(SP), R8
+
+tile13x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x2k:
 	VMOVUPS      (SI), Z28
@@ -20023,14 +21482,15 @@ tile13x2k:
 	BYTE         $0x52
 	BYTE         $0xcd
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x2k
+	TESTQ        AX, AX
+	JNZ          tile13x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile13x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -20059,10 +21519,10 @@ tile13x2k:
 	VMULPS       Z28, Z25, Z25
 
 tile13x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x2Cmasked
@@ -20451,6 +21911,22 @@ tile12x2:
 	VPXORD Z21, Z21, Z21
 	VPXORD Z22, Z22, Z22
 	VPXORD Z23, Z23, Z23
+	MOVQ   48(SP), R8
+
+tile12x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x2k:
 	VMOVUPS      (SI), Z28
@@ -20616,14 +22092,15 @@ tile12x2k:
 	BYTE         $0x52
 	BYTE         $0xfd
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x2k
+	TESTQ        AX, AX
+	JNZ          tile12x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile12x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -20650,10 +22127,10 @@ tile12x2k:
 	VMULPS       Z28, Z23, Z23
 
 tile12x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x2Cmasked
@@ -21014,6 +22491,22 @@ tile11x2:
 	VPXORD Z19, Z19, Z19
 	VPXORD Z20, Z20, Z20
 	VPXORD Z21, Z21, Z21
+	MOVQ   48(SP), R8
+
+tile11x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x2k:
 	VMOVUPS      (SI), Z28
@@ -21166,14 +22659,15 @@ tile11x2k:
 	BYTE         $0x52
 	BYTE         $0xed
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x2k
+	TESTQ        AX, AX
+	JNZ          tile11x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile11x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -21198,10 +22692,10 @@ tile11x2k:
 	VMULPS       Z28, Z21, Z21
 
 tile11x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x2Cmasked
@@ -21534,6 +23028,22 @@ tile10x2:
 	VPXORD Z17, Z17, Z17
 	VPXORD Z18, Z18, Z18
 	VPXORD Z19, Z19, Z19
+	MOVQ   48(SP), R8
+
+tile10x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x2k:
 	VMOVUPS      (SI), Z28
@@ -21673,14 +23183,15 @@ tile10x2k:
 	BYTE         $0x52
 	BYTE         $0xdd
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x2k
+	TESTQ        AX, AX
+	JNZ          tile10x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile10x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -21703,10 +23214,10 @@ tile10x2k:
 	VMULPS       Z28, Z19, Z19
 
 tile10x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x2Cmasked
@@ -22011,6 +23522,22 @@ tile9x2:
 	VPXORD Z15, Z15, Z15
 	VPXORD Z16, Z16, Z16
 	VPXORD Z17, Z17, Z17
+	MOVQ   48(SP), R8
+
+tile9x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x2k:
 	VMOVUPS      (SI), Z28
@@ -22136,14 +23663,15 @@ tile9x2k:
 	BYTE         $0x52
 	BYTE         $0xcd
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x2k
+	TESTQ        AX, AX
+	JNZ          tile9x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile9x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22164,10 +23692,10 @@ tile9x2k:
 	VMULPS       Z28, Z17, Z17
 
 tile9x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x2Cmasked
@@ -22444,6 +23972,22 @@ tile8x2:
 	VPXORD Z13, Z13, Z13
 	VPXORD Z14, Z14, Z14
 	VPXORD Z15, Z15, Z15
+	MOVQ   48(SP), R8
+
+tile8x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x2k:
 	VMOVUPS      (SI), Z28
@@ -22556,14 +24100,15 @@ tile8x2k:
 	BYTE         $0x52
 	BYTE         $0xfd
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x2k
+	TESTQ        AX, AX
+	JNZ          tile8x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile8x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22582,10 +24127,10 @@ tile8x2k:
 	VMULPS       Z28, Z15, Z15
 
 tile8x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x2Cmasked
@@ -22834,6 +24379,22 @@ tile7x2:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile7x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x2k:
 	VMOVUPS      (SI), Z28
@@ -22933,14 +24494,15 @@ tile7x2k:
 	BYTE         $0x52
 	BYTE         $0xed
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x2k
+	TESTQ        AX, AX
+	JNZ          tile7x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile7x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -22957,10 +24519,10 @@ tile7x2k:
 	VMULPS       Z28, Z13, Z13
 
 tile7x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x2Cmasked
@@ -23181,6 +24743,22 @@ tile6x2:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile6x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x2k:
 	VMOVUPS      (SI), Z28
@@ -23266,14 +24844,15 @@ tile6x2k:
 	BYTE         $0x52
 	BYTE         $0xdd
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x2k
+	TESTQ        AX, AX
+	JNZ          tile6x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23288,10 +24867,10 @@ tile6x2k:
 	VMULPS       Z28, Z11, Z11
 
 tile6x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x2Cmasked
@@ -23484,6 +25063,22 @@ tile5x2:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile5x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x2k:
 	VMOVUPS      (SI), Z28
@@ -23556,14 +25151,15 @@ tile5x2k:
 	BYTE         $0x52
 	BYTE         $0xcd
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x2k
+	TESTQ        AX, AX
+	JNZ          tile5x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23576,10 +25172,10 @@ tile5x2k:
 	VMULPS       Z28, Z9, Z9
 
 tile5x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x2Cmasked
@@ -23744,6 +25340,22 @@ tile4x2:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile4x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x2k:
 	VMOVUPS      (SI), Z28
@@ -23803,14 +25415,15 @@ tile4x2k:
 	BYTE         $0x52
 	BYTE         $0xfd
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x2k
+	TESTQ        AX, AX
+	JNZ          tile4x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -23821,10 +25434,10 @@ tile4x2k:
 	VMULPS       Z28, Z7, Z7
 
 tile4x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x2Cmasked
@@ -23961,6 +25574,22 @@ tile3x2:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile3x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x2k:
 	VMOVUPS      (SI), Z28
@@ -24006,14 +25635,15 @@ tile3x2k:
 	BYTE         $0x52
 	BYTE         $0xed
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x2k
+	TESTQ        AX, AX
+	JNZ          tile3x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -24022,10 +25652,10 @@ tile3x2k:
 	VMULPS       Z28, Z5, Z5
 
 tile3x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x2Cmasked
@@ -24134,6 +25764,22 @@ tile2x2:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile2x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x2k:
 	VMOVUPS      (SI), Z28
@@ -24166,24 +25812,25 @@ tile2x2k:
 	BYTE         $0x52
 	BYTE         $0xdd
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x2k
+	TESTQ        AX, AX
+	JNZ          tile2x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile2x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x2Cmasked
@@ -24264,6 +25911,22 @@ tile2x2Send:
 tile1x2:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile1x2fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	PREFETCHT0 64(R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x2k:
 	VMOVUPS      (SI), Z28
@@ -24283,22 +25946,23 @@ tile1x2k:
 	BYTE         $0x52
 	BYTE         $0xcd
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x2k
+	TESTQ        AX, AX
+	JNZ          tile1x2fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x2beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile1x2beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x2d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x2Cmasked
@@ -24365,6 +26029,21 @@ tile14x1:
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
 	VPXORD Z13, Z13, Z13
+	MOVQ   48(SP), R8
+
+tile14x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile14x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -24472,14 +26151,15 @@ tile14x1k:
 	BYTE         $0x52
 	BYTE         $0xec
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile14x1k
+	TESTQ        AX, AX
+	JNZ          tile14x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile14x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -24496,10 +26176,10 @@ tile14x1k:
 	VMULPS       Z28, Z13, Z13
 
 tile14x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile14x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile14x1Cmasked
@@ -24763,6 +26443,21 @@ tile13x1:
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
 	VPXORD Z12, Z12, Z12
+	MOVQ   48(SP), R8
+
+tile13x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile13x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -24863,14 +26558,15 @@ tile13x1k:
 	BYTE         $0x52
 	BYTE         $0xe4
 	ADDQ         CX, R15
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile13x1k
+	TESTQ        AX, AX
+	JNZ          tile13x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile13x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -24886,10 +26582,10 @@ tile13x1k:
 	VMULPS       Z28, Z12, Z12
 
 tile13x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile13x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile13x1Cmasked
@@ -25136,6 +26832,21 @@ tile12x1:
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
 	VPXORD Z11, Z11, Z11
+	MOVQ   48(SP), R8
+
+tile12x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile12x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -25228,14 +26939,15 @@ tile12x1k:
 	BYTE         $0x52
 	BYTE         $0xdc
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile12x1k
+	TESTQ        AX, AX
+	JNZ          tile12x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile12x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25250,10 +26962,10 @@ tile12x1k:
 	VMULPS       Z28, Z11, Z11
 
 tile12x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile12x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile12x1Cmasked
@@ -25483,6 +27195,21 @@ tile11x1:
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
 	VPXORD Z10, Z10, Z10
+	MOVQ   48(SP), R8
+
+tile11x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile11x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -25568,14 +27295,15 @@ tile11x1k:
 	BYTE         $0x52
 	BYTE         $0xd4
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile11x1k
+	TESTQ        AX, AX
+	JNZ          tile11x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile11x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25589,10 +27317,10 @@ tile11x1k:
 	VMULPS       Z28, Z10, Z10
 
 tile11x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile11x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile11x1Cmasked
@@ -25805,6 +27533,21 @@ tile10x1:
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
 	VPXORD Z9, Z9, Z9
+	MOVQ   48(SP), R8
+
+tile10x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile10x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -25883,14 +27626,15 @@ tile10x1k:
 	BYTE         $0x52
 	BYTE         $0xcc
 	ADDQ         CX, R12
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile10x1k
+	TESTQ        AX, AX
+	JNZ          tile10x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile10x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -25903,10 +27647,10 @@ tile10x1k:
 	VMULPS       Z28, Z9, Z9
 
 tile10x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile10x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile10x1Cmasked
@@ -26102,6 +27846,21 @@ tile9x1:
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
 	VPXORD Z8, Z8, Z8
+	MOVQ   48(SP), R8
+
+tile9x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile9x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -26172,14 +27931,15 @@ tile9x1k:
 	BYTE         $0x52
 	BYTE         $0xc4
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile9x1k
+	TESTQ        AX, AX
+	JNZ          tile9x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile9x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26191,10 +27951,10 @@ tile9x1k:
 	VMULPS       Z28, Z8, Z8
 
 tile9x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile9x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile9x1Cmasked
@@ -26373,6 +28133,21 @@ tile8x1:
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
 	VPXORD Z7, Z7, Z7
+	MOVQ   48(SP), R8
+
+tile8x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile8x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -26436,14 +28211,15 @@ tile8x1k:
 	BYTE         $0x52
 	BYTE         $0xfc
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile8x1k
+	TESTQ        AX, AX
+	JNZ          tile8x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile8x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26454,10 +28230,10 @@ tile8x1k:
 	VMULPS       Z28, Z7, Z7
 
 tile8x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile8x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile8x1Cmasked
@@ -26619,6 +28395,21 @@ tile7x1:
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
 	VPXORD Z6, Z6, Z6
+	MOVQ   48(SP), R8
+
+tile7x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile7x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -26675,14 +28466,15 @@ tile7x1k:
 	BYTE         $0x52
 	BYTE         $0xf4
 	ADDQ         CX, R11
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile7x1k
+	TESTQ        AX, AX
+	JNZ          tile7x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile7x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26692,10 +28484,10 @@ tile7x1k:
 	VMULPS       Z28, Z6, Z6
 
 tile7x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile7x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile7x1Cmasked
@@ -26840,6 +28632,21 @@ tile6x1:
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
+	MOVQ   48(SP), R8
+
+tile6x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile6x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -26888,14 +28695,15 @@ tile6x1k:
 	BYTE         $0x52
 	BYTE         $0xec
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile6x1k
+	TESTQ        AX, AX
+	JNZ          tile6x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile6x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -26904,10 +28712,10 @@ tile6x1k:
 	VMULPS       Z28, Z5, Z5
 
 tile6x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile6x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile6x1Cmasked
@@ -27035,6 +28843,21 @@ tile5x1:
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
+	MOVQ   48(SP), R8
+
+tile5x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile5x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -27076,14 +28899,15 @@ tile5x1k:
 	BYTE         $0x52
 	BYTE         $0xe4
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile5x1k
+	TESTQ        AX, AX
+	JNZ          tile5x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile5x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
@@ -27091,10 +28915,10 @@ tile5x1k:
 	VMULPS       Z28, Z4, Z4
 
 tile5x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile5x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile5x1Cmasked
@@ -27205,6 +29029,21 @@ tile4x1:
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   48(SP), R8
+
+tile4x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile4x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -27239,24 +29078,25 @@ tile4x1k:
 	BYTE         $0x52
 	BYTE         $0xdc
 	ADDQ         CX, R10
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile4x1k
+	TESTQ        AX, AX
+	JNZ          tile4x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile4x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 	VMULPS       Z28, Z3, Z3
 
 tile4x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile4x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile4x1Cmasked
@@ -27350,6 +29190,21 @@ tile3x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
+	MOVQ   48(SP), R8
+
+tile3x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile3x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -27376,23 +29231,24 @@ tile3x1k:
 	BYTE         $0x52
 	BYTE         $0xd4
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile3x1k
+	TESTQ        AX, AX
+	JNZ          tile3x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile3x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 	VMULPS       Z28, Z2, Z2
 
 tile3x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile3x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile3x1Cmasked
@@ -27469,6 +29325,21 @@ tile3x1Send:
 tile2x1:
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
+	MOVQ   48(SP), R8
+
+tile2x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile2x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -27488,22 +29359,23 @@ tile2x1k:
 	BYTE         $0x52
 	BYTE         $0xcc
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile2x1k
+	TESTQ        AX, AX
+	JNZ          tile2x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile2x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 	VMULPS       Z28, Z1, Z1
 
 tile2x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile2x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile2x1Cmasked
@@ -27563,6 +29435,21 @@ tile2x1Send:
 
 tile1x1:
 	VPXORD Z0, Z0, Z0
+	MOVQ   48(SP), R8
+
+tile1x1fetch:
+	MOVQ       32(SP), R14
+	PREFETCHT0 (R14)
+	ADDQ       40(SP), R14
+	MOVQ       R14, 32(SP)
+	PREFETCHT1 (R8)
+	MOVQ       56(SP), R14
+	PREFETCHT1 (R8)(R14*1)
+	ADDQ       64(SP), R8
+	MOVL       $0x00000010, R14
+	CMPQ       AX, R14
+	CMOVQLT    AX, R14
+	SUBQ       R14, AX
 
 tile1x1k:
 	VMOVUPS.Z    (SI), K1, Z28
@@ -27575,21 +29462,22 @@ tile1x1k:
 	BYTE         $0x52
 	BYTE         $0xc4
 	ADDQ         CX, R9
-	DECQ         AX
+	DECQ         R14
 	JNZ          tile1x1k
+	TESTQ        AX, AX
+	JNZ          tile1x1fetch
 	MOVQ         16(SP), R8
-	MOVQ         120(DI), R9
-	SHLQ         $0x02, R9
-	CMPL         168(DI), $0x3f800000
+	MOVQ         40(SP), R9
+	CMPL         224(DI), $0x3f800000
 	JE           tile1x1beta
-	VBROADCASTSS 168(DI), Z28
+	VBROADCASTSS 224(DI), Z28
 	VMULPS       Z28, Z0, Z0
 
 tile1x1beta:
-	MOVL         172(DI), AX
+	MOVL         228(DI), AX
 	ADDL         AX, AX
 	JZ           tile1x1d
-	VBROADCASTSS 172(DI), Z28
+	VBROADCASTSS 228(DI), Z28
 	MOVQ         R8, R10
 	TESTQ        R13, R13
 	JNZ          tile1x1Cmasked
@@ -27635,6 +29523,8 @@ next:
 	MOVQ 160(DI), AX
 	SHLQ $0x02, AX
 	ADDQ AX, 8(SP)
+	MOVQ 208(DI), AX
+	ADDQ AX, 48(SP)
 	ADDQ $0x80, 16(SP)
 	CMPQ 24(SP), $0x00
 	JE   panel

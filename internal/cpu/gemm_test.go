@@ -8,6 +8,7 @@ import (
 	"slices"
 	"testing"
 	"time"
+	"unsafe"
 )
 
 // eachISA runs f with the kernels of every instruction set that this machine has.
@@ -291,6 +292,62 @@ func TestChooseISA(t *testing.T) {
 		{"avx512", generic, generic}, {"mmx", avx2, avx2}, {"", neon, neon}, {"generic", neon, generic}, {"avx2", neon, neon}, {"neon", avx2, avx2}} {
 		if got := chooseISA(c.wish, c.best); got != c.want {
 			t.Errorf("chooseISA(%q, %v) = %v, want %v", c.wish, c.best, got, c.want)
+		}
+	}
+}
+
+// TestGemmFetches wants every tile of a block to have fetched what the next one reads of A that it has not read itself: with A
+// as it lies all of it, and with Aᵀ the last column.
+func TestGemmFetches(t *testing.T) {
+	const line = 64
+	r := newRand(t)
+	for range 200 {
+		j := gemmJob[float32]{kn: &gemmKernels[float32]{mr: 1 + r.IntN(14), pairs: r.IntN(2) == 0}}
+		j.m, j.k, j.transA = 1+r.IntN(100), 1+r.IntN(1200), r.IntN(2) == 0
+		j.depth = j.k
+		rows, cols := j.m, j.k
+		if j.transA {
+			rows, cols = cols, rows
+		}
+		j.lda = cols + r.IntN(40)
+		j.a = make([]float32, rows*j.lda)
+		lineOf := func(x []float32) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(x))) / line }
+		i0 := r.IntN(j.m)
+		i1 := i0 + 1 + r.IntN(j.m-i0)
+		for p := 0; p < j.depth; p += j.kn.deepest() {
+			kc := min(j.kn.deepest(), j.depth-p)
+			for i, m := i0, 0; i < i1; i += m {
+				m = ceilDiv(i1-i, ceilDiv(i1-i, j.kn.mr))
+				// The tile behind this one, unless it is another block's or of another depth.
+				nextI, nextP := i+m, p
+				if nextI == i1 {
+					nextI, nextP = i0, p+kc
+				}
+				if nextP+kc > j.depth {
+					continue
+				}
+				f := j.next(i, m, i0, i1, p)
+				fetched := map[uintptr]bool{}
+				first := uintptr(unsafe.Pointer(unsafe.SliceData(f.next)))
+				for panel := range f.panels {
+					for s := range ceilDiv(j.kn.steps(kc), gemmFetchSteps) {
+						at := first + uintptr(panel*f.jump+s*f.step)
+						fetched[at/line], fetched[(at+uintptr(f.stride))/line] = true, true
+					}
+				}
+				rows := ceilDiv(i1-nextI, ceilDiv(i1-nextI, j.kn.mr))
+				for q := nextP; q < nextP+kc; q++ {
+					if j.transA && rows == m && !fetched[lineOf(j.a[q*j.lda+nextI+rows-1:])] {
+						t.Fatalf("m %d of %d, k %d, A transposed: row %d of the tile at (%d, %d) is not fetched", m, j.m, j.k, q, nextI, nextP)
+					}
+					for i := nextI; !j.transA && i < nextI+min(m, rows); i++ {
+						// Where rows do not begin with a line, their last elements may be in one more.
+						if end := max(nextP, min(q, nextP+kc-line/4)); !fetched[lineOf(j.a[i*j.lda+end:])] {
+							t.Fatalf("m %d of %d, k %d: element (%d, %d) of the tile at (%d, %d) is not fetched", m, j.m, j.k, i, q, nextI, nextP)
+						}
+					}
+				}
+			}
 		}
 	}
 }

@@ -17,11 +17,18 @@ const (
 	offC, offLDC       = 96, 120
 	offD, offLDD       = 128, 152
 	offPanel           = 160
-	offAlpha           = 168
+	offNext            = 168
+	offStride, offStep = 192, 200
+	offJump, offLeft   = 208, 216
+	offAlpha           = 224
 )
 
-// sweep is where a tile's code keeps how many columns of C are left, and where those of B, C and D begin.
-type sweep struct{ n, b, c, d Mem }
+// fetchSteps is cpu.gemmFetchSteps: every so many steps along k a tile's code fetches a row of C and two lines of A.
+const fetchSteps = 16
+
+// sweep is where a tile's code keeps how many columns of C are left, where those of B, C and D begin, and what it fetches: the
+// next row of C with its stride, and A's lines as in cpu.gemmFetch.
+type sweep struct{ n, b, c, d, row, ldc, next, stride, step, left Mem }
 
 // tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors. Every m has its own block
 // of code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
@@ -29,17 +36,35 @@ type sweep struct{ n, b, c, d Mem }
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
-	local := AllocLocal(32)
-	at := sweep{local, local.Offset(8), local.Offset(16), local.Offset(24)}
+	local := AllocLocal(80)
+	var at sweep
+	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next, &at.stride, &at.step, &at.left} {
+		*m = local.Offset(8 * i)
+	}
 	Load(Param("t"), RDI)
 	for _, f := range []struct {
 		field int
 		to    Mem
-	}{{offN, at.n}, {offB, at.b}, {offC, at.c}, {offD, at.d}} {
+	}{{offN, at.n}, {offB, at.b}, {offC, at.c}, {offD, at.d},
+		{offNext, at.next}, {offStride, at.stride}, {offStep, at.step}, {offLeft, at.left}} {
 		MOVQ(Mem{Base: RDI, Disp: f.field}, RAX)
 		MOVQ(RAX, f.to)
 	}
+	MOVQ(Mem{Base: RDI, Disp: offLDC}, RAX)
+	SHLQ(e.shift(), RAX)
+	MOVQ(RAX, at.ldc)
 	Label("panel")
+	DECQ(at.left)
+	JGE(LabelRef("fetch"))
+	// With nothing left to fetch, a line of the stack is, which costs nothing.
+	LEAQ(local, RAX)
+	MOVQ(RAX, at.next)
+	XORQ(RAX, RAX)
+	MOVQ(RAX, at.stride)
+	MOVQ(RAX, at.step)
+	Label("fetch")
+	MOVQ(at.c, RAX)
+	MOVQ(RAX, at.row)
 	MOVQ(at.n, R8)
 	MOVL(U32(2*lanes), EAX)
 	CMPQ(R8, RAX)
@@ -91,6 +116,8 @@ func tile(v isa, e elem) {
 	MOVQ(Mem{Base: RDI, Disp: offPanel}, RAX)
 	SHLQ(e.shift(), RAX)
 	ADDQ(RAX, at.b)
+	MOVQ(Mem{Base: RDI, Disp: offJump}, RAX)
+	ADDQ(RAX, at.next)
 	ADDQ(Imm(uint64(2*v.bytes)), at.c)
 	CMPQ(at.d, Imm(0))
 	JE(LabelRef("panel"))
@@ -126,6 +153,22 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 
 	Label(name)
 	each(func(i, j int) { v.zero(acc(i, j)) })
+	MOVQ(at.next, R8)
+	Label(name + "fetch")
+	MOVQ(at.row, R14)
+	for j := 0; j < nv*v.bytes; j += 64 {
+		PREFETCHT0(Mem{Base: R14, Disp: j})
+	}
+	ADDQ(at.ldc, R14)
+	MOVQ(R14, at.row)
+	PREFETCHT1(Mem{Base: R8})
+	MOVQ(at.stride, R14)
+	PREFETCHT1(Mem{Base: R8, Index: R14, Scale: 1})
+	ADDQ(at.step, R8)
+	MOVL(U32(fetchSteps), R14L)
+	CMPQ(RAX, R14)
+	CMOVQLT(RAX, R14)
+	SUBQ(R14, RAX)
 	Label(name + "k")
 	for j := range nv {
 		v.load(Mem{Base: RSI, Disp: j * v.bytes}, bvec[j], j == nv-1)
@@ -148,12 +191,13 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 			ADDQ(RCX, groups[i/3])
 		}
 	}
-	DECQ(RAX)
+	DECQ(R14)
 	JNZ(LabelRef(name + "k"))
+	TESTQ(RAX, RAX)
+	JNZ(LabelRef(name + "fetch"))
 
 	MOVQ(at.c, R8)
-	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
-	SHLQ(e.shift(), R9)
+	MOVQ(at.ldc, R9)
 	// Most products have alpha = 1 and beta = 0 or 1.
 	if e.size == 4 {
 		CMPL(Mem{Base: RDI, Disp: offAlpha}, Imm(e.one))
