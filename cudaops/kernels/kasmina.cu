@@ -148,6 +148,26 @@ struct Records {
   int parts, units, apart;  // apart: float4 from one unit to the next
 };
 
+// addApart is addOver for groups of every apart-th thread of a block of kMergeThreads. apart is a power of two, up to most.
+template <int most, class S> __device__ __forceinline__ void addApart(S& s, int apart, int i) {
+  constexpr int warps = kMergeThreads / kWarp;
+  __shared__ alignas(S) char room[warps * most * sizeof(S)];
+  S* of = reinterpret_cast<S*>(room);
+#pragma unroll 1
+  for (int k = kWarp / 2; k >= apart; k /= 2) {
+    S o;
+#pragma unroll
+    for (int w = 0; w < int(sizeof(S)) / 4; w++)
+      reinterpret_cast<uint32_t*>(&o)[w] = __shfl_xor_sync(kAllLanes, reinterpret_cast<const uint32_t*>(&s)[w], k);
+    s.add(o);
+  }
+  if (i % kWarp < apart) of[i / kWarp * apart + i % kWarp] = s;
+  __syncthreads();
+  if (i >= apart) return;
+#pragma unroll 1
+  for (int w = 1; w < warps; w++) s.add(of[w * apart + i]);
+}
+
 // HealthSums merge records.
 struct HealthSums {
   Sums m;
@@ -156,11 +176,13 @@ struct HealthSums {
   __device__ __forceinline__ void add(const HealthSums& o) {
     m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
   }
-  // gather adds up the records of so many units, each, from the first on, by so many threads, share, a power of two. The first
-  // of them has the result. All threads of the block call it, with their numbers i. A thread reads early records at once.
-  template <int early> __device__ __forceinline__ void gather(const Records& r, int first, int each, int share, int i) {
+  // gather adds up the records of so many units, each, from the first on, by so many threads, share, a power of two: neighbours,
+  // or where apart is not 1, every apart-th thread of a block of kMergeThreads. The first of them has the result. All threads of
+  // the block call it, with their numbers i. A thread reads early records at once.
+  template <int early, int most = 1>
+  __device__ __forceinline__ void gather(const Records& r, int first, int each, int share, int i, int apart = 1) {
     const int all = r.parts * each, step = each == 1 ? share : share / each, over = each == 1 ? 0 : share % each;
-    int p = i & share - 1, unit = 0, part = p;
+    int p = i / apart & share - 1, unit = 0, part = p;
     if (each > 1) unit = p % each, part = p / each;
     float4 lead = {};
     if (p < all) lead = r.moments[first * r.apart];
@@ -183,7 +205,8 @@ struct HealthSums {
         low = fminf(low, rest[k].x), high = fmaxf(high, rest[k].y), dead += rest[k].z;
       }
     } while (p < all);
-    addOver(*this, share, i);
+    if (most == 1 || apart == 1) addOver(*this, share, i);
+    else addApart<most>(*this, apart, i);
   }
   // put writes figures [8, seeds] of a seed: the six, and mean and variance once more for those whose six are replaced by another
   // reduction.
@@ -219,6 +242,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   if (here) {
     const Work<B> work(lane, share, l.rows, d);
+    if (whole && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
     if (whole) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
     State<E> states[G];
 #pragma unroll
@@ -423,20 +447,25 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_BULK
 #undef DEFINE_FORWARD
 
-// Launch: kMergeThreads/share seeds a block; it may overlap with the kernel before it.
+// Launch: kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel before it.
+constexpr int kMergeAcross = 32;
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     kasmina_merge(float* figures, const float4* records, int parts, int units, int seeds, int share, float eps) {
-  const int each = units / seeds, seed = (blockIdx.x * kMergeThreads + threadIdx.x) / share, shown = min(seed, seeds - 1);
+  // Where a seed is one unit, neighbouring threads read the records of neighbouring seeds, which lie together.
+  const int each = units / seeds, across = kMergeThreads / share, apart = each == 1 ? across : 1;
+  const int first = blockIdx.x * across, place = threadIdx.x & share * apart - 1;
+  const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, seeds - 1);
   releaseNext();
   // In its first turn it merges nothing, which brings the code to the multiprocessor while the pass is still at work: what that
-  // streams through the L2 has left nothing of the code there.
+  // streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
+  prefetchParts(records + 2 * int64_t(first) * each, parts, 2 * int64_t(units), 2 * min(across, seeds - first) * each);
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
     HealthSums sums;
-    sums.gather<4>({records, records + 1, turn * parts, units, 2}, shown * each, each, share, threadIdx.x);
-    if (turn == 1 && seed < seeds && (threadIdx.x & share - 1) == 0) sums.put(figures, seed, seeds, eps);
+    sums.gather<4, kMergeAcross>({records, records + 1, turn * parts, units, 2}, shown * each, each, share, threadIdx.x, apart);
+    if (turn == 1 && seed < seeds && place < apart) sums.put(figures, seed, seeds, eps);
   }
 }
 

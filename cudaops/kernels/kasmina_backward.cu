@@ -26,21 +26,28 @@ template <class T, int E> struct Seen {
     if constexpr (pairs) top = pairOf<T>(0);
     else top = 0;
   }
-  // add takes in elements that are all finite: g, and as they are stored.
-  __device__ __forceinline__ void add(const float* g, const T* stored) {
+  // add takes in elements that are all finite.
+  __device__ __forceinline__ void add(const float* g) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       float d = g[j] - m.k;
       s1 += d, s2 = fmaf(d, d, s2);
     }
+  }
+  // addTop takes in their magnitudes: of a row as it is stored, or the largest of a batch.
+  __device__ __forceinline__ void addTop(const T* stored) {
     if constexpr (pairs) {
       const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(stored);
 #pragma unroll
       for (int j = 0; j < E / 2; j++) top = __hmax2(top, __habs2(raw[j]));
     } else {
 #pragma unroll
-      for (int j = 0; j < E; j++) top = fmaxf(top, fabsf(g[j]));
+      for (int j = 0; j < E; j++) top = fmaxf(top, fabsf(toFloat(stored[j])));
     }
+  }
+  __device__ __forceinline__ void addTop(Wide<T, E> most) {
+    if constexpr (pairs) top = __hmax2(top, most);
+    else top = fmaxf(top, most);
   }
   __device__ __forceinline__ void addNorm(float norm) {
     float d = norm - norms.k;
@@ -204,6 +211,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     }
     const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, active);
 
+    // Norms that clip nothing are formed of both rows of a batch at once, and the first two threads of a chunk take in one each.
+    static_assert(B == 2, "two rows");
+    const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
+
     // A row in the careful way: the threads that share a chunk take it together.
     auto slowRow = [&](int64_t r) {
       const int64_t row = work.place(r);
@@ -272,24 +283,29 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       store(dx + row, gv);
     };
     // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
-    // nothing, no taps, all.
-    auto fastRow = [&](auto needs, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale) {
+    // nothing, no taps, all. square is the thread's part of the square of the row's norm, if twoByTwo.
+    auto fastRow = [&](auto needs, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale, float& square) {
       constexpr int need = decltype(needs)::value;
 #pragma unroll
       for (int k = 0; k < G; k++) {
         float ge[E], xe[E], by = rowScale;
         unpack(ge, gv, k * E);
-        if (watch) h[k].add(ge, gv.v + k * E);
+        if (watch) h[k].add(ge);
+        if (watch && G > 1) h[k].addTop(gv.v + k * E);
         if (norm && (watch || l.limit)) {
           float q = 0;
 #pragma unroll
           for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
-          if (together) q = sumOver(q, sharing, at / N, lane.peers);
-          float length = squareRoot(q);
-          if (watch && leads) h[k].addNorm(length);
-          if (l.limit) {
-            by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
-            clips[k] += leads && by < 1;
+          if (twoByTwo) {
+            square = q;
+          } else {
+            if (together) q = sumOver(q, sharing, at / N, lane.peers);
+            float length = squareRoot(q);
+            if (watch && leads) h[k].addNorm(length);
+            if (l.limit) {
+              by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
+              clips[k] += leads && by < 1;
+            }
           }
         }
         if (by < 1) {
@@ -312,9 +328,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     int pending = 0;  // batches not merged yet
     auto flush = [&] {
+      const int normed = !norm ? 0 : twoByTwo ? at < 2 * N : leads ? B : 0;  // norms of a batch that the thread takes in
       if (watch)
 #pragma unroll
-        for (int k = 0; k < G; k++) h[k].merge(pending * (B * E), leads && norm ? pending * B : 0);
+        for (int k = 0; k < G; k++) h[k].merge(pending * (B * E), pending * normed);
       pending = 0;
     };
     int64_t r = work.row;
@@ -340,13 +357,19 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           float by[B];
 #pragma unroll
           for (int u = 0; u < B; u++) by[u] = !whole && scale ? scale[(r + u) * l.seeds + seed] : 1;
+          if (watch && G == 1) h[0].addTop(most.most);
+          float square[B] = {};
           auto rows = [&](auto needs) {
 #pragma unroll
-            for (int u = 0; u < B; u++) fastRow(needs, v[0][u], v[1][u], near[u], by[u]);
+            for (int u = 0; u < B; u++) fastRow(needs, v[0][u], v[1][u], near[u], by[u], square[u]);
           };
           if (terms == 2) rows(Int<2>{});
           else if (terms == 1) rows(Int<1>{});
           else rows(Int<0>{});
+          if (twoByTwo) {
+            const float q = sumTwoOver(square[0], square[1], sharing, at / N, lane.peers);
+            if (at < 2 * N) h[0].addNorm(squareRoot(q));
+          }
 #pragma unroll
           for (int u = 0; u < B; u++) store(dx + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
@@ -533,12 +556,15 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     kasmina_gather(float* total, const float* sums, int adding, int64_t columns, float* figures, const float4* records,
                    int parts, int units, int seeds, int share, int norms) {
   releaseNext();
+  const int each = units / seeds, across = kMergeThreads / share, first = (int(blockIdx.x) - adding) * across;
+  const bool adds = blockIdx.x < adding;
+  if (adds) prefetchParts(sums + blockIdx.x * kWarp, parts, columns, kWarp);
+  else prefetchParts(records + 3 * int64_t(first) * each, parts, 3 * int64_t(units), 3 * min(across, seeds - first) * each);
   awaitPrevious();
-  if (blockIdx.x < adding) {
+  if (adds) {
     addParts(total, sums, parts, columns);
     return;
   }
-  const int each = units / seeds, first = (blockIdx.x - adding) * (kMergeThreads / share);
   mergeGradient(figures, records + 3 * int64_t(first) * each, parts, units, each, first, seeds, share, threadIdx.x, norms);
 }
 

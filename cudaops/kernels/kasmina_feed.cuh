@@ -68,6 +68,14 @@ template <int B> struct Work {
   }
   __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
   __device__ __forceinline__ int64_t step() const { return stride * d; }
+  // prefetch brings the first so many batches to the L2. They need not have been written yet.
+  template <int count, class T> __device__ __forceinline__ void prefetch(const T* x) const {
+    constexpr int line = 128 / 16;  // threads
+    if (Lane::inWarp() % line > 0) return;
+#pragma unroll
+    for (int i = 0; i < count * B; i++)
+      if (i < batches * B) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + nth(i)));
+  }
   __device__ __forceinline__ int count() const { return batches * B + singles; }  // of its rows
   __device__ __forceinline__ int64_t nth(int i) const {
     return place(i < batches * B ? row + i / B * stride + i % B : rest + i - batches * B);
@@ -274,6 +282,14 @@ template <class T, int N, int A, int B_> struct Bulk {
   }
 };
 
+// prefetchParts brings to the L2 what a block is about to read: count elements of each of so many parts, which lie stride apart.
+// They need not have been written yet.
+template <class T> __device__ __forceinline__ void prefetchParts(const T* p, int parts, int64_t stride, int count) {
+  const int lines = (count * int(sizeof(T)) + 127) / 128;
+  for (int i = threadIdx.x; i < parts * lines; i += blockDim.x)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p + i / lines * stride) + i % lines * 128));
+}
+
 // Neighbours gives the elements on either side of a thread's N columns: x1 right before them, x2 before x1, and likewise
 // behind; zeros where the chunk ends.
 template <class T, int N> struct Neighbours {
@@ -324,6 +340,17 @@ __device__ __forceinline__ float sumOver(float v, int share, int place, unsigned
     if (place + k < share) v += o;
   }
   return __shfl_sync(peers, v, Lane::inWarp() - place);
+}
+
+// sumTwoOver adds up two numbers likewise, over a share that is even: the thread at place 0 has the sum of a, the next that of b.
+__device__ __forceinline__ float sumTwoOver(float a, float b, int share, int place, unsigned peers) {
+  const bool odd = place & 1;
+  float v = (odd ? b : a) + __shfl_xor_sync(peers, odd ? a : b, 1);
+  for (int k = 2; k < share; k *= 2) {
+    float o = __shfl_down_sync(peers, v, k);
+    if (place + k < share) v += o;
+  }
+  return v;
 }
 
 // Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the

@@ -347,7 +347,11 @@ func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args
 
 // merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
 func (p *kasminaPass) merging() (share, blocks int) {
-	share = min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/4), 8), kasminaMergeThreads)
+	records := 4 // of a thread, at most
+	if p.use.backward {
+		records = 2
+	}
+	share = min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
 	return share, ceilDiv(p.State.Seeds, kasminaMergeThreads/share)
 }
 
