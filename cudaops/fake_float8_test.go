@@ -53,12 +53,39 @@ func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
 func (k *fakeKernels) QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error {
 	return k.launch(s, func(l *fake.Launch) {
 		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
-		x, turned := floatsAt(l, a.X, a.Rows*a.D), make([][]float32, a.D)
-		for i, v := range x {
-			turned[i%a.D] = append(turned[i%a.D], v)
-		}
-		float8At(l, a.Y, a.Scale, turned)
+		float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
 	})
+}
+
+func (k *fakeKernels) NewQuantizeTable(weights []kernels.QuantizeWeight) (*kernels.QuantizeTable, error) {
+	t, err := kernels.New(k.ctx).NewQuantizeTable(weights)
+	if err == nil {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		if k.weights == nil {
+			k.weights = map[*kernels.QuantizeTable][]kernels.QuantizeWeight{}
+		}
+		k.weights[t] = weights
+	}
+	return t, err
+}
+
+func (k *fakeKernels) QuantizeWeights(s driver.Stream, t *kernels.QuantizeTable) error {
+	return k.launch(s, func(l *fake.Launch) {
+		for _, w := range k.weights[t] {
+			float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
+			float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
+		}
+	})
+}
+
+// columnsAt returns the columns of a matrix.
+func columnsAt(l *fake.Launch, p driver.Ptr, rows, d int) [][]float32 {
+	turned := make([][]float32, d)
+	for i, v := range floatsAt(l, p, rows*d) {
+		turned[i%d] = append(turned[i%d], v)
+	}
+	return turned
 }
 
 // sideBySide returns the rows of two matrices side by side.

@@ -24,7 +24,8 @@ type fakeKernels struct {
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
 
-	tables map[*kernels.Table][]kernels.OptimTensor
+	tables  map[*kernels.Table][]kernels.OptimTensor
+	weights map[*kernels.QuantizeTable][]kernels.QuantizeWeight
 }
 
 // openFake returns a device of a fake driver, and the option that makes machines on it use fakeKernels.

@@ -37,12 +37,12 @@ type quantizedKey struct {
 	turned        bool
 }
 
-// quantizedWeight is made of parameters and constants, and made again when one of them changes.
+// quantizedWeight is a matrix that is made of parameters and constants, its rows and, unless nobody needs them, its columns turned to
+// rows. They are made again when one of the inputs changes.
 type quantizedWeight struct {
-	quantizedKey
-	quantized
-	of    []*input
-	renew func() error
+	of           []*input
+	array        *array
+	rows, turned quantized
 }
 
 // checkFloat8 returns an error where the card or its library has no products of float8 with a factor for each row.
@@ -133,76 +133,98 @@ func (c *compiler) quantizeWeight(n *gorgonia.Node, w *array, turned bool) quant
 	if q, ok := c.quantized[key]; ok {
 		return q
 	}
-	if shared := c.m.config.share.quantizedWeight(key); shared != nil {
-		c.quantized[key] = shared.quantized
-		return shared.quantized
-	}
-	of := c.sources[w.block]
-	kept := len(of) > 0 && !slices.ContainsFunc(of, func(in *input) bool { return !in.constant || c.m.config.share.owns(in) })
-	if !kept && !turned {
-		return c.quantize(n, w)
-	}
-	rows, d, m := w.shape[0], w.shape[1], c.m
-	q := c.newQuantized(rows, d)
-	if turned {
-		q = c.newQuantized(d, rows)
-	}
-	if kept {
-		q = quantized{c.newResident(float8s, q.values.shape...), c.newResident(float32s, q.scales.shape...)}
-	}
-	c.quantized[key] = q
-	renew := func() error { return m.k.Quantize(m.stream, quantizeRows(q, w)) }
-	if turned {
-		workspace := c.columnsWorkspace(m.k.QuantizeColumnsWorkspace(rows, d), kept)
-		renew = func() error {
+	of, share := c.sources[w.block], c.m.config.share
+	kept := len(of) > 0 && !slices.ContainsFunc(of, func(in *input) bool { return !in.constant || share.owns(in) })
+	switch q, shared := share.quantizedWeight(key); {
+	case shared:
+		c.quantized[key] = q
+	case kept:
+		c.quantized[key] = c.keepWeight(w, of, turned)
+	case turned:
+		rows, d, m := w.shape[0], w.shape[1], c.m
+		q, workspace := c.newQuantized(d, rows), c.bytes(m.k.QuantizeColumnsWorkspace(rows, d))
+		c.do(n, func() error {
 			return m.k.QuantizeColumns(m.stream, kernels.QuantizeColumns{Y: q.values.ptr(), Scale: q.scales.ptr(), X: w.ptr(),
 				Workspace: workspace.ptr(), Rows: rows, D: d, Type: w.elem.dtype()})
-		}
-		if !kept {
-			c.do(n, renew, q.values, q.scales, w, workspace)
-			c.named("QuantizeColumns")
-		}
+		}, q.values, q.scales, w, workspace)
+		c.named("QuantizeColumns")
+		c.quantized[key] = q
+	default:
+		return c.quantize(n, w)
 	}
-	if kept {
-		c.weights = append(c.weights, &quantizedWeight{key, q, of, renew})
-	}
-	return q
+	return c.quantized[key]
 }
 
-// columnsWorkspace returns workspace of so many bytes. What is made outside of runs, one after the other, has the same.
-func (c *compiler) columnsWorkspace(bytes int, kept bool) *array {
-	if !kept {
-		return c.bytes(bytes)
+// keepWeight returns what is kept of w, which is made of some inputs.
+func (c *compiler) keepWeight(w *array, of []*input, turned bool) quantized {
+	resident := func(rows, columns int) quantized {
+		return quantized{c.newResident(float8s, rows, columns), c.newResident(float32s, rows)}
 	}
-	if c.workspace == nil {
-		c.workspace = c.newResident(float32s, 1)
-	}
-	c.workspace.Bytes = max(c.workspace.Bytes, bytes)
-	return c.workspace
-}
-
-// quantizedWeight returns what the machine keeps of a matrix, nil if it keeps none.
-func (m *Machine) quantizedWeight(key quantizedKey) *quantizedWeight {
-	if m == nil {
-		return nil
-	}
-	i := slices.IndexFunc(m.program.weights, func(w *quantizedWeight) bool { return w.quantizedKey == key })
+	i := slices.IndexFunc(c.weights, func(k *quantizedWeight) bool { return keyOf(k.array, false) == keyOf(w, false) })
 	if i < 0 {
-		return nil
+		i = len(c.weights)
+		c.weights = append(c.weights, &quantizedWeight{of: of, array: w, rows: resident(w.shape[0], w.shape[1])})
 	}
-	return m.program.weights[i]
+	k := c.weights[i]
+	if !turned {
+		return k.rows
+	}
+	if k.turned.values == nil {
+		k.turned = resident(w.shape[1], w.shape[0])
+	}
+	return k.turned
 }
 
-// quantizeAgain makes anew what is made of some of the inputs, whose copies in other types are new already.
-func (m *Machine) quantizeAgain(changed func(*input) bool) error {
+// quantizedWeight returns what the machine keeps of a matrix, if it does.
+func (m *Machine) quantizedWeight(key quantizedKey) (q quantized, ok bool) {
+	if m == nil {
+		return q, false
+	}
 	for _, w := range m.program.weights {
-		if slices.ContainsFunc(w.of, changed) {
-			if err := w.renew(); err != nil {
-				return err
-			}
+		if q = w.rows; key.turned {
+			q = w.turned
+		}
+		if keyOf(w.array, key.turned) == key && q.values != nil {
+			return q, true
 		}
 	}
-	return nil
+	return q, false
+}
+
+// quantizeAgain makes the float8 of weights anew if some of the inputs are among those that they are made of, whose copies in other
+// types are new already. It is one pass over all of them, which takes little more than one over a few.
+func (m *Machine) quantizeAgain(changed func(*input) bool) error {
+	if !slices.ContainsFunc(m.program.weights, func(w *quantizedWeight) bool { return slices.ContainsFunc(w.of, changed) }) {
+		return nil
+	}
+	var all []kernels.QuantizeWeight
+	for _, w := range m.program.weights {
+		k := kernels.QuantizeWeight{X: w.array.ptr(), Rows: w.array.shape[0], D: w.array.shape[1]}
+		k.Y, k.Scale = w.rows.pointers()
+		k.Turned, k.TurnedScale = w.turned.pointers()
+		all = append(all, k)
+	}
+	if b := m.blas; !slices.Equal(all, b.weights) { // at first, and when Bind has moved some
+		if err := b.freeTable(); err != nil {
+			return err
+		}
+		var err error
+		if b.table, err = m.k.NewQuantizeTable(all); err != nil {
+			return err
+		}
+		b.weights = all
+	}
+	return m.k.QuantizeWeights(m.stream, m.blas.table)
+}
+
+// freeTable lets go of the table of weights.
+func (b *matmuls) freeTable() error {
+	if b.table == nil {
+		return nil
+	}
+	t := b.table
+	b.table, b.weights = nil, nil
+	return joined(b.m.device.ctx.SyncStream(b.m.stream), t.Free())
 }
 
 // multiplied reports whether a linear layer or its gradient takes the rows of n's value, or of its gradient, in float8.

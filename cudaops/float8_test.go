@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"errors"
 	"log/slog"
 	"maps"
 	"math"
@@ -341,6 +342,37 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	}
 }
 
+// TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a run begins.
+func TestFloat8Bound(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newLayers(t, 1, 3, 45, 32, 48)
+	open := func() *Machine {
+		return newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products})
+	}
+	m, gate := open(), l.named["gate"]
+	h, numbers := host{t, device.ctx}, gate.Value().Data().([]float32)
+	memory := h.place(numbers)
+	if err := m.Bind(gate, memory, 4*len(numbers)); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		for i := range numbers {
+			numbers[i] *= -1.5
+		}
+		h.write(memory, numbers)
+		fresh := open()
+		if err := errors.Join(m.RunAll(), fresh.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		got, want := l.values(t, m), l.values(t, fresh)
+		for i, n := range l.keep {
+			if !slices.Equal(flat(t, got[i]), flat(t, want[i])) {
+				t.Errorf("%s differs from that of a machine that was given the value", describe(n))
+			}
+		}
+	}
+}
+
 // TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and gradients.
 func TestFloat8Recomputed(t *testing.T) {
 	test := func(t *testing.T, device *Device, dim int, opts ...MachineOption) {
@@ -454,6 +486,9 @@ func TestFloat8Refused(t *testing.T) {
 		if m != nil || err == nil || !strings.Contains(err.Error(), want) ||
 			!config.NoBlas && !strings.Contains(err.Error(), "WithPrecision(Float8)") || !strings.HasPrefix(err.Error(), "cudaops.NewMachine: ") {
 			t.Errorf("error %v, want one with %q", err, want)
+		}
+		if old := config.Devices != nil && config.Devices[0].Major < 9; old != errors.Is(err, ErrUnsupportedDevice) {
+			t.Errorf("error %v, is it ErrUnsupportedDevice: want %v", err, old)
 		}
 	}
 }

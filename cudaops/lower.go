@@ -36,6 +36,8 @@ type kernelSet interface {
 	Quantize(s driver.Stream, a kernels.Quantize) error
 	QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error
 	QuantizeColumnsWorkspace(rows, d int) int
+	NewQuantizeTable(weights []kernels.QuantizeWeight) (*kernels.QuantizeTable, error)
+	QuantizeWeights(s driver.Stream, t *kernels.QuantizeTable) error
 	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
 	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
 	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error

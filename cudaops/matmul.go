@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 // productOp is the op of matrix products among the choices.
@@ -21,6 +22,9 @@ type matmuls struct {
 	m         *Machine
 	plans     map[driver.MatmulSpec]*planned
 	workspace driver.Ptr
+
+	weights []kernels.QuantizeWeight // as they lie in the table; of float8
+	table   *kernels.QuantizeTable
 }
 
 func newMatmuls(m *Machine) *matmuls {
@@ -142,7 +146,7 @@ func elemOfType(dt driver.DType) elem {
 }
 
 func (b *matmuls) close() error {
-	var errs []error
+	errs := []error{b.freeTable()}
 	for _, p := range b.plans {
 		errs = append(errs, p.Close())
 	}

@@ -42,22 +42,21 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 		return err
 	}
 	rows, f, t, m := x.shape[0], down.shape[1], x.elem.dtype(), c.m
+	var h *array
 	var q quantized
-	h := c.newArray(x.elem, rows, f)
-	mul := kernels.SiLUMul{Rows: rows, F: f, Stride: 2 * f, Type: t}
-	narrow := c.float8(rows, down.shape[0], f)
-	if narrow {
-		h, q = nil, c.newQuantized(rows, f)
+	if c.float8(rows, down.shape[0], f) {
+		q = c.newQuantized(rows, f)
+	} else {
+		h = c.newArray(x.elem, rows, f)
 	}
 	c.do(n, func() error {
-		a := mul
-		a.A, a.B = s.ab.ptr(), s.ab.ptr().Offset(f*t.Size())
+		a := kernels.SiLUMul{A: s.ab.ptr(), B: s.ab.ptr().Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, Type: t}
 		if a.H8, a.Scale8 = q.pointers(); h != nil {
 			a.H = h.ptr()
 		}
 		return m.k.SiLUMul(m.stream, a)
 	}, h, s.ab, q.values, q.scales)
-	if narrow {
+	if h == nil {
 		return c.float8Product(n, y, q, c.quantizeWeight(n, down, false), add)
 	}
 	return c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))

@@ -108,8 +108,7 @@ type program struct {
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
 
-	weights   []*quantizedWeight
-	workspace *array // of weights' columns; nil where there are none
+	weights []*quantizedWeight
 
 	scale   *array // kernels.LossScale, whose first number is the loss scale; nil where there is none
 	scaling *scaling

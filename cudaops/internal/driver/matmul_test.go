@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"strings"
 	"testing"
 
@@ -152,6 +153,46 @@ func TestMatmulFloat8(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestFloat8Depth wants long sums of float8, added up fast or not, to lose less than the rounding of their operands, 4 %, does.
+func TestFloat8Depth(t *testing.T) {
+	c := must[driver.Context](t)(needGPU(t).Retain(0))
+	if got := c.Device().Capability(); got != 90 {
+		t.Skipf("needs compute capability 9.0, this is %d", got)
+	}
+	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 2))}
+	blas := must[driver.Blas](t)(r.Blas())
+	const m, n = 128, 128
+	for _, k := range []int{768, 2048, 11264} {
+		a, b := r.matrix(driver.Float8E4M3, m*k), r.matrix(driver.Float8E4M3, n*k)
+		ones := make([]float32, m)
+		for i := range ones {
+			ones[i] = 1
+		}
+		want := make([]float64, m*n)
+		for i := range want {
+			for j := range k {
+				want[i] += a.values[i/n*k+j] * b.values[i%n*k+j]
+			}
+		}
+		pa, pb, pd, ps := r.alloc(t, m*k), r.alloc(t, n*k), r.alloc(t, 4*m*n), r.alloc(t, 4*m)
+		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0), r.CopyToDevice(ps, driver.Bytes(ones), 0)))
+		for _, fast := range []bool{false, true} {
+			p := must[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: m, N: n, K: k, TransB: true, A: driver.Float8E4M3,
+				B: driver.Float8E4M3, Scaling: driver.ScaledRows, FastAccumulation: fast}, 0, 1))
+			ok(t, p.Run(0, driver.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps}, 0))
+			got := make([]byte, 4*m*n)
+			ok(t, r.CopyToHost(got, pd, 0))
+			e := relative(values(driver.Float32, got), want)
+			if t.Logf("sums of %d, fast %v: error %.2g", k, fast, e); !(e < 0.04) {
+				t.Errorf("sums of %d, fast %v: error %.2g, want less than 0.04", k, fast, e)
+			}
+			ok(t, p.Close())
+		}
+		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(ps)))
+	}
+	ok(t, c.Close())
 }
 
 // scales returns n positive float32 numbers.
