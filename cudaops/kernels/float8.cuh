@@ -60,7 +60,7 @@ template <class T, int N> __device__ __forceinline__ float largest(float before,
 }
 
 // fourE4M3 is four numbers, the first in the lowest byte: to nearest even, and to ±448 where they are larger.
-__device__ __forceinline__ uint32_t fourE4M3(float2 a, float2 b) {
+__device__ __forceinline__ uint32_t fourE4M3(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
   uint32_t bytes;
   asm("{\n"
@@ -70,10 +70,11 @@ __device__ __forceinline__ uint32_t fourE4M3(float2 a, float2 b) {
       "mov.b32 %0, {low, high};\n"
       "}"
       : "=r"(bytes)
-      : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return bytes;
 #else
-  uint32_t low = __nv_cvt_float2_to_fp8x2(a, __NV_SATFINITE, __NV_E4M3), high = __nv_cvt_float2_to_fp8x2(b, __NV_SATFINITE, __NV_E4M3);
+  uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
   return low | high << 16;
 #endif
 }
@@ -81,7 +82,6 @@ __device__ __forceinline__ uint32_t fourE4M3(float2 a, float2 b) {
 // Scale is a row's.
 struct Scale {
   float scale, inverse;
-  Scale() = default;
   __device__ __forceinline__ explicit Scale(float largest) {
     constexpr float most = 448, least = 0x1p-126f;
     scale = largest / most;
@@ -93,13 +93,12 @@ struct Scale {
   }
   template <class T, int N> __device__ __forceinline__ Pack<f8, N> round(const Pack<T, N>& p) const {
     static_assert(N % 4 == 0, "whole words");
-    auto scaled = [&](int i) {
-      float2 v = Pairs<T>::floats(pair(p, i));
-      return make_float2(v.x * inverse, v.y * inverse);
-    };
     Pack<f8, N> y;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) reinterpret_cast<uint32_t*>(&y)[i] = fourE4M3(scaled(2 * i), scaled(2 * i + 1));
+    for (int i = 0; i < N / 4; i++) {
+      float2 a = Pairs<T>::floats(pair(p, 2 * i)), b = Pairs<T>::floats(pair(p, 2 * i + 1));
+      reinterpret_cast<uint32_t*>(&y)[i] = fourE4M3(a.x * inverse, a.y * inverse, b.x * inverse, b.y * inverse);
+    }
     return y;
   }
 };

@@ -80,7 +80,6 @@ template <class T> __device__ __forceinline__ void quantizeAny(f8* y, float* sca
 #define DEFINE(T)                                                                                             \
   DEFINE_HELD(T, 1)                                                                                           \
   DEFINE_HELD(T, 2)                                                                                           \
-  DEFINE_HELD(T, 3)                                                                                           \
   DEFINE_HELD(T, 4)                                                                                           \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       quantize_any_##T(f8* y, float* scale, const T* x, int d, int64_t stride) {                              \
@@ -184,7 +183,6 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
 #define DEFINE(T)                                                                                             \
   DEFINE_HELD(T, 1)                                                                                           \
   DEFINE_HELD(T, 2)                                                                                           \
-  DEFINE_HELD(T, 3)                                                                                           \
   DEFINE_HELD(T, 4)                                                                                           \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
       silu_mul_any_##T(f8* h8, float* scale8, T* h, const T* a, const T* b, int f, int64_t stride) {          \
@@ -218,7 +216,7 @@ template <class T> __device__ __forceinline__ bool wholePacks(const T* x, int d)
 // most [gridDim.y, d]: the largest of each column among section blockIdx.y of the rows. Launch: kColumnThreads threads, a warp's
 // lanes side by side.
 template <class T> __device__ __forceinline__ void columnsLargest(float* most, const T* x, int rows, int d) {
-  constexpr int warps = kColumnThreads / kWarp, U = 4;  // rows at once
+  constexpr int warps = kColumnThreads / kWarp, U = 8;  // rows at once
   __shared__ float tile[warps][kWarp * kColumns];
   releaseNext();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, c = (blockIdx.x * kWarp + lane) * kColumns;
@@ -254,7 +252,7 @@ __device__ __forceinline__ void quantizeColumns(f8* y, float* scale, const T* x,
                                                 int d) {
   constexpr int kWords = kTileRows / 4, kPitch = kWords + 4;  // writing, four rows' words of eight columns meet no bank twice
   __shared__ __align__(16) uint32_t tile[kTileColumns][kPitch];
-  __shared__ Scale scales[kTileColumns];
+  __shared__ __align__(16) float inverses[kTileColumns];
   const int firstRow = blockIdx.y * kTileRows, firstColumn = blockIdx.x * kTileColumns;
   const int group = threadIdx.x % 8, quad = threadIdx.x / 8, row = firstRow + quad * 4, c = firstColumn + group * kColumns;
   const bool together = wholePacks(x, d);
@@ -269,23 +267,28 @@ __device__ __forceinline__ void quantizeColumns(f8* y, float* scale, const T* x,
   const int column = firstColumn + threadIdx.x / 4;
   float m = 0;
   if (column < d)
+#pragma unroll 8
     for (int s = threadIdx.x % 4; s < sections; s += 4) m = Largest::merge(m, most[int64_t(s) * d + column]);
   m = Largest::merge(m, __shfl_xor_sync(kAllLanes, m, 1));
   m = Largest::merge(m, __shfl_xor_sync(kAllLanes, m, 2));
   if (threadIdx.x % 4 == 0) {
     Scale s(m);
-    scales[threadIdx.x / 4] = s;
+    inverses[threadIdx.x / 4] = s.inverse;
     if (blockIdx.y == 0 && column < d) scale[column] = s.scale;
   }
   __syncthreads();
 
+  Pack<float, kColumns> inverse = load<kColumns>(inverses + group * kColumns);
 #pragma unroll
-  for (int j = 0; j < kColumns; j++) {
-    Pack<T, 4> four;
+  for (int j = 0; j < kColumns; j += 2) {
+    float2 two[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) four.v[i] = v[i].v[j];
-    Pack<f8, 4> bytes = scales[group * kColumns + j].round(four);
-    tile[j * 8 + group][quad] = reinterpret_cast<const uint32_t&>(bytes);
+    for (int i = 0; i < 4; i++) {
+      two[i] = Pairs<T>::floats(pair(v[i], j / 2));
+      two[i].x *= inverse.v[j], two[i].y *= inverse.v[j + 1];
+    }
+    tile[j * 8 + group][quad] = fourE4M3(two[0].x, two[1].x, two[2].x, two[3].x);
+    tile[j * 8 + 8 + group][quad] = fourE4M3(two[0].y, two[1].y, two[2].y, two[3].y);
   }
   __syncthreads();
 
