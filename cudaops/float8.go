@@ -227,7 +227,7 @@ func (b *matmuls) freeTable() error {
 	return joined(b.m.device.ctx.SyncStream(b.m.stream), t.Free())
 }
 
-// multiplied reports whether a linear layer or its gradient takes the rows of n's value, or of its gradient, in float8.
+// multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the rows of n's value in float8.
 func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	if n == nil || !c.m.config.float8 {
 		return false
@@ -252,7 +252,7 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	})
 }
 
-// quantizing returns where the op that makes a puts a's rows in float8 too, if a product takes them; otherwise it has no memory.
+// quantizing returns memory for a's rows in float8, which the op that makes a writes too, if a product wants them; else none.
 func (c *compiler) quantizing(a *array, wanted bool) quantized {
 	if !wanted {
 		return quantized{}
