@@ -169,9 +169,10 @@ func TestSameLosses(t *testing.T) {
 		"muon":       {cudaops.Float32, 1, true, 1e-3},
 		"bfloat16":   {cudaops.BFloat16, 1, false, 2e-2},
 		"float16":    {cudaops.Float16, 1, false, 5e-3},
+		"float8":     {cudaops.Float8, 1, false, 5e-2},
 		"float16 +":  {cudaops.Float16, 2, true, 2e-2},
 	} {
-		if testing.Short() && name != "float32" && name != "bfloat16" && name != "float16 +" {
+		if c.precision == cudaops.Float8 && !multipliesFloat8(device) || testing.Short() && name != "float32" && name != "bfloat16" && name != "float16 +" {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
@@ -186,10 +187,20 @@ func TestSameLosses(t *testing.T) {
 	}
 }
 
+// multipliesFloat8 reports whether the GPU can be had with cudaops.Float8.
+func multipliesFloat8(d *cudaops.Device) bool {
+	major, minor := d.ComputeCapability()
+	return major == 9 && minor == 0
+}
+
 // precisions are those to compare runs in: short, the one in which attention's plain kernels, the slowest to watch, have no part.
-func precisions() map[string]cudaops.Precision {
+func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
+	if multipliesFloat8(d) {
+		all["float8"] = cudaops.Float8
+	}
 	if testing.Short() {
+		delete(all, "float8")
 		delete(all, "float32")
 		delete(all, "float16")
 	}
@@ -199,7 +210,7 @@ func precisions() map[string]cudaops.Precision {
 // TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit, whatever the precision.
 func TestSameBits(t *testing.T) {
 	device := open(t)
-	for name, p := range precisions() {
+	for name, p := range precisions(device) {
 		t.Run(name, func(t *testing.T) {
 			var all [2][]float64
 			var files [2][]byte
@@ -229,7 +240,7 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 // what is measured and drawn from the model to agree with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
-	for name, p := range precisions() {
+	for name, p := range precisions(device) {
 		t.Run(name, func(t *testing.T) { testResume(t, device, p) })
 	}
 }
