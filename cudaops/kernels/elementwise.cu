@@ -7,9 +7,9 @@
 // (period 1), a row for every row (period columns), or a column for every column (repeat columns, period rows).
 //
 // Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's width apart, so that a
-// warp's access is contiguous and several are in flight. A block works element by element where a pointer is not a multiple
-// of 16 bytes, at the ragged end, and for functions that training does not wait for. A row for every row has kernels of its
-// own, of one access a thread.
+// warp's access is contiguous and several are in flight; binary functions with one of each operand. A block works element by
+// element where a pointer is not a multiple of 16 bytes, at the ragged end, and for functions that training does not wait for. A
+// row for every row has kernels of its own.
 #include "common.cuh"
 
 // F(name, formula), in the order of the host's UnaryOp. The first list is compiled for speed, the second for size.
@@ -181,9 +181,8 @@ template <class T> struct Two {
   Pack<T, kVec<T>> a, b;
 };
 
-template <int op, int unroll = kUnroll, class T, class Read>
-__device__ __forceinline__ bool fastBinary(T* y, int64_t n, Read read) {
-  return mapPacks<kVec<T>, unroll>(n, read, [&](int64_t i, Two<T> v) {
+template <int op, class T, class Read> __device__ __forceinline__ bool fastBinary(T* y, int64_t n, Read read) {
+  return mapPacks<kVec<T>, 1>(n, read, [&](int64_t i, Two<T> v) {
 #pragma unroll
     for (int j = 0; j < kVec<T>; j++) v.a.set(j, binary(op, v.a.get(j), v.b.get(j)));
     store(y + i, v.a);
@@ -208,7 +207,7 @@ template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Opera
 #undef RUN
   }
   if (!done)
-    mapElements<N>(n, [&](int64_t i) {
+    mapElements<N, 1>(n, [&](int64_t i) {
       y[i] = fromFloat<T>(binary(op, toFloat(a.p[a.at(i, n)]), toFloat(b.p[b.at(i, n)])));
     });
 }
@@ -236,7 +235,7 @@ template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T*
   };
   bool done = false;
 #define RUN(name, formula) \
-  case name: done = fastBinary<name, 1>(y, n, read); break;
+  case name: done = fastBinary<name>(y, n, read); break;
   switch (op) { FAST_BINARY(RUN) }
 #undef RUN
   if (!done)

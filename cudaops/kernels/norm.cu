@@ -11,6 +11,9 @@
 // order. A short row may instead be a warp's own, so that no warp waits for another. Rows that do not fit, or are not aligned to
 // 16 bytes, take kernels that read them twice.
 //
+// Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still
+// holds, and the kernel behind, which begins with the first rows, finds those.
+//
 // Kernels named _float8 also write y or dx, as rounded to its type, as rows of float8 (float8.cuh).
 #include "float8.cuh"
 #include "held.cuh"
@@ -24,7 +27,7 @@ template <class T, int P, bool kAdd, bool kFloat8>
 __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
                                             const float* w, int64_t rows, int d, float eps) {
   constexpr int N = kVec<T>;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
+  int64_t row = int64_t(gridDim.x - 1 - blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
   auto at = [&](int k) { return int(k * blockDim.x + threadIdx.x) * N; };
   auto holds = [&](int k) { return row < rows && at(k) < d; };
 
@@ -125,7 +128,7 @@ DEFINE_ALL(f16, DEFINE_FLOAT8)
 
 // ---- Walking down the rows ----
 
-constexpr int kStages = 4;  // rows on their way from memory at once, in each group of threads
+constexpr int kStages = 3;  // rows on their way from memory at once, in each group of threads
 
 // Walk is a thread's place in such a kernel. Launch: blockDim.x threads, whole warps, hold a row of d elements, d a multiple of
 // kVec and at most blockDim.x·kVec; blockDim.y such groups a block, at most 1024 threads; any number of blocks.
@@ -134,27 +137,27 @@ template <class T> struct Walk {
   static constexpr int N = kVec<T>;
   using V = Pack<T, N>;
 
-  int64_t rows, row, blockRow, step;  // all threads of a block run the same number of rounds
+  int64_t row, blockRow, step;  // all threads of a block run the same number of rounds
   int d, col, threads, thread, warps, firstWarp, round = 0;
   bool active;
   V* slots;
 
   __device__ __forceinline__ Walk(int64_t rows, int d, uint4* shared)
-      : rows(rows), d(d), slots(reinterpret_cast<V*>(shared)) {
+      : d(d), slots(reinterpret_cast<V*>(shared)) {
     threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     warps = blockDim.x / kWarp, firstWarp = threadIdx.y * warps;
     col = threadIdx.x * N, active = col < d;
-    step = int64_t(gridDim.x) * blockDim.y, blockRow = int64_t(blockIdx.x) * blockDim.y, row = blockRow + threadIdx.y;
+    step = int64_t(gridDim.x) * blockDim.y, blockRow = rows - 1 - int64_t(blockIdx.x) * blockDim.y, row = blockRow - threadIdx.y;
   }
-  __device__ __forceinline__ bool more() const { return blockRow < rows; }
-  __device__ __forceinline__ bool here() const { return active && row < rows; }
+  __device__ __forceinline__ bool more() const { return blockRow >= 0; }
+  __device__ __forceinline__ bool here() const { return active && row >= 0; }
   __device__ __forceinline__ int64_t at() const { return row * d + col; }
-  __device__ __forceinline__ void next() { row += step, blockRow += step, round++; }
+  __device__ __forceinline__ void next() { row -= step, blockRow -= step, round++; }
 
   // fetch starts to copy what this thread will read of an array, some rounds ahead: zeros where there is nothing.
   __device__ __forceinline__ void fetch(int array, const T* x, int ahead) const {
-    int64_t r = row + ahead * step;
-    bool wanted = active && r < rows;
+    int64_t r = row - ahead * step;
+    bool wanted = active && r >= 0;
     copyAsync(&slot(array, ahead), x + (wanted ? r * d + col : 0), wanted);
   }
   __device__ __forceinline__ V& slot(int array, int ahead = 0) const {
@@ -179,10 +182,10 @@ __device__ __forceinline__ float gradient(float g, float w, float x, float s, fl
   return fmaf(s, fmaf(g, w, -(x * m)), add);
 }
 
-// put writes the N sums of a thread's columns.
+// put writes the N sums of a thread's columns, four at once.
 template <int N> __device__ __forceinline__ void put(const float (&sum)[N], float* to) {
 #pragma unroll
-  for (int j = 0; j < N; j++) to[j] = sum[j];
+  for (int j = 0; j < N; j += 4) *reinterpret_cast<float4*>(to + j) = make_float4(sum[j], sum[j + 1], sum[j + 2], sum[j + 3]);
 }
 
 // leaveSums adds up the rows of sums [blockDim.y, d], which the block's threads have written, into the block's row of partial.
@@ -190,6 +193,7 @@ __device__ __forceinline__ void leaveSums(float* partial, const float* sums, int
   __syncthreads();
   for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < d; i += blockDim.x * blockDim.y) {
     float sum = 0;
+#pragma unroll 8
     for (int y = 0; y < blockDim.y; y++) sum += sums[y * d + i];
     partial[int64_t(blockIdx.x) * d + i] = sum;
   }
@@ -210,7 +214,7 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
     if (add) walk.fetch(2, add, ahead);
     commitAsync();
   };
-  auto rstdOf = [&](int64_t row) { return row < rows ? rstd[row] : 0.0f; };
+  auto rstdOf = [&](int64_t row) { return row >= 0 ? rstd[row] : 0.0f; };
   for (int i = 0; i < kStages - 1; i++) fetch(i);
   Pack<float, N> wc = {};
   if (walk.active) wc = load<N>(w + walk.col);
@@ -218,7 +222,7 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
   for (; walk.more(); walk.next()) {
     fetch(kStages - 1);
     float s = nextRstd;
-    nextRstd = rstdOf(walk.row + walk.step);
+    nextRstd = rstdOf(walk.row - walk.step);
     awaitAsync<kStages - 1>();
     Pack<T, N> xr = walk.slot(0), gr = walk.slot(1);
     float dot = 0;
@@ -235,7 +239,7 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
     if (walk.here()) store(dx + walk.at(), xr);
     if (!kFloat8) continue;
     Scale scale(walk.template reduce<Largest>(walk.here() ? largest(0, xr) : 0));
-    if (threadIdx.x == 0 && walk.row < rows) scale8[walk.row] = scale.scale;
+    if (threadIdx.x == 0 && walk.row >= 0) scale8[walk.row] = scale.scale;
     if (walk.here()) store(dx8 + walk.at(), scale.round(xr));
   }
   awaitAsync<0>();
@@ -246,10 +250,10 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
 }
 
 // Rows of up to P·32·kVec elements, each a warp's own: its lanes hold P packs of it and wait for no other warp, and what they
-// add up is a shuffle. Launch: kWarp threads by so many warps, at most kOwn<P>; any number of blocks. Dynamic shared memory:
-// kOwnStages·P·512 bytes a warp for each array, three with add, else two; and at least a row of floats a warp. Each block writes
-// a row of partial [blocks, d].
-constexpr int kOwnStages = 3;                          // rows on their way, of each warp
+// add up is a shuffle. A block's warps take rows that lie a grid apart, so that all blocks have something to do in the last round.
+// Launch: kWarp threads by so many warps, at most kOwn<P>; any number of blocks. Dynamic shared memory: kOwnStages·P·512 bytes a
+// warp for each array, three with add, else two; and at least a row of floats a warp. Each block writes a row of partial [blocks, d].
+constexpr int kOwnStages = 2;                          // rows on their way, of each warp
 template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
 
 template <class T, int P, bool kFloat8>
@@ -261,7 +265,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   releaseNext();
   const int arrays = add ? 3 : 2;
   const int64_t step = int64_t(gridDim.x) * blockDim.y;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  int64_t row = int64_t(threadIdx.y) * gridDim.x + blockIdx.x;
   V* slots = reinterpret_cast<V*>(shared) + threadIdx.y * (kOwnStages * arrays * P * kWarp) + threadIdx.x;
   auto slot = [&](int stage, int array, int k) { return slots + ((stage * arrays + array) * P + k) * kWarp; };
   auto at = [&](int k) { return int(k * kWarp + threadIdx.x) * N; };

@@ -5,31 +5,43 @@
 //
 // With sign = −1 instead of 1 the angle is turned back, which is also the gradient. y may be x.
 //
-// A thread takes N neighbouring pairs in H heads that lie heads/H apart, so that it reads their cosines and sines once and has
-// 2·H loads in flight.
+// Where a head is a power of two of packs of 16 bytes, up to a warp, a lane takes one in each of H heads, and the other elements of
+// its pairs from the lane that has them: so what is in flight lies as close together as it can. Else a thread takes both elements of
+// N pairs. Its heads lie heads/H apart, and it reads their cosines and sines once. The last rows come first: of what the kernel
+// before has written they are what the cache still holds, and the kernel behind begins with the first.
 #include "common.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
-// loadOf and storeOf: with one head a thread, half of what it reads are angles, which other heads read again. They stay in the
-// L1 if what is read once passes it by, which pays together with stores that the L2 gives up first.
-template <int H, int N, class T> __device__ __forceinline__ Pack<T, N> loadOf(const T* p) {
-  if constexpr (H == 1 && sizeof(T) * N % 16 == 0) return loadOnce<N>(p);
+// loadNow and storeNow are load and store of 16 bytes at once, in the order of the source: the compiler puts the loads of a second
+// head behind the arithmetic of the first, and takes some stores apart.
+template <int N, class T> __device__ __forceinline__ Pack<T, N> loadNow(const T* p) {
+  if constexpr (sizeof(T) * N == 16) {
+    Pack<T, N> r;
+    uint4& u = reinterpret_cast<uint4&>(r);
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w) : "l"(p) : "memory");
+    return r;
+  }
   return load<N>(p);
 }
-template <int H, int N, class T> __device__ __forceinline__ void storeOf(T* p, const Pack<T, N>& v) {
-  if constexpr (H == 1 && sizeof(T) * N == 16)
-    __stcs(reinterpret_cast<uint4*>(p), reinterpret_cast<const uint4&>(v));
-  else
+template <int N, class T> __device__ __forceinline__ void storeNow(T* p, const Pack<T, N>& v) {
+  if constexpr (sizeof(T) * N == 16) {
+    const uint4& u = reinterpret_cast<const uint4&>(v);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(u.x), "r"(u.y), "r"(u.z), "r"(u.w) : "memory");
+  } else {
     store(p, v);
+  }
 }
+
+// threadIndex counts from the threads of the last block.
+__device__ __forceinline__ unsigned threadIndex() { return (gridDim.x - 1 - blockIdx.x) * kThreads + threadIdx.x; }
 
 // h a multiple of N, heads of H; for N above 1 all addresses are multiples of 16 bytes. Launch: a thread for each of
 // rows·heads/H·h/N stretches of N pairs; fewer than 2³¹.
 template <class T, int N, int H>
 __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows,
                                        int heads, int h, int seq, int64_t xStride, int64_t yStride) {
-  unsigned index = blockIdx.x * kThreads + threadIdx.x, perHead = h / N, perRow = heads / H * perHead;
+  unsigned index = threadIndex(), perHead = h / N, perRow = heads / H * perHead;
   unsigned row = index / perRow, rest = index % perRow, i = rest % perHead * N;
   if (row >= rows) return;
   int64_t at = int64_t(rest / perHead) * 2 * h + i, apart = int64_t(heads / H) * 2 * h, angle = int64_t(row % seq) * h + i;
@@ -37,8 +49,8 @@ __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, c
   Pack<T, N> first[H], second[H];
 #pragma unroll
   for (int k = 0; k < H; k++) {
-    first[k] = loadOf<H, N>(x + k * apart);
-    second[k] = loadOf<H, N>(x + k * apart + h);
+    first[k] = loadNow<N>(x + k * apart);
+    second[k] = loadNow<N>(x + k * apart + h);
   }
   Pack<float, N> c = load<N>(cosines + angle), s = load<N>(sines + angle);
 #pragma unroll
@@ -49,19 +61,50 @@ __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, c
       first[k].set(j, a * c.v[j] - b * sine);
       second[k].set(j, b * c.v[j] + a * sine);
     }
-    storeOf<H>(y + k * apart, first[k]);
-    storeOf<H>(y + k * apart + h, second[k]);
+    storeNow(y + k * apart, first[k]);
+    storeNow(y + k * apart + h, second[k]);
   }
 }
 
-#define DEFINE_VARIANT(T, name, N, H)                                                                         \
+// The same where 2·h/N is a power of two of at most kWarp. Launch: a thread for each of rows·heads/H·2·h/N packs.
+template <class T, int H>
+__device__ __forceinline__ void exchange(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows,
+                                         int heads, int h, int seq, int64_t xStride, int64_t yStride) {
+  constexpr int N = kVec<T>, words = 4;
+  const unsigned half = h / N, perRow = heads / H * 2 * half;
+  unsigned index = threadIndex(), row = index / perRow, rest = index % perRow;
+  const bool here = row < rows, second = rest & half;
+  if (!here) row = 0;
+  int64_t at = int64_t(rest) * N, apart = int64_t(heads / H) * 2 * h;
+  x += row * xStride + at, y += row * yStride + at;
+  Pack<T, N> v[H];
+#pragma unroll
+  for (int k = 0; k < H; k++) v[k] = loadNow<N>(x + k * apart);
+  int64_t angle = int64_t(row % seq) * h + (rest & (half - 1)) * N;
+  Pack<float, N> c = load<N>(cosines + angle), s = load<N>(sines + angle);
+#pragma unroll
+  for (int j = 0; j < N; j++) s.v[j] *= second ? sign : -sign;
+#pragma unroll
+  for (int k = 0; k < H; k++) {
+    Pack<T, N> other;
+#pragma unroll
+    for (int i = 0; i < words; i++)
+      reinterpret_cast<unsigned*>(&other)[i] = __shfl_xor_sync(kAllLanes, reinterpret_cast<unsigned*>(&v[k])[i], half);
+#pragma unroll
+    for (int j = 0; j < N; j++) v[k].set(j, v[k].get(j) * c.v[j] + other.get(j) * s.v[j]);
+    if (here) storeNow(y + k * apart, v[k]);
+  }
+}
+
+#define DEFINE_VARIANT(T, name, turn)                                                                         \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
       rope_##name##_##T(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows, \
                         int heads, int h, int seq, int64_t xStride, int64_t yStride) {                        \
-    rotate<T, N, H>(y, x, cosines, sines, sign, rows, heads, h, seq, xStride, yStride);                       \
+    turn(y, x, cosines, sines, sign, rows, heads, h, seq, xStride, yStride);                                  \
   }
-#define DEFINE(T)                        \
-  DEFINE_VARIANT(T, heads2, kVec<T>, 2)  \
-  DEFINE_VARIANT(T, heads1, kVec<T>, 1)  \
-  DEFINE_VARIANT(T, pairs, 1, 1)
+#define DEFINE(T)                                           \
+  DEFINE_VARIANT(T, exchange4, (exchange<T, 4>))            \
+  DEFINE_VARIANT(T, heads2, (rotate<T, kVec<T>, 2>))        \
+  DEFINE_VARIANT(T, heads1, (rotate<T, kVec<T>, 1>))        \
+  DEFINE_VARIANT(T, pairs, (rotate<T, 1, 1>))
 FOR_STORAGE_TYPES(DEFINE)

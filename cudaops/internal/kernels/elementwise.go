@@ -72,7 +72,7 @@ const (
 	binaryOps
 )
 
-// What a block of elementwise.cu covers.
+// What a block of elementwise.cu covers, but for binary functions, with one access of each operand a thread.
 const (
 	elementThreads  = 256
 	elementAccesses = 2
@@ -145,13 +145,14 @@ func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operan
 	if (op == Add || op == Mul) && a.rows(n) {
 		a, b = b, a
 	}
+	c := line(ceilDiv(n, elementThreads*vector(t)), elementThreads)
 	if op < rowOps && a.Repeat == 1 && a.Period == n && b.rows(n) && packed(t, b.Period, y, a.Ptr, b.Ptr) {
 		l := args().Ptr(y).Ptr(a.Ptr).Ptr(b.Ptr).Int32(int(op)).Int64(int64(b.Period)).Int64(int64(n))
-		return k.launch(s, "elementwise", "binary_row"+suf, line(ceilDiv(n, elementThreads*vector(t)), elementThreads), l)
+		return k.launch(s, "elementwise", "binary_row"+suf, c, l)
 	}
 	l := args().Ptr(y).Ptr(a.Ptr).Ptr(b.Ptr).Int32(int(op)).Int64(int64(a.Repeat)).Int64(int64(a.Period)).
 		Int64(int64(b.Repeat)).Int64(int64(b.Period)).Int64(int64(n))
-	return k.elementwise(s, "binary"+suf, n, 16/t.Size(), l)
+	return k.launch(s, "elementwise", "binary"+suf, c, l)
 }
 
 // Cast computes y[i] = x[i] for n elements, rounded to nearest even where y's type is narrower.

@@ -147,8 +147,10 @@ func TestFiguresMatchSources(t *testing.T) {
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Columns == 256 ? %d : %d>", turnedTiles[128].stages, turnedTiles[64].stages),
 			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
 			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
-		"norm.cu":   {fmt.Sprintf("kOwnStages = %d;", ownStages), fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3])},
-		"reduce.cu": {fmt.Sprintf("kRun = %d;", columnRun)},
+		"norm.cu": {fmt.Sprintf("kStages = %d;", walkStages), fmt.Sprintf("kOwnStages = %d;", ownStages),
+			fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3])},
+		"reduce.cu": {fmt.Sprintf("kRun = %d;", columnRun), fmt.Sprintf("kRowUnroll = %d;", rowUnroll)},
+		"rope.cu":   {fmt.Sprintf("kThreads = %d;", ropeThreads)},
 	} {
 		b, err := os.ReadFile("../../kernels/" + unit)
 		if errors.Is(err, fs.ErrNotExist) {

@@ -116,13 +116,15 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	return k.launch(s, "norm", name, c, l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)))
 }
 
+// walkStages is the rows on their way of each group of threads that walks down them, kStages of norm.cu.
+const walkStages = 3
+
 // walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
 // takes the arguments and the GPU has room for so many rows.
 func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.LaunchConfig, fits bool, err error) {
-	const stages = 4
 	across := ceilDiv(a.D, 32*vector(a.Type)) * 32
 	down := max(1, 512/across)
-	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(stages*a.arrays()*16*across, 4*a.D) * down}
+	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
 		c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
@@ -136,7 +138,7 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
 // ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
-const ownStages = 3
+const ownStages = 2
 
 // own is the launch of the backward kernel whose warps each take rows of their own, of so many packs a lane, if it takes the
 // arguments and the GPU has room for so many rows.
@@ -217,12 +219,15 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	return k.launch(s, "norm", "rmsnorm_weight_sum"+sum, c, args().Ptr(a.DW).Ptr(a.Workspace).Int32(blocks).Int32(a.D))
 }
 
-// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: blocks that walk down the
-// rows, as many a multiprocessor as there is room for or fewer, warps that each take short rows of their own, and a block a row.
+// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps that each take short rows
+// of their own, blocks that walk down the rows, as many a multiprocessor as there is room for or fewer, and a block a row.
 func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error) {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
 		return nil, err
+	}
+	if _, _, fits := k.own(a); fits {
+		ways = append(ways, Way{Family: "own"})
 	}
 	grid := 0
 	for _, blocks := range []int{normBlocks, 2, 1} {
@@ -234,9 +239,6 @@ func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error)
 			ways = append(ways, Way{"rows", blocks})
 			grid = c.Grid.X
 		}
-	}
-	if _, _, fits := k.own(a); fits {
-		ways = append(ways, Way{Family: "own"})
 	}
 	return append(ways, Way{Family: "any"}), nil
 }

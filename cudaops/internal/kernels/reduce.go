@@ -32,6 +32,7 @@ const (
 	rowPart    = 1 << 15
 	columnPart = 64
 	columnRun  = 128
+	rowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
 )
 
 // parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
@@ -107,7 +108,7 @@ func (k *Kernels) reduce(s driver.Stream, a Reduce, parts, late int, overlap boo
 	n := vector(a.XType)
 	if a.Inner == 1 {
 		perPart := ceilDiv(ceilDiv(a.N, parts), n) * n
-		c := line(blocks, min(256, ceilDiv(perPart, 4*32*n)*32)) // four accesses a thread
+		c := line(blocks, min(256, ceilDiv(perPart, rowUnroll*32*n)*32))
 		c.Overlap = overlap
 		return k.launch(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
 	}

@@ -19,6 +19,9 @@ type RoPE struct {
 	Type                driver.DType
 }
 
+// ropeThreads is the threads of a block, kThreads of rope.cu.
+const ropeThreads = 128
+
 // RoPE launches one kernel.
 func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 	suf, err := suffix("RoPE", a.Type)
@@ -42,9 +45,14 @@ func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 	}
 	variant, threads := "rope_pairs", a.Rows*a.Heads*h
 	if h%n == 0 && packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
-		variant, threads = "rope_heads1", threads/n
-		if a.Heads%2 == 0 {
-			variant, threads = "rope_heads2", threads/2
+		lanes := a.HeadDim / n // of a head, where each has 16 bytes
+		switch {
+		case a.Heads%4 == 0 && lanes <= 32 && lanes&(lanes-1) == 0:
+			variant, threads = "rope_exchange4", threads/n/2
+		case a.Heads%2 == 0:
+			variant, threads = "rope_heads2", threads/n/2
+		default:
+			variant, threads = "rope_heads1", threads/n
 		}
 	}
 	sign := float32(1)
@@ -56,5 +64,5 @@ func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
 	}
 	l := args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(int64(a.Rows)).Int32(a.Heads).Int32(h).
 		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
-	return k.launch(s, "rope", variant+suf, line(ceilDiv(threads, 256), 256), l)
+	return k.launch(s, "rope", variant+suf, line(ceilDiv(threads, ropeThreads), ropeThreads), l)
 }

@@ -11,6 +11,7 @@ func TestRoPE(t *testing.T) {
 	g := newRig(t)
 	for i, c := range []struct{ batch, seq, heads, headDim int }{
 		{1, 1, 1, 2}, {2, 5, 3, 6}, {3, 7, 4, 10}, {2, 33, 12, 64}, {1, 9, 3, 128}, {2, 17, 32, 128}, {1, 5, 8, 80},
+		{1, 11, 4, 16}, {2, 3, 4, 256},
 	} {
 		for _, dt := range storageTypes {
 			for _, inverse := range []bool{false, true} {
