@@ -131,7 +131,7 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 
 // attentionUnits are where the variants' kernels are.
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
-	"attention_hopper_fused"}
+	"attention_hopper_fused", "attention_hopper_fused64"}
 
 // attentionOp is the name of attention's forward pass among the choices.
 const attentionOp = "Attention"

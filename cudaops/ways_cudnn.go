@@ -11,7 +11,9 @@ import (
 // forwardVariants are the ways to compute attention, with cuDNN's where there is a cuDNN that takes it. The rules of thumb
 // never pick that, so that it is not even loaded unless something may be timed, or a rule wants it. It knows of no documents.
 func (k tunedKernels) forwardVariants(a kernels.AttentionShape, t driver.DType, y, q, key, value kernels.Rows) []kernels.AttentionVariant {
-	variants := k.AttentionVariants(a, t, y, q, key, value)
+	variants := slices.DeleteFunc(k.AttentionVariants(a, t, y, q, key, value), func(v kernels.AttentionVariant) bool {
+		return v == kernels.AttentionHopperFused // whose forward pass is AttentionHopper's
+	})
 	wanted, forced := k.t.wants(attentionOp, kernels.AttentionCuDNN.String())
 	if !wanted || !slices.Contains(variants, kernels.AttentionMMA) || a.Seq < 2 || a.Documents != 0 || k.DnnVersion() == 0 {
 		return variants

@@ -244,6 +244,10 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p) {
   const int head = blockIdx.x % p.heads, tile = blockIdx.x / p.heads % tiles, batch = blockIdx.x / p.heads / tiles;
   const int lane = threadIdx.x % 8, first = tile * kStatsTile + threadIdx.x / 8;
   const Rows<T> y = rowsOf<T>(p.y, p.yStride, p, batch, 0, head), g = rowsOf<T>(p.g, p.gStride, p, batch, 0, head);
+  // Of a position's eight lanes, and of four positions, lane i writes what belongs to the i-th.
+  const int mine = first + lane * (kThreads / 8);
+  const bool writes = lane < positions, exists = writes && mine < p.seq;
+  const float lse = exists ? p.lse[((int64_t)batch * p.heads + head) * p.seq + mine] : 0;
   float sum[positions] = {};
   if (p.headDim % V == 0 && p.yStride % V == 0 && p.gStride % V == 0 && aligned16(p.y, p.g)) {
     for (int d = lane * V; d < p.headDim; d += 8 * V) {
@@ -264,17 +268,17 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p) {
       for (int i = 0; i < positions; i++)
         sum[i] = fmaf(y.get(first + i * kThreads / 8, d), g.get(first + i * kThreads / 8, d), sum[i]);
   }
-  float *stats = statsOf(p, batch, head);
+  float own = 0;
 #pragma unroll
   for (int i = 0; i < positions; i++) {
 #pragma unroll
     for (int d = 4; d > 0; d /= 2) sum[i] += __shfl_xor_sync(kAllLanes, sum[i], d);
-    const int t = first + i * kThreads / 8;
-    if (lane == 0) {
-      stats[t] = t < p.seq ? p.lse[((int64_t)batch * p.heads + head) * p.seq + t] * kLog2e : 0;
-      stats[rows + t] = t < p.seq ? sum[i] : 0;
-    }
+    if (lane == i) own = sum[i];
   }
+  if (!writes) return;
+  float *stats = statsOf(p, batch, head);
+  stats[mine] = lse * kLog2e;
+  stats[rows + mine] = exists ? own : 0;
 }
 
 // The table of Documents, from where each token's document should begin. A start that comes before the one of the token ahead, or

@@ -10,34 +10,14 @@
 //
 // Products, in the order in which they are started: dp(i) = v·gᵀ, dv += p(i)·g and the next scores s(i+1) = k·qᵀ, which run
 // while ds(i) is formed; dk += ds(i)·q and dq(i) = ds(i)ᵀ·k, which run during the exponentials of s(i+1).
-#include "attention_hopper.cuh"
+#include "attention_hopper_fused.cuh"
 
 namespace attention {
 
 using Fused96 = Shape<96, 2, 64, 1, 4>;
 using Fused128 = Shape<128, 2, 64, 1, 3>;
-constexpr int kFusedTile = 64;  // queries
 
 #ifdef HOPPER
-
-// The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
-// blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
-template <class S> struct Sums {
-  static_assert(S::Loop == kFusedTile, "");
-  float *sums;
-  int *added, *handedOut;
-  int tiles;  // of one head
-  static constexpr int size = kFusedTile * S::D;
-  __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
-    const int64_t heads = (int64_t)p.batch * p.heads;
-    sums = p.stats + heads * 2 * statsRows(p);
-    added = (int *)(sums + heads * tiles * size);
-    handedOut = added + heads * tiles;
-  }
-  __device__ int64_t index(const Params &p, int batch, int head, int tile) const {
-    return ((int64_t)batch * p.heads + head) * tiles + tile;
-  }
-};
 
 // Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the present work; with documents,
 // also the tiles of queries up to the last that sees one of its keys, and for each key the first query behind those that see it.
@@ -78,15 +58,6 @@ template <class S> struct FusedMemory {
   __device__ uint32_t endOf(int key) const { return work + 8 + key * 4; }
 };
 
-// Of the first few tiles of queries those that see a key of the block's, from the last to the first, for one query head of the group
-// after another.
-struct QueryWalk {
-  int count, last, group;
-  __device__ QueryWalk(const Params &p, int tiles, int j0)
-      : count(tiles - (p.causal ? j0 / kFusedTile : 0)), last(tiles - 1), group(p.heads / p.kvHeads) {}
-  __device__ int steps() const { return group * count; }
-};
-
 template <class S, class Docs>
 __device__ inline void copyFused(const Params &p, const Docs &docs, const TensorMap &q, const TensorMap &k, const TensorMap &v,
                                  const TensorMap &g, const FusedMemory<S> &m, int works, int tiles) {
@@ -125,16 +96,6 @@ __device__ inline void copyFused(const Params &p, const Docs &docs, const Tensor
   }
 }
 
-__device__ inline int loadAcquire(const int *p) {
-  int v;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ inline void storeRelease(int *p, int v) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // What one of the three threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come.
 // Those that have keys which the tile's queries see follow each other, from the one with the first query's first key on.
 template <class S, class Docs>
@@ -153,9 +114,8 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
         if (i % m.senders != sender) continue;
         const int64_t at = sums.index(p, w.batch, w.head * walk.group + h, walk.last - t);
         float *to = sums.sums + at * sums.size;
-        const int before = w.tile - docs.start(p, w.batch, (walk.last - t) * S::Loop) / S::Own;  // blocks that add first
-        while (loadAcquire(sums.added + at) < before) {
-        }
+        const int before = sums.before(p, docs, w, walk.last - t);
+        sums.wait(at, before);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // an ordinary load has seen the turn come, a copy follows
         barrierWait(m.filled(i), i / m.senders & 1);
         if (before == 0)
@@ -173,21 +133,6 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
       }
   }
 }
-
-// Writes columns 16·k... of a warp's rows, in a product's layout, into a tile of 64 columns; the address is that of this lane's
-// chunk for k = 0.
-__device__ inline void storeColumns(const uint32_t (&v)[4], uint32_t address, int k) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address ^ k * 32), "r"(v[0]), "r"(v[1]),
-               "r"(v[2]), "r"(v[3])
-               : "memory");
-}
-
-__device__ inline float2 unpack(uint32_t v, bf16) { return __bfloat1622float2(*(__nv_bfloat162 *)&v); }
-__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
-
-template <bool Value> struct Constant {
-  static constexpr bool value = Value;
-};
 
 template <typename T, class S, class Docs>
 __device__ inline void workFused(const Params &p, const Docs &docs, const Angles &angles, const FusedMemory<S> &m, int works,

@@ -33,11 +33,12 @@ type AttentionVariant int
 
 // The variants. AttentionAuto is the fastest that takes the arguments.
 const (
-	AttentionAuto   AttentionVariant = iota
-	AttentionPlain                   // float32 arithmetic, any argument
-	AttentionMMA                     // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
-	AttentionHopper                  // the same on compute capability 9.0 with its own instructions
-	AttentionCuDNN                   // cuDNN's forward pass, which takes what the tensor cores do, but no documents
+	AttentionAuto        AttentionVariant = iota
+	AttentionPlain                        // float32 arithmetic, any argument
+	AttentionMMA                          // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
+	AttentionHopper                       // the same on compute capability 9.0 with its own instructions
+	AttentionHopperFused                  // the same, with a backward pass in one kernel at any HeadDim
+	AttentionCuDNN                        // cuDNN's forward pass, which takes what the tensor cores do, but no documents
 	attentionVariants
 )
 
@@ -45,7 +46,7 @@ func (v AttentionVariant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma", "hopper", "cudnn"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused", "cudnn"}[v]
 }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
@@ -110,7 +111,7 @@ const attentionStatsTile = 128
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
-	if t.Size() == 2 && a.HeadDim > 64 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
+	if t.Size() == 2 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
 		sums, bytes := a.fusedSums()
 		n += sums*(bytes+4) + 4
 	}
@@ -142,7 +143,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if c.Variant != AttentionHopper || c.fused() { // otherwise the first kernel forms the statistics
+	if !c.hopper() || c.fused() { // otherwise the first kernel forms the statistics
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
 		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
 			return err
@@ -173,7 +174,7 @@ func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
 
 // turnsBack reports whether the variant's kernels can turn gradients back.
 func (c *attentionCall) turnsBack() bool {
-	return c.Variant == AttentionHopper && c.HeadDim == c.hopperDim()
+	return c.hopper() && c.HeadDim == c.hopperDim()
 }
 
 // operand is Rows with what they must hold.
@@ -242,7 +243,7 @@ func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries
 	case v != AttentionPlain && !tensorCores:
 		return nil, fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is a multiple of 8 up to 128, "+
 			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, v, t, a)
-	case v == AttentionHopper && !hopper:
+	case (v == AttentionHopper || v == AttentionHopperFused) && !hopper:
 		return nil, fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has %.1f", op, v,
 			float64(k.ctx.Device().Capability())/10)
 	}
@@ -295,7 +296,7 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 		l := line(heads*ceilDiv(c.Seq, 64)*ceilDiv(c.HeadDim, 128), 256)
 		return c.run(k, s, "attention", "attention_plain"+name, l, args().Struct(c.params.bytes(), 8))
 	}
-	if c.Variant == AttentionHopper {
+	if c.hopper() {
 		h := hopperShapes[c.hopperDim()][pass]
 		c.params.section = int32(c.evenSection(k, heads, ceilDiv(c.Seq, 64*h.workers), others, inTurns))
 		return c.launchHopper(k, s, pass, c.hopperDim(), h)

@@ -130,6 +130,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	for _, v := range []AttentionVariant{AttentionHopper, AttentionMMA} {
 		families = append(families, family{v, bf16, 64}, family{v, bf16, 128}, family{v, f16, 96}, family{v, bf16, 8})
 	}
+	families = append(families, family{AttentionHopperFused, bf16, 64}, family{AttentionHopperFused, f16, 8})
 	families = append(families, family{AttentionHopper, bf16, 80}) // in kernels for 96, of which RoPE's turn back is none
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
@@ -153,7 +154,7 @@ func TestAttentionDocuments(t *testing.T) {
 	g := newRig(t)
 	cases := attentionDocumentCases(g.rand, testing.Short())
 	for _, name := range slices.Sorted(maps.Keys(cases)) {
-		if c := cases[name]; c.Variant != AttentionHopper || g.ctx.Device().Capability() == 90 {
+		if c := cases[name]; g.runs(c.Variant) {
 			g.scope(name, c.check)
 		}
 	}

@@ -19,13 +19,12 @@ var hopperShapes = map[int][]hopperShape{
 	128: {{2, 128, 2, 2}},
 }
 
-// fusedShapes are those of attention_hopper_fused.cu, and fusedTile is kFusedTile.
+// fusedShapes are those of attention_hopper_fused.cu and attention_hopper_fused64.cu.
 var fusedShapes = map[int]hopperShape{
-	96:  {2, fusedTile, 1, 4},
-	128: {2, fusedTile, 1, 3},
+	64:  {2, 64, 2, 4},
+	96:  {2, 64, 1, 4},
+	128: {2, 64, 1, 3},
 }
-
-const fusedTile = 64
 
 // hopperDim is the head dimension of the kernels that take the shape's.
 func (a AttentionShape) hopperDim() int {
@@ -53,9 +52,16 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
 }
 
-// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq and the barriers.
-func (h hopperShape) sharedFused(dim int) int {
+// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq, with documents the last
+// query of each key, and the barriers. At 64 there are three ds and two dq, and results have a place.
+func (h hopperShape) sharedFused(dim int, documents bool) int {
 	own := 64 * h.workers
+	if dim == 64 {
+		return 2*dim*own*(2*h.turns+1) + h.stages*(4*dim*h.loop+8*h.loop+16) + 6*own*h.loop + 8*dim*h.loop + 32*h.turns + 112
+	}
+	if documents {
+		return h.sharedFused(dim, false) + 4*own
+	}
 	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
@@ -192,12 +198,21 @@ func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (
 	})
 }
 
+// hopper reports whether the variant is one of those for compute capability 9.0.
+func (c *attentionCall) hopper() bool {
+	return c.Variant == AttentionHopper || c.Variant == AttentionHopperFused
+}
+
 // fused reports whether one kernel forms all three gradients.
-func (c *attentionCall) fused() bool { return c.Variant == AttentionHopper && c.HeadDim > 64 }
+func (c *attentionCall) fused() bool {
+	return c.Variant == AttentionHopperFused || c.Variant == AttentionHopper && c.HeadDim > 64
+}
 
 // fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
 func (a AttentionShape) fusedSums() (tiles, bytes int) {
-	return a.Batch * a.Heads * ceilDiv(a.Seq, fusedTile), 4 * a.hopperDim() * fusedTile
+	dim := a.hopperDim()
+	tile := fusedShapes[dim].loop
+	return a.Batch * a.Heads * ceilDiv(a.Seq, tile), 4 * dim * tile
 }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
@@ -221,12 +236,14 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	}
 	c.addAngles(a)
 	l := line(k.sms, 128*(h.workers+1))
-	l.Shared = h.sharedFused(dim)
-	if c.Documents != 0 {
-		l.Shared += 4 * 64 * h.workers
+	l.Shared = h.sharedFused(dim, c.Documents != 0)
+	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
+	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it
+		l.Block.X += 128
+		return c.run(k, s, "attention_hopper_fused64", name, l, a)
 	}
 	const unit = "attention_hopper_fused"
-	if err := c.run(k, s, unit, fmt.Sprintf("attention_hopper_backward_fused_%d", dim), l, a); err != nil {
+	if err := c.run(k, s, unit, name, l, a); err != nil {
 		return err
 	}
 	a = args().Struct(p.bytes(), 8)

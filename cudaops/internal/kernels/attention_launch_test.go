@@ -25,7 +25,8 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 		}
 		return string(b)
 	}
-	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")+read("attention_hopper_fused")
+	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")+read("attention_hopper_fused")+
+		read("attention_hopper_fused64")
 	contains := func(source, want string) {
 		if !strings.Contains(source, want) {
 			t.Errorf("no %q", want)
@@ -49,7 +50,6 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 	for dim, shape := range fusedShapes {
 		containsHopper("Fused", dim, shape)
 	}
-	contains(hopper, fmt.Sprintf("kFusedTile = %d;", fusedTile))
 }
 
 // Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
@@ -149,18 +149,58 @@ func TestAttentionWorkspace(t *testing.T) {
 	defer func(poison bool) { driver.Poison = poison }(driver.Poison)
 	driver.Poison = false // which sets memory, too
 	k, c, p := fakeAttention(t, 90, 227<<10)
-	for _, seq := range []int{1, 64, 100, 129} {
-		a := AttentionShape{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: 72, Causal: true}
-		q, kv := Rows{p, 4 * 72}, Rows{p, 2 * 72}
+	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64}, {129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
+		seq := x.seq
+		a := AttentionShape{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true, Variant: AttentionHopperFused}
+		q, kv := Rows{p, 4 * x.dim}, Rows{p, 2 * x.dim}
 		c.ClearTrace()
 		if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
 			t.Fatal(err)
 		}
-		tiles := 4 * ceilDiv(seq, 64)
+		tiles := 4 * ceilDiv(seq, x.tile)
 		for _, op := range c.Trace() {
 			if op.Name == "" && (op.Bytes != 4*(tiles+1) || int(op.Dst-p)+op.Bytes != k.AttentionStatsBytes(a, bf16)) {
 				t.Errorf("seq %d: %d bytes from %d on are zeroed, the workspace has %d for %d tiles", seq, op.Bytes, op.Dst-p,
 					k.AttentionStatsBytes(a, bf16), tiles)
+			}
+		}
+	}
+}
+
+// The fused backward pass at head dimension 64 is one kernel after the statistics; the forward pass is the same as without.
+func TestAttentionFused64(t *testing.T) {
+	k, c, p := fakeAttention(t, 90, 227<<10)
+	for _, dim := range []int{40, 64} {
+		a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: AttentionHopperFused}
+		q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+		if !slices.Contains(k.AttentionVariants(a, bf16, q, kv), a.Variant) {
+			t.Errorf("head dimension %d: %v is not among the variants", dim, a.Variant)
+		}
+		for _, table := range []driver.Ptr{0, p} {
+			a.Documents = table
+			c.ClearTrace()
+			if err := k.Attention(0, a, q, p, q, kv, kv, bf16); err != nil {
+				t.Fatal(err)
+			}
+			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
+				t.Fatal(err)
+			}
+			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16", "attention_hopper_backward_fused_64_bf16"}
+			if table != 0 {
+				want[0], want[2] = "attention_hopper_forward_64_documents_bf16", "attention_hopper_backward_fused_64_documents_bf16"
+			}
+			var launches []string
+			for _, op := range c.Trace() {
+				if op.Name == "" {
+					continue
+				}
+				launches = append(launches, op.Name)
+				if op.Config.Shared > 227<<10 {
+					t.Errorf("%s takes %d bytes of shared memory", op.Name, op.Config.Shared)
+				}
+			}
+			if !slices.Equal(launches, want) {
+				t.Errorf("head dimension %d: launches %q, want %q", dim, launches, want)
 			}
 		}
 	}

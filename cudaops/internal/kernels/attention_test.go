@@ -203,6 +203,9 @@ func attentionCases(short bool) []attentionCase {
 					if t != f32 {
 						add(AttentionMMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
 						add(AttentionHopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						if d <= 64 {
+							add(AttentionHopperFused, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						}
 					}
 					if short && (n != 65 || j != s || causal != (s == 0)) {
 						continue
@@ -218,7 +221,7 @@ func attentionCases(short bool) []attentionCase {
 	if short {
 		return cases
 	}
-	for _, v := range []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain} {
+	for _, v := range []AttentionVariant{AttentionHopperFused, AttentionHopper, AttentionMMA, AttentionPlain} {
 		add(v, bf16, 1, 1000, 3, 1, 64, true, true, 0)
 		add(v, bf16, 1, 1000, 4, 2, 128, true, true, 0)
 		add(v, bf16, 1, 1000, 2, 2, 128, false, false, 0)
@@ -228,10 +231,15 @@ func attentionCases(short bool) []attentionCase {
 	return cases
 }
 
+// runs reports whether the GPU has what the variant needs.
+func (g *rig) runs(v AttentionVariant) bool {
+	return g.ctx.Device().Capability() == 90 || v != AttentionHopper && v != AttentionHopperFused
+}
+
 func TestAttention(t *testing.T) {
 	g := newRig(t)
 	for _, c := range attentionCases(testing.Short()) {
-		if c.Variant == AttentionHopper && g.ctx.Device().Capability() != 90 {
+		if !g.runs(c.Variant) {
 			continue
 		}
 		g.scope(c.String(), c.check)
@@ -258,11 +266,17 @@ func TestAttentionRepeatsBits(t *testing.T) {
 		{Seq: few(321, 70), HeadDim: 64, Causal: true, Variant: AttentionPlain},
 		{Seq: 321, HeadDim: 64, Causal: true, Variant: AttentionMMA},
 		{Seq: 321, HeadDim: 64, Causal: true},
+		{Seq: 2600, HeadDim: 64, Causal: true, Variant: AttentionHopperFused},
+		{Seq: 2601, HeadDim: 64, Causal: true, Variant: AttentionHopperFused},
+		{Seq: 700, HeadDim: 64, Variant: AttentionHopperFused},
 		{Seq: 2600, HeadDim: 128, Causal: true},
 		{Seq: 2501, HeadDim: 128, Causal: true},
 		{Seq: 320, HeadDim: 64, Causal: true},
 		{Seq: 700, HeadDim: 120},
 	} {
+		if !g.runs(a.Variant) {
+			continue
+		}
 		g.scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *rig) {
 			a.Batch, a.Heads, a.KVHeads = 3, 6, few(2, 6)
 			c := attentionCase{a, bf16, false, 0, false, nil}
@@ -344,15 +358,16 @@ func TestAttentionSpeed(t *testing.T) {
 			cases = append(cases, attentionCase{a, bf16, training, 0, training, nil})
 		}
 	}
-	add(32, 1024, 12, 64, true, AttentionAuto)
-	add(16, 1024, 16, 64, true, AttentionAuto)
+	add(32, 1024, 12, 64, true, AttentionAuto, AttentionHopperFused)
+	add(16, 1024, 16, 64, true, AttentionAuto, AttentionHopperFused)
+	add(16, 2048, 16, 64, true, AttentionAuto, AttentionHopperFused)
 	add(8, 2048, 16, 128, true, AttentionAuto)
 	add(16, 1024, 16, 96, true, AttentionMMA, AttentionAuto)
 	add(32, 1024, 12, 64, false, AttentionMMA, AttentionAuto)
 	add(16, 2048, 16, 128, false, AttentionMMA, AttentionAuto)
 	add(4, 8192, 16, 128, false, AttentionMMA, AttentionAuto)
-	for _, d := range []int{64, 128} {
-		add(16, 2048, 16, d, true, AttentionAuto)
+	for i, d := range []int{64, 64, 128} {
+		add(16, 2048, 16, d, true, []AttentionVariant{AttentionAuto, AttentionHopperFused, AttentionAuto}[i])
 		c := &cases[len(cases)-1]
 		c.starts = startsOf(c.Batch, c.Seq, at(func(int) bool { return g.rand.IntN(256) == 0 })) // of 256 tokens on average
 	}

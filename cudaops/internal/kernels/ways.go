@@ -42,6 +42,9 @@ func (k *Kernels) AttentionVariants(a AttentionShape, t driver.DType, rows ...Ro
 	variants = []AttentionVariant{AttentionMMA, AttentionPlain}
 	if k.ctx.Device().Capability() == 90 {
 		variants = []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain}
+		if a.HeadDim <= 64 { // above, AttentionHopper is the same
+			variants = slices.Insert(variants, 1, AttentionHopperFused)
+		}
 	}
 	return variants
 }

@@ -1,0 +1,86 @@
+// What the backward passes in one kernel share (attention_hopper_fused.cu, attention_hopper_fused64.cu): the walk over queries, the sums
+// of dq, and how blocks tell each other of them.
+#pragma once
+#include "attention_hopper.cuh"
+
+namespace attention {
+
+constexpr int kFusedTile = 64;  // queries
+
+#ifdef HOPPER
+
+__device__ inline int loadAcquire(const int *p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ inline void storeRelease(int *p, int v) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
+// blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
+template <class S> struct Sums {
+  static_assert(S::Loop == kFusedTile, "");
+  float *sums;
+  int *added, *handedOut;
+  int tiles;  // of one head
+  static constexpr int size = kFusedTile * S::D;
+  __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
+    const int64_t heads = (int64_t)p.batch * p.heads;
+    sums = p.stats + heads * 2 * statsRows(p);
+    added = (int *)(sums + heads * tiles * size);
+    handedOut = added + heads * tiles;
+  }
+  __device__ int64_t index(const Params &p, int batch, int head, int tile) const {
+    return ((int64_t)batch * p.heads + head) * tiles + tile;
+  }
+  // How many blocks add to a tile of queries before that of a tile of keys: those that have keys which its queries see follow each other,
+  // from the one with the first query's first key on.
+  template <class Docs> __device__ static int before(const Params &p, const Docs &docs, const Work &w, int tile) {
+    return w.tile - docs.start(p, w.batch, tile * kFusedTile) / S::Own;
+  }
+  // Whether no block adds to it after that.
+  __device__ bool finishes(const Params &p, const Work &w, int tile) const {
+    return w.tile == (p.causal ? tile : tiles - 1) * kFusedTile / S::Own;
+  }
+  __device__ void wait(int64_t at, int before) const {
+    while (loadAcquire(added + at) < before) {
+    }
+  }
+};
+
+// Of the first few tiles of queries those that see a key of the block's, from the last to the first, for one query head of the group
+// after another.
+struct QueryWalk {
+  int count, last, group;
+  __device__ QueryWalk(const Params &p, int tiles, int j0)
+      : count(tiles - (p.causal ? j0 / kFusedTile : 0)), last(tiles - 1), group(p.heads / p.kvHeads) {}
+  __device__ int steps() const { return group * count; }
+  // Calls visit(head, tile) for each.
+  template <class Visit> __device__ void walk(int kvHead, Visit visit) const {
+#pragma unroll 1
+    for (int h = 0; h < group; h++)
+#pragma unroll 1
+      for (int t = 0; t < count; t++) visit(kvHead * group + h, last - t);
+  }
+};
+
+// Writes columns 16·k... of a warp's rows, in a product's layout, into a tile of 64 columns; the address is that of this lane's
+// chunk for k = 0.
+__device__ inline void storeColumns(const uint32_t (&v)[4], uint32_t address, int k) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address ^ k * 32), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+__device__ inline float2 unpack(uint32_t v, bf16) { return __bfloat1622float2(*(__nv_bfloat162 *)&v); }
+__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
+
+template <bool Value> struct Constant {
+  static constexpr bool value = Value;
+};
+
+#endif  // HOPPER
+}  // namespace attention
