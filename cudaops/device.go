@@ -21,8 +21,19 @@ var ErrNoDevice = errors.New("no NVIDIA GPU")
 // and what was free.
 var ErrOutOfMemory error = driver.OutOfMemory
 
-// ErrUnsupportedDevice means that the GPU is too old for this package's kernels, or for a precision.
+// ErrUnsupportedDevice means that the GPU is too old for this package's kernels, or does not compute in a precision.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
+
+// joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
+func joined(errs ...error) error {
+	for _, err := range errs {
+		var e *driver.Error
+		if errors.As(err, &e) && e.Sticky() {
+			return err
+		}
+	}
+	return errors.Join(errs...)
+}
 
 // The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.
 const minMajor, minMinor = 8, 0

@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -64,7 +65,7 @@ func (m *Machine) checkFloat8() error {
 	why := fmt.Errorf("WithPrecision(Float8) needs products of float8 with a factor for each row, which a GPU of compute capability %d.%d "+
 		"and cuBLASLt 12.9 or later have; this is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", float8Capability/10, float8Capability%10,
 		info.Name, info.Major, info.Minor, blas.Version()/10000, blas.Version()/100%100)
-	if info.Capability() < float8Capability {
+	if info.Capability() < float8Capability || errors.Is(err, driver.BlasNotSupported) {
 		why = fmt.Errorf("%w: %w", ErrUnsupportedDevice, why)
 	}
 	if err != nil {

@@ -537,6 +537,7 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 	if err := joined(m.abandon(), m.device.ctx.SyncStream(m.stream)); err != nil {
 		return err
 	}
+	var inputs []*input
 	for _, p := range params {
 		if p == nil {
 			return errors.New("a node is nil")
@@ -545,12 +546,14 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 		if i < 0 {
 			return fmt.Errorf("%s is no input of the graph", describe(p))
 		}
-		if err := m.send(m.program.inputs[i]); err != nil {
-			return err
-		}
+		inputs = append(inputs, m.program.inputs[i])
 	}
-	sent := func(in *input) bool { return slices.Contains(params, in.node) }
-	return joined(m.quantizeAgain(sent), m.device.ctx.SyncStream(m.stream))
+	var err error
+	for i := 0; i < len(inputs) && err == nil; i++ {
+		err = m.send(inputs[i])
+	}
+	sent := func(in *input) bool { return slices.Contains(inputs, in) } // also some of them
+	return joined(err, m.quantizeAgain(sent), m.device.ctx.SyncStream(m.stream))
 }
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the
@@ -677,17 +680,6 @@ func (m *Machine) Close() error {
 		return fmt.Errorf("cudaops.Machine.Close: %w", err)
 	}
 	return nil
-}
-
-// joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
-func joined(errs ...error) error {
-	for _, err := range errs {
-		var e *driver.Error
-		if errors.As(err, &e) && e.Sticky() {
-			return err
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // warn logs a message once.

@@ -101,7 +101,8 @@ const (
 	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward and for the gradient of their
 	// input), whose operands it rounds to float8 (E4M3), each row of tokens and of weights with a scale of its own. Gradients of
 	// weights, the output layer with its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
-	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability 9.0.
+	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability 9.0
+	// and cuBLASLt 12.9.
 	Float8
 )
 

@@ -176,8 +176,9 @@ type compiler struct {
 func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
-		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{}, stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{},
-		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
+		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
+		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, documents: map[packing]*array{},
+		gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}

@@ -55,8 +55,8 @@ func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 		return first(err, func() error { return k.kernelSet.RMSNorm(s, a) })
 	}
 	n := a.Rows * a.D
-	j := job{op: "RMSNorm", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Residual != 0, "with residual"), plural(a.Y8 != 0, "and float8")),
-		build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
+	j := job{op: "RMSNorm", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Residual != 0, "with residual"),
+		plural(a.Y8 != 0, "and float8")), build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.Rows, driver.Float32), numbers(reads, n, a.Type),
 			numbers(reads, a.D, driver.Float32)}}
 	if a.Residual != 0 {
@@ -98,8 +98,8 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 		return first(err, func() error { return k.kernelSet.RMSNormBackward(s, a) })
 	}
 	n := a.Rows * a.D
-	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum"), plural(a.DX8 != 0, "and float8")),
-		build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
+	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum"),
+		plural(a.DX8 != 0, "and float8")), build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.D, a.DWType), numbers(reads, n, a.Type), numbers(reads, n, a.Type),
 			numbers(reads, a.D, driver.Float32), numbers(reads, a.Rows, driver.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D)}}}
 	if a.Add != 0 {

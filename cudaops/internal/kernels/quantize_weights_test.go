@@ -2,7 +2,6 @@ package kernels
 
 import (
 	"fmt"
-	"os"
 	"strings"
 	"testing"
 
@@ -76,8 +75,8 @@ func TestQuantizeTableRefusals(t *testing.T) {
 // TestQuantizeWeightsBandwidth measures a pass over the weights of models of 124M and 350M: it reads them twice and writes two
 // bytes of each.
 func TestQuantizeWeightsBandwidth(t *testing.T) {
-	if os.Getenv("KASMINA_GPU_BENCH") == "" {
-		t.Skip("measures speed: set KASMINA_GPU_BENCH=1")
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
 	}
 	g := newRig(t)
 	for _, m := range []struct{ layers, d, f int }{{12, 768, 2048}, {24, 1024, 2816}} {

@@ -9,7 +9,7 @@ import (
 
 type blas struct{ c *Context }
 
-// Blas returns a cuBLASLt that computes in float64, float8.
+// Blas returns a cuBLASLt that computes in float64.
 func (c *Context) Blas() (driver.Blas, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
