@@ -9,60 +9,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// e4m3 is the numbers that are not negative, by code: four bits of exponent, biased by 7, and three of mantissa. Code 127 is NaN.
-var e4m3 = func() (x [127]float64) {
-	for code := range x {
-		exp, frac := code>>3, float64(code&7)
-		if exp == 0 {
-			x[code] = math.Ldexp(frac, -9)
-		} else {
-			x[code] = math.Ldexp(8+frac, exp-10)
-		}
-	}
-	return x
-}()
-
-// toE4M3 is the code of the nearest number, of two the even one.
-func toE4M3(v float64) byte {
-	if v != v {
-		return 0x7f
-	}
-	var sign byte
-	if math.Signbit(v) {
-		sign, v = 0x80, -v
-	}
-	above, _ := slices.BinarySearch(e4m3[:], v)
-	switch {
-	case above == len(e4m3):
-		return sign | 126
-	case above == 0:
-		return sign
-	}
-	below := above - 1
-	if toBelow, toAbove := v-e4m3[below], e4m3[above]-v; toBelow < toAbove || toBelow == toAbove && below%2 == 0 {
-		return sign | byte(below)
-	}
-	return sign | byte(above)
-}
-
-func TestE4M3(t *testing.T) {
-	for v, want := range map[float64]byte{0: 0, 1: 0x38, -1: 0xb8, 448: 0x7e, 1e9: 0x7e, 0x1p-9: 1, 0x1p-10: 0, 0x1.8p-10: 1,
-		1.0625: 0x38, 1.1875: 0x3a, 0x1p-6: 8, math.NaN(): 0x7f} {
-		if got := toE4M3(v); got != want {
-			t.Errorf("%v is %#x, want %#x", v, got, want)
-		}
-	}
-	for code := 1; code < len(e4m3); code++ {
-		below, v := e4m3[code-1], e4m3[code]
-		if got := toE4M3(-v); got != 0x80|byte(code) {
-			t.Errorf("-%v is %#x, want its own code %#x", v, got, code)
-		}
-		if got, even := toE4M3((below+v)/2), byte(code-code%2); got != even {
-			t.Errorf("between %v and %v it is %#x, want %#x", below, v, got, even)
-		}
-	}
-}
-
 // quantized is the codes and the scale of a row, in float32 as the kernels compute them.
 func quantized(row []float64) (codes []byte, scale float32) {
 	var largest float64
@@ -81,7 +27,7 @@ func quantized(row []float64) (codes []byte, scale float32) {
 	}
 	inverse := 1 / scale
 	for _, v := range row {
-		codes = append(codes, toE4M3(float64(float32(v)*inverse)))
+		codes = append(codes, driver.E4M3(float32(v)*inverse))
 	}
 	return codes, scale
 }
@@ -100,7 +46,7 @@ func (g *rig) rows8(what string, y, scale *buffer, rows [][]float64) {
 				g.Fatalf("%s: row %d, column %d: %v over %v is %#x, want %#x", what, r, c, row[c], want, code, codes[c])
 			}
 			if exact := row[c] / float64(want); exact-exact == 0 {
-				if near := e4m3[code&0x7f]; math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
+				if near := float64(driver.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
 					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number", what, r, c, exact, near)
 				}
 			}
