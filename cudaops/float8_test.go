@@ -435,7 +435,10 @@ func TestFloat8Recomputed(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		test(t, device, 32, fakeOption, float8Products)
 	})
-	t.Run("GPU", func(t *testing.T) { test(t, openGPUFloat8(t), 256, WithPrecision(Float8)) })
+	t.Run("GPU", func(t *testing.T) {
+		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may add up in another order than one that does not.
+		test(t, openGPUFloat8(t), 256, WithPrecision(Float8), WithTuning(TuneOff))
+	})
 }
 
 // TestFloat8Trains trains twice with float8 and once with bfloat16: the same bits, and nearly the same loss.
