@@ -454,7 +454,7 @@ func TestFloat8Trains(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for i := range 20 {
+		for i := range few(20, 4) {
 			b.draw(t, uint64(i%4))
 			if err := m.RunAll(); err != nil {
 				t.Fatal(err)

@@ -291,7 +291,8 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	}
 }
 
-// TestProfileStep wants a profile in the midst of a growing model's training to change nothing.
+// TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In short mode, where a tool may watch
+// each launch, it only wants the profile, since that alone takes steps enough.
 func TestProfileStep(t *testing.T) {
 	device := open(t)
 	p, after, accumulate := planned(), 3, 2
@@ -299,12 +300,15 @@ func TestProfileStep(t *testing.T) {
 		after, accumulate = 1, 1
 	}
 	p.steps = max(p.steps, after+cudaops.ProfileSteps+1)
-	want := losses(t, p.trainer(t, device, cudaops.BFloat16, accumulate, true))
+	var want []float64
+	if !testing.Short() {
+		want = losses(t, p.trainer(t, device, cudaops.BFloat16, accumulate, true))
+	}
 	tr := p.trainer(t, device, cudaops.BFloat16, accumulate, true)
 	path := filepath.Join(t.TempDir(), "trace.json")
 	var out bytes.Buffer
 	tr.On(llm.ProfileStep(tr, &out, path, after))
-	if got := losses(t, tr); !slices.Equal(got, want) {
+	if got := losses(t, tr); want != nil && !slices.Equal(got, want) {
 		t.Errorf("losses %v, without a profile %v", got, want)
 	}
 	trace := must[[]byte](t)(os.ReadFile(path))
