@@ -21,8 +21,12 @@ var ErrNoDevice = errors.New("no NVIDIA GPU")
 // and what was free.
 var ErrOutOfMemory error = driver.OutOfMemory
 
-// ErrUnsupportedDevice means that the GPU is too old for this package's kernels, or does not compute in a precision.
+// ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
+
+// ErrUnsupportedPrecision means that the GPU, or the cuBLASLt found, does not compute in the precision that [WithPrecision] asks for.
+// The error around it says what there is, what it takes, and what to use instead.
+var ErrUnsupportedPrecision = errors.New("unsupported precision")
 
 // joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
 func joined(errs ...error) error {

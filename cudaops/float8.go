@@ -55,23 +55,18 @@ func (m *Machine) checkFloat8() error {
 	info := m.device.info
 	if info.Capability() >= float8Capability && blas.Version() >= float8Blas {
 		const t = driver.Float8E4M3
-		var plan driver.MatmulPlan
-		plan, err = blas.Plan(driver.MatmulSpec{M: float8Rows, N: float8Rows, K: float8Rows, TransB: true, A: t, B: t,
+		plan, err := blas.Plan(driver.MatmulSpec{M: float8Rows, N: float8Rows, K: float8Rows, TransB: true, A: t, B: t,
 			D: m.activations().dtype(), Scaling: driver.ScaledRows, FastAccumulation: true}, workspaceBytes, 1)
 		if err == nil {
 			return plan.Close()
 		}
+		if !errors.Is(err, driver.BlasNotSupported) && !errors.Is(err, driver.BlasInvalidValue) {
+			return err
+		}
 	}
-	why := fmt.Errorf("WithPrecision(Float8) needs products of float8 with a factor for each row, which a GPU of compute capability %d.%d "+
-		"and cuBLASLt 12.9 or later have; this is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", float8Capability/10, float8Capability%10,
-		info.Name, info.Major, info.Minor, blas.Version()/10000, blas.Version()/100%100)
-	if info.Capability() < float8Capability || errors.Is(err, driver.BlasNotSupported) {
-		why = fmt.Errorf("%w: %w", ErrUnsupportedDevice, why)
-	}
-	if err != nil {
-		return fmt.Errorf("%w (%w)", why, err)
-	}
-	return why
+	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for each row, which a GPU of compute capability "+
+		"%d.%d and cuBLASLt 12.9 or later have; this is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
+		float8Capability/10, float8Capability%10, info.Name, info.Major, info.Minor, blas.Version()/10000, blas.Version()/100%100)
 }
 
 // float8 reports whether a product with so many rows and columns, and sums of so many products, is one of float8. It is a rule of

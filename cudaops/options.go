@@ -102,7 +102,7 @@ const (
 	// input), whose operands it rounds to float8 (E4M3), each row of tokens and of weights with a scale of its own. Gradients of
 	// weights, the output layer with its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
 	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability 9.0
-	// and cuBLASLt 12.9.
+	// and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
 	Float8
 )
 

@@ -180,7 +180,7 @@ func onGPU(o options) error {
 				continue
 			}
 			r, err := s.train(device, v, o)
-			if v.float8 && errors.Is(err, cudaops.ErrUnsupportedDevice) {
+			if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
 				fmt.Fprintf(os.Stderr, "%s%s is left out: %v\n", s.name, v.suffix, err)
 				continue
 			}
