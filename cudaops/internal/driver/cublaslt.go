@@ -187,12 +187,10 @@ func (p *blasPlan) describeFloat8() error {
 	if m.Scaling == Unscaled {
 		return nil
 	}
-	if m.Scaling == ScaledRows {
-		for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
-			mode := int32(outerVector)
-			if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)), 4); err != nil {
-				return err
-			}
+	for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
+		mode := int32(outerVector)
+		if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)), 4); err != nil {
+			return err
 		}
 	}
 	return p.pointScales(256, 256)

@@ -10,12 +10,11 @@ const Float8Max = 448
 type Scaling uint8
 
 const (
-	Unscaled      Scaling = iota
-	ScaledTensors         // A by one factor, and B by one
-	ScaledRows            // row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability 9.0, cuBLASLt 12.9
+	Unscaled   Scaling = iota
+	ScaledRows         // row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability 9.0, cuBLASLt 12.9
 )
 
-func (s Scaling) String() string { return [...]string{"unscaled", "tensors", "rows"}[s] }
+func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
 
 // E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to that. It has 1 bit of sign, 4 of
 // exponent with a bias of 7 and 3 of mantissa, no infinity, and NaN where all bits but the sign are set.

@@ -153,15 +153,11 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 
 // factors returns what rows or columns, n of them, are multiplied by.
 func factors(l *Launch, s driver.Scaling, at driver.Ptr, n int) func(int) float64 {
-	switch s {
-	case driver.ScaledTensors:
-		all := Slice[float32](l, at, 1)
-		return func(int) float64 { return float64(all[0]) }
-	case driver.ScaledRows:
-		each := Slice[float32](l, at, n)
-		return func(i int) float64 { return float64(each[i]) }
+	if s == driver.Unscaled {
+		return func(int) float64 { return 1 }
 	}
-	return func(int) float64 { return 1 }
+	each := Slice[float32](l, at, n)
+	return func(i int) float64 { return float64(each[i]) }
 }
 
 func activate(e driver.Epilogue, x float64) float64 {
