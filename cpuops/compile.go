@@ -153,6 +153,9 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
 			"and take its Value after a run")
 	}
+	if opbase.Size(n.Shape()) == 0 {
+		return errors.New("it has no elements")
+	}
 	v := &value{node: n, dt: n.Dtype(), shape: n.Shape(), lastRead: -1, lastWhole: -1}
 	c.values[n] = v
 	children := opbase.Children(n)

@@ -31,7 +31,7 @@ type Machine struct {
 	program *program
 	params  []gorgonia.ValueGrad
 	planned bool // what ops keep for their gradients
-	ran     bool // kept values are there
+	ran     bool // kept values are there, all of one run
 	closed  bool
 }
 
@@ -138,6 +138,7 @@ func (m *Machine) run() error {
 	if err := m.link(p.allocate()); err != nil {
 		return err
 	}
+	m.ran = false
 	p.lendAux()
 	defer p.takeAux()
 	for i := range p.steps {
@@ -225,7 +226,7 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	case !slices.Contains(m.program.kept, v):
 		return nil, fmt.Errorf("cpuops.Machine.Value: %s is not kept: name it with WithOutputs", describe(n))
 	case !m.ran:
-		return nil, errors.New("cpuops.Machine.Value: the machine has not run")
+		return nil, errors.New("cpuops.Machine.Value: the machine has not run, or its last run has failed")
 	}
 	v.show()
 	return gorgonia.CloneValue(v.shown)
@@ -262,7 +263,7 @@ func (m *Machine) Reset() {}
 func (m *Machine) Close() error {
 	if !m.closed {
 		m.closed = true
-		m.program.release()
+		giveArena(m.program.auxArena) // and not the other, whose memory nodes are still bound to
 		*m.program = program{}
 	}
 	return nil

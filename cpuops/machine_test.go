@@ -310,6 +310,48 @@ func TestRelease(t *testing.T) {
 	}
 }
 
+// TestClosed wants values that nodes are bound to to outlive their machine, whatever other machines compute.
+func TestClosed(t *testing.T) {
+	r := random(t)
+	run := func() (*cpuops.Machine, *gorgonia.Node) {
+		g := gorgonia.NewGraph()
+		y := gorgonia.Must(gorgonia.Tanh(gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 8, 8), gorgonia.WithName("x"))))
+		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		return m, y
+	}
+	m, y := run()
+	want := flat(t, check[gorgonia.Value](t)(m.Value(y)))
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for range 4 { // some of which would find the memory in a pool
+		run()
+	}
+	if got := flat(t, y.Value()); !equal(got, want) {
+		t.Errorf("after another machine's run it is %v, want %v", got, want)
+	}
+}
+
+// TestFailedRun wants no values of a run that has failed, some of which would be of the run before.
+func TestFailedRun(t *testing.T) {
+	g := gorgonia.NewGraph()
+	ids := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(2), gorgonia.WithName("ids"))
+	y := check[*gorgonia.Node](t)(op.Embedding(ids, gorgonia.NodeFromAny(g, normal(random(t), tensor.Float64, 3, 4), gorgonia.WithName("table"))))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
+	for _, second := range []int{2, 3, 1} { // 3 is out of range
+		if err := gorgonia.Let(ids, tensor.New(tensor.WithBacking([]int{0, second}))); err != nil {
+			t.Fatal(err)
+		}
+		failed := m.RunAll() != nil
+		if _, err := m.Value(y); failed != (second == 3) || failed != (err != nil) {
+			t.Errorf("id %d: run failed: %v, value: %v", second, failed, err)
+		}
+	}
+}
+
 // TestAllocations wants the number of allocations of a steady training step not to grow with the model.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
@@ -356,6 +398,9 @@ func TestErrors(t *testing.T) {
 	fails(err, "node 0 is no input")
 	_, err = cpuops.NewMachine(g, cpuops.WithOutputs(nil))
 	fails(err, "a node is nil")
+	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3), gorgonia.WithName("empty"))
+	_, err = cpuops.NewMachine(gorgonia.Must(gorgonia.Exp(empty)).Graph())
+	fails(err, "empty (0, 3): it has no elements")
 	_, err = cpuops.NewMachine(gorgonia.NewGraph())
 	fails(err, "computes nothing")
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))

@@ -59,10 +59,15 @@ func checkGraph(op string, args ...arg) error {
 	return nil
 }
 
-// checkDims returns an error unless a has the given number of dimensions, which want describes, such as "[rows, D]".
+// checkDims returns an error unless a has the given number of dimensions, which want describes, such as "[rows, D]", and none
+// of them is 0.
 func checkDims(op string, a arg, dims int, want string) error {
-	if got := a.node.Shape(); len(got) != dims {
+	got := a.node.Shape()
+	if len(got) != dims {
 		return fmt.Errorf("op.%s: %s has shape %v, want %d dimensions, %s", op, a.name, got, dims, want)
+	}
+	if opbase.Size(got) == 0 {
+		return fmt.Errorf("op.%s: %s has shape %v, want at least one element", op, a.name, got)
 	}
 	return nil
 }

@@ -68,6 +68,9 @@ func TestConstructorErrors(t *testing.T) {
 	}{
 		"RMSNorm nil":             {rms(nil, f64(4), 0), "RMSNorm|x is nil"},
 		"RMSNorm rank":            {rms(f64(2, 3, 4), f64(4), 0), "RMSNorm|x has shape (2, 3, 4)|2 dimensions"},
+		"RMSNorm empty":           {rms(f64(0, 4), f64(4), 0), "RMSNorm|x has shape (0, 4)|at least one element"},
+		"Linear empty":            {linear(f64(3, 4), f64(0, 4)), "Linear|w has shape (0, 4)|at least one element"},
+		"CrossEntropy empty":      {ce(f64(3, 0), ids(3)), "CrossEntropy|logits has shape (3, 0)|at least one element"},
 		"RMSNorm weight":          {rms(f64(3, 5), f64(4), 0), "RMSNorm|weight has shape (4)|(5)|(3, 5)"},
 		"RMSNorm types":           {rms(f64(3, 4), f32(4), 0), "RMSNorm|weight|float32|x|float64"},
 		"RMSNorm graphs":          {rms(f64(3, 4), elsewhere, 0), "RMSNorm|weight|x|different graphs"},
