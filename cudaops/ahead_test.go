@@ -226,7 +226,7 @@ func (w *twins) testCounts() {
 	before := w.ahead.model.Params[0].Value.Float32s()[0]
 	w.each(func(l *lifetime) error { return l.poke(0, float32(math.NaN())) })
 	w.ahead.machine.lost = -100
-	for i := range 6 {
+	for i := range few(6, 2) {
 		w.each(func(l *lifetime) error {
 			l.batch.draw(w.t, w.batch)
 			if err := l.machine.RunAll(); err != nil {

@@ -14,7 +14,7 @@ import (
 // start one is little: a slow card, or one under a tool that makes kernels slow, is not kept for longer.
 const (
 	ceilingBytes           = 512 << 20
-	firstSide, ceilingSide = 1024, 8192
+	firstSide, ceilingSide = 256, 8192
 	ceilingTime            = time.Millisecond
 )
 

@@ -263,7 +263,7 @@ func TestFloat8Weights(t *testing.T) {
 		})
 	}
 	t.Run("GPU", func(t *testing.T) {
-		testFloat8Weights(t, openGPUFloat8(t), 256, newAdamW, []MachineOption{WithPrecision(BFloat16)}, WithPrecision(Float8))
+		testFloat8Weights(t, openGPUFloat8(t), few(256, 128), newAdamW, []MachineOption{WithPrecision(BFloat16)}, WithPrecision(Float8))
 	})
 }
 
@@ -437,7 +437,7 @@ func TestFloat8Recomputed(t *testing.T) {
 	})
 	t.Run("GPU", func(t *testing.T) {
 		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may add up in another order than one that does not.
-		test(t, openGPUFloat8(t), 256, WithPrecision(Float8), WithTuning(TuneOff))
+		test(t, openGPUFloat8(t), few(256, 128), WithPrecision(Float8), WithTuning(TuneOff))
 	})
 }
 
@@ -445,7 +445,7 @@ func TestFloat8Recomputed(t *testing.T) {
 func TestFloat8Trains(t *testing.T) {
 	device := openGPUFloat8(t)
 	train := func(p Precision) (losses []float32) {
-		_, b := float8Model(t, llm.ForTraining, 8, 256)
+		_, b := float8Model(t, llm.ForTraining, 8, few(256, 128))
 		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{WithPrecision(p)})
 		o, err := newAdamW()
 		if err == nil {
@@ -454,7 +454,7 @@ func TestFloat8Trains(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for i := range few(20, 4) {
+		for i := range few(20, 3) {
 			b.draw(t, uint64(i%4))
 			if err := m.RunAll(); err != nil {
 				t.Fatal(err)

@@ -53,16 +53,16 @@ func open(t *testing.T) *cudaops.Device {
 // kinds are grafted in by newTrainer's trainer, one after the other.
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
 
-// plan is the size of a run: the model's blocks, the steps, after how many steps another seed is grafted in, or 0 for all after
+// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how many steps another seed is grafted in, or 0 for all after
 // the first, and the step after which seed 6 goes on with what seed 0 has learned.
-type plan struct{ layers, steps, graft, load int }
+type plan struct{ layers, batch, steps, graft, load int }
 
 // planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of milliseconds.
 func planned() plan {
 	if testing.Short() {
-		return plan{layers: 1, steps: 4, load: 2}
+		return plan{layers: 1, batch: 2, steps: 3, load: 2}
 	}
-	return plan{layers: 2, steps: 20, graft: 4, load: 14}
+	return plan{layers: 2, batch: 4, steps: 20, graft: 4, load: 14}
 }
 
 // grafted is the seeds that are grafted in after a step.
@@ -94,12 +94,12 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
 	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
 	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
-	loader := must[*llm.Loader](t)(llm.NewLoader(tokens, llm.LoaderConfig{Batch: 4, Seq: config.Seq, Seed: 1}))
+	loader := must[*llm.Loader](t)(llm.NewLoader(tokens, llm.LoaderConfig{Batch: p.batch, Seq: config.Seq, Seed: 1}))
 	var optimizer optim.Optimizer = must[*optim.AdamW](t)(optim.NewAdamW(optim.WithLR(3e-3)))
 	if muon {
 		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
 	}
-	c := llm.TrainConfig{Steps: p.steps, Batch: 4, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
+	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
 	if device != nil {
 		c.Engine = gpu.Engine(device, precision)
 	}
@@ -304,7 +304,7 @@ func TestProfileStep(t *testing.T) {
 	if !testing.Short() {
 		want = losses(t, p.trainer(t, device, cudaops.BFloat16, accumulate, true))
 	}
-	tr := p.trainer(t, device, cudaops.BFloat16, accumulate, true)
+	tr := p.trainer(t, device, cudaops.BFloat16, accumulate, !testing.Short())
 	path := filepath.Join(t.TempDir(), "trace.json")
 	var out bytes.Buffer
 	tr.On(llm.ProfileStep(tr, &out, path, after))

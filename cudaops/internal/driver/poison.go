@@ -32,5 +32,8 @@ func (p *blasPlan) poison(algo int, a MatmulArgs, s Stream) error {
 // fill fills rows of so many bytes, each at a distance of pitch bytes from the one before it, with NaN of any of the types.
 func (p *blasPlan) fill(at Ptr, pitch, bytes, rows int, s Stream) error {
 	c := p.b.ctx
+	if pitch == bytes { // as one row, for each of which initcheck takes long
+		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(rows*bytes), uintptr(s))
+	}
 	return c.call(&c.MemsetD2D8Async, uintptr(at), uintptr(pitch), 0xff, uintptr(bytes), uintptr(rows), uintptr(s))
 }
