@@ -134,22 +134,18 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
                                                  const T* b, int64_t rows, int f, int64_t stride, int64_t outStride) {
   constexpr int N = kVec<T>;
   Held<T> held(rows, f);
-  Pack<T, N> va[P], vb[P], vg[P];
+  Pack<T, N> va[P], vb[P];
+  float most = 0;
 #pragma unroll
-  for (int k = 0; k < P; k++) {
+  for (int k = 0; k < P; k++) {  // one after the other, for registers
     if (!held.holds(k)) continue;
     va[k] = load<N>(a + held.row * stride + held.at(k));
     vb[k] = load<N>(b + held.row * stride + held.at(k));
-    vg[k] = load<N>(dh + held.row * f + held.at(k));
-  }
-  float most = 0;
-#pragma unroll
-  for (int k = 0; k < P; k++) {
-    if (!held.holds(k)) continue;
+    Pack<T, N> vg = load<N>(dh + held.row * f + held.at(k));
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      SiLUGradient<T> to(vg[k].get(j), va[k].get(j), vb[k].get(j));
-      vg[k].set(j, to.h);
+      SiLUGradient<T> to(vg.get(j), va[k].get(j), vb[k].get(j));
+      vg.set(j, to.h);
       va[k].set(j, to.da);
       vb[k].set(j, to.db);
     }
@@ -157,7 +153,7 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
     most = largest(largest(most, va[k]), vb[k]);
     store(da + held.row * outStride + held.at(k), va[k]);
     store(db + held.row * outStride + held.at(k), vb[k]);
-    if (h) store(h + held.row * f + held.at(k), vg[k]);
+    if (h) store(h + held.row * f + held.at(k), vg);
   }
   Scale s = held.scale(most, scale8);
   dab8 += held.row * 2 * f;
@@ -175,7 +171,7 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
                              int64_t stride) {                                                                \
     siluHeld<T, P>(h8, scale8, h, a, b, rows, f, stride);                                                     \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
+  extern "C" __global__ void __launch_bounds__(kHeld, P > 2 ? 2 : 0)                                         \
       silu_mul_backward_held##P##_##T(f8* dab8, float* scale8, T* h, T* da, T* db, const T* dh, const T* a,   \
                                       const T* b, int64_t rows, int f, int64_t stride, int64_t outStride) {   \
     siluBackwardHeld<T, P>(dab8, scale8, h, da, db, dh, a, b, rows, f, stride, outStride);                    \
