@@ -1,0 +1,158 @@
+package llm_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// randomConfig returns that of a small model of any shape.
+func randomConfig(r *rand.Rand) llm.Config {
+	kv := 1 + r.IntN(3)
+	c := llm.Config{Vocab: 5 + r.IntN(9), Layers: 1 + r.IntN(2), KVHeads: kv, Heads: kv * (1 + r.IntN(3)), HeadDim: 2 * (1 + r.IntN(3)),
+		Seq: 1 + r.IntN(9), FF: 1 + r.IntN(9), Seeds: 1 + r.IntN(3), Untied: r.IntN(2) == 0, Documents: r.IntN(2) == 0}
+	c.Dim = c.Seeds * (1 + r.IntN(5))
+	for b := range c.Layers {
+		if r.IntN(3) > 0 {
+			c.Kasmina = append(c.Kasmina, b)
+		}
+	}
+	if r.IntN(2) == 0 {
+		c.SlotWidth = c.Dim/c.Seeds*2 + r.IntN(9)
+	}
+	return c.Default()
+}
+
+// randomBatch returns one of as many sequences, some of whose rows have no target.
+func randomBatch(r *rand.Rand, c llm.Config, sequences int) llm.Batch {
+	n := sequences * c.Seq
+	b := llm.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)}
+	for i := range n {
+		b.Inputs[i], b.Targets[i] = r.IntN(c.Vocab), r.IntN(c.Vocab+2)-2
+		if i == 0 {
+			b.Targets[i] = r.IntN(c.Vocab)
+		}
+		if b.Targets[i] >= 0 {
+			b.Count++
+		}
+		if at := i % c.Seq; at > 0 && r.IntN(3) == 0 {
+			b.Starts[i] = at
+		} else if at > 0 {
+			b.Starts[i] = b.Starts[i-1]
+		}
+	}
+	return b
+}
+
+// TestGradients compares the gradients of models of any shape, with grouped queries, documents, tied and untied output layers
+// and seeds in every stage in which they are derivatives of the loss, with central differences; and those of batches that make
+// one step, computed again or not, with their mean.
+func TestGradients(t *testing.T) {
+	models := 4
+	if testing.Short() {
+		models = 1
+	}
+	for i := range models {
+		seed := rand.Uint64()
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			t.Logf("random seed %d", seed)
+			r := rand.New(rand.NewPCG(seed, 0))
+			c := randomConfig(r)
+			t.Logf("%+v", c)
+			m := must(llm.NewModel(c, tensor.Float64, r.Uint64(), state.WithoutGates()))
+			for _, p := range m.Params { // away from where gradients vanish
+				x := p.Value.Float64s()
+				for k := range x {
+					x[k] += 0.3 * r.NormFloat64()
+				}
+			}
+			plant(t, r, m)
+			checkModel(t, r, m)
+		})
+	}
+}
+
+// plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences mean nothing, and takes most of them on to where they are blended in and learn.
+func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter, blueprints.LowRank, blueprints.ChunkMLP}
+	for _, l := range m.Kasmina.Lattices() {
+		for seed := range l.Seeds() {
+			kind := kinds[r.IntN(len(kinds))]
+			slot := 1 + r.IntN(m.Config.Slots-1)
+			err := l.RequestGermination(seed, state.GerminationRequest{Slot: slot, Kind: kind})
+			if err != nil || r.IntN(4) == 0 {
+				continue // it needs more weights than slots have, or shall stay as it is
+			}
+			last := []state.Stage{state.Grafting, state.Stabilization, state.FineTuning}[r.IntN(3)]
+			for stage := state.Training; stage <= last; stage++ {
+				if err := l.Transition(seed, stage); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := l.SetAlpha(seed, r.Float64()); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
+// checkModel compares a model's gradients on two batches with differences, and the trainer's of both together with their mean.
+func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
+	t.Helper()
+	const sequences = 2
+	batches := []llm.Batch{randomBatch(r, m.Config, sequences), randomBatch(r, m.Config, sequences)}
+	means := make([]map[int]float64, len(m.Params)) // of the derivatives that are checked, by their place in a parameter
+	seed := r.Uint64()
+	for _, b := range batches {
+		g := must(m.Graph(llm.ForLoss, sequences))
+		if err := g.Let(b); err != nil {
+			t.Fatal(err)
+		}
+		report, err := autodiff.CheckGradients(g.Loss, g.Params, autodiff.WithSamples(3), autodiff.WithSeed(seed))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, in := range report.Inputs {
+			if worst := in.Worst(); !(worst.RelError < 1e-6) {
+				t.Errorf("%s at %s: the derivative is %v, differences give %v", in.Name, worst.At(), worst.Analytic, worst.Numeric)
+			}
+			if means[i] == nil {
+				means[i] = map[int]float64{}
+			}
+			for _, e := range in.Elements {
+				if at, err := tensor.Ltoi(in.Shape, in.Shape.CalcStrides(), e.Index...); err == nil && !e.Direction {
+					means[i][at] += e.Analytic / float64(len(batches))
+				}
+			}
+		}
+	}
+	for _, recompute := range []bool{false, true} {
+		g := must(llm.TrainConfig{Batch: sequences, Accumulate: len(batches), Recompute: recompute}.Graph(m))
+		machine := must(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss)))
+		for _, b := range batches {
+			if _, err := (llm.Runner{g, machine}).Run(b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i, p := range machine.ValueGrads() {
+			v, err := p.Grad()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for at, want := range means[i] {
+				if got := v.Data().([]float64)[at]; !(math.Abs(got-want) <= 1e-12*(1+math.Abs(want))) {
+					t.Errorf("recompute %v: the gradient of %s at %d is %v, want %v", recompute, m.Params[i].Name, at, got, want)
+				}
+			}
+		}
+	}
+}
