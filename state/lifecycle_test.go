@@ -470,7 +470,7 @@ func TestZeroLattice(t *testing.T) {
 	if err := l.RecordHealth(&p, nil); err == nil {
 		t.Error("a pass over no seeds is recorded")
 	}
-	if l.Seeds() != 0 || l.Hidden() != 0 || len(l.Report().Seeds) != 0 || len(l.History()) != 0 || l.Arrays() != nil || l.Verify() != nil {
+	if l.Seeds() != 0 || l.Hidden() != 0 || len(l.Report().Seeds) != 0 || len(l.History()) != 0 || l.Arrays() != nil || l.Verify() != nil || len(l.LearningSlots()) != 0 {
 		t.Error("the zero lattice has something in it")
 	}
 }

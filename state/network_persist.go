@@ -72,6 +72,9 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 		if err == nil {
 			err = layer.Lattice.takes(images[i])
 		}
+		if err == nil {
+			err = checkKept(kept, i, images[i])
+		}
 		if err != nil {
 			return nil, fmt.Errorf("state.Load: layer %q: %w", layer.Name, err)
 		}
@@ -120,8 +123,25 @@ func takeKept(kept map[address]SlotParams, layer int, arrays []Array) ([]Array, 
 		return nil, fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales", ErrCorrupt, k, len(weights), len(scales))
 	}
 	for i, seed := range seeds {
-		width := len(weights) / k
-		kept[address{layer, int(seed)}] = SlotParams{weights[i*width:][:width:width], scales[i]}
+		at, width := address{layer, int(seed)}, len(weights)/k
+		if _, twice := kept[at]; twice {
+			return nil, fmt.Errorf("%w: array %q names seed %d twice", ErrCorrupt, keptSeeds, seed)
+		}
+		kept[at] = SlotParams{weights[i*width:][:width:width], scales[i]}
 	}
 	return own, nil
+}
+
+// checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and fits slots.
+func checkKept(kept map[address]SlotParams, layer int, img *image) error {
+	for at, p := range kept {
+		switch width := img.config.Width; {
+		case at.layer != layer:
+		case at.number >= img.n:
+			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt, keptSeeds, at.number, img.n)
+		case width > 0 && len(p.Weights) != width:
+			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt, keptWeights, len(p.Weights), at.number, width)
+		}
+	}
+	return nil
 }

@@ -291,8 +291,12 @@ func TestNewNetworkErrors(t *testing.T) {
 	}
 }
 
+func find(arrays []state.Array, name string) *state.Array {
+	return &arrays[slices.IndexFunc(arrays, func(a state.Array) bool { return a.Name == name })]
+}
+
 func TestLoadErrors(t *testing.T) {
-	n, m := network(t, state.WithSlots(5))
+	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	m.set(1, 1, 3)
 	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Grafting)...)...)
 	other, _ := network(t, state.WithSlots(9))
@@ -302,7 +306,21 @@ func TestLoadErrors(t *testing.T) {
 		},
 		"arrays of 3 layers, want 2": func(a []state.Array) []state.Array { return append(a, state.Array{Name: "c.header"}) },
 		`array "kept_seeds" is a []int`: func(a []state.Array) []state.Array {
-			a[slices.IndexFunc(a, func(a state.Array) bool { return a.Name == "b.kept_seeds" })].Data = []int{3}
+			find(a, "b.kept_seeds").Data = []int{3}
+			return a
+		},
+		`layer "b": seed state is corrupt: array "kept_seeds" names seed 6 of 6`: func(a []state.Array) []state.Array {
+			find(a, "b.kept_seeds").Data = []uint32{6}
+			return a
+		},
+		`array "kept_seeds" names seed 3 twice`: func(a []state.Array) []state.Array {
+			find(a, "b.kept_seeds").Data = []uint32{3, 3}
+			find(a, "b.kept_weights").Data = make([]float64, 4)
+			find(a, "b.kept_scales").Data = make([]float64, 2)
+			return a
+		},
+		`array "kept_weights" has 3 for seed 3, and slots have 2`: func(a []state.Array) []state.Array {
+			find(a, "b.kept_weights").Data = make([]float64, 3)
 			return a
 		},
 		"have 1 seeds, 2 weights and 0 scales": func(a []state.Array) []state.Array {
@@ -310,7 +328,7 @@ func TestLoadErrors(t *testing.T) {
 		},
 		"lattice of another shape: the saved one has 9 slots, this one 5": func([]state.Array) []state.Array { return other.Arrays() },
 	} {
-		fresh, _ := network(t, state.WithSlots(5))
+		fresh, _ := network(t, state.WithSlots(5), state.WithWidth(2))
 		before := fmt.Sprint(fresh.Arrays())
 		if _, err := fresh.Load(change(n.Arrays())); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("got %v, want %q", err, text)

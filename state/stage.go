@@ -77,8 +77,8 @@ func (l *Lattice) LearningSlots() []bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	learning := make([]bool, l.config.Slots)
-	for seed, slot := range l.seeds.slot {
-		if int(slot) < len(learning) && Stage(l.seeds.stage[seed]).Learns() {
+	for seed := range l.n {
+		if stage, slot := l.at(seed); slot < len(learning) && stage.Learns() {
 			learning[slot] = true
 		}
 	}
