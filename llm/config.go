@@ -111,7 +111,7 @@ func (c Config) Check() error {
 		}
 	}
 	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
-	block := dim*(2*heads+3*float64(c.FF)+2) + float64(c.Slots)*max(dim, float64(c.SlotWidth))
+	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim, float64(c.SlotWidth))
 	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
 		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n, float64(maxParams))
 	}

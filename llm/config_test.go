@@ -29,6 +29,7 @@ func TestConfigErrors(t *testing.T) {
 		"multiple of Heads, 3":    func(c *Config) { *c = Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 3, Seq: 4}.Default() },
 		"FF is 16777217":          func(c *Config) { c.FF = 1<<24 + 1 },
 		"2.6e+13 parameters":      func(c *Config) { c.Dim, c.FF, c.Seeds = 1<<20, 1<<22, 4 },
+		"5.6e+14 parameters":      func(c *Config) { c.Vocab, c.Dim, c.Kasmina, c.Slots = 1<<24, 1<<24, nil, math.MinInt },
 		"Base is +Inf":            func(c *Config) { c.Base = math.Inf(1) },
 		"float32 or float64":      nil,
 		"Config.Seq":              nil,
@@ -108,6 +109,9 @@ func otherError(t *testing.T, want string) error {
 	case "Accumulate is -1":
 		return train(func(c *TrainConfig) { c.Accumulate = -1 })
 	case "a batch of 0 sequences":
+		if _, err := tr.Model.Graph(ForLoss, math.MaxInt); err == nil {
+			t.Error("a batch of all sequences that an int can count is accepted")
+		}
 		_, err := tr.Model.Graph(ForLoss, 0)
 		return err
 	case "the prompt is empty":

@@ -3,6 +3,7 @@ package llm
 import (
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // Generator draws text from a model, token by token, on the CPU. Each token sees as many of the tokens before it as the model's
@@ -48,7 +49,7 @@ func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() err
 	if err != nil {
 		return nil, fmt.Errorf("llm: Generate: %w", err)
 	}
-	all := append(make([]int, 0, len(prompt)+n), prompt...)
+	all := slices.Clone(prompt)
 	for range n {
 		if err := stopped(); err != nil {
 			return nil, err

@@ -169,8 +169,8 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("llm: NewLoader: the tokens are nil")
 	}
-	if c.Batch < 1 || c.Seq < 1 {
-		return nil, fmt.Errorf("llm: NewLoader: batches of %d sequences of %d tokens, want at least 1 of each", c.Batch, c.Seq)
+	if err := checkBatches(c.Batch, c.Seq); err != nil {
+		return nil, fmt.Errorf("llm: NewLoader: %w", err)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
 		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d",
@@ -188,6 +188,14 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 		l.spare.Starts, l.inUse.Starts = make([]int, c.Batch*c.Seq), make([]int, c.Batch*c.Seq)
 	}
 	return l, nil
+}
+
+// checkBatches returns an error unless batches of that size can be.
+func checkBatches(sequences, seq int) error {
+	if min(sequences, seq) < 1 || max(sequences, seq) > maxField {
+		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences, seq, maxField)
+	}
+	return nil
 }
 
 func newBatch(n int) Batch {
@@ -373,8 +381,8 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, b
 	if tok == nil {
 		return nil, fmt.Errorf("llm: %s: the tokenizer is nil", name)
 	}
-	if batch < 1 || seq < 1 {
-		return nil, fmt.Errorf("llm: %s: batches of %d sequences of %d tokens, want at least 1 of each", name, batch, seq)
+	if err := checkBatches(batch, seq); err != nil {
+		return nil, fmt.Errorf("llm: %s: %w", name, err)
 	}
 	e := &Evaluation{batch: batch, seq: seq}
 	read := 0

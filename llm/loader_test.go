@@ -244,6 +244,7 @@ func TestNewLoaderErrors(t *testing.T) {
 	}{
 		{10, LoaderConfig{Batch: 0, Seq: 5}, "0 sequences of 5"},
 		{10, LoaderConfig{Batch: 5, Seq: -1}, "5 sequences of -1"},
+		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2}, "sequences of 2 tokens, want 1 to 16777216 of each"},
 		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 with its last target needs 11"},
 		{0, LoaderConfig{Batch: 1, Seq: 1}, "the text has 0 tokens"},
 	} {
@@ -381,7 +382,7 @@ func TestEvaluation(t *testing.T) {
 	for _, c := range []struct {
 		text       string
 		batch, seq int
-	}{{"", 1, 1}, {"x", 1, 1}, {"text", 0, 1}, {"text", 1, 0}} {
+	}{{"", 1, 1}, {"x", 1, 1}, {"text", 0, 1}, {"text", 1, 0}, {"text", math.MaxInt, 4}, {"text", 2, math.MaxInt}} {
 		if _, err := NewEvaluation([]byte(c.text), ByteTokenizer{}, c.batch, c.seq); err == nil {
 			t.Errorf("%+v is accepted", c)
 		}

@@ -417,7 +417,7 @@ func TestGenerateStops(t *testing.T) {
 		t.Fatal(err)
 	}
 	asked, stop := 0, errors.New("stop")
-	_, err = g.generate([]int{1}, 1000, s, func() error {
+	_, err = g.generate([]int{1}, math.MaxInt, s, func() error {
 		if asked++; asked == 4 {
 			return stop
 		}
