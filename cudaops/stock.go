@@ -59,6 +59,11 @@ func stock(n *gorgonia.Node) lowering {
 	return find(n)
 }
 
+// hasKernel reports whether one of Gorgonia's own ops is computed by kernels: it has a lowering, and no rule wants it on the host.
+func (c *compiler) hasKernel(n *gorgonia.Node) bool {
+	return stock(n) != nil && !c.m.tuner.onHost(fmt.Sprint(n.Op()))
+}
+
 // floats reports whether a node and its inputs hold floats.
 func floats(n *gorgonia.Node) bool {
 	return !slices.ContainsFunc(append(opbase.Children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })

@@ -41,11 +41,11 @@ func stockUnary(n *gorgonia.Node) lowering {
 }
 
 // readsSpread reports whether a node is an elementwise op that reads what its operands repeat.
-func readsSpread(n *gorgonia.Node) bool {
+func (c *compiler) readsSpread(n *gorgonia.Node) bool {
 	switch fmt.Sprintf("%T", n.Op()) {
 	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
 		isNumber := func(n *gorgonia.Node) bool { _, ok := number(n); return ok }
-		return stockBinary(n) != nil && !slices.ContainsFunc(opbase.Children(n), isNumber)
+		return c.hasKernel(n) && !slices.ContainsFunc(opbase.Children(n), isNumber)
 	}
 	return false
 }

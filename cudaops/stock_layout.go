@@ -53,7 +53,7 @@ func stockTranspose(n *gorgonia.Node) lowering {
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		y := c.newArray(in[0].elem, n.Shape()...)
-		if isMatrixTranspose(n) && c.onlyUsedBy(n, isMatMul) {
+		if isMatrixTranspose(n) && c.onlyUsedBy(n, c.isMatMul) {
 			return y, nil // nobody reads it
 		}
 		ys, xs := tensor.Shape(y.shape).CalcStrides(), x.CalcStrides()
@@ -230,7 +230,7 @@ func stockRepeat(n *gorgonia.Node) lowering {
 			return x.view(0, n.Shape()...), nil
 		}
 		y := c.newArray(x.elem, n.Shape()...)
-		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, readsSpread) {
+		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, c.readsSpread) {
 			return y, nil // nobody reads it
 		}
 		c.move(n, y, x, dimension{r.outer, r.along * r.times * r.inner, r.along * r.inner}, dimension{r.along, r.times * r.inner, r.inner},

@@ -44,9 +44,9 @@ func stockProduct(n *gorgonia.Node) lowering {
 }
 
 // isMatMul reports whether a node is a product of two matrices, which transposes its operands itself.
-func isMatMul(n *gorgonia.Node) bool {
+func (c *compiler) isMatMul(n *gorgonia.Node) bool {
 	p, ok := products[fmt.Sprint(n.Op())]
-	return ok && p.dims == [3]int{2, 2, 2} && stock(n) != nil
+	return ok && p.dims == [3]int{2, 2, 2} && c.hasKernel(n)
 }
 
 // fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some vectors for matrices and

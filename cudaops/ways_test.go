@@ -202,6 +202,41 @@ func TestHostByRule(t *testing.T) {
 	}
 }
 
+// TestHostByRuleReads wants an op that a rule puts on the host to find its operands, also those that kernels would read from what
+// they were made of: the transpose of a matrix, and a vector repeated for each row.
+func TestHostByRuleReads(t *testing.T) {
+	for _, rule := range []string{"A × B=host", "+ *=host"} {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		g := gorgonia.NewGraph()
+		a := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("a"),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(2, 3), tensor.WithBacking([]float32{1, 2, 3, 4, 5, 6}))))
+		b := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(3), gorgonia.WithName("b"),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{10, 20, 30}))))
+		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
+		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
+		m, err := NewMachine(device, g, fakeOption, WithWays(rule), WithLogger(slog.New(slog.DiscardHandler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(sum)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}; !slices.Equal(got, want) {
+			t.Errorf("%s: got %v, want %v", rule, got, want)
+		}
+		if !m.onHost() {
+			t.Errorf("%s: nothing is computed on the host", rule)
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 func TestTuningText(t *testing.T) {
 	for _, want := range []Tuning{TuneDefault, TuneOff, TuneCached, TuneFull} {
 		text, err := want.MarshalText()
