@@ -61,6 +61,7 @@ type Stream struct {
 	waiting   []bool         // slots whose batch nobody has waited for
 	submitted uint64
 	first     uint64 // the number of the kernel's batch 0
+	loaded    bool   // the layer is on the device, and its kernel ready
 	nonFinite int
 	closed    bool
 }
@@ -106,6 +107,9 @@ func OpenStream(d *Device, layer *gorgonia.Node, c StreamConfig) (_ *Stream, err
 	if err := s.allocate(); err != nil {
 		return nil, err
 	}
+	if err := s.encode(); err != nil {
+		return nil, err
+	}
 	return s, s.load()
 }
 
@@ -146,9 +150,9 @@ func (s *Stream) allocate() (err error) {
 	return ctx.Memset32(s.bad, 0, l.State.Seeds, s.stream)
 }
 
-// load sends the layer as it is, and prepares the kernel that stays.
-func (s *Stream) load() error {
-	ctx, l := s.device.ctx, &s.layer
+// encode writes the layer as it is to s.staged.
+func (s *Stream) encode() error {
+	l := &s.layer
 	pass := s.op.NewPass()
 	pass.Begin()
 	var mixes error
@@ -160,7 +164,7 @@ func (s *Stream) load() error {
 		}
 		return k
 	})
-	if err = errors.Join(err, mixes); err != nil {
+	if err = cmp.Or(mixes, err); err != nil {
 		return err
 	}
 	at := plan.Align(l.State.Bytes(), alignment)
@@ -174,15 +178,22 @@ func (s *Stream) load() error {
 		}
 		at += plan.Align(4*n, alignment)
 	}
+	return nil
+}
+
+// load sends what encode has written, and prepares the kernel that stays.
+func (s *Stream) load() (err error) {
+	ctx := s.device.ctx
+	s.loaded = false
 	if err := errors.Join(ctx.CopyToDevice(s.memory, s.staged, s.stream), ctx.SyncStream(s.stream)); err != nil {
 		return err
 	}
-	if s.config.Way == launchesWay {
-		return nil
+	if s.config.Way == persistentWay {
+		s.first = s.submitted
+		c := kernels.KasminaStreamConfig{Depth: s.config.Depth, Idle: s.config.Idle, Blocks: s.config.Blocks}
+		s.kernel, err = s.k.NewKasminaStream(s.stream, s.layer, c)
 	}
-	s.first = s.submitted
-	c := kernels.KasminaStreamConfig{Depth: s.config.Depth, Idle: s.config.Idle, Blocks: s.config.Blocks}
-	s.kernel, err = s.k.NewKasminaStream(s.stream, *l, c)
+	s.loaded = err == nil
 	return err
 }
 
@@ -210,6 +221,8 @@ func (s *Stream) Submit(x []float32) (batch uint64, err error) {
 	switch {
 	case s.closed:
 		return 0, errors.New("cudaops.Stream.Submit: the stream is closed")
+	case !s.loaded:
+		return 0, errors.New("cudaops.Stream.Submit: the last refresh failed: refresh again")
 	case s.waiting[i]:
 		return 0, fmt.Errorf("cudaops.Stream.Submit: the stream is %d deep, and batch %d has not been waited for", s.config.Depth,
 			batch-uint64(s.config.Depth))
@@ -265,7 +278,8 @@ func (s *Stream) wait(batch uint64, y []float32) (err error) {
 	return nil
 }
 
-// Refresh takes over the layer as it is now: lattice, weights and scales. No batch may be on its way.
+// Refresh takes over the layer as it is now: lattice, weights and scales. No batch may be on its way. What a stream does not compute
+// is an error that leaves it as it was; after an error of the device it takes no batch before another Refresh.
 func (s *Stream) Refresh() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -277,7 +291,11 @@ func (s *Stream) Refresh() error {
 			return fmt.Errorf("cudaops.Stream.Refresh: the batch in slot %d has not been waited for", i)
 		}
 	}
-	if err := errors.Join(s.end(), s.load()); err != nil {
+	err := s.encode()
+	if err == nil {
+		err = errors.Join(s.end(), s.load())
+	}
+	if err != nil {
 		return fmt.Errorf("cudaops.Stream.Refresh: %w", err)
 	}
 	return nil

@@ -187,6 +187,55 @@ func TestStreamLost(t *testing.T) {
 	}
 }
 
+// TestStreamRefreshFails wants a refresh that is refused to change nothing, and one that fails on the device to leave a stream that
+// says so, in both ways, and that a later refresh mends.
+func TestStreamRefreshFails(t *testing.T) {
+	for _, way := range []string{persistentWay, launchesWay} {
+		d := fake.New(fake.Config{AnyKernel: true, Kernels: map[string]fake.Kernel{"kasmina_stream_quad_f32": queueKernel}})
+		device, err := Open(withDriver(d))
+		if err != nil {
+			t.Fatal(err)
+		}
+		layer, _, _ := streamLayer(t)
+		lattice := layer.Op().(*op.KasminaOp).Lattice
+		s, err := OpenStream(device, layer, StreamConfig{Way: way, Idle: time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		x := make([]float32, 5*48)
+		batch := func() error {
+			k, err := s.Submit(x)
+			if err == nil {
+				err = s.Wait(k, x)
+			}
+			return err
+		}
+		if err := errors.Join(lattice.RequestGermination(7, state.GerminationRequest{Slot: 8, Kind: blueprints.LowRank}),
+			lattice.Transition(7, state.Training), lattice.Transition(7, state.Grafting)); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Refresh(); err == nil || err.Error() != "cudaops.Stream.Refresh: seed 7 has a blueprint with capacity, which has no stream" {
+			t.Errorf("%s: a blueprint with capacity: %v", way, err)
+		}
+		if err := batch(); err != nil {
+			t.Errorf("%s: after a refresh that was refused: %v", way, err)
+		}
+		if err := lattice.Transition(7, state.RolledBack); err != nil {
+			t.Fatal(err)
+		}
+		d.Fail("cuMemcpyHtoDAsync", 1, driver.OutOfMemory)
+		if err := s.Refresh(); !errors.Is(err, driver.OutOfMemory) {
+			t.Errorf("%s: a copy that fails: %v", way, err)
+		}
+		if err := batch(); err == nil || !strings.Contains(err.Error(), "cudaops.Stream.Submit: the last refresh failed") {
+			t.Errorf("%s: after a refresh that failed: %v", way, err)
+		}
+		if err := errors.Join(s.Refresh(), batch(), s.Close(), device.Close()); err != nil {
+			t.Errorf("%s: %v", way, err)
+		}
+	}
+}
+
 func TestStreamRefused(t *testing.T) {
 	device, _, _ := openFake(t, fake.Config{AnyKernel: true})
 	layer, x, _ := streamLayer(t)
