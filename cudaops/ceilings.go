@@ -101,13 +101,11 @@ func (m *Machine) best(ways int, run func(way int) error) (best time.Duration, e
 	best = math.MaxInt64
 	for way := range ways {
 		for round := range 4 {
-			for _, step := range []func() error{
+			if err := inTurn(
 				func() error { return ctx.Record(from, m.stream) }, func() error { return run(way) },
 				func() error { return ctx.Record(to, m.stream) }, func() error { return ctx.SyncStream(m.stream) },
-			} {
-				if err := step(); err != nil {
-					return 0, err
-				}
+			); err != nil {
+				return 0, err
 			}
 			took, err := ctx.Elapsed(from, to)
 			if err != nil {

@@ -39,6 +39,16 @@ func joined(errs ...error) error {
 	return errors.Join(errs...)
 }
 
+// inTurn makes calls until one fails.
+func inTurn(calls ...func() error) error {
+	for _, call := range calls {
+		if err := call(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.
 const minMajor, minMinor = 8, 0
 

@@ -148,6 +148,69 @@ func TestEveryCallFails(t *testing.T) {
 	}
 }
 
+// TestRetry makes calls of CUDA fail in a machine's runs, and wants the same machine to compute what it should when it is asked again.
+func TestRetry(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 7))
+	value := func(t *testing.T, l *lifetime) float32 {
+		t.Helper()
+		for range 3 {
+			v, err := l.machine.Value(l.batch.Loss)
+			if err == nil {
+				return flat(t, v)[0]
+			}
+			if !errors.Is(err, driver.OutOfMemory) {
+				t.Fatal(err)
+			}
+		}
+		t.Fatal("it goes on failing")
+		return 0
+	}
+	device, _, fakeOption := openFake(t, fake.Config{})
+	plain := newLifetime(t, newAdamW)
+	if err := errors.Join(plain.open(device, fakeOption), plain.machine.RunAll()); err != nil {
+		t.Fatal(err)
+	}
+	want := value(t, plain)
+	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuModuleGetFunction",
+		"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD32Async", "cuLaunchKernel", "cuStreamSynchronize", "cuStreamBeginCapture",
+		"cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cublasLtMatmul"} {
+		for _, nth := range []int{1, 2 + r.IntN(8)} {
+			device, cuda, fakeOption := openFake(t, fake.Config{})
+			l := newLifetime(t, newAdamW)
+			if err := l.open(device, fakeOption, WithMonitor(2)); err != nil {
+				t.Fatal(err)
+			}
+			cuda.Fail(call, nth, driver.OutOfMemory)
+			for run := range 5 {
+				err := l.machine.RunAll()
+				for try := 0; err != nil && try < 3; try++ {
+					if !errors.Is(err, driver.OutOfMemory) {
+						t.Fatalf("%s, call %d: %v", call, nth, err)
+					}
+					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.now.loaded {
+						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
+					}
+					err = l.machine.RunAll()
+				}
+				if err != nil {
+					t.Fatalf("%s, call %d: %v", call, nth, err)
+				}
+				if got := value(t, l); got != want {
+					t.Errorf("%s, call %d: the loss of run %d is %v, want %v", call, nth, run, got, want)
+				}
+			}
+			if err := l.machine.Close(); err != nil {
+				t.Errorf("%s, call %d: Close: %v", call, nth, err)
+			}
+		}
+	}
+	if err := plain.machine.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestOutOfMemory wants an error that says what asked for how much and what is free, and a device that still works.
 func TestOutOfMemory(t *testing.T) {
 	wants := func(t *testing.T, err error, say ...string) {

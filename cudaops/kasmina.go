@@ -33,6 +33,7 @@ type kasminaLayer struct {
 	mode       kasminaMode
 	next, last []byte // the state as encoded for the run, and as the device has it
 	staging    []byte
+	opened     bool // all that the machine has not allocated is there
 	flights    [2]kasminaFlight
 	runs       int
 	counts     []uint32 // as last seen
@@ -249,24 +250,28 @@ func (l *kasminaLayer) encode(pass *op.KasminaPass) error {
 	return kernels.KasminaMixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
 }
 
-// open takes what the layer needs beside the arrays that the machine has allocated.
-func (l *kasminaLayer) open() error {
+// open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
+func (l *kasminaLayer) open() (err error) {
 	ctx := l.m.device.ctx
-	var err error
-	if l.staging, err = ctx.AllocHost(len(l.next)); err != nil {
-		return err
+	pin := func(to *[]byte, n int) {
+		if err == nil && *to == nil {
+			*to, err = ctx.AllocHost(n)
+		}
 	}
+	pin(&l.staging, len(l.next))
 	for i := range l.flights {
 		f := &l.flights[i]
 		f.pass = l.op.NewPass()
-		if f.report, err = ctx.AllocHost(4 * kasminaWords * l.seeds()); err != nil {
-			return err
-		}
-		if f.arrived, err = ctx.NewEvent(false); err != nil {
-			return err
+		pin(&f.report, 4*kasminaWords*l.seeds())
+		if err == nil && f.arrived == 0 {
+			f.arrived, err = ctx.NewEvent(false)
 		}
 	}
-	return ctx.Memset32(l.report.ptr(), 0, l.report.len(), l.m.stream)
+	if err == nil {
+		err = ctx.Memset32(l.report.ptr(), 0, l.report.len(), l.m.stream)
+	}
+	l.opened = err == nil
+	return err
 }
 
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op serves both.
@@ -282,7 +287,7 @@ func (l *kasminaLayer) begin(pass *op.KasminaPass) error {
 }
 
 func (l *kasminaLayer) before() error {
-	if l.staging == nil {
+	if !l.opened {
 		if err := l.open(); err != nil {
 			return err
 		}

@@ -36,10 +36,9 @@ func (o *monitor) runBare(i int, mark func(driver.Event, driver.Stream) error) e
 	if !b.on {
 		return nil
 	}
-	for _, step := range []func() error{t.bare, func() error { return mark(b.from, s) }, t.bare, func() error { return mark(b.to, s) }} {
-		if err := step(); err != nil {
-			return fmt.Errorf("%s: %w", describe(t.node), err)
-		}
+	err := inTurn(t.bare, func() error { return mark(b.from, s) }, t.bare, func() error { return mark(b.to, s) })
+	if err != nil {
+		return fmt.Errorf("%s: %w", describe(t.node), err)
 	}
 	return nil
 }

@@ -356,12 +356,18 @@ func (m *Machine) compute() error {
 	run, capture := m.replay, !m.onHost()
 	switch {
 	case !m.now.loaded:
-		m.now.loaded = true
-		run, capture = m.enqueue, false
+		run, capture = m.load, false
 	case m.monitor != nil && !m.profiler.busy():
 		run = m.monitor.compute
 	}
 	return m.profiler.around(capture, run, func() error { return m.profiler.run() })
+}
+
+// load enqueues the program as it is.
+func (m *Machine) load() error {
+	err := m.enqueue()
+	m.now.loaded = err == nil
+	return err
 }
 
 // onHost reports whether the program computes something on the host, so that it cannot be captured.

@@ -1,7 +1,6 @@
 package cudaops
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -124,13 +123,19 @@ func (o *monitor) compute() error {
 	if o.runs++; o.state != monitorIdle || o.runs < o.every-1 || len(o.m.program.tasks) == 0 {
 		return o.m.replay()
 	}
-	ctx, s := o.m.device.ctx, o.m.stream
-	if o.runs == o.every-1 {
-		o.state = monitorPlain
-		return cmp.Or(ctx.Record(o.around[0], s), o.m.replay(), ctx.Record(o.around[1], s))
+	record := func(e driver.Event) func() error {
+		return func() error { return o.m.device.ctx.Record(e, o.m.stream) }
 	}
-	o.runs, o.state = 0, monitorSample
-	return cmp.Or(o.sample(), ctx.Record(o.around[1], s))
+	calls, state := []func() error{record(o.around[0]), o.m.replay, record(o.around[1])}, monitorPlain
+	if o.runs >= o.every {
+		o.runs = 0
+		calls, state = []func() error{o.sample, record(o.around[1])}, monitorSample
+	}
+	err := inTurn(calls...)
+	if err == nil {
+		o.state = state
+	}
+	return err
 }
 
 // sample enqueues a run with marks.
@@ -207,15 +212,16 @@ func (o *monitor) collect() error {
 	if o.state == monitorSample {
 		from, to = o.marks[0], o.marks[len(o.marks)-1]
 	}
+	state := o.state
+	o.state = monitorIdle
 	whole, err := ctx.Elapsed(from, to)
 	if err != nil {
 		return err
 	}
-	if o.state == monitorPlain {
-		o.plain, o.state = whole, monitorIdle
+	if state == monitorPlain {
+		o.plain = whole
 		return nil
 	}
-	o.state = monitorIdle
 	for i := range o.tasks {
 		from := o.marks[i]
 		if o.tasks[i].bare.on {
@@ -258,9 +264,11 @@ func (o *monitor) updating(enqueue func() error) error {
 		return enqueue()
 	}
 	ctx, s := o.m.device.ctx, o.m.stream
-	err := cmp.Or(ctx.Record(o.update.events[0], s), enqueue(), ctx.Record(o.update.events[1], s))
-	o.update.busy = err == nil
-	return err
+	if err := inTurn(func() error { return ctx.Record(o.update.events[0], s) }, enqueue); err != nil {
+		return err
+	}
+	o.update.busy = ctx.Record(o.update.events[1], s) == nil // an update that is on its way is no error for want of a mark
+	return nil
 }
 
 // Monitor returns what the ops of a run have taken so far on average, the longest first, with the ways in which they are

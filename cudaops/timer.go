@@ -247,13 +247,9 @@ func (x *timer) time(ways []int, rounds int) error {
 	}
 	for range rounds {
 		for _, way := range ways {
-			for _, step := range []func() error{
-				func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) },
-				mark, func() error { return x.run(way) }, mark, func() error { return x.run(way) }, mark,
-			} {
-				if err := step(); err != nil {
-					return err
-				}
+			flush, run := func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) }, func() error { return x.run(way) }
+			if err := inTurn(flush, mark, run, mark, run, mark); err != nil {
+				return err
 			}
 		}
 	}
