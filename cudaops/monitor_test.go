@@ -2,8 +2,10 @@ package cudaops
 
 import (
 	"bytes"
+	"errors"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -158,6 +160,34 @@ func TestMonitor(t *testing.T) {
 		t.Errorf("the norm takes thrice as long: log %q", text)
 	}
 }
+
+// TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did not fit has left the machine without.
+func TestMonitorWithoutOptimizer(t *testing.T) {
+	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
+	for range 6 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.Update(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	context := device.ctx.Context
+	Wrap(device, func(driver.Context) driver.Context { return full{context} })
+	if err := m.SetOptimizer(m.optimizer.rules, 1); !errors.Is(err, driver.OutOfMemory) {
+		t.Errorf("an optimiser without room: %v", err)
+	}
+	Wrap(device, func(driver.Context) driver.Context { return context })
+	times, err := m.Monitor()
+	if i := slices.IndexFunc(times, func(o OpTime) bool { return o.Op == "Update" }); err != nil || i < 0 || times[i].Time == 0 {
+		t.Errorf("got %v, %v, want what updates took too", times, err)
+	}
+}
+
+// full is a context without room.
+type full struct{ driver.Context }
+
+func (full) Alloc(bytes int) (driver.Ptr, error) { return 0, driver.NewOutOfMemory(bytes, 0, 0) }
 
 // TestMonitorCost wants fewer samples where they cost much.
 func TestMonitorCost(t *testing.T) {

@@ -35,7 +35,6 @@ type optimizer struct {
 	control  driver.Ptr // kernels.Control
 	staging  []byte     // the same, pinned
 	squares  driver.Ptr
-	chunks   int
 	settings kernels.Control
 	done     driver.Event // the control block is back
 	busy     bool         // an update is under way
@@ -75,7 +74,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	switch {
 	case m.closed:
 		return errClosed
-	case ok && reflect.ValueOf(o).IsNil():
+	case ok && isNil(o):
 		return fmt.Errorf("the optimiser is a nil %T", o)
 	case !ok:
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
@@ -117,8 +116,11 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
 	}
-	x.chunks = max(1, tableChunks(x.adamw)+tableChunks(x.muon))
-	if x.squares, err = x.alloc(m, 4*(x.chunks+1), "the optimiser"); err != nil {
+	chunks := 1 // of the loss
+	for _, t := range x.tables() {
+		chunks += t.Chunks
+	}
+	if x.squares, err = x.alloc(m, 4*chunks, "the optimiser"); err != nil {
 		return err
 	}
 	if x.staging, err = m.device.ctx.AllocHost(kernels.ControlBytes); err != nil {
@@ -135,14 +137,23 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	return err
 }
 
+func isNil(o optim.Optimizer) bool {
+	v := reflect.ValueOf(o)
+	return v.Kind() == reflect.Pointer && v.IsNil()
+}
+
 // updates reports whether the optimiser changes an input.
 func (x *optimizer) updates(in *input) bool {
 	return slices.ContainsFunc(x.states, func(p *paramState) bool { return p.input == in })
 }
 
 // bytes is what an update has to move: it reads gradients for their norm, and then these, parameters and moments, and writes
-// the last two and the parameters' copies. Those of float8, which are made of the others, it does not count.
+// the last two and the parameters' copies. Those of float8, which are made of the others, it does not count. Without an optimiser it
+// is 0.
 func (x *optimizer) bytes() (n float64) {
+	if x == nil {
+		return 0
+	}
 	for _, p := range x.states {
 		n += 2 * float64(p.grad.extent())
 		for _, a := range append([]*array{p.input.array}, p.moments[:]...) {
@@ -175,11 +186,9 @@ func (x *optimizer) newArray(m *Machine, e elem, what string, shape ...int) (*ar
 	return a, err
 }
 
-func tableChunks(t *kernels.Table) int {
-	if t == nil {
-		return 0
-	}
-	return t.Chunks
+// tables are those of AdamW's and of Muon's parameters, where there are any.
+func (x *optimizer) tables() []*kernels.Table {
+	return slices.DeleteFunc([]*kernels.Table{x.adamw, x.muon}, func(t *kernels.Table) bool { return t == nil })
 }
 
 // stateNames are what package optim calls the moments.
@@ -458,10 +467,7 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
 // leaves their sum as it is, or NaN, at which the update is not made.
 func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 	at := 0
-	for _, t := range []*kernels.Table{x.adamw, x.muon} {
-		if t == nil {
-			continue
-		}
+	for _, t := range x.tables() {
 		if err := m.k.GradSquares(m.stream, x.squares.Offset(4*at), t); err != nil {
 			return err
 		}
@@ -634,10 +640,8 @@ func (x *optimizer) close(m *Machine) error {
 	for _, p := range x.owned {
 		errs = append(errs, m.free(p))
 	}
-	for _, t := range []*kernels.Table{x.adamw, x.muon} {
-		if t != nil {
-			errs = append(errs, t.Free())
-		}
+	for _, t := range x.tables() {
+		errs = append(errs, t.Free())
 	}
 	for _, r := range x.recorded {
 		if r.graph != nil {

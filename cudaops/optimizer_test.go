@@ -4,6 +4,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -298,5 +299,35 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 	if s := adamw.State(); len(s) != 0 {
 		t.Errorf("an update that was refused is remembered: %v", s)
+	}
+}
+
+// TestMemory wants a machine to tell of all memory that it holds on the device.
+func TestMemory(t *testing.T) {
+	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products}, "gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		before := device.ctx.Stats().DeviceBytes
+		_, b := float8Model(t, llm.ForTraining, 3, 32)
+		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append([]MachineOption{fakeOption}, opts...))
+		check := func(what string) {
+			t.Helper()
+			if held, told := int(device.ctx.Stats().DeviceBytes-before), m.Memory(); held != told {
+				t.Errorf("%s, %s: it holds %d bytes and tells of %d", name, what, held, told)
+			}
+		}
+		check("without an optimiser")
+		for _, newOptimizer := range []func() (optim.Optimizer, error){newMuon, newAdamW} {
+			o, err := newOptimizer()
+			if err == nil {
+				err = errors.Join(m.SetOptimizer(o, 1), m.RunAll())
+			}
+			if err == nil {
+				_, err = m.Update()
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			check(reflect.TypeOf(o).String())
+		}
 	}
 }

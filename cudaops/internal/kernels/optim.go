@@ -57,6 +57,7 @@ type Table struct {
 	count                    int
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
 	Chunks int
+	Bytes  int // of its memory
 }
 
 // NewTable lays out tensors. What it says of them is fixed from then on, but for Step, which the device counts up.
@@ -93,6 +94,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 		bytes []byte
 	}{{&t.tensors, bytesOf(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
 		var err error
+		t.Bytes += len(part.bytes)
 		if *part.at, err = k.ctx.Alloc(len(part.bytes)); err == nil {
 			err = k.ctx.CopyToDevice(*part.at, part.bytes, 0)
 		}
@@ -106,7 +108,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 // Free gives the table's memory back.
 func (t *Table) Free() error {
 	err := errors.Join(t.ctx.Free(t.tensors), t.ctx.Free(t.updates), t.ctx.Free(t.chunks))
-	t.tensors, t.updates, t.chunks = 0, 0, 0
+	t.tensors, t.updates, t.chunks, t.Bytes = 0, 0, 0, 0
 	return err
 }
 

@@ -33,6 +33,7 @@ type QuantizeTable struct {
 	most           driver.Ptr // the largest of each row and column
 	mostBytes      int
 	blocks         int
+	Bytes          int // of its memory
 }
 
 // NewQuantizeTable lays out weights.
@@ -79,6 +80,7 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 		if t.tiles, err = k.ctx.Alloc(len(tiles)); err != nil {
 			return err
 		}
+		t.Bytes = t.mostBytes + len(raw) + len(tiles)
 		return errors.Join(k.ctx.CopyToDevice(t.weights, raw, 0), k.ctx.CopyToDevice(t.tiles, tiles, 0), k.ctx.SyncStream(0))
 	}()
 	if err != nil {
@@ -96,6 +98,7 @@ func (t *QuantizeTable) Free() error {
 		}
 		*p = 0
 	}
+	t.Bytes = 0
 	return errors.Join(errs...)
 }
 
