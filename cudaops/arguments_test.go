@@ -3,6 +3,7 @@ package cudaops
 import (
 	"errors"
 	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 
@@ -37,6 +38,7 @@ func TestArguments(t *testing.T) {
 		"an option is nil":                    make1(device, g, fakeOption, nil),
 		"WithParamsOf: no input has name":     make1(device, other, fakeOption, WithParamsOf(owner)),
 		"a node is nil":                       owner.Upload(nil),
+		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
 		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
 		"cudaops.Open: an option is nil":      open1(nil),
 	} {
@@ -75,6 +77,36 @@ func TestArguments(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// TestUploadRefused wants an upload of which a value cannot be sent to send none of the others.
+func TestUploadRefused(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	if err := l.open(device, fakeOption); err != nil {
+		t.Fatal(err)
+	}
+	defer l.machine.Close()
+	p := l.batch.Params[0]
+	before, err := l.machine.Value(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	clear(l.model.Params[0].Value.Float32s())
+	l.batch.ids[2] = 19
+	if err := l.machine.Upload(p, l.batch.IDs); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.Upload: Embedding: ids[2] is 19") {
+		t.Errorf("an id beyond the vocabulary: %v", err)
+	}
+	after, err := l.machine.Value(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(flat(t, after), flat(t, before)) {
+		t.Error("the parameter ahead of it was sent")
+	}
+}
+
+// wrapped is an optimiser that is no pointer.
+type wrapped struct{ *optim.AdamW }
 
 func make1(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) error {
 	_, err := NewMachine(d, g, opts...)

@@ -251,6 +251,14 @@ func (m *Machine) Memory() int {
 	for _, n := range m.owned {
 		held += n
 	}
+	if t := m.blas.table; t != nil {
+		held += t.Bytes
+	}
+	if m.optimizer != nil {
+		for _, t := range m.optimizer.tables() {
+			held += t.Bytes
+		}
+	}
 	return held
 }
 
@@ -452,6 +460,14 @@ func (m *Machine) settle() error {
 
 // send copies an input's value to the device, by way of pinned memory.
 func (m *Machine) send(in *input) error {
+	if err := stage(in); err != nil {
+		return err
+	}
+	return m.transmit(in)
+}
+
+// stage writes an input's value to pinned memory, if it can be sent.
+func stage(in *input) error {
 	v := in.node.Value()
 	if v == nil {
 		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", describe(in.node))
@@ -464,6 +480,11 @@ func (m *Machine) send(in *input) error {
 			return err
 		}
 	}
+	return nil
+}
+
+// transmit copies what stage has written.
+func (m *Machine) transmit(in *input) error {
 	if err := m.device.ctx.CopyToDevice(in.array.ptr(), in.staging[:in.array.extent()], m.stream); err != nil {
 		return err
 	}
@@ -525,7 +546,8 @@ func (m *Machine) param(n *gorgonia.Node) *input {
 // owns reports whether an input is this machine's.
 func (m *Machine) owns(in *input) bool { return m != nil && slices.Contains(m.program.inputs, in) }
 
-// Upload copies the values of parameters to the device again, after the host has changed them.
+// Upload copies the values of parameters to the device again, after the host has changed them. Where one has none that fits, none is
+// copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) error {
 	if err := m.upload(params); err != nil {
 		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
@@ -554,9 +576,14 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 		}
 		inputs = append(inputs, m.program.inputs[i])
 	}
+	for _, in := range inputs {
+		if err := stage(in); err != nil {
+			return err
+		}
+	}
 	var err error
 	for i := 0; i < len(inputs) && err == nil; i++ {
-		err = m.send(inputs[i])
+		err = m.transmit(inputs[i])
 	}
 	sent := func(in *input) bool { return slices.Contains(inputs, in) } // also some of them
 	return joined(err, m.quantizeAgain(sent), m.device.ctx.SyncStream(m.stream))
