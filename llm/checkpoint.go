@@ -244,7 +244,8 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		return f.errorf("the state of the run: %w", err)
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
-		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d", run.Step, t.Config.Steps)
+		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of more steps goes on from there",
+			run.Step, t.Config.Steps)
 	}
 	if here, there := t.Loader.tokens.Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
 		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s", ErrSettings, there, here)

@@ -3,7 +3,6 @@ package llm
 import (
 	"fmt"
 	"math"
-	"slices"
 )
 
 // Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual stream, with
@@ -64,6 +63,7 @@ func (c Config) Default() Config {
 // Limits that keep what is derived from a configuration inside the range of int.
 const (
 	maxField  = 1 << 24
+	maxLayers = 1 << 16
 	maxParams = 1 << 36
 )
 
@@ -73,12 +73,12 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of its own", c.Dim, c.Heads)
 	}
 	for _, f := range []struct {
-		name  string
-		value int
-	}{{"Vocab", c.Vocab}, {"Dim", c.Dim}, {"Layers", c.Layers}, {"Heads", c.Heads}, {"KVHeads", c.KVHeads},
-		{"HeadDim", c.HeadDim}, {"FF", c.FF}, {"Seq", c.Seq}} {
-		if f.value < 1 || f.value > maxField {
-			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d", f.name, f.value, maxField)
+		name       string
+		value, max int
+	}{{"Vocab", c.Vocab, maxField}, {"Dim", c.Dim, maxField}, {"Layers", c.Layers, maxLayers}, {"Heads", c.Heads, maxField},
+		{"KVHeads", c.KVHeads, maxField}, {"HeadDim", c.HeadDim, maxField}, {"FF", c.FF, maxField}, {"Seq", c.Seq, maxField}} {
+		if f.value < 1 || f.value > f.max {
+			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d", f.name, f.value, f.max)
 		}
 	}
 	switch {
@@ -91,13 +91,15 @@ func (c Config) Check() error {
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}
-	for i, b := range c.Kasmina {
+	seen := map[int]bool{}
+	for _, b := range c.Kasmina {
 		if b < 0 || b >= c.Layers {
 			return fmt.Errorf("llm: Config.Kasmina names block %d, want 0 to %d", b, c.Layers-1)
 		}
-		if slices.Contains(c.Kasmina[:i], b) {
+		if seen[b] {
 			return fmt.Errorf("llm: Config.Kasmina names block %d twice", b)
 		}
+		seen[b] = true
 	}
 	if len(c.Kasmina) > 0 {
 		if c.Seeds < 1 || c.Dim%c.Seeds != 0 {

@@ -157,6 +157,9 @@ type Loader struct {
 	inUse  Batch
 }
 
+// maxBatchTokens keeps what a Loader holds of a batch, some numbers for each token, under a few GiB.
+const maxBatchTokens = 1 << 26
+
 type readAhead struct {
 	batch Batch
 	after LoaderState
@@ -171,6 +174,10 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	}
 	if err := checkBatches(c.Batch, c.Seq); err != nil {
 		return nil, fmt.Errorf("llm: NewLoader: %w", err)
+	}
+	if c.Batch > maxBatchTokens/c.Seq {
+		return nil, fmt.Errorf("llm: NewLoader: batches of %d sequences of %d tokens, want at most %d tokens; TrainConfig.Accumulate adds "+
+			"up the gradients of several batches", c.Batch, c.Seq, maxBatchTokens)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
 		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d",
