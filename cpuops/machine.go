@@ -78,7 +78,8 @@ func WithEvalMode() Option {
 	}
 }
 
-// NewMachine compiles a graph and plans its memory, which the first run allocates.
+// NewMachine compiles a graph and plans its memory, which the first run allocates. A plan of more memory than the computer has is
+// an error, where that is known (on Linux): Go ends a program that asks for it.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
@@ -103,11 +104,17 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if m.program, err = compile(g, m.config); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
+	if has := memoryOfComputer(); has > 0 && uint64(m.program.bytes) > has {
+		return nil, fmt.Errorf("cpuops.NewMachine: the values of a run take %.1f GiB, and this computer has %.1f GiB of memory; "+
+			"smaller batches or shorter sequences need less", gib(uint64(m.program.bytes)), gib(has))
+	}
 	for _, p := range m.config.params {
 		m.params = append(m.params, &param{p, m.program.sums[p]})
 	}
 	return m, nil
 }
+
+func gib(bytes uint64) float64 { return float64(bytes) / (1 << 30) }
 
 // param is a parameter and the sum of its gradients.
 type param struct {

@@ -428,3 +428,17 @@ func TestErrors(t *testing.T) {
 	}
 	fails(m.RunAll(), "is closed")
 }
+
+// TestPlansBeyondTheMemory wants a plan of 64 TiB refused, before Go would end the program for it.
+func TestPlansBeyondTheMemory(t *testing.T) {
+	if runtime.GOOS != "linux" {
+		t.Skip("the size of the memory is known on Linux alone")
+	}
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1<<22, 1), gorgonia.WithName("x"))
+	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1, 1<<22), gorgonia.WithName("w"))
+	check[*gorgonia.Node](t)(gorgonia.Sum(check[*gorgonia.Node](t)(gorgonia.Mul(x, w))))
+	if _, err := cpuops.NewMachine(g); err == nil || !strings.Contains(err.Error(), "take 65536.0 GiB, and this computer has") {
+		t.Errorf("got %v", err)
+	}
+}
