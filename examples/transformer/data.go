@@ -13,7 +13,6 @@ import (
 )
 
 const (
-	tokenizerName = "tokenizer.bpe"
 	tokenizerText = 64 << 20 // bytes of text that a byte-pair encoding is trained on, at most
 	quickBytes    = 64 << 10 // of held-out text, for evaluations before the last step
 )

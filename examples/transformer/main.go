@@ -8,7 +8,8 @@
 //
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
-// byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results.
+// byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
+// an earlier run left in -out moves to a folder in there (before-1, before-2 and so on).
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
 // and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
@@ -27,6 +28,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"math"
 	"os"
 	"os/signal"
@@ -44,7 +46,16 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-const checkpointName = "model.safetensors"
+// The files of a run.
+const (
+	checkpointName = "model.safetensors"
+	tokenizerName  = "tokenizer.bpe"
+	logName        = "log.jsonl"
+	curveName      = "loss.png"
+	sampleName     = "sample.txt"
+)
+
+var runFiles = []string{checkpointName, tokenizerName, logName, curveName, sampleName}
 
 // profileAfter is the steps that warm a GPU up before -profile looks.
 const profileAfter = 10
@@ -107,6 +118,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
+	if err := setAside(o, stderr); err != nil {
+		return err
+	}
 	if bpe, ok := data.tokenizer.(*llm.BPE); ok { // with which the checkpoint can be used without the data
 		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
 			return err
@@ -128,6 +142,33 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withHint(err)
 	}
 	return report(o, t.Last(), baselines, stdout)
+}
+
+// setAside moves what another run left in -out to a folder of its own in there, unless it is that run which goes on.
+func setAside(o options, stderr io.Writer) error {
+	there, err := os.Stat(filepath.Join(o.out, checkpointName))
+	if err != nil {
+		return nil // no checkpoint that could be lost
+	}
+	if o.resume.set {
+		if resumed, err := os.Stat(o.resume.path); err == nil && os.SameFile(there, resumed) {
+			return nil
+		}
+	}
+	dir := ""
+	for n, err := 1, fs.ErrExist; errors.Is(err, fs.ErrExist); n++ {
+		dir = filepath.Join(o.out, fmt.Sprintf("before-%d", n))
+		if err = os.Mkdir(dir, 0o777); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	for _, name := range runFiles {
+		if err := os.Rename(filepath.Join(o.out, name), filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	fmt.Fprintf(stderr, "kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n", o.out, dir, dir)
+	return nil
 }
 
 // withHint says what helps against an error that a GPU's memory is too small.
@@ -167,12 +208,12 @@ func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
 	in := func(name string) string { return filepath.Join(o.out, name) }
 	t.On(
 		llm.Progress(stderr),
-		llm.JSONLog(in("log.jsonl")),
-		llm.LossCurve(in("loss.png"), in("log.jsonl")),
+		llm.JSONLog(in(logName)),
+		llm.LossCurve(in(curveName), in(logName)),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
 		llm.Checkpoint(t, in(checkpointName), o.saveEvery, llm.InBackground()),
 		llm.Monitor(t, stderr, o.saveEvery),
-		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in("sample.txt"), 0),
+		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in(sampleName), 0),
 	)
 	if o.profile != "" {
 		t.On(llm.ProfileStep(t, stderr, o.profile, profileAfter))

@@ -194,12 +194,16 @@ func TestBadOptions(t *testing.T) {
 		"-heldout 0":            "-heldout is 0",
 		"-optimizer foo":        `-optimizer is "foo", want adamw or muon`,
 		"-lr -1":                "WithLR: got -1",
-		"-batch 0":              "batches of 0 sequences",
-		"-accumulate -1":        "Accumulate is -1",
+		"-batch 0":              "-batch is 0",
+		"-batch 99999999999":    "batches of 99999999999 sequences",
+		"-accumulate 0":         "-accumulate is 0",
+		"-eval-every -1":        "-eval-every is -1",
+		"-save-every -1":        "-save-every is -1",
+		"-layers 16777216":      "Layers is 16777216",
 		"-clip -1":              "Clip is -1",
 		"model.safetensors":     "-resume=FILE",
 		"-resume a b":           "unexpected arguments",
-		"-resume=no-file":       "no-file",
+		"-resume=no-file":       "a run begins without -resume",
 		"-resume":               checkpointName,
 		"-data no-such-folder":  "no-such-folder",
 		"-unknown":              "unknown",
@@ -218,6 +222,36 @@ func TestBadOptions(t *testing.T) {
 	}
 	if err := run(context.Background(), []string{"-help"}, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
 		t.Errorf("-help: %v", err)
+	}
+}
+
+// TestNothingIsLost wants a run that begins where another one has ended to leave that one's files whole, in a place from which
+// it goes on.
+func TestNothingIsLost(t *testing.T) {
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	for seed := range 3 {
+		want := map[string][]byte{}
+		if seed > 0 {
+			for _, name := range []string{checkpointName, logName, sampleName} {
+				want[name] = read(t, out, name)
+			}
+		}
+		_, told := train(t, small(data, out, "-steps", "2", "-seed", fmt.Sprint(seed))...)
+		kept := filepath.Join(out, fmt.Sprintf("before-%d", seed))
+		if got := strings.Contains(told, "-resume -out "+kept); got != (seed > 0) {
+			t.Errorf("run %d is told of %s: %v\n%s", seed, kept, got, told)
+		}
+		for name, b := range want {
+			if !bytes.Equal(read(t, kept, name), b) {
+				t.Errorf("%s of run %d has changed", name, seed)
+			}
+		}
+	}
+	if _, told := train(t, "-resume", "-out", filepath.Join(out, "before-1"), "-steps", "3"); strings.Contains(told, "kept") {
+		t.Errorf("the run that goes on is set aside:\n%s", told)
+	}
+	if result, _ := train(t, "-resume", "-out", out); result["steps"] != 2.0 {
+		t.Errorf("the last run goes on as %v", result)
 	}
 }
 

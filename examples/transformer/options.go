@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -160,7 +161,9 @@ func cacheFolder() string {
 // restore sets the options that were not given to those of the checkpoint, and notes which of the others differ.
 func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	notes, err := llm.ReadNotes(o.resume.path)
-	if err != nil {
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w; a run begins without -resume, and -out or -resume=FILE names where another left its checkpoint", err)
+	} else if err != nil {
 		return err
 	}
 	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
@@ -207,6 +210,10 @@ func (o *options) finish() error {
 		value      any
 	}{
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
+		{o.train.Batch >= 1, "batch", "at least 1", o.train.Batch},
+		{o.train.Accumulate >= 1, "accumulate", "at least 1", o.train.Accumulate},
+		{o.evalEvery >= 0, "eval-every", "at least 0", o.evalEvery},
+		{o.saveEvery >= 0, "save-every", "at least 0", o.saveEvery},
 		{o.vocab == 0 || o.vocab >= 257 && o.vocab <= 1<<20, "vocab", "0, or 257 to 1048576", o.vocab},
 		{o.prompt != "" || o.vocab > 0, "prompt", "some text", `""`},
 		{o.monitor == 0 || o.monitor >= 2, "monitor", "0, or at least 2", o.monitor},
