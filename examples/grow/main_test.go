@@ -70,6 +70,19 @@ func TestRun(t *testing.T) {
 	}
 }
 
+// TestShortestRun wants a picture of a run that is shorter than an epoch too.
+func TestShortestRun(t *testing.T) {
+	out := t.TempDir()
+	args := []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", "1", "-layers", "1", "-dim", "8", "-heads", "2", "-seq", "8",
+		"-batch", "1", "-seeds", "2", "-rank", "4"}
+	if err := run(context.Background(), args, &bytes.Buffer{}, &bytes.Buffer{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(out, "lattice-1.png")); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestBadOptions(t *testing.T) {
 	for want, args := range map[string][]string{
 		`"x" is not an option`:     {"x"},

@@ -65,7 +65,7 @@ func (h *history) draw(path, title string) error {
 	}
 	p.Y.Tick.Marker = plot.ConstantTicks(names)
 	p.X.Tick.Marker = plot.TickerFunc(func(lo, _ float64) (ticks []plot.Tick) {
-		for _, t := range (plot.DefaultTicks{}).Ticks(lo, float64(len(h.stages))) {
+		for _, t := range (plot.DefaultTicks{}).Ticks(lo, float64(max(1, len(h.stages)))) {
 			if t.Label != "" && t.Value <= float64(len(h.stages)) {
 				ticks = append(ticks, plot.Tick{Value: t.Value, Label: fmt.Sprintf("%.0f", t.Value)})
 			}
