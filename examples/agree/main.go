@@ -68,18 +68,27 @@ var models = map[string]struct {
 }
 
 func main() {
-	if err := run(os.Args[1:], os.Stdout); err != nil {
+	if err := run(os.Args[1:], os.Stdout, os.Stderr); err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, "agree:", err)
 		os.Exit(1)
 	}
 }
 
-func run(args []string, out io.Writer) error {
+func run(args []string, out, stderr io.Writer) error {
 	const usage = "want write, train, compare or noise, options, and the run's folder"
 	if len(args) == 0 {
 		return errors.New(usage)
 	}
-	f := flag.NewFlagSet("agree "+args[0], flag.ContinueOnError)
+	command := ""
+	if !strings.HasPrefix(args[0], "-") {
+		command, args = args[0], args[1:]
+	}
+	f := flag.NewFlagSet("agree", flag.ContinueOnError)
+	f.SetOutput(stderr)
+	f.Usage = func() {
+		fmt.Fprintln(stderr, "usage: agree write | train | compare [options] FOLDER\n       agree noise [options] FOLDER FOLDER ...")
+		f.PrintDefaults()
+	}
 	model := f.String("model", "small", "write: small or 124M")
 	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
 	steps := f.Int("steps", 0, "write: steps (default: the model's)")
@@ -94,25 +103,28 @@ func run(args []string, out io.Writer) error {
 	var precision cudaops.Precision
 	f.TextVar(&precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16, f16 or f8")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
-	if err := f.Parse(args[1:]); err != nil {
+	if err := f.Parse(args); err != nil {
 		return err
 	}
-	if args[0] == "noise" {
+	switch {
+	case command == "":
+		return fmt.Errorf("the first argument names no command: %s, in this order", usage)
+	case !slices.Contains([]string{"write", "train", "compare", "noise"}, command):
+		return fmt.Errorf("there is no %q: %s", command, usage)
+	case command == "noise":
 		return noise(f.Args(), *span, out)
-	}
-	if f.NArg() != 1 {
-		return fmt.Errorf("%s: got %d arguments after the options, %s", args[0], f.NArg(), usage)
+	case f.NArg() != 1:
+		return fmt.Errorf("%s: got %d arguments after the options, want one, the run's folder", command, f.NArg())
 	}
 	dir := f.Arg(0)
-	switch args[0] {
+	switch command {
 	case "write":
 		return plan{*model, *batch, *steps, *seed, *text, *bpe, *rate, *rising}.write(dir)
 	case "train":
 		return train(dir, *device, precision, out)
-	case "compare":
+	default:
 		return compare(dir, *tolerance, out)
 	}
-	return fmt.Errorf("there is no %q: %s", args[0], usage)
 }
 
 // plan is what write is asked for; zero is the model's default.
@@ -174,10 +186,10 @@ func writeJSON(path string, v any) error {
 
 func readJSON(path string, v any) error {
 	text, err := os.ReadFile(path)
-	if err == nil {
-		err = json.Unmarshal(text, v)
-	}
 	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(text, v); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
 	return nil

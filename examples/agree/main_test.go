@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"flag"
 	"io"
 	"os"
 	"path/filepath"
@@ -19,7 +20,7 @@ const torchLosses = "losses.torch-cpu-f32.json"
 func written(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
-	if err := run([]string{"write", dir}, io.Discard); err != nil {
+	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}
 	losses, err := os.ReadFile(filepath.Join("testdata", torchLosses))
@@ -36,11 +37,11 @@ func written(t *testing.T) string {
 func agree(t *testing.T, device string) {
 	t.Helper()
 	dir := written(t)
-	if err := run([]string{"train", "-device", device, dir}, io.Discard); err != nil {
+	if err := run([]string{"train", "-device", device, dir}, io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}
 	var out strings.Builder
-	if err := run([]string{"compare", "-tolerance", "1e-4", dir}, &out); err != nil {
+	if err := run([]string{"compare", "-tolerance", "1e-4", dir}, &out, io.Discard); err != nil {
 		t.Errorf("%v\n%s", err, out.String())
 	}
 }
@@ -76,7 +77,7 @@ func TestCompare(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		err := run([]string{"compare", "-tolerance", c.tolerance, dir}, io.Discard)
+		err := run([]string{"compare", "-tolerance", c.tolerance, dir}, io.Discard, io.Discard)
 		if (err == nil) != (c.says == "") || err != nil && !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v, want an error that says %q", name, err, c.says)
 		}
@@ -105,7 +106,7 @@ func TestNoise(t *testing.T) {
 			}
 		}
 		var out strings.Builder
-		err := run(append([]string{"noise", "-span", "2"}, dirs...), &out)
+		err := run(append([]string{"noise", "-span", "2"}, dirs...), &out, io.Discard)
 		if (err == nil) != (says == "") || err != nil && !strings.Contains(err.Error(), says) {
 			t.Errorf("runs %s apart: %v, want an error that says %q\n%s", apart, err, says, out.String())
 		}
@@ -127,7 +128,7 @@ func TestWriteText(t *testing.T) {
 	var orders []string
 	for _, seed := range []string{"1", "2"} {
 		dir := t.TempDir()
-		if err := run([]string{"write", "-text", folder, "-seed", seed, "-steps", "3", dir}, io.Discard); err != nil {
+		if err := run([]string{"write", "-text", folder, "-seed", seed, "-steps", "3", dir}, io.Discard, io.Discard); err != nil {
 			t.Fatal(err)
 		}
 		var s settings
@@ -175,14 +176,30 @@ func TestRefusals(t *testing.T) {
 		"no text":   {"write", "-text", filepath.Join(dir, "none"), dir},
 		"rate":      {"write", "-rate", "-1", dir},
 	} {
-		if err := run(args, io.Discard); err == nil {
+		if err := run(args, io.Discard, io.Discard); err == nil {
 			t.Errorf("%s: no error", name)
+		}
+	}
+	for want, args := range map[string][]string{
+		`there is no "walk"`:             {"walk", dir},
+		"names no command":               {"-steps", "3", dir},
+		"got 2 arguments":                {"train", dir, dir},
+		"agree write " + dir + "x makes": {"train", dir + "x"},
+	} {
+		if err := run(args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: got %v, want %q", args, err, want)
+		}
+	}
+	for _, args := range [][]string{{"-help"}, {"write", "-help"}} {
+		var help strings.Builder
+		if err := run(args, io.Discard, &help); err != flag.ErrHelp || !strings.Contains(help.String(), "agree noise [options] FOLDER") {
+			t.Errorf("%v: %v\n%s", args, err, help.String())
 		}
 	}
 	if err := os.Truncate(filepath.Join(dir, tokenFile), 100); err != nil {
 		t.Fatal(err)
 	}
-	if err := run([]string{"train", dir}, io.Discard); err == nil || !strings.Contains(err.Error(), tokenFile) {
+	if err := run([]string{"train", dir}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), tokenFile) {
 		t.Errorf("tokens are missing: %v", err)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"path/filepath"
 
 	"github.com/kasmina-go/kasmina/autodiff"
@@ -24,7 +25,9 @@ type trainer interface {
 // train runs the steps and writes their losses, each before the step's update.
 func train(dir, device string, precision cudaops.Precision, out io.Writer) (err error) {
 	var s settings
-	if err := readJSON(filepath.Join(dir, settingsFile), &s); err != nil {
+	if err := readJSON(filepath.Join(dir, settingsFile), &s); errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w; agree write %s makes a run", err, dir)
+	} else if err != nil {
 		return err
 	}
 	m, err := llm.LoadModel(filepath.Join(dir, modelFile))

@@ -32,6 +32,9 @@ func onCPU(o options) error {
 	if err := o.check(cpuGroups()); err != nil {
 		return err
 	}
+	if o.profile != "" || o.monitor != 0 {
+		return errors.New("-profile and -monitor are for a GPU: the steps of a CPU are not traced")
+	}
 	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")
 	fmt.Fprintln(os.Stderr, line.Card)
 	if err := emit(line); err != nil {

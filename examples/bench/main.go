@@ -73,11 +73,7 @@ func main() {
 	groups := flag.String("groups", "", "which groups of measurements, separated by commas (default: all)\non a GPU "+
 		strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
 	device := flag.String("device", "cuda", "cuda or cpu")
-	var names []string
-	for _, s := range sizes {
-		names = append(names, s.name)
-	}
-	models := flag.String("models", strings.Join(names, ","), "which models the group train trains, separated by commas")
+	models := flag.String("models", strings.Join(modelNames(), ","), "which models the group train trains, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
 	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f8, f16 or f32, for training on a GPU")
@@ -117,6 +113,13 @@ func gpuGroups() []string {
 	return append(cudabench.Groups(), "loss", "train", "train-f8", "recompute", "train-kasmina")
 }
 
+func modelNames() (names []string) {
+	for _, s := range sizes {
+		names = append(names, s.name)
+	}
+	return names
+}
+
 // check fills in the groups where none are chosen, and refuses what is not there.
 func (o *options) check(groups []string) error {
 	if o.groups == nil {
@@ -129,11 +132,14 @@ func (o *options) check(groups []string) error {
 	}
 	for _, name := range o.models {
 		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
-			return fmt.Errorf("there is no model %q", name)
+			return fmt.Errorf("there is no model %q, want some of %s", name, strings.Join(modelNames(), ", "))
 		}
 	}
-	if o.steps < 1 || o.batch < 0 {
-		return fmt.Errorf("-steps is %d and -batch %d, want at least 1 and 0", o.steps, o.batch)
+	if o.steps < 1 {
+		return fmt.Errorf("-steps is %d, want at least 1", o.steps)
+	}
+	if o.batch < 0 {
+		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
 	}
 	return nil
 }
@@ -145,7 +151,9 @@ func onGPU(o options) error {
 		return err
 	}
 	device, err := cudaops.Open()
-	if err != nil {
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		return fmt.Errorf("%w\n-device cpu measures the CPU", err)
+	} else if err != nil {
 		return err
 	}
 	defer device.Close()

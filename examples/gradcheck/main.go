@@ -27,9 +27,15 @@ func main() {
 	seed := flag.Uint64("seed", 1, "seed of the inputs")
 	tol := flag.Float64("tol", 1e-6, "largest relative error that passes")
 	flag.Parse()
+	switch {
+	case flag.NArg() > 0:
+		log.Fatalf("gradcheck: %q is not an option", flag.Arg(0))
+	case !(*tol > 0):
+		log.Fatalf("gradcheck: -tol is %g, want a number above 0", *tol)
+	}
 	ok, err := run(os.Stdout, append(opChecks(), kasminaChecks()...), *seed, *tol)
 	if err != nil {
-		log.Fatal(err)
+		log.Fatalf("gradcheck: %v", err)
 	}
 	if !ok {
 		os.Exit(1)

@@ -57,9 +57,11 @@ func run(args []string, stdout, stderr io.Writer) error {
 	switch command := f.Arg(0); {
 	case command == "import" && f.NArg() == 2:
 		return load(s, f.Arg(1), stdout)
+	case command == "import":
+		return fmt.Errorf("import takes one FILE, which export has written; got %d", f.NArg()-1)
 	case f.NArg() != 1:
 		f.Usage()
-		return errors.New("give one command")
+		return fmt.Errorf("got %q, want one command, behind the options", f.Args())
 	case command == "clear":
 		n, err := s.Clear(matches)
 		fmt.Fprintf(stdout, "%d choices cleared\n", n)
@@ -94,11 +96,15 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 		}
 		listed++
 	}
-	if listed == 0 {
-		_, err := fmt.Fprintln(w, "no choices are stored: a machine that tunes stores them as it meets new shapes")
+	switch {
+	case listed > 0:
+		return nil
+	case len(all) > 0:
+		_, err := fmt.Fprintf(w, "none of the %d choices that are stored matches\n", len(all))
 		return err
 	}
-	return nil
+	_, err := fmt.Fprintln(w, "no choices are stored: a machine that tunes stores them as it meets new shapes")
+	return err
 }
 
 func export(s *tune.Store, matches func(string) bool, w io.Writer) error {

@@ -40,6 +40,9 @@ func TestCommands(t *testing.T) {
 	if got := tool(t, "-store", other, "list"); strings.Count(got, "\n") != 1 || !strings.Contains(listed, got) {
 		t.Errorf("exported, imported and listed: %q", got)
 	}
+	if got := tool(t, "-store", store, "-match", "Linear", "list"); got != "none of the 2 choices that are stored matches\n" {
+		t.Errorf("list of what is not there: %q", got)
+	}
 	if got := tool(t, "-store", store, "-match", "RMSNorm", "clear"); got != "1 choices cleared\n" {
 		t.Errorf("clear: %q", got)
 	}
@@ -50,7 +53,7 @@ func TestCommands(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	store := filepath.Join(t.TempDir(), "a.json")
-	for _, args := range [][]string{{}, {"sort"}, {"list", "export"}, {"import", store}} {
+	for _, args := range [][]string{{}, {"sort"}, {"list", "export"}, {"list", "-match", "x"}, {"import"}, {"import", store}} {
 		var out, errs bytes.Buffer
 		if err := run(append([]string{"-store", store}, args...), &out, &errs); err == nil {
 			t.Errorf("%v: no error", args)
