@@ -60,7 +60,7 @@ type plan struct{ layers, batch, steps, graft, load int }
 // planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of milliseconds.
 func planned() plan {
 	if testing.Short() {
-		return plan{layers: 1, batch: 2, steps: 3, load: 2}
+		return plan{layers: 1, batch: 2, steps: 4, load: 2}
 	}
 	return plan{layers: 2, batch: 4, steps: 20, graft: 4, load: 14}
 }
