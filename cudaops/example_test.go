@@ -1,0 +1,147 @@
+package cudaops_test
+
+import (
+	"errors"
+	"fmt"
+	"log"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// newVM returns a machine on the GPU if there is one, and one on the CPU otherwise.
+func newVM(g *gorgonia.ExprGraph) (vm gorgonia.VM, closeDevice func() error, err error) {
+	device, err := cudaops.Open()
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		vm, err = cpuops.NewMachine(g)
+		return vm, func() error { return nil }, err
+	} else if err != nil {
+		return nil, nil, err
+	}
+	if vm, err = cudaops.NewMachine(device, g); err != nil {
+		return nil, nil, errors.Join(err, device.Close())
+	}
+	return vm, device.Close, nil
+}
+
+// One program for computers with and without a GPU.
+func Example() {
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(512, 256), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(256), gorgonia.WithInit(gorgonia.Ones()))
+	y, err := op.RMSNorm(x, w, 1e-5)
+	if err != nil {
+		log.Fatal(err)
+	}
+	cost := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(y))))
+
+	vm, closeDevice, err := newVM(g)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer closeDevice()
+	defer vm.Close()
+	if err := vm.RunAll(); err != nil {
+		log.Fatal(err)
+	}
+	value := cost.Value() // of a machine on the CPU; one on a GPU copies it when asked for
+	if m, ok := vm.(*cudaops.Machine); ok {
+		if value, err = m.Value(cost); err != nil {
+			log.Fatal(err)
+		}
+	}
+	fmt.Println(value)
+}
+
+// Training with weights, gradients and optimiser on the GPU: a step sends up its batch, and brings down the loss when asked to,
+// which the machine keeps since it is named as an output.
+func ExampleMachine_SetOptimizer() {
+	device, err := cudaops.Open()
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer device.Close()
+
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(64, 128), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(32, 128), gorgonia.WithInit(gorgonia.GlorotN(1)))
+	y, err := op.Linear(x, w)
+	if err != nil {
+		log.Fatal(err)
+	}
+	loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(y))))
+	if _, err := gorgonia.Grad(loss, w); err != nil {
+		log.Fatal(err)
+	}
+	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(w), cudaops.WithOutputs(loss),
+		cudaops.WithPrecision(cudaops.BFloat16))
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer machine.Close()
+	optimizer, err := optim.NewAdamW(optim.WithLR(1e-3))
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := machine.SetOptimizer(optimizer, 1); err != nil { // gradients of a norm above 1 are scaled down
+		log.Fatal(err)
+	}
+	for range 100 {
+		if err := machine.RunAll(); err != nil { // after gorgonia.Let(x, batch)
+			log.Fatal(err)
+		}
+		if _, err := machine.Update(); err != nil {
+			log.Fatal(err)
+		}
+	}
+	value, err := machine.Value(loss)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := machine.Download(); err != nil { // the weights, into their nodes
+		log.Fatal(err)
+	}
+	fmt.Println(value, w.Value())
+}
+
+// Batches of 64 rows go through a Kasmina layer without a launch each.
+func ExampleOpenStream() {
+	device, err := cudaops.Open()
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer device.Close()
+	lattice, err := state.NewLattice(16, 256)
+	if err != nil {
+		log.Fatal(err)
+	}
+	g := gorgonia.NewGraph()
+	input := func(name string, shape ...int) *gorgonia.Node {
+		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...),
+			gorgonia.WithInit(gorgonia.Zeroes()))
+	}
+	layer, err := op.Kasmina(input("x", 64, 256), input("weights", 4, 16), input("scales", 4), lattice)
+	if err != nil {
+		log.Fatal(err)
+	}
+	stream, err := cudaops.OpenStream(device, layer, cudaops.StreamConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer stream.Close()
+	x, y := make([]float32, 64*256), make([]float32, 64*256)
+	batch, err := stream.Submit(x)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := stream.Wait(batch, y); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(y[:4])
+}

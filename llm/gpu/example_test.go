@@ -1,0 +1,59 @@
+package gpu_test
+
+import (
+	"context"
+	"errors"
+	"log"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Training on the GPU if there is one, and on the CPU otherwise: the engine is all that differs.
+func ExampleEngine() {
+	folder, err := llm.GoSource()
+	if err != nil {
+		log.Fatal(err)
+	}
+	corpus, err := llm.OpenCorpus(folder, llm.WithExtensions(".go"))
+	if err != nil {
+		log.Fatal(err)
+	}
+	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	config := llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4, Seq: 256}.Default()
+	model, err := llm.NewModel(config, tensor.Float32, 1)
+	if err != nil {
+		log.Fatal(err)
+	}
+	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: 16, Seq: config.Seq})
+	if err != nil {
+		log.Fatal(err)
+	}
+	optimizer, err := optim.NewAdamW(optim.WithLR(1e-3))
+	if err != nil {
+		log.Fatal(err)
+	}
+	plan := llm.TrainConfig{Steps: 1000, Batch: 16, Clip: 1}
+	switch device, err := cudaops.Open(); {
+	case err == nil:
+		defer device.Close()
+		plan.Engine = gpu.Engine(device, cudaops.BFloat16)
+	case !errors.Is(err, cudaops.ErrNoDevice):
+		log.Fatal(err)
+	}
+	trainer, err := llm.NewTrainer(model, loader, optimizer, plan)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer trainer.Close() // before the device
+	if err := trainer.Run(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+}
