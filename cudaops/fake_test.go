@@ -521,9 +521,14 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, squares, t.Chunks)
 		clear(out)
-		for _, p := range k.tables[t] {
+		for chunk := t.Chunks - 1; chunk >= 0; chunk-- { // all of a tensor in its first
+			i := t.TensorOf(chunk)
+			if chunk > 0 && t.TensorOf(chunk-1) == i {
+				continue
+			}
+			p := k.tables[t][i]
 			for _, g := range floatsAt(l, p.Grad, p.Size) {
-				out[0] += g * g
+				out[chunk] += g * g
 			}
 		}
 	})

@@ -279,6 +279,9 @@ func (m *Machine) run() error {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
 	m.runs++
+	if m.optimizer != nil {
+		m.optimizer.looked = false
+	}
 	if m.begun {
 		if taken, err := m.take(); taken || err != nil {
 			return err

@@ -34,7 +34,8 @@ type optimizer struct {
 	muon     *kernels.Table
 	control  driver.Ptr // kernels.Control
 	staging  []byte     // the same, pinned
-	squares  driver.Ptr
+	squares  driver.Ptr // of each table's chunks, one table behind the other, and of the loss
+	looked   bool       // they are those of the last update's gradients, and no run has been asked for since
 	settings kernels.Control
 	done     driver.Event // the control block is back
 	busy     bool         // an update is under way
@@ -349,14 +350,11 @@ func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
 // update is that of UpdateWhile, and with a loss that of StepWhile. It was refused if a gradient or the loss is not finite, of
 // which err says nothing.
 func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused bool, err error) {
+	if err := m.updatable(); err != nil {
+		return 0, false, err
+	}
 	x := m.optimizer
 	switch {
-	case m.closed:
-		return 0, false, errClosed
-	case x == nil:
-		return 0, false, errors.New("the machine has no optimiser: give it one with SetOptimizer")
-	case !m.ran:
-		return 0, false, errors.New("the machine has not run, so there are no gradients")
 	case x.busy:
 		return 0, false, errors.New("an update is under way")
 	case m.begun:
@@ -419,7 +417,7 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	if err := m.enqueueUpdate(x, loss); err != nil {
 		return err
 	}
-	m.gathered = false // also where launchUpdate was captured before
+	m.gathered, x.looked = false, true // also where launchUpdate was captured before
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
 		return err
 	}
@@ -466,12 +464,9 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
 // launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
 // leaves their sum as it is, or NaN, at which the update is not made.
 func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
-	at := 0
-	for _, t := range x.tables() {
-		if err := m.k.GradSquares(m.stream, x.squares.Offset(4*at), t); err != nil {
-			return err
-		}
-		at += t.Chunks
+	at, err := m.launchSquares(x)
+	if err != nil {
+		return err
 	}
 	if loss != 0 {
 		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, driver.Float32); err != nil {
@@ -505,6 +500,72 @@ func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 		return err
 	}
 	return m.clearSums()
+}
+
+// launchSquares launches the sums of the gradients' squares, and returns how many there are.
+func (m *Machine) launchSquares(x *optimizer) (n int, err error) {
+	for _, t := range x.tables() {
+		if err := m.k.GradSquares(m.stream, x.squares.Offset(4*n), t); err != nil {
+			return 0, err
+		}
+		n += t.Chunks
+	}
+	return n, nil
+}
+
+// NonFinite returns the first parameter in whose gradient is NaN, infinity or a number whose square is not finite, nil if there is
+// none: of the gradients that the last update was made with, or was not for what they are, and after another run of those that the
+// next one is to be made with, all gathered ones together.
+func (m *Machine) NonFinite() (*gorgonia.Node, error) {
+	p, err := m.nonFinite()
+	if err != nil {
+		return nil, fmt.Errorf("cudaops.Machine.NonFinite: %w", err)
+	}
+	return p, nil
+}
+
+func (m *Machine) nonFinite() (*gorgonia.Node, error) {
+	x := m.optimizer
+	if err := m.updatable(); err != nil {
+		return nil, err
+	}
+	if !x.looked {
+		if _, err := m.launchSquares(x); err != nil {
+			return nil, err
+		}
+	}
+	bad := map[*gorgonia.Node]bool{}
+	at := x.squares
+	for _, t := range x.tables() {
+		squares := make([]float32, t.Chunks)
+		if err := m.device.ctx.CopyToHost(driver.Bytes(squares), at, m.stream); err != nil {
+			return nil, err
+		}
+		at = at.Offset(4 * t.Chunks)
+		of := slices.DeleteFunc(slices.Clone(x.states), func(p *paramState) bool { return p.rule.Muon != (t == x.muon) })
+		for chunk, v := range squares {
+			if v-v != 0 {
+				bad[of[t.TensorOf(chunk)].input.node] = true
+			}
+		}
+	}
+	if i := slices.IndexFunc(m.config.params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
+		return m.config.params[i], nil
+	}
+	return nil, nil
+}
+
+// updatable returns an error where there can be no gradients for an optimiser.
+func (m *Machine) updatable() error {
+	switch {
+	case m.closed:
+		return errClosed
+	case m.optimizer == nil:
+		return errors.New("the machine has no optimiser: give it one with SetOptimizer")
+	case !m.ran:
+		return errors.New("the machine has not run, so there are no gradients")
+	}
+	return nil
 }
 
 // Forget makes zero what the machine's optimiser remembers on the device of the elements from ≤ i < to, in row-major order, of

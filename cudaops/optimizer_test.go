@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -12,6 +13,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
@@ -299,6 +301,56 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 	if s := adamw.State(); len(s) != 0 {
 		t.Errorf("an update that was refused is remembered: %v", s)
+	}
+}
+
+// TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update and after it, and the first of two.
+func TestNonFinite(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for name, opts := range map[string][]MachineOption{"plain": nil, "gathered": {WithAccumulation()}} {
+		l := newLifetime(t, newMuon)
+		if err := l.open(device, append(opts, fakeOption)...); err != nil {
+			t.Fatal(err)
+		}
+		m := l.machine
+		if _, err := m.NonFinite(); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.NonFinite: the machine has not run") {
+			t.Errorf("%s: before a run: %v", name, err)
+		}
+		check := func(what string, want *gorgonia.Node) {
+			t.Helper()
+			if got, err := m.NonFinite(); got != want || err != nil {
+				t.Errorf("%s, %s: got %v, %v, want %v", name, what, got, err, want)
+			}
+		}
+		spoil := func(p *gorgonia.Node) {
+			t.Helper()
+			i := slices.IndexFunc(m.optimizer.states, func(s *paramState) bool { return s.input.node == p })
+			g := m.optimizer.states[i].grad
+			bad := driver.Bytes([]float32{float32(math.Inf(-1))})
+			if err := device.ctx.CopyToDevice(g.ptr().Offset(g.extent()-4), bad, m.stream); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i, p := range l.batch.Params {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			check("a run", nil)
+			spoil(p)
+			if i > 0 && i+1 < len(l.batch.Params) {
+				spoil(l.batch.Params[i+1])
+			}
+			if i%2 == 0 {
+				check("ahead of an update", p)
+			}
+			if _, err := m.Update(); !errors.Is(err, ErrNonFinite) {
+				t.Errorf("%s: the update: %v", name, err)
+			}
+			check("after an update", p)
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }
 

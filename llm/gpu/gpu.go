@@ -46,9 +46,8 @@ type engine struct {
 	limit         float64
 	graph         *llm.Graph
 	machine       *cudaops.Machine
-	changed       bool      // the device is ahead of the host
-	batch         llm.Batch // the last one whose gradients were asked for
-	started       bool      // with another one, so that gradients on the device are of that
+	changed       bool // the device is ahead of the host
+	started       bool // with a batch whose gradients have not been asked for
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -85,13 +84,13 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 	beside := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(device, g.G, append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
 	}
-	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false, llm.Batch{}, false}, nil
+	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false, false}, nil
 }
 
 func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) {
-	e.batch, e.started = b, false
+	e.started = false
 	loss, err := llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
 	if err == nil && (math.IsNaN(loss) || math.IsInf(loss, 0)) { // no update follows
 		_, err = e.machine.Value(e.graph.Loss) // tells the lattices in which seeds that shows
@@ -116,7 +115,7 @@ func (e *engine) updated(norm float64, err error) (float64, error) {
 
 // Step is that of [llm.Starter].
 func (e *engine) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
-	e.batch, e.started = b, false
+	e.started = false
 	if err := e.graph.Let(b); err != nil {
 		return 0, 0, err
 	}
@@ -129,11 +128,6 @@ func (e *engine) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm fl
 		}
 	})
 	norm, err = e.updated(norm, err)
-	if refused := errors.Is(err, llm.ErrGradients) || loss-loss != 0; refused && e.started { // FirstNonFinite is to find what this is about
-		err = errors.Join(err, e.machine.DropGradients())
-		e.start(e.batch)
-		e.started = false
-	}
 	return loss, norm, err
 }
 
@@ -178,7 +172,7 @@ func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the last run.
+// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the step.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	if err := e.Pull(); err != nil {
 		return "", "", false
@@ -188,13 +182,8 @@ func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 			return p.Name(), "value", true
 		}
 	}
-	if e.started { // the update of the last batch has been made, so its gradients were finite
-		return "", "", false
-	}
-	for _, p := range e.graph.Params {
-		if v, err := e.machine.Value(p.Deriv()); err == nil && !finite(v) {
-			return p.Name(), "gradient", true
-		}
+	if p, err := e.machine.NonFinite(); err == nil && p != nil {
+		return p.Name(), "gradient", true
 	}
 	return "", "", false
 }

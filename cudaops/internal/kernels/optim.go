@@ -55,6 +55,7 @@ type Table struct {
 	ctx                      driver.Context
 	tensors, updates, chunks driver.Ptr
 	count                    int
+	of                       []int // the tensor of each chunk
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
 	Chunks int
 	Bytes  int // of its memory
@@ -67,6 +68,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	}
 	rows := make([]deviceTensor, len(tensors))
 	var chunks []byte
+	var of []int
 	for i, t := range tensors {
 		if t.Size < 1 {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
@@ -86,9 +88,10 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 		for j := range n {
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(j))
+			of = append(of, i)
 		}
 	}
-	t := &Table{ctx: k.ctx, count: len(rows), Chunks: len(chunks) / 8}
+	t := &Table{ctx: k.ctx, count: len(rows), of: of, Chunks: len(of)}
 	for _, part := range []struct {
 		at    *driver.Ptr
 		bytes []byte
@@ -104,6 +107,9 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	}
 	return t, nil
 }
+
+// TensorOf is the number of the tensor that a chunk is a part of.
+func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
@@ -189,7 +195,7 @@ func DecodeControl(b []byte) Control {
 	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40)), next}
 }
 
-// GradSquares sets squares [t.Chunks], float32, to sums of squares of the gradients.
+// GradSquares sets squares [t.Chunks], float32, to sums of squares of the gradients, one for each chunk.
 func (k *Kernels) GradSquares(s driver.Stream, squares driver.Ptr, t *Table) error {
 	return k.launch(s, "optim", "optim_squares", line(t.Chunks, optimThreads), args().Ptr(squares).Ptr(t.tensors).Ptr(t.chunks))
 }

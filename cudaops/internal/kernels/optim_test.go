@@ -2,11 +2,14 @@ package kernels
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -242,5 +245,30 @@ func TestLossScaleMoves(t *testing.T) {
 		if want := norm / float64(c.from.Scale); !c.skipped && math.Abs(float64(got.Norm)-want) > 1e-6*want {
 			t.Errorf("the norm is %v, want %v", got.Norm, want)
 		}
+	}
+}
+
+// TestTableChunks wants a table to tell whose part a chunk is, and what it takes on the device.
+func TestTableChunks(t *testing.T) {
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	table, err := New(ctx).NewTable([]OptimTensor{{Size: 1}, {Size: 2*optimChunk + 1}, {Size: optimChunk}, {Size: 3}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var of []int
+	for chunk := range table.Chunks {
+		of = append(of, table.TensorOf(chunk))
+	}
+	if want := []int{0, 1, 1, 1, 2, 3}; !slices.Equal(of, want) {
+		t.Errorf("the chunks are of the tensors %v, want %v", of, want)
+	}
+	if held := ctx.Stats().DeviceBytes; int64(table.Bytes) != held {
+		t.Errorf("the table tells of %d bytes and holds %d", table.Bytes, held)
+	}
+	if err := errors.Join(table.Free(), ctx.Close()); err != nil {
+		t.Error(err)
 	}
 }
