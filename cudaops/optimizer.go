@@ -513,48 +513,6 @@ func (m *Machine) launchSquares(x *optimizer) (n int, err error) {
 	return n, nil
 }
 
-// NonFinite returns the first parameter in whose gradient is NaN, infinity or a number whose square is not finite, nil if there is
-// none: of the gradients that the last update was made with, or was not for what they are, and after another run of those that the
-// next one is to be made with, all gathered ones together.
-func (m *Machine) NonFinite() (*gorgonia.Node, error) {
-	p, err := m.nonFinite()
-	if err != nil {
-		return nil, fmt.Errorf("cudaops.Machine.NonFinite: %w", err)
-	}
-	return p, nil
-}
-
-func (m *Machine) nonFinite() (*gorgonia.Node, error) {
-	x := m.optimizer
-	if err := m.updatable(); err != nil {
-		return nil, err
-	}
-	if !x.looked {
-		if _, err := m.launchSquares(x); err != nil {
-			return nil, err
-		}
-	}
-	bad := map[*gorgonia.Node]bool{}
-	at := x.squares
-	for _, t := range x.tables() {
-		squares := make([]float32, t.Chunks)
-		if err := m.device.ctx.CopyToHost(driver.Bytes(squares), at, m.stream); err != nil {
-			return nil, err
-		}
-		at = at.Offset(4 * t.Chunks)
-		of := slices.DeleteFunc(slices.Clone(x.states), func(p *paramState) bool { return p.rule.Muon != (t == x.muon) })
-		for chunk, v := range squares {
-			if v-v != 0 {
-				bad[of[t.TensorOf(chunk)].input.node] = true
-			}
-		}
-	}
-	if i := slices.IndexFunc(m.config.params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
-		return m.config.params[i], nil
-	}
-	return nil, nil
-}
-
 // updatable returns an error where there can be no gradients for an optimiser.
 func (m *Machine) updatable() error {
 	switch {
