@@ -333,6 +333,8 @@ func TestErrors(t *testing.T) {
 	}
 	w, s := make([]float64, 6), make([]float64, 3)
 	_, unknown := blueprints.Lookup(250)
+	_, unknownParts := blueprints.Parts(99, 2, 2)
+	_, oddParts := blueprints.Parts(blueprints.LowRank, 2, 5)
 	if err := without(func(b *blueprints.Blueprint) {
 		b.Name = fmt.Sprintf("Negative%d", blueprints.Kinds())
 		b.Size = func(int, int) int { return -1 }
@@ -361,6 +363,8 @@ func TestErrors(t *testing.T) {
 		{blueprints.Identity(blueprints.ConvFilter, 1, 2, 0, w[:0], s), nil, "weights has 0 elements"},
 		{blueprints.Identity(blueprints.Residual, 1, 0, 0, w, s), nil, "chunks of 0 features"},
 		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth, "LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
+		{unknownParts, blueprints.ErrUnknownKind, "99"},
+		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5) have 4 elements`},
 		{blueprints.Apply(99, w, w, w, 1), blueprints.ErrUnknownKind, "99"},
 		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth, "Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
 		{blueprints.Apply(blueprints.Residual, w[:5], w, w, 1), nil, "x has 6 elements and y 5"},

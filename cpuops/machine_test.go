@@ -277,6 +277,26 @@ func TestMemory(t *testing.T) {
 	}
 }
 
+// TestMemoryIsAll wants a machine to count what ops keep for their gradients, once that is known, and the gradients' sums.
+func TestMemoryIsAll(t *testing.T) {
+	const rows, features = 64, 16
+	g := gorgonia.NewGraph()
+	x := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, rows, features), gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, features), gorgonia.WithName("w"))
+	check[gorgonia.Nodes](t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(check[*gorgonia.Node](t)(op.RMSNorm(x, w, 1e-5)))), x, w))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithParams(x)))
+	before := m.Memory()
+	if sums := 4 * rows * features; before < sums {
+		t.Errorf("all takes %d bytes, and the gradients' sums alone %d", before, sums)
+	}
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	if kept := m.Memory() - before; kept != 4*rows {
+		t.Errorf("the norm keeps %d bytes, want %d", kept, 4*rows)
+	}
+}
+
 // TestRelease wants a machine that has given its memory up to compute the same again in whatever memory it finds.
 func TestRelease(t *testing.T) {
 	r := random(t)

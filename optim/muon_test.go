@@ -9,6 +9,32 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
+// A machine of another kind is told what a Muon does with matrices, tall and wide, and with the rest.
+func TestMuonRules(t *testing.T) {
+	m, err := optim.NewMuon(optim.WithLR(0.25), optim.WithWeightDecay(0.2), optim.WithMomentum(0.9), optim.WithIterations(4), optim.WithNesterov(false),
+		optim.WithGroup(optim.NameContains("slow"), optim.LRScale(0.5)),
+		optim.WithAdamW(optim.WithLR(0.0625), optim.WithBetas(0.7, 0.8), optim.WithEps(1e-6)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	matrix := optim.Rule{Muon: true, LRScale: 1, Decay: 0.2, Beta1: 0.9, ShapeScale: 1, Iterations: 4}
+	tall, slow := matrix, matrix
+	tall.ShapeScale, slow.LRScale = 2, 0.5
+	rest := optim.Rule{LRScale: 0.25, Beta1: 0.7, Beta2: 0.8, Eps: 1e-6}
+	for _, c := range []struct {
+		name  string
+		shape []int
+		want  optim.Rule
+	}{
+		{"w", []int{3, 12}, matrix}, {"w", []int{12, 3}, tall}, {"slow.w", []int{3, 3}, slow},
+		{"embed", []int{3, 12}, rest}, {"norm", []int{12}, rest},
+	} {
+		if got := m.Rule(c.name, c.shape); got != c.want {
+			t.Errorf("%s %v: %+v, want %+v", c.name, c.shape, got, c.want)
+		}
+	}
+}
+
 // Three steps with gradients sin(t·p), by Keller Jordan's muon_update in PyTorch 2, in float64 instead of bfloat16.
 func TestMuonAgreesWithPyTorch(t *testing.T) {
 	start := []float64{0.5, -1.25, 2, 0.125, 3, -0.75}

@@ -116,6 +116,7 @@ func TestSetStateRefuses(t *testing.T) {
 		{"moment missing", without("norm.exp_avg_sq"), `parameter "norm": there is no exp_avg_sq`},
 		{"count missing", without("w.step"), `parameter "w": step is`},
 		{"count of zero", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{0} }), `parameter "w": step is`},
+		{"two counts", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{3, 4} }), `parameter "w": step is`},
 		{"count of floats", edit("w.step", func(t *optim.Tensor) { t.Data = []float64{3} }), `parameter "w": step is`},
 		{"shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{2, 1} }), `parameter "norm"`},
 		{"length", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float64{1} }), "exp_avg has 1 elements, want 2"},

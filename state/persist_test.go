@@ -197,6 +197,34 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 }
 
 // scatterOne sets element i from its bytes.
+// A lattice takes nothing of another shape, of which seeds, features, slots and their width alone can differ. What it does not
+// know of its slots it takes over.
+func TestOtherShapes(t *testing.T) {
+	made := func(seeds, hidden int, opts ...Option) *Lattice {
+		l, err := NewLattice(seeds, hidden, opts...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	data, err := made(4, 8, WithSlots(5), WithWidth(3)).MarshalBinary()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, l := range map[string]*Lattice{
+		"seeds": made(2, 8), "features": made(4, 16), "slots": made(4, 8, WithSlots(4)), "width": made(4, 8, WithWidth(2)),
+	} {
+		if err := l.UnmarshalBinary(data); !errors.Is(err, ErrShape) || l.Epoch() != 0 {
+			t.Errorf("other %s: error %v", name, err)
+		}
+	}
+	for _, l := range []*Lattice{made(4, 8), made(4, 8, WithSlots(5)), made(4, 8, WithWidth(3))} {
+		if err := l.UnmarshalBinary(data); err != nil || l.Slots() != 5 || l.Width() != 3 {
+			t.Errorf("%d slots of %d weights, error %v", l.Slots(), l.Width(), err)
+		}
+	}
+}
+
 func (c column) scatterOne(b []byte, i int) {
 	one := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}
 	one.make(1)

@@ -264,6 +264,27 @@ func TestRunningStatistics(t *testing.T) {
 	}
 }
 
+// The drift of a chunk with mean zero is that of its root mean square, and that of a constant one of its mean.
+func TestDrift(t *testing.T) {
+	for name, c := range map[string]struct {
+		first, second state.Moments
+		want          float64
+	}{
+		"mean zero": {state.Moments{Count: 8, Variance: 4}, state.Moments{Count: 8, Variance: 28}, 1}, // together 16
+		"constant":  {state.Moments{Count: 8, Mean: 2}, state.Moments{Count: 8, Mean: 2}, 0},
+		"shifted":   {state.Moments{Count: 8, Mean: -2}, state.Moments{Count: 24, Mean: 2}, 1.5}, // together 1, with variance 3
+	} {
+		l := lattice(t, 1, 8)
+		for _, m := range []state.Moments{c.first, c.second} {
+			pass(t, l, true, state.HealthSample{Moments: m}, state.GradientSample{})
+			epochs(t, l, 1)
+		}
+		if got := l.Report().Seeds[0].Drift; math.Abs(got-c.want) > 1e-6 {
+			t.Errorf("%s: the drift is %v, want %v", name, got, c.want)
+		}
+	}
+}
+
 // 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms on two cores that have nothing
 // else to do. Elsewhere, on a slower CPU or beside other processes, that is held against a loop that takes as long there.
 func TestEpochOf100000Seeds(t *testing.T) {
