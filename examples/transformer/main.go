@@ -1,7 +1,7 @@
 // Command transformer trains a Llama-style language model with Kasmina layers on text: a small one, unless told otherwise,
 // and on an NVIDIA GPU if there is one, else on the CPU.
 //
-//	go run ./examples/transformer                     # about three minutes on two cores, on the Go source tree
+//	go run ./examples/transformer                     # a few minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
