@@ -45,47 +45,70 @@ func (m *Machine) measureCeilings(r *Profile) (err error) {
 	}
 	r.Copy = 2 * float64(bytes) / best.Seconds()
 	r.Type = e.String()
-	side := ceilingSide
-	if e == float32s {
+	if r.Product, err = m.products(e, memory, bytes); err != nil {
+		return err
+	}
+	if !m.config.float8 {
+		return nil
+	}
+	if err := x.fill(memory, argument{bytes: bytes, elem: float8s}, 1); err != nil {
+		return err
+	}
+	r.ProductFloat8, err = m.products(float8s, memory, bytes)
+	return err
+}
+
+// products is the operations a second of the largest product of square matrices of a type that is measured, 0 if there is none. The
+// operands are in the first bytes of memory, the result in as many behind them.
+func (m *Machine) products(e elem, memory driver.Ptr, bytes int) (best float64, err error) {
+	widest, side := m.activations(), ceilingSide // of all that takes room
+	if widest == float32s {
 		side /= 2
 	}
-	for ; 2*side*side*e.size() > bytes; side /= 2 {
+	for ; 2*side*side*widest.size() > bytes; side /= 2 {
 	}
 	for s := min(firstSide, side); s <= side; s *= 2 {
-		took, err := m.productTime(s, memory, memory.Offset(s*s*e.size()), memory.Offset(bytes))
+		took, err := m.productTime(s, e, memory, memory.Offset(bytes))
 		if err != nil || took == 0 {
-			return err
+			return best, err
 		}
-		r.Product = max(r.Product, 2*math.Pow(float64(s), 3)/took.Seconds())
+		best = max(best, 2*math.Pow(float64(s), 3)/took.Seconds())
 		if took >= ceilingTime {
 			break
 		}
 	}
-	return nil
+	return best, nil
 }
 
-// productTime is what the fastest way takes to multiply two square matrices; 0 if there is none.
-func (m *Machine) productTime(side int, a, b, d driver.Ptr) (took time.Duration, err error) {
-	blas, err := m.device.ctx.Blas()
+// productTime is what the fastest way takes to multiply two square matrices, which lie one behind the other; 0 if there is none.
+func (m *Machine) productTime(side int, e elem, operands, d driver.Ptr) (took time.Duration, err error) {
+	ctx := m.device.ctx
+	blas, err := ctx.Blas()
 	if err != nil {
 		return 0, nil
 	}
-	t := m.activations().dtype()
-	plan, err := blas.Plan(driver.MatmulSpec{M: side, N: side, K: side, TransB: true, A: t, B: t, D: t}, workspaceBytes, tuneWays)
+	size := side * side * e.size()
+	spec := driver.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e.dtype(), B: e.dtype(), D: m.activations().dtype()}
+	args := driver.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d, WorkspaceSize: workspaceBytes}
+	if e == float8s {
+		spec.Scaling, spec.FastAccumulation = driver.ScaledRows, true
+		args.ScaleA = operands.Offset(2 * size) // where the larger type would have operands
+		args.ScaleB = args.ScaleA
+		if err := ctx.Memset32(args.ScaleA, math.Float32bits(1), side, m.stream); err != nil {
+			return 0, err
+		}
+	}
+	plan, err := blas.Plan(spec, workspaceBytes, tuneWays)
 	if err != nil {
 		return 0, nil
 	}
-	workspace, err := m.device.ctx.Alloc(workspaceBytes)
-	if err != nil {
+	if args.Workspace, err = ctx.Alloc(workspaceBytes); err != nil {
 		return 0, plan.Close()
 	}
 	defer func() {
-		err = errors.Join(err, m.device.ctx.SyncStream(m.stream), m.device.ctx.Free(workspace), plan.Close())
+		err = errors.Join(err, ctx.SyncStream(m.stream), ctx.Free(args.Workspace), plan.Close())
 	}()
-	return m.best(len(plan.Algos()), func(way int) error {
-		return plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: workspace,
-			WorkspaceSize: workspaceBytes}, m.stream)
-	})
+	return m.best(len(plan.Algos()), func(way int) error { return plan.Run(way, args, m.stream) })
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.

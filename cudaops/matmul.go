@@ -211,6 +211,7 @@ func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
 		c.computes(2 * float64(p.d.len()) * float64(p.depth()))
+		c.tasks[len(c.tasks)-1].float8 = p.scaleA != nil
 	}
 	return err
 }

@@ -3,6 +3,7 @@ package cudaops
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -113,6 +114,53 @@ func TestProfile(t *testing.T) {
 	}
 	if !slices.Equal(flat(t, a), flat(t, b)) {
 		t.Errorf("weights %v, without a profile %v", flat(t, a), flat(t, b))
+	}
+}
+
+// TestProfileFloat8 wants products of float8, and no others, to be measured by a product of float8.
+func TestProfileFloat8(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	_, b := float8Model(t, llm.ForLoss, 3, 32)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, float8Products, withCeilingBytes(1 << 14)})
+	if err := errors.Join(m.RunAll(), m.StartProfile()); err != nil {
+		t.Fatal(err)
+	}
+	for range ProfileSteps {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p, err := m.Profile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkProfile(t, m, p, 1)
+	if p.ProductFloat8 <= 0 {
+		t.Fatalf("%v operations a second in float8", p.ProductFloat8)
+	}
+	p.ProductFloat8 *= 3 // the fake driver's products take the same time in all types
+	p.SetShares()
+	narrow, wide := 0, 0
+	for _, s := range p.Spans {
+		if s.FLOPs == 0 || !strings.HasPrefix(s.Kernel, "cublasLt") {
+			continue
+		}
+		product := p.Product
+		if s.Float8 {
+			product = p.ProductFloat8
+			narrow++
+		} else {
+			wide++
+		}
+		if want := max(s.Bytes/p.Copy, s.FLOPs/product) / s.Time.Seconds(); math.Abs(s.Share-want) > 0.01*want+1e-3 {
+			t.Errorf("%s: the share is %v, want %v", s.Kernel, s.Share, want)
+		}
+	}
+	if narrow == 0 || wide == 0 {
+		t.Errorf("%d products of float8 and %d others", narrow, wide)
+	}
+	if !strings.Contains(p.Table(), "in float8, measured now") {
+		t.Errorf("the table: %s", p.Table())
 	}
 }
 

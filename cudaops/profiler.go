@@ -65,6 +65,7 @@ type markedSpan struct {
 type markedTask struct {
 	op, layer    string
 	bytes, flops float64
+	float8       bool // of which flops is
 	ways         []string
 	counts       bool // flops is the sum of what its products say
 }
@@ -231,7 +232,7 @@ func (p *profiler) doing(t markedTask) {
 func (p *profiler) run() error {
 	tuner := p.m.tuner
 	for _, t := range p.m.program.tasks {
-		p.doing(markedTask{op: opName(t), layer: t.place, bytes: t.bytes, flops: t.flops})
+		p.doing(markedTask{op: opName(t), layer: t.place, bytes: t.bytes, flops: t.flops, float8: t.float8})
 		tuner.used = tuner.used[:0]
 		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
@@ -346,7 +347,7 @@ func (p *profiler) layOut(r *Profile, usual *plainStep, elapsed func(from, to dr
 			end = start + took[i]
 			t := p.tasks[s.task]
 			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer, Task: s.task, Start: start, Time: took[i],
-				Bytes: t.bytes, FLOPs: t.flops, Ways: t.ways, Loose: !captured})
+				Bytes: t.bytes, FLOPs: t.flops, Float8: t.float8, Ways: t.ways, Loose: !captured})
 		}
 		anchor, anchored = spans[n-1].to, end
 	}

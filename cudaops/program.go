@@ -91,8 +91,9 @@ type task struct {
 	host  bool   // it waits for the device and computes on the host, so it cannot be captured
 	run   func() error
 
-	bytes float64 // of the arrays that it reads or writes
-	flops float64 // of matrix products
+	bytes  float64 // of the arrays that it reads or writes
+	flops  float64 // of matrix products
+	float8 bool    // of which these are
 
 	layer *kasminaLayer // whose pass it is, unless it is a replay
 	bare  func() error  // the pass without telemetry

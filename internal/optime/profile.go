@@ -21,9 +21,10 @@ type Profile struct {
 	// Marked is the time of such work with a time stamp after every kernel, and Mark what a stamp takes, which Spans are without.
 	Marked, Mark time.Duration
 	// Copy and Product are the card's ceilings, measured just now: bytes a second (read and written ones together) of a copy
-	// in its memory, and operations a second of a large product of matrices of type Type. 0 if they could not be measured.
-	Copy, Product float64
-	Type          string
+	// in its memory, and operations a second of large products of matrices: of type Type, and, where the step has such products, of
+	// float8 with a factor for each row. 0 if they could not be measured.
+	Copy, Product, ProductFloat8 float64
+	Type                         string
 
 	Spans []Span     // on the GPU, in order
 	Host  []HostSpan // in the program, of the step that was not marked
@@ -44,6 +45,7 @@ type Span struct {
 	// time that the one or the other takes at the card's ceiling, whichever is longer, by the task's time. A task whose
 	// operands are in the cache can exceed 1. 0 where there is no ceiling.
 	Bytes, FLOPs, Share float64
+	Float8              bool     // FLOPs is of products of float8
 	Ways                []string // that were chosen among several
 	// Loose is work that is not captured, such as the copy of a batch: its time includes what the program takes to enqueue it,
 	// and does not count as busy.
@@ -72,14 +74,17 @@ func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
 
-// ceiling is the least time of some work on the card, 0 where that is not known.
-func (p *Profile) ceiling(bytes, flops float64) time.Duration {
-	least := 0.0
-	if p.Copy > 0 {
-		least = bytes / p.Copy
+// ceiling is the least time of a span's task on the card, 0 where that is not known.
+func (p *Profile) ceiling(s Span) time.Duration {
+	least, product := 0.0, p.Product
+	if s.Float8 {
+		product = p.ProductFloat8
 	}
-	if p.Product > 0 {
-		least = max(least, flops/p.Product)
+	if p.Copy > 0 {
+		least = s.Bytes / p.Copy
+	}
+	if product > 0 {
+		least = max(least, s.FLOPs/product)
 	}
 	return time.Duration(least * float64(time.Second))
 }
@@ -89,7 +94,7 @@ func (p *Profile) SetShares() {
 	for tasks := p.Spans; len(tasks) > 0; {
 		var task []Span
 		task, tasks = nextTask(tasks)
-		share := rate(p.ceiling(task[0].Bytes, task[0].FLOPs).Seconds(), timeOf(task))
+		share := rate(p.ceiling(task[0]).Seconds(), timeOf(task))
 		for i := range task {
 			task[i].Share = share
 		}
@@ -159,8 +164,11 @@ func (p *Profile) Table() string {
 		100*kernels, 100*graphs)
 	fmt.Fprintf(&s, "marks     %v for each of %d, which is not in the times; the captured work takes %v with them, %v without\n",
 		p.Mark, len(p.Spans), p.Marked.Round(time.Microsecond), p.Graphs.Round(time.Microsecond))
-	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s, measured now\n\n", p.Copy/1e9,
-		p.Product/1e12, p.Type)
+	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s", p.Copy/1e9, p.Product/1e12, p.Type)
+	if p.ProductFloat8 > 0 {
+		fmt.Fprintf(&s, ", %.0f in float8", p.ProductFloat8/1e12)
+	}
+	s.WriteString(", measured now\n\n")
 	p.opTable(&s)
 	p.kernelTable(&s)
 	return s.String()
@@ -174,7 +182,7 @@ func (p *Profile) opTable(w io.Writer) {
 		for rest := p.Spans; len(rest) > 0; {
 			var task []Span
 			if task, rest = nextTask(rest); task[0].Op == o.Op {
-				least += p.ceiling(task[0].Bytes, task[0].FLOPs)
+				least += p.ceiling(task[0])
 			}
 		}
 		fmt.Fprintf(w, "%-24.24s %5d %10.1f %6.1f %8.0f %8.1f %7.0f%%\n", o.Op, o.Tasks, o.Time.Seconds()*1e6,
@@ -238,6 +246,7 @@ func (p *Profile) WriteTrace(w io.Writer) error {
 		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels, "busy_graphs": graphs,
 		"marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
 		"ceiling_copy_gbps": p.Copy / 1e9, "ceiling_product_tflops": p.Product / 1e12, "ceiling_type": p.Type,
+		"ceiling_product_float8_tflops": p.ProductFloat8 / 1e12,
 	}, p.events()}
 	return json.NewEncoder(w).Encode(trace)
 }
@@ -297,7 +306,7 @@ func (p *Profile) events() []traceEvent {
 // args is what a trace says of a span beside its time.
 func (s Span) args() map[string]any {
 	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share,
-		"captured": !s.Loose}
+		"float8": s.Float8, "captured": !s.Loose}
 	if len(s.Ways) > 0 {
 		args["ways"] = s.Ways
 	}
