@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -69,7 +70,7 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
 	file, err := llm.CacheTokens(path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
 	if err != nil {
-		return fmt.Errorf("%w; a file that is damaged can be removed", err)
+		return withRemedy(ctx, err, path)
 	}
 	d.tokens = file
 	fmt.Fprintf(stderr, "tokens    %.1f million, %s\n", float64(file.Len())/1e6, m.origin(path))
@@ -90,10 +91,18 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
 	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)
 	if err != nil {
-		return nil, err
+		return nil, withRemedy(ctx, err, path)
 	}
 	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
 	return bpe, nil
+}
+
+// withRemedy says what helps where a file in the cache is not what it should be.
+func withRemedy(ctx context.Context, err error, path string) error {
+	if _, missing := os.Stat(path); missing != nil || ctx.Err() != nil {
+		return err
+	}
+	return fmt.Errorf("%w; remove the file, and it is made again", err)
 }
 
 // evaluations returns the held-out text, and less of it for evaluations before the last step.

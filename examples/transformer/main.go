@@ -4,6 +4,7 @@
 //	go run ./examples/transformer                     # a few minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
+//	go run ./examples/transformer -resume -prompt 'type ' -sample 1000 # another text from a model that is trained
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
 //
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
@@ -137,7 +138,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		t.On(tellPace(stderr))
 	}
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
-		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
+		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), o.out)
 	} else if err != nil {
 		return withHint(err)
 	}

@@ -120,6 +120,21 @@ func TestSubwords(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") || !strings.Contains(err.Error(), "begun with small") {
 		t.Errorf("another preset on resumption: %v", err)
 	}
+	for _, kind := range []string{"*.tokens", "*.bpe"} {
+		kept, err := filepath.Glob(filepath.Join(cache, kind))
+		if err != nil || len(kept) == 0 {
+			t.Fatalf("no %s: %v", kind, err)
+		}
+		for _, path := range kept {
+			if err := os.Truncate(path, 50); err != nil {
+				t.Fatal(err)
+			}
+		}
+		err = run(context.Background(), small(text, filepath.Join(dir, "damaged"), options...), io.Discard, io.Discard)
+		if err == nil || !strings.Contains(err.Error(), "remove the file") || !strings.Contains(err.Error(), cache) {
+			t.Errorf("a damaged %s: %v", kind, err)
+		}
+	}
 }
 
 // TestStopsWhileTokenizing wants an interrupt to end the training of the encoding.
