@@ -40,6 +40,10 @@ func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs, out
 			return gorgonia.Reshape(must(gorgonia.Add(flat, flat)), tensor.Shape{d, d})
 		},
 		func() (*gorgonia.Node, error) { return op.Linear(some(), some()) },
+		func() (*gorgonia.Node, error) {
+			product := must(op.Linear(must(gorgonia.Tanh(some())), some()))
+			return gorgonia.Add(product, must(gorgonia.Sub(must(gorgonia.Tanh(some())), some())))
+		},
 		func() (*gorgonia.Node, error) { return op.RMSNorm(some(), weight, 1e-3) },
 		func() (*gorgonia.Node, error) { return op.SiLUMLP(some(), some(), some(), some()) },
 	}
