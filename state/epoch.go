@@ -159,7 +159,7 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 			tell(RampFinished, stage, float64(s.alpha[i]))
 		}
 	}
-	if stage.Ended() && s.embargoUntil[i] == l.epoch {
+	if until := s.embargoUntil[i]; stage.Ended() && (until == l.epoch || until < l.epoch && s.epochsInStage[i] == 1) {
 		tell(EmbargoOver, stage, 0)
 	}
 	if seen := addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])); seen != s.nonFiniteTold[i] {

@@ -352,6 +352,17 @@ func TestEmbargo(t *testing.T) {
 	}
 }
 
+// Without an embargo, too, those who listen learn that a seed may be recycled, once.
+func TestNoEmbargo(t *testing.T) {
+	l := lattice(t, 2, 4, state.WithoutGates(), state.WithEmbargo(0))
+	if err := errors.Join(l.RequestGermination(1, state.GerminationRequest{Slot: 1}), l.Transition(1, state.Cancelled)); err != nil {
+		t.Fatal(err)
+	}
+	if events := epochs(t, l, 3); len(events) != 1 || events[0].Kind != state.EmbargoOver || events[0].Seed != 1 || events[0].Epoch != 1 {
+		t.Errorf("events %v", events)
+	}
+}
+
 // A recycled seed starts anew: nothing that was reported of its last blueprint counts for the next one.
 func TestRecycledSeedStartsAnew(t *testing.T) {
 	thresholds := state.DefaultThresholds()

@@ -231,7 +231,7 @@ func TestNetworkEpoch(t *testing.T) {
 	}
 	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Culled)...)...)
 	events, err := n.StepEpoch(make([]state.Metrics, 2))
-	if err != nil || len(events) != 0 || n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
+	if err != nil || len(events) != 1 || events[0].Layer != 1 || events[0].Seed != 3 || n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
 		t.Errorf("%v, %v", events, err)
 	}
 	if n.Seeds() != 10 || n.Layers() != 2 || n.Lattice(2) != nil || n.Lattice(-1) != nil {
