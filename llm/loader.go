@@ -167,7 +167,7 @@ type readAhead struct {
 }
 
 // NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not suffice for one
-// sequence and the target of its last token.
+// sequence and the target of its last token, and when a batch has more than 2²⁶ tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("llm: NewLoader: the tokens are nil")

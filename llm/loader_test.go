@@ -247,7 +247,7 @@ func TestNewLoaderErrors(t *testing.T) {
 		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2}, "sequences of 2 tokens, want 1 to 16777216 of each"},
 		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 with its last target needs 11"},
 		{0, LoaderConfig{Batch: 1, Seq: 1}, "the text has 0 tokens"},
-		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2}, "want at most 67108864 tokens"},
+		{10, LoaderConfig{Batch: 1 << 24, Seq: 8}, "want at most 67108864 tokens"},
 	} {
 		if _, err := NewLoader(upTo(c.tokens), c.config); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%d tokens, %+v: %v, want an error with %q", c.tokens, c.config, err, c.want)
