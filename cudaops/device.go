@@ -125,6 +125,9 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	return &Device{ctx: &driver.Observed{Context: ctx}, info: info, version: d.Version()}, nil
 }
 
+// errNotOpened is what a zero Device is good for.
+var errNotOpened = errors.New("the device was not made by Open")
+
 // Name is the GPU's product name.
 func (d *Device) Name() string { return d.info.Name }
 
@@ -136,6 +139,9 @@ func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d
 
 // Memory is the device memory in bytes: what is free now, all processes considered, and all there is.
 func (d *Device) Memory() (free, total uint64, err error) {
+	if d.ctx == nil {
+		return 0, 0, fmt.Errorf("cudaops.Device.Memory: %w", errNotOpened)
+	}
 	free, total, err = d.ctx.MemInfo()
 	if err != nil {
 		err = fmt.Errorf("cudaops.Device.Memory: %s: %w", d.info.Name, err)
@@ -152,6 +158,9 @@ func (d *Device) String() string {
 
 // Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second Close does nothing.
 func (d *Device) Close() error {
+	if d.ctx == nil {
+		return fmt.Errorf("cudaops.Device.Close: %w", errNotOpened)
+	}
 	if err := d.ctx.Close(); err != nil {
 		return fmt.Errorf("cudaops.Device.Close: %s: %w", d.info.Name, err)
 	}

@@ -5,6 +5,9 @@ import (
 	"strings"
 	"testing"
 
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 )
@@ -56,6 +59,24 @@ func TestOpenFake(t *testing.T) {
 	f.Fail("cuDevicePrimaryCtxRetain", 1, driver.OutOfMemory)
 	if _, err := Open(withDriver(f)); !errors.Is(err, driver.OutOfMemory) || errors.Is(err, ErrNoDevice) {
 		t.Errorf("failed context: %v", err)
+	}
+}
+
+// TestZeroDevice wants a device that Open has not made refused wherever it is used.
+func TestZeroDevice(t *testing.T) {
+	var d Device
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 2), gorgonia.WithName("x"))
+	_, _, memory := d.Memory()
+	_, machine := NewMachine(&d, g)
+	_, stream := OpenStream(&d, x, StreamConfig{})
+	for name, err := range map[string]error{"Memory": memory, "NewMachine": machine, "OpenStream": stream, "Close": d.Close()} {
+		if !errors.Is(err, errNotOpened) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if d.Context() != 0 {
+		t.Error("it has a context")
 	}
 }
 

@@ -24,7 +24,12 @@ func WithContext(handle uintptr) DeviceOption {
 }
 
 // Context is the CUcontext in which the device's work is done, for other libraries to share. It is valid until Close.
-func (d *Device) Context() uintptr { return d.ctx.Handle() }
+func (d *Device) Context() uintptr {
+	if d.ctx == nil {
+		return 0
+	}
+	return d.ctx.Handle()
+}
 
 // WithStream makes a machine put all its work on a stream that the program made elsewhere, in the device's context: handle
 // is a CUstream. What was put there before a run is done before it, and what is put there after it sees its results. It

@@ -90,6 +90,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d == nil || g == nil {
 		return nil, errors.New("device or graph is nil")
 	}
+	if d.ctx == nil {
+		return nil, errNotOpened
+	}
 	config := machineConfig{kernels: realKernels}
 	for _, opt := range opts {
 		if opt == nil {

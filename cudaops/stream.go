@@ -77,6 +77,9 @@ func OpenStream(d *Device, layer *gorgonia.Node, c StreamConfig) (_ *Stream, err
 	if d == nil || layer == nil {
 		return nil, errors.New("device or layer is nil")
 	}
+	if d.ctx == nil {
+		return nil, errNotOpened
+	}
 	o, ok := layer.Op().(*op.KasminaOp)
 	if !ok {
 		return nil, fmt.Errorf("%s is no Kasmina layer", describe(layer))

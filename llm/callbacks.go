@@ -87,7 +87,8 @@ type CheckpointOption func(*checkpointer)
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
-// when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one.
+// when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one. A place where it
+// cannot be written ends the run before its first step.
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t == nil {
 		return refuse("Checkpoint: the trainer is nil")
@@ -101,6 +102,8 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 	}
 	return func(e Event) error {
 		switch {
+		case e.Kind == RunStart:
+			return c.probe()
 		case e.Kind == RunEnd:
 			return c.wait()
 		case !due(e, every) && e.Kind != Interrupted:
@@ -122,6 +125,18 @@ type checkpointer struct {
 	background bool
 	step       int        // that is being written
 	written    chan error // has its result; nil when nothing is being written
+}
+
+// probe finds out whether the file can be written, by another one beside it.
+func (c *checkpointer) probe() error {
+	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
+		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
+	}
+	probe, err := os.CreateTemp(filepath.Dir(c.path), ".checkpoint-*")
+	if err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	return errors.Join(probe.Close(), os.Remove(probe.Name()))
 }
 
 // begin starts to write the trainer's state, after what is still being written.

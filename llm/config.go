@@ -3,6 +3,7 @@ package llm
 import (
 	"fmt"
 	"math"
+	"slices"
 )
 
 // Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual stream, with
@@ -78,7 +79,11 @@ func (c Config) Check() error {
 	}{{"Vocab", c.Vocab, maxField}, {"Dim", c.Dim, maxField}, {"Layers", c.Layers, maxLayers}, {"Heads", c.Heads, maxField},
 		{"KVHeads", c.KVHeads, maxField}, {"HeadDim", c.HeadDim, maxField}, {"FF", c.FF, maxField}, {"Seq", c.Seq, maxField}} {
 		if f.value < 1 || f.value > f.max {
-			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d", f.name, f.value, f.max)
+			hint := ""
+			if f.value == 0 && slices.Contains([]string{"KVHeads", "HeadDim", "FF"}, f.name) {
+				hint = "; Config.Default fills it in"
+			}
+			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d%s", f.name, f.value, f.max, hint)
 		}
 	}
 	switch {

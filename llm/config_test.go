@@ -14,6 +14,8 @@ func TestConfigErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"Vocab is 0":              func(c *Config) { c.Vocab = 0 },
 		"Dim is -1":               func(c *Config) { c.Dim = -1 },
+		"Config.Default fills":    func(c *Config) { c.FF = 0 },
+		"Layers is 65537":         func(c *Config) { c.Layers = 1<<16 + 1 },
 		"Layers is 0":             func(c *Config) { c.Layers = 0 },
 		"multiple of KVHeads":     func(c *Config) { c.KVHeads = 3 },
 		"HeadDim is 3":            func(c *Config) { c.HeadDim = 3 },

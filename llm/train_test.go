@@ -670,3 +670,27 @@ func TestGenerateWindow(t *testing.T) {
 		t.Errorf("%v and %v from the same seed, want 9 tokens", a, b)
 	}
 }
+
+// TestCheckpointPlace wants a run whose checkpoint could not be written to end before its first step, and to leave nothing
+// beside a checkpoint that could.
+func TestCheckpointPlace(t *testing.T) {
+	dir := t.TempDir()
+	for path, want := range map[string]string{
+		filepath.Join(dir, "none", "c"): "none",
+		dir:                             "not a regular file",
+		filepath.Join(dir, "c"):         "",
+	} {
+		trainer := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+		trainer.On(Checkpoint(trainer, path, 0))
+		err := trainer.Run(context.Background())
+		if want == "" {
+			if files, _ := os.ReadDir(dir); err != nil || len(files) != 1 {
+				t.Errorf("%v, and %v is left", err, files)
+			}
+			continue
+		}
+		if err == nil || !strings.Contains(err.Error(), want) || trainer.Step() != 0 {
+			t.Errorf("%s: %v after %d steps, want an error with %q before the first", path, err, trainer.Step(), want)
+		}
+	}
+}

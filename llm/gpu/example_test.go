@@ -40,7 +40,11 @@ func ExampleEngine() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	plan := llm.TrainConfig{Steps: 1000, Batch: 16, Clip: 1}
+	schedule, err := optim.WarmupCosine(1e-3, 1e-4, 100, 1000)
+	if err != nil {
+		log.Fatal(err)
+	}
+	plan := llm.TrainConfig{Steps: 1000, Batch: 16, Schedule: schedule, Clip: 1}
 	switch device, err := cudaops.Open(); {
 	case err == nil:
 		defer device.Close()
