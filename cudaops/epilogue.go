@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 
+	"gorgonia.org/gorgonia"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
@@ -15,8 +17,9 @@ import (
 type matmulRun func(d, a, b driver.Ptr) error
 
 // productWays is a product and what is done with its result, which are computed separately, by cuBLASLt and a kernel, or in one
-// kernel that has some ways. Either takes memory for the arguments, which begin with the arrays.
+// kernel that has some ways. Either takes memory for the arguments, which begin with the arrays: all that the one kernel works on.
 type productWays struct {
+	product
 	op, shape string
 	units     []string // where the kernels are
 	fused     []kernels.Way
@@ -24,6 +27,32 @@ type productWays struct {
 	arguments []argument
 	separate  func(matmulRun, []driver.Ptr) error
 	run       func(kernels.Way, []driver.Ptr) error
+}
+
+// productThen adds a product and what is done with its result: in one kernel, or the product and then what after adds.
+func (c *compiler) productThen(n *gorgonia.Node, w productWays, after func()) error {
+	choice, err := c.chooseFused(w)
+	if err != nil {
+		return err
+	}
+	if choice == nil {
+		if err := c.matmul(n, w.product); err != nil {
+			return err
+		}
+		after()
+		return nil
+	}
+	m := c.m
+	c.do(n, func() error {
+		m.tuner.use(choice.index)
+		at := make([]driver.Ptr, len(w.arrays))
+		for i, a := range w.arrays {
+			at[i] = a.ptr()
+		}
+		return w.run(choice.way, at)
+	}, w.arrays...)
+	c.computes(w.flops())
+	return nil
 }
 
 // fusedChoice is the way of the one kernel, and the tuner's choice of that.
@@ -34,7 +63,7 @@ type fusedChoice struct {
 
 // chooseFused returns what the tuner chooses, nil for separately. Without tuning, and where that is not worth it, a rule must
 // ask for the one kernel.
-func (c *compiler) chooseFused(p product, w productWays) (*fusedChoice, error) {
+func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 	m := c.m
 	if len(w.fused) == 0 || slices.ContainsFunc(w.arrays, func(a *array) bool { return a.at%vectorBytes != 0 }) {
 		return nil, nil
@@ -44,7 +73,7 @@ func (c *compiler) chooseFused(p product, w productWays) (*fusedChoice, error) {
 		return nil, err
 	}
 	ways := append([]string{"separate"}, names(w.fused)...)
-	plan, err := m.blas.plan(p.spec())
+	plan, err := m.blas.plan(w.spec())
 	if err != nil {
 		return nil, err
 	}

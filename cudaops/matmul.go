@@ -185,6 +185,11 @@ func (p product) depth() int {
 	return p.a.shape[1]
 }
 
+// flops is the multiplications and additions of all products of a batch.
+func (p product) flops() float64 {
+	return 2 * float64(max(1, p.batch)) * float64(p.d.len()) * float64(p.depth())
+}
+
 // spec is the product as cuBLASLt sees it.
 func (p product) spec() driver.MatmulSpec {
 	at := p.a.at | p.b.at | p.d.at
@@ -210,7 +215,7 @@ func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, err := c.m.blas.product(p)
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
-		c.computes(2 * float64(p.d.len()) * float64(p.depth()))
+		c.computes(p.flops())
 		c.tasks[len(c.tasks)-1].float8 = p.scaleA != nil
 	}
 	return err

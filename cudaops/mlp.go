@@ -68,35 +68,18 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *array) error {
 	mul := func(h, ab driver.Ptr) error {
 		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h, A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, Type: t})
 	}
-	fused := func(way kernels.Way, h, ab, x, w driver.Ptr) error {
-		return m.k.SiLUProduct(m.stream, kernels.SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: t, Way: way})
-	}
-	p := product{d: s.ab, a: x, b: s.weights, transB: true}
-	w := productWays{op: "SiLUProduct", shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
+	w := productWays{product: product{d: s.ab, a: x, b: s.weights, transB: true}, op: "SiLUProduct",
+		shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
 		fused: m.k.SiLUProductWays(false, rows, f, d, t), arrays: []*array{h, s.ab, x, s.weights},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, s.ab.len(), t), numbers(reads, x.len(), t),
 			numbers(reads, s.weights.len(), t)}}
-	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3]) }
+	w.run = func(way kernels.Way, a []driver.Ptr) error {
+		return m.k.SiLUProduct(m.stream, kernels.SiLUProduct{H: a[0], AB: a[1], X: a[2], Weights: a[3], Rows: rows, F: f, D: d, Type: t, Way: way})
+	}
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		return first(product(a[1], a[2], a[3]), func() error { return mul(a[0], a[1]) })
 	}
-	choice, err := c.chooseFused(p, w)
-	if err != nil {
-		return err
-	}
-	if choice == nil {
-		if err := c.matmul(n, p); err != nil {
-			return err
-		}
-		c.do(n, func() error { return mul(h.ptr(), s.ab.ptr()) }, s.ab, h)
-		return nil
-	}
-	c.do(n, func() error {
-		m.tuner.use(choice.index)
-		return fused(choice.way, h.ptr(), s.ab.ptr(), x.ptr(), s.weights.ptr())
-	}, w.arrays...)
-	c.computes(2 * float64(s.ab.len()) * float64(d))
-	return nil
+	return c.productThen(n, w, func() { c.do(n, func() error { return mul(h.ptr(), s.ab.ptr()) }, s.ab, h) })
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
@@ -130,43 +113,29 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) e
 		a.DAB8, a.Scale8 = q.pointers()
 		return m.k.SiLUMulBackward(m.stream, a)
 	}
+	dh := c.like(h)
+	after := func() {
+		c.do(n, func() error { return mul(h.ptr(), dab.ptr(), s.ab.ptr(), dh.ptr()) }, h, dab, dh, s.ab, q.values, q.scales)
+	}
 	if c.float8(rows, f, d) {
-		dh := c.like(h)
 		if err := c.linearProductGrad(n, dh, g, down); err != nil {
 			return err
 		}
 		q = c.quantizing(dab, c.float8(rows, d, 2*f))
-		c.do(n, func() error { return mul(h.ptr(), dab.ptr(), s.ab.ptr(), dh.ptr()) }, h, dab, dh, s.ab, q.values, q.scales)
+		after()
 		return nil
 	}
-	fused := func(way kernels.Way, h, dab, ab, g, down driver.Ptr) error {
-		return m.k.SiLUProductBackward(m.stream, kernels.SiLUProductBackward{H: h, DAB: dab, G: g, Down: down, AB: ab,
-			Rows: rows, F: f, D: d, Type: t, Way: way})
-	}
-	p := product{d: c.like(h), a: g, b: down}
-	w := productWays{op: "SiLUProductBackward", shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
+	w := productWays{product: product{d: dh, a: g, b: down}, op: "SiLUProductBackward",
+		shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
 		fused: m.k.SiLUProductWays(true, rows, f, d, t), arrays: []*array{h, dab, s.ab, g, down},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, dab.len(), t), numbers(reads, s.ab.len(), t),
 			numbers(reads, g.len(), t), numbers(reads, down.len(), t), {role: scratch, bytes: h.extent()}}}
-	w.run = func(way kernels.Way, a []driver.Ptr) error { return fused(way, a[0], a[1], a[2], a[3], a[4]) }
+	w.run = func(way kernels.Way, a []driver.Ptr) error {
+		return m.k.SiLUProductBackward(m.stream, kernels.SiLUProductBackward{H: a[0], DAB: a[1], AB: a[2], G: a[3], Down: a[4],
+			Rows: rows, F: f, D: d, Type: t, Way: way})
+	}
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		return first(product(a[5], a[3], a[4]), func() error { return mul(a[0], a[1], a[2], a[5]) })
 	}
-	choice, err := c.chooseFused(p, w)
-	if err != nil {
-		return err
-	}
-	if choice == nil {
-		if err := c.matmul(n, p); err != nil {
-			return err
-		}
-		c.do(n, func() error { return mul(h.ptr(), dab.ptr(), s.ab.ptr(), p.d.ptr()) }, h, dab, p.d, s.ab)
-		return nil
-	}
-	c.do(n, func() error {
-		m.tuner.use(choice.index)
-		return fused(choice.way, h.ptr(), dab.ptr(), s.ab.ptr(), g.ptr(), down.ptr())
-	}, w.arrays...)
-	c.computes(2 * float64(h.len()) * float64(d))
-	return nil
+	return c.productThen(n, w, after)
 }

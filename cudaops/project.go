@@ -135,7 +135,6 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 
 // project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is nil.
 func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *array) error {
-	p := product{d: wide, a: x, b: weights, transB: true}
 	if turned == nil || c.float8(x.shape[0], weights.shape[0], weights.shape[1]) {
 		err := c.linearProduct(n, wide, x, weights, nil)
 		if err == nil && turned != nil {
@@ -147,9 +146,10 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 	cos, sin := c.tables(o)
 	s := kernels.RoPEProductShape{Rows: x.shape[0], Columns: wide.shape[1], D: x.shape[1], Turned: both.shape[1], Seq: o.Config.Seq,
 		HeadDim: o.Config.HeadDim}
-	w := productWays{op: "RoPEProduct", shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D,
-		s.Turned, s.HeadDim, s.Seq, t), units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t),
-		arrays: []*array{wide, x, weights},
+	w := productWays{product: product{d: wide, a: x, b: weights, transB: true}, op: "RoPEProduct",
+		shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D, s.Turned, s.HeadDim, s.Seq, t),
+		units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t),
+		arrays: []*array{wide, x, weights, cos, sin},
 		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t),
 			numbers(reads, cos.len(), driver.Float32), numbers(reads, sin.len(), driver.Float32)}}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {
@@ -161,23 +161,7 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 		turn.Y, turn.X, turn.Cos, turn.Sin = a[0], a[0], a[3], a[4]
 		return first(product(a[0], a[1], a[2]), func() error { return m.k.RoPE(m.stream, turn) })
 	}
-	choice, err := c.chooseFused(p, w)
-	if err != nil {
-		return err
-	}
-	if choice == nil {
-		if err := c.matmul(n, p); err != nil {
-			return err
-		}
-		c.rotate(turned, both, both)
-		return nil
-	}
-	c.do(n, func() error {
-		m.tuner.use(choice.index)
-		return w.run(choice.way, []driver.Ptr{wide.ptr(), x.ptr(), weights.ptr(), cos.ptr(), sin.ptr()})
-	}, w.arrays...)
-	c.computes(2 * float64(wide.len()) * float64(s.D))
-	return nil
+	return c.productThen(n, w, func() { c.rotate(turned, both, both) })
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.

@@ -7,7 +7,6 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -130,23 +129,15 @@ func lowerOuter(c *compiler, n *gorgonia.Node, in []*array, _ linalg) (*array, e
 // lowerBatched lowers the products of the matrices that are the last two dimensions, one for each index before them.
 func lowerBatched(c *compiler, n *gorgonia.Node, in []*array, p linalg) (*array, error) {
 	a, b := c.lowerPair(n, in[0], in[1])
-	y, blas := c.newArray(a.elem, n.Shape()...), c.m.blas
+	y := c.newArray(a.elem, n.Shape()...)
 	last := len(y.shape) - 2
-	rows, k := flip(a.shape[last:], p.transA)
-	columns := y.shape[last+1]
-	align := 256
-	for (a.at|b.at)%align != 0 {
-		align /= 2
-	}
-	plan, err := blas.plan(driver.MatmulSpec{M: rows, N: columns, K: k, TransA: p.transA, TransB: p.transB,
-		A: a.elem.dtype(), B: b.elem.dtype(), D: y.elem.dtype(), Batch: size(y.shape[:last]),
-		StrideA: rows * k, StrideB: k * columns, StrideD: rows * columns, Align: align})
+	first := func(x *array) *array { return x.view(0, x.shape[last:]...) }
+	all := product{d: first(y), a: first(a), b: first(b), transA: p.transA, transB: p.transB}.repeated(size(y.shape[:last]))
+	run, err := c.m.blas.product(all)
 	if err != nil {
 		return nil, err
 	}
-	c.do(n, func() error {
-		return plan.run(driver.MatmulArgs{Alpha: 1, A: a.ptr(), B: b.ptr(), C: y.ptr(), D: y.ptr(),
-			Workspace: blas.workspace, WorkspaceSize: workspaceBytes}, c.m.stream)
-	}, a, b, y)
+	c.do(n, run, y, a, b)
+	c.computes(all.flops())
 	return y, nil
 }

@@ -420,3 +420,20 @@ func TestStockOnHost(t *testing.T) {
 		})
 	}
 }
+
+// TestBatchedFLOPs wants a batch of products to count as such in profiles.
+func TestBatchedFLOPs(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	a := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 4, 5), gorgonia.WithName("a"))
+	b := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 5, 2), gorgonia.WithName("b"))
+	gorgonia.Must(gorgonia.BatchedMatMul(a, b))
+	m, err := NewMachine(device, g, fakeOption)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if task := m.program.tasks[0]; len(m.program.tasks) != 1 || task.flops != 2*3*4*5*2 || task.bytes != 4*3*(4*5+5*2+4*2) {
+		t.Errorf("%d tasks, the first of %v operations and %v bytes", len(m.program.tasks), task.flops, task.bytes)
+	}
+}
