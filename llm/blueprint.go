@@ -22,7 +22,8 @@ const (
 )
 
 // SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to the safetensors file at
-// path: the weights and the scale of its slot as they are now. Call it where callbacks are called, between the steps.
+// path: the weights and the scale of its slot as they are now. It is an error when the seed has none, or its blueprint's life is
+// over. Call it where callbacks are called, between the steps.
 func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
@@ -32,7 +33,7 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 		return fail(state.ErrSeed)
 	}
 	s := l.Report().Seeds[seed]
-	if s.Slot == 0 {
+	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now
 		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
 	}
 	parts, err := m.parts(s.Kind)

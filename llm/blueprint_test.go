@@ -178,8 +178,17 @@ func TestBlueprintErrors(t *testing.T) {
 	if err := m.SaveBlueprint(filepath.Join(dir, "x"), 0, 0); err == nil || !strings.Contains(err.Error(), "seed 0: it is Dormant") {
 		t.Errorf("saving a dormant seed: %v", err)
 	}
-	if err := m.SaveBlueprint(filepath.Join(dir, "x"), 0, 9); !errors.Is(err, state.ErrSeed) {
-		t.Errorf("saving seed 9: %v", err)
+	for _, at := range [][2]int{{0, -1}, {0, 4}, {2, 0}} {
+		if err := m.SaveBlueprint(filepath.Join(dir, "x"), at[0], at[1]); !errors.Is(err, state.ErrSeed) {
+			t.Errorf("saving seed %d of layer %d: %v", at[1], at[0], err)
+		}
+	}
+	// The slot of a blueprint whose life is over may be another's.
+	if err := shared.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 3, To: state.RolledBack}); err != nil {
+		t.Fatal(err)
+	}
+	if err := shared.SaveBlueprint(filepath.Join(dir, "x"), 0, 3); err == nil || !strings.Contains(err.Error(), "seed 3: it is RolledBack") {
+		t.Errorf("saving a blueprint that has been rolled back: %v", err)
 	}
 	if err := m.LoadBlueprint(with("V", []int{2, 4}, make([]float32, 8)), 0, 1); err != nil {
 		t.Errorf("float32 in the file: %v", err)

@@ -1,11 +1,16 @@
 package llm
 
 import (
+	"errors"
+	"reflect"
+	"slices"
 	"testing"
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // TestAllocations wants a steady training step on the CPU, gradients, clipping and update, not to allocate more for a larger
@@ -53,6 +58,50 @@ func TestAllocations(t *testing.T) {
 				t.Error(err)
 			}
 		}
+	}
+}
+
+// mirrored is an engine that notes what it is told to take from the host.
+type mirrored struct {
+	Engine
+	pushed [][]string
+	fail   error
+}
+
+func (m *mirrored) Push(params ...string) error {
+	m.pushed = append(m.pushed, params)
+	return m.fail
+}
+
+// TestSlotsReachTheEngine wants an engine to hear of the slots that commands write, once a layer, and where it cannot take them
+// those on the host to be as before.
+func TestSlotsReachTheEngine(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	m, e := tr.Model, &mirrored{Engine: tr.engine}
+	tr.engine, m.mirror = e, e
+	act := func(a state.Action, layer, seed int, to state.Stage, slot int) state.Command {
+		return state.Command{Action: a, Layer: layer, Seed: seed, To: to,
+			Request: state.GerminationRequest{Slot: slot, Kind: blueprints.AttentionGate}}
+	}
+	commands := []state.Command{
+		act(state.Move, 0, 1, state.Cancelled, 0), act(state.Germinate, 0, 0, 0, 1),
+		act(state.Move, 1, 1, state.Cancelled, 0), act(state.Germinate, 1, 0, 0, 1),
+		act(state.Move, 1, 2, state.RolledBack, 0), // which restores slot 2
+	}
+	before := bitsOf(m.Param(blockPrefix(1) + kasminaWeights))
+	e.fail = errors.New("no room")
+	if err := m.Kasmina.Do(commands...); !errors.Is(err, e.fail) {
+		t.Errorf("error %v", err)
+	}
+	if !slices.Equal(before, bitsOf(m.Param(blockPrefix(1)+kasminaWeights))) {
+		t.Error("slots that the engine has not taken have changed")
+	}
+	e.fail, e.pushed = nil, nil
+	if err := m.Kasmina.Do(commands...); err != nil {
+		t.Fatal(err)
+	}
+	if want := [][]string{slices.Concat(slots{m}.names(0), slots{m}.names(1))}; !reflect.DeepEqual(e.pushed, want) {
+		t.Errorf("pushed %v, want %v", e.pushed, want)
 	}
 }
 
