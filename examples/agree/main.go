@@ -136,7 +136,7 @@ type plan struct {
 	rate, rising float64
 }
 
-// write makes a run's folder.
+// write makes a run's folder. Losses that lie there are of another run, and go.
 func (p plan) write(dir string) error {
 	m, ok := models[p.model]
 	if !ok {
@@ -152,6 +152,15 @@ func (p plan) write(dir string) error {
 	}
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
+	}
+	old, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
+	if err != nil {
+		return err
+	}
+	for _, f := range old {
+		if err := os.Remove(f); err != nil {
+			return err
+		}
 	}
 	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
 	for i := range steps {
@@ -251,7 +260,7 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 		return err
 	}
 	if len(files) < 2 {
-		return fmt.Errorf("%s has the losses of %d programs, want at least 2", dir, len(files))
+		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and torch_agree.py write them", dir, len(files))
 	}
 	slices.Sort(files)
 	var losses [][]float64

@@ -196,6 +196,16 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%v: %v\n%s", args, err, help.String())
 		}
 	}
+	stale := filepath.Join(dir, lossPrefix+"a.json")
+	if err := os.WriteFile(stale, []byte("[1]"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(stale); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the losses of the run before are left: %v", err)
+	}
 	if err := os.Truncate(filepath.Join(dir, tokenFile), 100); err != nil {
 		t.Fatal(err)
 	}
