@@ -201,7 +201,7 @@ func TestRetry(t *testing.T) {
 					t.Errorf("%s, call %d: the loss of run %d is %v, want %v", call, nth, run, got, want)
 				}
 			}
-			if err := l.machine.Close(); err != nil {
+			if err := l.machine.Close(); err != nil && !errors.Is(err, driver.OutOfMemory) { // which may meet the call
 				t.Errorf("%s, call %d: Close: %v", call, nth, err)
 			}
 		}
