@@ -23,6 +23,9 @@ func TestBackgroundCheckpoint(t *testing.T) {
 			if files[e.Step] != nil || e.Path != path {
 				t.Errorf("step %d is saved twice, or to %s", e.Step, e.Path)
 			}
+			if later := tr.Step() > e.Step; later != (len(opts) > 0 && e.Step < e.Steps) {
+				t.Errorf("step %d: its file is complete after step %d", e.Step, tr.Step())
+			}
 			var err error
 			files[e.Step], err = os.ReadFile(path)
 			return err
