@@ -236,6 +236,38 @@ func TestStreamRefreshFails(t *testing.T) {
 	}
 }
 
+// TestStreamSubmitFails wants batches behind one that could not be handed over to be computed, each by its own number.
+func TestStreamSubmitFails(t *testing.T) {
+	d := fake.New(fake.Config{AnyKernel: true, Kernels: map[string]fake.Kernel{"kasmina_stream_quad_f32": queueKernel}})
+	device, err := Open(withDriver(d))
+	if err != nil {
+		t.Fatal(err)
+	}
+	layer, _, _ := streamLayer(t)
+	s, err := OpenStream(device, layer, StreamConfig{Depth: 3, Idle: time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, y := make([]float32, 5*48), make([]float32, 5*48)
+	d.Fail("cuLaunchKernel", 1, driver.OutOfMemory)
+	if _, err := s.Submit(x); !errors.Is(err, driver.OutOfMemory) {
+		t.Errorf("a launch that fails: %v", err)
+	}
+	for k := range uint64(7) {
+		x[0] = float32(k)
+		batch, err := s.Submit(x)
+		if err == nil {
+			err = s.Wait(batch, y)
+		}
+		if err != nil || batch != k || y[0] != 3*x[0] {
+			t.Fatalf("batch %d: got number %d and %v, %v", k, batch, y[0], err)
+		}
+	}
+	if err := errors.Join(s.Close(), device.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestStreamRefused(t *testing.T) {
 	device, _, _ := openFake(t, fake.Config{AnyKernel: true})
 	layer, x, _ := streamLayer(t)

@@ -183,10 +183,11 @@ func (st *KasminaStream) Submit(x, y driver.Ptr) (uint64, error) {
 	}
 	st.entries[k%uint64(st.ring.depth)] = streamEntry{x, y}
 	atomic.StoreUint64(&st.control.head, k+1)
-	if !st.running {
-		return k, st.start(k)
+	err := st.revive()
+	if err != nil && !st.running { // nobody has seen it
+		atomic.StoreUint64(&st.control.head, k)
 	}
-	return k, st.revive()
+	return k, err
 }
 
 // Wait returns when a batch's Y is there.
@@ -231,15 +232,17 @@ func (st *KasminaStream) wait(k uint64) error {
 	return nil
 }
 
-// revive starts the kernel again if it has ended and left batches behind.
+// revive starts the kernel, at first or again, if it does not run and there are batches left for it.
 func (st *KasminaStream) revive() error {
-	if atomic.LoadUint64(&st.control.ended) == 0 {
-		return nil
+	if st.running {
+		if atomic.LoadUint64(&st.control.ended) == 0 {
+			return nil
+		}
+		if err := st.k.ctx.SyncStream(st.stream); err != nil {
+			return err
+		}
+		st.running = false
 	}
-	if err := st.k.ctx.SyncStream(st.stream); err != nil {
-		return err
-	}
-	st.running = false
 	if from := st.control.consumed; from < st.control.head {
 		return st.start(from)
 	}
