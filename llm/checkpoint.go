@@ -123,7 +123,7 @@ func ReadNotes(path string) (map[string]string, error) {
 	var notes map[string]string
 	text, ok := f.metadata[notesKey]
 	if !ok {
-		return nil, f.errorf("it has no notes of a run")
+		return nil, f.errorf("it has no notes of a run, which Trainer.Save writes: a model alone cannot go on")
 	}
 	if err := json.Unmarshal([]byte(text), &notes); err != nil {
 		return nil, f.errorf("the notes: %w", err)

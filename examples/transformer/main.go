@@ -108,7 +108,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if o.resume.set {
 		var settings []string
 		if err := t.Resume(o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
-			return err
+			return resumeHint(err)
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
 	}
@@ -143,6 +143,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withHint(err)
 	}
 	return report(o, t.Last(), baselines, stdout)
+}
+
+// resumeHint says what to do about a checkpoint that does not fit.
+func resumeHint(err error) error {
+	switch {
+	case errors.Is(err, llm.ErrArchitecture):
+		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume another run begins", err)
+	case errors.Is(err, llm.ErrDataChanged):
+		return fmt.Errorf("%w; a run goes on with the text that it began with, and without -resume another one begins", err)
+	}
+	return err
 }
 
 // setAside moves what another run left in -out to a folder of its own in there, unless it is that run which goes on.

@@ -255,6 +255,26 @@ func TestNothingIsLost(t *testing.T) {
 	}
 }
 
+// TestResumeHints wants a user who resumes with other text or another model to hear what to do.
+func TestResumeHints(t *testing.T) {
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	train(t, small(data, out, "-steps", "1")...)
+	resume := func(args ...string) error {
+		return run(context.Background(), append([]string{"-resume", "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
+	}
+	if err := resume("-dim", "32"); !errors.Is(err, llm.ErrArchitecture) || !strings.Contains(err.Error(), "without the options that differ") {
+		t.Errorf("another model: %v", err)
+	}
+	for i := range 30 { // one of them at least is trained on
+		if err := os.WriteFile(filepath.Join(data, fmt.Sprint(i, ".txt")), []byte(strings.Repeat("other text\n", 100)), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := resume(); !errors.Is(err, llm.ErrDataChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
+		t.Errorf("other text: %v", err)
+	}
+}
+
 // TestThin wants the first and the last byte of a long text, in order and no more than is said, and a short one whole.
 func TestThin(t *testing.T) {
 	for _, n := range []int{1, quickBytes, quickBytes + 1, 1000003} {
