@@ -56,7 +56,7 @@ func run(args []string, stdout, stderr io.Writer) error {
 	matches := func(key string) bool { return strings.Contains(key, *match) }
 	switch command := f.Arg(0); {
 	case command == "import" && f.NArg() == 2:
-		return load(s, f.Arg(1), stdout)
+		return load(s, f.Arg(1), matches, stdout)
 	case command == "import":
 		return fmt.Errorf("import takes one FILE, which export has written; got %d", f.NArg()-1)
 	case f.NArg() != 1:
@@ -119,7 +119,7 @@ func export(s *tune.Store, matches func(string) bool, w io.Writer) error {
 }
 
 // load adds what was exported.
-func load(s *tune.Store, path string, w io.Writer) error {
+func load(s *tune.Store, path string, matches func(string) bool, w io.Writer) error {
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return err
@@ -130,7 +130,9 @@ func load(s *tune.Store, path string, w io.Writer) error {
 	}
 	choices := map[string]any{}
 	for key, c := range all {
-		choices[key] = c
+		if matches(key) {
+			choices[key] = c
+		}
 	}
 	if err := s.Put(choices); err != nil {
 		return err

@@ -40,6 +40,9 @@ func TestCommands(t *testing.T) {
 	if got := tool(t, "-store", other, "list"); strings.Count(got, "\n") != 1 || !strings.Contains(listed, got) {
 		t.Errorf("exported, imported and listed: %q", got)
 	}
+	if got := tool(t, "-store", filepath.Join(dir, "c.json"), "-match", "RMSNorm", "import", exported); got != "1 choices added\n" {
+		t.Errorf("import of some: %q", got)
+	}
 	if got := tool(t, "-store", store, "-match", "Linear", "list"); got != "none of the 2 choices that are stored matches\n" {
 		t.Errorf("list of what is not there: %q", got)
 	}
