@@ -395,10 +395,12 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();
   const Records lanes{own, own + kThreads * G, int(blockDim.y), wide, 1};
-  const int each = alone && !whole ? l.chunk / E : 1, team = max(kThreads * each >> __ffs(wide) - 1, 1);
+  const int each = alone && !whole ? l.chunk / E : 1;
+  // Where other blocks are at work, few warps merge up to 8 lanes a thread, and the others leave.
+  const int team = max(alone ? kThreads * each >> __ffs(wide) - 1 : int(blockDim.y) / 8, 1);
   for (int n = i >> __ffs(team) - 1; n * each < wide; n += kThreads) {  // more than once where team is 1
     HealthSums sums;
-    sums.template gather<alone ? 2 : 1>(lanes, n * each, each, team, i);
+    sums.template gather<alone ? 2 : 4>(lanes, n * each, each, team, i);
     if ((i & team - 1) > 0) continue;
     const int first = blockIdx.x * wide + n * each;  // unit
     if (first >= units) continue;
