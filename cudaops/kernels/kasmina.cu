@@ -234,7 +234,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   releaseNext();
-  Lane lane(N, share);
+  Lane lane(N, share, false);
   const bool here = lane.find(d);
   Health<T, E> h[G];
 #pragma unroll
@@ -242,8 +242,8 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   if (here) {
     const Work<B> work(lane, share, l.rows, d);
-    if (whole && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
-    if (whole) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
+    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
+    if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
     State<E> states[G];
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
@@ -255,12 +255,13 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax; the compiler must not put loads off to behind it
+    const Team team = whole || l.softmax ? Team{} : Team{l.chunk / N, Lane::inWarp() - at / N, at / N};
     Seed<E> s[G];
     int lost[G] = {};  // elements that are NaN or Inf
     bool blends = false, taps = false;
 #pragma unroll
     for (int g = 0; g < G; g++) {
-      s[g].init(l, states[g]);
+      s[g].init(l, states[g], team);
       s[g].bySign();
       blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
     }
@@ -340,12 +341,15 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
         float x1[B] = {}, x2[B] = {};
         feed.next(v, row);
         float most = 0;  // of the neighbours
-        if (!whole && terms > 1)
+        if (!whole && terms > 1) {
 #pragma unroll
-          for (int u = 0; u < B; u++) {
-            neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
-            most = maxNaN(most, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
-          }
+          for (int u = 0; u < B; u++) neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
+          if (neighbours.crosses)
+#pragma unroll
+            for (int u = 0; u < B; u++) neighbours.crossBefore(x + row + int64_t(u) * d, x1[u], x2[u]);
+#pragma unroll
+          for (int u = 0; u < B; u++) most = maxNaN(most, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
+        }
         fine = most <= large;
         if (watch) {
           auto greatest = h[0].template survey<B>(v[0], 0), least = h[0].nearest;
@@ -382,7 +386,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     flush();
     feed.finish();
 #pragma unroll 1
-    for (int u = 0; u < work.singles; u++) slowRow(work.place(work.rest + u));
+    for (int u = 0; u < work.singles; u++) slowRow(work.place(work.single(u)));
 #pragma unroll
     for (int g = 0; g < G; g++)
       if (lost[g] > 0) atomicAdd(bad + seed + g, uint32_t(lost[g]));  // of integers, so in any order

@@ -33,7 +33,7 @@ struct Layer {
   const float *low, *high; // clamp limits of the strict mode
   const float* limit;      // of a row's gradient norm; null for none
   const float *weights, *scales;
-  const float* softmax;    // of each slot, max(w) and 1/Σexp(w − max w); null where chunks lie within a thread
+  const float* softmax;    // of each slot, max(w) and 1/Σexp(w − max w); null where chunks lie within a thread, or a Team has one
   int64_t rows;
   int seeds, chunk;
   float eps;
@@ -75,6 +75,20 @@ template <int E> struct State {
   }
 };
 
+// Team is the threads of a warp that share a chunk: so many, of which the first is lane first and this is number place.
+struct Team {
+  int share = 1, first = 0, place = 0;
+  __device__ __forceinline__ unsigned mask() const { return kAllLanes >> kWarp - share << first; }
+  // over reduces a number of each. All of them call it.
+  template <class Op> __device__ __forceinline__ float over(float v) const {
+    for (int k = 1; k < share; k *= 2) {
+      float o = __shfl_down_sync(mask(), v, k);
+      if (place + k < share) v = Op::merge(v, o);
+    }
+    return __shfl_sync(mask(), v, first);
+  }
+};
+
 // Seed is E consecutive elements of one seed's chunk, from element at on.
 template <int E> struct Seed {
   float p[E], q[E], u[E];
@@ -94,7 +108,7 @@ template <int E> struct Seed {
   }
 
   // init has no branch but one, since a warp's seeds are of all kinds.
-  __device__ __forceinline__ void init(const Layer& l, const State<E>& state) {
+  __device__ __forceinline__ void init(const Layer& l, const State<E>& state, const Team& team = {}) {
     word = state.word;
     const Kind kind = word.kind();
     blends = word.blends(), active = word.active();
@@ -105,7 +119,7 @@ template <int E> struct Seed {
     float w[E];
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = conv ? state.first[0] : state.w[j];
-    if (gate) softmaxOf(w, l, word.slot());
+    if (gate) softmaxOf(w, l, word.slot(), team);
 #pragma unroll
     for (int j = 0; j < E; j++) {
       p[j] = scales ? fmaf(as, w[j], keep) : 1, q[j] = sums ? as * w[j] : 0, u[j] = relu ? w[j] : 0;
@@ -115,7 +129,7 @@ template <int E> struct Seed {
   }
 
   // softmaxOf replaces weights of a slot by their softmax.
-  __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot) {
+  __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot, const Team& team) {
     float top, by;
     if (l.softmax) {
       top = l.softmax[2 * slot], by = l.softmax[2 * slot + 1];
@@ -124,8 +138,10 @@ template <int E> struct Seed {
       float sum = 0;
 #pragma unroll
       for (int j = 1; j < E; j++) top = fmaxf(top, w[j]);
+      if (team.share > 1) top = team.over<Max>(top);
 #pragma unroll
       for (int j = 0; j < E; j++) sum += expf(w[j] - top);
+      if (team.share > 1) sum = team.over<Sum>(sum);
       by = 1 / sum;
     }
 #pragma unroll
@@ -292,16 +308,18 @@ enum Mode { kWatch, kQuiet, kStrict };
 
 // Running is the moments of numbers seen so far: n of them, with mean k + e and m2 the sum of squared deviations from it.
 // Numbers are added in groups, as sums over v − k and (v − k)²: with k next to the mean these keep their precision where
-// the numbers share leading digits, and nothing large cancels (Chan, Golub and LeVeque 1979, for a group at a time).
+// the numbers share leading digits, and nothing large cancels (Chan, Golub and LeVeque 1979, for a group at a time). Where the mean
+// is no larger than about the deviation k may as well be 0, which bare makes it, for sums over v and v².
 struct Running {
   float k = 0, e = 0, m2 = 0, n = 0;
 
-  __device__ __forceinline__ void add(float s1, float s2, float count) {
+  template <bool bare = false> __device__ __forceinline__ void add(float s1, float s2, float count) {
     float all = n + count;
     if (!(all > 0)) return;
     float sum = fmaf(n, e, s1), mean = __fdividef(sum, all);
     m2 += fmaf(n * e, e, s2) - sum * mean;
     float next = all < 8 ? k : k + mean;  // the mean of few may be far from that of all
+    if (bare && next * next * all <= 2 * m2) next = 0;
     e = mean - (next - k), k = next, n = all;
   }
 };

@@ -34,6 +34,12 @@ template <class T, int E> struct Seen {
       s1 += d, s2 = fmaf(d, d, s2);
     }
   }
+  // add takes them in where there is no pivot, with the sum of their squares.
+  __device__ __forceinline__ void add(const float* g, float squares) {
+#pragma unroll
+    for (int j = 0; j < E; j++) s1 += g[j];
+    s2 += squares;
+  }
   // addTop takes in their magnitudes: of a row as it is stored, or the largest of a batch.
   __device__ __forceinline__ void addTop(const T* stored) {
     if constexpr (pairs) {
@@ -54,8 +60,8 @@ template <class T, int E> struct Seen {
     n1 += d, n2 = fmaf(d, d, n2);
   }
   // merge ends a group of so many elements and norms.
-  __device__ __forceinline__ void merge(int elements, int rows) {
-    m.add(s1, s2, float(elements)), norms.add(n1, n2, float(rows));
+  template <bool bare> __device__ __forceinline__ void merge(int elements, int rows) {
+    m.template add<bare>(s1, s2, float(elements)), norms.add(n1, n2, float(rows));
     s1 = s2 = n1 = n2 = 0;
   }
   // addFinite takes in an element of a row that is merged by itself.
@@ -77,6 +83,9 @@ __device__ __forceinline__ float squareRoot(float v) {
   asm("sqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+
+// How rows go through a pass: clipped, or not, and then with pivots or all without.
+enum Manner { kClips, kPivots, kBare };
 
 // differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
 // the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
@@ -124,24 +133,41 @@ struct GradientSums {
 };
 
 // mergeGradient turns records [parts, units], three float4 each, into figures [6, seeds]: norm, variance, largest magnitude,
-// and if there are norms, their mean, variance and number. The rest is as in mergeHealth.
+// and if there are norms, their mean, variance and number. The rest is as in HealthSums::gather. Without parts it writes nothing.
 __device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int parts, int units, int each, int first,
                                               int seeds, int share, int i, bool norms) {
+  constexpr int early = 2;  // records that a thread reads at once
   GradientSums h;
-  const int nth = i / share, seed = first + nth;
-  double pivot = 0, middle = 0;
-  if (seed < seeds) {
-    records += 3 * int64_t(nth) * each;
-    pivot = pivotOf(records, parts, 3 * int64_t(units)), middle = records[1].x;
-#pragma unroll 4
-    for (int p = i % share; p < parts * each; p += share) {
-      const float4* r = records + 3 * (each == 1 ? int64_t(p) * units : int64_t(p / each) * units + p % each);
-      h.add(r, pivot, middle);
+  const int nth = i / share, seed = first + nth, all = seed < seeds ? parts * each : 0;
+  int p = i & share - 1, unit = p, part = 0;
+  if (each == 1) part = p, unit = 0;
+  else if (p >= each) part = p / each, unit = p % each;
+  const int step = each == 1 ? share : share / each, over = each == 1 ? 0 : share % each;
+  records += 3 * int64_t(nth) * each;
+  float4 lead = {};
+  float middle = 0;
+  if (all > 0) lead = records[0], middle = records[1].x;
+#pragma unroll 1
+  do {
+    float4 r[early][3];
+#pragma unroll
+    for (int k = 0; k < early; k++) {
+      const float4* from = records + 3 * (int64_t(part) * units + unit);
+#pragma unroll
+      for (int n = 0; n < 3; n++) {
+        r[k][n] = {};
+        if (p < all) r[k][n] = from[n];
+      }
+      p += share, part += step, unit += over;
+      if (unit >= each) unit -= each, part++;
     }
-  }
+    if (lead.w == 0 && all > 0) lead.x = pivotOf(records, parts, 3 * int64_t(units)), lead.w = 1;
+#pragma unroll
+    for (int k = 0; k < early; k++) h.add(r[k], lead.x, middle);
+  } while (p < all);
   addOver(h, share, i);
-  if (seed >= seeds || i % share > 0) return;
-  Moments m = h.m.moments(pivot), n = h.norms.moments(middle);
+  if (all == 0 || i % share > 0) return;
+  Moments m = h.m.moments(lead.x), n = h.norms.moments(middle);
   const float out[6] = {float(m.norm()), float(m.variance()), h.top, float(n.mean), float(n.variance()), float(n.n)};
 #pragma unroll
   for (int f = 0; f < 6; f++)
@@ -157,14 +183,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
                                          const float* scale, float* sums, float4* records, float* figures, uint32_t* bad,
                                          uint32_t* clipped) {
   constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
+  constexpr bool bare = mode == kWatch && !whole;       // whether rows can go without pivots
   extern __shared__ __align__(128) uint4 shared[];
   const T *g = src.p[0], *x = src.p[1];
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   releaseNext();
-  Lane lane(N, share);
+  Lane lane(N, share, !whole);
   const bool here = lane.find(d);
-  if (whole) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
+  if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   Seen<T, E> h[G];
   float acc[N] = {}, d1[G] = {}, d2[G] = {};
@@ -182,13 +209,14 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
+    const Team team = whole || l.softmax ? Team{} : Team{l.chunk / N, Lane::inWarp() - at / N, at / N};
     Seed<E> s[G];
     bool residual[G], active = false, taps = false;
     int lost[G] = {};  // elements that are NaN or Inf
     uint32_t clips[G] = {};
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      s[k].init(l, states[k]);
+      s[k].init(l, states[k], team);
       const Word word = s[k].word;
       residual[k] = word.kind() == kResidual;
       active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
@@ -218,6 +246,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     // A row in the careful way: the threads that share a chunk take it together.
     auto slowRow = [&](int64_t r) {
       const int64_t row = work.place(r);
+      const unsigned peers = together ? Team{sharing, Lane::inWarp() - at / N, at / N}.mask() : 0;
       Pack<T, N> gv = load<N>(g + row), xv = load<N>(x + row), strictX = xv;
       float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
       if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
@@ -240,12 +269,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         float by = !whole && scale ? scale[r * l.seeds + seed] : 1;
         bool counts = false;
         if (norm && (watch || l.limit)) {
-          if (together) huge = __any_sync(lane.peers, huge), some = sumOver(some, sharing, at / N, lane.peers) > 0;
+          if (together) huge = __any_sync(peers, huge), some = sumOver(some, sharing, at / N, peers) > 0;
           float q = 0, down = huge ? 0x1p-66f : 1;
 #pragma unroll
           for (int j = 0; j < E; j++)
             if (finite(ge[k * E + j])) q = fmaf(ge[k * E + j] * down, ge[k * E + j] * down, q);
-          if (together) q = sumOver(q, sharing, at / N, lane.peers);
+          if (together) q = sumOver(q, sharing, at / N, peers);
           float length = squareRoot(q) / down;
           counts = watch && leads && some;
           if (counts) h[k].addNorm(length);
@@ -254,7 +283,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             clips[k] += leads && by < 1;
           }
         }
-        if (watch) h[k].merge(left, counts);
+        if (watch) h[k].template merge<bare>(left, counts);
         if (by < 1) {
 #pragma unroll
           for (int j = 0; j < E; j++) ge[k * E + j] *= by;
@@ -284,31 +313,36 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
     // nothing, no taps, all. square is the thread's part of the square of the row's norm, if twoByTwo.
-    auto fastRow = [&](auto needs, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale, float& square) {
+    auto fastRow = [&](auto needs, auto manner, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale,
+                       float& square) {
       constexpr int need = decltype(needs)::value;
+      constexpr bool scales = decltype(manner)::value == kClips, pivot = decltype(manner)::value != kBare;
 #pragma unroll
       for (int k = 0; k < G; k++) {
         float ge[E], xe[E], by = rowScale;
         unpack(ge, gv, k * E);
-        if (watch) h[k].add(ge);
+        if (watch && (pivot || !bare)) h[k].add(ge);
         if (watch && G > 1) h[k].addTop(gv.v + k * E);
-        if (norm && (watch || l.limit)) {
-          float q = 0;
+        float q = 0;
+        if (bare && !pivot || norm && (watch || scales && l.limit)) {
 #pragma unroll
           for (int j = 0; j < E; j++) q = fmaf(ge[j], ge[j], q);
+        }
+        if (bare && !pivot) h[k].add(ge, q);
+        if (norm && (watch || scales && l.limit)) {
           if (twoByTwo) {
             square = q;
           } else {
             if (together) q = sumOver(q, sharing, at / N, lane.peers);
             float length = squareRoot(q);
             if (watch && leads) h[k].addNorm(length);
-            if (l.limit) {
+            if (scales && l.limit) {
               by = fminf(l.limit[seed + k] / (length + l.eps), 1.0f);
               clips[k] += leads && by < 1;
             }
           }
         }
-        if (by < 1) {
+        if (scales && by < 1) {
 #pragma unroll
           for (int j = 0; j < E; j++) ge[j] *= by;
         }
@@ -319,20 +353,27 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           differentiate<false, whole, (need > 1)>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
                                                   near[3], s[k]);
         }
-        if (by < 1 || need == 0) {
+        if (scales && (by < 1 || need == 0)) {
 #pragma unroll
           for (int j = 0; j < E; j++) out[j] = need > 0 && s[k].blends ? out[j] : ge[j];
         }
-        if (need > 0 && s[k].blends || by < 1) setPart(gv, k * E, out);
+        if (!scales) {
+          if (need > 0) setPartIf(s[k].blends, gv, k * E, out);
+        } else if (need > 0 && s[k].blends || by < 1) {
+          setPart(gv, k * E, out);
+        }
       }
     };
+    const bool clipping = l.limit || !whole && scale;
     int pending = 0;  // batches not merged yet
+    bool pivoted = true;  // whether any of the warp's seeds has a pivot
     auto flush = [&] {
       const int normed = !norm ? 0 : twoByTwo ? at < 2 * N : leads ? B : 0;  // norms of a batch that the thread takes in
       if (watch)
 #pragma unroll
-        for (int k = 0; k < G; k++) h[k].merge(pending * (B * E), pending * normed);
+        for (int k = 0; k < G; k++) h[k].template merge<bare>(pending * (B * E), pending * normed);
       pending = 0;
+      if (bare) pivoted = !__all_sync(__activemask(), h[0].m.k == 0);
     };
     int64_t r = work.row;
 #pragma unroll 1
@@ -344,28 +385,42 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         const int64_t row = work.place(r);
         feed.next(v, row);
         Magnitudes<T, N> most(v[0]);
-        if (!whole && terms > 1)
+        if (!whole && terms > 1) {
 #pragma unroll
           for (int u = 0; u < B; u++) {
             neighbours.behind(v[0][u], g + row + int64_t(u) * d, near[u][0], near[u][1]);
             neighbours.before(v[1][u], x + row + int64_t(u) * d, near[u][2], near[u][3]);
-            most.take(near[u][0]), most.take(near[u][1]);
           }
+          if (neighbours.crosses)
+#pragma unroll
+            for (int u = 0; u < B; u++) {
+              neighbours.crossBehind(g + row + int64_t(u) * d, near[u][0], near[u][1]);
+              neighbours.crossBefore(x + row + int64_t(u) * d, near[u][2], near[u][3]);
+            }
+          if (!together)  // else their own thread does
+#pragma unroll
+            for (int u = 0; u < B; u++) most.take(near[u][0]), most.take(near[u][1]);
+        }
         fine = most.within(large);
         if (together) fine = __all_sync(lane.peers, fine);
         if (fine) {
-          float by[B];
-#pragma unroll
-          for (int u = 0; u < B; u++) by[u] = !whole && scale ? scale[(r + u) * l.seeds + seed] : 1;
           if (watch && G == 1) h[0].addTop(most.most);
           float square[B] = {};
-          auto rows = [&](auto needs) {
+          auto rows = [&](auto needs, auto manner) {
 #pragma unroll
-            for (int u = 0; u < B; u++) fastRow(needs, v[0][u], v[1][u], near[u], by[u], square[u]);
+            for (int u = 0; u < B; u++) {
+              const float by = manner.value == kClips && !whole && scale ? scale[(r + u) * l.seeds + seed] : 1;
+              fastRow(needs, manner, v[0][u], v[1][u], near[u], by, square[u]);
+            }
           };
-          if (terms == 2) rows(Int<2>{});
-          else if (terms == 1) rows(Int<1>{});
-          else rows(Int<0>{});
+          auto all = [&](auto manner) {
+            if (terms == 2) rows(Int<2>{}, manner);
+            else if (terms == 1) rows(Int<1>{}, manner);
+            else rows(Int<0>{}, manner);
+          };
+          if (clipping) all(Int<kClips>{});
+          else if (bare && !pivoted) all(Int<kBare>{});
+          else all(Int<kPivots>{});
           if (twoByTwo) {
             const float q = sumTwoOver(square[0], square[1], sharing, at / N, lane.peers);
             if (at < 2 * N) h[0].addNorm(squareRoot(q));
@@ -379,12 +434,13 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         flush();
 #pragma unroll 1
         for (int u = 0; u < B; u++) slowRow(r + u);
+        pivoted = true;
       }
     }
     flush();
     feed.finish();
 #pragma unroll 1
-    for (int u = 0; u < work.singles; u++) slowRow(work.rest + u);
+    for (int u = 0; u < work.singles; u++) slowRow(work.single(u));
 #pragma unroll
     for (int k = 0; k < G; k++) {
       if (lost[k] > 0) atomicAdd(bad + seed + k, uint32_t(lost[k]));  // of integers, so in any order
@@ -392,22 +448,25 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     }
   }
   constexpr int each = N + 2 * G;  // sums of a thread
-  const int across = blockDim.x, down = blockDim.y, wide = across * G;
-  float* own = reinterpret_cast<float*>(shared) + threadIdx.x;
-  __syncthreads();  // no thread needs what it has fetched any more
-  float* mine = own + threadIdx.y * each * across;
-#pragma unroll
-  for (int j = 0; j < N; j++) mine[j * across] = acc[j];
-#pragma unroll
-  for (int k = 0; k < G; k++) mine[(N + k) * across] = d1[k], mine[(N + G + k) * across] = d2[k];
+  const Place place(share);
+  const int across = place.across, down = place.down, wide = across * G;
+  float* own = reinterpret_cast<float*>(shared) + place.x;
   float4* all = reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + kThreads * each);
-  if (watch)
+  __syncthreads();  // no thread needs what it has fetched any more
+  if (place.any) {
+    float* mine = own + place.y * each * across;
 #pragma unroll
-    for (int k = 0; k < G; k++) h[k].put(all + 3 * (threadIdx.y * wide + threadIdx.x * G + k));
+    for (int j = 0; j < N; j++) mine[j * across] = acc[j];
+#pragma unroll
+    for (int k = 0; k < G; k++) mine[(N + k) * across] = d1[k], mine[(N + G + k) * across] = d2[k];
+    if (watch)
+#pragma unroll
+      for (int k = 0; k < G; k++) h[k].put(all + 3 * (place.y * wide + place.x * G + k));
+  }
   __syncthreads();
   if (here) {
     sums += int64_t(blockIdx.y) * (d + 2 * units);
-    for (int j = threadIdx.y; j < each; j += down) {
+    for (int j = place.y; j < each; j += down) {
       float sum = 0;
       for (int y = 0; y < down; y++) sum += own[(y * each + j) * across];
       sums[j < N ? lane.col + j : d + (j < N + G ? 0 : units) + lane.col / E + (j - N) % G] = sum;
@@ -418,9 +477,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const int parts = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / parts;
     mergeGradient(figures, all, down, wide, parts, first, l.seeds, kThreads * parts / wide, Lane::inBlock(), sharing > 0);
   } else if (here) {
-    for (int k = threadIdx.y; k < G; k += down) {
-      const float4* r = all + 3 * (threadIdx.x * G + k);
-      const double pivot = pivotOf(r, blockDim.y, 3 * wide), middle = r[1].x;
+    for (int k = place.y; k < G; k += down) {
+      const float4* r = all + 3 * (place.x * G + k);
+      const double pivot = pivotOf(r, down, 3 * wide), middle = r[1].x;
       GradientSums sum;
       for (int y = 0; y < down; y++) sum.add(r + 3 * y * wide, pivot, middle);
       float4* to = records + 3 * (int64_t(blockIdx.y) * units + lane.col / E + k);
@@ -429,27 +488,37 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   }
 }
 
-// total[i] = Σ_parts sums[part, i], for 32 columns a block.
+// total[i] = Σ_parts sums[part, i], for 32 columns a block. Without parts it writes nothing.
 __device__ __forceinline__ void addParts(float* total, const float* sums, int parts, int64_t columns) {
-  constexpr int rows = kMergeThreads / kWarp;
+  constexpr int rows = kMergeThreads / kWarp, early = 10;
   __shared__ float tile[rows][kWarp];
   const int x = threadIdx.x % kWarp, y = threadIdx.x / kWarp;
   const int64_t i = int64_t(blockIdx.x) * kWarp + x;
+  const int all = i < columns ? parts : 0;
   float sum = 0;
-  if (i < columns)
-#pragma unroll 8
-    for (int b = y; b < parts; b += rows) sum += sums[b * columns + i];
+  int b = y;
+#pragma unroll 1
+  do {
+    float v[early];
+#pragma unroll
+    for (int k = 0; k < early; k++) v[k] = b + k * rows < all ? sums[(b + k * rows) * columns + i] : 0;
+#pragma unroll
+    for (int k = 0; k < early; k++) sum += v[k];
+    b += early * rows;
+  } while (b < all);
   tile[y][x] = sum;
   __syncthreads();
-  if (y > 0 || i >= columns) return;
+  if (y > 0 || all == 0) return;
+#pragma unroll
   for (int k = 1; k < rows; k++) sum += tile[k][x];
   total[i] = sum;
 }
 
 // Slot is the seeds of a slot that learn: order[heads[slot]] to order[heads[slot + 1] − 1], in their order. total holds the
-// sums over rows. Launch: gridDim.x slots, gridDim.y tiles of 32 columns; 32 columns by up to 32 seeds at once a block.
+// sums over rows, which are there once ready; before, nothing is read of it nor written. Launch: gridDim.x slots, gridDim.y tiles of
+// 32 columns; 32 columns by up to 32 seeds at once a block.
 __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, float* dscales, const float* total, const int* heads,
-                                           const int* order, int units) {
+                                           const int* order, int units, bool ready) {
   __shared__ double dw[kWarp][kWarp], da[kWarp];
   const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = units / l.seeds;
   const int64_t d = int64_t(l.seeds) * c;
@@ -460,6 +529,7 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   };
   float top = -INFINITY, by = 0;  // of the slot's softmax, from the first seed on that needs it
   auto softmax = [&](int i) { return expf(w[i] - top) * by; };
+  auto at = [&](const float* p) { return ready ? *p : 0.0f; };
 
   double weight = 0, scale = 0;  // scale: of this lane alone
   for (int i = heads[slot] + threadIdx.y; i < heads[slot + 1]; i += blockDim.y) {
@@ -471,8 +541,8 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
     const float *sum = total + int64_t(seed) * c, *tap1 = total + d + int64_t(seed) * each, *tap2 = tap1 + units;
     if (kind == kConvFilter) {
       double taps[3] = {};
-      for (int j = lane; j < c; j += kWarp) taps[0] += sum[j];
-      for (int j = lane; j < each; j += kWarp) taps[1] += tap1[j], taps[2] += tap2[j];
+      for (int j = lane; j < c; j += kWarp) taps[0] += at(sum + j);
+      for (int j = lane; j < each; j += kWarp) taps[1] += at(tap1 + j), taps[2] += at(tap2 + j);
 #pragma unroll
       for (int k = 0; k < 3; k++) {
         taps[k] = warpSum(taps[k]);
@@ -490,18 +560,18 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
       by = 1 / warpReduce<Sum>(exps);
     }
     double dot = 0;
-    for (int j = lane; j < c; j += kWarp) dot += double(sum[j]) * (kind == kAttentionGate ? softmax(j) : w[j]);
+    for (int j = lane; j < c; j += kWarp) dot += double(at(sum + j)) * (kind == kAttentionGate ? softmax(j) : w[j]);
     scale += beta * dot;
     if (kind == kAttentionGate) dot = warpSum(dot);
     if (col >= c) continue;
-    if (kind == kAttentionGate) weight += beta * a * softmax(col) * (sum[col] - dot);
-    else weight += beta * a * sum[col];
+    if (kind == kAttentionGate) weight += beta * a * softmax(col) * (at(sum + col) - dot);
+    else weight += beta * a * at(sum + col);
   }
   scale = warpSum(scale);
   dw[threadIdx.y][lane] = weight;
   if (lane == 0) da[threadIdx.y] = scale;
   __syncthreads();
-  if (threadIdx.y > 0) return;
+  if (threadIdx.y > 0 || !ready) return;
   for (int k = 1; k < blockDim.y; k++) weight += dw[k][lane], scale += da[k];
   if (col < c) dweights[int64_t(slot) * c + col] = float(weight);
   if (col == 0) dscales[slot] = float(scale);
@@ -550,6 +620,9 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_BACKWARD
 #undef PARAMETERS
 
+// Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.
+constexpr int kFewBlocks = 128;
+
 // The first `adding` blocks add up sums [parts, columns] over the parts into total; the others merge records into figures,
 // kMergeThreads/share seeds each. It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
@@ -560,18 +633,26 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
   const bool adds = blockIdx.x < adding;
   if (adds) prefetchParts(sums + blockIdx.x * kWarp, parts, columns, kWarp);
   else prefetchParts(records + 3 * int64_t(first) * each, parts, 3 * int64_t(units), 3 * min(across, seeds - first) * each);
-  awaitPrevious();
-  if (adds) {
-    addParts(total, sums, parts, columns);
-    return;
+  // In its first turn it adds nothing, which brings the code to the multiprocessor while the pass is still at work.
+#pragma unroll 1
+  for (int turn = gridDim.x > kFewBlocks; turn < 2; turn++) {
+    if (turn == 1) awaitPrevious();
+    __syncthreads();
+    if (adds) addParts(total, sums, turn * parts, columns);
+    else
+      mergeGradient(figures, records + 3 * int64_t(first) * each, turn * parts, units, each, first, seeds, share, threadIdx.x, norms);
   }
-  mergeGradient(figures, records + 3 * int64_t(first) * each, parts, units, each, first, seeds, share, threadIdx.x, norms);
 }
 
 // It may overlap with the kernel before it.
 extern "C" __global__ void __launch_bounds__(1024)
     kasmina_slots(Layer l, float* dweights, float* dscales, const float* total, const int* heads, const int* order, int units) {
   releaseNext();
-  awaitPrevious();
-  gatherSlot(l, dweights, dscales, total, heads, order, units);
+  // In its first turn it reads all but total, and brings the code to the multiprocessor.
+#pragma unroll 1
+  for (int turn = gridDim.x * gridDim.y > kFewBlocks; turn < 2; turn++) {
+    if (turn == 1) awaitPrevious();
+    __syncthreads();
+    gatherSlot(l, dweights, dscales, total, heads, order, units, turn == 1);
+  }
 }

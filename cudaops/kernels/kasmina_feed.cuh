@@ -23,18 +23,43 @@ struct alignas(64) TensorMap {
 // all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
 // others run batches behind those, but the last few, ending, no more than tail. Blocks of lanes start in order, so that late ones
 // even out what the first ones' multiprocessors differ in speed, and short ones at last what those do.
+// Where group is not 0, the warps of a block hold whole chunks, of so many threads, one behind the other: those of across chunks
+// of a row, and behind them those of the next batches, down of them, which make up one lane.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
+  unsigned group : 8, across : 8, down : 8;
+};
+
+// Place is where a thread is in its block's across columns, of accesses, by down batches; if anywhere.
+struct Place {
+  int x, y, across, down;
+  bool any;
+
+  __device__ __forceinline__ explicit Place(const Share& s)
+      : x(threadIdx.x), y(threadIdx.y), across(blockDim.x), down(blockDim.y), any(true) {
+    if (s.group == 0) return;
+    auto over = [](int a, int b) { return int(__fdividef(a + 0.5f, float(b))); };  // of small numbers
+    const int chunk = over(x, s.group), each = over(kWarp, s.group), nth = y * each + chunk;  // a row of threads is a warp
+    y = over(nth, s.across), x = (nth - y * s.across - chunk) * s.group + x;
+    across = s.across * s.group, down = s.down, any = chunk < each && y < down;
+  }
 };
 
 // Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
-// the same rows are peers.
+// the same rows are peers, and so are those of a lane's several batches: deep of them, of which this is number sub.
 struct Lane {
   int col;
   int index, count;  // of lanes
+  int sub = 0, deep = 1;
   unsigned peers;
 
-  __device__ __forceinline__ Lane(int n, const Share& share) {
+  __device__ __forceinline__ Lane(int n, const Share& share, bool mayGroup) {
+    if (mayGroup && share.group > 0) {
+      const Place p(share);
+      col = p.any ? (blockIdx.x * p.across + p.x) * n : INT_MAX;
+      index = blockIdx.y, count = gridDim.y, sub = p.y, deep = p.down;
+      return;
+    }
     const bool narrow = blockDim.x < kWarp;  // else a multiple of it
     const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
     col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
@@ -53,18 +78,19 @@ struct Lane {
 // Work is the rows of a lane: batches of B, then single rows, which one lane has. Places are in elements, of its columns.
 template <int B> struct Work {
   int64_t row, stride;  // of the first batch; rows from one batch to the next
-  int64_t rest;         // the first single row
-  int batches, singles, col, d;
+  int64_t rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
+  int batches, singles, apart, col, d;  // apart: single rows, from one to the next
 
-  __device__ __forceinline__ Work(const Lane& lane, const Share& share, int64_t rows, int d) : col(lane.col), d(d) {
-    const int full = int(rows / B), ending = lane.count - share.ending;
+  __device__ __forceinline__ Work(const Lane& lane, const Share& share, int64_t rows, int d)
+      : apart(lane.deep), col(lane.col), d(d) {
+    const int span = B * apart, full = apart == 1 ? int(rows / B) : int(rows) / span, ending = lane.count - share.ending;
     const int last = max(full - share.ending * share.tail, 0), turns = max(last - (ending - share.late) * share.run, 0);
     int at = lane.index, end = turns, by = share.late;  // batches: the first, behind the last, from one to the next
     if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
     else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
     batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
-    row = int64_t(at) * B, stride = int64_t(by) * B, rest = int64_t(full) * B;
-    singles = lane.index == 0 ? int(rows - rest) : 0;
+    row = int64_t(at) * span + lane.sub * B, stride = int64_t(by) * span, rest = int64_t(full) * span + lane.sub;
+    singles = lane.index == share.late - 1 && rows > rest ? int(rows - rest + apart - 1) / apart : 0;
   }
   __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
   __device__ __forceinline__ int64_t step() const { return stride * d; }
@@ -78,8 +104,9 @@ template <int B> struct Work {
   }
   __device__ __forceinline__ int count() const { return batches * B + singles; }  // of its rows
   __device__ __forceinline__ int64_t nth(int i) const {
-    return place(i < batches * B ? row + i / B * stride + i % B : rest + i - batches * B);
+    return place(i < batches * B ? row + i / B * stride + i % B : single(i - batches * B));
   }
+  __device__ __forceinline__ int64_t single(int i) const { return rest + i * apart; }
 };
 
 // Pivots finds what the deviations of a thread's seeds are first taken from: of each, the median of its first three elements.
@@ -295,11 +322,13 @@ template <class T> __device__ __forceinline__ void prefetchParts(const T* p, int
 template <class T, int N> struct Neighbours {
   int at, chunk;
   bool loadLeft, loadRight;  // the neighbour is in another warp
+  bool crosses;              // of any thread of the warp
   unsigned peers;
 
   __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk) : at(at), chunk(chunk), peers(l.peers) {
     loadLeft = at > 0 && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
     loadRight = at + N < chunk && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
+    crosses = __any_sync(peers, loadLeft || loadRight);
   }
   // loadBefore and loadBehind take them from memory, where the thread's columns are at p.
   __device__ __forceinline__ void loadBefore(const T* p, float& x1, float& x2) const {
@@ -308,24 +337,46 @@ template <class T, int N> struct Neighbours {
   __device__ __forceinline__ void loadBehind(const T* p, float& x1, float& x2) const {
     x1 = at + N < chunk ? toFloat(p[N]) : 0, x2 = at + N + 1 < chunk ? toFloat(p[N + 1]) : 0;
   }
-  // before and behind take them from the neighbouring threads, all of which call it.
+  // before and behind take them from the neighbouring threads, all of which call it; where any of a warp's crosses, crossBefore and
+  // crossBehind put right what those do not have.
   __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
     if constexpr (N == 1) {
       loadBefore(p, x1, x2);
     } else {
-      x1 = __shfl_up_sync(peers, v.get(N - 1), 1), x2 = __shfl_up_sync(peers, v.get(N - 2), 1);
-      if (loadLeft) x1 = toFloat(p[-1]), x2 = toFloat(p[-2]);
-      if (at == 0) x1 = x2 = 0;
+      float two[2];
+      exchange<N - 2>(two, v, at > 0, [&](uint32_t w) { return __shfl_up_sync(peers, w, 1); });
+      x1 = two[1], x2 = two[0];
     }
   }
   __device__ __forceinline__ void behind(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
     if constexpr (N == 1) {
       loadBehind(p, x1, x2);
     } else {
-      x1 = __shfl_down_sync(peers, v.get(0), 1), x2 = __shfl_down_sync(peers, v.get(1), 1);
-      if (loadRight) x1 = toFloat(p[N]), x2 = toFloat(p[N + 1]);
-      if (at + N >= chunk) x1 = x2 = 0;
+      float two[2];
+      exchange<0>(two, v, at + N < chunk, [&](uint32_t w) { return __shfl_down_sync(peers, w, 1); });
+      x1 = two[0], x2 = two[1];
     }
+  }
+  __device__ __forceinline__ void crossBefore(const T* p, float& x1, float& x2) const {
+    if (N > 1 && loadLeft) x1 = toFloat(p[-1]), x2 = toFloat(p[-2]);
+  }
+  __device__ __forceinline__ void crossBehind(const T* p, float& x1, float& x2) const {
+    if (N > 1 && loadRight) x1 = toFloat(p[N]), x2 = toFloat(p[N + 1]);
+  }
+
+ private:
+  // exchange gives elements i and i + 1 of another thread's v, or zeros where there are none.
+  template <int i, class F>
+  __device__ static __forceinline__ void exchange(float (&two)[2], const Pack<T, N>& v, bool any, F shuffle) {
+    constexpr int words = 2 * sizeof(T) / 4;
+    Pack<T, N> w = v;
+#pragma unroll
+    for (int k = 0; k < words; k++) {
+      uint32_t& word = reinterpret_cast<uint32_t*>(&w)[i * int(sizeof(T)) / 4 + k];
+      word = shuffle(word);
+      word = any ? word : 0;
+    }
+    unpack(two, w, i);
   }
 };
 

@@ -316,7 +316,7 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 		return a, nil
 	}
 	d := p.State.Seeds * p.Chunk
-	for _, x := range reads {
+	for i, x := range reads {
 		m, err := p.ctx.EncodeTiled(driver.TiledTensor{
 			Type: p.Type, Address: x, Dims: []uint64{uint64(d), uint64(p.Rows)}, Strides: []uint64{uint64(d * p.Type.Size())},
 			Box: []uint32{uint32(32 * p.perThread), uint32(p.batch)}, Promotion: 256,
@@ -324,7 +324,8 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 		if err != nil {
 			return nil, err
 		}
-		a.Struct(m[:], 16) // the compiler aligns it to 64 bytes in memory, where parameters begin at 0x210: to 112 and 240
+		// The compiler aligns it to 64 bytes in memory, where parameters begin at 0x210: to 176 and 304, which are multiples of these.
+		a.Struct(m[:], []int{176, 16}[i])
 	}
 	return a, nil
 }
@@ -334,7 +335,7 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 func (p *kasminaPass) main(a *driver.Args) error {
 	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
 		Grid:    driver.Dim{X: p.tiles, Y: p.rowParts()},
-		Block:   driver.Dim{X: p.across, Y: p.down},
+		Block:   p.block(),
 		Shared:  p.shared(),
 		Overlap: (p.gates != 0 || !p.use.backward) && p.overlaps(),
 	}, a)

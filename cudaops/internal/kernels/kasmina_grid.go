@@ -18,7 +18,6 @@ const (
 	kasminaTileRows       = 1024 // up to which tiles should be fastest
 	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
 	kasminaRingAhead      = 3
-	kasminaEnding         = 10 // a tenth of the rows goes to the blocks that end a pass
 )
 
 // kasminaGrid is how a layer is cut up for a launch.
@@ -32,6 +31,7 @@ type kasminaGrid struct {
 	use          kasminaUse
 	sharing      int // threads that share a chunk and form its norm; 0 where they are not all in one warp
 	used         int // threads of a warp that have columns, in each of its rows
+	chunks       int // across, where warps hold chunks of several batches of a lane, that are down; else 0
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
 	rowBlocks    int // blocks for the rows, that take batches in turn
@@ -67,6 +67,13 @@ func (u kasminaUse) norms() bool { return u.backward && (u.telemetry || u.clip) 
 
 func (g kasminaGrid) whole() bool { return g.shape == "quad" }
 
+// prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is neither a thread's nor the threads' of
+// one warp.
+func (g kasminaGrid) prepares(l KasminaLayer) bool {
+	sharing := l.Chunk / g.perThread
+	return !g.whole() && g.chunks == 0 && (sharing > 32 || sharing&(sharing-1) != 0)
+}
+
 // shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes of a block leave there.
 func (g kasminaGrid) shared() int {
 	units := kasminaThreads * max(1, g.perThread/g.each)
@@ -92,7 +99,20 @@ func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 
 // share is Share of kasmina_feed.cuh.
 func (g kasminaGrid) share() []byte {
-	return args().Int32(g.rowBlocks*g.down | g.run<<24).Uint32(uint32(g.ending*g.down | g.tail<<18 | g.used<<26)).Packed()
+	lanes, group := g.down, 0
+	if g.chunks > 0 {
+		lanes, group = 1, g.sharing
+	}
+	return args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
+		Int32(group | g.chunks<<8 | g.down<<16).Packed()
+}
+
+// block is the threads of a block.
+func (g kasminaGrid) block() driver.Dim {
+	if g.chunks > 0 {
+		return driver.Dim{X: 32, Y: kasminaThreads / 32}
+	}
+	return driver.Dim{X: g.across, Y: g.down}
 }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
@@ -119,7 +139,10 @@ func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, align
 		g.used = min(32, g.across)
 	}
 	g.down = kasminaThreads / g.across
-	g.tiles = ceilDiv(threads, g.across)
+	g.pack(l)
+	if g.tiles = ceilDiv(threads, g.across); g.chunks > 0 {
+		g.tiles = ceilDiv(l.State.Seeds, g.chunks)
+	}
 	g.rowBlocks = min(max(1, blocks/g.tiles), ceilDiv(batches, g.down), 1<<16-1)
 	if f == KasminaTile {
 		g.rowBlocks = 1
@@ -132,19 +155,19 @@ func (k *Kernels) kasminaGrid(l KasminaLayer, f KasminaFamily, blocks int, align
 // in speed: most in runs, and those that end the pass in runs of half the length. The beginning of a block costs a pass that reads
 // two arrays more; without records, which each lane adds to, more and shorter runs pay.
 func (g *kasminaGrid) spreadLate(l KasminaLayer, batches int) {
-	percent, rows := 30, 32
+	percent, rows, ending := 35, 40, 14
 	switch {
 	case g.use.backward:
-		percent = 20
+		percent, rows, ending = 20, 32, 10
 	case !g.use.telemetry:
-		percent, rows = 50, 16
+		percent, rows, ending = 50, 16, 10
 	}
 	g.run, g.tail = rows/g.batch, rows/2/g.batch
 	if l.Rows < 4*rows*g.rowBlocks*g.down || g.family == KasminaTile {
 		return
 	}
 	g.late = min(batches*percent/100/g.run/g.down, 1<<15-g.rowBlocks)
-	g.ending = min(batches/kasminaEnding/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
+	g.ending = min(batches*ending/100/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
 }
 
 // spread is how many threads a row takes. Those of a chunk are in one warp if they form norms, and where they cannot fill it all
@@ -165,6 +188,29 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 		}
 	}
 	return threads
+}
+
+// pack has warps hold as many chunks as they can, of several batches, where the threads of a chunk form its norm and are no power
+// of two, and a layer is long enough: with 6 of them 30 threads of a warp have work, and no chunk crosses from one warp to the next.
+// Of the ways that leave the fewest idle, it is the one with the most lanes a block, which then leave the fewest records, but for
+// 256 bytes of a row.
+func (g *kasminaGrid) pack(l KasminaLayer) {
+	sharing := l.Chunk / g.perThread
+	if g.family == KasminaBulk || sharing > 32 || sharing&(sharing-1) == 0 || !g.use.norms() {
+		return
+	}
+	all := kasminaThreads / 32 * (32 / sharing) // chunks of a block
+	most := min(all, l.State.Seeds)
+	tiles, chunks, down := 0, 0, 0
+	for n := min(most, ceilDiv(256, l.Chunk*l.Type.Size())); n <= most; n++ {
+		if t, d := ceilDiv(l.State.Seeds, n), all/n; chunks == 0 || t*down < tiles*d {
+			tiles, chunks, down = t, n, d
+		}
+	}
+	if l.Rows < 16*g.batch*down {
+		return
+	}
+	g.sharing, g.chunks, g.across, g.down, g.used = sharing, chunks, chunks*sharing, down, 32
 }
 
 // acrossOf is how many threads of a block, a power of two, have different columns, of so many that a row takes. Where lanes
@@ -201,7 +247,7 @@ type kasminaScratch struct {
 
 func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr) (s kasminaScratch) {
 	c := carve{at}
-	if !g.whole() {
+	if g.prepares(l) {
 		s.gates = c.take(8 * l.State.Slots)
 	}
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
