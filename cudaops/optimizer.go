@@ -272,8 +272,9 @@ func (m *Machine) buildTables(x *optimizer) error {
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
 // for the device and returns the global norm of the gradients before clipping. If that is not finite, no parameter changes
-// and the error wraps [ErrNonFinite]; but WithPrecision(Float16) it is no error while the loss scale is above 1, since the next
-// step has a smaller one (see [Machine.LossScale]).
+// and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no error
+// while the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After an error of the device the
+// update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
 	return m.UpdateWhile(nil)
 }

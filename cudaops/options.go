@@ -153,7 +153,8 @@ func WithPrecision(p Precision) MachineOption {
 }
 
 // WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update], which applies them, or drops
-// them where they are not finite. Without it Update applies those of the last run.
+// them where they are not finite. Without it Update applies those of the last run. After an error of a run drop what is gathered:
+// [Machine.DropGradients].
 func WithAccumulation() MachineOption {
 	return func(c *machineConfig) error {
 		c.gather = true

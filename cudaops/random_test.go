@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"errors"
+	"log/slog"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -224,7 +225,10 @@ func TestRandomGraphs(t *testing.T) {
 		if r.IntN(3) == 0 {
 			opts = append(opts, scaledGradients)
 		}
-		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...))...)
+		// Also where the host computes some.
+		rules := []string{"+ *=host", "A × B=host", "tanh*=host", "*Reshape*=host", "Repeat*=host", "T[[]*=host", "Concat*=host", "Softmax*=host"}
+		host := WithWays(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
+		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...), host, WithLogger(slog.New(slog.DiscardHandler)))...)
 		if err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
