@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// NonFinite returns the first parameter in whose gradient is NaN, infinity or a number whose square is not finite, nil if there is
-// none: of the gradients that the last update was made with, or was not for what they are, and after another run of those that the
-// next one is to be made with, all gathered ones together.
+// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or so large that its square is, nil if
+// there is none. It looks at the gradients of the last [Machine.Update], whether that was made or not, and after another run at those
+// that the next one would apply: with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (*gorgonia.Node, error) {
 	p, err := m.nonFinite()
 	if err != nil {

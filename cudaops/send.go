@@ -79,8 +79,8 @@ func (r idRange) checkStarts(starts []int64) error {
 	return nil
 }
 
-// Upload copies the values of parameters to the device again, after the host has changed them. Where one has none that fits, none is
-// copied.
+// Upload copies the values of parameters to the device again, after the host has changed them. If one of them
+// has no value that can be sent, none is copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) error {
 	if err := m.upload(params); err != nil {
 		return fmt.Errorf("cudaops.Machine.Upload: %w", err)
