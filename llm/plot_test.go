@@ -69,6 +69,9 @@ func TestLossCurveTakesAnyLosses(t *testing.T) {
 		"huge": {1e308, -1e308, 1e300, 5}, "tiny": {5e-324, 0}, "negative": {-1, -2},
 	} {
 		for _, logSteps := range []bool{false, true} {
+			if logSteps && testing.Short() {
+				continue // a picture takes long under the race detector
+			}
 			path := filepath.Join(t.TempDir(), "loss.png")
 			c := lossCurve{logSteps: logSteps}
 			for step, loss := range losses {
