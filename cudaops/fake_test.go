@@ -609,10 +609,13 @@ func writeCopy(l *fake.Launch, p kernels.OptimTensor) {
 
 func (k *fakeKernels) MuonDirection(s driver.Stream, at, squares driver.Ptr, t *kernels.Table, nesterov bool) error {
 	return k.launch(s, func(l *fake.Launch) {
-		floatsAt(l, squares, t.Chunks)
 		_, c, scale := control(l, at)
 		if c.Skipped {
 			return
+		}
+		workspace := floatsAt(l, squares, t.Chunks)
+		for i := range workspace {
+			workspace[i] = float32(math.NaN())
 		}
 		for _, p := range k.tables[t] {
 			g, m, u := floatsAt(l, p.Grad, p.Size), floatsAt(l, p.First, p.Size), floatsAt(l, p.Direction, p.Size)

@@ -34,7 +34,7 @@ type optimizer struct {
 	muon     *kernels.Table
 	control  driver.Ptr // kernels.Control
 	staging  []byte     // the same, pinned
-	squares  driver.Ptr // of each table's chunks, one table behind the other, and of the loss
+	squares  driver.Ptr // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
 	looked   bool       // they are those of the last update's gradients, and no run has been asked for since
 	settings kernels.Control
 	done     driver.Event // the control block is back
@@ -117,9 +117,9 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
 	}
-	chunks := 1 // of the loss
-	for _, t := range x.tables() {
-		chunks += t.Chunks
+	chunks := x.sums()
+	if x.muon != nil {
+		chunks += x.muon.Chunks
 	}
 	if x.squares, err = x.alloc(m, 4*chunks, "the optimiser"); err != nil {
 		return err
@@ -190,6 +190,15 @@ func (x *optimizer) newArray(m *Machine, e elem, what string, shape ...int) (*ar
 // tables are those of AdamW's and of Muon's parameters, where there are any.
 func (x *optimizer) tables() []*kernels.Table {
 	return slices.DeleteFunc([]*kernels.Table{x.adamw, x.muon}, func(t *kernels.Table) bool { return t == nil })
+}
+
+// sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
+func (x *optimizer) sums() int {
+	n := 1
+	for _, t := range x.tables() {
+		n += t.Chunks
+	}
+	return n
 }
 
 // stateNames are what package optim calls the moments.
@@ -585,7 +594,7 @@ func (m *Machine) clearSums() error {
 }
 
 func (m *Machine) launchMuon(x *optimizer) error {
-	if err := m.k.MuonDirection(m.stream, x.control, x.squares, x.muon, x.nesterov()); err != nil {
+	if err := m.k.MuonDirection(m.stream, x.control, x.squares.Offset(4*x.sums()), x.muon, x.nesterov()); err != nil {
 		return err
 	}
 	for _, run := range x.newtonSchulz {

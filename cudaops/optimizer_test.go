@@ -336,6 +336,15 @@ func TestNonFinite(t *testing.T) {
 				t.Fatal(err)
 			}
 			check("a run", nil)
+			if i == 0 {
+				if _, err := m.Update(); err != nil {
+					t.Fatal(err)
+				}
+				check("after an update that was made", nil)
+				if err := m.RunAll(); err != nil {
+					t.Fatal(err)
+				}
+			}
 			spoil(p)
 			if i > 0 && i+1 < len(l.batch.Params) {
 				spoil(l.batch.Params[i+1])
