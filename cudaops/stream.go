@@ -61,7 +61,7 @@ type Stream struct {
 	waiting   []bool         // slots whose batch nobody has waited for
 	submitted uint64
 	first     uint64 // the number of the kernel's batch 0
-	loaded    bool   // the layer is on the device, and its kernel ready
+	loaded    bool   // no error of the device has kept the last refresh from being made
 	nonFinite int
 	closed    bool
 }
@@ -94,7 +94,7 @@ func OpenStream(d *Device, layer *gorgonia.Node, c StreamConfig) (_ *Stream, err
 		return nil, fmt.Errorf("%v: the strict stability mode and slots of %d weights for chunks of %d features have no stream",
 			o, w[1], o.Chunk())
 	}
-	s := &Stream{device: d, op: o, inputs: opbase.Children(layer), config: c, k: kernels.New(d.ctx)}
+	s := &Stream{device: d, op: o, inputs: opbase.Children(layer), config: c, k: kernels.New(d.ctx), loaded: true}
 	s.layer = (&kasminaLayer{op: o, rows: x[0], chunk: o.Chunk(), counts: make([]uint32, kasminaHealth*o.Lattice.Seeds())}).shape()
 	if s.config.Way == "" {
 		s.config.Way = launchesWay
@@ -187,7 +187,6 @@ func (s *Stream) encode() error {
 // load sends what encode has written, and prepares the kernel that stays.
 func (s *Stream) load() (err error) {
 	ctx := s.device.ctx
-	s.loaded = false
 	if err := errors.Join(ctx.CopyToDevice(s.memory, s.staged, s.stream), ctx.SyncStream(s.stream)); err != nil {
 		return err
 	}
@@ -196,7 +195,6 @@ func (s *Stream) load() (err error) {
 		c := kernels.KasminaStreamConfig{Depth: s.config.Depth, Idle: s.config.Idle, Blocks: s.config.Blocks}
 		s.kernel, err = s.k.NewKasminaStream(s.stream, s.layer, c)
 	}
-	s.loaded = err == nil
 	return err
 }
 
@@ -297,6 +295,7 @@ func (s *Stream) Refresh() error {
 	err := s.encode()
 	if err == nil {
 		err = errors.Join(s.end(), s.load())
+		s.loaded = err == nil
 	}
 	if err != nil {
 		return fmt.Errorf("cudaops.Stream.Refresh: %w", err)

@@ -223,14 +223,19 @@ func TestStreamRefreshFails(t *testing.T) {
 		if err := lattice.Transition(7, state.RolledBack); err != nil {
 			t.Fatal(err)
 		}
-		d.Fail("cuMemcpyHtoDAsync", 1, driver.OutOfMemory)
-		if err := s.Refresh(); !errors.Is(err, driver.OutOfMemory) {
-			t.Errorf("%s: a copy that fails: %v", way, err)
+		for _, call := range []string{"cuMemcpyHtoDAsync", "cuStreamSynchronize"} { // the second where it ends the kernel
+			d.Fail(call, 1, driver.OutOfMemory)
+			if err := s.Refresh(); !errors.Is(err, driver.OutOfMemory) {
+				t.Errorf("%s: %s fails: %v", way, call, err)
+			}
+			if err := batch(); err == nil || !strings.Contains(err.Error(), "cudaops.Stream.Submit: the last refresh failed") {
+				t.Errorf("%s: after a refresh of which %s failed: %v", way, call, err)
+			}
+			if err := errors.Join(s.Refresh(), batch()); err != nil {
+				t.Errorf("%s: after a refresh that was made: %v", way, err)
+			}
 		}
-		if err := batch(); err == nil || !strings.Contains(err.Error(), "cudaops.Stream.Submit: the last refresh failed") {
-			t.Errorf("%s: after a refresh that failed: %v", way, err)
-		}
-		if err := errors.Join(s.Refresh(), batch(), s.Close(), device.Close()); err != nil {
+		if err := errors.Join(s.Close(), device.Close()); err != nil {
 			t.Errorf("%s: %v", way, err)
 		}
 	}
@@ -253,7 +258,18 @@ func TestStreamSubmitFails(t *testing.T) {
 	if _, err := s.Submit(x); !errors.Is(err, driver.OutOfMemory) {
 		t.Errorf("a launch that fails: %v", err)
 	}
-	for k := range uint64(7) {
+	for k := range uint64(14) {
+		if k == 7 {
+			for running := true; running; time.Sleep(time.Millisecond) { // until it is idle
+				if running, err = s.kernel.Running(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			d.Fail("cuStreamSynchronize", 1, driver.OutOfMemory)
+			if _, err := s.Submit(x); !errors.Is(err, driver.OutOfMemory) {
+				t.Errorf("a kernel that ended and cannot be waited for: %v", err)
+			}
+		}
 		x[0] = float32(k)
 		batch, err := s.Submit(x)
 		if err == nil {

@@ -184,7 +184,7 @@ func (st *KasminaStream) Submit(x, y driver.Ptr) (uint64, error) {
 	st.entries[k%uint64(st.ring.depth)] = streamEntry{x, y}
 	atomic.StoreUint64(&st.control.head, k+1)
 	err := st.revive()
-	if err != nil && !st.running { // nobody has seen it
+	if err != nil && st.control.consumed <= k { // the kernel has ended without it
 		atomic.StoreUint64(&st.control.head, k)
 	}
 	return k, err
