@@ -153,15 +153,6 @@ func (p plan) write(dir string) error {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
 	}
-	old, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
-	if err != nil {
-		return err
-	}
-	for _, f := range old {
-		if err := os.Remove(f); err != nil {
-			return err
-		}
-	}
 	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
 	for i := range steps {
 		s.Rates = append(s.Rates, rate*min(1, float64(i+1)/math.Ceil(float64(steps)*rising)))
@@ -170,19 +161,36 @@ func (p plan) write(dir string) error {
 	if err != nil {
 		return err
 	}
+	var text *llm.Loader
+	if p.text != "" {
+		if text, err = openText(s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")), p.seed); err != nil {
+			return err
+		}
+	}
+	if err := removeLosses(dir); err != nil { // not before the rest is known to be right
+		return err
+	}
 	if err := model.Save(filepath.Join(dir, modelFile)); err != nil {
 		return err
 	}
 	path := filepath.Join(dir, tokenFile)
-	if p.text == "" {
+	if text == nil {
 		err = writeTokens(path, s.Model.Vocab, steps*batch, s.Model.Seq+1)
 	} else {
-		err = writeText(path, s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")), p.seed)
+		err = writeText(path, s, text)
 	}
 	if err != nil {
 		return err
 	}
 	return writeJSON(filepath.Join(dir, settingsFile), s)
+}
+
+func removeLosses(dir string) error {
+	old, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
+	for _, f := range old {
+		err = errors.Join(err, os.Remove(f))
+	}
+	return err
 }
 
 func writeJSON(path string, v any) error {

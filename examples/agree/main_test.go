@@ -200,6 +200,12 @@ func TestRefusals(t *testing.T) {
 	if err := os.WriteFile(stale, []byte("[1]"), 0o666); err != nil {
 		t.Fatal(err)
 	}
+	if err := run([]string{"write", "-text", filepath.Join(dir, "none"), dir}, io.Discard, io.Discard); err == nil {
+		t.Error("a text that is not there is accepted")
+	}
+	if _, err := os.Stat(stale); err != nil {
+		t.Errorf("a run that could not be made has cost the losses of the one before: %v", err)
+	}
 	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}

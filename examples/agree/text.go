@@ -15,16 +15,17 @@ const (
 	bpeText    = 16 << 20 // bytes of text that a byte-pair encoding is learned from, at most
 )
 
-// writeText writes windows of a text, in the order in which a Loader with that seed deals them out.
-func writeText(path string, s settings, folder, bpe string, seed uint64) (err error) {
+// openText returns a Loader of a text.
+func openText(s settings, folder, bpe string, seed uint64) (*llm.Loader, error) {
 	tokens, err := readText(folder, bpe, s.Model.Vocab)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
-	if err != nil {
-		return err
-	}
+	return llm.NewLoader(tokens, llm.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
+}
+
+// writeText writes windows of a text, in the order in which a Loader deals them out.
+func writeText(path string, s settings, loader *llm.Loader) (err error) {
 	file, err := os.Create(path)
 	if err != nil {
 		return err
