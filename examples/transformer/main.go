@@ -116,6 +116,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if err := addCallbacks(t, o, data, stderr); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
@@ -126,9 +129,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
 			return err
 		}
-	}
-	if err := addCallbacks(t, o, data, stderr); err != nil {
-		return err
 	}
 	if device == nil {
 		if o.preset != "small" && o.train.Batch > 1 {

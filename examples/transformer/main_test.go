@@ -8,6 +8,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -246,6 +247,13 @@ func TestNothingIsLost(t *testing.T) {
 				t.Errorf("%s of run %d has changed", name, seed)
 			}
 		}
+	}
+	options := small(data, out, "-vocab", "300", "-heldout", "2", "-cache", t.TempDir()) // of which one token is left, too few to score
+	if err := run(context.Background(), options, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "held-out") {
+		t.Errorf("two bytes of held-out text: %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(out, "before-3")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a run that does not begin moves the one before aside: %v", err)
 	}
 	if _, told := train(t, "-resume", "-out", filepath.Join(out, "before-1"), "-steps", "3"); strings.Contains(told, "kept") {
 		t.Errorf("the run that goes on is set aside:\n%s", told)
