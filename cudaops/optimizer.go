@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"bytes"
-	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -609,60 +608,6 @@ func (x *optimizer) nesterov() bool {
 	return slices.ContainsFunc(x.states, func(p *paramState) bool { return p.rule.Muon && p.rule.Nesterov })
 }
 
-// Download waits for the device and copies the parameters back into their nodes' values and, if there is an optimiser, what
-// it remembers into that.
-func (m *Machine) Download() error {
-	if err := m.download(); err != nil {
-		return fmt.Errorf("cudaops.Machine.Download: %w", err)
-	}
-	return nil
-}
-
-func (m *Machine) download() error {
-	if m.closed {
-		return errClosed
-	}
-	for _, in := range m.program.inputs {
-		if !slices.Contains(m.config.params, in.node) {
-			continue
-		}
-		if err := m.copyBack(in); err != nil {
-			return err
-		}
-	}
-	x := m.optimizer
-	if x == nil || x.steps == 0 {
-		return nil
-	}
-	var state []optim.Tensor
-	for _, p := range x.states {
-		name := p.input.node.Name()
-		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.step + int64(x.steps)}})
-		for i, moment := range p.names() {
-			v, err := m.fetch(p.moments[i], p.input.node.Dtype())
-			if err != nil {
-				return err
-			}
-			data := v.Data()
-			if f, ok := data.(float32); ok {
-				data = []float32{f}
-			}
-			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.input.array.shape), Data: data})
-		}
-	}
-	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	return x.rules.SetState(state)
-}
-
-// copyBack copies a parameter into the memory of its node's value.
-func (m *Machine) copyBack(in *input) error {
-	v, err := m.fetch(in.array, in.node.Dtype())
-	if err != nil {
-		return err
-	}
-	return setValue(in.node, v)
-}
-
 func (x *optimizer) close(m *Machine) error {
 	ctx := m.device.ctx
 	var errs []error
@@ -688,18 +633,4 @@ func (x *optimizer) close(m *Machine) error {
 		}
 	}
 	return joined(errs...)
-}
-
-// setValue copies v into the memory of the node's own value, which others may share.
-func setValue(n *gorgonia.Node, v gorgonia.Value) error {
-	to, err := params.Memory(n.Value())
-	if err != nil {
-		return fmt.Errorf("%s: its value %w", describe(n), err)
-	}
-	from, err := params.Memory(v)
-	if err != nil {
-		return err
-	}
-	copy(to.([]float32), from.([]float32))
-	return nil
 }

@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -8,7 +9,9 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // send copies an input's value to the device, by way of pinned memory.
@@ -120,4 +123,72 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 	}
 	sent := func(in *input) bool { return slices.Contains(inputs, in) } // also some of them
 	return joined(err, m.quantizeAgain(sent), m.device.ctx.SyncStream(m.stream))
+}
+
+// Download waits for the device and copies the parameters back into their nodes' values and, if there is an optimiser, what
+// it remembers into that.
+func (m *Machine) Download() error {
+	if err := m.download(); err != nil {
+		return fmt.Errorf("cudaops.Machine.Download: %w", err)
+	}
+	return nil
+}
+
+func (m *Machine) download() error {
+	if m.closed {
+		return errClosed
+	}
+	for _, in := range m.program.inputs {
+		if !slices.Contains(m.config.params, in.node) {
+			continue
+		}
+		if err := m.copyBack(in); err != nil {
+			return err
+		}
+	}
+	x := m.optimizer
+	if x == nil || x.steps == 0 {
+		return nil
+	}
+	var state []optim.Tensor
+	for _, p := range x.states {
+		name := p.input.node.Name()
+		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.step + int64(x.steps)}})
+		for i, moment := range p.names() {
+			v, err := m.fetch(p.moments[i], p.input.node.Dtype())
+			if err != nil {
+				return err
+			}
+			data := v.Data()
+			if f, ok := data.(float32); ok {
+				data = []float32{f}
+			}
+			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.input.array.shape), Data: data})
+		}
+	}
+	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	return x.rules.SetState(state)
+}
+
+// copyBack copies a parameter into the memory of its node's value.
+func (m *Machine) copyBack(in *input) error {
+	v, err := m.fetch(in.array, in.node.Dtype())
+	if err != nil {
+		return err
+	}
+	return setValue(in.node, v)
+}
+
+// setValue copies v into the memory of the node's own value, which others may share.
+func setValue(n *gorgonia.Node, v gorgonia.Value) error {
+	to, err := params.Memory(n.Value())
+	if err != nil {
+		return fmt.Errorf("%s: its value %w", describe(n), err)
+	}
+	from, err := params.Memory(v)
+	if err != nil {
+		return err
+	}
+	copy(to.([]float32), from.([]float32))
+	return nil
 }
