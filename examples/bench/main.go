@@ -65,6 +65,7 @@ type options struct {
 	muon      bool
 	profile   string
 	batch     int
+	clip      float64
 	tune      cudaops.Tuning
 	monitor   int
 }
@@ -79,6 +80,7 @@ func main() {
 	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f8, f16 or f32, for training on a GPU")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
+	flag.Float64Var(&o.clip, "clip", 0, "limit the global norm of the gradients to this; 0 for no limit, as in the peer's step unless it has --clip too")
 	flag.StringVar(&o.profile, "profile", "", "write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
 		"and print a summary to standard error; of several models to a file each, with the model's name in its name")
 	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")
@@ -138,6 +140,9 @@ func (o *options) check(groups []string) error {
 	if o.steps < 1 {
 		return fmt.Errorf("-steps is %d, want at least 1", o.steps)
 	}
+	if o.clip < 0 || math.IsInf(o.clip, 0) || math.IsNaN(o.clip) {
+		return fmt.Errorf("-clip is %v, want a number above 0, or 0 for no limit", o.clip)
+	}
 	if o.batch < 0 {
 		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
 	}
@@ -183,19 +188,8 @@ func onGPU(o options) error {
 		if o.batch > 0 {
 			s.batch = o.batch
 		}
-		for _, v := range variants {
-			if !o.trains(s, v) {
-				continue
-			}
-			r, err := s.train(device, v, o)
-			if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
-				fmt.Fprintf(os.Stderr, "%s%s is left out: %v\n", s.name, v.suffix, err)
-				continue
-			}
-			if err != nil {
-				return fmt.Errorf("%s: %w", s.name, err)
-			}
-			if err := emit(r); err != nil {
+		for _, ways := range o.trainings(s) {
+			if err := s.train(device, ways, o); err != nil {
 				return err
 			}
 		}

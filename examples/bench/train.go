@@ -45,13 +45,14 @@ type variant struct {
 }
 
 // variants are the model itself; with products of float8; with what is inside its blocks computed again in the backward pass; and
-// with Kasmina layers, without telemetry and with that of all seeds in each step.
+// with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step without such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
-	{group: "train-kasmina", suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
-	{group: "train-kasmina", suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
+	{group: inTurns, suffix: "_without_kasmina", model: "llama124M"},
+	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
+	{group: inTurns, suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
 }
 
 // trains reports whether a model is trained in that way.
@@ -59,8 +60,30 @@ func (o options) trains(s size, v variant) bool {
 	return slices.Contains(o.models, s.name) && o.has(v.group) && (v.model == "" || v.model == s.name)
 }
 
+// trainings are the ways in which a model is trained: those that take turns together, the others alone.
+func (o options) trainings(s size) (all [][]variant) {
+	for _, v := range variants {
+		if !o.trains(s, v) {
+			continue
+		}
+		if n := len(all); n > 0 && v.group == inTurns && all[n-1][0].group == inTurns {
+			all[n-1] = append(all[n-1], v)
+		} else {
+			all = append(all, []variant{v})
+		}
+	}
+	return all
+}
+
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.
 const warmUp = 5
+
+// The trainings of this group differ by little, and a GPU that has grown warm is slower by more. So they are all there at once,
+// and take turns of so many steps.
+const (
+	inTurns = "train-kasmina"
+	turn    = 10
+)
 
 // model is a new one, with the variant's seeds.
 func (s size) model(v variant) (*llm.Model, error) {
@@ -89,15 +112,27 @@ func (s size) model(v variant) (*llm.Model, error) {
 	return m, nil
 }
 
-// train times steps of training on random tokens.
-func (s size) train(device *cudaops.Device, v variant, o options) (r result, err error) {
+// training is a model on the device and the times of its steps on random tokens.
+type training struct {
+	size
+	name    string // of the line
+	params  int
+	machine *cudaops.Machine
+	loss    *gorgonia.Node
+	next    func() error
+	last    float64 // loss
+	times   []time.Duration
+}
+
+// begin makes a training and takes the steps that do not count.
+func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, err error) {
 	m, err := s.model(v)
 	if err != nil {
-		return r, err
+		return nil, err
 	}
 	g, err := m.Graph(llm.ForTraining, s.batch, v.how...)
 	if err != nil {
-		return r, err
+		return nil, err
 	}
 	precision := o.precision
 	if v.float8 {
@@ -110,54 +145,119 @@ func (s size) train(device *cudaops.Device, v variant, o options) (r result, err
 	}
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
-		return r, err
+		return nil, err
 	}
-	defer func() { err = errors.Join(err, machine.Close()) }()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, machine.Close())
+		}
+	}()
 	opt, err := newOptimizer(o.muon)
 	if err != nil {
-		return r, err
+		return nil, err
 	}
-	if err := machine.SetOptimizer(opt, 1); err != nil {
-		return r, err
+	if err := machine.SetOptimizer(opt, o.clip); err != nil {
+		return nil, err
 	}
-	next := s.batches(g)
-	if err := next(); err != nil {
-		return r, err
+	t = &training{size: s, name: s.name + v.suffix, params: m.NumParams(), machine: machine, loss: g.Loss, next: s.batches(g)}
+	if err := t.next(); err != nil {
+		return nil, err
 	}
-	var times []time.Duration
-	for i := range warmUp + o.steps {
+	for range warmUp {
+		if err := t.step(); err != nil {
+			return nil, err
+		}
+	}
+	return t, nil
+}
+
+// step computes loss and gradients, updates the parameters and waits for the loss. Meanwhile it begins with the next batch, as
+// llm.Trainer does.
+func (t *training) step() error {
+	if err := t.machine.RunAll(); err != nil {
+		return err
+	}
+	var failed error
+	value, _, err := t.machine.StepWhile(t.loss, func() {
+		if failed = t.next(); failed == nil {
+			_, failed = t.machine.Start()
+		}
+	})
+	t.last = value
+	return errors.Join(err, failed)
+}
+
+// time takes steps and their times.
+func (t *training) time(steps int) error {
+	for range steps {
 		start := time.Now()
-		if r.Loss, err = step(machine, g.Loss, next); err != nil {
-			return r, err
-		}
-		if i >= warmUp {
-			times = append(times, time.Since(start))
-		}
-	}
-	if o.profile != "" {
-		again := func() error {
-			_, err := step(machine, g.Loss, next)
+		if err := t.step(); err != nil {
 			return err
 		}
-		if err := profile(machine, again, o.traceFile(s.name+v.suffix)); err != nil {
+		t.times = append(t.times, time.Since(start))
+	}
+	return nil
+}
+
+// result is the line of a training whose steps have been timed. What else is asked for of it comes now.
+func (t *training) result(o options) (r result, err error) {
+	if o.profile != "" {
+		if err := profile(t.machine, t.step, o.traceFile(t.name)); err != nil {
 			return r, err
 		}
 	}
 	if o.monitor > 0 {
-		ops, err := machine.Monitor()
+		ops, err := t.machine.Monitor()
 		if err != nil {
 			return r, err
 		}
 		fmt.Fprint(os.Stderr, cudaops.Table(ops))
 	}
-	took, err := median(times)
+	took, err := median(t.times)
 	if err != nil {
 		return r, err
 	}
-	loss := r.Loss
-	r = s.trained("train_"+s.name+v.suffix, took, m.NumParams())
-	r.Loss, r.PeakGiB = loss, rounded(float64(machine.Memory())/(1<<30), 2)
+	r = t.trained("train_"+t.name, took, t.params)
+	r.Loss, r.PeakGiB = t.last, rounded(float64(t.machine.Memory())/(1<<30), 2)
 	return r, nil
+}
+
+// train measures trainings of a model in some ways, one after the other or, those of a group, in turns.
+func (s size) train(device *cudaops.Device, ways []variant, o options) (err error) {
+	var all []*training
+	defer func() {
+		for _, t := range all {
+			err = errors.Join(err, t.machine.Close())
+		}
+	}()
+	for _, v := range ways {
+		t, err := s.begin(device, v, o)
+		if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
+			fmt.Fprintf(os.Stderr, "%s%s is left out: %v\n", s.name, v.suffix, err)
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("%s%s: %w", s.name, v.suffix, err)
+		}
+		all = append(all, t)
+	}
+	for left := o.steps; left > 0; left -= turn {
+		for _, t := range all {
+			if err := t.time(min(left, turn)); err != nil {
+				return fmt.Errorf("%s: %w", t.name, err)
+			}
+		}
+	}
+	for _, t := range all {
+		r, err := t.result(o)
+		if err != nil {
+			return fmt.Errorf("%s: %w", t.name, err)
+		}
+		if err := emit(r); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // trained is the line of a training step.
@@ -252,10 +352,8 @@ func profile(m *cudaops.Machine, step func() error, path string) error {
 func (o options) traceFile(training string) string {
 	trainings := 0
 	for _, s := range sizes {
-		for _, v := range variants {
-			if o.trains(s, v) {
-				trainings++
-			}
+		for _, ways := range o.trainings(s) {
+			trainings += len(ways)
 		}
 	}
 	if trainings == 1 {
@@ -270,21 +368,6 @@ func newOptimizer(muon bool) (optim.Optimizer, error) {
 		return optim.NewMuon(optim.WithLR(0.002))
 	}
 	return optim.NewAdamW(optim.WithLR(3e-4))
-}
-
-// step computes loss and gradients, updates the parameters and returns the loss. Meanwhile it begins with the next batch, as
-// llm.Trainer does.
-func step(m *cudaops.Machine, loss *gorgonia.Node, next func() error) (float64, error) {
-	if err := m.RunAll(); err != nil {
-		return 0, err
-	}
-	var failed error
-	value, _, err := m.StepWhile(loss, func() {
-		if failed = next(); failed == nil {
-			_, failed = m.Start()
-		}
-	})
-	return value, errors.Join(err, failed)
 }
 
 // batches returns what gives a graph other random tokens: a few batches, drawn now, in turn.

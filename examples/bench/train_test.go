@@ -17,7 +17,7 @@ func TestTraceFile(t *testing.T) {
 		{[]string{"train"}, []string{"llama350M"}, []string{"out.json"}},
 		{[]string{"recompute", "kasmina"}, []string{"llama350M"}, []string{"out.json"}},
 		{[]string{"train", "train-kasmina"}, []string{"llama124M"},
-			[]string{"out-llama124M.json", "out-llama124M_kasmina.json", "out-llama124M_kasmina_telemetry.json"}},
+			[]string{"out-llama124M.json", "out-llama124M_without_kasmina.json", "out-llama124M_kasmina.json", "out-llama124M_kasmina_telemetry.json"}},
 		{[]string{"train"}, []string{"llama350M", "llama925M"}, []string{"out-llama350M.json", "out-llama925M.json"}},
 	} {
 		o := options{groups: test.groups, models: test.models, profile: "out.json"}
@@ -61,6 +61,29 @@ func TestVariants(t *testing.T) {
 					t.Errorf("seed %d is %v (%v), want %v", seed, stage, err, want)
 				}
 			}
+		}
+	}
+}
+
+// TestTrainings wants the trainings of one group to take turns, and the others alone.
+func TestTrainings(t *testing.T) {
+	o := options{groups: gpuGroups(), models: modelNames()}
+	for _, s := range sizes {
+		var got []int
+		for _, ways := range o.trainings(s) {
+			for _, v := range ways {
+				if (v.group == inTurns) != (len(ways) > 1) {
+					t.Errorf("%s%s is one of %d", s.name, v.suffix, len(ways))
+				}
+			}
+			got = append(got, len(ways))
+		}
+		want := []int{1, 1, 1}
+		if s.name == "llama124M" {
+			want = append(want, 3)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: turns of %v, want %v", s.name, got, want)
 		}
 	}
 }

@@ -31,6 +31,7 @@ BF16 = torch.bfloat16
 DEVICE = "cuda"
 MODELS = ["llama124M", "llama350M", "llama925M"]
 BATCH = None  # sequences; each model's own
+CLIP = 0  # the largest global norm of the gradients; no limit
 
 
 def emit(bench, peer, us, bytes=0, flops=0, **more):
@@ -421,6 +422,8 @@ def train_one(name, suffix="", **how):
             with torch.autocast(DEVICE, BF16, enabled=gpu):
                 loss = f(ids, targets, cos, sin)
             loss.backward()
+            if CLIP:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             adamw.step()
             adamw.zero_grad(set_to_none=True)
 
@@ -505,14 +508,15 @@ def where():
 
 
 def main():
-    global DEVICE, MODELS, BATCH
+    global DEVICE, MODELS, BATCH, CLIP
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=list(GROUPS))
     parser.add_argument("--groups", help="separated by commas (default: all)")
     parser.add_argument("--models", help="that train and recompute train, separated by commas (default: all)")
     parser.add_argument("--batch", type=int, help="sequences in a batch (default: the model's own)")
+    parser.add_argument("--clip", type=float, default=0, help="limit the global norm of the gradients to this (default: no limit)")
     o = parser.parse_args()
-    DEVICE, BATCH = o.device, o.batch
+    DEVICE, BATCH, CLIP = o.device, o.batch, o.clip
     MODELS = o.models.split(",") if o.models else MODELS
     groups = o.groups.split(",") if o.groups else list(GROUPS[DEVICE])
     for name in groups:
