@@ -110,6 +110,7 @@ func (l *Lattice) Quarantine() []Event {
 func (l *Lattice) quarantine(found []fault) (events []Event) {
 	for _, f := range found {
 		l.seeds.reset(f.seed)
+		delete(l.kept, f.seed)
 		l.seal(f.seed, f.seed+1)
 		events = append(events, Event{Kind: Quarantined, Seed: f.seed, Epoch: int(l.epoch), Reason: l.sums.locate(f.syndrome)})
 	}

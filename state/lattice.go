@@ -58,7 +58,8 @@ type Lattice struct {
 	quarantined []Event // when the lattice was loaded, to be told with the next epoch's end
 	pending     []Event // what has happened under the lock
 	outbox      outbox
-	users       map[uint16]int // living seeds of each slot
+	users       map[uint16]int     // living seeds of each slot
+	kept        map[int]SlotParams // what a Network keeps of the slots of seeds that are being grafted
 }
 
 // config is what the options of a lattice set. It is saved with the lattice.
@@ -215,7 +216,7 @@ func (l *Lattice) install(img *image) {
 	l.sums = newChecksummer(l.seeds.columns(), Schema)
 	l.quarantined = img.quarantined
 	l.countUsers()
-	l.ring, l.timing, l.muted = ring{}, timing{}, nil
+	l.ring, l.timing, l.muted, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}
 }
 
 // ID returns a number that no other lattice of this process has. It is not saved.

@@ -142,6 +142,9 @@ func (l *Lattice) enter(seed int, to Stage) {
 	} else if from.alive() && !to.alive() {
 		l.users[s.slot[seed]]--
 	}
+	if !to.grafted() {
+		delete(l.kept, seed)
+	}
 	s.stage[seed] = uint8(to)
 	s.epochsInStage[seed] = 0
 	s.lastUpdate[seed] = l.epoch

@@ -20,7 +20,8 @@ import (
 //
 // The network also looks after the parameters behind the slots, if it is given them: germination sets a slot to the blueprint's
 // identity start, unless a living seed shares it; the beginning of a grafting keeps the slot's weights and scale, and a
-// rollback puts them back, unless another living seed shares the slot.
+// rollback puts them back, unless another living seed shares the slot. A transition that is asked of the lattice itself touches
+// no parameters, and one that ends a grafting forgets what was kept.
 type Network struct {
 	layers []Layer
 	slots  Slots
@@ -28,7 +29,6 @@ type Network struct {
 
 	mu        sync.Mutex // held while commands are carried out, and taken before the lattices' locks
 	submitted []submission
-	kept      map[address]SlotParams // of seeds that are being grafted: their slots when that began
 }
 
 // Layer is a lattice under the name that it has in files.
@@ -71,7 +71,7 @@ type address struct{ layer, number int }
 // NewNetwork returns a network of the given layers, in order. slots may be nil: then nobody touches parameters. It returns an
 // error when a lattice is nil or there twice, two layers have one name, or a name has a dot in it.
 func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
-	n := &Network{layers: slices.Clone(layers), slots: slots, kept: map[address]SlotParams{}}
+	n := &Network{layers: slices.Clone(layers), slots: slots}
 	for i, a := range layers {
 		if a.Lattice == nil {
 			return nil, fmt.Errorf("state.NewNetwork: %w: the lattice of layer %d is nil", ErrArgument, i)

@@ -29,14 +29,9 @@ func (n *Network) Arrays() (all []Array) {
 
 func (n *Network) keptArrays(layer int) []Array {
 	var seeds []uint32
-	for at := range n.kept {
-		if at.layer != layer {
-			continue
-		}
-		// A seed may have left its stage without a command of the network.
-		if stage, _ := n.layers[layer].Lattice.at(at.number); stage.grafted() {
-			seeds = append(seeds, uint32(at.number))
-		}
+	kept := n.layers[layer].Lattice.kept
+	for seed := range kept {
+		seeds = append(seeds, uint32(seed))
 	}
 	if len(seeds) == 0 {
 		return nil
@@ -44,7 +39,7 @@ func (n *Network) keptArrays(layer int) []Array {
 	slices.Sort(seeds)
 	var weights, scales []float64
 	for _, seed := range seeds {
-		p := n.kept[address{layer, int(seed)}]
+		p := kept[int(seed)]
 		weights, scales = append(weights, p.Weights...), append(scales, p.Scale)
 	}
 	k := len(seeds)
@@ -63,17 +58,18 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 	if len(byLayer) > len(n.layers) {
 		return nil, fmt.Errorf("state.Load: %w: there are arrays of %d layers, want %d", ErrArgument, len(byLayer), len(n.layers))
 	}
-	images, kept := make([]*image, len(n.layers)), map[address]SlotParams{}
+	images, kept := make([]*image, len(n.layers)), make([]map[int]SlotParams, len(n.layers))
 	for i, layer := range n.layers {
-		own, err := takeKept(kept, i, byLayer[layer.Name])
-		if err == nil {
+		var own []Array
+		var err error
+		if kept[i], own, err = takeKept(byLayer[layer.Name]); err == nil {
 			images[i], err = fromArrays(own)
 		}
 		if err == nil {
 			err = layer.Lattice.takes(images[i])
 		}
 		if err == nil {
-			err = checkKept(kept, i, images[i])
+			err = checkKept(kept[i], images[i])
 		}
 		if err != nil {
 			return nil, fmt.Errorf("state.Load: layer %q: %w", layer.Name, err)
@@ -82,9 +78,14 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 	return func() {
 		defer n.lock()()
 		for i, layer := range n.layers {
-			layer.Lattice.install(images[i])
+			l := layer.Lattice
+			l.install(images[i])
+			for seed, p := range kept[i] {
+				if stage, _ := l.at(seed); stage.grafted() { // unless it was corrupt, and is a new one
+					l.kept[seed] = p
+				}
+			}
 		}
-		n.kept = kept
 	}, nil
 }
 
@@ -95,9 +96,8 @@ func (l *Lattice) takes(img *image) error {
 	return l.adapt(img)
 }
 
-// takeKept moves what is kept of a layer's slots into kept, and returns the other arrays.
-func takeKept(kept map[address]SlotParams, layer int, arrays []Array) ([]Array, error) {
-	var own []Array
+// takeKept returns what is kept of a layer's slots, by seed, and the other arrays.
+func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) {
 	var seeds []uint32
 	var weights, scales []float64
 	found := 0
@@ -115,32 +115,32 @@ func takeKept(kept map[address]SlotParams, layer int, arrays []Array) ([]Array, 
 			continue
 		}
 		if found++; !ok {
-			return nil, fmt.Errorf("%w: array %q is a %T", ErrCorrupt, a.Name, a.Data)
+			return nil, nil, fmt.Errorf("%w: array %q is a %T", ErrCorrupt, a.Name, a.Data)
 		}
 	}
 	k := len(seeds)
 	if found != 0 && found != 3 || len(scales) != k || k > 0 && len(weights)%k != 0 || k == 0 && len(weights) > 0 {
-		return nil, fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales", ErrCorrupt, k, len(weights), len(scales))
+		return nil, nil, fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales", ErrCorrupt, k, len(weights), len(scales))
 	}
+	kept = make(map[int]SlotParams, k)
 	for i, seed := range seeds {
-		at, width := address{layer, int(seed)}, len(weights)/k
+		at, width := int(seed), len(weights)/k
 		if _, twice := kept[at]; twice {
-			return nil, fmt.Errorf("%w: array %q names seed %d twice", ErrCorrupt, keptSeeds, seed)
+			return nil, nil, fmt.Errorf("%w: array %q names seed %d twice", ErrCorrupt, keptSeeds, seed)
 		}
 		kept[at] = SlotParams{weights[i*width:][:width:width], scales[i]}
 	}
-	return own, nil
+	return kept, own, nil
 }
 
 // checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and fits slots.
-func checkKept(kept map[address]SlotParams, layer int, img *image) error {
-	for at, p := range kept {
+func checkKept(kept map[int]SlotParams, img *image) error {
+	for seed, p := range kept {
 		switch width := img.config.Width; {
-		case at.layer != layer:
-		case at.number >= img.n:
-			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt, keptSeeds, at.number, img.n)
+		case seed >= img.n:
+			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt, keptSeeds, seed, img.n)
 		case width > 0 && len(p.Weights) != width:
-			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt, keptWeights, len(p.Weights), at.number, width)
+			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt, keptWeights, len(p.Weights), seed, width)
 		}
 	}
 	return nil

@@ -176,6 +176,63 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 	}
 }
 
+// What is kept for a rollback is of one grafting: when that has ended, by whosoever's hand, no later one gets it.
+func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
+	life := []state.Stage{state.Training, state.Grafting}
+	for name, end := range map[string]func(l *state.Lattice) error{
+		"rolled back": func(l *state.Lattice) error { return errors.Join(l.Transition(1, state.RolledBack), l.Recycle(1)) },
+		"culled": func(l *state.Lattice) error {
+			return errors.Join(l.Transition(1, state.Stabilization), l.Transition(1, state.Evaluating), l.Transition(1, state.Culled), l.Recycle(1))
+		},
+		"loaded": func(l *state.Lattice) error {
+			fresh, err := state.NewLattice(4, 8, state.WithoutGates())
+			return errors.Join(err, l.SetArrays(fresh.Arrays()))
+		},
+	} {
+		n, m := network(t)
+		do(t, n, append([]state.Command{germinate(0, 1, 2)}, move(0, 1, life...)...)...)
+		l := n.Lattice(0)
+		if err := end(l); err != nil {
+			t.Fatal(name, err)
+		}
+		if names := arrayNames(n); slices.Contains(names, "a.kept_seeds") {
+			t.Errorf("%s: something is kept: %v", name, names)
+		}
+		if err := l.RequestGermination(1, state.GerminationRequest{Slot: 3}); err != nil {
+			t.Fatal(name, err)
+		}
+		for _, to := range life {
+			if err := l.Transition(1, to); err != nil {
+				t.Fatal(name, err)
+			}
+		}
+		m.set(0, 3, 7)
+		do(t, n, move(0, 1, state.RolledBack)...)
+		if !m.is(0, 3, 7) {
+			t.Errorf("%s: slot 3 was put back to what slot 2 was: %v", name, m.slots)
+		}
+	}
+}
+
+// Commands that are refused leave what is kept as it was.
+func TestRefusedCommandsKeepWhatIsKept(t *testing.T) {
+	n, m := network(t)
+	do(t, n, append([]state.Command{germinate(0, 1, 2)}, move(0, 1, state.Training)...)...)
+	m.set(0, 2, 1)
+	do(t, n, move(0, 1, state.Grafting)...)
+	m.set(0, 2, 11)
+	before := fmt.Sprint(n.Arrays())
+	if n.Do(append(move(0, 1, state.RolledBack), germinate(0, 1, 1))...) == nil || n.Do(append(move(0, 1, state.Stabilization), move(0, 2, state.Grafting)...)...) == nil {
+		t.Fatal("no error")
+	}
+	if after := fmt.Sprint(n.Arrays()); after != before {
+		t.Errorf("before:\n%s\nafter:\n%s", before, after)
+	}
+	if do(t, n, move(0, 1, state.RolledBack)...); !m.is(0, 2, 1) {
+		t.Errorf("after the rollback the slot is %v", m.slots)
+	}
+}
+
 func arrayNames(n *state.Network) (names []string) {
 	for _, a := range n.Arrays() {
 		names = append(names, a.Name)

@@ -36,7 +36,7 @@ func (n *Network) Apply() {
 // passes of the model.
 func (n *Network) Do(commands ...Command) error {
 	defer n.lock()()
-	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}, map[address]*SlotParams{}}
+	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
 	for i, c := range commands {
 		if err := t.do(c); err != nil {
 			t.rollback()
@@ -56,10 +56,9 @@ func (n *Network) Do(commands ...Command) error {
 // transaction is what commands that take effect together have changed.
 type transaction struct {
 	*Network
-	before map[int]table           // of the lattices that commands were for
-	seeds  map[address]undo        // as they were
-	write  map[address]SlotParams  // slots as they shall be
-	keep   map[address]*SlotParams // what shall be kept of the seeds' slots, nil for nothing
+	before map[int]table          // of the lattices that commands were for
+	seeds  map[address]undo       // as they were
+	write  map[address]SlotParams // slots as they shall be
 }
 
 // table is what a lattice had beside its seeds.
@@ -70,8 +69,9 @@ type table struct {
 
 // undo is a seed as it was.
 type undo struct {
-	row []byte // as its checksum is made of
-	crc uint32
+	row  []byte // as its checksum is made of
+	crc  uint32
+	kept *SlotParams // nil for nothing
 }
 
 func (t *transaction) do(c Command) error {
@@ -85,6 +85,7 @@ func (t *transaction) do(c Command) error {
 	at := address{c.Layer, c.Seed}
 	t.remember(l, at)
 	from, slot := l.at(c.Seed)
+	kept := l.keptOf(c.Seed)
 	if err := l.do(c); err != nil {
 		return err
 	}
@@ -97,7 +98,7 @@ func (t *transaction) do(c Command) error {
 	if c.Action == Germinate {
 		_, slot = l.at(c.Seed)
 	}
-	return t.parameters(c, at, address{c.Layer, slot}, from)
+	return t.parameters(c, address{c.Layer, slot}, from, kept)
 }
 
 // at returns a seed's stage and slot.
@@ -105,8 +106,9 @@ func (l *Lattice) at(seed int) (Stage, int) {
 	return Stage(l.seeds.stage[seed]), int(l.seeds.slot[seed])
 }
 
-// parameters notes what becomes of the slot of a seed that has just obeyed a command.
-func (t *transaction) parameters(c Command, seed, slot address, from Stage) (err error) {
+// parameters notes what becomes of the slot of a seed that has just obeyed a command. from and kept are what the seed's stage
+// was and what was kept of the slot.
+func (t *transaction) parameters(c Command, slot address, from Stage, kept *SlotParams) (err error) {
 	l := t.Lattice(c.Layer)
 	to, _ := l.at(c.Seed)
 	users := l.users[uint16(slot.number)] // this seed included if it is alive
@@ -115,25 +117,17 @@ func (t *transaction) parameters(c Command, seed, slot address, from Stage) (err
 		if users == 1 {
 			t.write[slot], err = t.slots.Start(Germination{c.Layer, c.Seed, slot.number, c.Request.Kind, int(l.epoch)})
 		}
-		return err
 	case from == to || slot.number == 0:
-		return nil
 	case to == Grafting:
 		p, written := t.write[slot]
 		if !written {
 			p, err = t.slots.Read(c.Layer, slot.number)
 		}
-		t.keep[seed] = &p
-		return err
-	case to == RolledBack && users == 0:
-		if kept := t.keptOf(seed); kept != nil {
-			t.write[slot] = *kept
-		}
+		l.kept[c.Seed] = p
+	case to == RolledBack && users == 0 && kept != nil:
+		t.write[slot] = *kept
 	}
-	if !to.grafted() {
-		t.keep[seed] = nil
-	}
-	return nil
+	return err
 }
 
 // load notes that a slot shall hold what the command has, in front of the weights that its blueprint does not use.
@@ -157,11 +151,9 @@ func (t *transaction) load(c Command, slot address) error {
 	return nil
 }
 
-func (t *transaction) keptOf(seed address) *SlotParams {
-	if p, changed := t.keep[seed]; changed {
-		return p
-	}
-	if p, ok := t.kept[seed]; ok {
+// keptOf returns what is kept of a seed's slot, nil if nothing is.
+func (l *Lattice) keptOf(seed int) *SlotParams {
+	if p, ok := l.kept[seed]; ok {
 		return &p
 	}
 	return nil
@@ -174,29 +166,22 @@ func (t *transaction) remember(l *Lattice, seed address) {
 	if _, known := t.seeds[seed]; known {
 		return
 	}
-	u := undo{make([]byte, l.sums.stride), l.seeds.crc[seed.number]}
+	u := undo{make([]byte, l.sums.stride), l.seeds.crc[seed.number], l.keptOf(seed.number)}
 	l.sums.row(u.row, seed.number)
 	t.seeds[seed] = u
 }
 
-// commit writes slots and what is kept of them.
+// commit writes slots.
 func (t *transaction) commit() error {
-	if len(t.write) > 0 {
-		var writes []SlotWrite
-		for slot, p := range t.write {
-			writes = append(writes, SlotWrite{slot.layer, slot.number, p})
-		}
-		slices.SortFunc(writes, func(a, b SlotWrite) int { return cmp.Or(a.Layer-b.Layer, a.Slot-b.Slot) })
-		if err := t.slots.Write(writes); err != nil {
-			return err
-		}
+	if len(t.write) == 0 {
+		return nil
 	}
-	for seed, p := range t.keep {
-		if delete(t.kept, seed); p != nil {
-			t.kept[seed] = *p
-		}
+	var writes []SlotWrite
+	for slot, p := range t.write {
+		writes = append(writes, SlotWrite{slot.layer, slot.number, p})
 	}
-	return nil
+	slices.SortFunc(writes, func(a, b SlotWrite) int { return cmp.Or(a.Layer-b.Layer, a.Slot-b.Slot) })
+	return t.slots.Write(writes)
 }
 
 func (t *transaction) rollback() {
@@ -206,6 +191,9 @@ func (t *transaction) rollback() {
 			c.scatter(u.row[l.sums.offsets[k]:], l.sums.stride, seed.number, seed.number+1)
 		}
 		l.seeds.crc[seed.number] = u.crc
+		if delete(l.kept, seed.number); u.kept != nil {
+			l.kept[seed.number] = *u.kept
+		}
 	}
 	for layer, b := range t.before {
 		l := t.Lattice(layer)
