@@ -54,6 +54,15 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
+// usable returns an error when the engine has not taken what was read by Resume.
+func (t *Trainer) usable() error {
+	if t.apart == nil {
+		return nil
+	}
+	return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
+		t.engine.Name(), t.apart)
+}
+
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
 // also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
@@ -66,6 +75,9 @@ func (t *Trainer) Save(path string) error {
 
 // snapshot returns what Save writes. The parameters' memory is the model's own.
 func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
+	if err := t.usable(); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
+	}
 	tensors, metadata, err := t.Model.tensors()
 	if err != nil {
 		return nil, nil, err
@@ -215,7 +227,8 @@ func LoadModel(path string) (*Model, error) {
 // as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
 // architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
-// engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before.
+// engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
+// read, the error says so: model and optimiser are the file's then, and Run, Save and Evaluate refuse until a Resume succeeds.
 func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	var r resumption
 	for _, opt := range opts {
@@ -287,11 +300,11 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	loadModel()
 	t.learning = nil
-	if err := t.engine.Push(); err != nil {
-		return f.errorf("%w", err)
-	}
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	if t.apart = t.engine.Push(); t.apart != nil {
+		return f.errorf("%w", t.usable())
+	}
 	if len(diff) > 0 && r.report != nil {
 		r.report(diff)
 	}

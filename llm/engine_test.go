@@ -2,8 +2,10 @@ package llm
 
 import (
 	"errors"
+	"path/filepath"
 	"reflect"
 	"slices"
+	"strings"
 	"testing"
 
 	"gorgonia.org/tensor"
@@ -103,6 +105,50 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	if want := [][]string{slices.Concat(slots{m}.names(0), slots{m}.names(1))}; !reflect.DeepEqual(e.pushed, want) {
 		t.Errorf("pushed %v, want %v", e.pushed, want)
 	}
+}
+
+// TestResumeThatTheEngineCannotTake wants a trainer whose engine has not taken a checkpoint to say so, to do nothing with it, and
+// to go on once a Resume has succeeded.
+func TestResumeThatTheEngineCannotTake(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	straight := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	straight.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 {
+			return straight.Save(path)
+		}
+		return nil
+	})
+	if err := straight.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	e := &mirrored{Engine: tr.engine, fail: errors.New("no room")}
+	tr.engine, tr.Model.mirror = e, e
+	tr.On(func(e Event) error { t.Errorf("step %d of a trainer that cannot be used", e.Step); return nil })
+	eval, err := NewEvaluation([]byte("some held-out words"), ByteTokenizer{}, 1, tr.Model.Config.Seq)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, f := range map[string]func() error{
+		"Run":      func() error { return tr.Run(t.Context()) },
+		"Save":     func() error { return tr.Save(path) },
+		"Evaluate": func() error { _, _, err := tr.Evaluate(eval); return err },
+	} {
+		if err := tr.Resume(path); !errors.Is(err, e.fail) {
+			t.Fatalf("Resume: error %v", err)
+		}
+		if err := f(); !errors.Is(err, e.fail) || !strings.Contains(err.Error(), "another Resume") {
+			t.Errorf("%s: error %v", name, err)
+		}
+	}
+	e.fail, tr.callbacks = nil, nil
+	if err := tr.Resume(path); err != nil {
+		t.Fatal(err)
+	}
+	if err := tr.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	checkSame(t, straight, tr)
 }
 
 // blocks returns 0 to n−1.

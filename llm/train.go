@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -70,6 +71,7 @@ type Trainer struct {
 	last      Event
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
+	apart     error           // why the engine's parameters are not the model's, after a Resume that failed
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
@@ -127,6 +129,9 @@ func (t *Trainer) Close() error {
 		return nil // closed already, or the model has another trainer by now
 	}
 	t.Model.mirror = nil
+	if t.apart != nil {
+		return t.engine.Close()
+	}
 	return errors.Join(t.engine.Pull(), t.engine.Close())
 }
 
@@ -155,6 +160,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 		if c == nil {
 			return fmt.Errorf("llm: Trainer.Run: callback %d is nil", i)
 		}
+	}
+	if err := t.usable(); err != nil {
+		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 	t.ctx = ctx
 	defer func() { t.ctx = nil }()
@@ -308,7 +316,7 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
 // the model. A loss that is not finite is an ErrDiverged.
 func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
-	if err := t.canEvaluate(e); err != nil {
+	if err := cmp.Or(t.usable(), t.canEvaluate(e)); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 	var sum float64
