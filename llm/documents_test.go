@@ -401,6 +401,10 @@ func TestDocumentEvaluation(t *testing.T) {
 			}
 		}
 	}
+	// One token, and the end of its document.
+	if _, err := NewDocumentEvaluation([][]byte{{'x'}}, bpe, 1, 1); err == nil || !strings.Contains(err.Error(), "no text left to predict") {
+		t.Errorf("a text with nothing to predict: the error is %v", err)
+	}
 	for _, documents := range [][][]byte{nil, {[]byte("x")}, {{}, {}}} {
 		if _, err := NewDocumentEvaluation(documents, ByteTokenizer{}, 1, 1); err == nil || !strings.Contains(err.Error(), "NewDocumentEvaluation") {
 			t.Errorf("%q: the error is %v", documents, err)

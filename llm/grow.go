@@ -136,7 +136,12 @@ func (t *Trainer) validate() (losses []float64, err error) {
 	return losses, nil
 }
 
-// mean returns minus the mean of those losses that are finite here and in others, and how many are not finite here.
+// worst is the loss from which on a performance is no more told from another: a lattice takes none below -worst, and a model
+// that has come to this has diverged.
+const worst = 65504
+
+// mean returns minus the mean of those losses that are finite here and in others, or minus the worst if that is worse or there
+// are none, and how many are not finite here.
 func mean(losses, others []float64) (performance float64, bad int) {
 	n := 0
 	for i, l := range losses {
@@ -147,5 +152,8 @@ func mean(losses, others []float64) (performance float64, bad int) {
 			n++
 		}
 	}
-	return performance / float64(max(1, n)), bad
+	if n == 0 {
+		return -worst, bad
+	}
+	return max(performance/float64(n), -worst), bad
 }

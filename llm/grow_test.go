@@ -271,3 +271,44 @@ func TestJudge(t *testing.T) {
 		t.Errorf("judged are %v; the losses were %v and are %v", judged, with, again)
 	}
 }
+
+// lossy is an engine whose model has the given loss on any text.
+type lossy struct {
+	Engine
+	loss float64
+}
+
+func (l lossy) Loss(Batch) (float64, error) { return l.loss, nil }
+
+// TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no reason for a run to end, nor for
+// a seed to be judged better than with a loss that is finite.
+func TestGrowThroughHugeLosses(t *testing.T) {
+	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
+		growing(t, tr)
+		tr.growth.Controller = state.DryRun(tr.growth.Controller, io.Discard)
+		tr.engine = lossy{tr.engine, loss}
+		tr.Model.mirror = tr.engine
+		if err := tr.Run(t.Context()); err != nil {
+			t.Errorf("validation losses of %v: %v", loss, err)
+		}
+		move := state.Command{Action: state.Move, Layer: 1, Seed: 2, To: state.Stabilization}
+		then := move
+		then.To = state.Evaluating
+		if err := tr.Model.Kasmina.Do(move, then); err != nil {
+			t.Fatal(err)
+		}
+		metrics := make([]state.Metrics, 2)
+		if err := tr.judge(metrics); err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range metrics[1].Seeds {
+			if m.Performance > -65503 || m.Compared != (m.Seed == 2) || m.Compared && m.Without != m.Performance {
+				t.Errorf("validation losses of %v: seed %d is judged %+v", loss, m.Seed, m)
+			}
+		}
+		if n := len(metrics[1].Seeds); n != 2 {
+			t.Errorf("validation losses of %v: %d seeds are judged, want 2", loss, n)
+		}
+	}
+}

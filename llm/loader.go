@@ -372,7 +372,7 @@ type Evaluation struct {
 }
 
 // NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
-// two tokens.
+// two tokens, and those after the first have to stand for some of it.
 func NewEvaluation(text []byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
 }
@@ -404,7 +404,10 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, b
 	if err != nil {
 		return nil, fmt.Errorf("llm: %s: %w", name, err)
 	}
-	e.bytes = len(targets)
+	if e.bytes = len(targets); e.bytes == 0 {
+		return nil, fmt.Errorf("llm: %s: %d bytes of held-out text make %d tokens, and after the first one there is no text left to predict",
+			name, read, len(e.ids))
+	}
 	return e, nil
 }
 
