@@ -113,7 +113,10 @@ func OpenStream(d *Device, layer *gorgonia.Node, c StreamConfig) (_ *Stream, err
 	if err := s.encode(); err != nil {
 		return nil, err
 	}
-	return s, s.load()
+	if err := s.load(); err != nil {
+		return nil, err
+	}
+	return s, nil
 }
 
 // size is the elements of a batch.

@@ -285,9 +285,15 @@ func TestStreamSubmitFails(t *testing.T) {
 }
 
 func TestStreamRefused(t *testing.T) {
-	device, _, _ := openFake(t, fake.Config{AnyKernel: true})
+	device, d, _ := openFake(t, fake.Config{AnyKernel: true})
 	layer, x, _ := streamLayer(t)
 	strict, _, _ := streamLayer(t, op.WithStability(op.Strict))
+	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemcpyHtoDAsync"} {
+		d.Fail(call, 1, driver.OutOfMemory)
+		if s, err := OpenStream(device, layer, StreamConfig{}); !errors.Is(err, driver.OutOfMemory) || s != nil {
+			t.Errorf("%s fails: got %v, %v", call, s, err)
+		}
+	}
 	for name, c := range map[string]struct {
 		d     *Device
 		layer *gorgonia.Node
