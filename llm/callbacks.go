@@ -87,8 +87,8 @@ type CheckpointOption func(*checkpointer)
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
-// when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one. A place where it
-// cannot be written ends the run before its first step.
+// when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one. Folders that it
+// needs are made; a place where it cannot be written ends the run before its first step.
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t == nil {
 		return refuse("Checkpoint: the trainer is nil")
@@ -127,10 +127,13 @@ type checkpointer struct {
 	written    chan error // has its result; nil when nothing is being written
 }
 
-// probe finds out whether the file can be written, by another one beside it.
+// probe makes the file's folder and finds out whether the file can be written, by another one beside it.
 func (c *checkpointer) probe() error {
 	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
+	}
+	if err := os.MkdirAll(filepath.Dir(c.path), 0o777); err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
 	probe, err := os.CreateTemp(filepath.Dir(c.path), ".checkpoint-*")
 	if err != nil {
@@ -188,10 +191,10 @@ func (c *checkpointer) saved(step int) error {
 }
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last step, tells the callbacks,
-// and writes the text of the latest sample to the file at path, unless that is empty. With an empty prompt a document
-// begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
-// vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the run before
-// its first step.
+// and writes the text of the latest sample to the file at path, whose folders it makes, unless that is empty. With an empty
+// prompt a document begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the
+// tokenizer's vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the
+// run before its first step.
 func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig, path string, every int) Callback {
 	switch _, err := NewSampler(c); {
 	case err != nil:

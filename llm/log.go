@@ -9,10 +9,11 @@ import (
 	"io/fs"
 	"math"
 	"os"
+	"path/filepath"
 	"time"
 )
 
-// JSONLog writes a line with one JSON object to the file at path for every event. Each has "time", "event", "step" and
+// JSONLog writes a line with one JSON object to the file at path, whose folders it makes, for every event. Each has "time", "event", "step" and
 // "elapsed_s", the seconds since this process started the run, and by event:
 //
 //	start   steps, params, seeds
@@ -57,6 +58,9 @@ func JSONLog(path string) Callback {
 
 // openLog opens the file to append to, and ends its last line if that has no end.
 func openLog(path string) (*os.File, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return nil, err
+	}
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o666)
 	if err != nil {
 		return nil, err

@@ -12,7 +12,7 @@ import (
 )
 
 func TestJSONLog(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "log.jsonl")
+	path := filepath.Join(t.TempDir(), "new", "folder", "log.jsonl")
 	events := run(4, 5)
 	sampled, saved, interrupted := events[2], events[2], events[2]
 	sampled.Kind, sampled.Text = Sampled, "a \"text\"\n\xff"
@@ -83,9 +83,12 @@ func TestJSONLogContinues(t *testing.T) {
 }
 
 func TestJSONLogReportsWhereItFails(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "missing", "log.jsonl")
-	err := JSONLog(path)(Event{Kind: RunStart})
-	if !errors.Is(err, os.ErrNotExist) || !strings.HasPrefix(err.Error(), "llm: JSONLog: ") {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	err := JSONLog(filepath.Join(file, "log.jsonl"))(Event{Kind: RunStart})
+	if err == nil || !strings.Contains(err.Error(), file) || !strings.HasPrefix(err.Error(), "llm: JSONLog: ") {
 		t.Errorf("got %v", err)
 	}
 }

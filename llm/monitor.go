@@ -5,7 +5,6 @@ import (
 	"io"
 	"os"
 
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -56,7 +55,7 @@ type Tracer interface {
 }
 
 // ProfileStep profiles a step of the run: it begins when that many steps have been made (at least 1), which load kernels and
-// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, and prints a summary. The trainer's engine
+// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, whose folders it makes, and prints a summary. The trainer's engine
 // must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
@@ -98,7 +97,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 // writeProfile writes the trace to a file, and the table.
 func writeProfile(p *Profile, w io.Writer, path string) error {
-	if err := atomicfile.Write(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
+	if err := replaceFile(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
 		return fmt.Errorf("llm: ProfileStep: %w", err)
 	}
 	_, err := fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())

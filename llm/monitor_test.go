@@ -103,7 +103,7 @@ func TestProfileStep(t *testing.T) {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default()) // of two steps
 		e := &traced{Engine: tr.engine, takes: test.takes}
 		tr.engine, tr.Model.mirror = e, e
-		path := filepath.Join(t.TempDir(), "trace.json")
+		path := filepath.Join(t.TempDir(), "new", "trace.json")
 		var out strings.Builder
 		tr.On(ProfileStep(tr, &out, path, test.after))
 		if err := tr.Run(context.Background()); (err != nil) != (test.fails != "") || err != nil && !strings.Contains(err.Error(), test.fails) {

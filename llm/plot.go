@@ -13,8 +13,6 @@ import (
 	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
-
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // CurveOption changes how LossCurve draws.
@@ -25,8 +23,8 @@ func WithLogSteps() CurveOption {
 	return func(c *lossCurve) { c.logSteps = true }
 }
 
-// LossCurve draws the losses of a run over its steps as a PNG picture at path: the training loss as it was (thin) and
-// smoothed, and the held-out loss, all in bits per token. The picture is drawn anew at each evaluation and at the end, and
+// LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it makes: the training loss as
+// it was (thin) and smoothed, and the held-out loss, all in bits per token. The picture is drawn anew at each evaluation and at the end, and
 // a reader of the file sees the old one or the new one, never a part. When a run is resumed, the points before are taken
 // from the log that JSONLog wrote to logPath; with "" the curve begins where this process does.
 func LossCurve(path, logPath string, options ...CurveOption) Callback {
@@ -243,7 +241,7 @@ func (c *lossCurve) draw(path string) error {
 	if err != nil {
 		return err
 	}
-	return atomicfile.Write(path, func(f *os.File) error {
+	return replaceFile(path, func(f *os.File) error {
 		_, err := png.WriteTo(f)
 		return err
 	})

@@ -675,16 +675,20 @@ func TestGenerateWindow(t *testing.T) {
 // beside a checkpoint that could.
 func TestCheckpointPlace(t *testing.T) {
 	dir := t.TempDir()
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
 	for path, want := range map[string]string{
-		filepath.Join(dir, "none", "c"): "none",
-		dir:                             "not a regular file",
-		filepath.Join(dir, "c"):         "",
+		filepath.Join(file, "c"):                 "file",
+		t.TempDir():                              "not a regular file",
+		filepath.Join(dir, "new", "folder", "c"): "",
 	} {
 		trainer := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 		trainer.On(Checkpoint(trainer, path, 0))
 		err := trainer.Run(context.Background())
 		if want == "" {
-			if files, _ := os.ReadDir(dir); err != nil || len(files) != 1 {
+			if files, _ := os.ReadDir(filepath.Dir(path)); err != nil || len(files) != 1 {
 				t.Errorf("%v, and %v is left", err, files)
 			}
 			continue
