@@ -34,8 +34,10 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
+	"unicode"
 
 	"gorgonia.org/tensor"
 
@@ -138,7 +140,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		t.On(tellPace(stderr))
 	}
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
-		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), o.out)
+		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), quoted(o.out))
 	} else if err != nil {
 		return withHint(err)
 	}
@@ -179,8 +181,22 @@ func setAside(o options, stderr io.Writer) error {
 			return err
 		}
 	}
-	fmt.Fprintf(stderr, "kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n", o.out, dir, dir)
+	fmt.Fprintf(stderr, "kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n", o.out, dir, quoted(dir))
 	return nil
+}
+
+// quoted returns a path as it can be pasted after an option: in quotes where a shell would take it for something else.
+func quoted(path string) string {
+	special := func(r rune) bool {
+		return !unicode.IsLetter(r) && !unicode.IsDigit(r) && !strings.ContainsRune("/._-+:@%,=", r) && r != filepath.Separator
+	}
+	switch {
+	case path != "" && !strings.ContainsFunc(path, special):
+		return path
+	case filepath.Separator == '\\':
+		return `"` + path + `"` // in which a name cannot have a quote
+	}
+	return "'" + strings.ReplaceAll(path, "'", `'\''`) + "'"
 }
 
 // withHint says what helps against an error that a GPU's memory is too small.

@@ -11,7 +11,9 @@ import (
 	"io/fs"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -305,5 +307,23 @@ func TestStopsWhileScanning(t *testing.T) {
 	}
 	if _, err := os.Stat(out); !errors.Is(err, os.ErrNotExist) {
 		t.Error("the run began")
+	}
+}
+
+// TestQuoted wants a shell to read a path that a hint names as it is.
+func TestQuoted(t *testing.T) {
+	if got := quoted(filepath.Join("runs", "a-1_b.c")); got != filepath.Join("runs", "a-1_b.c") {
+		t.Errorf("a path that needs no quotes is %s", got)
+	}
+	if runtime.GOOS == "windows" {
+		if got := quoted(`C:\my runs\a`); got != `"C:\my runs\a"` {
+			t.Errorf("got %s", got)
+		}
+		return
+	}
+	for _, path := range []string{"", "runs/transformer", "my runs/it's", `a\b"c`, "$HOME/`x`", "~/x", "a;b|c&d*?[e](f)#!", "jürgen/läufe", "new\nline"} {
+		if got, err := exec.Command("sh", "-c", "printf %s "+quoted(path)).Output(); err != nil || string(got) != path {
+			t.Errorf("%q becomes %q, %v", path, got, err)
+		}
 	}
 }
