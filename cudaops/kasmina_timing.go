@@ -13,8 +13,9 @@ import (
 // runs twice without telemetry, the first time only for the caches. The results are the same bits, and nobody reads what these
 // runs count.
 type bareTime struct {
-	on       bool         // in the sample under way
-	from, to driver.Event // around the second run
+	on       bool          // in the sample under way
+	from, to driver.Event  // around the second run
+	latest   time.Duration // of that, in the latest sample
 }
 
 // loadBare runs what a capture would have to load modules for. Nothing that a run has computed is alive between two runs.
@@ -43,21 +44,16 @@ func (o *monitor) runBare(i int, mark func(driver.Event, driver.Stream) error) e
 	return nil
 }
 
-// noteBare tells the layer's lattice of a sample in which its pass took so long with telemetry.
-func (o *monitor) noteBare(i int, with time.Duration) error {
+// noteBare tells a layer's lattice what its pass took.
+func (o *monitor) noteBare(i int) {
 	b, t := o.tasks[i].bare, o.m.program.tasks[i]
 	if !b.on {
-		return nil
-	}
-	kernel, err := o.m.device.ctx.Elapsed(b.from, b.to)
-	if err != nil {
-		return err
+		return
 	}
 	l, arrays := t.layer, 2 // x and y
 	if _, backward := t.node.Op().(*op.KasminaGradOp); backward {
 		arrays = 3 // x, the gradient of y, and that of x
 	}
-	l.op.Lattice.RecordTiming(state.Timing{Kernel: kernel, Telemetry: with - kernel,
+	l.op.Lattice.RecordTiming(state.Timing{Kernel: b.latest, Telemetry: o.tasks[i].latest - b.latest,
 		Bytes: int64(arrays * l.rows * l.seeds() * l.chunk * l.elem.size())})
-	return nil
 }

@@ -62,7 +62,8 @@ const (
 
 // taskTime is what is known of a task.
 type taskTime struct {
-	total   time.Duration
+	latest  time.Duration // in the latest sample
+	total   time.Duration // in all samples
 	tuned   time.Duration // 0 for one that has not been timed
 	ways    []string
 	drifted int // samples on end
@@ -222,19 +223,12 @@ func (o *monitor) collect() error {
 		o.plain = whole
 		return nil
 	}
+	if err := o.read(); err != nil { // before anything is taken in: a sample counts as a whole or not at all
+		return err
+	}
 	for i := range o.tasks {
-		from := o.marks[i]
-		if o.tasks[i].bare.on {
-			from = o.tasks[i].bare.to
-		}
-		d, err := ctx.Elapsed(from, o.marks[i+1])
-		if err != nil {
-			return err
-		}
-		o.note(i, d)
-		if err := o.noteBare(i, d); err != nil {
-			return err
-		}
+		o.note(i)
+		o.noteBare(i)
 	}
 	o.samples++
 	if o.plain > 0 { // the least cost: runs differ for other reasons too
@@ -244,9 +238,28 @@ func (o *monitor) collect() error {
 	return nil
 }
 
+// read asks the device for the times of a sample.
+func (o *monitor) read() (err error) {
+	ctx := o.m.device.ctx
+	for i := range o.tasks {
+		t, from := &o.tasks[i], o.marks[i]
+		if b := &t.bare; b.on {
+			if b.latest, err = ctx.Elapsed(b.from, b.to); err != nil {
+				return err
+			}
+			from = b.to
+		}
+		if t.latest, err = ctx.Elapsed(from, o.marks[i+1]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // note takes in the time of a task.
-func (o *monitor) note(i int, d time.Duration) {
+func (o *monitor) note(i int) {
 	t := &o.tasks[i]
+	d := t.latest
 	t.total += d
 	if t.tuned == 0 || float64(d) < monitorDrift*float64(t.tuned) || d < t.tuned+monitorNoise {
 		t.drifted = 0

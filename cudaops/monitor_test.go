@@ -189,6 +189,52 @@ type full struct{ driver.Context }
 
 func (full) Alloc(bytes int) (driver.Ptr, error) { return 0, driver.NewOutOfMemory(bytes, 0, 0) }
 
+// TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those that follow.
+func TestMonitorSampleFails(t *testing.T) {
+	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
+	o := m.monitor
+	for o.state != monitorSample {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := device.ctx.SyncStream(m.stream); err != nil {
+		t.Fatal(err)
+	}
+	context := device.ctx.Context
+	Wrap(device, func(driver.Context) driver.Context { return &unread{context, len(o.tasks)} })
+	if _, err := m.Monitor(); !errors.Is(err, driver.LaunchFailed) {
+		t.Fatalf("a time that cannot be read: %v", err)
+	}
+	Wrap(device, func(driver.Context) driver.Context { return context })
+	for i, known := range o.tasks {
+		if known.total != 0 || o.samples != 0 {
+			t.Errorf("task %d has taken %v in %d samples", i, known.total, o.samples)
+		}
+	}
+	for range 6 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.samples == 0 {
+		t.Errorf("%d samples later: %v, %v", o.samples, times, err)
+	}
+}
+
+// unread is a context that tells so many times.
+type unread struct {
+	driver.Context
+	left int
+}
+
+func (c *unread) Elapsed(from, to driver.Event) (time.Duration, error) {
+	if c.left--; c.left < 0 {
+		return 0, driver.NewError("cuEventElapsedTime", driver.LaunchFailed, "", "")
+	}
+	return c.Context.Elapsed(from, to)
+}
+
 // TestMonitorCost wants fewer samples where they cost much.
 func TestMonitorCost(t *testing.T) {
 	norm := &fake.Way{}
