@@ -5,8 +5,9 @@
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
 One JSON line for each measurement, as examples/bench prints them; run both on one machine, one after the other, and make a
-table of their lines with `go run ./examples/bench -table`. It needs torch 2.5 or later, with Triton on a GPU; it was run
-with torch 2.11 and Triton 3.6. Liger's kernels (liger-kernel 0.6) are measured where that package is installed.
+table of their lines with `go run ./examples/bench -table`. What fails is told on stderr, the rest is measured, and the
+status is 1. It needs torch 2.5 or later, with Triton on a GPU; it was run with torch 2.11 and Triton 3.6. Liger's kernels
+(liger-kernel 0.6) are measured where that package is installed.
 
 Bytes count each input read once and each output written once; causal attention counts half of the scores. Times of kernels
 are medians of CUDA events, with the cache cleared before each launch; those of training steps are medians of wall-clock
@@ -32,6 +33,7 @@ DEVICE = "cuda"
 MODELS = ["llama124M", "llama350M", "llama925M"]
 BATCH = None  # sequences; each model's own
 CLIP = 0  # the largest global norm of the gradients; no limit
+FAILED = []  # what could not be measured
 
 
 def emit(bench, peer, us, bytes=0, flops=0, **more):
@@ -42,6 +44,17 @@ def emit(bench, peer, us, bytes=0, flops=0, **more):
         line["tflops"] = round(flops / us / 1e6, 4)
     print(json.dumps(line | more), flush=True)
     print(f"{bench:52} {peer:24} {us:12.1f} us", file=sys.stderr)
+
+
+def attempt(what, f, *args, **how):
+    """Calls f. Should it fail, by want of memory for one, that costs no other measurement, and the program ends with status 1."""
+    try:
+        f(*args, **how)
+    except Exception as e:
+        print(f"{what}: {type(e).__name__}: {e}", file=sys.stderr)
+        FAILED.append(what)
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 def median(values):
@@ -443,8 +456,7 @@ def train_one(name, suffix="", **how):
 
 def train(suffix="", **how):
     for name in MODELS:
-        train_one(name, suffix, **how)
-        torch.cuda.empty_cache()
+        attempt(f"train_{name}{suffix}", train_one, name, suffix, **how)
 
 
 def recompute():
@@ -529,12 +541,9 @@ def main():
         parser.error(f"a batch of {BATCH} sequences, want at least 1")
     where()
     for name in groups:
-        try:
-            GROUPS[DEVICE][name]()
-        except Exception as e:  # one peer that fails must not cost the others' figures
-            print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        attempt(name, GROUPS[DEVICE][name])
+    if FAILED:
+        sys.exit(f"not measured: {', '.join(FAILED)}")
 
 
 if __name__ == "__main__":
