@@ -272,8 +272,8 @@ func parseBPE(text []byte) (*BPE, error) {
 }
 
 // LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up to sample bytes of the
-// text, spread evenly over it, and saves it there. A file whose vocabulary is larger than vocab is an error; a smaller one
-// is not, as training ends early on a text with too few pairs.
+// text, spread evenly over it, and saves it there; a place where it cannot be saved is an error before that. A file whose
+// vocabulary is larger than vocab is an error; a smaller one is not, as training ends early on a text with too few pairs.
 func LoadOrTrainBPE(path string, text *Text, vocab, sample int, progress func(merges, of int) error) (*BPE, error) {
 	if text == nil {
 		return nil, errors.New("llm: LoadOrTrainBPE: text must not be nil")
@@ -281,6 +281,9 @@ func LoadOrTrainBPE(path string, text *Text, vocab, sample int, progress func(me
 	b, err := LoadBPE(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
+		if err := writable(path); err != nil { // before the training is for nothing
+			return nil, fmt.Errorf("llm: LoadOrTrainBPE: %w", err)
+		}
 		raw, err := text.Sample(sample)
 		if err != nil {
 			return nil, err

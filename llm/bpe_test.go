@@ -500,6 +500,15 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	if got, err := os.ReadFile(path); err != nil || string(got) != "notes" {
 		t.Errorf("it was overwritten: %q, %v", got, err)
 	}
+	trained = 0
+	nowhere := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(nowhere+"-to-nothing", nowhere); err != nil {
+		t.Skipf("without symbolic links there is no folder here that cannot be made: %v", err)
+	}
+	path = filepath.Join(nowhere, "text.bpe")
+	if _, err := load(300); err == nil || !strings.Contains(err.Error(), nowhere) || trained > 0 {
+		t.Errorf("where it cannot be saved: %v after %d merges", err, trained)
+	}
 }
 
 func BenchmarkBPEEncode(b *testing.B) {

@@ -127,19 +127,15 @@ type checkpointer struct {
 	written    chan error // has its result; nil when nothing is being written
 }
 
-// probe makes the file's folder and finds out whether the file can be written, by another one beside it.
+// probe makes the file's folders and finds out whether it can be written.
 func (c *checkpointer) probe() error {
 	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
-	if err := os.MkdirAll(filepath.Dir(c.path), 0o777); err != nil {
+	if err := writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
-	probe, err := os.CreateTemp(filepath.Dir(c.path), ".checkpoint-*")
-	if err != nil {
-		return fmt.Errorf("llm: Checkpoint: %w", err)
-	}
-	return errors.Join(probe.Close(), os.Remove(probe.Name()))
+	return nil
 }
 
 // begin starts to write the trainer's state, after what is still being written.

@@ -383,3 +383,15 @@ func replaceFile(path string, write func(*os.File) error) error {
 	}
 	return atomicfile.Write(path, write)
 }
+
+// writable makes the folders that path needs, and finds out whether a file can be written there, by another one beside it.
+func writable(path string) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+	probe, err := os.CreateTemp(filepath.Dir(path), ".probe-*")
+	if err != nil {
+		return err
+	}
+	return errors.Join(probe.Close(), os.Remove(probe.Name()))
+}

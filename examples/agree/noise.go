@@ -13,8 +13,11 @@ import (
 // each program differ among themselves: mean ± standard deviation over the runs. It is an error if two means differ by more
 // than the larger of their deviations.
 func noise(dirs []string, span int, out io.Writer) error {
-	if len(dirs) < 2 || span < 1 {
-		return fmt.Errorf("noise: %d runs and -span %d, want at least 2 runs, and 1", len(dirs), span)
+	switch {
+	case len(dirs) < 2:
+		return fmt.Errorf("noise: the folders are %q, want those of at least 2 runs", dirs)
+	case span < 1:
+		return fmt.Errorf("noise: -span is %d, want at least 1", span)
 	}
 	names, err := programs(dirs)
 	if err != nil {

@@ -56,6 +56,8 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		return o, fmt.Errorf("-runs is %d, want at least 1", o.runs)
 	case rank < 1:
 		return o, fmt.Errorf("-rank is %d, want at least 1", rank)
+	case o.train.Batch < 1:
+		return o, fmt.Errorf("-batch is %d, want at least 1", o.train.Batch)
 	case o.train.Steps < 1:
 		return o, fmt.Errorf("-steps is %d, want at least 1", o.train.Steps)
 	case o.model.Seeds < 1 || o.model.Dim < 1 || o.model.Dim%o.model.Seeds != 0:

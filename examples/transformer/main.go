@@ -78,6 +78,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if err := writable(o.out); err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
 	data, err := openData(o, stderr)
 	if err != nil {
 		return err
@@ -145,6 +148,18 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withHint(err)
 	}
 	return report(o, t.Last(), baselines, stdout)
+}
+
+// writable finds out whether files can be made in a folder, or the folder itself, before a long tokenization is for nothing. It
+// leaves nothing behind.
+func writable(dir string) error {
+	f, err := os.CreateTemp(dir, ".probe-*")
+	if parent := filepath.Dir(dir); errors.Is(err, fs.ErrNotExist) && parent != dir {
+		return writable(parent)
+	} else if err != nil {
+		return err
+	}
+	return errors.Join(f.Close(), os.Remove(f.Name()))
 }
 
 // resumeHint says what to do about a checkpoint that does not fit.

@@ -223,6 +223,12 @@ func TestBadOptions(t *testing.T) {
 			}
 		})
 	}
+	file := filepath.Join(data, "0.txt") // in the place of a folder
+	for _, out := range []string{file, filepath.Join(file, "a", "b")} {
+		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "-out: ") {
+			t.Errorf("-out %s: %v", out, err)
+		}
+	}
 	if err := run(context.Background(), []string{"-help"}, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
 		t.Errorf("-help: %v", err)
 	}
