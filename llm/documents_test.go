@@ -360,7 +360,7 @@ func TestDocumentEvaluation(t *testing.T) {
 	for range 20 {
 		var documents [][]byte
 		for range 1 + r.IntN(6) {
-			documents = append(documents, repetitive(r, 5+r.IntN(40)))
+			documents = append(documents, append(repetitive(r, 5+r.IntN(40)), "\n1"...)) // two tokens or more
 		}
 		batch, seq := 1+r.IntN(3), 1+r.IntN(12)
 		for _, tok := range []Tokenizer{ByteTokenizer{}, bpe} {
