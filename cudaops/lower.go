@@ -49,6 +49,9 @@ type kernelSet interface {
 	CrossEntropy(s driver.Stream, a kernels.CrossEntropy) error
 	CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error
 	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
+	LinearCrossEntropy(s driver.Stream, a kernels.LinearCrossEntropy) error
+	LinearCrossEntropyWorkspace(a kernels.LinearCrossEntropyShape) int
+	ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error
 	Normalize(s driver.Stream, a kernels.Normalize) error
 	NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error
 	Symmetric(s driver.Stream, a kernels.Symmetric) error
@@ -74,6 +77,7 @@ type kernelSet interface {
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
+	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily

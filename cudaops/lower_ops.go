@@ -2,14 +2,12 @@ package cudaops
 
 import (
 	"cmp"
-	"math"
 	"slices"
 
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -431,117 +429,4 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, 
 			Targets: intsOf(targets), Scale: saved.scale.ptr(), Grad: g.ptr(), Rows: logits.shape[0], V: logits.shape[1], Type: logits.elem.dtype()})
 	}, logits, targets, g, saved.scale, saved.lse, d)
 	return d, nil
-}
-
-// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that of a model of up to
-// narrowFeatures. Large enough for a full GPU, small beside the activations of a model with such a vocabulary. With twice as much
-// a step takes 1 % less time at 768 and 1024 features, and as much at 2048 (H200).
-const (
-	logitBytes     = 540 << 20
-	narrowFeatures = 1024
-)
-
-// headChunk is how many of the rows the output layer takes at a time. The gradient of its input, of d columns, is a product
-// with few blocks, each of which goes over the whole vocabulary: what counts is how many turns they take on the GPU's
-// multiprocessors in all. Fewer chunks also add less often to the weights' gradient.
-func headChunk(rows, vocab, d, size, multiprocessors int) int {
-	const tile, width = 128, 256 // of a block of cuBLASLt's
-	up := func(n, to int) int { return (n + to - 1) / to }
-	most := logitBytes
-	if d <= narrowFeatures {
-		most *= 2
-	}
-	fewest := up(rows, max(tile, most/(vocab*size)/tile*tile))
-	best, least := 0, math.MaxInt
-	for n := fewest; n <= 2*fewest; n++ {
-		chunk := min(rows, up(up(rows, n), tile)*tile)
-		if turns := n * up(up(chunk, tile)*up(d, width), multiprocessors); turns < least {
-			best, least = chunk, turns
-		}
-	}
-	return best
-}
-
-// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss gradient of 1, or the
-// loss scale in its place: the logits then need to be formed only once.
-func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	x, w := c.lowerPair(n, in[0], in[1])
-	targets, m := in[2], c.m
-	rows, v, d := x.shape[0], w.shape[0], x.shape[1]
-	c.bound(targets, idRange{op: "LinearCrossEntropy", argument: "targets", vocab: v, negative: true})
-	loss, losses, saved := c.aux(), c.aux(rows), classified{scale: c.aux(1)}
-	if c.hasGradient(n) {
-		saved.dx, saved.dw = c.like(x), c.aux(w.shape...)
-	}
-	c.saved[n.Op()] = saved
-	c.do(n, func() error { return m.k.CrossEntropyScale(m.stream, saved.scale.ptr(), intsOf(targets), rows) }, targets, saved.scale)
-	chunk := headChunk(rows, v, d, x.elem.size(), m.device.info.SMs)
-	logits := c.newArray(x.elem, chunk, v)
-	for lo := 0; lo < rows; lo += chunk {
-		here := min(chunk, rows-lo)
-		part, l := x.view(lo*d, here, d), logits.view(0, here, v)
-		if err := c.matmul(n, product{d: l, a: part, b: w, transB: true}); err != nil {
-			return nil, err
-		}
-		call := func() error {
-			a := kernels.CrossEntropy{Logits: l.ptr(), Losses: losses.ptr().Offset(4 * lo), Rows: here, V: v, Type: l.elem.dtype(),
-				Targets: kernels.Ints{Ptr: targets.ptr().Offset(8 * lo), Wide: true}}
-			if saved.dx != nil {
-				a.Scale = saved.scale.ptr()
-				if c.scale != nil {
-					a.Grad = c.scale.ptr()
-				}
-			}
-			return m.k.CrossEntropy(m.stream, a)
-		}
-		touched := []*array{l, losses, targets, saved.scale}
-		if saved.dx != nil {
-			touched = append(touched, l) // the gradient takes the logits' place
-		}
-		c.do(n, call, touched...)
-		if saved.dx == nil {
-			continue
-		}
-		beta := float32(1)
-		if lo == 0 {
-			beta = 0
-		}
-		for _, p := range []product{{d: saved.dx.view(lo*d, here, d), a: l, b: w}, {d: saved.dw, a: l, b: part, transA: true, beta: beta}} {
-			if err := c.matmul(n, p); err != nil {
-				return nil, err
-			}
-		}
-	}
-	c.do(n, func() error { return m.k.CrossEntropyMean(m.stream, loss.ptr(), losses.ptr(), saved.scale.ptr(), rows) }, loss, losses, saved.scale)
-	return loss, nil
-}
-
-func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
-	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := opbase.Children(n)[4]; opbase.IsConstant(g) && isOne(g.Value()) {
-		return packed(saved.dx, saved.dw), nil
-	}
-	upstream := c.as(n, in[4], float32s)
-	if c.scale != nil { // which both have
-		var err error
-		if upstream, err = c.elementwise(n, kernels.Div, upstream, c.scale.view(0), upstream.shape); err != nil {
-			return nil, err
-		}
-	}
-	var scaled []*array
-	for _, d := range []*array{saved.dx, saved.dw} {
-		g := c.as(n, upstream, d.elem)
-		y, err := c.elementwise(n, kernels.Mul, d, g, d.shape)
-		if err != nil {
-			return nil, err
-		}
-		scaled = append(scaled, y)
-	}
-	return packed(scaled...), nil
-}
-
-func isOne(v gorgonia.Value) bool {
-	x, err := opbase.Flat(v)
-	one, ok := x.([]float32)
-	return err == nil && ok && len(one) == 1 && one[0] == 1
 }

@@ -172,24 +172,29 @@ func TestScaledOutputLayer(t *testing.T) {
 		if _, err := gorgonia.Grad(cost, x, w); err != nil {
 			t.Fatal(err)
 		}
-		m, err := NewMachine(device, g, fakeOption, WithParams(x, w), scaledGradients)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
 		tape := gorgonia.NewTapeMachine(g)
 		defer tape.Close()
-		// No power of two, so that one factor too many or too few shows.
-		if err := errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll(), tape.RunAll()); err != nil {
+		if err := tape.RunAll(); err != nil {
 			t.Fatal(err)
 		}
-		for _, p := range []*gorgonia.Node{x, w} {
-			v, err := m.Value(p.Deriv())
+		for _, way := range []string{"separate", "fused"} {
+			m, err := NewMachine(device, g, fakeOption, WithParams(x, w), scaledGradients, WithWays("LinearCrossEntropy="+way))
 			if err != nil {
 				t.Fatal(err)
 			}
-			if d := distance(t, v, p.Deriv().Value()); !(d < 1e-5) {
-				t.Errorf("%s: the gradient of %s differs by %.2g", name, p.Name(), d)
+			defer m.Close()
+			// No power of two, so that one factor too many or too few shows.
+			if err := errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()); err != nil {
+				t.Fatal(err)
+			}
+			for _, p := range []*gorgonia.Node{x, w} {
+				v, err := m.Value(p.Deriv())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if d := distance(t, v, p.Deriv().Value()); !(d < 1e-5) {
+					t.Errorf("%s, %s: the gradient of %s differs by %.2g", name, way, p.Name(), d)
+				}
 			}
 		}
 	}

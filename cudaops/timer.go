@@ -26,10 +26,11 @@ const (
 
 // argument is memory that a job works on.
 type argument struct {
-	bytes int
-	elem  elem
-	role  role
-	data  []byte // given
+	bytes     int
+	elem      elem
+	role      role
+	data      []byte  // given
+	deviation float64 // the standard deviation of random numbers; 0 counts as 1
 }
 
 // role is what an argument is for.
@@ -111,8 +112,9 @@ func (x *timer) fill(p driver.Ptr, o argument, seed uint64) error {
 	const some = 1 << 16
 	r := rand.New(rand.NewPCG(1, seed))
 	numbers := make([]float32, some)
+	deviation := cmp.Or(o.deviation, 1)
 	for i := range numbers {
-		numbers[i] = float32(r.NormFloat64())
+		numbers[i] = float32(deviation * r.NormFloat64())
 	}
 	raw := make([]byte, some*o.elem.size())
 	encodeFloats(raw, o.elem, numbers)

@@ -1,0 +1,102 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the gradients of X and W are
+// products of, without ever storing logits: with Z[r] = Σ_i exp(logits[r, i] − logits[r, Targets[r]]),
+//
+//	Losses[r] = log Z[r],  Terms[r, i] = exp(logits[r, i] − logits[r, Targets[r]]) − Z[r]·[i = Targets[r]]
+//	Factors[r] = Scale[0]·Grad[0] / Z[r],  Scaled[r] = Factors[r]·X[r]
+//	dX[r] = Factors[r]·(Terms·W)[r],  dW = Termsᵀ·Scaled
+//
+// where a null Grad counts as 1. Of a row whose target is below 0 all four are 0. Rows whose Z would be too large for that have
+// the gradient of the logits without its scale in place of terms, and the scale as their factor. X and Scaled are [Rows, D],
+// W [V, D] and Terms [Rows, V], bfloat16; all others are float32. The rows may be some of a batch's: Scale is for the batch.
+type LinearCrossEntropy struct {
+	Terms, Scaled, Factors, Losses driver.Ptr
+	X, W                           driver.Ptr
+	Targets                        Ints
+	Scale, Grad                    driver.Ptr
+	Workspace                      driver.Ptr // of LinearCrossEntropyWorkspace bytes
+	LinearCrossEntropyShape
+	Way Way
+}
+
+// LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
+type LinearCrossEntropyShape struct{ Rows, V, D int }
+
+// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, the bytes for
+// two parts of all warps, and the rows of a block and its warps in the other kernels.
+const (
+	lossColumns, lossStages, lossParts, lossPartBytes = 256, 4, 8, 16 << 10
+	lossRows, lossWarps                               = 32, 8
+)
+
+// LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for bfloat16 where V and D are
+// multiples of 8, D is above 448, and addresses are multiples of 16.
+func (k *Kernels) LinearCrossEntropyWays(a LinearCrossEntropyShape, t driver.DType) []Way {
+	const limit = 1 << 30
+	if k.ctx.Device().Capability() != 90 || t != driver.BFloat16 || a.V%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(lossParts-1) ||
+		min(a.Rows, a.V) < 1 || max(a.Rows, a.V, a.D) > limit {
+		return nil
+	}
+	return []Way{{Family: "fused"}}
+}
+
+// LinearCrossEntropyWorkspace is the bytes that LinearCrossEntropy works in.
+func (k *Kernels) LinearCrossEntropyWorkspace(a LinearCrossEntropyShape) int {
+	return 4 * a.Rows * (1 + ceilDiv(a.V, lossColumns))
+}
+
+// LinearCrossEntropy launches three kernels.
+func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) error {
+	const op, unit = "LinearCrossEntropy", "gemm_hopper_loss"
+	if empty, err := checkInts(op, a.Rows, a.V, a.D); err != nil || empty {
+		return err
+	}
+	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, driver.BFloat16)
+	if len(ways) == 0 || !aligned(a.Terms, a.Scaled, a.X, a.W) {
+		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, D above %d, and addresses that are "+
+			"multiples of 16", op, a.LinearCrossEntropyShape, gemmDepth*(lossParts-1))
+	}
+	if _, err := a.Way.of(op, ways); err != nil {
+		return err
+	}
+	shift, depth := a.Workspace, uint64(a.D)
+	sums := shift.Offset(4 * a.Rows)
+	others := func() *driver.Args {
+		p := args().Ptr(a.X).Ptr(a.W).Ptr(a.Targets.Ptr).Ptr(shift).Ptr(a.Terms).Ptr(sums).Ptr(a.Losses).Ptr(a.Factors).Ptr(a.Scaled).
+			Ptr(a.Scale).Ptr(a.Grad).Int32(a.Targets.size()).Int32(a.Rows).Int32(a.V).Int32(a.D)
+		return args().Struct(p.Packed(), 8)
+	}
+	if err := k.launch(s, unit, "gemm_hopper_loss_shift", line(ceilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
+		return err
+	}
+	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: driver.BFloat16,
+		shared: lossStages*(2*gemmDepth*(gemmRows+lossColumns)+16) + lossPartBytes,
+		params: args().Ptr(shift).Ptr(a.Terms).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
+		matrices: []gemmMatrix{
+			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
+			{a.W, [3]int{a.D, a.V, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, lossColumns / gemmCluster, 1}},
+		}}
+	if err := product.launch(k, s); err != nil {
+		return err
+	}
+	return k.launch(s, unit, "gemm_hopper_loss_finish", line(ceilDiv(a.Rows, lossRows), 32*lossWarps), others())
+}
+
+// ScaleRows multiplies each row of x [rows, d], bfloat16, by its factor, a float32, or sets it to 0 where that is 0.
+func (k *Kernels) ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error {
+	if empty, err := checkInts("ScaleRows", rows, d); err != nil || empty {
+		return err
+	}
+	if d%8 != 0 || !aligned(x) {
+		return fmt.Errorf("kernels.ScaleRows: got rows of %d at %#x, want a multiple of 8 at a multiple of 16", d, x)
+	}
+	l := args().Ptr(x).Ptr(factors).Int32(rows).Int32(d)
+	return k.launch(s, "gemm_hopper_loss", "gemm_hopper_loss_scale", line(ceilDiv(rows, lossWarps), 32*lossWarps), l)
+}

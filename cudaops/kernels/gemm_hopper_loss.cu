@@ -1,0 +1,368 @@
+// A language model's output layer with its cross-entropy on Hopper (sm_90a), for bf16: softmax without a pass over the logits.
+//
+//   e[r, i] = exp(x[r]·w[i] − c[r]),  c[r] = x[r]·w[target],  Z[r] = Σ_i e[r, i]
+//   loss[r] = log Z[r],  d loss[r] / d logits[r, i] = e[r, i]/Z[r] − [i = target]
+//
+// with x [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so that Z is at least that, and
+// terms overflow only where a loss is above 80: bf16 has float32's exponents. A maximum is not needed.
+//
+// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times log₂e, wait in the multipliers' own
+// registers, rounded to f16, while the products of the next tile run: in each of the first kParts steps of that a thread takes the
+// exponentials of 32 columns, adds them up and brings them to memory. So there are no warps that finish, and shared memory has room
+// for a fourth stage. f16 has three bits more than logits in bf16 would, and all that it can not hold is 0 or infinite as a term.
+//
+// Before the product a kernel forms c, and behind it one adds up Z and has e ready for the products of the gradients,
+//
+//   dx[r] = f[r]·(e'·w)[r],  dw = e'ᵀ·(f ⊙ x),  e'[r, i] = e[r, i] − Z[r]·[i = target],  f[r] = scale/Z[r]
+//
+// where it finds a row whose loss is too large for that, and forms it again as softmax with a maximum.
+//
+// Needs: columns and depth multiples of 8, depth above 64·(kParts − 1), x, w and e at multiples of 16 bytes.
+#include "gemm_hopper.cuh"
+#include "rows.cuh"
+
+namespace gemm {
+
+// The launcher fills it.
+struct Params {
+  const float *shift;  // c
+  bf16 *terms;         // e
+  float *sums;         // of the terms of a row in a tile: [tiles of columns, rows]
+  int rows, columns, depth;
+  int section;         // of Schedule
+};
+
+// What the other kernels work on; their launchers fill it.
+struct Loss {
+  const bf16 *x, *w;
+  const void *targets;
+  float *shift;
+  bf16 *terms;
+  const float *sums;
+  float *losses, *factors;    // f
+  bf16 *scaled;               // f ⊙ x
+  const float *scale, *grad;  // whose product is the scale; grad may be null
+  int targetBytes, rows, columns, depth;
+};
+
+constexpr int kLossWarps = 8;
+
+#if defined(HOPPER)
+
+constexpr int kLossRows = 32;  // of a block
+
+constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
+constexpr int kPartBytes = 16 * kPartColumns * 2;  // of a warp's rows
+
+// Shared memory: the stages, two parts of each multiplying warp, then the barriers.
+struct Shared {
+  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
+  static constexpr int Parts = kStages * StageBytes, Barriers = Parts + 4 * kWorkers * 2 * kPartBytes;
+  uint32_t base;
+  Ring<kStages> ring;
+  __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
+  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
+  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
+  __device__ uint32_t parts(int warp) const { return base + Parts + warp * 2 * kPartBytes; }
+};
+
+__device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
+
+// What lies outside the matrices becomes zero.
+__device__ inline void copyTiles(const Params &p, const TensorMap &x, const TensorMap &w, const Shared &m) {
+  constexpr int half = kColumns / kCluster;
+  auto schedule = scheduleOf(p);
+  Tile t;
+  for (int i = 0; schedule.take(t);)
+#pragma unroll 1  // for the lack of registers
+    for (int k = 0; k < p.depth; k += kDepth, i++) {
+      const uint32_t barrier = m.ring.fill(i, Shared::StageBytes);
+      copyBox<false>(m.left(i), x, barrier, k, t.row, 0);
+      copyBox<true>(m.right(i) + schedule.rank * half * kDepth * 2, w, barrier, k, t.column + schedule.rank * half, 0);
+    }
+}
+
+// The exponents of a warp's 16 rows of a tile, to base 2: a lane has two rows, 8 apart, of which it has columns
+// 8n + lane % 4 · 2 and the next one.
+struct Exponents {
+  uint32_t v[kColumns / 8][2];
+  float sum[2];
+  int row, column;
+
+  __device__ explicit Exponents(int rows) : sum{0, 0}, row(rows), column(0) {  // of no tile
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n++) v[n][0] = v[n][1] = 0;
+  }
+
+  // Takes a tile's sums, times log₂e and plus the rows' shifts. The terms of columns that are not there are 0.
+  __device__ void take(const Params &p, const Accumulator<1, kColumns> &sums, float shift0, float shift1, int row, int column) {
+    constexpr uint32_t kNone = 0xfc00fc00;  // twice -inf
+    this->row = row;
+    this->column = column;
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n++) {
+      const float(&c)[4] = sums.c[0][n];
+      v[n][0] = pack(fmaf(c[0], kLog2e, shift0), fmaf(c[1], kLog2e, shift0), f16());
+      v[n][1] = pack(fmaf(c[2], kLog2e, shift1), fmaf(c[3], kLog2e, shift1), f16());
+    }
+    if (column + kColumns > p.columns)
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n++)
+        if (column + 8 * n >= p.columns) v[n][0] = v[n][1] = kNone;
+  }
+
+  // Brings the terms of some columns to memory, through the warp's shared memory, so that four lanes write 64 bytes of a row.
+  __device__ void finish(const Params &p, uint32_t parts, int part) {
+    const int lane = threadIdx.x % 32, at = column + kPartColumns * part + 8 * (lane % 4);
+    const uint32_t to = parts + part % 2 * kPartBytes;
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+      uint32_t e[2][2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 x = __half22float2(*(const __half2 *)&v[4 * part + n + i / 2][i % 2]);
+        const float a = exp2Approx(x.x), b = exp2Approx(x.y);
+        sum[i % 2] += a + b;
+        e[i / 2][i % 2] = pack(a, b, bf16());
+      }
+      const int r = lane % 16;
+      storeMatrices(to + r * 64 + ((n + lane / 16) ^ r / 2 % 4) * 16, e);
+    }
+    __syncwarp();
+    bf16 *terms = p.terms + (int64_t)row * p.columns + at;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = lane / 4 + 8 * half;
+      uint32_t e[4];
+      loadWords(e, to + r * 64 + (lane % 4 ^ r / 2 % 4) * 16);
+      if (row + 8 * half < p.rows && at < p.columns) storeWords(terms + (int64_t)8 * half * p.columns, e);
+    }
+    if (part == kParts - 1) storeSums(p);
+  }
+
+  __device__ void storeSums(const Params &p) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float s = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
+      s += __shfl_xor_sync(kAllLanes, s, 2);
+      const int r = row + 8 * half;
+      if (threadIdx.x % 4 == 0 && r < p.rows) p.sums[(int64_t)(column / kColumns) * p.rows + r] = s;
+    }
+  }
+
+  static __device__ void storeMatrices(uint32_t at, const uint32_t (&e)[2][2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(e[0][0]), "r"(e[0][1]),
+                 "r"(e[1][0]), "r"(e[1][1])
+                 : "memory");
+  }
+};
+
+__device__ inline void multiplyTiles(const Params &p, const Shared &m, int worker) {
+  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  auto schedule = scheduleOf(p);
+  const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
+  const uint32_t parts = m.parts(4 * worker + warp);
+  Accumulator<1, kColumns> sums;
+  sums.clear();
+  Exponents before(p.rows);
+  auto start = [&](int i, bool first) {
+    m.ring.wait(i);
+    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, 16);
+    productsBegin();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) product<0>(sums.c[0], a.plus(k * 32), b.plus(k * 32), k > 0 || !first, bf16());
+    productsCommit();
+  };
+  Tile t;
+  for (int i = 0; schedule.take(t);) {
+    const int end = i + steps;
+    hold(sums);
+#pragma unroll
+    for (int part = 0; part < kParts; part++, i++) {
+      start(i, part == 0);
+      before.finish(p, parts, part);
+      if (part > 0) {
+        productsWait<1>();
+        releaseAll(m.ring, i - 1);
+      }
+    }
+    const int row = t.row + 64 * worker + 16 * warp + threadIdx.x % 32 / 4;
+    const float shift0 = row < p.rows ? p.shift[row] : 0.0f, shift1 = row + 8 < p.rows ? p.shift[row + 8] : 0.0f;
+    for (; i < end; i++) {
+      start(i, false);
+      productsWait<1>();
+      releaseAll(m.ring, i - 1);
+    }
+    productsWait<0>();
+    hold(sums);
+    releaseAll(m.ring, i - 1);
+    before.take(p, sums, -kLog2e * shift0, -kLog2e * shift1, row, t.column);
+  }
+#pragma unroll
+  for (int part = 0; part < kParts; part++) before.finish(p, parts, part);
+}
+
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared m(sharedAddress(shared));
+  if (threadIdx.x == 0) {
+    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  meetCluster();
+  if (threadIdx.x < 128) {
+    giveRegisters<24>();
+    if (threadIdx.x == 0) copyTiles(p, x, w, m);
+    __syncwarp();
+  } else {
+    takeRegisters<240>();
+    multiplyTiles(p, m, uniform(threadIdx.x / 128) - 1);
+  }
+  meetCluster();  // the other block may still write here
+}
+
+// ---- Before and behind the product ----
+
+__device__ inline int64_t targetOf(const Loss &p, int row) {
+  return p.targetBytes == 8 ? ((const int64_t *)p.targets)[row] : ((const int32_t *)p.targets)[row];
+}
+
+// x[row]·w[column], by a warp.
+__device__ inline float logitOf(const Loss &p, int row, int column) {
+  const bf16 *x = p.x + (int64_t)row * p.depth, *w = p.w + (int64_t)column * p.depth;
+  float sum = 0;
+#pragma unroll 4
+  for (int k = threadIdx.x % kWarp * 8; k < p.depth; k += kWarp * 8) {
+    const auto a = load<8>(x + k), b = load<8>(w + k);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(a.get(j), b.get(j), sum);
+  }
+  return warpReduce<Sum>(sum);
+}
+
+// y = f·x, by a warp; 0 where f is.
+__device__ inline void scaleRow(bf16 *y, const bf16 *x, float f, int depth) {
+  for (int k = threadIdx.x % kWarp * 8; k < depth; k += kWarp * 8) {
+    auto v = load<8>(x + k);
+#pragma unroll
+    for (int j = 0; j < 8; j++) v.set(j, f == 0 ? 0.0f : f * v.get(j));
+    store(y + k, v);
+  }
+}
+
+// The shift of a row without target makes all its terms 0.
+__device__ inline void shift(const Loss &p) {
+  const int row = blockIdx.x * kLossWarps + threadIdx.x / kWarp;
+  if (row >= p.rows) return;
+  const int64_t target = targetOf(p, row);
+  float c = target < 0 ? INFINITY : NAN;
+  if (target >= 0 && target < p.columns) c = logitOf(p, row, target);
+  if (threadIdx.x % kWarp == 0) p.shift[row] = c;
+}
+
+// Forms a row again, by a block; returns its factor.
+__device__ inline float again(const Loss &p, int row, float scale) {
+  constexpr int kTogether = 4;
+  const int64_t target = targetOf(p, row);
+  bf16 *terms = p.terms + (int64_t)row * p.columns;
+  if (target < 0) {
+    for (int i = threadIdx.x; i < p.columns; i += blockDim.x) terms[i] = 0.0f;
+    return 0;
+  }
+  auto forLogits = [&](auto f) {
+    for (int i = threadIdx.x / kWarp * kTogether; i < p.columns; i += kLossWarps * kTogether) {  // columns are a multiple of it
+      float logits[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; j++) logits[j] = logitOf(p, row, i + j);
+      if (threadIdx.x % kWarp == 0)
+#pragma unroll
+        for (int j = 0; j < kTogether; j++) f(i + j, logits[j]);
+    }
+  };
+  RowSum<float> sum;
+  forLogits([&](int, float logit) { sum.add(Pack<float, 1>{logit}); });
+  sum.reduce();
+  forLogits([&](int i, float logit) { terms[i] = expf(logit - sum.max) / sum.sum - (i == target ? 1.0f : 0.0f); });
+  if (threadIdx.x == 0) p.losses[row] = sum.max - p.shift[row] + logf(sum.sum);
+  return scale;
+}
+
+// kLossRows rows a block.
+__device__ inline void finish(const Loss &p) {
+  constexpr float kMost = 1e26f;  // of Z: far from where terms overflow
+  __shared__ float parts[kLossWarps][kLossRows], factors[kLossRows];
+  __shared__ unsigned hard;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kLossRows, row = first + lane;
+  const int tiles = (p.columns + kColumns - 1) / kColumns;
+  const float scale = p.scale[0] * (p.grad ? p.grad[0] : 1.0f);
+  float part = 0;
+  if (row < p.rows)
+#pragma unroll 8
+    for (int tile = warp; tile < tiles; tile += kLossWarps) part += p.sums[(int64_t)tile * p.rows + row];
+  parts[warp][lane] = part;
+  __syncthreads();
+  if (warp == 0) {
+    float z = 0;
+#pragma unroll
+    for (int w = 0; w < kLossWarps; w++) z += parts[w][lane];
+    bool repair = false;
+    if (row < p.rows) {
+      const int64_t target = targetOf(p, row);
+      if (target < 0) {
+        repair = !(z == 0);
+        p.losses[row] = factors[lane] = 0;
+      } else {
+        const float c = p.shift[row];
+        z = z < 1 ? 1 : z;
+        repair = c == -INFINITY || (c - c == 0 && z > kMost);
+        if (!(c - c == 0)) z = NAN;
+        p.losses[row] = logf(z);
+        factors[lane] = scale / z;
+        if (target < p.columns) p.terms[(int64_t)row * p.columns + target] = 1 - z;
+      }
+    }
+    const unsigned repairs = __ballot_sync(kAllLanes, repair);
+    if (lane == 0) hard = repairs;
+  }
+  __syncthreads();
+  for (unsigned rest = hard; rest; rest &= rest - 1) {
+    const int r = __ffs(rest) - 1;
+    const float f = again(p, first + r, scale);
+    if (threadIdx.x == 0) factors[r] = f;
+  }
+  __syncthreads();
+  for (int r = warp; r < min(kLossRows, p.rows - first); r += kLossWarps) {
+    const float f = factors[r];
+    if (lane == 0) p.factors[first + r] = f;
+    scaleRow(p.scaled + (int64_t)(first + r) * p.depth, p.x + (int64_t)(first + r) * p.depth, f, p.depth);
+  }
+}
+
+// x[r] = f[r]·x[r].
+__device__ inline void scale(bf16 *x, const float *factors, int rows, int depth) {
+  const int row = blockIdx.x * kLossWarps + threadIdx.x / kWarp;
+  if (row < rows) scaleRow(x + (int64_t)row * depth, x + (int64_t)row * depth, factors[row], depth);
+}
+
+#endif  // HOPPER
+}  // namespace gemm
+
+// Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Shared.
+extern "C" __global__ void __launch_bounds__(384, 1)
+    gemm_hopper_loss_bf16(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w) {
+  BODY(run(p, x, w));
+}
+
+// Launch: a warp a row.
+extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp) gemm_hopper_loss_shift(const gemm::Loss p) { BODY(shift(p)); }
+
+// Launch: a block for kLossRows rows.
+extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp) gemm_hopper_loss_finish(const gemm::Loss p) { BODY(finish(p)); }
+
+// x[r] = f[r]·x[r]. Launch: a warp a row.
+extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp)
+    gemm_hopper_loss_scale(bf16 *x, const float *factors, int rows, int depth) {
+  BODY(scale(x, factors, rows, depth));
+}
