@@ -28,6 +28,7 @@ type Machine struct {
 	graph  *gorgonia.ExprGraph
 	config machineConfig
 	stream driver.Stream
+	aside  aside
 	k      kernelSet
 	blas   *matmuls
 
@@ -164,6 +165,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		}
 	}
 	if err := m.clearSums(); err != nil {
+		return nil, err
+	}
+	if err := m.aside.open(m); err != nil {
 		return nil, err
 	}
 	if config.monitor > 0 {
@@ -403,13 +407,13 @@ func (m *Machine) replay() error {
 }
 
 func (m *Machine) enqueue() error {
-	m.tuner.used = m.tuner.used[:0]
+	m.tuner.used, m.aside.behind = m.tuner.used[:0], false
 	for _, t := range m.program.tasks {
-		if err := t.run(); err != nil {
+		if err := m.enqueueTask(t); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
 		}
 	}
-	return nil
+	return m.joinTails()
 }
 
 // capture records what is enqueued as a graph.
@@ -570,7 +574,7 @@ func (m *Machine) Close() error {
 	for _, a := range m.attendants {
 		errs = append(errs, a.close())
 	}
-	errs = append(errs, m.dropRecordings())
+	errs = append(errs, m.dropRecordings(), m.aside.close(ctx))
 	if m.monitor != nil {
 		errs = append(errs, m.monitor.close())
 	}

@@ -12,9 +12,11 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four tokens with two heads of four.
@@ -25,6 +27,8 @@ type randomGraph struct {
 	weights  gorgonia.Nodes // parameters [8, 8]
 	norm     *gorgonia.Node
 	bias     *gorgonia.Node
+	slots    *gorgonia.Node // of all Kasmina layers
+	scales   *gorgonia.Node
 }
 
 const randomSide = 8
@@ -102,11 +106,29 @@ func (b *randomGraph) recomputed() (*gorgonia.Node, error) {
 	})
 }
 
+// kasmina is a layer of seeds that watch, learn and blend.
+func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
+	l, err := state.NewLattice(4, randomSide, state.WithoutGates())
+	if err != nil {
+		return nil, err
+	}
+	for seed, path := range [][]state.Stage{{}, {state.Training}, {state.Training, state.Grafting}} {
+		err = errors.Join(err, l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + b.r.IntN(3), Kind: blueprints.Kind(b.r.IntN(4))}))
+		for _, stage := range path {
+			err = errors.Join(err, l.Transition(seed, stage))
+		}
+	}
+	if err = errors.Join(err, l.SetAlpha(2, 0.5)); err != nil {
+		return nil, err
+	}
+	return op.Kasmina(b.some(), b.slots, b.scales, l)
+}
+
 // grow adds a random op.
 func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	var s steps
 	x, y := b.some(), b.some()
-	switch b.r.IntN(14) {
+	switch b.r.IntN(15) {
 	case 0:
 		return gorgonia.Add(x, y)
 	case 1:
@@ -135,6 +157,8 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 		return b.halves()
 	case 12:
 		return gorgonia.BroadcastAdd(x, b.bias, nil, []byte{0})
+	case 13:
+		return b.kasmina()
 	}
 	return b.recomputed()
 }
@@ -157,8 +181,9 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 	}
 	table, x := input("table", vocab, d), input("x", d, d)
 	b.norm, b.bias = input("norm", d), input("bias", d)
+	b.slots, b.scales = input("slots", 4, 2), input("scales", 4)
 	b.weights = gorgonia.Nodes{input("a", d, d), input("b", d, d), input("c", d, d)}
-	params = append(gorgonia.Nodes{table, b.norm, b.bias}, b.weights...)
+	params = append(gorgonia.Nodes{table, b.norm, b.bias, b.slots, b.scales}, b.weights...)
 	var s steps
 	b.matrices = gorgonia.Nodes{x, s.apply(op.Embedding, ids[0], table)}
 	for range 3 + r.IntN(20) {
@@ -193,7 +218,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 			outputs = append(outputs, n)
 		}
 	}
-	return b, append(gorgonia.Nodes{x, b.norm, b.bias, table}, b.weights...), params, append(outputs, derivatives(params)...), nil
+	return b, append(gorgonia.Nodes{x, b.norm, b.bias, b.slots, b.scales, table}, b.weights...), params, append(outputs, derivatives(params)...), nil
 }
 
 // TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with the same ones of which every
