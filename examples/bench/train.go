@@ -241,10 +241,17 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 		}
 		all = append(all, t)
 	}
-	for left := o.steps; left > 0; left -= turn {
+	left := o.steps
+	if len(all) > 1 {
+		left += turn // a first one that does not count: after a pause the clock is above what it comes down to
+	}
+	for ; left > 0; left -= turn {
 		for _, t := range all {
 			if err := t.time(min(left, turn)); err != nil {
 				return fmt.Errorf("%s: %w", t.name, err)
+			}
+			if left > o.steps {
+				t.times = nil
 			}
 		}
 	}
