@@ -26,7 +26,6 @@ namespace gemm {
 // The launcher fills it.
 struct Params {
   const float *shift;  // c
-  bf16 *terms;         // e
   float *sums;         // of the terms of a row in a tile: [tiles of columns, rows]
   int rows, columns, depth;
   int section;         // of Schedule
@@ -52,18 +51,18 @@ constexpr int kLossWarps = 8;
 constexpr int kLossRows = 32;  // of a block
 
 constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
-constexpr int kPartBytes = 16 * kPartColumns * 2;  // of a warp's rows
+constexpr int kTermBytes = 16 * 128;  // of a warp's rows: two parts
 
-// Shared memory: the stages, two parts of each multiplying warp, then the barriers.
+// Shared memory: the stages, a panel of terms of each multiplying warp, then the barriers.
 struct Shared {
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int Parts = kStages * StageBytes, Barriers = Parts + 4 * kWorkers * 2 * kPartBytes;
+  static constexpr int Terms = kStages * StageBytes, Barriers = Terms + 4 * kWorkers * kTermBytes;
   uint32_t base;
   Ring<kStages> ring;
   __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
   __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t parts(int warp) const { return base + Parts + warp * 2 * kPartBytes; }
+  __device__ uint32_t terms(int warp) const { return base + Terms + warp * kTermBytes; }
 };
 
 __device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
@@ -82,8 +81,8 @@ __device__ inline void copyTiles(const Params &p, const TensorMap &x, const Tens
     }
 }
 
-// The exponents of a warp's 16 rows of a tile, to base 2: a lane has two rows, 8 apart, of which it has columns
-// 8n + lane % 4 · 2 and the next one.
+// The exponents of a warp's 16 rows of a tile, to base 2: a lane has columns 8n + lane % 4 · 2 and the next one of rows
+// lane / 4 and 8 more.
 struct Exponents {
   uint32_t v[kColumns / 8][2];
   float sum[2];
@@ -112,10 +111,13 @@ struct Exponents {
         if (column + 8 * n >= p.columns) v[n][0] = v[n][1] = kNone;
   }
 
-  // Brings the terms of some columns to memory, through the warp's shared memory, so that four lanes write 64 bytes of a row.
-  __device__ void finish(const Params &p, uint32_t parts, int part) {
-    const int lane = threadIdx.x % 32, at = column + kPartColumns * part + 8 * (lane % 4);
-    const uint32_t to = parts + part % 2 * kPartBytes;
+  // Forms the terms of some columns, and has the copy engine store what two parts have left in the warp's panel: 64 columns.
+  __device__ void finish(const Params &p, const TensorMap &terms, uint32_t panel, int part) {
+    const int lane = threadIdx.x % 32, r = lane % 16;
+    if (part % 2 == 0) {
+      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      __syncwarp();
+    }
 #pragma unroll
     for (int n = 0; n < 4; n += 2) {
       uint32_t e[2][2];
@@ -126,17 +128,15 @@ struct Exponents {
         sum[i % 2] += a + b;
         e[i / 2][i % 2] = pack(a, b, bf16());
       }
-      const int r = lane % 16;
-      storeMatrices(to + r * 64 + ((n + lane / 16) ^ r / 2 % 4) * 16, e);
+      storeMatrices(panel + r * 128 + ((part % 2 * 4 + n + lane / 16) ^ r % 8) * 16, e);
     }
-    __syncwarp();
-    bf16 *terms = p.terms + (int64_t)row * p.columns + at;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int r = lane / 4 + 8 * half;
-      uint32_t e[4];
-      loadWords(e, to + r * 64 + (lane % 4 ^ r / 2 % 4) * 16);
-      if (row + 8 * half < p.rows && at < p.columns) storeWords(terms + (int64_t)8 * half * p.columns, e);
+    if (part % 2) {
+      fenceAsync();
+      __syncwarp();
+      if (lane == 0) {
+        storeBox(terms, panel, column + kPartColumns * (part - 1), row, 0);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
     }
     if (part == kParts - 1) storeSums(p);
   }
@@ -146,7 +146,7 @@ struct Exponents {
     for (int half = 0; half < 2; half++) {
       float s = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
       s += __shfl_xor_sync(kAllLanes, s, 2);
-      const int r = row + 8 * half;
+      const int r = row + threadIdx.x % 32 / 4 + 8 * half;
       if (threadIdx.x % 4 == 0 && r < p.rows) p.sums[(int64_t)(column / kColumns) * p.rows + r] = s;
     }
   }
@@ -158,11 +158,11 @@ struct Exponents {
   }
 };
 
-__device__ inline void multiplyTiles(const Params &p, const Shared &m, int worker) {
+__device__ inline void multiplyTiles(const Params &p, const TensorMap &terms, const Shared &m, int worker) {
   constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
   auto schedule = scheduleOf(p);
   const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
-  const uint32_t parts = m.parts(4 * worker + warp);
+  const uint32_t panel = m.terms(4 * worker + warp);
   Accumulator<1, kColumns> sums;
   sums.clear();
   Exponents before(p.rows);
@@ -181,13 +181,13 @@ __device__ inline void multiplyTiles(const Params &p, const Shared &m, int worke
 #pragma unroll
     for (int part = 0; part < kParts; part++, i++) {
       start(i, part == 0);
-      before.finish(p, parts, part);
+      before.finish(p, terms, panel, part);
       if (part > 0) {
         productsWait<1>();
         releaseAll(m.ring, i - 1);
       }
     }
-    const int row = t.row + 64 * worker + 16 * warp + threadIdx.x % 32 / 4;
+    const int first = t.row + 64 * worker + 16 * warp, row = first + threadIdx.x % 32 / 4;
     const float shift0 = row < p.rows ? p.shift[row] : 0.0f, shift1 = row + 8 < p.rows ? p.shift[row + 8] : 0.0f;
     for (; i < end; i++) {
       start(i, false);
@@ -197,13 +197,14 @@ __device__ inline void multiplyTiles(const Params &p, const Shared &m, int worke
     productsWait<0>();
     hold(sums);
     releaseAll(m.ring, i - 1);
-    before.take(p, sums, -kLog2e * shift0, -kLog2e * shift1, row, t.column);
+    before.take(p, sums, -kLog2e * shift0, -kLog2e * shift1, first, t.column);
   }
 #pragma unroll
-  for (int part = 0; part < kParts; part++) before.finish(p, parts, part);
+  for (int part = 0; part < kParts; part++) before.finish(p, terms, panel, part);
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w) {
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &terms) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
   if (threadIdx.x == 0) {
@@ -218,7 +219,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
     __syncwarp();
   } else {
     takeRegisters<240>();
-    multiplyTiles(p, m, uniform(threadIdx.x / 128) - 1);
+    multiplyTiles(p, terms, m, uniform(threadIdx.x / 128) - 1);
   }
   meetCluster();  // the other block may still write here
 }
@@ -351,8 +352,9 @@ __device__ inline void scale(bf16 *x, const float *factors, int rows, int depth)
 
 // Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Shared.
 extern "C" __global__ void __launch_bounds__(384, 1)
-    gemm_hopper_loss_bf16(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w) {
-  BODY(run(p, x, w));
+    gemm_hopper_loss_bf16(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                          const __grid_constant__ TensorMap terms) {
+  BODY(run(p, x, w, terms));
 }
 
 // Launch: a warp a row.

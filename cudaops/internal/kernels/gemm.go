@@ -131,12 +131,16 @@ type gemmMatrix struct {
 func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 	params := g.params.Packed()
 	a := args().Struct(append(params, make([]byte, -len(params)&7)...), 8) // C fills structures up
-	for _, m := range g.matrices {
+	for i, m := range g.matrices {
 		encoded, err := k.ctx.EncodeTiled(m.tiled(g.dtype))
 		if err != nil {
 			return err
 		}
-		a.Struct(encoded[:], 16) // at multiples of 64 bytes in memory, where parameters begin at 0x210
+		align := 16 // in memory at multiples of 64 bytes; parameters begin at 0x210
+		if i == 0 {
+			align = 0x30 // behind params, which are at most as long
+		}
+		a.Struct(encoded[:], align)
 	}
 	l := line(gemmCluster, g.threads)
 	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared

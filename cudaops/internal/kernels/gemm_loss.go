@@ -29,10 +29,10 @@ type LinearCrossEntropy struct {
 // LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
 type LinearCrossEntropyShape struct{ Rows, V, D int }
 
-// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, the bytes for
-// two parts of all warps, and the rows of a block and its warps in the other kernels.
+// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, the bytes of
+// all warps' panels, and the rows of a block and its warps in the other kernels.
 const (
-	lossColumns, lossStages, lossParts, lossPartBytes = 256, 4, 8, 16 << 10
+	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 << 10
 	lossRows, lossWarps                               = 32, 8
 )
 
@@ -76,12 +76,13 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 	if err := k.launch(s, unit, "gemm_hopper_loss_shift", line(ceilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
 		return err
 	}
-	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: driver.BFloat16,
-		shared: lossStages*(2*gemmDepth*(gemmRows+lossColumns)+16) + lossPartBytes,
-		params: args().Ptr(shift).Ptr(a.Terms).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
+	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: driver.BFloat16, stored: a.Terms,
+		elements: a.Rows * a.V, shared: lossStages*(2*gemmDepth*(gemmRows+lossColumns)+16) + lossTermBytes,
+		params: args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
 			{a.W, [3]int{a.D, a.V, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, lossColumns / gemmCluster, 1}},
+			{a.Terms, [3]int{a.V, a.Rows, 1}, [2]uint64{uint64(a.V), 8}, [3]uint32{64, 16, 1}},
 		}}
 	if err := product.launch(k, s); err != nil {
 		return err
