@@ -215,7 +215,7 @@ struct HealthSums {
     const bool any = m.n > 0;
     const float v = any ? float(m2 < INFINITY ? fmax(m2, 0.0) * by : INFINITY) : 0, mean = any ? float(pivot + d) : 0;
     const float out[8] = {v, mean, any ? low : 0, any ? high : 0, any ? float(dead * by) : 0,
-                          any ? fabsf(mean) * __frsqrt_rn(v + eps) : 0, mean, v};
+                          any ? fabsf(mean) * rsqrtf(v + eps) : 0, mean, v};
 #pragma unroll
     for (int f = 0; f < 8; f++) figures[int64_t(f) * seeds + seed] = out[f];
   }
@@ -241,27 +241,25 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   for (int g = 0; g < G; g++) h[g].init(l.eps);
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   if (here) {
-    const Work<B> work(lane, share, l.rows, d);
-    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
-    if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
+    const Work<B> work(lane, share, int(l.rows), d);
     State<E> states[G];
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
+    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
+    if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
     Feed feed(shared, src, lane, work);
-    const Neighbours<T, N> neighbours(lane, at, l.chunk);
+    const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const float large = greatest<T>(l.large);
     Pivots<T, N, E> pivots;
     if (watch) pivots.fetch(x, work);
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax; the compiler must not put loads off to behind it
-    const Team team = whole || l.softmax ? Team{} : Team{l.chunk / N, Lane::inWarp() - at / N, at / N};
     Seed<E> s[G];
-    int lost[G] = {};  // elements that are NaN or Inf
     bool blends = false, taps = false;
 #pragma unroll
     for (int g = 0; g < G; g++) {
-      s[g].init(l, states[g], team);
+      s[g].template init<whole>(l, states[g]);
       s[g].bySign();
       blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
     }
@@ -281,12 +279,14 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 #pragma unroll
       for (int g = 0; g < G; g++) {
         float top = maxNaN(fabsf(x1), fabsf(x2)), out[E], b1 = x1, b2 = x2;
+        int lost = 0;  // elements that are NaN or Inf
         if (watch) {
-          lost[g] += h[g].addCarefully(e + g * E, l.eps);
+          lost = h[g].addCarefully(e + g * E, l.eps);
         } else {
 #pragma unroll
-          for (int j = 0; j < E; j++) lost[g] += !finite(e[g * E + j]);
+          for (int j = 0; j < E; j++) lost += !finite(e[g * E + j]);
         }
+        if (lost > 0) atomicAdd(bad + seed + g, uint32_t(lost));  // of integers, so in any order
 #pragma unroll
         for (int j = 0; j < E; j++) top = maxNaN(top, fabsf(e[g * E + j]));
         int exp = 0;
@@ -334,17 +334,18 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     };
     int64_t row = work.place(work.row);
 #pragma unroll 1
-    for (int i = 0; i < work.batches; i++, row += work.step()) {
+    for (int i = 0; i <= work.batches; i++, row += work.step()) {  // at last the single rows
+      const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[1][B];
-      if (mode != kStrict) {
+      if (mode != kStrict && full) {
         float x1[B] = {}, x2[B] = {};
         feed.next(v, row);
         float most = 0;  // of the neighbours
         if (!whole && terms > 1) {
 #pragma unroll
           for (int u = 0; u < B; u++) neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
-          if (neighbours.crosses)
+          if (__builtin_expect(neighbours.crosses, 0))
 #pragma unroll
             for (int u = 0; u < B; u++) neighbours.crossBefore(x + row + int64_t(u) * d, x1[u], x2[u]);
 #pragma unroll
@@ -360,7 +361,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           if (fine) {
 #pragma unroll
             for (int g = 0; g < G; g++) h[g].add();
-            if (!h[0].live(magnitude(least)))
+            if (__builtin_expect(!h[0].live(magnitude(least)), 0))
 #pragma unroll
               for (int g = 0; g < G; g++) h[g].template countDead<B>(v[0], g * E);
           }
@@ -371,30 +372,23 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           if (terms == 2) fast(Int<2>{}, v[0], x1, x2);
           else if (terms == 1) fast(Int<1>{}, v[0], x1, x2);
           else fast(Int<0>{}, v[0], x1, x2);
+#pragma unroll
+          for (int u = 0; u < B; u++) storeWhole(y + row + int64_t(u) * d, v[0][u]);
+          if (++pending == group) flush();
         }
       }
-      if (fine) {
-#pragma unroll
-        for (int u = 0; u < B; u++) store(y + row + int64_t(u) * d, v[0][u]);
-        if (++pending == group) flush();
-      } else {
+      if (__builtin_expect(!fine, 0)) {
         flush();
 #pragma unroll 1
-        for (int u = 0; u < B; u++) slowRow(row + int64_t(u) * d);
+        for (int u = 0; u < (full ? B : work.singles); u++) slowRow(full ? row + int64_t(u) * d : work.place(work.single(u)));
       }
     }
-    flush();
     feed.finish();
-#pragma unroll 1
-    for (int u = 0; u < work.singles; u++) slowRow(work.place(work.single(u)));
-#pragma unroll
-    for (int g = 0; g < G; g++)
-      if (lost[g] > 0) atomicAdd(bad + seed + g, uint32_t(lost[g]));  // of integers, so in any order
   }
   if (!watch) return;
   float4* own = reinterpret_cast<float4*>(shared);
   const int wide = blockDim.x * G, i = Lane::inBlock();
-  __syncthreads();  // no thread needs what it has fetched any more
+  if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
 #pragma unroll
   for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();

@@ -33,7 +33,7 @@ struct Layer {
   const float *low, *high; // clamp limits of the strict mode
   const float* limit;      // of a row's gradient norm; null for none
   const float *weights, *scales;
-  const float* softmax;    // of each slot, max(w) and 1/Σexp(w − max w); null where chunks lie within a thread, or a Team has one
+  const float* softmax;    // of each slot, max(w) and 1/Σexp(w − max w); null where threads find them by themselves
   int64_t rows;
   int seeds, chunk;
   float eps;
@@ -51,41 +51,33 @@ struct Word {
 
 // ---- Seeds ----
 
+// loadWeights reads E weights of a slot.
+template <int E> __device__ __forceinline__ void loadWeights(float (&w)[E], const float* p) {
+  if (E % 4 == 0 && aligned16(p)) {
+    const Pack<float, E> v = load<E>(p);
+#pragma unroll
+    for (int j = 0; j < E; j++) w[j] = v.v[j];
+  } else {
+#pragma unroll
+    for (int j = 0; j < E; j++) w[j] = p[j];
+  }
+}
+
 // State is what memory has of a seed and of E elements of its slot, from element at on.
 template <int E> struct State {
   Word word;
   float alpha, scale;
   float w[E], first[3];  // weights; the slot's first ones
 
-  // begin and then finish load it: in two steps, since the word says where the rest is.
+  // begin and then finish load it: in two steps, since the word says where the rest is. begin may come before awaitPrevious: what it
+  // reads is written by copies alone, which no kernel overlaps with.
   __device__ __forceinline__ void begin(const Layer& l, int seed) { word.bits = l.word[seed], alpha = l.alpha[seed]; }
   template <bool whole> __device__ __forceinline__ void finish(const Layer& l, int at) {
     const float* row = l.weights + int64_t(word.slot()) * l.chunk;
     scale = l.scales[word.slot()];
-    if (E % 4 == 0 && aligned16(row + at)) {
-      const Pack<float, E> v = load<E>(row + at);
-#pragma unroll
-      for (int j = 0; j < E; j++) w[j] = v.v[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < E; j++) w[j] = row[at + j];
-    }
+    loadWeights(w, row + at);
 #pragma unroll
     for (int j = 0; j < 3; j++) first[j] = whole && j < E ? w[j] : row[min(j, l.chunk - 1)];
-  }
-};
-
-// Team is the threads of a warp that share a chunk: so many, of which the first is lane first and this is number place.
-struct Team {
-  int share = 1, first = 0, place = 0;
-  __device__ __forceinline__ unsigned mask() const { return kAllLanes >> kWarp - share << first; }
-  // over reduces a number of each. All of them call it.
-  template <class Op> __device__ __forceinline__ float over(float v) const {
-    for (int k = 1; k < share; k *= 2) {
-      float o = __shfl_down_sync(mask(), v, k);
-      if (place + k < share) v = Op::merge(v, o);
-    }
-    return __shfl_sync(mask(), v, first);
   }
 };
 
@@ -104,11 +96,11 @@ template <int E> struct Seed {
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].template finish<false>(l, at);
 #pragma unroll
-    for (int g = 0; g < G; g++) s[g].init(l, states[g]);
+    for (int g = 0; g < G; g++) s[g].template init<false>(l, states[g]);
   }
 
-  // init has no branch but one, since a warp's seeds are of all kinds.
-  __device__ __forceinline__ void init(const Layer& l, const State<E>& state, const Team& team = {}) {
+  // init has no branch but one, since a warp's seeds are of all kinds. whole is whether E is the chunk.
+  template <bool whole> __device__ __forceinline__ void init(const Layer& l, const State<E>& state) {
     word = state.word;
     const Kind kind = word.kind();
     blends = word.blends(), active = word.active();
@@ -119,7 +111,7 @@ template <int E> struct Seed {
     float w[E];
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = conv ? state.first[0] : state.w[j];
-    if (gate) softmaxOf(w, l, word.slot(), team);
+    if (gate) softmaxOf<whole>(w, l, word.slot());
 #pragma unroll
     for (int j = 0; j < E; j++) {
       p[j] = scales ? fmaf(as, w[j], keep) : 1, q[j] = sums ? as * w[j] : 0, u[j] = relu ? w[j] : 0;
@@ -128,20 +120,32 @@ template <int E> struct Seed {
     r1 = conv && l.chunk > 1 ? as * state.first[1] : 0, r2 = conv && l.chunk > 2 ? as * state.first[2] : 0;
   }
 
-  // softmaxOf replaces weights of a slot by their softmax.
-  __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot, const Team& team) {
-    float top, by;
-    if (l.softmax) {
+  // softmaxOf replaces weights of a slot by their softmax. Where no table has its largest and its sum, a thread goes through all of
+  // the slot, E weights at a time, with the sum relative to the largest so far.
+  template <bool whole> __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot) {
+    float top = -FLT_MAX, sum = 0, by;
+    auto take = [&](const float(&v)[E]) {
+      float most = top;
+#pragma unroll
+      for (int j = 0; j < E; j++) most = fmaxf(most, v[j]);
+      if (!whole) sum *= expf(top - most);
+      top = most;
+#pragma unroll
+      for (int j = 0; j < E; j++) sum += expf(v[j] - top);
+    };
+    if (!whole && l.softmax) {
       top = l.softmax[2 * slot], by = l.softmax[2 * slot + 1];
+    } else if (whole) {
+      take(w);
+      by = 1 / sum;
     } else {
-      top = w[0];
-      float sum = 0;
-#pragma unroll
-      for (int j = 1; j < E; j++) top = fmaxf(top, w[j]);
-      if (team.share > 1) top = team.over<Max>(top);
-#pragma unroll
-      for (int j = 0; j < E; j++) sum += expf(w[j] - top);
-      if (team.share > 1) sum = team.over<Sum>(sum);
+      const float* row = l.weights + int64_t(slot) * l.chunk;
+#pragma unroll 1
+      for (int i = 0; i < l.chunk; i += E) {
+        float v[E];
+        loadWeights(v, row + i);
+        take(v);
+      }
       by = 1 / sum;
     }
 #pragma unroll

@@ -191,7 +191,6 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   releaseNext();
   Lane lane(N, share, !whole);
   const bool here = lane.find(d);
-  if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   Seen<T, E> h[G];
   float acc[N] = {}, d1[G] = {}, d2[G] = {};
@@ -199,9 +198,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     State<E> states[G];
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].begin(l, seed + k);
-    const Work<B> work(lane, share, l.rows, d);
+    const Work<B> work(lane, share, int(l.rows), d);
+    if ((whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y))
+      work.template prefetch<2>(g), work.template prefetch<2>(x);
+    if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
     Feed feed(shared, src, lane, work);
-    const Neighbours<T, N> neighbours(lane, at, l.chunk);
+    const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
     const float large = greatest<T>(kLargestSquared);
     Pivots<T, N, E> pivots;
@@ -209,14 +211,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
-    const Team team = whole || l.softmax ? Team{} : Team{l.chunk / N, Lane::inWarp() - at / N, at / N};
     Seed<E> s[G];
     bool residual[G], active = false, taps = false;
-    int lost[G] = {};  // elements that are NaN or Inf
     uint32_t clips[G] = {};
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      s[k].init(l, states[k], team);
+      s[k].template init<whole>(l, states[k]);
       const Word word = s[k].word;
       residual[k] = word.kind() == kResidual;
       active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
@@ -244,9 +244,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
 
     // A row in the careful way: the threads that share a chunk take it together.
-    auto slowRow = [&](int64_t r) {
+    auto slowRow = [&](int r) {
       const int64_t row = work.place(r);
-      const unsigned peers = together ? Team{sharing, Lane::inWarp() - at / N, at / N}.mask() : 0;
+      const unsigned peers = together ? kAllLanes >> kWarp - sharing << Lane::inWarp() - at / N : 0;
       Pack<T, N> gv = load<N>(g + row), xv = load<N>(x + row), strictX = xv;
       float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
       if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
@@ -265,8 +265,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           some = true, huge = huge || fabsf(v) > kLargestSquared, left++;
           if (watch) h[k].addFinite(v);
         }
-        lost[k] += E - left;
-        float by = !whole && scale ? scale[r * l.seeds + seed] : 1;
+        if (left < E) atomicAdd(bad + seed + k, uint32_t(E - left));  // of integers, so in any order
+        float by = !whole && scale ? scale[int64_t(r) * l.seeds + seed] : 1;
         bool counts = false;
         if (norm && (watch || l.limit)) {
           if (together) huge = __any_sync(peers, huge), some = sumOver(some, sharing, at / N, peers) > 0;
@@ -373,14 +373,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
         for (int k = 0; k < G; k++) h[k].template merge<bare>(pending * (B * E), pending * normed);
       pending = 0;
-      if (bare) pivoted = !__all_sync(__activemask(), h[0].m.k == 0);
+      if (bare) pivoted = !__all_sync(lane.peers, h[0].m.k == 0);
     };
-    int64_t r = work.row;
+    int r = work.row;
 #pragma unroll 1
-    for (int i = 0; i < work.batches; i++, r += work.stride) {
+    for (int i = 0; i <= work.batches; i++, r += work.stride) {  // at last the single rows
+      const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[2][B];
-      if (mode != kStrict) {
+      if (mode != kStrict && full) {
         float near[B][4] = {};
         const int64_t row = work.place(r);
         feed.next(v, row);
@@ -391,7 +392,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             neighbours.behind(v[0][u], g + row + int64_t(u) * d, near[u][0], near[u][1]);
             neighbours.before(v[1][u], x + row + int64_t(u) * d, near[u][2], near[u][3]);
           }
-          if (neighbours.crosses)
+          if (__builtin_expect(neighbours.crosses, 0))
 #pragma unroll
             for (int u = 0; u < B; u++) {
               neighbours.crossBehind(g + row + int64_t(u) * d, near[u][0], near[u][1]);
@@ -402,14 +403,14 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             for (int u = 0; u < B; u++) most.take(near[u][0]), most.take(near[u][1]);
         }
         fine = most.within(large);
-        if (together) fine = __all_sync(lane.peers, fine);
+        if (together || bare) fine = __all_sync(lane.peers, fine);  // peers stay together: in flush they vote
         if (fine) {
           if (watch && G == 1) h[0].addTop(most.most);
           float square[B] = {};
           auto rows = [&](auto needs, auto manner) {
 #pragma unroll
             for (int u = 0; u < B; u++) {
-              const float by = manner.value == kClips && !whole && scale ? scale[(r + u) * l.seeds + seed] : 1;
+              const float by = manner.value == kClips && !whole && scale ? scale[int64_t(r + u) * l.seeds + seed] : 1;
               fastRow(needs, manner, v[0][u], v[1][u], near[u], by, square[u]);
             }
           };
@@ -426,24 +427,20 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             if (at < 2 * N) h[0].addNorm(squareRoot(q));
           }
 #pragma unroll
-          for (int u = 0; u < B; u++) store(dx + row + int64_t(u) * d, v[0][u]);
+          for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
         }
       }
-      if (!fine) {
+      if (__builtin_expect(!fine, 0)) {
         flush();
 #pragma unroll 1
-        for (int u = 0; u < B; u++) slowRow(r + u);
+        for (int u = 0; u < (full ? B : work.singles); u++) slowRow(full ? r + u : work.single(u));
         pivoted = true;
       }
     }
-    flush();
     feed.finish();
-#pragma unroll 1
-    for (int u = 0; u < work.singles; u++) slowRow(work.single(u));
 #pragma unroll
     for (int k = 0; k < G; k++) {
-      if (lost[k] > 0) atomicAdd(bad + seed + k, uint32_t(lost[k]));  // of integers, so in any order
       if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
     }
   }
@@ -452,7 +449,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   const int across = place.across, down = place.down, wide = across * G;
   float* own = reinterpret_cast<float*>(shared) + place.x;
   float4* all = reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + kThreads * each);
-  __syncthreads();  // no thread needs what it has fetched any more
+  if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
   if (place.any) {
     float* mine = own + place.y * each * across;
 #pragma unroll

@@ -77,23 +77,24 @@ struct Lane {
 
 // Work is the rows of a lane: batches of B, then single rows, which one lane has. Places are in elements, of its columns.
 template <int B> struct Work {
-  int64_t row, stride;  // of the first batch; rows from one batch to the next
-  int64_t rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
+  int row, stride;  // of the first batch; rows from one batch to the next
+  int rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
   int batches, singles, apart, col, d;  // apart: single rows, from one to the next
 
-  __device__ __forceinline__ Work(const Lane& lane, const Share& share, int64_t rows, int d)
+  __device__ __forceinline__ Work(const Lane& lane, const Share& share, int rows, int d)
       : apart(lane.deep), col(lane.col), d(d) {
-    const int span = B * apart, full = apart == 1 ? int(rows / B) : int(rows) / span, ending = lane.count - share.ending;
+    const int span = B * apart, full = apart == 1 ? rows / B : rows / span, ending = lane.count - share.ending;
     const int last = max(full - share.ending * share.tail, 0), turns = max(last - (ending - share.late) * share.run, 0);
     int at = lane.index, end = turns, by = share.late;  // batches: the first, behind the last, from one to the next
     if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
     else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
     batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
-    row = int64_t(at) * span + lane.sub * B, stride = int64_t(by) * span, rest = int64_t(full) * span + lane.sub;
-    singles = lane.index == share.late - 1 && rows > rest ? int(rows - rest + apart - 1) / apart : 0;
+    row = at * span + lane.sub * B, stride = by * span, rest = full * span + lane.sub;
+    singles = lane.index == share.late - 1 && rows > rest ? (rows - rest + apart - 1) / apart : 0;
   }
-  __device__ __forceinline__ int64_t place(int64_t row) const { return row * d + col; }
-  __device__ __forceinline__ int64_t step() const { return stride * d; }
+  // Products are of 32 bits by 32 bits, which is one instruction: none is negative.
+  __device__ __forceinline__ int64_t place(int row) const { return int64_t(uint64_t(unsigned(row)) * unsigned(d) + unsigned(col)); }
+  __device__ __forceinline__ int64_t step() const { return int64_t(uint64_t(unsigned(stride)) * unsigned(d)); }
   // prefetch brings the first so many batches to the L2. They need not have been written yet.
   template <int count, class T> __device__ __forceinline__ void prefetch(const T* x) const {
     constexpr int line = 128 / 16;  // threads
@@ -106,7 +107,7 @@ template <int B> struct Work {
   __device__ __forceinline__ int64_t nth(int i) const {
     return place(i < batches * B ? row + i / B * stride + i % B : single(i - batches * B));
   }
-  __device__ __forceinline__ int64_t single(int i) const { return rest + i * apart; }
+  __device__ __forceinline__ int single(int i) const { return rest + i * apart; }
 };
 
 // Pivots finds what the deviations of a thread's seeds are first taken from: of each, the median of its first three elements.
@@ -129,7 +130,7 @@ template <class T, int N, int E> struct Pivots {
 #pragma unroll
       for (int i = 0; i < 3; i++) e[i] = E < 3 ? first[i % early].get(g * E) : first[0].get(g * E + i);
       const bool plain = work.count() >= early && finite(e[0]) && finite(e[1]) && finite(e[2]);
-      k[g] = plain || search(e, x + g * E, work) ? median(e[0], e[1], e[2]) : e[0];
+      k[g] = __builtin_expect(plain, 1) || search(e, x + g * E, work) ? median(e[0], e[1], e[2]) : e[0];
     }
   }
   // search finds three elements that are finite, or as many as there are, and says whether it did.
@@ -150,9 +151,10 @@ template <class T, int A> struct Source {
 };
 
 // A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
-// where the batch begins. After finish, and a barrier, its shared memory may serve other ends.
+// where the batch begins. After finish, and a barrier if it is shared, shared memory may serve other ends.
 template <class T, int N, int A, int B_> struct Direct {
   static constexpr int B = B_;
+  static constexpr bool shared = false;
   const Source<T, A>& src;
   const Work<B>& work;
 
@@ -193,9 +195,20 @@ template <class V> __device__ __forceinline__ void loadShared(V& v, uint32_t fro
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
 }
 
+// storeWhole is store of 16 bytes in one access, which the compiler takes apart where it has lost sight of what belongs together.
+template <class T, int N> __device__ __forceinline__ void storeWhole(T* p, const Pack<T, N>& v) {
+  if constexpr (sizeof(v) == 16) {
+    const uint4& w = reinterpret_cast<const uint4&>(v);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+  } else {
+    store(p, v);
+  }
+}
+
 // Ring takes ahead·A·B·kThreads·16 bytes of shared memory.
 template <class T, int N, int A, int B_> struct Ring {
   static constexpr int B = B_, ahead = 3;
+  static constexpr bool shared = true;
   static constexpr uint32_t array = kThreads * 16, stage = A * B * array;
   const Source<T, A>& src;
   const Work<B>& work;
@@ -241,11 +254,12 @@ constexpr int kBulkBytes = 4096;
 
 template <class T, int N, int A, int B_> struct Bulk {
   static constexpr int B = B_;
+  static constexpr bool shared = true;
   static constexpr uint32_t box = B * kWarp * 16, slot = A * box;
   static constexpr int count = kBulkBytes / slot;
   const Source<T, A>& src;
   uint32_t slots, barriers;  // addresses
-  int64_t row, stride;       // the next batch to fetch
+  int row, stride;           // the next batch to fetch
   int column, left, now;     // now: the slot of the next batch
   uint32_t phases;           // a bit for each slot
   unsigned peers;
@@ -275,7 +289,7 @@ template <class T, int N, int A, int B_> struct Bulk {
     for (int a = 0; a < A; a++)
       asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
                        slots + i * slot + a * box),
-                   "l"(src.map[a]), "r"(barrier), "r"(column), "r"(int(row))
+                   "l"(src.map[a]), "r"(barrier), "r"(column), "r"(row)
                    : "memory");
     row += stride;
 #endif
@@ -325,7 +339,9 @@ template <class T, int N> struct Neighbours {
   bool crosses;              // of any thread of the warp
   unsigned peers;
 
-  __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk) : at(at), chunk(chunk), peers(l.peers) {
+  // whole: no thread has neighbours, and no member function is called.
+  __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk, bool whole) : at(at), chunk(chunk), peers(l.peers) {
+    if (whole) return;
     loadLeft = at > 0 && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
     loadRight = at + N < chunk && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
     crosses = __any_sync(peers, loadLeft || loadRight);
@@ -394,13 +410,16 @@ __device__ __forceinline__ float sumOver(float v, int share, int place, unsigned
 }
 
 // sumTwoOver adds up two numbers likewise, over a share that is even: the thread at place 0 has the sum of a, the next that of b.
+// Without a loop, as each turn would begin with a check that the threads of such a mask are together, which takes longer than a shuffle.
 __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int place, unsigned peers) {
   const bool odd = place & 1;
   float v = (odd ? b : a) + __shfl_xor_sync(peers, odd ? a : b, 1);
-  for (int k = 2; k < share; k *= 2) {
+  auto take = [&](int k) {
     float o = __shfl_down_sync(peers, v, k);
-    if (place + k < share) v += o;
-  }
+    v += place + k < share ? o : 0;
+  };
+  take(2), take(4);
+  if (share > 8) take(8), take(16);
   return v;
 }
 

@@ -341,14 +341,14 @@ func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, 
 	return a, nil
 }
 
-// main launches the pass's kernel over the whole layer. Forward it overlaps with whatever comes before it, which it awaits; backward,
-// where that gained nothing, with a kernel of its own.
+// main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it, which it awaits, but for tiles
+// backward, where that gained nothing.
 func (p *kasminaPass) main(a *driver.Args) error {
 	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
 		Grid:    driver.Dim{X: p.tiles, Y: p.rowParts()},
 		Block:   p.block(),
 		Shared:  p.shared(),
-		Overlap: (p.gates != 0 || !p.use.backward) && p.overlaps(),
+		Overlap: (p.family != KasminaTile || !p.use.backward) && p.overlaps(),
 	}, a)
 }
 
@@ -395,7 +395,7 @@ func (p *kasminaPass) mergeRows(figures driver.Ptr, r KasminaReduction, count, n
 }
 
 // KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
-// does that at once; a tiny one before them where a chunk does not lie within a thread.
+// does that at once; a tiny one before them where a chunk is more than 32 threads'.
 func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	suf, empty, err := f.check("KasminaForward", f.Reduction)
 	if empty || err != nil {

@@ -65,14 +65,9 @@ func (u kasminaUse) records() bool { return u.backward || u.telemetry }
 // norms is whether those of the rows of chunks are wanted.
 func (u kasminaUse) norms() bool { return u.backward && (u.telemetry || u.clip) }
 
-func (g kasminaGrid) whole() bool { return g.shape == "quad" }
-
-// prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is neither a thread's nor the threads' of
-// one warp.
-func (g kasminaGrid) prepares(l KasminaLayer) bool {
-	sharing := l.Chunk / g.perThread
-	return !g.whole() && g.chunks == 0 && (sharing > 32 || sharing&(sharing-1) != 0)
-}
+// prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is so many threads' that each of them
+// going through all of a slot's weights would take longer.
+func (g kasminaGrid) prepares(l KasminaLayer) bool { return l.Chunk/g.perThread > 32 }
 
 // shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes of a block leave there.
 func (g kasminaGrid) shared() int {
