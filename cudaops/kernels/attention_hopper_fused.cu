@@ -6,11 +6,12 @@
 // The block's part of a tile's dq leaves by way of shared memory and is added, in float32, to what the blocks before it have
 // added: a tile's blocks take turns in the order of their keys, so the bits do not depend on which block is faster. Work is
 // handed out in that order too, and every block begins with the last queries, so that blocks of one head follow each other at
-// a distance and seldom wait. A last kernel rounds dq and turns it back by RoPE's angles.
+// a distance and seldom wait. A last kernel, which overlaps with this one, rounds dq and turns it back by RoPE's angles.
 //
 // Products, in the order in which they are started: dp(i) = v·gᵀ, dv += p(i)·g and the next scores s(i+1) = k·qᵀ, which run
 // while ds(i) is formed; dk += ds(i)·q and dq(i) = ds(i)ᵀ·k, which run during the exponentials of s(i+1).
 #include "attention_hopper_fused.cuh"
+#include "overlap.cuh"
 
 namespace attention {
 
@@ -129,7 +130,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         barrierArrive(m.dqFreed);
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after which ordinary stores need no fence
-        storeRelease(sums.added + at, before + 1);
+        storeRelease(sums.added + at, sums.finishes(p, w, walk.last - t) ? sums.complete : before + 1);
       }
   }
 }
@@ -333,6 +334,7 @@ template <typename T, class S, class Docs>
 __device__ inline void backwardFused(const Params &p, const Docs &docs, const Angles &angles, const TensorMap &q, const TensorMap &k,
                                      const TensorMap &v, const TensorMap &g) {
   extern __shared__ __align__(1024) unsigned char shared[];
+  releaseNext();
   const FusedMemory<S> m(sharedAddress(shared));
   const int tiles = (p.seq + S::Own - 1) / S::Own, works = p.batch * p.kvHeads * tiles;
   m.init();
@@ -346,7 +348,8 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
   }
 }
 
-// dq of a tile of two heads, which share their angles: the sums times the scale, turned back.
+// dq of a tile of two heads, which share their angles: the sums times the scale, turned back. It does not wait for the kernel before
+// but for its tile's sums, and so makes use of the multiprocessors that have no more work of that one.
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -354,9 +357,12 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
   const int pairs = (p.heads + 1) / 2, second = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % pairs * 2 + second;
   const int batch = blockIdx.x / sums.tiles / pairs, own = tile * S::Loop + 16 * warp;
+  if (blockIdx.x == gridDim.x - 1) awaitPrevious();  // the kernel behind this one counts on both
   if (head == p.heads) return;
   const uint32_t out = sharedAddress(shared) + second * S::LoopBytes;
-  const float4 *from = (const float4 *)(sums.sums + sums.index(p, batch, head, tile) * sums.size) + threadIdx.x % 128;
+  const int64_t index = sums.index(p, batch, head, tile);
+  sums.wait(index, sums.complete);
+  const float4 *from = (const float4 *)(sums.sums + index * sums.size) + threadIdx.x % 128;
   Accumulator<1, D> dq;
 #pragma unroll
   for (int x = 0; x < D / 8; x++) *(float4 *)dq.c[0][x] = from[x * 128];
@@ -374,7 +380,8 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 // Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
 // shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 56, with documents
 // 4·Own more.
-// The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results.
+// The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results; it may
+// overlap with the kernel before it.
 #define FUSED(D, T)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1) attention_hopper_backward_fused_##D##_##T(  \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

@@ -20,13 +20,14 @@ __device__ inline void storeRelease(int *p, int v) {
 }
 
 // The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
-// blocks have added to each; then how much work has been handed out. The numbers must begin as zeros, the sums need not.
+// blocks have added to each, or, of kernels that say so to another, that all have; then how much work has been handed out. The numbers
+// must begin as zeros, the sums need not.
 template <class S> struct Sums {
   static_assert(S::Loop == kFusedTile, "");
   float *sums;
   int *added, *handedOut;
   int tiles;  // of one head
-  static constexpr int size = kFusedTile * S::D;
+  static constexpr int size = kFusedTile * S::D, complete = 1 << 30;
   __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
     const int64_t heads = (int64_t)p.batch * p.heads;
     sums = p.stats + heads * 2 * statsRows(p);

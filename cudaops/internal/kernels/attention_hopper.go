@@ -249,6 +249,6 @@ func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	a = args().Struct(p.bytes(), 8)
 	c.addAngles(a)
 	l = line(c.Batch*ceilDiv(c.Heads, 2)*ceilDiv(c.Seq, h.loop), 256)
-	l.Shared = 2 * 2 * dim * h.loop
+	l.Shared, l.Overlap = 2*2*dim*h.loop, k.overlaps()
 	return k.launch(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l, a)
 }

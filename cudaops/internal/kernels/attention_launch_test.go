@@ -132,6 +132,9 @@ func TestAttentionPicksVariants(t *testing.T) {
 					if i >= len(want) || op.Name != want[i]+suf {
 						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q", gpu.capability, dim, i, op.Name, want)
 					}
+					if rounds := strings.Contains(op.Name, "_backward_round"); op.Config.Overlap != rounds {
+						t.Errorf("%s may start before the kernel ahead has ended: %v, want %v", op.Name, op.Config.Overlap, rounds)
+					}
 					if op.Config.Shared > gpu.shared {
 						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d", op.Name, op.Config.Shared, gpu.capability, gpu.shared)
 					}
