@@ -1,14 +1,18 @@
 // All weights of a model as float8 after an update, twice: their rows with a scale each, and their columns, turned to rows, with a
-// scale each (float8.cuh). Each of the two would read every weight by itself, launched for one after the other; here two launches
-// are for all of them, in tiles.
+// scale each (float8.cuh). Each of the two would read every weight by itself, launched for one after the other; here one launch is
+// for all of them, in strips of two kinds:
 //
-//   largest:  the largest magnitude of each row and each column, of what a tile has of them, merged in memory
-//   quantize: y [rows, d], scale [rows], turned [d, rows], turnedScale [d]
+//   largest:  the largest magnitude of each row and each column, of what a strip has of them, merged in memory
+//   rounds:   y [rows, d], scale [rows], turned [d, rows], turnedScale [d]
+//
+// Those that round a matrix follow those that look for its largest numbers, the last first, and find in the cache what these have read.
+// They wait until all of these are done, which began before them, as blocks begin in the order of their numbers.
 //
 // Magnitudes are ordered as their bits are, NaN behind all numbers, so they are merged as integers: in any order, the same bits.
 #include "float8.cuh"
 
-// Weight is a matrix; rows and d are multiples of 16. most [rows + d] holds 0 at first. turned and turnedScale may be null.
+// Weight is a matrix; rows and d are multiples of 16. most [rows + d] and, behind it, the number of strips that have added to it are 0 at
+// first. turned and turnedScale may be null.
 struct Weight {
   const bf16* x;
   f8* y;
@@ -19,125 +23,178 @@ struct Weight {
   int rows, d;
 };
 
-// WeightTile is kTileRows rows by kTileColumns columns of a matrix, counted in tiles.
-struct WeightTile {
-  unsigned weight;
+// WeightStrip is kRows rows by kTiles tiles of kTileColumns columns of a matrix, counted in strips.
+struct WeightStrip {
+  unsigned weight : 31, rounds : 1;
   unsigned short row, column;
 };
 
-// Thread t has four rows from t / 8 · 4 on of kColumns columns, whose float8 of one column make a word.
-constexpr int kThreads = 256, kColumns = 8, kGroups = 8;
-constexpr int kTileColumns = kGroups * kColumns, kTileRows = kThreads / kGroups * 4;
+// Of each tile thread t has four rows from t / 8 · 4 on of kColumns columns, whose float8 of one column make a word.
+constexpr int kThreads = 256, kColumns = 8, kGroups = 8, kTiles = 4;
+constexpr int kTileColumns = kGroups * kColumns, kStripColumns = kTiles * kTileColumns, kRows = kThreads / kGroups * 4;
+static_assert(kStripColumns == kThreads, "a thread for each column");
 
 struct Place {
   const Weight w;
-  int group, quad, firstRow, firstColumn, row, c;
+  int group, quad, firstRow, firstColumn, row;
 
-  __device__ __forceinline__ Place(const Weight* weights, const WeightTile* tiles)
-      : w(weights[tiles[blockIdx.x].weight]), group(threadIdx.x % kGroups), quad(threadIdx.x / kGroups),
-        firstRow(tiles[blockIdx.x].row * kTileRows), firstColumn(tiles[blockIdx.x].column * kTileColumns),
-        row(firstRow + quad * 4), c(firstColumn + group * kColumns) {}
+  __device__ __forceinline__ Place(const Weight* weights, const WeightStrip& strip)
+      : w(weights[strip.weight]), group(threadIdx.x % kGroups), quad(threadIdx.x / kGroups), firstRow(strip.row * kRows),
+        firstColumn(strip.column * kStripColumns), row(firstRow + quad * 4) {}
 
-  // holds reports whether the thread's rows and columns are there: of all of them or of none.
-  __device__ __forceinline__ bool holds() const { return row < w.rows && c < w.d; }
+  __device__ __forceinline__ int column(int tile) const { return firstColumn + tile * kTileColumns + group * kColumns; }
+  // holds reports whether the thread's rows and columns of a tile are there: of all of them or of none.
+  __device__ __forceinline__ bool holds(int tile) const { return row < w.rows && column(tile) < w.d; }
 
-  __device__ __forceinline__ void read(Pack<bf16, kColumns> (&v)[4]) const {
+  // Packs is what a thread has of a tile.
+  struct Packs {
+    Pack<bf16, kColumns> of[4];
+  };
+  __device__ __forceinline__ Packs read(int tile) const {
+    Packs v = {};
+    if (tile < kTiles && holds(tile)) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      v[i] = {};
-      if (holds()) v[i] = load<kColumns>(w.x + int64_t(row + i) * w.d + c);
+      for (int i = 0; i < 4; i++) v.of[i] = load<kColumns>(w.x + int64_t(row + i) * w.d + column(tile));
     }
+    return v;
+  }
+
+  // A strip that looks for the largest numbers says that it has merged its own, and one that rounds waits for all of them.
+  __device__ __forceinline__ unsigned* merged() const { return w.most + w.rows + w.d; }
+  __device__ __forceinline__ void tellMerged() const {
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence();
+    atomicAdd(merged(), 1);
+  }
+  __device__ __forceinline__ void awaitMerged() const {
+    const unsigned strips = (w.rows + kRows - 1) / kRows * ((w.d + kStripColumns - 1) / kStripColumns);
+    unsigned done;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(merged()) : "memory");
+    while (done < strips);
   }
 };
 
-// Launch: a block of kThreads a tile.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_weights_largest(const Weight* weights, const WeightTile* tiles) {
-  constexpr int kWarps = kThreads / kWarp;
-  __shared__ float ofWarps[kWarps][kTileColumns];
-  const Place p(weights, tiles);
-  Pack<bf16, kColumns> v[4];
-  p.read(v);
-  float columns[kColumns] = {};
+// Magnitudes two at a time.
+using Two = Pairs<bf16>;
+__device__ __forceinline__ unsigned bitsOf(Two::Word w) { return reinterpret_cast<unsigned&>(w); }
+// The bits of one of the two as a float32.
+__device__ __forceinline__ unsigned oneOf(Two::Word w, int i) { return i ? bitsOf(w) & 0xffff0000u : bitsOf(w) << 16; }
+__device__ __forceinline__ void mergeLanes(Two::Word& w, int apart) {
+  unsigned other = __shfl_xor_sync(kAllLanes, bitsOf(w), apart);
+  w = Two::merge(w, reinterpret_cast<Two::Word&>(other));
+}
+
+__device__ __forceinline__ void mergeLargest(const Place& p) {
+  constexpr int kWarps = kThreads / kWarp, kPairs = kColumns / 2;
+  __shared__ Two::Word ofWarps[kWarps][kStripColumns / 2];
+  Two::Word rows[4] = {};
+  Place::Packs v = p.read(0);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float row = 0;
+  for (int tile = 0; tile < kTiles; tile++) {
+    const Place::Packs next = p.read(tile + 1);
+    Two::Word columns[kPairs];
 #pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-      float x = fabsf(v[i].get(j));
-      row = Largest::merge(row, x), columns[j] = Largest::merge(columns[j], x);
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < kPairs; j++) {
+        const Two::Word x = Two::magnitudes(pair(v.of[i], j));
+        rows[i] = Two::merge(rows[i], x);
+        columns[j] = i ? Two::merge(columns[j], x) : x;
+      }
+    if (p.w.turned) {
+#pragma unroll
+      for (int j = 0; j < kPairs; j++) {
+#pragma unroll
+        for (int lane = kGroups; lane < kWarp; lane *= 2) mergeLanes(columns[j], lane);
+        if (threadIdx.x % kWarp < kGroups)
+          ofWarps[threadIdx.x / kWarp][tile * kTileColumns / 2 + p.group * kPairs + j] = columns[j];
+      }
     }
-#pragma unroll
-    for (int lane = 1; lane < kGroups; lane *= 2) row = Largest::merge(row, __shfl_xor_sync(kAllLanes, row, lane));
-    if (p.group == 0 && p.row < p.w.rows) atomicMax(p.w.most + p.row + i, __float_as_uint(row));
+    v = next;
   }
-  if (!p.w.turned) return;
 #pragma unroll
-  for (int j = 0; j < kColumns; j++) {
+  for (int i = 0; i < 4; i += 2) {  // two rows in a word
+    rows[i] = Two::merge(__lows2bfloat162(rows[i], rows[i + 1]), __highs2bfloat162(rows[i], rows[i + 1]));
 #pragma unroll
-    for (int lane = kGroups; lane < kWarp; lane *= 2)
-      columns[j] = Largest::merge(columns[j], __shfl_xor_sync(kAllLanes, columns[j], lane));
-    if (threadIdx.x % kWarp < kGroups) ofWarps[threadIdx.x / kWarp][p.group * kColumns + j] = columns[j];
+    for (int lane = 1; lane < kGroups; lane *= 2) mergeLanes(rows[i], lane);
   }
+  if (p.group < 4 && p.row < p.w.rows) atomicMax(p.w.most + p.row + p.group, oneOf(p.group < 2 ? rows[0] : rows[2], p.group % 2));
   __syncthreads();
   const int column = p.firstColumn + threadIdx.x;
-  if (threadIdx.x >= kTileColumns || column >= p.w.d) return;
-  float all = 0;
+  if (p.w.turned && column < p.w.d) {
+    Two::Word all = ofWarps[0][threadIdx.x / 2];
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) all = Largest::merge(all, ofWarps[w][threadIdx.x]);
-  atomicMax(p.w.most + p.w.rows + column, __float_as_uint(all));
+    for (int w = 1; w < kWarps; w++) all = Two::merge(all, ofWarps[w][threadIdx.x / 2]);
+    atomicMax(p.w.most + p.w.rows + column, oneOf(all, threadIdx.x % 2));
+  }
+  p.tellMerged();
 }
 
-__device__ __forceinline__ uint32_t fourRounded(float a, float b, float c, float d) {
-  uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
-  uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
-  return low | high << 16;
-}
-
-// Launch: a block of kThreads a tile.
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_weights(const Weight* weights, const WeightTile* tiles) {
-  constexpr int kWords = kTileRows / 4, kPitch = kWords + 4;  // writing, four rows' words of eight columns meet no bank twice
-  __shared__ __align__(16) uint32_t tile[kTileColumns][kPitch];
-  __shared__ float rowInverse[kTileRows], columnInverse[kTileColumns];
-  const Place p(weights, tiles);
-  Pack<bf16, kColumns> v[4];
-  p.read(v);
-  const int t = threadIdx.x, r = p.firstRow + t, column = p.firstColumn + t - kTileRows;
-  if (t < kTileRows && r < p.w.rows) {
-    Scale s(__uint_as_float(p.w.most[r]));
+__device__ __forceinline__ void round(const Place& p) {
+  constexpr int kWords = kRows / 4, kPitch = kWords + 4;  // writing, four rows' words of eight columns meet no bank twice
+  __shared__ __align__(16) uint32_t turned[2][kTileColumns][kPitch];
+  __shared__ float rowInverse[kRows], columnInverse[kStripColumns];
+  const int t = threadIdx.x, r = p.firstRow + t, column = p.firstColumn + t;
+  Place::Packs v = p.read(0);
+  p.awaitMerged();
+  if (t < kRows && r < p.w.rows) {
+    Scale s(__uint_as_float(__ldcg(p.w.most + r)));
     rowInverse[t] = s.inverse;
     if (p.firstColumn == 0) p.w.scale[r] = s.scale;
   }
-  if (p.w.turned && t >= kTileRows && t < kTileRows + kTileColumns && column < p.w.d) {
-    Scale s(__uint_as_float(p.w.most[p.w.rows + column]));
-    columnInverse[t - kTileRows] = s.inverse;
+  if (p.w.turned && column < p.w.d) {
+    Scale s(__uint_as_float(__ldcg(p.w.most + p.w.rows + column)));
+    columnInverse[t] = s.inverse;
     if (p.firstRow == 0) p.w.turnedScale[column] = s.scale;
   }
   __syncthreads();
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile++) {
+    const Place::Packs next = p.read(tile + 1);
+    float2 x[4];
+    if (p.holds(tile)) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float s = rowInverse[p.quad * 4 + i];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = Two::floats(pair(v.of[i], j));
+        uint2 bytes = {fourE4M3(x[0].x * s, x[0].y * s, x[1].x * s, x[1].y * s), fourE4M3(x[2].x * s, x[2].y * s, x[3].x * s, x[3].y * s)};
+        *reinterpret_cast<uint2*>(p.w.y + int64_t(p.row + i) * p.w.d + p.column(tile)) = bytes;
+      }
+    }
+    if (p.w.turned) {
+      if (p.holds(tile)) {
+        const float* s = columnInverse + tile * kTileColumns + p.group * kColumns;
+#pragma unroll
+        for (int j = 0; j < kColumns; j += 2) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) x[i] = Two::floats(pair(v.of[i], j / 2));
+          turned[tile % 2][j * kGroups + p.group][p.quad] = fourE4M3(x[0].x * s[j], x[1].x * s[j], x[2].x * s[j], x[3].x * s[j]);
+          turned[tile % 2][(j + 1) * kGroups + p.group][p.quad] =
+              fourE4M3(x[0].y * s[j + 1], x[1].y * s[j + 1], x[2].y * s[j + 1], x[3].y * s[j + 1]);
+        }
+      }
+      __syncthreads();  // which also parts this tile's reads from the writes after the next one
+#pragma unroll
+      for (int i = t; i < kTileColumns * kWords / 4; i += kThreads) {
+        int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // of a column's bytes
+        int to = p.firstColumn + tile * kTileColumns + j % kGroups * kColumns + j / kGroups, first = p.firstRow + at;
+        if (to < p.w.d && first < p.w.rows)
+          *reinterpret_cast<uint4*>(p.w.turned + int64_t(to) * p.w.rows + first) =
+              *reinterpret_cast<const uint4*>(&turned[tile % 2][j][at / 4]);
+      }
+    }
+    v = next;
+  }
+}
 
-  if (p.holds()) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float s = rowInverse[p.quad * 4 + i];
-      uint2 bytes = {fourRounded(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
-                     fourRounded(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s)};
-      *reinterpret_cast<uint2*>(p.w.y + int64_t(p.row + i) * p.w.d + p.c) = bytes;
-    }
-  }
-  if (!p.w.turned) return;
-  if (p.holds()) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-      float s = columnInverse[p.group * kColumns + j];
-      tile[j * kGroups + p.group][p.quad] = fourRounded(v[0].get(j) * s, v[1].get(j) * s, v[2].get(j) * s, v[3].get(j) * s);
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = t; i < kTileColumns * kWords / 4; i += kThreads) {
-    int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // of a column's bytes
-    int to = p.firstColumn + j % kGroups * kColumns + j / kGroups, first = p.firstRow + at;
-    if (to < p.w.d && first < p.w.rows)
-      *reinterpret_cast<uint4*>(p.w.turned + int64_t(to) * p.w.rows + first) = *reinterpret_cast<const uint4*>(&tile[j][at / 4]);
-  }
+// Launch: a block of kThreads a strip.
+extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_weights(const Weight* weights, const WeightStrip* strips) {
+  const WeightStrip strip = strips[blockIdx.x];
+  const Place p(weights, strip);
+  if (strip.rounds)
+    round(p);
+  else
+    mergeLargest(p);
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -95,7 +94,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	for _, part := range []struct {
 		at    *driver.Ptr
 		bytes []byte
-	}{{&t.tensors, bytesOf(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
+	}{{&t.tensors, tableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
 		var err error
 		t.Bytes += len(part.bytes)
 		if *part.at, err = k.ctx.Alloc(len(part.bytes)); err == nil {
@@ -121,7 +120,7 @@ func (t *Table) Free() error {
 // Steps reads how many updates each tensor has had, once the stream's work is done.
 func (t *Table) Steps(s driver.Stream) ([]int64, error) {
 	rows := make([]deviceTensor, t.count)
-	if err := t.ctx.CopyToHost(bytesOf(rows), t.tensors, s); err != nil {
+	if err := t.ctx.CopyToHost(tableBytes(rows), t.tensors, s); err != nil {
 		return nil, err
 	}
 	if err := t.ctx.SyncStream(s); err != nil {
@@ -132,10 +131,6 @@ func (t *Table) Steps(s driver.Stream) ([]int64, error) {
 		steps[i] = r.step
 	}
 	return steps, nil
-}
-
-func bytesOf(rows []deviceTensor) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
 }
 
 // Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured step finds this step's

@@ -1,9 +1,9 @@
 package kernels
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -23,17 +23,21 @@ type deviceWeight struct {
 	rows, d                                int32
 }
 
-// The tile of a block, kTileRows and kTileColumns of quantize_weights.cu, and its threads.
-const weightRows, weightColumns, weightThreads = 128, 64, 256
+// The strip of a block, kRows and kStripColumns of quantize_weights.cu, and its threads.
+const weightRows, weightColumns, weightThreads = 128, 256, 256
+
+// weightLead is the strips of a weight whose largest numbers are looked for before the weight ahead of it is rounded: as many as an H200
+// works on at once, so that it has something to do while the last strips of that one are looked at.
+const weightLead = 512
 
 // QuantizeTable is weights laid out on the device, so that one call is for all. Its memory is its own.
 type QuantizeTable struct {
-	ctx            driver.Context
-	weights, tiles driver.Ptr
-	most           driver.Ptr // the largest of each row and column
-	mostBytes      int
-	blocks         int
-	Bytes          int // of its memory
+	ctx             driver.Context
+	weights, strips driver.Ptr
+	most            driver.Ptr // the largest of each row and column, and the strips of each weight that have been looked at
+	mostBytes       int
+	blocks          int
+	Bytes           int // of its memory
 }
 
 // NewQuantizeTable lays out weights.
@@ -42,12 +46,10 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 		return nil, errors.New("kernels.NewQuantizeTable: no weights")
 	}
 	rows := make([]deviceWeight, len(weights))
-	var tiles []byte
 	t := &QuantizeTable{ctx: k.ctx}
 	for i, w := range weights {
-		tall, wide := ceilDiv(w.Rows, weightRows), ceilDiv(w.D, weightColumns)
 		switch {
-		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || tall > 1<<16 || wide > 1<<16:
+		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || w.Rows > weightRows<<16 || w.D > weightColumns<<16:
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want multiples of 16, at most %dx%d", i, w.Rows, w.D,
 				weightRows<<16, weightColumns<<16)
 		case w.X == 0 || w.Y == 0 || w.Scale == 0 || (w.Turned == 0) != (w.TurnedScale == 0):
@@ -56,16 +58,10 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of 16", i)
 		}
 		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, driver.Ptr(t.mostBytes), int32(w.Rows), int32(w.D)}
-		t.mostBytes += 4 * (w.Rows + w.D)
-		for r := range tall {
-			for c := range wide {
-				tiles = binary.LittleEndian.AppendUint32(tiles, uint32(i))
-				tiles = binary.LittleEndian.AppendUint16(tiles, uint16(r))
-				tiles = binary.LittleEndian.AppendUint16(tiles, uint16(c))
-			}
-		}
+		t.mostBytes += 4 * (w.Rows + w.D + 16)
 	}
-	t.blocks = len(tiles) / 8
+	strips := weightStrips(weights)
+	t.blocks = len(strips)
 	err := func() (err error) {
 		if t.most, err = k.ctx.Alloc(t.mostBytes); err != nil {
 			return err
@@ -73,15 +69,20 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 		for i := range rows {
 			rows[i].most += t.most
 		}
-		raw := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
-		if t.weights, err = k.ctx.Alloc(len(raw)); err != nil {
-			return err
+		for _, part := range []struct {
+			at    *driver.Ptr
+			bytes []byte
+		}{{&t.weights, tableBytes(rows)}, {&t.strips, tableBytes(strips)}} {
+			if *part.at, err = k.ctx.Alloc(len(part.bytes)); err != nil {
+				return err
+			}
+			if err = k.ctx.CopyToDevice(*part.at, part.bytes, 0); err != nil {
+				return err
+			}
+			t.Bytes += len(part.bytes)
 		}
-		if t.tiles, err = k.ctx.Alloc(len(tiles)); err != nil {
-			return err
-		}
-		t.Bytes = t.mostBytes + len(raw) + len(tiles)
-		return errors.Join(k.ctx.CopyToDevice(t.weights, raw, 0), k.ctx.CopyToDevice(t.tiles, tiles, 0), k.ctx.SyncStream(0))
+		t.Bytes += t.mostBytes
+		return k.ctx.SyncStream(0)
 	}()
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err), t.Free())
@@ -89,10 +90,53 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 	return t, nil
 }
 
+// weightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is one that rounds.
+type weightStrip struct {
+	weight      uint32
+	row, column uint16
+}
+
+const weightRounds = 1 << 31
+
+// weightStrips lists the strips of all weights: those that round a weight behind those that look for its largest numbers, which the kernel
+// relies on, and for the first few of the next one's.
+func weightStrips(weights []QuantizeWeight) (strips []weightStrip) {
+	lead := 0 // how many of this weight's are in the list already
+	for i := range weights {
+		all, next := stripsOf(weights, i), stripsOf(weights, i+1)
+		strips = append(strips, all[lead:]...)
+		lead = min(weightLead, len(next))
+		strips = append(strips, next[:lead]...)
+		for _, strip := range slices.Backward(all) {
+			strip.weight |= weightRounds
+			strips = append(strips, strip)
+		}
+	}
+	return strips
+}
+
+// stripsOf lists the strips of a weight, none behind the last one.
+func stripsOf(weights []QuantizeWeight, i int) (strips []weightStrip) {
+	if i == len(weights) {
+		return nil
+	}
+	for r := range ceilDiv(weights[i].Rows, weightRows) {
+		for c := range ceilDiv(weights[i].D, weightColumns) {
+			strips = append(strips, weightStrip{uint32(i), uint16(r), uint16(c)})
+		}
+	}
+	return strips
+}
+
+// tableBytes is the memory of rows.
+func tableBytes[T any](rows []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
+}
+
 // Free gives the table's memory back.
 func (t *QuantizeTable) Free() error {
 	var errs []error
-	for _, p := range []*driver.Ptr{&t.weights, &t.tiles, &t.most} {
+	for _, p := range []*driver.Ptr{&t.weights, &t.strips, &t.most} {
 		if *p != 0 {
 			errs = append(errs, t.ctx.Free(*p))
 		}
@@ -102,15 +146,10 @@ func (t *QuantizeTable) Free() error {
 	return errors.Join(errs...)
 }
 
-// QuantizeWeights clears the table's largest numbers and launches two kernels.
+// QuantizeWeights clears the table's largest numbers and launches a kernel.
 func (k *Kernels) QuantizeWeights(s driver.Stream, t *QuantizeTable) error {
 	if err := k.ctx.Memset8(t.most, 0, t.mostBytes, s); err != nil {
 		return err
 	}
-	for _, name := range []string{"quantize_weights_largest", "quantize_weights"} {
-		if err := k.launch(s, "quantize_weights", name, line(t.blocks, weightThreads), args().Ptr(t.weights).Ptr(t.tiles)); err != nil {
-			return err
-		}
-	}
-	return nil
+	return k.launch(s, "quantize_weights", "quantize_weights", line(t.blocks, weightThreads), args().Ptr(t.weights).Ptr(t.strips))
 }

@@ -13,7 +13,7 @@ func TestQuantizeWeights(t *testing.T) {
 	g := newRig(t)
 	var weights []QuantizeWeight
 	var checks []func()
-	for i, shape := range [][2]int{{16, 16}, {144, 80}, {128, 64}, {272, 336}, {48, 784}, {784, 48}} {
+	for i, shape := range [][2]int{{16, 16}, {144, 80}, {128, 64}, {272, 336}, {48, 784}, {784, 48}, {2064, 1040}} {
 		rows, d := shape[0], shape[1]
 		x, xr := g.uploadRows(g.oddRows(rows, d, bf16), d, bf16, 0)
 		y, scale := g.rows8Alloc(rows, d, 0)
@@ -44,6 +44,40 @@ func TestQuantizeWeights(t *testing.T) {
 	g.must(table.Free())
 }
 
+// TestWeightStrips wants every strip twice, and those that round a weight behind all that look for its largest numbers, which they wait for.
+func TestWeightStrips(t *testing.T) {
+	weights := []QuantizeWeight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80}, {Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
+	looked := map[weightStrip]bool{}
+	rounded := map[weightStrip]bool{}
+	strips := func(w QuantizeWeight) int { return ceilDiv(w.Rows, weightRows) * ceilDiv(w.D, weightColumns) }
+	left := make([]int, len(weights))
+	for i, w := range weights {
+		left[i] = strips(w)
+	}
+	for at, strip := range weightStrips(weights) {
+		of, seen := strip, looked
+		if of.weight &^= weightRounds; of != strip {
+			seen = rounded
+			if left[of.weight] != 0 {
+				t.Fatalf("strip %d rounds weight %d before %d others have looked for its largest numbers", at, of.weight, left[of.weight])
+			}
+		} else {
+			left[of.weight]--
+		}
+		if w := weights[of.weight]; seen[of] || int(of.row)*weightRows >= w.Rows || int(of.column)*weightColumns >= w.D {
+			t.Fatalf("strip %d, %+v, is there twice or outside of %dx%d", at, strip, w.Rows, w.D)
+		}
+		seen[of] = true
+	}
+	want := 0
+	for _, w := range weights {
+		want += strips(w)
+	}
+	if len(looked) != want || len(rounded) != want {
+		t.Errorf("%d strips are looked at and %d rounded, want %d each", len(looked), len(rounded), want)
+	}
+}
+
 // TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
 func TestQuantizeTableRefusals(t *testing.T) {
 	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
@@ -72,14 +106,14 @@ func TestQuantizeTableRefusals(t *testing.T) {
 	}
 }
 
-// TestQuantizeWeightsBandwidth measures a pass over the weights of models of 124M and 350M: it reads them twice and writes two
-// bytes of each.
+// TestQuantizeWeightsBandwidth measures a pass over the weights of models of 124M, 350M and 925M, which are read at least once and
+// written in as many bytes.
 func TestQuantizeWeightsBandwidth(t *testing.T) {
 	if !benchmark {
 		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
 	}
 	g := newRig(t)
-	for _, m := range []struct{ layers, d, f int }{{12, 768, 2048}, {24, 1024, 2816}} {
+	for _, m := range []struct{ layers, d, f int }{{12, 768, 2048}, {24, 1024, 2816}, {16, 2048, 5632}} {
 		g.scope(fmt.Sprintf("%d layers of %d", m.layers, m.d), func(g *rig) {
 			var weights []QuantizeWeight
 			bytes := 0
@@ -89,7 +123,7 @@ func TestQuantizeWeightsBandwidth(t *testing.T) {
 					turned, turnedScale := g.rows8Alloc(shape[1], shape[0], 0)
 					weights = append(weights, QuantizeWeight{X: g.large(shape[0]*shape[1], bf16).Ptr, Y: y.Ptr, Scale: scale.Ptr,
 						Turned: turned.Ptr, TurnedScale: turnedScale.Ptr, Rows: shape[0], D: shape[1]})
-					bytes += 6 * shape[0] * shape[1]
+					bytes += 4 * shape[0] * shape[1]
 				}
 			}
 			table, err := g.NewQuantizeTable(weights)
