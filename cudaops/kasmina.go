@@ -173,15 +173,15 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		c.do(n, bare, touched...)
 		return y, nil
 	}
-	c.tailed(n, func(later func(kernels.KasminaTail)) error {
-		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr(), Later: later}
+	c.do(n, func() error {
+		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
 		if l.mode.histogram {
 			f.Histogram = l.at(kasminaBins)
 		}
 		return launch(f)
-	}, []*array{workspace}, touched...)
+	}, touched...)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, bare
 	return y, nil
 }
@@ -203,10 +203,10 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 		}
 		return m.k.KasminaBackward(m.stream, b)
 	}
-	c.tailed(n, func(later func(kernels.KasminaTail)) error {
+	c.do(n, func() error {
 		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
-			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Later: later})
-	}, []*array{weights, scales, dw, ds, workspace}, x, weights, scales, g, dx, dw, ds, workspace, wide)
+			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped)})
+	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, func() error {
 		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)})
 	}

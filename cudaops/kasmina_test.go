@@ -25,13 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-func (k *fakeKernels) KasminaForwardWorkspace(l kernels.KasminaLayer) int {
-	return 4 * kernels.KasminaForwardFigures * l.State.Seeds
-}
-
-func (k *fakeKernels) KasminaBackwardWorkspace(l kernels.KasminaLayer, _ bool) int {
-	return 4 * (l.State.Slots*l.Chunk + l.State.Slots + kernels.KasminaBackwardFigures*l.State.Seeds)
-}
+func (k *fakeKernels) KasminaForwardWorkspace(kernels.KasminaLayer) int        { return 4 }
+func (k *fakeKernels) KasminaBackwardWorkspace(kernels.KasminaLayer, bool) int { return 4 }
 
 func (k *fakeKernels) KasminaWideWorkspace(kernels.KasminaLayer, kernels.KasminaWide, bool) int {
 	return 4
@@ -79,10 +74,8 @@ func (k *fakeKernels) KasminaWideForward(s driver.Stream, f kernels.KasminaForwa
 	return k.kasminaForward(s, f, &w)
 }
 
-// kasminaForward leaves the figures in the workspace, from where the tail takes them.
 func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
-	figures := kernels.KasminaForwardFigures * f.State.Seeds
-	err := k.launch(s, func(l *fake.Launch) {
+	return k.launch(s, func(l *fake.Launch) {
 		p, in := kasminaPlan(l, f.KasminaLayer, wide, f.Reduction)
 		p.Limit = nil
 		p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
@@ -94,7 +87,7 @@ func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, 
 		if !f.Telemetry {
 			return
 		}
-		out := floatsAt(l, f.Workspace, figures)
+		out := floatsAt(l, f.Figures, kernels.KasminaForwardFigures*n)
 		for i := range p.Figures {
 			m := p.Figures[i].Moments
 			h := p.Figures[i].Health(p.Reduce, p.Eps)
@@ -109,21 +102,6 @@ func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, 
 			}
 		}
 	})
-	if err != nil || !f.Telemetry {
-		return err
-	}
-	return ended(s, f.Later, func(s driver.Stream) error {
-		return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, f.Figures, figures), floatsAt(l, f.Workspace, figures)) })
-	})
-}
-
-// ended launches a tail, if it is not for later.
-func ended(s driver.Stream, later func(kernels.KasminaTail), tail kernels.KasminaTail) error {
-	if later == nil {
-		return tail(s)
-	}
-	later(tail)
-	return nil
 }
 
 func (k *fakeKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
@@ -134,21 +112,14 @@ func (k *fakeKernels) KasminaWideBackward(s driver.Stream, b kernels.KasminaBack
 	return k.kasminaBackward(s, b, &w)
 }
 
-// kasminaBackward leaves the gradients of weights and scales, and the figures, in the workspace, from where the tail takes them. With
-// wide slots there is no tail.
 func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
-	slots, weights, figures := b.State.Slots, b.State.Slots*b.Chunk, kernels.KasminaBackwardFigures*b.State.Seeds
-	left := [3]driver.Ptr{b.Workspace, b.Workspace.Offset(4 * weights), b.Workspace.Offset(4 * (weights + slots))}
-	if wide != nil {
-		weights, left = slots*wide.Width, [3]driver.Ptr{b.DWeights, b.DScales, b.Figures}
-	}
-	err := k.launch(s, func(l *fake.Launch) {
+	return k.launch(s, func(l *fake.Launch) {
 		p, in := kasminaPlan(l, b.KasminaLayer, wide, b.Reduction)
 		if !b.Clip {
 			p.Limit = nil
 		}
-		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, left[0], weights), floatsAt(l, left[1], slots), floatsAt(l, b.G, len(in[0])),
-			in[0], in[1], in[2])
+		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])), floatsAt(l, b.DScales, len(in[2])),
+			floatsAt(l, b.G, len(in[0])), in[0], in[1], in[2])
 		n := p.Seeds
 		bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
 		for i := range p.Figures {
@@ -158,7 +129,7 @@ func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward
 		if !b.Telemetry {
 			return
 		}
-		out := floatsAt(l, left[2], figures)
+		out := floatsAt(l, b.Figures, kernels.KasminaBackwardFigures*n)
 		for i := range p.Figures {
 			m := p.Figures[i].Norms
 			g := p.Figures[i].Gradient(p.Reduce)
@@ -166,18 +137,6 @@ func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward
 				out[j*n+i] = float32(v)
 			}
 		}
-	})
-	if err != nil || wide != nil {
-		return err
-	}
-	return ended(s, b.Later, func(s driver.Stream) error {
-		return k.launch(s, func(l *fake.Launch) {
-			copy(floatsAt(l, b.DWeights, weights), floatsAt(l, left[0], weights))
-			copy(floatsAt(l, b.DScales, slots), floatsAt(l, left[1], slots))
-			if b.Telemetry {
-				copy(floatsAt(l, b.Figures, figures), floatsAt(l, left[2], figures))
-			}
-		})
 	})
 }
 

@@ -28,7 +28,6 @@ type Machine struct {
 	graph  *gorgonia.ExprGraph
 	config machineConfig
 	stream driver.Stream
-	aside  aside
 	k      kernelSet
 	blas   *matmuls
 
@@ -165,9 +164,6 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		}
 	}
 	if err := m.clearSums(); err != nil {
-		return nil, err
-	}
-	if err := m.aside.open(m); err != nil {
 		return nil, err
 	}
 	if config.monitor > 0 {
@@ -407,13 +403,13 @@ func (m *Machine) replay() error {
 }
 
 func (m *Machine) enqueue() error {
-	m.tuner.used, m.aside.behind = m.tuner.used[:0], false
+	m.tuner.used = m.tuner.used[:0]
 	for _, t := range m.program.tasks {
-		if err := m.enqueueTask(t); err != nil {
+		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
 		}
 	}
-	return m.joinTails()
+	return nil
 }
 
 // capture records what is enqueued as a graph.
@@ -574,7 +570,7 @@ func (m *Machine) Close() error {
 	for _, a := range m.attendants {
 		errs = append(errs, a.close())
 	}
-	errs = append(errs, m.dropRecordings(), m.aside.close(ctx))
+	errs = append(errs, m.dropRecordings())
 	if m.monitor != nil {
 		errs = append(errs, m.monitor.close())
 	}

@@ -97,9 +97,6 @@ type task struct {
 
 	layer *kasminaLayer // whose pass it is, unless it is a replay
 	bare  func() error  // the pass without telemetry
-
-	begin func(later func(kernels.KasminaTail)) error // run, but for a tail that it may leave for later; nil where there is none
-	joins bool                                        // it needs the tails of tasks before it
 }
 
 // program is a graph as a list of tasks over blocks of memory.
@@ -174,7 +171,6 @@ type compiler struct {
 	documents map[packing]*array
 	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
 	layers    map[*gorgonia.Node]place
-	tails     map[*block]bool // that tails work on which no task has awaited yet
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -183,7 +179,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, documents: map[packing]*array{},
-		gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}, tails: map[*block]bool{}}
+		gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -210,7 +206,6 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}
-	c.join()
 	c.plan()
 	return c.program, nil
 }
@@ -295,9 +290,6 @@ func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
 		if a != nil && a.block != nil && (i == 0 || !slices.Contains(touched[1:i], a)) {
 			t.bytes += float64(a.extent())
 		}
-	}
-	if t.joins = slices.ContainsFunc(touched, c.inTail); t.joins {
-		c.join()
 	}
 	c.tasks = append(c.tasks, t)
 	for _, a := range touched {

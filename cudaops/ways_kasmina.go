@@ -89,7 +89,7 @@ func (k tunedKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) 
 	j.run = func(way int, memory []driver.Ptr) error {
 		g, m := f, memory[kasminaArguments:]
 		g.KasminaLayer = k.kasminaOn(f.KasminaLayer, ways[way], m[0], memory)
-		g.Y, g.Bad, g.Workspace, g.Later = m[1], m[2], m[3], nil
+		g.Y, g.Bad, g.Workspace = m[1], m[2], m[3]
 		if f.Histogram != 0 {
 			g.Histogram = m[4]
 		}
@@ -130,7 +130,6 @@ func (k tunedKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward
 		g, m := b, memory[kasminaArguments:]
 		g.KasminaLayer = k.kasminaOn(b.KasminaLayer, ways[way], m[0], memory)
 		g.G, g.DX, g.DWeights, g.DScales, g.Bad, g.Clipped, g.Workspace = m[1], m[2], m[3], m[4], m[5], m[5].Offset(4*seeds), m[6]
-		g.Later = nil
 		if b.Telemetry {
 			g.Figures = m[7]
 		}

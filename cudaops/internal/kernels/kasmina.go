@@ -147,15 +147,7 @@ type KasminaForward struct {
 	Bad       driver.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram driver.Ptr // [Seeds, KasminaBins] of uint32, or null
 	Workspace driver.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
-
-	// Later takes the pass's tail, where it has one that can come later. If Later is nil, the pass is launched whole.
-	Later func(tail KasminaTail)
 }
-
-// KasminaTail launches what a pass has left: kernels of few blocks, which make Figures, DWeights and DScales of what is in Workspace.
-// The stream must have come to where the call returned that made the pass. Workspace, Weights, Scales and the state must last until
-// the tail is done; X and G need not.
-type KasminaTail func(s driver.Stream) error
 
 // KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
 // DScales of slots of no seed that learns become 0.
@@ -168,8 +160,6 @@ type KasminaBackward struct {
 	Figures                  driver.Ptr // [KasminaBackwardFigures, Seeds] of float32
 	Bad, Clipped             driver.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Workspace                driver.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
-
-	Later func(tail KasminaTail) // as that of KasminaForward
 }
 
 // KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
@@ -280,7 +270,6 @@ type kasminaPass struct {
 	unit, name string // of the kernel
 	suf        string // of the type
 	layer      []byte
-	aside      bool // it ends on a stream of its own
 }
 
 // kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
@@ -354,21 +343,7 @@ func (p *kasminaPass) main(a *driver.Args) error {
 
 // follow launches a kernel that awaits the one before it by itself, where GPUs can do that.
 func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args) error {
-	return p.launch(p.Stream, p.unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: !p.aside && p.overlaps()}, a)
-}
-
-// end launches the end of the pass, now or later. On another stream its first kernel has nothing before it that it could await by
-// itself: the stream does that.
-func (p *kasminaPass) end(later func(KasminaTail), launch func(p *kasminaPass) error) error {
-	if later == nil {
-		return launch(p)
-	}
-	later(func(s driver.Stream) error {
-		q := *p
-		q.Stream, q.aside = s, s != p.Stream
-		return launch(&q)
-	})
-	return nil
+	return p.launch(p.Stream, p.unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.overlaps()}, a)
 }
 
 // merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
@@ -412,21 +387,15 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
-	byRow := f.Telemetry && f.Reduction != KasminaExact
-	if f.Telemetry && p.family != KasminaTile {
-		if byRow || f.Histogram != 0 { // which read X
-			f.Later = nil
-		}
-		if err := p.end(f.Later, func(p *kasminaPass) error { return p.merge(f) }); err != nil {
-			return err
-		}
+	if err := p.merge(f); err != nil {
+		return err
 	}
 	if f.Histogram != 0 {
 		if err := p.histogram(f.Histogram); err != nil {
 			return err
 		}
 	}
-	if !byRow {
+	if !f.Telemetry || f.Reduction == KasminaExact {
 		return nil
 	}
 	if err := p.measureRows("kasmina_rows_health", args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
@@ -437,6 +406,9 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 
 // merge makes figures of what the blocks leave.
 func (p *kasminaPass) merge(f KasminaForward) error {
+	if !f.Telemetry || p.family == KasminaTile {
+		return nil
+	}
 	share, blocks := p.merging()
 	a := args().Ptr(f.Figures).Ptr(p.records).Int32(p.rowParts()).Int32(p.units).Int32(p.State.Seeds).Int32(share).
 		Float32(float32(f.Eps))
@@ -486,19 +458,14 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		sums = p.total
 	}
 	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
-	if err := p.main(a); err != nil {
+	if err := errors.Join(p.main(a), p.addUp(b)); err != nil || !byRow || !b.Telemetry {
 		return err
 	}
-	return p.end(b.Later, func(p *kasminaPass) error {
-		if err := p.addUp(b); err != nil || !byRow || !b.Telemetry {
-			return err
-		}
-		norms := KasminaNorms
-		if p.sharing > 0 {
-			norms = -1
-		}
-		return p.mergeRows(b.Figures, b.Reduction, 3, norms)
-	})
+	norms := KasminaNorms
+	if p.sharing > 0 {
+		norms = -1
+	}
+	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
 }
 
 // addUp makes figures, and the gradients of weights and scales, of what the blocks leave.

@@ -170,7 +170,7 @@ func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w Kasmin
 	return k.mix(s, g.name("kasmina_mix", suf), g, a)
 }
 
-// KasminaWideBackward is KasminaBackward for a layer with wide slots. It leaves nothing for later.
+// KasminaWideBackward is KasminaBackward for a layer with wide slots.
 func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w KasminaWide) error {
 	suf, empty, err := b.checkWide("KasminaWideBackward", b.Reduction, w)
 	if err != nil {
@@ -184,7 +184,6 @@ func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w Kasm
 	g := k.mixGrid(b.KasminaLayer, w, mixArrays(true))
 	scratch, _ := g.scratch(b.KasminaLayer, w.Workspace, true)
 	wide, dweights, dscales := b.Weights, b.DWeights, b.DScales
-	b.Later = nil
 	b.Weights, b.DWeights, b.DScales = scratch.narrow, scratch.dweights, scratch.dscales
 	if err := k.narrow(s, b.KasminaLayer, wide, w.Width); err != nil {
 		return err

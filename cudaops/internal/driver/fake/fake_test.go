@@ -110,24 +110,6 @@ func TestNothingRunsEarly(t *testing.T) {
 	}
 }
 
-// TestBranchesComeLate wants a branch of a graph to run when it is joined: what needs it earlier, or spoils what it reads, shows.
-func TestBranchesComeLate(t *testing.T) {
-	_, c := open(t, Config{})
-	p := get[driver.Ptr](t)(c.Alloc(4))
-	s, side := get[driver.Stream](t)(c.NewStream()), get[driver.Stream](t)(c.NewStream())
-	fork, join := get[driver.Event](t)(c.NewEvent(false)), get[driver.Event](t)(c.NewEvent(false))
-	check(t, c.BeginCapture(s), c.Memset8(p, 1, 4, s), c.Record(fork, s), c.Wait(side, fork))
-	check(t, c.CopyOnDevice(p+1, p, 1, side), c.Record(join, side), c.Memset8(p+2, 2, 1, side))
-	check(t, c.CopyOnDevice(p+3, p+1, 1, s), c.Memset8(p, 3, 1, s), c.Wait(s, join), c.CopyOnDevice(p, p+2, 1, s))
-	check(t, c.Record(join, side), c.Wait(s, join))
-	g := get[*driver.Graph](t)(c.EndCapture(s))
-	out := make([]byte, 4)
-	check(t, c.LaunchGraph(g, s), c.CopyToHost(out, p, s))
-	if want := []byte{1, 3, 2, 1}; !slices.Equal(out, want) || g.Nodes != 6 {
-		t.Errorf("%d nodes leave %v, want 6 and %v", g.Nodes, out, want)
-	}
-}
-
 func TestStrayAccess(t *testing.T) {
 	kernels := map[string]Kernel{
 		"read":       func(l *Launch) { Slice[float32](l, l.Ptr(), l.Int32()) },

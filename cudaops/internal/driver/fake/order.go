@@ -2,7 +2,7 @@ package fake
 
 import (
 	"errors"
-	"slices"
+	"maps"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -18,43 +18,12 @@ type stream struct {
 	capture *capture
 }
 
-// capture records the work of its streams.
+// capture records the work of its streams in the order in which it was issued, which is one that events allow.
 type capture struct {
 	origin  *stream
-	lines   map[*stream][]piece
+	ops     []op
+	before  map[*stream]map[int]bool // of each stream: the ops that come before whatever it does next
 	invalid bool
-}
-
-// piece is an op in a line, or a wait for the beginning of another line.
-type piece struct {
-	do     op
-	origin *stream
-	n      int
-}
-
-// graph puts the ops into an order that events allow, in which each branch comes as late as they do, so that what it needs must last
-// until it is joined. It fails if one is not.
-func (k *capture) graph() (ops []op, joined bool) {
-	passed := map[*stream]int{}
-	var pass func(s *stream, n int)
-	pass = func(s *stream, n int) {
-		for passed[s] < n {
-			p := k.lines[s][passed[s]]
-			passed[s]++
-			if p.do == nil {
-				pass(p.origin, p.n)
-			} else {
-				ops = append(ops, p.do)
-			}
-		}
-	}
-	pass(k.origin, len(k.lines[k.origin]))
-	for s, line := range k.lines {
-		if slices.ContainsFunc(line[passed[s]:], func(p piece) bool { return p.do != nil }) {
-			return nil, false
-		}
-	}
-	return ops, true
 }
 
 // event points to the mark of its last recording.
@@ -69,7 +38,7 @@ type mark struct {
 	passed  bool
 	at      time.Duration
 	capture *capture
-	n       int // pieces of the line before it
+	before  map[int]bool
 }
 
 // issue traces, counts and enqueues work, or records it.
@@ -90,7 +59,8 @@ func (c *Context) issue(o Op, work driver.Stats, do op) error {
 
 func (s *stream) push(do op) {
 	if k := s.capture; k != nil {
-		k.lines[s] = append(k.lines[s], piece{do: do})
+		k.before[s][len(k.ops)] = true
+		k.ops = append(k.ops, do)
 		return
 	}
 	s.queue = append(s.queue, do)
@@ -273,7 +243,7 @@ func (c *Context) Record(e driver.Event, s driver.Stream) error {
 	ev.mark = m
 	c.ledger.Recorded(e, s)
 	if k := st.capture; k != nil {
-		m.capture, m.n = k, len(k.lines[st])
+		m.capture, m.before = k, maps.Clone(k.before[st])
 		return nil
 	}
 	st.push(func() error {
@@ -328,8 +298,11 @@ func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 		st.push(func() error { c.pass(m); return nil })
 		return nil
 	}
-	st.capture = m.capture
-	m.capture.lines[st] = append(m.capture.lines[st], piece{origin: m.stream, n: m.n})
+	if st.capture == nil {
+		st.capture = m.capture
+		st.capture.before[st] = map[int]bool{}
+	}
+	maps.Copy(st.capture.before[st], m.before)
 	c.ledger.Waited(s, e)
 	return nil
 }
@@ -410,7 +383,7 @@ func (c *Context) BeginCapture(s driver.Stream) error {
 	if s == 0 || st.capture != nil {
 		return driver.NewError(call, driver.CaptureUnsupported, "", "the default stream, or one being captured already")
 	}
-	st.capture = &capture{origin: st, lines: map[*stream][]piece{st: nil}}
+	st.capture = &capture{origin: st, before: map[*stream]map[int]bool{st: {}}}
 	c.ledger.BeginCapture(s)
 	return nil
 }
@@ -429,25 +402,24 @@ func (c *Context) EndCapture(s driver.Stream) (*driver.Graph, error) {
 		return nil, driver.NewError(call, driver.CaptureUnmatched, "", "no capture was begun on the stream")
 	}
 	work := c.ledger.EndCapture(s)
-	for member := range k.lines {
+	for member := range k.before {
 		member.capture = nil
 	}
 	if err := c.begin(call); err != nil {
 		return nil, err
 	}
-	ops, joined := k.graph()
 	switch {
 	case k.invalid:
 		return nil, driver.NewError(call, driver.CaptureInvalidated, "", "a call during the capture was not allowed in it")
-	case !joined:
+	case len(k.before[st]) != len(k.ops):
 		return nil, driver.NewError(call, driver.CaptureUnjoined, "", "a stream was not joined back by an event")
 	}
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err
 	}
 	work.GraphLaunches++
-	g := &driver.Graph{Handle: c.handleFor(), Nodes: len(ops), Work: work}
-	c.graphs[g.Handle] = ops
+	g := &driver.Graph{Handle: c.handleFor(), Nodes: len(k.ops), Work: work}
+	c.graphs[g.Handle] = k.ops
 	return g, nil
 }
 
