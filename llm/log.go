@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// JSONLog writes a line with one JSON object to the file at path, whose folders it makes, for every event. Each has "time", "event", "step" and
-// "elapsed_s", the seconds since this process started the run, and by event:
+// JSONLog writes a line with one JSON object to the file at path, whose folders it makes, for every event. Each has "time",
+// "event", "step" and "elapsed_s", the seconds since this process started the run, and by event:
 //
 //	start   steps, params, seeds
 //	complete

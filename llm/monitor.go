@@ -55,8 +55,8 @@ type Tracer interface {
 }
 
 // ProfileStep profiles a step of the run: it begins when that many steps have been made (at least 1), which load kernels and
-// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, whose folders it makes, and prints a summary. The trainer's engine
-// must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
+// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, whose folders it makes, and prints a
+// summary. The trainer's engine must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
 	case t == nil || w == nil:

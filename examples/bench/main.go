@@ -80,7 +80,8 @@ func main() {
 	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f8, f16 or f32, for training on a GPU")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
-	flag.Float64Var(&o.clip, "clip", 0, "limit the global norm of the gradients to this; 0 for no limit, as in the peer's step unless it has --clip too")
+	flag.Float64Var(&o.clip, "clip", 0, "limit the global norm of the gradients to this, for training on a GPU; 0 for no limit, as in the peer's step\n"+
+		"unless it has --clip too; on a CPU the limit is 1")
 	flag.StringVar(&o.profile, "profile", "", "write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
 		"and print a summary to standard error; of several models to a file each, with the model's name in its name")
 	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")

@@ -154,12 +154,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 // leaves nothing behind.
 func writable(dir string) error {
 	f, err := os.CreateTemp(dir, ".probe-*")
-	if parent := filepath.Dir(dir); errors.Is(err, fs.ErrNotExist) && parent != dir {
-		return writable(parent)
-	} else if err != nil {
-		return err
+	if err == nil {
+		return errors.Join(f.Close(), os.Remove(f.Name()))
 	}
-	return errors.Join(f.Close(), os.Remove(f.Name()))
+	_, there := os.Lstat(dir) // also of a link to nothing, which no folder can be made at
+	if parent := filepath.Dir(dir); errors.Is(there, fs.ErrNotExist) && parent != dir {
+		return writable(parent)
+	}
+	return err
 }
 
 // resumeHint says what to do about a checkpoint that does not fit.

@@ -189,6 +189,7 @@ func TestBadOptions(t *testing.T) {
 		"-heads 3":              "multiple of Heads",
 		"-heads 5 -dim 192":     "Dim is 192, want a multiple of Heads, 5",
 		"-seeds 5":              "Seeds is 5",
+		"-out=":                 `-out is "", want a folder`,
 		"-prompt=":              `-prompt is "", want some text`,
 		"-temperature -1":       "Temperature is -1",
 		"-top-p 2":              "TopP is 2",
@@ -224,7 +225,11 @@ func TestBadOptions(t *testing.T) {
 		})
 	}
 	file := filepath.Join(data, "0.txt") // in the place of a folder
-	for _, out := range []string{file, filepath.Join(file, "a", "b")} {
+	outs := []string{file, filepath.Join(file, "a", "b")}
+	if link := filepath.Join(t.TempDir(), "link"); os.Symlink(link+"-to-nothing", link) == nil { // where there are symbolic links
+		outs = append(outs, link, filepath.Join(link, "a"))
+	}
+	for _, out := range outs {
 		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "-out: ") {
 			t.Errorf("-out %s: %v", out, err)
 		}

@@ -209,6 +209,7 @@ func (o *options) finish() error {
 		name, want string
 		value      any
 	}{
+		{o.out != "", "out", "a folder", `""`},
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
 		{o.train.Batch >= 1, "batch", "at least 1", o.train.Batch},
 		{o.train.Accumulate >= 1, "accumulate", "at least 1", o.train.Accumulate},

@@ -539,6 +539,8 @@ def main():
             parser.error(f"there is no model {name}, want some of {', '.join(SIZES)}")
     if BATCH is not None and BATCH < 1:
         parser.error(f"a batch of {BATCH} sequences, want at least 1")
+    if not 0 <= CLIP < float("inf"):
+        parser.error(f"--clip is {CLIP}, want a number above 0, or 0 for no limit")
     where()
     for name in groups:
         attempt(name, GROUPS[DEVICE][name])
