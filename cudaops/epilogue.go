@@ -17,7 +17,8 @@ import (
 type matmulRun func(d, a, b driver.Ptr) error
 
 // productWays is a product and what is done with its result, which are computed separately, by cuBLASLt and a kernel, or in one
-// kernel that has some ways. Either takes memory for the arguments, which begin with the arrays: all that the one kernel works on.
+// kernel that has some ways. Either takes memory for the arguments. For productThen these begin with the arrays, which are then all that
+// the one kernel works on; of others the arrays are those that the copy engine moves.
 type productWays struct {
 	product
 	op, shape string

@@ -151,6 +151,8 @@ func TestFiguresMatchSources(t *testing.T) {
 			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
 		"norm.cu": {fmt.Sprintf("kStages = %d;", walkStages), fmt.Sprintf("kOwnStages = %d;", ownStages),
 			fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3])},
+		"quantize_weights.cu": {fmt.Sprintf("kThreads = %d, kColumns = 8, kGroups = 8, kTiles = %d;", weightThreads, weightColumns/(8*8)),
+			fmt.Sprintf("kRows = kThreads / kGroups * %d;", weightRows*8/weightThreads)},
 		"reduce.cu": {fmt.Sprintf("kRun = %d;", columnRun), fmt.Sprintf("kRowUnroll = %d;", rowUnroll)},
 		"rope.cu":   {fmt.Sprintf("kThreads = %d;", ropeThreads)},
 	} {
