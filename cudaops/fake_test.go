@@ -485,47 +485,6 @@ func upstream(l *fake.Launch, a kernels.CrossEntropy) float32 {
 	return floatsAt(l, a.Grad, 1)[0]
 }
 
-func (k *fakeKernels) LinearCrossEntropyWays(kernels.LinearCrossEntropyShape, driver.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused"}}
-}
-
-func (k *fakeKernels) LinearCrossEntropyWorkspace(a kernels.LinearCrossEntropyShape) int {
-	return 4 * a.Rows
-}
-
-func (k *fakeKernels) LinearCrossEntropy(s driver.Stream, a kernels.LinearCrossEntropy) error {
-	return k.launch(s, func(l *fake.Launch) {
-		fake.Slice[byte](l, a.Workspace, 4*a.Rows)
-		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, kernels.CrossEntropy{Grad: a.Grad})
-		terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
-		losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
-		cpu.Gemm(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0, terms, a.V)
-		for r, target := range intsAt(l, a.Targets, a.Rows) {
-			row := terms[r*a.V:][:a.V]
-			losses[r], factors[r] = 0, 0
-			if target < 0 {
-				clear(row)
-			} else {
-				z := cpu.ExpSub(row, row, row[target])
-				losses[r], factors[r] = float32(math.Log(float64(z))), scale/z
-				row[target] -= z
-			}
-			for i := range a.D {
-				scaled[r*a.D+i] = factors[r] * x[r*a.D+i]
-			}
-		}
-	})
-}
-
-func (k *fakeKernels) ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error {
-	return k.launch(s, func(l *fake.Launch) {
-		f := floatsAt(l, factors, rows)
-		for i := range floatsAt(l, x, rows*d) {
-			floatsAt(l, x, rows*d)[i] *= f[i/d]
-		}
-	})
-}
-
 func (k *fakeKernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		var sum float32
