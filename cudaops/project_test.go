@@ -109,7 +109,7 @@ func TestProjectionWays(t *testing.T) {
 	})
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
-			p := projected{3, 264, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2, HeadDim: headDim, Causal: true}}
+			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2, HeadDim: headDim, Causal: true}}
 			device := openGPU(t)
 			check(t, device, p, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
 		})
