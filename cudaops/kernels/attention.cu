@@ -236,9 +236,11 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and four positions at a time.
+// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and four positions at a time. The
+// kernel also sets the first n counters to zero, of which the kernels behind it have at most two for a block's positions, and one.
 // Launch: batch·⌈seq/128⌉·heads blocks of 256 threads; the heads of a position, which lie together, are neighbours.
-template <class T> __device__ __forceinline__ void statistics(const Params &p) {
+template <class T> __device__ __forceinline__ void statistics(const Params &p, int *counters, int n) {
+  if (const int i = blockIdx.x * kThreads + threadIdx.x; i < n) counters[i] = 0;
   constexpr int V = kVec<T>, positions = kStatsTile / (kThreads / 8);
   const int rows = statsRows(p), tiles = rows / kStatsTile;
   const int head = blockIdx.x % p.heads, tile = blockIdx.x / p.heads % tiles, batch = blockIdx.x / p.heads / tiles;
@@ -338,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i64(
   }
 #define STATISTICS(T)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(attention::kThreads) attention_stats_##T(                                  \
-      const __grid_constant__ attention::Params p) {                                                                      \
-    attention::statistics<T>(p);                                                                                          \
+      const __grid_constant__ attention::Params p, int *counters, int n) {                                                \
+    attention::statistics<T>(p, counters, n);                                                                             \
   }
 #define KERNELS(T)                                 \
   KERNEL(attention_plain_forward, forward, T)      \

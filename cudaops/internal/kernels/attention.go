@@ -145,7 +145,12 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.lse, p.stats = lse, stats
 	if !c.hopper() || c.fused() { // otherwise the first kernel forms the statistics
 		l := line(a.Batch*a.Heads*a.statsRows()/attentionStatsTile, 256)
-		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8)); err != nil {
+		var counters driver.Ptr
+		var n int
+		if c.fused() {
+			_, counters, n = c.fusedWorkspace()
+		}
+		if err := k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(p.bytes(), 8).Ptr(counters).Int32(n)); err != nil {
 			return err
 		}
 	}

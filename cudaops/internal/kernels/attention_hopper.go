@@ -215,17 +215,19 @@ func (a AttentionShape) fusedSums() (tiles, bytes int) {
 	return a.Batch * a.Heads * ceilDiv(a.Seq, tile), 4 * dim * tile
 }
 
+// fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its counters, which begin at zero.
+func (c *attentionCall) fusedWorkspace() (dq, counters driver.Ptr, n int) {
+	sums, bytes := c.fusedSums()
+	dq = c.params.stats.Offset(8 * c.Batch * c.Heads * c.statsRows())
+	return dq, dq.Offset(sums * bytes), sums + 1
+}
+
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
 func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	p, dim := c.params, c.hopperDim()
 	h := fusedShapes[dim]
-	sums, bytes := c.fusedSums()
-	dq := p.stats.Offset(8 * c.Batch * c.Heads * c.statsRows())
-	counters := dq.Offset(sums * bytes)
-	if err := k.poison(s, dq, sums*bytes); err != nil {
-		return err
-	}
-	if err := k.ctx.Memset32(counters, 0, sums+1, s); err != nil {
+	dq, counters, _ := c.fusedWorkspace()
+	if err := k.poison(s, dq, int(counters-dq)); err != nil {
 		return err
 	}
 	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
