@@ -8,13 +8,13 @@
 // position = row mod seq. The bits are those of a product whose sums are formed in the same order, and rope.cu behind it.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The rounded sums of a tile wait in the multipliers' own registers while
-// the products of the next tile run: in each of its first steps a thread turns a part, 16 columns of a head's first half and those
-// that they are paired with, both of which are in its registers, and leaves it in a panel of its warp. A few heads go from there to
-// memory at once by the copy engine. A thread has registers for the angles of one part: it asks for them before the step's products
-// start, and parts of other heads that need the same come next.
+// the products of the next tile run: in each of its first steps a thread turns a part of them, in one of its two rows some pairs of
+// a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a row's parts to memory
+// together. There are registers for the angles of one part. All heads of a tile need the same, so the parts that share them come
+// one behind the other, and a thread asks for each angle once a tile, a step ahead.
 //
 // Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, depth above 64·(parts − 1), x, weights and y at
-// multiples of 16 bytes, the tables of 8.
+// multiples of 16 bytes, the tables of 8, and seq·D below 2³¹.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
@@ -28,19 +28,19 @@ struct Params {
 
 #if defined(HOPPER)
 
-constexpr int kStages = 4, kPartColumns = 32;
+constexpr int kPanelRows = 8;
 
-// Shared memory: the stages, the panels of each multiplying warp, 16 rows of 64 columns each, then the barriers.
+// Shared memory: the stages, the panels of each multiplying warp, kPanelRows rows of 64 columns each, then the barriers.
 template <int Columns_> struct Shared {
-  static constexpr int Columns = Columns_, Panels = Columns == 256 ? 2 : 3;  // for as much as there is room for
+  static constexpr int Columns = Columns_, Stages = Columns == 256 ? 4 : 5, Panels = Columns / 64;
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int PanelBytes = 16 * 128, Barriers = kStages * StageBytes + 4 * kWorkers * Panels * PanelBytes;
+  static constexpr int PanelBytes = kPanelRows * 128, Barriers = Stages * StageBytes + 4 * kWorkers * Panels * PanelBytes;
   uint32_t base;
-  Ring<kStages> ring;
+  Ring<Stages> ring;
   __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
   __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t panels(int warp) const { return base + kStages * StageBytes + warp * Panels * PanelBytes; }
+  __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * Panels * PanelBytes; }
 };
 
 template <int Columns> __device__ inline Schedule<Columns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
@@ -62,30 +62,14 @@ template <class M> __device__ inline void copyTiles(const Params &p, const Tenso
 __device__ inline float2 unpack(uint32_t v, bf16) { return __bfloat1622float2(*(__nv_bfloat162 *)&v); }
 __device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
 
-// The angles of a part: those of columns 8n + lane % 4 · 2 and the next one, of rows lane / 4 and 8 more.
-struct Angles {
-  float2 cosine[2][2], sine[2][2];
-
-  // at is where the row's begin in the tables, apart what the other row's are away.
-  __device__ void load(const Params &p, const int (&at)[2], int column) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        cosine[half][n] = *(const float2 *)(p.cosines + at[half] + column + 8 * n);
-        sine[half][n] = *(const float2 *)(p.sines + at[half] + column + 8 * n);
-      }
-  }
-};
-
 // The rounded sums of a warp's 16 rows of a tile, a lane's being those of columns 8n + lane % 4 · 2 and the next one of rows lane / 4
-// and 8 more.
+// and 8 more. A part is 8 rows of Pairs columns of a head's first half, and those that they are paired with.
 template <typename T, int D, class M> struct Held {
-  static constexpr int Columns = M::Columns, Parts = Columns / kPartColumns;
-  static constexpr int Together = M::Panels * 64 / D, TogetherParts = Together * D / kPartColumns;  // heads that the panels hold
+  static constexpr int Columns = M::Columns, Pairs = D % 64 ? D / 2 : 32, Chunks = Pairs / 8;
+  static constexpr int Heads = Columns / D, RowParts = Columns / Pairs / 2, Parts = 2 * RowParts;
   uint32_t v[Columns / 8][2];
-  Angles angles;
-  int row, column, at[2];
+  float2 cosine[Chunks], sine[Chunks];
+  int row, column, at[2];  // where the angles of rows begin
 
   __device__ explicit Held(const Params &p) : row(p.rows), column(p.turned), at{0, 0} {  // of no tile
 #pragma unroll
@@ -111,55 +95,59 @@ template <typename T, int D, class M> struct Held {
     }
   }
 
-  // The heads of a group take turns, so that they use the same angles one after the other.
-  static __device__ constexpr int groupOf(int part) { return part / TogetherParts; }
-  static __device__ constexpr int headOf(int part) { return part % TogetherParts % Together; }
-  static __device__ constexpr int pairsOf(int part) { return part % TogetherParts / Together * 16; }
+  static __device__ constexpr int halfOf(int part) { return part / RowParts; }
+  static __device__ constexpr int pairsOf(int part) { return part % RowParts / Heads * Pairs; }
+  static __device__ constexpr int headOf(int part) { return part % Heads; }
 
-  __device__ bool turns(const Params &p, int group, int head) const { return column + (group * Together + head) * D < p.turned; }
-
+  // Asks for the angles of a part, unless the one before has the same.
   __device__ void ask(const Params &p, int part) {
-    if (headOf(part) == 0 && turns(p, groupOf(part), 0)) angles.load(p, at, pairsOf(part));
+    if (headOf(part) > 0 || column >= p.turned) return;
+    const int from = at[halfOf(part)] + pairsOf(part);
+#pragma unroll
+    for (int n = 0; n < Chunks; n++) {
+      cosine[n] = *(const float2 *)(p.cosines + from + 8 * n);
+      sine[n] = *(const float2 *)(p.sines + from + 8 * n);
+    }
   }
 
   __device__ void finish(const Params &p, const TensorMap &y, uint32_t panels, int part) {
-    const int lane = threadIdx.x % 32, group = groupOf(part), head = headOf(part), pairs = pairsOf(part);
-    const int first = (head * D + pairs) / 8, second = first + D / 16, n = group * Together * D / 8;
-    if (part % TogetherParts == 0) {
+    const int lane = threadIdx.x % 32, half = halfOf(part), head = headOf(part);
+    const int first = (head * D + pairsOf(part)) / 8, second = first + D / 16;
+    if (part % RowParts == 0) {
       if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       __syncwarp();
     }
-    uint32_t(&a)[2][2] = *(uint32_t(*)[2][2])&v[n + first], (&b)[2][2] = *(uint32_t(*)[2][2])&v[n + second];
-    if (turns(p, group, head))
+    uint32_t e[2 * Chunks];
 #pragma unroll
-      for (int j = 0; j < 2; j++)
+    for (int n = 0; n < Chunks; n++) {
+      e[n] = v[first + n][half];
+      e[Chunks + n] = v[second + n][half];
+    }
+    if (column + head * D < p.turned)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float2 s = unpack(a[j][half], T()), t = unpack(b[j][half], T()), cos = angles.cosine[half][j], sin = angles.sine[half][j];
-          a[j][half] = pack(fmaf(s.x, cos.x, -(t.x * sin.x)), fmaf(s.y, cos.y, -(t.y * sin.y)), T());
-          b[j][half] = pack(fmaf(t.x, cos.x, s.x * sin.x), fmaf(t.y, cos.y, s.y * sin.y), T());
-        }
-    leave(panels, first, a);
-    leave(panels, second, b);
-    if (part % TogetherParts == TogetherParts - 1) {
+      for (int n = 0; n < Chunks; n++) {
+        const float2 a = unpack(e[n], T()), b = unpack(e[Chunks + n], T()), cos = cosine[n], sin = sine[n];
+        e[n] = pack(fmaf(a.x, cos.x, -(b.x * sin.x)), fmaf(a.y, cos.y, -(b.y * sin.y)), T());
+        e[Chunks + n] = pack(fmaf(b.x, cos.x, a.x * sin.x), fmaf(b.y, cos.y, a.y * sin.y), T());
+      }
+#pragma unroll
+    for (int n = 0; n < 2 * Chunks; n += 4) {
+      const int mine = n + lane / 8, chunk = mine < Chunks ? first + mine : second + mine - Chunks, r = lane % 8;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       panels + chunk / 8 * M::PanelBytes + r * 128 + (chunk % 8 ^ r) * 16),
+                   "r"(e[n]), "r"(e[n + 1]), "r"(e[n + 2]), "r"(e[n + 3])
+                   : "memory");
+    }
+    if (part % RowParts == RowParts - 1) {
       fenceAsync();
       __syncwarp();
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < M::Panels; i++) storeBox(y, panels + i * M::PanelBytes, column + (group * M::Panels + i) * 64, row, 0);
+        for (int i = 0; i < M::Panels; i++) storeBox(y, panels + i * M::PanelBytes, column + 64 * i, row + 8 * half, 0);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
     }
     if (part < Parts - 1) ask(p, part + 1);
-  }
-
-  // Leaves 16 columns in the panels, which begin with chunk 0.
-  static __device__ void leave(uint32_t panels, int chunk, const uint32_t (&e)[2][2]) {
-    const int lane = threadIdx.x % 32, r = lane % 16;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     panels + chunk / 8 * M::PanelBytes + r * 128 + ((chunk % 8 + lane / 16) ^ r % 8) * 16),
-                 "r"(e[0][0]), "r"(e[0][1]), "r"(e[1][0]), "r"(e[1][1])
-                 : "memory");
   }
 };
 

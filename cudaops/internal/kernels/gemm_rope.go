@@ -19,23 +19,23 @@ type RoPEProduct struct {
 type RoPEProductShape struct{ Rows, Columns, D, Turned, Seq, HeadDim int }
 
 // RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
-// where D and Columns are multiples of 8, heads have 64, 96 or 128 features, and D is above 448, for heads of 96 above 320.
+// where D and Columns are multiples of 8, heads have 64, 96 or 128 features, and D is above 448, for heads of 96 above 192.
 func (k *Kernels) RoPEProductWays(a RoPEProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
 	if tile.columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
-		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(tile.columns/turnedPart-1) ||
+		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(tile.parts-1) ||
 		min(a.Rows, a.Columns, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
 }
 
-// The shape of gemm_hopper_rope.cu: the stages, the columns of a part, the columns of a tile by the features of a head, and the panels
-// of a warp.
-const turnedStages, turnedPart = 4, 32
+// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile, the stages, and the parts in which
+// it is turned. A warp brings turnedRows rows to memory at once.
+var turnedTiles = map[int]struct{ columns, stages, parts int }{64: {256, 4, 8}, 96: {192, 5, 4}, 128: {256, 4, 8}}
 
-var turnedTiles = map[int]struct{ columns, panels int }{64: {256, 2}, 96: {192, 3}, 128: {256, 2}}
+const turnedRows, turnedWarps = 8, 8
 
 // RoPEProduct launches one kernel.
 func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
@@ -45,7 +45,7 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	}
 	ways := k.RoPEProductWays(a.RoPEProductShape, a.Type)
 	if len(ways) == 0 || (a.Cos|a.Sin)%8 != 0 {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, D above 448 or 320, HeadDim 64, "+
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, D above 448 or 192, HeadDim 64, "+
 			"96 or 128, Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and tables at multiples of 8", op,
 			a.RoPEProductShape, a.Type)
 	}
@@ -58,11 +58,11 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	}
 	tile, depth := turnedTiles[a.HeadDim], uint64(a.D)
 	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf), threads: 384,
-		shared: turnedStages*(2*gemmDepth*(gemmRows+tile.columns)+16) + 8*tile.panels*2*16*64, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
+		shared: tile.stages*(2*gemmDepth*(gemmRows+tile.columns)+16) + turnedWarps*turnedRows*2*tile.columns, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
 		params: args().Ptr(a.Cos).Ptr(a.Sin).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
 			{a.Weights, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
-			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, 16, 1}},
+			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, turnedRows, 1}},
 		}}.launch(k, s)
 }
