@@ -19,7 +19,6 @@ namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const void *ab;  // backward: [gate | up]
   int rows, f, depth;
   int section;  // of Schedule
 };
@@ -133,7 +132,7 @@ template <typename T> struct Forward {
       : held(p.rows), ab(ab), h(h), panels(m.panels(warp)) {}
   __device__ void begin() {}
 
-  __device__ void finish(int slot, const Params &, int, int, bool) {
+  __device__ void finish(int slot, int, int, bool) {
     const int lane = threadIdx.x % 32, half = slot / 4, part = slot % 4, first = half * 8;
     const bool gated = part == 1 || part == 2;
     const uint32_t panel = panels + (gated != (half == 1)) * (kWarpBytes / 2);  // they take turns
@@ -195,7 +194,7 @@ template <typename T> struct Backward {
   }
 
   // Next is the tile that is being multiplied, if there is one.
-  __device__ void finish(int slot, const Params &p, int nextRow, int nextColumn, bool more) {
+  __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
     const int lane = threadIdx.x % 32;
     const uint32_t panel = panels + slot % 2 * Panel;
     if (lane == 0) {
@@ -203,7 +202,6 @@ template <typename T> struct Backward {
       if (slot + 1 < kParts) copy(slot + 1, held.row, held.column);
       if (slot + 1 == kSlots && more) copy(0, nextRow, nextColumn);
     }
-    if (slot >= kParts && more) expect(slot - kParts, p, nextRow, nextColumn);
     if (slot < kParts) {
       barrierWait(arrived + slot % 2 * 8, slot / 2 % 2);
       const uint32_t chunk = chunkOf<kPartColumns>(panel);
@@ -245,15 +243,6 @@ template <typename T> struct Backward {
       storesCommit();
     }
   }
-
-  // Asks for a quarter of the next tile's gate and up in L2, 128 bytes at a time.
-  __device__ void expect(int quarter, const Params &p, int nextRow, int nextColumn) {
-#ifndef NOEXPECT
-    const int lane = threadIdx.x % 32, row = nextRow + quarter * 4 + lane / 8, column = nextColumn + lane % 4 * 64;
-    if (row < p.rows && column < p.f)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((const T *)p.ab + ((int64_t)row * 2 + lane / 4 % 2) * p.f + column));
-#endif
-  }
 };
 
 template <typename T, class Finish>
@@ -283,7 +272,7 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &ab, const
 #pragma unroll
     for (int slot = 0; slot < Finish::kSlots; slot++, i++) {
       start(i, slot == 0);
-      before.finish(slot, p, row, t.column, true);
+      before.finish(slot, row, t.column, true);
       if (slot > 0) {
         productsWait<1>();
         releaseAll(m.ring, i - 1);
@@ -300,7 +289,7 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &ab, const
     before.held.take(sums, row, t.column);
   }
 #pragma unroll
-  for (int slot = 0; slot < Finish::kSlots; slot++) before.finish(slot, p, 0, 0, false);
+  for (int slot = 0; slot < Finish::kSlots; slot++) before.finish(slot, 0, 0, false);
   storesRead<0>();
 }
 

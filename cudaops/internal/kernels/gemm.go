@@ -112,8 +112,8 @@ func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) err
 		return err
 	}
 	g := gemmLaunch{unit: "gemm_hopper", kernel: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
-		elements: c.rows * c.f, shared: gateStages*(2*gemmDepth*(gemmRows+gateColumns)+16) + 2*gemmRows/16*(gateWarpBytes+16),
-		params: args().Ptr(c.ab).Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
+		elements: c.rows * c.f, shared: gateStages*(2*gemmDepth*(gemmRows+gateColumns)+16) + gemmRows/16*(gateWarpBytes+16),
+		params: args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
 	if c.stored != c.ab {
 		if err := k.poison(s, c.stored, 2*c.rows*c.f*c.dtype.Size()); err != nil {
 			return err
