@@ -394,7 +394,7 @@ func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward
 }
 
 func (k *fakeKernels) SiLUProductWays(bool, int, int, int, driver.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused", Size: 3}}
+	return []kernels.Way{{Family: "fused"}}
 }
 
 func (k *fakeKernels) SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error {

@@ -6,33 +6,39 @@
 // with x and g [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup] [rows, 2f] and h [rows, f].
 // gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
 //
-// gemm_hopper.cuh says how a block goes about it. Of the 256 columns of its tiles, in the forward pass 128 are of gate and the
-// same of up. What the multipliers leave Finishers warps take to memory.
+// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile wait, rounded, in 64 of their multipliers' own registers
+// while the products of the next tile run: a warp takes some of them to memory in each of the first kSlots steps of that, through
+// panels of its own and the copy engine. Of the 256 columns of a tile, in the forward pass 128 are of gate and the same of up, so
+// that a lane has both of a pair.
 //
-// Three finishers do for the forward pass, and for the backward pass of a long depth. With seven there are too many threads for
-// products of 256 columns, since the compiler wants room for their registers in every thread: the multipliers then read the left
-// operand twice.
-//
-// Needs: f and depth multiples of 8, pointers of 16 bytes.
+// Needs: f and depth multiples of 8, depth above 64·(kSlots − 1), pointers of 16 bytes.
 #include "gemm_hopper.cuh"
+#include "overlap.cuh"
 
 namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const void *ab;  // backward: [gate | up]
-  void *dab, *h;
   int rows, f, depth;
-  int section;     // rows of clusters that are worked on together, so that both operands stay in L2
+  int section;  // of Schedule
 };
 
 #if defined(HOPPER)
-constexpr int kColumns = 256, kStages = 3;
+constexpr int kColumns = 256, kStages = 4;
+constexpr int kWarpBytes = 2 * 16 * 128;  // of a warp's rows: 64 columns, twice
 
-// Rows of gate and up on their way to the finishers of the backward pass, who share them evenly: 512 bytes of each.
-constexpr int kGates = 18, kGateBytes = 2 * 512;
-
-using Shared = Memory<kColumns, kStages, kGates * kGateBytes>;
+// Shared memory: the stages, two panels of each multiplying warp, then the barriers.
+struct Shared {
+  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
+  static constexpr int Barriers = kStages * StageBytes + 4 * kWorkers * kWarpBytes;
+  uint32_t base;
+  Ring<kStages> ring;
+  __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
+  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
+  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
+  __device__ uint32_t panels(int warp) const { return base + kStages * StageBytes + warp * kWarpBytes; }
+  __device__ uint32_t arrived(int warp) const { return ring.barriers + ring.bytes + warp * 16; }  // of each panel
+};
 
 template <int Step> __device__ inline Schedule<Step> scheduleOf(const Params &p) { return {p.rows, p.f, p.section}; }
 
@@ -41,6 +47,7 @@ template <bool Forward> __device__ inline void copyTiles(const Params &p, const 
   auto schedule = scheduleOf<Forward ? kColumns / 2 : kColumns>(p);
   Tile t;
   for (int i = 0; schedule.take(t);)
+#pragma unroll 1  // for the lack of registers
     for (int k = 0; k < p.depth; k += kDepth, i++) {
       const uint32_t barrier = m.ring.fill(i, Shared::StageBytes), half = m.right(i) + schedule.rank * (Shared::RightBytes / kCluster);
       copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
@@ -52,22 +59,6 @@ template <bool Forward> __device__ inline void copyTiles(const Params &p, const 
         copyBox<true>(half + kPanelBytes, right, barrier, column + 64, k, 0);
       }
     }
-}
-
-template <typename T, bool Forward, int Finishers>
-__device__ inline void multiplyTiles(const Params &p, const Shared &m, int worker) {
-  auto schedule = scheduleOf<Forward ? kColumns / 2 : kColumns>(p);
-  Accumulator<1, kColumns> sums;
-  sums.clear();
-  Tile t;
-  for (int turn = 0, i = 0; schedule.take(t); turn++) {
-    const int end = i + (p.depth + kDepth - 1) / kDepth;
-    i = multiplyTile<T, !Forward, Finishers != 3>(sums, m, worker, i, end, [](int) {});
-    barrierWait(m.taken(worker), turn + 1 & 1);
-    leaveSums<T>(sums, m.sums(worker));
-    if (Forward) fenceAsync();
-    arriveOfWarp(m.summed(worker));
-  }
 }
 
 // ---- From the sums to memory ----
@@ -82,158 +73,250 @@ __device__ inline float gateOf(float a) {
 __device__ inline float2 unpack(uint32_t v, bf16) { return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)}; }
 __device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
 
-// Eight columns of a row, packed.
-struct Chunk {
-  uint32_t v[4];
+__device__ inline void loadMatrices(uint32_t (&v)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ inline void storeMatrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// Where a lane's chunk of the first 16 columns lies, in a panel of 16 rows of Columns; those of column c, a multiple of 16, are where
+// bits 4 to 6 differ by c / 8.
+template <int Columns> __device__ inline uint32_t chunkOf(uint32_t panel) {
+  const int lane = threadIdx.x % 32, r = lane % 16;
+  return panel + r * (2 * Columns) + (lane / 16 ^ (Columns == 64 ? r % 8 : r / 2 % 4)) * 16;
+}
+
+// Waits until the copy engine has read all but the latest Pending of what this lane had it store.
+template <int Pending> __device__ inline void storesRead() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory"); }
+__device__ inline void storesCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// The rounded sums of a warp's 16 rows of a tile: a lane has columns 8n + lane % 4 · 2 and the next one of rows lane / 4 and
+// 8 more.
+template <typename T> struct Held {
+  uint32_t v[kColumns / 8][2];
+  int row, column;
+
+  __device__ explicit Held(int rows) : row(rows), column(0) {  // of no tile
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n++) v[n][0] = v[n][1] = 0;
+  }
+
+  __device__ void take(const Accumulator<1, kColumns> &sums, int row, int column) {
+    this->row = row;
+    this->column = column;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n++) {
+      const float(&c)[4] = sums.c[0][n];
+      v[n][0] = pack(c[0], c[1], T());
+      v[n][1] = pack(c[2], c[3], T());
+    }
+  }
+
+  __device__ void store16(uint32_t at, int n) const { storeMatrices(at, v[n][0], v[n][1], v[n + 1][0], v[n + 1][1]); }
 };
 
-__device__ inline Chunk loadSums(uint32_t panels, int row, int chunk) {
-  Chunk c;
-  loadWords(c.v, panels + chunk / 8 * kPanelBytes + row * 128 + (chunk ^ row) % 8 * 16);
-  return c;
-}
+// gate, h and up leave 64 columns at a time; h takes two slots.
+template <typename T> struct Forward {
+  static constexpr int kSlots = 8, Step = kColumns / 2;
+  Held<T> held;
+  const TensorMap &ab, &h;
+  uint32_t panels;
 
-template <typename T> __device__ inline void storeChunk(T *to, const Chunk &c) {
-  *(uint4 *)to = {c.v[0], c.v[1], c.v[2], c.v[3]};
-}
+  __device__ Forward(const Params &p, const TensorMap &ab, const TensorMap &, const TensorMap &h, const Shared &m, int warp)
+      : held(p.rows), ab(ab), h(h), panels(m.panels(warp)) {}
+  __device__ void begin() {}
 
-// gate and up leave through the copy engine while h is formed, two rows at a time.
-template <typename T, int Finishers>
-__device__ inline void finishForward(const Params &p, const TensorMap &ab, const Shared &m, int warp) {
-  const int lane = threadIdx.x % 32, chunk = lane % 16;
-  auto schedule = scheduleOf<kColumns / 2>(p);
-  Tile t;
-  for (int turn = 0; schedule.take(t); turn++)
-    for (int worker = 0; worker < kWorkers; worker++) {
-      const uint32_t panels = m.sums(worker);
-      const int first = t.row + 64 * worker, column = t.column + 8 * chunk;
-      barrierWait(m.summed(worker), turn & 1);
-      if (warp == 0 && lane == 0) {
+  __device__ void finish(int slot, int, int, bool) {
+    const int lane = threadIdx.x % 32, half = slot / 4, part = slot % 4, first = half * 8;
+    const bool gated = part == 1 || part == 2;
+    const uint32_t panel = panels + (gated != (half == 1)) * (kWarpBytes / 2);  // they take turns
+    if (part != 2) {
+      if (lane == 0) storesRead<1>();
+      __syncwarp();
+    }
+    const uint32_t chunk = chunkOf<64>(panel);
+    if (!gated) {
+      const int from = first + (part == 3) * (kColumns / 16);
 #pragma unroll
-        for (int panel = 0; panel < 4; panel++)
-          storeBox(ab, panels + panel * kPanelBytes, t.column + panel % 2 * 64, panel / 2, first);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      }
-#pragma unroll 2
-      for (int r = 2 * warp + lane / 16; r < 64; r += 2 * Finishers) {
-        const Chunk a = loadSums(panels, r, chunk), b = loadSums(panels, r, chunk + 16);
-        Chunk h;
+      for (int n = 0; n < 8; n += 2) held.store16(chunk ^ n * 16, from + n);
+    } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float2 gate = unpack(a.v[j], T()), up = unpack(b.v[j], T());
-          h.v[j] = pack(gate.x * gateOf(gate.x) * up.x, gate.y * gateOf(gate.y) * up.y, T());
+      for (int n = part == 1 ? 0 : 4; n < (part == 1 ? 4 : 8); n += 2) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = first + n + i / 2;
+          const float2 gate = unpack(held.v[at][i % 2], T()), up = unpack(held.v[at + kColumns / 16][i % 2], T());
+          w[i] = pack(gate.x * gateOf(gate.x) * up.x, gate.y * gateOf(gate.y) * up.y, T());
         }
-        if (first + r < p.rows && column < p.f) storeChunk((T *)p.h + (int64_t)(first + r) * p.f + column, h);
+        storeMatrices(chunk ^ n * 16, w[0], w[1], w[2], w[3]);
       }
-      if (warp == 0 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      arriveOfWarp(m.taken(worker));
     }
-}
-
-// Asks for the tile's gate and up in L2, 128 bytes at a time.
-template <typename T, int Finishers> __device__ inline void expect(const Params &p, const Tile &t, int warp) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (int r = warp * 4 + lane / 8; r < kRows; r += 4 * Finishers) {
-    const int row = t.row + r, column = t.column + lane % 4 * 64;
-    if (row < p.rows && column < p.f)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((const T *)p.ab + ((int64_t)row * 2 + lane / 4 % 2) * p.f + column));
-  }
-}
-
-// The rows that a warp finishes, of one tile after the other.
-template <int Finishers> struct Rows {
-  Schedule<kColumns> schedule;
-  int warp, row;
-  bool more;
-  Tile t;
-  __device__ Rows(const Params &p, int warp) : schedule(scheduleOf<kColumns>(p)), warp(warp), row(warp), more(schedule.take(t)) {}
-  // Reports whether the next row is of another tile.
-  __device__ bool next() {
-    row += Finishers;
-    if (row < kRows) return false;
-    row = warp;
-    more = schedule.take(t);
-    return true;
+    if (part == 1) return;
+    fenceAsync();
+    __syncwarp();
+    if (lane == 0) {
+      if (gated)
+        storeBox(h, panel, held.column + 64 * half, held.row, 0);
+      else
+        storeBox(ab, panel, held.column + 64 * half, part == 3, held.row);
+      storesCommit();
+    }
   }
 };
 
-// A lane has eight columns. It starts copies of gate and up some rows before it needs them.
-template <typename T, int Finishers> __device__ inline void finishBackward(const Params &p, const Shared &m, int warp) {
-  constexpr int slots = kGates / Finishers;
-  const int lane = threadIdx.x % 32;
-  const uint32_t gates = m.extra() + warp * slots * kGateBytes + lane * 16;
-  Rows<Finishers> now(p, warp), ahead = now;
-  if (now.more) expect<T, Finishers>(p, now.t, warp);
-  auto copy = [&](uint32_t to) {
-    if (ahead.more) {
-      const int row = ahead.t.row + ahead.row, column = ahead.t.column + 8 * lane;
-      const bool there = row < p.rows && column < p.f;
-      const T *from = (const T *)p.ab + (there ? (int64_t)row * 2 * p.f + column : 0);
-      copyAsync<16>(to, from, there);
-      copyAsync<16>(to + 512, from + p.f, there);
-      if (ahead.next() && ahead.more) expect<T, Finishers>(p, ahead.t, warp);
+// In the first eight slots the warp has gate and up of 32 columns in one of its panels, forms dgate and dup in their place and h in
+// the place of dh, while the other panel's leave and the next come. In the last four h leaves, 64 columns at a time.
+template <typename T> struct Backward {
+  static constexpr int kParts = 8, kSlots = 12, Step = kColumns, kPartColumns = kColumns / kParts;
+  static constexpr int Panel = kWarpBytes / 2, Up = Panel / 2;  // of a panel, up's half
+  Held<T> held;
+  const TensorMap &ab, &dab, &h;
+  uint32_t panels, arrived;
+
+  __device__ Backward(const Params &p, const TensorMap &ab, const TensorMap &dab, const TensorMap &h, const Shared &m, int warp)
+      : held(p.rows), ab(ab), dab(dab), h(h), panels(m.panels(warp)), arrived(m.arrived(warp)) {}
+
+  __device__ void copy(int part, int row, int column) {  // by one lane
+    const uint32_t panel = panels + part % 2 * Panel, barrier = arrived + part % 2 * 8;
+    barrierExpect(barrier, Panel);
+    copyBox<false>(panel, ab, barrier, column + part * kPartColumns, 0, row);
+    copyBox<false>(panel + Up, ab, barrier, column + part * kPartColumns, 1, row);
+  }
+  __device__ void begin() {
+    if (threadIdx.x % 32 == 0) copy(0, held.row, held.column);
+  }
+
+  // Next is the tile that is being multiplied, if there is one.
+  __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t panel = panels + slot % 2 * Panel;
+    if (lane == 0) {
+      storesRead<0>();
+      if (slot + 1 < kParts) copy(slot + 1, held.row, held.column);
+      if (slot + 1 == kSlots && more) copy(0, nextRow, nextColumn);
     }
-    copyCommit();
-  };
-  for (int slot = 0; slot < slots; slot++) copy(gates + slot * kGateBytes);
-  int worker = -1;
-#pragma unroll 1
-  for (int turn = 0, slot = 0; now.more; slot = slot == slots - 1 ? 0 : slot + 1) {
-    if (now.row / 64 > worker) {
-      if (worker >= 0) arriveOfWarp(m.taken(worker));
-      barrierWait(m.summed(++worker), turn & 1);
-    }
-    copyWait<slots - 1>();
-    Chunk a, b, h, da, db;
-    const Chunk dh = loadSums(m.sums(worker), now.row % 64, lane);
-    loadWords(a.v, gates + slot * kGateBytes);
-    loadWords(b.v, gates + slot * kGateBytes + 512);
+    if (slot < kParts) {
+      barrierWait(arrived + slot % 2 * 8, slot / 2 % 2);
+      const uint32_t chunk = chunkOf<kPartColumns>(panel);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float2 x = unpack(a.v[j], T()), y = unpack(b.v[j], T()), g = unpack(dh.v[j], T());
-      const float2 s = {gateOf(x.x), gateOf(x.y)}, silu = {x.x * s.x, x.y * s.y};
-      h.v[j] = pack(silu.x * y.x, silu.y * y.y, T());
-      db.v[j] = pack(g.x * silu.x, g.y * silu.y, T());
-      da.v[j] = pack(g.x * y.x * (s.x + fmaf(-silu.x, s.x, silu.x)), g.y * y.y * (s.y + fmaf(-silu.y, s.y, silu.y)), T());
+      for (int n = 0; n < kPartColumns / 8; n += 2) {
+        const uint32_t at = chunk ^ n * 16;
+        uint32_t a[4], b[4];
+        loadMatrices(a, at);
+        loadMatrices(b, at + Up);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          uint32_t &d = held.v[slot * (kPartColumns / 8) + n + i / 2][i % 2];
+          const float2 x = unpack(a[i], T()), y = unpack(b[i], T()), g = unpack(d, T());
+          const float2 s = {gateOf(x.x), gateOf(x.y)}, silu = {x.x * s.x, x.y * s.y};
+          d = pack(silu.x * y.x, silu.y * y.y, T());
+          if (slot >= 6) d = __shfl_sync(kAllLanes, d, lane);  // else it is formed where it is used, of numbers that go to local memory
+          b[i] = pack(g.x * silu.x, g.y * silu.y, T());
+          a[i] = pack(g.x * y.x * (s.x + fmaf(-silu.x, s.x, silu.x)), g.y * y.y * (s.y + fmaf(-silu.y, s.y, silu.y)), T());
+        }
+        storeMatrices(at, a[0], a[1], a[2], a[3]);
+        storeMatrices(at + Up, b[0], b[1], b[2], b[3]);
+      }
+    } else {
+      __syncwarp();
+      const uint32_t chunk = chunkOf<64>(panel);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) held.store16(chunk ^ n * 16, (kSlots - 1 - slot) * 8 + n);
     }
-    const int row = now.t.row + now.row, column = now.t.column + 8 * lane;
-    if (row < p.rows && column < p.f) {
-      T *to = (T *)p.dab + (int64_t)row * 2 * p.f + column;
-      storeChunk(to, da);
-      storeChunk(to + p.f, db);
-      storeChunk((T *)p.h + (int64_t)row * p.f + column, h);
-    }
-    copy(gates + slot * kGateBytes);
-    if (now.next()) {
-      arriveOfWarp(m.taken(worker));
-      worker = -1;
-      turn++;
+    fenceAsync();
+    __syncwarp();
+    if (lane == 0) {
+      if (slot < kParts) {
+        storeBox(dab, panel, held.column + slot * kPartColumns, 0, held.row);
+        storeBox(dab, panel + Up, held.column + slot * kPartColumns, 1, held.row);
+      } else {
+        storeBox(h, panel, held.column + (kSlots - 1 - slot) * 64, held.row, 0);
+      }
+      storesCommit();
     }
   }
+};
+
+template <typename T, class Finish>
+__device__ inline void multiplyTiles(const Params &p, const TensorMap &ab, const TensorMap &dab, const TensorMap &h, const Shared &m,
+                                     int worker) {
+  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  constexpr bool down = Finish::Step == kColumns;  // the right operand's rows are the depth
+  constexpr int across = down ? kPanelBytes : 16, next = down ? 16 * 128 : 32;
+  auto schedule = scheduleOf<Finish::Step>(p);
+  const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
+  Accumulator<1, kColumns> sums;
+  sums.clear();
+  Finish before(p, ab, dab, h, m, 4 * worker + warp);
+  before.begin();
+  auto start = [&](int i, bool first) {
+    m.ring.wait(i);
+    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, across);
+    productsBegin();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) product<down>(sums.c[0], a.plus(k * 32), b.plus(k * next), k > 0 || !first, T());
+    productsCommit();
+  };
+  Tile t;
+  for (int i = 0; schedule.take(t);) {
+    const int end = i + steps, row = t.row + 64 * worker + 16 * warp;
+    hold(sums);
+#pragma unroll
+    for (int slot = 0; slot < Finish::kSlots; slot++, i++) {
+      start(i, slot == 0);
+      before.finish(slot, row, t.column, true);
+      if (slot > 0) {
+        productsWait<1>();
+        releaseAll(m.ring, i - 1);
+      }
+    }
+    for (; i < end; i++) {
+      start(i, false);
+      productsWait<1>();
+      releaseAll(m.ring, i - 1);
+    }
+    productsWait<0>();
+    hold(sums);
+    releaseAll(m.ring, i - 1);
+    before.held.take(sums, row, t.column);
+  }
+#pragma unroll
+  for (int slot = 0; slot < Finish::kSlots; slot++) before.finish(slot, 0, 0, false);
+  storesRead<0>();
 }
 
-template <typename T, bool Forward, int Finishers>
-__device__ inline void run(const Params &p, const TensorMap &left, const TensorMap &right, const TensorMap &ab) {
+template <typename T, class Finish>
+__device__ inline void run(const Params &p, const TensorMap &left, const TensorMap &right, const TensorMap &ab, const TensorMap &dab,
+                           const TensorMap &h) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  begin(m, Finishers);
-  constexpr int others = Finishers == 3 ? 128 : 256;
-  if (threadIdx.x < others) {
-    giveRegisters<Finishers == 3 ? 152 : 80>();
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp > 0 && warp <= Finishers) {
-      if constexpr (Forward)
-        finishForward<T, Finishers>(p, ab, m, warp - 1);
-      else
-        finishBackward<T, Finishers>(p, m, warp - 1);
-    } else if (threadIdx.x == 0) {
-      copyTiles<Forward>(p, left, right, m);
+  if (threadIdx.x == 0) {
+    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    for (int warp = 0; warp < 4 * kWorkers; warp++) {
+      barrierInit(m.arrived(warp), 1);
+      barrierInit(m.arrived(warp) + 8, 1);
     }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  meetCluster();
+  releaseNext();
+  awaitPrevious();
+  if (threadIdx.x < 128) {
+    giveRegisters<24>();
+    if (threadIdx.x == 0) copyTiles<Finish::Step != kColumns>(p, left, right, m);
     __syncwarp();
   } else {
-    takeRegisters<176>();
-    multiplyTiles<T, Forward, Finishers>(p, m, uniform((threadIdx.x - others) / 128));
+    takeRegisters<240>();
+    multiplyTiles<T, Finish>(p, ab, dab, h, m, uniform(threadIdx.x / 128) - 1);
   }
   meetCluster();  // the other block may still write here
 }
@@ -241,20 +324,17 @@ __device__ inline void run(const Params &p, const TensorMap &left, const TensorM
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: clusters of kCluster blocks of 384 threads, of 512 with seven finishers; as many as run at once. Dynamic shared memory:
-// see Memory.
-#define FORWARD(T)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_3_##T(                             \
-      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,                             \
-      const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap ab) {                       \
-    BODY(run<T, true, 3>(p, x, weights, ab));                                                                  \
+// Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Shared.
+#define DEFINE(T)                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_##T(                                                \
+      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,   \
+      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap h) {                                              \
+    BODY(run<T, gemm::Forward<T>>(p, x, weights, ab, ab, h));                                                                   \
+  }                                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_##T(                                       \
+      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
+      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab, const __grid_constant__ TensorMap h) {       \
+    BODY(run<T, gemm::Backward<T>>(p, g, down, ab, dab, h));                                                                    \
   }
-#define BACKWARD(T, finishers, threads)                                                                        \
-  extern "C" __global__ void __launch_bounds__(threads, 1) gemm_hopper_silu_mul_backward_##finishers##_##T(    \
-      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g,                             \
-      const __grid_constant__ TensorMap down) {                                                                \
-    BODY(run<T, false, finishers>(p, g, down, down));                                                          \
-  }
-#define DEFINE(T) FORWARD(T) BACKWARD(T, 3, 384) BACKWARD(T, 7, 512)
 DEFINE(bf16)
 DEFINE(f16)

@@ -26,24 +26,23 @@ type SiLUProductBackward struct {
 }
 
 // SiLUProductWays lists the ways to compute SiLUProduct, or its backward pass, of these sizes at addresses that are multiples
-// of 16, the fastest first: Hopper has some for two-byte types where F and D are multiples of 8. The number is that of the
-// warps that finish what others have multiplied.
+// of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8 and D is above 448, backward above 704.
 func (k *Kernels) SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []Way {
 	const limit = 1 << 30
-	switch {
-	case k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit:
+	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || d <= gateDepth(backward) ||
+		min(rows, f) < 1 || max(rows, f, d) > limit {
 		return nil
-	case backward:
-		return []Way{{"fused", 7}, {"fused", 3}}
 	}
-	return []Way{{"fused", 3}}
+	return []Way{{Family: "fused"}}
 }
 
 // The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and the rows of clusters in a
-// section; and of gemm_hopper.cu: the columns of a tile, the stages, and the bytes for rows of gate and up.
+// section; and of gemm_hopper.cu: the columns of a tile, the stages, the bytes of a warp's panels, the steps in which a tile is
+// brought to memory, and the columns of gate and up that come at once.
 const (
 	gemmRows, gemmDepth, gemmCluster, gemmSection = 128, 64, 2, 8
-	gateColumns, gateStages, gateBytes            = 256, 3, 18 * 1024
+	gateColumns, gateStages, gateWarpBytes        = 256, 4, 2 * 16 * 128
+	gateSlots, gateBackwardSlots, gateParts       = 8, 12, 8
 )
 
 // gemmShared is the shared memory of a block.
@@ -51,59 +50,74 @@ func gemmShared(columns, stages, extra int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + 2*gemmRows*columns + extra + 2*16
 }
 
+// gateDepth is what the depth must be above: a tile is brought to memory while the next one is multiplied.
+func gateDepth(backward bool) int {
+	if backward {
+		return gemmDepth * (gateBackwardSlots - 1)
+	}
+	return gemmDepth * (gateSlots - 1)
+}
+
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
-	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way,
-		ways: k.SiLUProductWays(false, a.Rows, a.F, a.D, a.Type), h: a.H}
-	return c.launch(k, s, a.AB, []gemmMatrix{
+	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
+	f := uint64(a.F)
+	return c.launch(k, s, []gemmMatrix{
 		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * uint64(a.F)}, [3]uint32{gemmDepth, gateColumns / 2, 1}},
-		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{uint64(a.F), uint64(a.F) * 2}, [3]uint32{64, 1, 64}},
+		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * f}, [3]uint32{gemmDepth, gateColumns / 2, 1}},
+		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, [3]uint32{64, 1, 16}},
+		{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}},
 	})
 }
 
 // SiLUProductBackward launches one kernel.
 func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) error {
-	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type,
-		way: a.Way, ways: k.SiLUProductWays(true, a.Rows, a.F, a.D, a.Type), h: a.H, ab: a.AB, dab: a.DAB}
-	return c.launch(k, s, 0, []gemmMatrix{
+	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", backward: true, rows: a.Rows, f: a.F, d: a.D,
+		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
+	f := uint64(a.F)
+	part := [3]uint32{gateColumns / gateParts, 1, 16}
+	return c.launch(k, s, []gemmMatrix{
 		{a.G, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Down, [3]int{a.F, a.D, 1}, [2]uint64{uint64(a.F), 8}, [3]uint32{64, gemmDepth, 1}},
+		{a.Down, [3]int{a.F, a.D, 1}, [2]uint64{f, 8}, [3]uint32{64, gemmDepth, 1}},
+		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
+		{a.DAB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
+		{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}},
 	})
 }
 
-// gateCall is a launch of gemm_hopper.cu.
+// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and h.
 type gateCall struct {
-	op, kernel string
-	rows, f, d int
-	dtype      driver.DType
-	way        Way
-	ways       []Way
-	ab, dab, h driver.Ptr
+	op, kernel    string
+	backward      bool
+	rows, f, d    int
+	dtype         driver.DType
+	way           Way
+	ab, stored, h driver.Ptr
 }
 
-// launch launches the kernel, whose copy engine stores [Rows, 2F] at stored, if that is not null.
-func (c gateCall) launch(k *Kernels, s driver.Stream, stored driver.Ptr, matrices []gemmMatrix) error {
+func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) error {
+	ways := k.SiLUProductWays(c.backward, c.rows, c.f, c.d, c.dtype)
 	if empty, err := checkSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
 		return err
 	}
-	if len(c.ways) == 0 || !aligned(c.ab, c.dab, c.h) {
-		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, float16 or "+
-			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
+	if len(ways) == 0 || !aligned(c.ab, c.stored, c.h) {
+		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, D above %d, float16 "+
+			"or bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype, gateDepth(c.backward))
 	}
-	way, err := c.way.of(c.op, c.ways)
-	if err != nil {
+	if _, err := c.way.of(c.op, ways); err != nil {
 		return err
 	}
 	suf, err := suffix(c.op, c.dtype)
 	if err != nil {
 		return err
 	}
-	g := gemmLaunch{unit: "gemm_hopper", kernel: fmt.Sprintf("%s_%d%s", c.kernel, way.Size, suf), threads: 384,
-		shared: gemmShared(gateColumns, gateStages, gateBytes), dtype: c.dtype, matrices: matrices, stored: stored, elements: 2 * c.rows * c.f,
-		params: args().Ptr(c.ab).Ptr(c.dab).Ptr(c.h).Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
-	if way.Size > 3 {
-		g.threads = 512
+	g := gemmLaunch{unit: "gemm_hopper", kernel: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
+		elements: c.rows * c.f, shared: gateStages*(2*gemmDepth*(gemmRows+gateColumns)+16) + gemmRows/16*(gateWarpBytes+16),
+		params: args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
+	if c.stored != c.ab {
+		if err := k.poison(s, c.stored, 2*c.rows*c.f*c.dtype.Size()); err != nil {
+			return err
+		}
 	}
 	return g.launch(k, s)
 }
@@ -159,6 +173,9 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 
 func (m gemmMatrix) tiled(dtype driver.DType) driver.TiledTensor {
 	t := driver.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:], Swizzle: driver.Swizzle128, Promotion: 256}
+	if int(m.box[0])*dtype.Size() == 64 {
+		t.Swizzle = driver.Swizzle64
+	}
 	for _, n := range m.dims {
 		t.Dims = append(t.Dims, uint64(n))
 	}

@@ -33,7 +33,7 @@ func (g *rig) scaled(n, d int, t driver.DType) (*buffer, []float64) {
 
 func TestSiLUProduct(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 64}, {515, 264, 200}, {2100, 2056, 40}} {
+	for _, s := range [][3]int{{1, 8, 712}, {129, 136, 776}, {64, 128, 768}, {515, 264, 1000}, {2100, 2056, 720}} {
 		rows, f, d := s[0], s[1], s[2]
 		types := []driver.DType{bf16, f16}
 		if rows > 1000 { // which makes blocks take several tiles
@@ -72,20 +72,20 @@ func TestSiLUProduct(t *testing.T) {
 					copy(want[2*r*f:], da[r*f:][:f])
 					copy(want[2*r*f+f:], db[r*f:][:f])
 				}
-				back := SiLUProductBackward{G: dy.Ptr, Down: down.Ptr, AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
-				for _, back.Way = range g.SiLUProductWays(true, rows, f, d, dt) {
-					h2, dab := g.alloc(rows*f, dt, 0), g.alloc(2*rows*f, dt, 0)
-					back.H, back.DAB = h2.Ptr, dab.Ptr
-					run = func() []float64 {
-						g.must(g.SiLUProductBackward(g.stream, back))
-						return append(g.read(h2), g.read(dab)...)
-					}
-					bits = run()
-					g.near(fmt.Sprint(back.Way, " h again"), h2, wantH, forward(dt))
-					g.near(fmt.Sprint(back.Way, " da, db"), dab, want, backward(dt))
-					if !slices.Equal(bits, run()) {
-						g.Errorf("%v: gradients differ from run to run", back.Way)
-					}
+				h2, dab := g.alloc(rows*f, dt, 0), g.alloc(2*rows*f, dt, 0)
+				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr, AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
+				run = func() []float64 {
+					g.must(g.SiLUProductBackward(g.stream, back))
+					return append(g.read(h2), g.read(dab)...)
+				}
+				wantBits := bits[:rows*f]
+				bits = run()
+				if !slices.Equal(bits[:rows*f], wantBits) {
+					g.Error("h differs from that of the forward pass")
+				}
+				g.near("da, db", dab, want, backward(dt))
+				if !slices.Equal(bits, run()) {
+					g.Error("gradients differ from run to run")
 				}
 				back.DAB = ab.Ptr // in place
 				g.must(g.SiLUProductBackward(g.stream, back))
@@ -109,11 +109,12 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 func TestSiLUProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)
-		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: bf16}
+		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 776, Type: bf16}
 		for what, change := range map[string]func(a *SiLUProduct){
 			"rows":    func(a *SiLUProduct) { a.Rows = -1 },
 			"f":       func(a *SiLUProduct) { a.F = 12 },
-			"d":       func(a *SiLUProduct) { a.D = 20 },
+			"d":       func(a *SiLUProduct) { a.D = 780 },
+			"depth":   func(a *SiLUProduct) { a.D = 448 },
 			"type":    func(a *SiLUProduct) { a.Type = f32 },
 			"aligned": func(a *SiLUProduct) { a.H += 2 },
 			"input":   func(a *SiLUProduct) { a.X += 8 },
@@ -126,8 +127,19 @@ func TestSiLUProductRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error", capability, what)
 			}
 		}
-		if takes := len(k.SiLUProductWays(false, 3, 8, 16, bf16)) > 0; takes != (capability == 90) || (k.SiLUProduct(0, ok) == nil) != takes {
-			t.Errorf("capability %d: takes it: %v", capability, takes)
+		for _, s := range []struct {
+			backward, takes bool
+			d               int
+		}{{false, true, 456}, {true, false, 456}, {true, false, 704}, {true, true, 712}} {
+			ok.D = s.d
+			err := k.SiLUProduct(0, ok)
+			if s.backward {
+				err = k.SiLUProductBackward(0, SiLUProductBackward{H: p, DAB: p, G: p, Down: p, AB: p, Rows: 3, F: 8, D: s.d, Type: bf16})
+			}
+			want := s.takes && capability == 90
+			if takes := len(k.SiLUProductWays(s.backward, 3, 8, s.d, bf16)) > 0; takes != want || (err == nil) != want {
+				t.Errorf("capability %d, %+v: takes it: %v, %v", capability, s, takes, err)
+			}
 		}
 		for _, op := range c.Trace() {
 			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0) {
@@ -141,8 +153,9 @@ func TestSiLUProductRefusals(t *testing.T) {
 func TestFiguresMatchSources(t *testing.T) {
 	for unit, figures := range map[string][]string{
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
-		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
-			fmt.Sprintf("kGates = %d, kGateBytes = 2 * 512;", gateBytes/1024)},
+		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages), "kWarpBytes = 2 * 16 * 128;",
+			fmt.Sprintf("kSlots = %d, Step = kColumns / 2;", gateSlots),
+			fmt.Sprintf("kParts = %d, kSlots = %d, Step = kColumns,", gateParts, gateBackwardSlots)},
 		"gemm_hopper_loss.cu": {fmt.Sprintf("kColumns = %d, kStages = %d, kParts = %d,", lossColumns, lossStages, lossParts),
 			fmt.Sprintf("kLossRows = %d;", lossRows), fmt.Sprintf("kLossWarps = %d;", lossWarps)},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
@@ -244,12 +257,9 @@ func TestSiLUProductSpeed(t *testing.T) {
 			})
 			show("backward, cuBLASLt alone", flops/2, back)
 			show("backward, cuBLASLt and gate", flops/2, func() { back(); siluBack() })
-			for _, way := range g.SiLUProductWays(true, rows, f, d, bf16) {
-				show("backward, "+way.String(), flops/2, func() {
-					g.must(g.SiLUProductBackward(g.stream, SiLUProductBackward{H: h, DAB: dab, G: dy, Down: down, AB: ab, Rows: rows, F: f, D: d,
-						Type: bf16, Way: way}))
-				})
-			}
+			show("backward, fused", flops/2, func() {
+				g.must(g.SiLUProductBackward(g.stream, SiLUProductBackward{H: h, DAB: dab, G: dy, Down: down, AB: ab, Rows: rows, F: f, D: d, Type: bf16}))
+			})
 		})
 	}
 }
