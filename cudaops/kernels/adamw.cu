@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   Chunk c = chunks[blockIdx.x / kRounds];
   if (control->skipped) return;
-  const Tensor& t = tensors[c.tensor];
+  const Tensor t = tensorOf(tensors, c.tensor);
   const Update u = updates[c.tensor];
   float multiplier = control->multiplier, eps = control->eps;
   float *param = t.param, *first = t.first, *second = t.second;

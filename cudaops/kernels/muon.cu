@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const Chunk* chunks, int nesterov) {
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
-  const Tensor t = tensors[c.tensor];
+  const Tensor t = tensorOf(tensors, c.tensor);
   float gain = updates[c.tensor].gain1, mu = t.beta1, multiplier = control->multiplier, sum = 0;
   auto update = [&](float& m, float g) {
     g *= multiplier;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     muon_direction(const float* squares, const Control* control, const Tensor* tensors, const Chunk* chunks, int nesterov) {
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
-  const Tensor t = tensors[c.tensor];
+  const Tensor t = tensorOf(tensors, c.tensor);
   float sum = 0;
   for (int i = threadIdx.x; i < t.chunks; i += kThreads) sum += squares[t.firstChunk + i];
   float inverse = 1.0f / (sqrtf(blockReduce<Sum>(sum)) + 1e-7f);
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     muon_apply(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
-  const Tensor t = tensors[c.tensor];
+  const Tensor t = tensorOf(tensors, c.tensor);
   const Update u = updates[c.tensor];
   struct Two {
     Pack<float, 4> p, o;

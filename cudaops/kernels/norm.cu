@@ -8,7 +8,7 @@
 // Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
 // columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
 // registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
-// order. A short row may instead be a warp's own, so that no warp waits for another. Rows that do not fit, or are not aligned to
+// order. A short row may instead be the own of a warp or two, so that no others wait for it. Rows that do not fit, or are not aligned to
 // 16 bytes, take kernels that read them twice.
 //
 // Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still
@@ -177,6 +177,26 @@ template <class T> struct Walk {
 
 // ---- Backward ----
 
+// floats and rounded convert a pack, two elements at a time, for which there are fewer instructions than for one by one.
+template <class T, int N> __device__ __forceinline__ Pack<float, N> floats(const Pack<T, N>& p) {
+  Pack<float, N> f;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    const float2 two = Pairs<T>::floats(pair(p, i));
+    f.v[2 * i] = two.x, f.v[2 * i + 1] = two.y;
+  }
+  return f;
+}
+__device__ __forceinline__ void roundTwo(float2& to, float a, float b) { to = make_float2(a, b); }
+__device__ __forceinline__ void roundTwo(__nv_bfloat162& to, float a, float b) { to = __floats2bfloat162_rn(a, b); }
+__device__ __forceinline__ void roundTwo(__half2& to, float a, float b) { to = __floats2half2_rn(a, b); }
+template <class T, int N> __device__ __forceinline__ Pack<T, N> rounded(const Pack<float, N>& f) {
+  Pack<T, N> p;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) roundTwo(reinterpret_cast<typename Pairs<T>::Word*>(&p)[i], f.v[2 * i], f.v[2 * i + 1]);
+  return p;
+}
+
 // Sums and products are joined by hand, for all kernels to round alike: gradient is s·(g·w − x·m) + add.
 __device__ __forceinline__ float gradient(float g, float w, float x, float s, float m, float add) {
   return fmaf(s, fmaf(g, w, -(x * m)), add);
@@ -224,23 +244,25 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
     float s = nextRstd;
     nextRstd = rstdOf(walk.row - walk.step);
     awaitAsync<kStages - 1>();
-    Pack<T, N> xr = walk.slot(0), gr = walk.slot(1);
+    const Pack<float, N> xr = floats(walk.slot(0)), gr = floats(walk.slot(1));
     float dot = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) dot = fmaf(gr.get(j) * wc.v[j], xr.get(j), dot);
+    for (int j = 0; j < N; j++) dot = fmaf(gr.v[j] * wc.v[j], xr.v[j], dot);
     float m = walk.template reduce<Sum>(dot) / d * s * s;
+    Pack<float, N> more = {};
+    if (add) more = floats(walk.slot(2));
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      float gj = gr.get(j), xj = xr.get(j);
-      dw[j] = fmaf(gj, xj * s, dw[j]);
-      xr.set(j, gradient(gj, wc.v[j], xj, s, m, add ? walk.slot(2).get(j) : 0.0f));
+      dw[j] = fmaf(gr.v[j], xr.v[j] * s, dw[j]);
+      more.v[j] = gradient(gr.v[j], wc.v[j], xr.v[j], s, m, more.v[j]);
     }
-    if (kFloat8) forget(xr);
-    if (walk.here()) store(dx + walk.at(), xr);
+    Pack<T, N> result = rounded<T>(more);
+    if (kFloat8) forget(result);
+    if (walk.here()) store(dx + walk.at(), result);
     if (!kFloat8) continue;
-    Scale scale(walk.template reduce<Largest>(walk.here() ? largest(0, xr) : 0));
+    Scale scale(walk.template reduce<Largest>(walk.here() ? largest(0, result) : 0));
     if (threadIdx.x == 0 && walk.row >= 0) scale8[walk.row] = scale.scale;
-    if (walk.here()) store(dx8 + walk.at(), scale.round(xr));
+    if (walk.here()) store(dx8 + walk.at(), scale.round(result));
   }
   awaitAsync<0>();
 
@@ -249,14 +271,30 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
   leaveSums(partial, reinterpret_cast<const float*>(shared), d);
 }
 
-// Rows of up to P·32·kVec elements, each a warp's own: its lanes hold P packs of it and wait for no other warp, and what they
-// add up is a shuffle. A block's warps take rows that lie a grid apart, so that all blocks have something to do in the last round.
-// Launch: kWarp threads by so many warps, at most kOwn<P>; any number of blocks. Dynamic shared memory: kOwnStages·P·512 bytes a
-// warp for each array, three with add, else two; and at least a row of floats a warp. Each block writes a row of partial [blocks, d].
+// Rows of up to W·P·32·kVec elements, each the own of W warps, whose lanes hold P packs of it. What they add up is a shuffle, so that a
+// row's warp waits for no other, and of two warps a barrier of the block besides, whose warps then all run the same number of rounds. A
+// block's rows lie a grid apart, so that all blocks have something to do in the last round.
+// Launch: W·kWarp threads by so many rows, at most kOwn<P> warps; any number of blocks. Dynamic shared memory: kOwnStages·P·512 bytes a
+// warp for each array, three with add, else two; and at least a row of floats. Each block writes a row of partial [blocks, d].
 constexpr int kOwnStages = 2;                          // rows on their way, of each warp
 template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
 
-template <class T, int P, bool kFloat8>
+// ownReduce reduces over the W warps of a row, in a kernel for each Op once a round, of which two use different memory.
+template <class Op, int W> __device__ __forceinline__ float ownReduce(float v, int round) {
+  v = warpReduce<Op>(v);
+  if constexpr (W > 1) {
+    __shared__ float parts[kOwnStages][kOwn<1>];
+    float* of = parts[round] + threadIdx.y * W;
+    if (threadIdx.x % kWarp == 0) of[threadIdx.x / kWarp] = v;
+    __syncthreads();  // a barrier of the row's warps alone is no faster, and compute-sanitizer's racecheck does not follow it
+    v = of[0];
+#pragma unroll
+    for (int i = 1; i < W; i++) v = Op::merge(v, of[i]);
+  }
+  return v;
+}
+
+template <class T, int P, int W, bool kFloat8>
 __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,
                                             const float* w, const float* rstd, const T* add, int64_t rows, int d) {
   constexpr int N = kVec<T>;
@@ -266,9 +304,11 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   const int arrays = add ? 3 : 2;
   const int64_t step = int64_t(gridDim.x) * blockDim.y;
   int64_t row = int64_t(threadIdx.y) * gridDim.x + blockIdx.x;
-  V* slots = reinterpret_cast<V*>(shared) + threadIdx.y * (kOwnStages * arrays * P * kWarp) + threadIdx.x;
-  auto slot = [&](int stage, int array, int k) { return slots + ((stage * arrays + array) * P + k) * kWarp; };
-  auto at = [&](int k) { return int(k * kWarp + threadIdx.x) * N; };
+  int64_t least = W > 1 ? blockIdx.x : row;  // of the rows whose warps wait for one another
+  V* slots = reinterpret_cast<V*>(shared) + threadIdx.y * (kOwnStages * arrays * P * W * kWarp) + threadIdx.x;
+  auto slot = [&](int stage, int array, int k) { return slots + ((stage * arrays + array) * P + k) * (W * kWarp); };
+  auto at = [&](int k) { return int(k * W * kWarp + threadIdx.x) * N; };
+  auto here = [&](int k) { return row < rows && at(k) < d; };
   auto fetch = [&](int stage, int64_t r) {
     auto copy = [&](int array, const T* from) {
 #pragma unroll
@@ -290,7 +330,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   float dw[P][N] = {}, nextRstd = rstdOf(row);
   int now = 0, last = kOwnStages - 1;  // stages: this row's, and that of the row which is fetched
 #pragma unroll 1
-  for (; row < rows; row += step) {
+  for (; least < rows; row += step, least += step) {
     fetch(last, row + (kOwnStages - 1) * step);
     const float s = nextRstd;
     nextRstd = rstdOf(row + step);
@@ -300,32 +340,34 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
 #pragma unroll
     for (int k = 0; k < P; k++) {
       xr[k] = *slot(now, 0, k), gr[k] = *slot(now, 1, k);
+      const Pack<float, N> xk = floats(xr[k]), gk = floats(gr[k]);
 #pragma unroll
-      for (int j = 0; j < N; j++) dot = fmaf(gr[k].get(j) * wc[k].v[j], xr[k].get(j), dot);
+      for (int j = 0; j < N; j++) dot = fmaf(gk.v[j] * wc[k].v[j], xk.v[j], dot);
       forget(xr[k]), forget(gr[k]);
     }
-    const float m = warpReduce<Sum>(dot) / d * s * s;
+    const float m = ownReduce<Sum, W>(dot, now) / d * s * s;
     float most = 0;
 #pragma unroll
     for (int k = 0; k < P; k++) {
-      V more = {};
-      if (add) more = *slot(now, 2, k);
+      const Pack<float, N> xk = floats(xr[k]), gk = floats(gr[k]);
+      Pack<float, N> more = {};
+      if (add) more = floats(*slot(now, 2, k));
 #pragma unroll
       for (int j = 0; j < N; j++) {
-        float gj = gr[k].get(j), xj = xr[k].get(j);
-        dw[k][j] = fmaf(gj, xj * s, dw[k][j]);
-        xr[k].set(j, gradient(gj, wc[k].v[j], xj, s, m, add ? more.get(j) : 0.0f));
+        dw[k][j] = fmaf(gk.v[j], xk.v[j] * s, dw[k][j]);
+        more.v[j] = gradient(gk.v[j], wc[k].v[j], xk.v[j], s, m, more.v[j]);
       }
-      if (at(k) >= d) continue;
+      xr[k] = rounded<T>(more);
+      if (!here(k)) continue;
       if (kFloat8) forget(xr[k]), most = largest(most, xr[k]);
       store(dx + row * d + at(k), xr[k]);
     }
     if constexpr (kFloat8) {
-      Scale scale(warpReduce<Largest>(most));
-      if (threadIdx.x == 0) scale8[row] = scale.scale;
+      Scale scale(ownReduce<Largest, W>(most, now));
+      if (threadIdx.x == 0 && row < rows) scale8[row] = scale.scale;
 #pragma unroll
       for (int k = 0; k < P; k++)
-        if (at(k) < d) store(dx8 + row * d + at(k), scale.round(xr[k]));
+        if (here(k)) store(dx8 + row * d + at(k), scale.round(xr[k]));
     }
     last = now, now = now + 1 == kOwnStages ? 0 : now + 1;
   }
@@ -387,31 +429,33 @@ __device__ __forceinline__ void weightSum(T* dw, const float* partial, int block
 }
 
 // backwardPass is backwardOwn, or for P = 0 backwardRows.
-template <class T, int P, bool kFloat8, class... Args> __device__ __forceinline__ void backwardPass(Args... args) {
+template <class T, int P, int W, bool kFloat8, class... Args> __device__ __forceinline__ void backwardPass(Args... args) {
   if constexpr (P > 0)
-    backwardOwn<T, P, kFloat8>(args...);
+    backwardOwn<T, P, W, kFloat8>(args...);
   else
     backwardRows<T, kFloat8>(args...);
 }
 
-#define DEFINE_PASS(T, name, P, threads)                                                                      \
+#define DEFINE_PASS(T, name, P, W, threads)                                                                   \
   extern "C" __global__ void __launch_bounds__(threads)                                                       \
       name##_##T(T* dx, float* partial, const T* g, const T* x, const float* w, const float* rstd,            \
                  const T* add, int64_t rows, int d) {                                                         \
-    backwardPass<T, P, false>((f8*)nullptr, (float*)nullptr, dx, partial, g, x, w, rstd, add, rows, d);       \
+    backwardPass<T, P, W, false>((f8*)nullptr, (float*)nullptr, dx, partial, g, x, w, rstd, add, rows, d);    \
   }
-#define DEFINE_FLOAT8(T, name, P, threads)                                                                    \
+#define DEFINE_FLOAT8(T, name, P, W, threads)                                                                 \
   extern "C" __global__ void __launch_bounds__(threads)                                                       \
       name##_float8_##T(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,                \
                         const float* w, const float* rstd, const T* add, int64_t rows, int d) {               \
-    backwardPass<T, P, true>(dx8, scale8, dx, partial, g, x, w, rstd, add, rows, d);                          \
+    backwardPass<T, P, W, true>(dx8, scale8, dx, partial, g, x, w, rstd, add, rows, d);                       \
   }
 #define DEFINE_ALL(T, DEFINE)                                                                                 \
-  DEFINE(T, rmsnorm_backward, 0, 1024)                                                                        \
-  DEFINE(T, rmsnorm_backward_own1, 1, kOwn<1>* kWarp)                                                         \
-  DEFINE(T, rmsnorm_backward_own2, 2, kOwn<2>* kWarp)                                                         \
-  DEFINE(T, rmsnorm_backward_own3, 3, kOwn<3>* kWarp)                                                         \
-  DEFINE(T, rmsnorm_backward_own4, 4, kOwn<4>* kWarp)
+  DEFINE(T, rmsnorm_backward, 0, 0, 1024)                                                                     \
+  DEFINE(T, rmsnorm_backward_own1, 1, 1, kOwn<1>* kWarp)                                                      \
+  DEFINE(T, rmsnorm_backward_own2, 2, 1, kOwn<2>* kWarp)                                                      \
+  DEFINE(T, rmsnorm_backward_own3, 3, 1, kOwn<3>* kWarp)                                                      \
+  DEFINE(T, rmsnorm_backward_own4, 4, 1, kOwn<4>* kWarp)                                                      \
+  DEFINE(T, rmsnorm_backward_pair3, 3, 2, kOwn<3>* kWarp)                                                     \
+  DEFINE(T, rmsnorm_backward_pair4, 4, 2, kOwn<4>* kWarp)
 #define DEFINE(T)                                                                                             \
   DEFINE_ALL(T, DEFINE_PASS)                                                                                  \
   extern "C" __global__ void __launch_bounds__(512)                                                           \

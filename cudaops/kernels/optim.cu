@@ -13,7 +13,7 @@
 extern "C" __global__ void __launch_bounds__(kThreads)
     optim_squares(float* squares, const Tensor* tensors, const Chunk* chunks) {
   Chunk c = chunks[blockIdx.x];
-  const Tensor& t = tensors[c.tensor];
+  const Tensor t = tensorOf(tensors, c.tensor);
   const void* grad = t.grad;
   int type = t.gradType;
   float sum = 0;

@@ -22,6 +22,16 @@ struct Tensor {
   int unused;
 };
 
+// tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told that they are of global memory:
+// accesses that could be to shared memory too cost AdamW 4 %.
+__device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
+  const Tensor t = tensors[i];
+  __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
+  __builtin_assume(__isGlobal(t.first)), __builtin_assume(__isGlobal(t.second));
+  __builtin_assume(__isGlobal(t.direction)), __builtin_assume(__isGlobal(t.result));
+  return t;
+}
+
 // LossScale is what the loss was multiplied by, so that float16 holds its gradients, and how that fared.
 struct LossScale {
   float scale;

@@ -2,7 +2,7 @@ package kernels
 
 import (
 	"errors"
-	"fmt"
+	"strconv"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -134,27 +134,32 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 	return c, true, err
 }
 
-// ownWarps is the most warps of a block that each take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
+// ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
 // ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
 const ownStages = 2
 
-// own is the launch of the backward kernel whose warps each take rows of their own, of so many packs a lane, if it takes the
-// arguments and the GPU has room for so many rows.
-func (k *Kernels) own(a RMSNormBackward) (packs int, c driver.LaunchConfig, fits bool) {
-	packs = ceilDiv(a.D, 32*vector(a.Type))
+// own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of two, and what the kernel is called
+// behind rmsnorm_backward, if it takes the arguments and the GPU has room for so many rows.
+func (k *Kernels) own(a RMSNormBackward) (name string, c driver.LaunchConfig, fits bool) {
+	packs, across := ceilDiv(a.D, 32*vector(a.Type)), 1
+	name = "_own"
+	if packs > 4 {
+		packs, across, name = ceilDiv(packs, 2), 2, "_pair"
+	}
 	most, ok := ownWarps[packs]
 	if !ok || !a.packed() {
-		return packs, c, false
+		return name, c, false
 	}
-	perWarp := ownStages * a.arrays() * packs * 512 // which a row of floats fits in
+	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
 	warps := min(most, (k.ctx.Device().SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
-		return packs, c, false
+		return name, c, false
 	}
-	return packs, driver.LaunchConfig{Grid: driver.Dim{X: min(k.sms, ceilDiv(a.Rows, warps))}, Block: driver.Dim{X: 32, Y: warps},
-		Shared: warps * perWarp}, true
+	down := warps / across
+	return name + strconv.Itoa(packs), driver.LaunchConfig{Grid: driver.Dim{X: min(k.sms, ceilDiv(a.Rows, down))},
+		Block: driver.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -219,8 +224,9 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	return k.launch(s, "norm", "rmsnorm_weight_sum"+sum, c, args().Ptr(a.DW).Ptr(a.Workspace).Int32(blocks).Int32(a.D))
 }
 
-// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps that each take short rows
-// of their own, blocks that walk down the rows, as many a multiprocessor as there is room for or fewer, and a block a row.
+// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps, or pairs of them, that
+// take short rows of their own, blocks that walk down the rows, as many a multiprocessor as there is room for or fewer, and a block a
+// row.
 func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error) {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
@@ -266,9 +272,9 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 	}
 	c, kernel := driver.LaunchConfig{}, "rmsnorm_backward"
 	if w.Family == "own" {
-		var packs int
-		packs, c, _ = k.own(a)
-		kernel += fmt.Sprint("_own", packs)
+		var name string
+		name, c, _ = k.own(a)
+		kernel += name
 	} else if c, _, err = k.walk(a, suf, w.Size); err != nil {
 		return 0, err
 	}

@@ -13,7 +13,7 @@ func TestNormBandwidth(t *testing.T) {
 		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
 	}
 	g := newRig(t)
-	for _, shape := range [][2]int{{32768, 4096}, {32768, 768}, {16384, 1024}, {32768, 512}, {32768, 256}} {
+	for _, shape := range [][2]int{{32768, 4096}, {16384, 2048}, {32768, 768}, {16384, 1024}, {32768, 512}, {32768, 256}} {
 		g.scope(fmt.Sprintf("%dx%d", shape[0], shape[1]), func(g *rig) { g.normBandwidth(shape[0], shape[1]) })
 	}
 }
