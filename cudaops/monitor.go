@@ -181,7 +181,7 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 			if c.Of > 1 {
 				known.ways = append(known.ways, c.Way)
 			}
-			known.tuned += max(c.Cold, c.Warm)
+			known.tuned += max(c.Cold, c.Warm, c.Loaded)
 		}
 	}
 	return nil

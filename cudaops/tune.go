@@ -114,6 +114,8 @@ type Choice struct {
 	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it reads there. 0 if it was
 	// not timed.
 	Cold, Warm time.Duration
+	// Loaded is what it took behind many others, at the clock that the card's power allows; 0 if that was not timed.
+	Loaded time.Duration
 }
 
 // Source says why a way was chosen.
@@ -139,6 +141,7 @@ type tuner struct {
 	made  []Choice
 	known map[string]int // positions in made
 	used  []int          // positions, of one task when the monitor looks
+	told  bool           // that timing takes a while
 }
 
 func newTuner(m *Machine) (*tuner, error) {
@@ -175,6 +178,14 @@ func newTuner(m *Machine) (*tuner, error) {
 
 // use notes that a choice is made use of.
 func (t *tuner) use(choice int) { t.used = append(t.used, choice) }
+
+// announce tells once that timing takes a while.
+func (t *tuner) announce() {
+	if !t.told {
+		t.m.config.logger.Info("cudaops: timing kernels under load for shapes that are new here; this may take a quarter of a minute, once")
+	}
+	t.told = true
+}
 
 // last is the choice used last.
 func (t *tuner) last() int { return t.used[len(t.used)-1] }
@@ -223,9 +234,10 @@ func (t *tuner) onHost(op string) bool {
 
 // stored is a choice in the store.
 type stored struct {
-	Way  string        `json:"way"`
-	Cold time.Duration `json:"cold_ns"`
-	Warm time.Duration `json:"warm_ns"`
+	Way    string        `json:"way"`
+	Cold   time.Duration `json:"cold_ns"`
+	Warm   time.Duration `json:"warm_ns"`
+	Loaded time.Duration `json:"loaded_ns,omitempty"`
 }
 
 // job is something that can be computed in several ways.
@@ -276,13 +288,16 @@ func (t *tuner) choose(j job) (int, error) {
 func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 	d := t.m.device
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", d.info.Name, d.version, j.build, j.op, j.shape)
+	if j.computes {
+		key += ", under load"
+	}
 	if len(left) < len(j.ways) {
 		key += fmt.Sprintf(", of %v", left)
 	}
 	var s stored
 	if t.mode == tune.Cached && t.store.Get(key, &s, t.m.warn) {
 		if way := slices.Index(j.ways, s.Way); slices.Contains(left, way) {
-			c.Source, c.Cold, c.Warm = Stored, s.Cold, s.Warm
+			c.Source, c.Cold, c.Warm, c.Loaded = Stored, s.Cold, s.Warm, s.Loaded
 			return way, nil
 		}
 	}
@@ -302,8 +317,8 @@ func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 		t.m.warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random numbers", j.op, j.shape, j.ways))
 		return left[0], nil
 	}
-	c.Source, c.Cold, c.Warm = Measured, x.cold[way], x.warm[way]
-	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm}}); err != nil {
+	c.Source, c.Cold, c.Warm, c.Loaded = Measured, x.cold[way], x.warm[way], x.loaded[way]
+	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm, c.Loaded}}); err != nil {
 		t.m.warn(err.Error())
 	}
 	return way, nil

@@ -3,6 +3,7 @@ package fake
 import (
 	"cmp"
 	"math"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -29,6 +30,8 @@ type plan struct {
 	c     *Context
 	spec  driver.MatmulSpec
 	algos []driver.Algo
+	last  int           // the way that ran last
+	busy  time.Duration // on end
 }
 
 // Plan offers up to three ways, which differ in their workspace.
@@ -100,9 +103,21 @@ func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
 	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, driver.Stats{Matmuls: 1}, func() error {
 		return c.run(func(l *Launch) {
 			p.compute(l, a)
-			l.Took = way.Took
+			l.Took = p.took(algo, way)
 		}, call, driver.LaunchConfig{}, nil)
 	})
+}
+
+// took is how long a run takes.
+func (p *plan) took(algo int, way Way) time.Duration {
+	if p.last != algo {
+		p.last, p.busy = algo, 0
+	}
+	p.busy += way.Took
+	if way.Tired > 0 && p.busy > 40*time.Millisecond {
+		return way.Tired
+	}
+	return way.Took
 }
 
 // compute is the definition of MatmulSpec, sum by sum.
