@@ -1,7 +1,7 @@
 // Package kernels holds the CUDA C++ sources of the machine's kernels and what nvcc makes of them. Each .cu file is a unit,
 // one family of ops; its .fatbin beside it has machine code for sm_80, sm_89, sm_90a and sm_100, and PTX for other and later
 // GPUs, and ends in the hash of the sources that it was made from. After a change to a .cu or .cuh file, with nvcc of
-// CUDA 13 in PATH, CUDA_HOME, or a Python environment that pip installed it into:
+// CUDA 13.0 in PATH, CUDA_HOME, or a Python environment that pip installed it into (drivers of CUDA 13.0 do not take a later one's PTX):
 //
 //	go generate ./cudaops/kernels
 //

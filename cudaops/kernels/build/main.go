@@ -113,22 +113,25 @@ func binaryHash(dir, unit string) []byte {
 // compiler is the path of an nvcc.
 type compiler string
 
-// findCompiler looks for nvcc of CUDA 13 in PATH, in CUDA_HOME and in the packages of the python3 in PATH.
+// findCompiler looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME and in the packages of the python3 in PATH. Drivers of CUDA 13.0 do
+// not take the PTX of a later one.
 func findCompiler() (compiler, error) {
-	var tooOld string
+	var others string
 	for _, path := range candidates() {
 		out, err := exec.Command(path, "--version").Output()
 		if err != nil {
 			continue
 		}
-		if regexp.MustCompile(`release 1[3-9]\.`).Match(out) {
+		release := regexp.MustCompile(`release (\d+\.\d+)`).FindSubmatch(out)
+		if release != nil && string(release[1]) == "13.0" {
 			return compiler(path), nil
 		}
-		tooOld += "; " + path + " is too old"
+		if release != nil {
+			others += fmt.Sprintf("; %s is of CUDA %s", path, release[1])
+		}
 	}
-	return "", fmt.Errorf("no nvcc of CUDA 13 or later in PATH, CUDA_HOME or the packages of the python3 in PATH; "+
-		"install the CUDA toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl "+
-		"nvidia-cuda-runtime%s", tooOld)
+	return "", fmt.Errorf("no nvcc of CUDA 13.0 in PATH, CUDA_HOME or the packages of the python3 in PATH%s; install that "+
+		"toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each ==13.0.*", others)
 }
 
 func candidates() []string {
