@@ -425,7 +425,12 @@ func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, driver.DType) []
 func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h := a.HeadDim / 2
-		y, cos, sin := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
+		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, kernels.RoPEAnglesLen(a.Seq, h))
+		cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
+		for i := range cos {
+			at := kernels.RoPEAngleAt(i/h, i%h, h)
+			cos[i], sin[i] = table[at], table[at+2]
+		}
 		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, a.Columns*a.D), a.D,
 			0, y, a.Columns)
 		for i := range a.Rows {

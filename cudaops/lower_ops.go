@@ -167,17 +167,30 @@ func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
 	if t, ok := c.rotations[key]; ok {
 		return t[0], t[1]
 	}
-	cosines, sines := o.Config.Tables()
-	var t [2]*array
-	for i, table := range [][]float64{cosines, sines} {
-		narrow := make([]float32, len(table))
-		for j, v := range table {
-			narrow[j] = float32(v)
-		}
-		t[i] = c.constant(narrow)
-	}
+	cosines, sines := narrowTables(o)
+	t := [2]*array{c.constant(cosines), c.constant(sines)}
 	c.rotations[key] = t
 	return t[0], t[1]
+}
+
+// angles returns both in the order of products that turn their results.
+func (c *compiler) angles(o *op.RoPEOp) *array {
+	key := rotationOf(o)
+	if c.angleTables[key] == nil {
+		cosines, sines := narrowTables(o)
+		c.angleTables[key] = c.constant(kernels.RoPEAngles(cosines, sines, o.Config.HeadDim/2))
+	}
+	return c.angleTables[key]
+}
+
+// narrowTables returns the cosines and sines in float32.
+func narrowTables(o *op.RoPEOp) (cos, sin []float32) {
+	cosines, sines := o.Config.Tables()
+	cos, sin = make([]float32, len(cosines)), make([]float32, len(sines))
+	for i := range cosines {
+		cos[i], sin[i] = float32(cosines[i]), float32(sines[i])
+	}
+	return cos, sin
 }
 
 // rotation is the angles of a RoPE, whatever the number of heads.

@@ -152,9 +152,13 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 		arrays: []*array{wide, x, weights, cos, sin},
 		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t),
 			numbers(reads, cos.len(), driver.Float32), numbers(reads, sin.len(), driver.Float32)}}
+	if len(w.fused) > 0 {
+		angles := c.angles(o)
+		w.arrays, w.arguments = append(w.arrays, angles), append(w.arguments, numbers(reads, angles.len(), driver.Float32))
+	}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {
-		return m.k.RoPEProduct(m.stream, kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Cos: a[3], Sin: a[4], RoPEProductShape: s,
-			Type: t, Way: way})
+		return m.k.RoPEProduct(m.stream, kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Angles: a[5], RoPEProductShape: s, Type: t,
+			Way: way})
 	}
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		turn := ropeOf(o, both, both)

@@ -4,8 +4,9 @@
 //   s = x·weightsᵀ, rounded to T;  in the heads of the columns before `turned`, for the pairs (i, i + h), h = D/2, of head dimension D
 //   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin;  elsewhere y = s
 //
-// with x [rows, depth], weights [columns, depth], y [rows, columns], and cosines and sines at [position·h + i] of the tables,
-// position = row mod seq. The bits are those of a product whose sums are formed in the same order, and rope.cu behind it.
+// with x [rows, depth], weights [columns, depth], y [rows, columns] and the angles of position row mod seq. The bits are those of a
+// product whose sums are formed in the same order, and rope.cu behind it. The table holds the cosines of pairs i and i + 1 and their
+// sines, i even, for the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions, 4, 4].
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The rounded sums of a tile wait in the multipliers' own registers while
 // the products of the next tile run: in each of its first steps a thread turns a part of them, in one of its two rows some pairs of
@@ -14,14 +15,14 @@
 // one behind the other, and a thread asks for each angle once a tile, a step ahead.
 //
 // Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, depth above 64·(parts − 1), x, weights and y at
-// multiples of 16 bytes, the tables of 8, and seq·D below 2³¹.
+// multiples of 16 bytes, as the table, and seq·D at most 2³⁰.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const float *cosines, *sines;
+  const float4 *angles;
   int rows, columns, depth, turned, seq;
   int section;  // of Schedule
 };
@@ -68,8 +69,8 @@ template <typename T, int D, class M> struct Held {
   static constexpr int Columns = M::Columns, Pairs = D % 64 ? D / 2 : 32, Chunks = Pairs / 8;
   static constexpr int Heads = Columns / D, RowParts = Columns / Pairs / 2, Parts = 2 * RowParts;
   uint32_t v[Columns / 8][2];
-  float2 cosine[Chunks], sine[Chunks];
-  int row, column, at[2];  // where the angles of rows begin
+  float4 angles[Chunks];
+  int row, column, at[2];  // of the table, where the angles of the lane's rows begin
 
   __device__ explicit Held(const Params &p) : row(p.rows), column(p.turned), at{0, 0} {  // of no tile
 #pragma unroll
@@ -81,8 +82,10 @@ template <typename T, int D, class M> struct Held {
     this->row = row;
     this->column = column;
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      at[half] = unsigned(row + 8 * half + threadIdx.x % 32 / 4) % unsigned(p.seq) * (D / 2) + threadIdx.x % 4 * 2;
+    for (int half = 0; half < 2; half++) {
+      const int position = unsigned(row + 8 * half + threadIdx.x % 32 / 4) % unsigned(p.seq);
+      at[half] = position / 8 * (D * 2) + position % 8 * 4 + threadIdx.x % 4;
+    }
     ask(p, 0);
   }
 
@@ -102,12 +105,9 @@ template <typename T, int D, class M> struct Held {
   // Asks for the angles of a part, unless the one before has the same.
   __device__ void ask(const Params &p, int part) {
     if (headOf(part) > 0 || column >= p.turned) return;
-    const int from = at[halfOf(part)] + pairsOf(part);
+    const float4 *from = p.angles + at[halfOf(part)];
 #pragma unroll
-    for (int n = 0; n < Chunks; n++) {
-      cosine[n] = *(const float2 *)(p.cosines + from + 8 * n);
-      sine[n] = *(const float2 *)(p.sines + from + 8 * n);
-    }
+    for (int n = 0; n < Chunks; n++) angles[n] = from[pairsOf(part) * 4 + 32 * n];
   }
 
   __device__ void finish(const Params &p, const TensorMap &y, uint32_t panels, int part) {
@@ -126,9 +126,10 @@ template <typename T, int D, class M> struct Held {
     if (column + head * D < p.turned)
 #pragma unroll
       for (int n = 0; n < Chunks; n++) {
-        const float2 a = unpack(e[n], T()), b = unpack(e[Chunks + n], T()), cos = cosine[n], sin = sine[n];
-        e[n] = pack(fmaf(a.x, cos.x, -(b.x * sin.x)), fmaf(a.y, cos.y, -(b.y * sin.y)), T());
-        e[Chunks + n] = pack(fmaf(b.x, cos.x, a.x * sin.x), fmaf(b.y, cos.y, a.y * sin.y), T());
+        const float2 a = unpack(e[n], T()), b = unpack(e[Chunks + n], T());
+        const auto [cos0, cos1, sin0, sin1] = angles[n];
+        e[n] = pack(fmaf(a.x, cos0, -(b.x * sin0)), fmaf(a.y, cos1, -(b.y * sin1)), T());
+        e[Chunks + n] = pack(fmaf(b.x, cos0, a.x * sin0), fmaf(b.y, cos1, a.y * sin1), T());
       }
 #pragma unroll
     for (int n = 0; n < 2 * Chunks; n += 4) {

@@ -6,17 +6,36 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns by the angles of Cos and Sin:
-// X is [Rows, D], Weights [Columns, D] and Y [Rows, Columns]. Sums are turned in float32 and rounded once.
+// RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns: X is [Rows, D], Weights
+// [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The product is rounded before it is turned.
 type RoPEProduct struct {
-	Y, X, Weights, Cos, Sin driver.Ptr
+	Y, X, Weights, Angles driver.Ptr
 	RoPEProductShape
 	Type driver.DType
 	Way  Way
 }
 
-// RoPEProductShape is the sizes of a RoPEProduct. The tables are [Seq, HeadDim/2], and row r has position r mod Seq.
+// RoPEProductShape is the sizes of a RoPEProduct. Row r has position r mod Seq.
 type RoPEProductShape struct{ Rows, Columns, D, Turned, Seq, HeadDim int }
+
+// RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h features, in the order in which
+// gemm_hopper_rope.cu asks for them.
+func RoPEAngles(cos, sin []float32, h int) []float32 {
+	table := make([]float32, RoPEAnglesLen(len(cos)/h, h))
+	for i := range cos {
+		at := RoPEAngleAt(i/h, i%h, h)
+		table[at], table[at+2] = cos[i], sin[i]
+	}
+	return table
+}
+
+// RoPEAnglesLen is the length of the table of seq positions.
+func RoPEAnglesLen(seq, h int) int { return 16 * 8 * ceilDiv(seq, 8) * ceilDiv(h, 8) }
+
+// RoPEAngleAt is where the table has the cosine of a pair at a position; the sine is 2 behind it.
+func RoPEAngleAt(position, pair, h int) int {
+	return 16*((position/8*ceilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
+}
 
 // RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
 // where D and Columns are multiples of 8, heads have 64, 96 or 128 features, and D is above 448, for heads of 96 above 192.
@@ -44,9 +63,9 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 		return err
 	}
 	ways := k.RoPEProductWays(a.RoPEProductShape, a.Type)
-	if len(ways) == 0 || (a.Cos|a.Sin)%8 != 0 {
+	if len(ways) == 0 || !aligned(a.Angles) {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, D above 448 or 192, HeadDim 64, "+
-			"96 or 128, Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and tables at multiples of 8", op,
+			"96 or 128, Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and angles at a multiple of 16", op,
 			a.RoPEProductShape, a.Type)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
@@ -59,7 +78,7 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	tile, depth := turnedTiles[a.HeadDim], uint64(a.D)
 	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf), threads: 384,
 		shared: tile.stages*(2*gemmDepth*(gemmRows+tile.columns)+16) + turnedWarps*turnedRows*2*tile.columns, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
-		params: args().Ptr(a.Cos).Ptr(a.Sin).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
+		params: args().Ptr(a.Angles).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
 			{a.Weights, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},

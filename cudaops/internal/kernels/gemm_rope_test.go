@@ -42,7 +42,7 @@ func testRoPEProduct(g *rig, a RoPEProduct) {
 	}
 	cos, cr := g.upload(cosines, f32, 0)
 	sin, sr := g.upload(sines, f32, 0)
-	a.X, a.Weights, a.Cos, a.Sin = x.Ptr, w.Ptr, cos.Ptr, sin.Ptr
+	a.X, a.Weights, a.Angles = x.Ptr, w.Ptr, g.angles(cr, sr, a.HeadDim/2)
 	turn := func(y []float64) {
 		if a.Turned == 0 {
 			return
@@ -73,7 +73,7 @@ func testRoPEProduct(g *rig, a RoPEProduct) {
 			g.Errorf("%v: results differ from run to run", a.Way)
 		}
 		if run(product, 0); a.Turned > 0 {
-			g.must(g.RoPE(g.stream, RoPE{Y: product.Ptr, X: product.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Rows, Seq: a.Seq,
+			g.must(g.RoPE(g.stream, RoPE{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: a.Rows, Seq: a.Seq,
 				Heads: a.Turned / a.HeadDim, HeadDim: a.HeadDim, XStride: a.Columns, YStride: a.Columns, Type: a.Type}))
 		}
 		if !slices.Equal(g.read(product), got) {
@@ -82,10 +82,44 @@ func testRoPEProduct(g *rig, a RoPEProduct) {
 	}
 }
 
+// angles uploads the table of a RoPEProduct.
+func (g *rig) angles(cos, sin []float64, h int) driver.Ptr {
+	var narrow [2][]float32
+	for i, wide := range [][]float64{cos, sin} {
+		for _, v := range wide {
+			narrow[i] = append(narrow[i], float32(v))
+		}
+	}
+	var table []float64
+	for _, v := range RoPEAngles(narrow[0], narrow[1], h) {
+		table = append(table, float64(v))
+	}
+	b, _ := g.upload(table, f32, 0)
+	return b.Ptr
+}
+
+// Every angle has a place of its own in the table, and four lanes that ask for those of a position find them side by side.
+func TestRoPEAngles(t *testing.T) {
+	for _, s := range []struct{ seq, h int }{{1, 2}, {8, 32}, {13, 48}, {40, 64}} {
+		cos, sin := make([]float32, s.seq*s.h), make([]float32, s.seq*s.h)
+		for i := range cos {
+			cos[i], sin[i] = float32(i+1), float32(-i-1)
+		}
+		table := RoPEAngles(cos, sin, s.h)
+		for i := range cos {
+			position, pair := i/s.h, i%s.h
+			lane := 32*(position/8*ceilDiv(s.h, 8)+pair/8) + position%8*4 + pair%8/2 // of a warp's loads of 16 bytes
+			if at := 4*lane + pair%2; table[at] != cos[i] || table[at+2] != sin[i] {
+				t.Errorf("%+v, position %d, pair %d: %g and %g, want %g and %g", s, position, pair, table[at], table[at+2], cos[i], sin[i])
+			}
+		}
+	}
+}
+
 func TestRoPEProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)
-		ok := RoPEProduct{Y: p, X: p, Weights: p, Cos: p, Sin: p, Type: bf16,
+		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: bf16,
 			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456, Turned: 128, Seq: 3, HeadDim: 64}}
 		for what, change := range map[string]func(a *RoPEProduct){
 			"rows":          func(a *RoPEProduct) { a.Rows = -1 },
@@ -101,7 +135,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"type":          func(a *RoPEProduct) { a.Type = f32 },
 			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
 			"input":         func(a *RoPEProduct) { a.X += 2 },
-			"tables":        func(a *RoPEProduct) { a.Sin += 4 },
+			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
 			"way":           func(a *RoPEProduct) { a.Way = Way{"fused", 128} },
 		} {
 			a := ok
@@ -154,8 +188,9 @@ func TestRoPEProductSpeed(t *testing.T) {
 	} {
 		g.scope(fmt.Sprintf("%+v", s), func(g *rig) {
 			x, w, y := g.random(s.Rows*s.D), g.random(s.Columns*s.D), g.random(s.Rows*s.Columns)
-			cos, _ := g.normal(s.Seq*s.HeadDim/2, f32, 0)
-			sin, _ := g.normal(s.Seq*s.HeadDim/2, f32, 0)
+			cos, cr := g.normal(s.Seq*s.HeadDim/2, f32, 0)
+			sin, sr := g.normal(s.Seq*s.HeadDim/2, f32, 0)
+			angles := g.angles(cr, sr, s.HeadDim/2)
 			product := g.fastestProduct(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, y)
 			show := func(what string, run func()) {
 				took := g.time([]func(){run}).Seconds()
@@ -169,7 +204,7 @@ func TestRoPEProductSpeed(t *testing.T) {
 			})
 			for _, way := range g.RoPEProductWays(s, bf16) {
 				show(way.String(), func() {
-					g.must(g.RoPEProduct(g.stream, RoPEProduct{Y: y, X: x, Weights: w, Cos: cos.Ptr, Sin: sin.Ptr, RoPEProductShape: s, Type: bf16,
+					g.must(g.RoPEProduct(g.stream, RoPEProduct{Y: y, X: x, Weights: w, Angles: angles, RoPEProductShape: s, Type: bf16,
 						Way: way}))
 				})
 			}
