@@ -156,7 +156,7 @@ template <typename T, int D, class M> __device__ inline void multiplyTiles(const
   constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
   constexpr int Columns = M::Columns;
   auto schedule = scheduleOf<Columns>(p);
-  const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
+  const int steps = (p.depth + kDepth - 1) / kDepth, apart = steps / Held<T, D, M>::Parts, warp = uniform(threadIdx.x / 32 % 4);
   const uint32_t panels = m.panels(4 * worker + warp);
   Accumulator<1, Columns> sums;
   sums.clear();
@@ -169,24 +169,31 @@ template <typename T, int D, class M> __device__ inline void multiplyTiles(const
     for (int k = 0; k < kDepth / 16; k++) product<0>(sums.c[0], a.plus(k * 32), b.plus(k * 32), k > 0 || !first, T());
     productsCommit();
   };
+  auto release = [&](int i) {
+    productsWait<1>();
+    releaseAll(m.ring, i - 1);
+  };
   Tile t;
   for (int i = 0; schedule.take(t);) {
     const int end = i + steps;
     hold(sums);
 #pragma unroll
-    for (int part = 0; part < before.Parts; part++, i++) {
+    for (int part = 0; part < before.Parts; part++) {
       start(i, part == 0);
       before.finish(p, y, panels, part);
-      if (part > 0) {
-        productsWait<1>();
-        releaseAll(m.ring, i - 1);
-      }
+      if (part > 0) release(i);
+      i++;
+      if (part < before.Parts - 1)
+#pragma unroll 1
+        for (int more = apart; more > 1; more--, i++) {
+          start(i, false);
+          release(i);
+        }
     }
     before.expect(p, t.row + 64 * worker + 16 * warp, t.column);
     for (; i < end; i++) {
       start(i, false);
-      productsWait<1>();
-      releaseAll(m.ring, i - 1);
+      release(i);
     }
     productsWait<0>();
     hold(sums);
