@@ -118,7 +118,7 @@ func TestProductWays(t *testing.T) {
 	})
 	t.Run("bfloat16", func(t *testing.T) {
 		device := openGPU(t)
-		check(t, device, 300, 520, 456, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, 300, 776, 648, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
 	})
 }
 

@@ -6,11 +6,11 @@
 // with x [rows, depth], y and c [rows, columns]; c may be left out. Sums, c among them, are rounded once.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. A finished tile, rounded, is 64 registers of the multipliers themselves,
-// which bring an eighth of it to memory in each of the first kParts steps of the next tile, while its products run. So the tensor
-// cores wait for nothing but rounding, and shared memory has room for a fourth stage. Registers that an eighth has left take c's
-// part of the tile in work, which is needed only when that is rounded.
+// which bring a quarter of it to memory in each of the first kParts steps of the next tile, while its products run. So the tensor
+// cores wait for nothing but rounding, and shared memory has room for a fourth stage. The registers and the panels by which the tile
+// has left then take c's part of the tile in work, which is needed only when that is rounded.
 //
-// Needs: columns and depth multiples of 8, depth above 64·(kParts − 1), matrices at multiples of 16 bytes.
+// Needs: columns and depth multiples of 8, at least kSteps steps of depth, matrices at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 #include "overlap.cuh"
 
@@ -18,29 +18,29 @@ namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const void *c;  // or null
   int rows, columns, depth;
-  int section;    // of Schedule
+  int section;  // of Schedule
 };
 
 #if defined(HOPPER)
 
-#ifndef LAG
-#define LAG 0
-#endif
-constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
-constexpr int kWarpPanelBytes = 16 * 128;  // of a warp's rows: two parts
+constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
+constexpr int kPanels = 2, kWarpPanelBytes = 16 * 128;  // of a warp's rows: a part
 
-// Shared memory: the stages, a panel of each multiplying warp, then the barriers.
+// kPanels parts of c are asked for at once, kAhead steps before they are taken: after step kSteps of a tile all are there.
+constexpr int kAhead = 3, kSteps = kParts + kParts / kPanels * kAhead + 1;
+
+// Shared memory: the stages, kPanels panels of each multiplying warp, then the barriers.
 struct Shared {
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int Panels = kStages * StageBytes, Barriers = Panels + 4 * kWorkers * kWarpPanelBytes;
+  static constexpr int Panels = kStages * StageBytes, Barriers = Panels + 4 * kWorkers * kPanels * kWarpPanelBytes;
   uint32_t base;
   Ring<kStages> ring;
   __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
   __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t panel(int warp) const { return base + Panels + warp * kWarpPanelBytes; }
+  __device__ uint32_t panels(int warp) const { return base + Panels + warp * kPanels * kWarpPanelBytes; }
+  __device__ Ring<kPanels> added(int warp) const { return {ring.barriers + ring.bytes + warp * Ring<kPanels>::bytes}; }
 };
 
 __device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
@@ -94,53 +94,68 @@ template <typename T, bool Add> struct Finished {
       }
   }
 
-  // Brings a part to the warp's panel, and has the copy engine store what two parts have left there: 64 columns.
-  __device__ void finish(const TensorMap &y, uint32_t panel, int part) {
+  // Brings a part, 64 columns, to a panel of the warp, from which the copy engine stores it.
+  __device__ void finish(const TensorMap &y, uint32_t panels, int part) {
     const int lane = threadIdx.x % 32, r = lane % 16;
-    if (part % 2 == 0) {
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      __syncwarp();
-    }
+    const uint32_t panel = panels + part % kPanels * kWarpPanelBytes;
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPanels - 1) : "memory");
+    __syncwarp();
 #pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-      const uint32_t at = panel + r * 128 + ((part % 2 * 4 + n + lane / 16) ^ r % 8) * 16;
-      const uint32_t(&a)[2] = v[4 * part + n], (&b)[2] = v[4 * part + n + 1];
+    for (int n = 0; n < 8; n += 2) {
+      const uint32_t at = panel + r * 128 + ((n + lane / 16) ^ r % 8) * 16;
+      const uint32_t(&a)[2] = v[8 * part + n], (&b)[2] = v[8 * part + n + 1];
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(b[0]),
                    "r"(b[1])
                    : "memory");
     }
-    if (part % 2) {
-      fenceAsync();
-      __syncwarp();
-      if (lane == 0) {
-        storeBox(y, panel, column + kPartColumns * (part - 1), row, 0);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      }
+    fenceAsync();
+    __syncwarp();
+    if (lane == 0) {
+      storeBox(y, panel, column + 64 * part, row, 0);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
 
-  // Asks for c's part of the tile that begins at this row and column, where the finished one's has left.
-  __device__ void expect(const Params &p, int row, int column, int part) {
-    const int lane = threadIdx.x % 32;
-    const T *c = (const T *)p.c + (int64_t)(row + lane / 4) * p.columns + column + lane % 4 * 2;
+  // Asks for kPanels parts of c, from `first` on, in the tile that begins at this row and column: fills from i on of the panels.
+  static __device__ void ask(const TensorMap &c, uint32_t panels, const Ring<kPanels> &ring, int i, int row, int column, int first) {
+    if (threadIdx.x % 32 == 0) {
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #pragma unroll
-    for (int n = 4 * part; n < 4 * part + 4; n++)
+      for (int part = 0; part < kPanels; part++)
+        copyBox<false>(panels + part * kWarpPanelBytes, c, ring.fill(i + part, kWarpPanelBytes), column + 64 * (first + part), row, 0);
+    }
+    __syncwarp();
+  }
+
+  // Takes them to registers that the finished tile has left.
+  __device__ void expect(uint32_t panels, const Ring<kPanels> &ring, int i, int first) {
+    const int lane = threadIdx.x % 32, r = lane % 16;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        v[n][i] = 0;
-        if (row + lane / 4 + 8 * i < p.rows && column + 8 * n < p.columns)
-          asm volatile("ld.global.b32 %0, [%1];" : "=r"(v[n][i]) : "l"(c + (int64_t)8 * i * p.columns + 8 * n) : "memory");
+    for (int part = 0; part < kPanels; part++) {
+      ring.wait(i + part);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        const uint32_t at = panels + part * kWarpPanelBytes + r * 128 + ((n + lane / 16) ^ r % 8) * 16;
+        uint32_t(&a)[2] = v[8 * (first + part) + n], (&b)[2] = v[8 * (first + part) + n + 1];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(b[0]), "=r"(b[1])
+                     : "r"(at)
+                     : "memory");
       }
+      fenceAsync();
+      ring.release(i + part);
+    }
   }
 };
 
 template <typename T, bool TransposeB, bool Add>
-__device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const Shared &m, int worker) {
+__device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const TensorMap &c, const Shared &m, int worker) {
   constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
   constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
   auto schedule = scheduleOf(p);
   const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
-  const uint32_t panel = m.panel(4 * worker + warp);
+  const uint32_t panels = m.panels(4 * worker + warp);
+  const Ring<kPanels> added = m.added(4 * worker + warp);
   Accumulator<1, kColumns> sums;
   sums.clear();
   Finished<T, Add> before(p.rows);
@@ -153,19 +168,23 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const 
     productsCommit();
   };
   Tile t;
-  for (int i = 0; schedule.take(t);) {
+  for (int i = 0, turn = 0; schedule.take(t); turn++) {
     const int end = i + steps, row = t.row + 64 * worker + 16 * warp;
     hold(sums);
-    if (LAG && worker == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
 #pragma unroll
-    for (int part = 0; part < kParts; part++, i++) {
-      start(i, part == 0);
-      before.finish(y, panel, part);
-      if (Add) before.expect(p, row, t.column, part);
-      if (part > 0) {
+    for (int step = 0; step < (Add ? kSteps : kParts); step++, i++) {
+      start(i, step == 0);
+      if (step < kParts) before.finish(y, panels, step);
+      if (Add)
+#pragma unroll
+        for (int part = 0; part < kParts; part += kPanels) {  // those that are taken make room for the next
+          const int ask = kParts + part / kPanels * kAhead, fill = turn * kParts + part;
+          if (step == ask + kAhead) before.expect(panels, added, fill, part);
+          if (step == ask) before.ask(c, panels, added, fill, row, t.column, part);
+        }
+      if (step > 0) {
         productsWait<1>();
         releaseAll(m.ring, i - 1);
-        if (LAG && part == LAG && worker == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
       }
     }
     for (; i < end; i++) {
@@ -179,16 +198,18 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const 
     before.take(sums, row, t.column);
   }
 #pragma unroll
-  for (int part = 0; part < kParts; part++) before.finish(y, panel, part);
+  for (int part = 0; part < kParts; part++) before.finish(y, panels, part);
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 template <typename T, bool TransposeB, bool Add>
-__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y) {
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y,
+                           const TensorMap &c) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
   if (threadIdx.x == 0) {
     m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    for (int warp = 0; warp < 4 * kWorkers; warp++) m.added(warp).init(32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -200,7 +221,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
     __syncwarp();
   } else {
     takeRegisters<240>();
-    multiplyTiles<T, TransposeB, Add>(p, y, m, uniform(threadIdx.x / 128) - 1);
+    multiplyTiles<T, TransposeB, Add>(p, y, c, m, uniform(threadIdx.x / 128) - 1);
   }
   meetCluster();  // the other block may still write here
 }
@@ -212,8 +233,8 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
 #define KERNEL(name, T, transpose, add)                                                                                       \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
       name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, \
-           const __grid_constant__ TensorMap y) {                                                                             \
-    BODY(run<T, transpose, add>(p, x, w, y));                                                                                 \
+           const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap c) {                                       \
+    BODY(run<T, transpose, add>(p, x, w, y, c));                                                                              \
   }
 #define DEFINE(T)                                        \
   KERNEL(gemm_hopper_plain_nt_##T, T, false, false)      \

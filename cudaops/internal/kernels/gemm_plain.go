@@ -21,15 +21,15 @@ type ProductShape struct {
 	TransW           bool
 }
 
-// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, and the bytes
-// of all warps' panels.
-const plainColumns, plainStages, plainParts, plainPanelBytes = 256, 4, 8, 16 << 10
+// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, the least steps of a tile, and the bytes of all warps' panels
+// and their barriers.
+const plainColumns, plainStages, plainSteps, plainPanelBytes = 256, 4, 11, 32<<10 + 8*32
 
 // ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none: Hopper has one for two-byte types
-// where Columns and D are multiples of 8 and D is above 448. The number is the columns of a tile.
+// where Columns and D are multiples of 8 and D is above 640. The number is the columns of a tile.
 func (k *Kernels) ProductWays(a ProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(plainParts-1) ||
+	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(plainSteps-1) ||
 		min(a.Rows, a.Columns) < 1 || max(a.Rows, a.Columns, a.D) > limit {
 		return nil
 	}
@@ -45,7 +45,7 @@ func (k *Kernels) Product(s driver.Stream, a Product) error {
 	ways := k.ProductWays(a.ProductShape, a.Type)
 	if len(ways) == 0 || !aligned(a.Y, a.X, a.W, a.C) {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, Columns and D multiples of 8, D above %d, float16 or "+
-			"bfloat16, and addresses that are multiples of 16", op, a.ProductShape, a.Type, gemmDepth*(plainParts-1))
+			"bfloat16, and addresses that are multiples of 16", op, a.ProductShape, a.Type, gemmDepth*(plainSteps-1))
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
 		return err
@@ -60,19 +60,19 @@ func (k *Kernels) Product(s driver.Stream, a Product) error {
 		kernel = "gemm_hopper_plain_nt"
 		right = gemmMatrix{a.W, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}
 	}
+	result := gemmMatrix{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{columns, 8}, [3]uint32{64, 16, 1}}
+	added := result
+	g := gemmLaunch{unit: "gemm_hopper_plain", threads: 384, dtype: a.Type, overlap: k.overlaps(),
+		shared: plainStages*(2*gemmDepth*(gemmRows+plainColumns)+16) + plainPanelBytes,
+		params: args().Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(gemmSection)}
 	if a.C != 0 {
 		kernel += "_add"
+		added.ptr = a.C
 	}
-	g := gemmLaunch{unit: "gemm_hopper_plain", kernel: kernel + suf, threads: 384, dtype: a.Type, overlap: k.overlaps(),
-		shared: plainStages*(2*gemmDepth*(gemmRows+plainColumns)+16) + plainPanelBytes,
-		params: args().Ptr(a.C).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(gemmSection),
-		matrices: []gemmMatrix{
-			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			right,
-			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{columns, 8}, [3]uint32{64, 16, 1}},
-		}}
-	if a.C != a.Y { // which what is stored would be set to otherwise
+	if a.C != a.Y { // else what is stored to would be lost
 		g.stored, g.elements = a.Y, a.Rows*a.Columns
 	}
+	g.kernel = kernel + suf
+	g.matrices = []gemmMatrix{{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}}, right, result, added}
 	return g.launch(k, s)
 }
