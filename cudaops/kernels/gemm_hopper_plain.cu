@@ -6,11 +6,11 @@
 // with x [rows, depth], y and c [rows, columns]; c may be left out. Sums, c among them, are rounded once.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. A finished tile, rounded, is 64 registers of the multipliers themselves,
-// which bring a quarter of it to memory in each of the first kParts steps of the next tile, while its products run. So the tensor
-// cores wait for nothing but rounding, and shared memory has room for a fourth stage. The registers and the panels by which the tile
-// has left then take c's part of the tile in work, which is needed only when that is rounded.
+// which bring it to memory in kParts parts while the next tile's products run. So the tensor cores wait for nothing but rounding, and
+// shared memory has room for a fourth stage. The registers that a part has left take c's part of the tile in work, which is needed
+// only when that is rounded.
 //
-// Needs: columns and depth multiples of 8, at least kSteps steps of depth, matrices at multiples of 16 bytes.
+// Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 #include "overlap.cuh"
 
@@ -25,22 +25,19 @@ struct Params {
 #if defined(HOPPER)
 
 constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
-constexpr int kPanels = 2, kWarpPanelBytes = 16 * 128;  // of a warp's rows: a part
+constexpr int kWarpPanelBytes = 16 * 128;  // of a warp's rows: a part
 
-// kPanels parts of c are asked for at once, kAhead steps before they are taken: after step kSteps of a tile all are there.
-constexpr int kAhead = 3, kSteps = kParts + kParts / kPanels * kAhead + 1;
-
-// Shared memory: the stages, kPanels panels of each multiplying warp, then the barriers.
+// Shared memory: the stages, two panels of each multiplying warp, then the barriers.
 struct Shared {
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int Panels = kStages * StageBytes, Barriers = Panels + 4 * kWorkers * kPanels * kWarpPanelBytes;
+  static constexpr int Panels = kStages * StageBytes, Barriers = Panels + 4 * kWorkers * 2 * kWarpPanelBytes;
   uint32_t base;
   Ring<kStages> ring;
   __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
   __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t panels(int warp) const { return base + Panels + warp * kPanels * kWarpPanelBytes; }
-  __device__ Ring<kPanels> added(int warp) const { return {ring.barriers + ring.bytes + warp * Ring<kPanels>::bytes}; }
+  __device__ uint32_t panels(int warp) const { return base + Panels + warp * 2 * kWarpPanelBytes; }
+  __device__ Ring<1> added(int warp) const { return {ring.barriers + ring.bytes + warp * Ring<1>::bytes}; }  // of its second panel
 };
 
 __device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
@@ -94,18 +91,20 @@ template <typename T, bool Add> struct Finished {
       }
   }
 
-  // Brings a part, 64 columns, to a panel of the warp, from which the copy engine stores it.
+  // What a lane does in a slot, of which there are one more with c, as a part of that comes while another one is taken.
+  static constexpr int kSlots = Add ? kParts + 1 : kParts;
+
+  // Brings a part, 64 columns, to a panel of the warp, from which the copy engine stores it. c takes the other panel.
   __device__ void finish(const TensorMap &y, uint32_t panels, int part) {
-    const int lane = threadIdx.x % 32, r = lane % 16;
-    const uint32_t panel = panels + part % kPanels * kWarpPanelBytes;
-    if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPanels - 1) : "memory");
+    const int lane = threadIdx.x % 32;
+    const uint32_t panel = panels + (Add ? 0 : part % 2 * kWarpPanelBytes);
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Add ? 0 : 1) : "memory");
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
-      const uint32_t at = panel + r * 128 + ((n + lane / 16) ^ r % 8) * 16;
       const uint32_t(&a)[2] = v[8 * part + n], (&b)[2] = v[8 * part + n + 1];
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(b[0]),
-                   "r"(b[1])
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(chunkOf(panel, n)), "r"(a[0]), "r"(a[1]),
+                   "r"(b[0]), "r"(b[1])
                    : "memory");
     }
     fenceAsync();
@@ -116,35 +115,25 @@ template <typename T, bool Add> struct Finished {
     }
   }
 
-  // Asks for kPanels parts of c, from `first` on, in the tile that begins at this row and column: fills from i on of the panels.
-  static __device__ void ask(const TensorMap &c, uint32_t panels, const Ring<kPanels> &ring, int i, int row, int column, int first) {
-    if (threadIdx.x % 32 == 0) {
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#pragma unroll
-      for (int part = 0; part < kPanels; part++)
-        copyBox<false>(panels + part * kWarpPanelBytes, c, ring.fill(i + part, kWarpPanelBytes), column + 64 * (first + part), row, 0);
-    }
-    __syncwarp();
+  // Where a lane's chunk of column 8n of a part and of the next one lies.
+  static __device__ uint32_t chunkOf(uint32_t panel, int n) {
+    const int lane = threadIdx.x % 32, r = lane % 16;
+    return panel + r * 128 + ((n + lane / 16) ^ r % 8) * 16;
   }
 
-  // Takes them to registers that the finished tile has left.
-  __device__ void expect(uint32_t panels, const Ring<kPanels> &ring, int i, int first) {
-    const int lane = threadIdx.x % 32, r = lane % 16;
+  // Takes a part of c, the i-th in all that comes to the warp's panel, into the registers that a part of the tile has left.
+  __device__ void takeAdded(uint32_t panel, const Ring<1> &ring, int i, int part) {
+    ring.wait(i);
 #pragma unroll
-    for (int part = 0; part < kPanels; part++) {
-      ring.wait(i + part);
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        const uint32_t at = panels + part * kWarpPanelBytes + r * 128 + ((n + lane / 16) ^ r % 8) * 16;
-        uint32_t(&a)[2] = v[8 * (first + part) + n], (&b)[2] = v[8 * (first + part) + n + 1];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(b[0]), "=r"(b[1])
-                     : "r"(at)
-                     : "memory");
-      }
-      fenceAsync();
-      ring.release(i + part);
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t(&a)[2] = v[8 * part + n], (&b)[2] = v[8 * part + n + 1];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a[0]), "=r"(a[1]), "=r"(b[0]), "=r"(b[1])
+                   : "r"(chunkOf(panel, n))
+                   : "memory");
     }
+    fenceAsync();
+    ring.release(i);
   }
 };
 
@@ -154,8 +143,8 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const 
   constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
   auto schedule = scheduleOf(p);
   const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
-  const uint32_t panels = m.panels(4 * worker + warp);
-  const Ring<kPanels> added = m.added(4 * worker + warp);
+  const uint32_t panels = m.panels(4 * worker + warp), panel = panels + kWarpPanelBytes;
+  const Ring<1> added = m.added(4 * worker + warp);
   Accumulator<1, kColumns> sums;
   sums.clear();
   Finished<T, Add> before(p.rows);
@@ -169,28 +158,35 @@ __device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const 
   };
   Tile t;
   for (int i = 0, turn = 0; schedule.take(t); turn++) {
-    const int end = i + steps, row = t.row + 64 * worker + 16 * warp;
+    const int row = t.row + 64 * worker + 16 * warp;
+    int due = 0;  // steps, times kSlots
     hold(sums);
 #pragma unroll
-    for (int step = 0; step < (Add ? kSteps : kParts); step++, i++) {
-      start(i, step == 0);
-      if (step < kParts) before.finish(y, panels, step);
-      if (Add)
-#pragma unroll
-        for (int part = 0; part < kParts; part += kPanels) {  // those that are taken make room for the next
-          const int ask = kParts + part / kPanels * kAhead, fill = turn * kParts + part;
-          if (step == ask + kAhead) before.expect(panels, added, fill, part);
-          if (step == ask) before.ask(c, panels, added, fill, row, t.column, part);
-        }
-      if (step > 0) {
-        productsWait<1>();
-        releaseAll(m.ring, i - 1);
+    for (int slot = 0; slot < before.kSlots; slot++) {
+      due += steps;
+      const bool starts = slot == 0 || due > 0;
+      if (starts) {
+        start(i++, slot == 0);
+        due -= before.kSlots;
       }
-    }
-    for (; i < end; i++) {
-      start(i, false);
-      productsWait<1>();
-      releaseAll(m.ring, i - 1);
+      if (slot < kParts) before.finish(y, panels, slot);
+      if (Add) {
+        const int fill = turn * kParts + slot;
+        if (slot > 0) before.takeAdded(panel, added, fill - 1, slot - 1);
+        if (slot < kParts && threadIdx.x % 32 == 0)
+          copyBox<false>(panel, c, added.fill(fill, kWarpPanelBytes), t.column + 64 * slot, row, 0);
+        __syncwarp();
+      }
+      if (slot > 0 && starts) {
+        productsWait<1>();
+        releaseAll(m.ring, i - 2);
+      }
+#pragma unroll 1
+      for (; due > 0; due -= before.kSlots) {
+        start(i++, false);
+        productsWait<1>();
+        releaseAll(m.ring, i - 2);
+      }
     }
     productsWait<0>();
     hold(sums);

@@ -21,16 +21,15 @@ type ProductShape struct {
 	TransW           bool
 }
 
-// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, the least steps of a tile, and the bytes of all warps' panels
-// and their barriers.
-const plainColumns, plainStages, plainSteps, plainPanelBytes = 256, 4, 11, 32<<10 + 8*32
+// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of all warps' panels and their barriers.
+const plainColumns, plainStages, plainPanelBytes = 256, 4, 32<<10 + 8*16
 
 // ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none: Hopper has one for two-byte types
-// where Columns and D are multiples of 8 and D is above 640. The number is the columns of a tile.
+// where Columns and D are multiples of 8. The number is the columns of a tile.
 func (k *Kernels) ProductWays(a ProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(plainSteps-1) ||
-		min(a.Rows, a.Columns) < 1 || max(a.Rows, a.Columns, a.D) > limit {
+	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 ||
+		min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit {
 		return nil
 	}
 	return []Way{{"hopper", plainColumns}}
@@ -44,8 +43,8 @@ func (k *Kernels) Product(s driver.Stream, a Product) error {
 	}
 	ways := k.ProductWays(a.ProductShape, a.Type)
 	if len(ways) == 0 || !aligned(a.Y, a.X, a.W, a.C) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, Columns and D multiples of 8, D above %d, float16 or "+
-			"bfloat16, and addresses that are multiples of 16", op, a.ProductShape, a.Type, gemmDepth*(plainSteps-1))
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, Columns and D multiples of 8, float16 or bfloat16, "+
+			"and addresses that are multiples of 16", op, a.ProductShape, a.Type)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
 		return err
