@@ -74,7 +74,7 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 		return nil, err
 	}
 	ways := append([]string{"separate"}, names(w.fused)...)
-	plan, err := m.blas.plan(w.spec())
+	plan, err := m.blas.plan(w.spec(), nothing)
 	if err != nil {
 		return nil, err
 	}

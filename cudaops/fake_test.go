@@ -440,6 +440,26 @@ func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error 
 	})
 }
 
+func (k *fakeKernels) ProductWays(kernels.ProductShape, driver.DType) []kernels.Way { return nil }
+
+func (k *fakeKernels) Product(s driver.Stream, a kernels.Product) error {
+	return k.launch(s, func(l *fake.Launch) {
+		y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
+		if a.C != 0 {
+			copy(c, floatsAt(l, a.C, len(c)))
+		}
+		stride := a.Columns
+		if a.TransW {
+			stride = a.D
+		}
+		cpu.Gemm(false, a.TransW, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.W, a.D*a.Columns), stride, 0, y,
+			a.Columns)
+		for i, v := range c {
+			y[i] += v
+		}
+	})
+}
+
 func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
 	return k.launch(s, func(l *fake.Launch) {
 		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)

@@ -43,6 +43,7 @@ type kernelSet interface {
 	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
 	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
 	RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error
+	Product(s driver.Stream, a kernels.Product) error
 	Embedding(s driver.Stream, a kernels.Embedding) error
 	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
 	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
@@ -79,6 +80,7 @@ type kernelSet interface {
 	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
 	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
+	ProductWays(a kernels.ProductShape, t driver.DType) []kernels.Way
 	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string

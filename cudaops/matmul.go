@@ -1,8 +1,10 @@
 package cudaops
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
@@ -17,10 +19,11 @@ const productOp = "Matmul"
 // workspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
 const workspaceBytes = 32 << 20
 
-// matmuls plans a machine's matrix products: one plan for each shape.
+// matmuls plans a machine's matrix products: one plan for each shape, and one more with another matrix added where that has ways of
+// its own.
 type matmuls struct {
 	m         *Machine
-	plans     map[driver.MatmulSpec]*planned
+	plans     map[planKey]*planned
 	workspace driver.Ptr
 
 	weights []kernels.QuantizeWeight // as they lie in the table; of float8
@@ -28,19 +31,51 @@ type matmuls struct {
 }
 
 func newMatmuls(m *Machine) *matmuls {
-	b := &matmuls{m: m, plans: map[driver.MatmulSpec]*planned{}}
+	b := &matmuls{m: m, plans: map[planKey]*planned{}}
 	if m.config.lone != nil {
 		b.workspace = m.config.lone.workspace
 	}
 	return b
 }
 
-func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {
+// planKey tells plans apart.
+type planKey struct {
+	driver.MatmulSpec
+	added addend
+}
+
+// addend is what a product adds to its sums.
+type addend uint8
+
+const (
+	nothing addend = iota
+	aMatrix        // as it is
+	scaled         // as are the sums
+)
+
+// addendOf is that of a product with these factors.
+func addendOf(alpha, beta float32) addend {
+	switch {
+	case alpha == 1 && beta == 0:
+		return nothing
+	case alpha == 1 && beta == 1:
+		return aMatrix
+	}
+	return scaled
+}
+
+// plan plans a product. Kernels of this module compute some, but no scaled ones.
+func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 	spec, err := spec.Normal()
 	if err != nil {
 		return nil, err
 	}
-	if p := b.plans[spec]; p != nil {
+	own := b.own(spec, added)
+	if len(own) == 0 {
+		added = nothing // for cuBLASLt all are the same
+	}
+	key := planKey{spec, added}
+	if p := b.plans[key]; p != nil {
 		return p, nil
 	}
 	blas, err := b.m.device.ctx.Blas()
@@ -60,13 +95,33 @@ func (b *matmuls) plan(spec driver.MatmulSpec) (*planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &planned{MatmulPlan: plan}
-	b.plans[spec] = p
+	p := &planned{MatmulPlan: plan, m: b.m, added: added, own: own}
+	for _, a := range plan.Algos() {
+		p.ways = append(p.ways, strings.Trim(fmt.Sprint(a.ID), "[]"))
+	}
+	b.plans[key] = p
 	if p.way, err = b.m.tuner.choose(p.job(b, blas)); err != nil {
 		return nil, err
 	}
 	p.choice = b.m.tuner.last()
 	return p, nil
+}
+
+// productUnits are where the kernels for products are.
+var productUnits = []string{"gemm_hopper_plain"}
+
+// own lists the ways that this module has for a product which is worth timing, or for which a rule asks for one.
+func (b *matmuls) own(m driver.MatmulSpec, added addend) []kernels.Way {
+	shape := kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB}
+	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
+	if whole, err := whole.Normal(); err != nil || m != whole || added == scaled || m.Align < vectorBytes {
+		return nil
+	}
+	ways := b.m.k.ProductWays(shape, m.D)
+	if !b.worthTiming(m) && !slices.ContainsFunc(names(ways), func(way string) bool { return b.m.tuner.asks(productOp, way) }) {
+		return nil
+	}
+	return ways
 }
 
 const (
@@ -86,23 +141,40 @@ func flops(m driver.MatmulSpec) float64 {
 	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
-// planned is a product and the way to compute it.
+// planned is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's own.
 type planned struct {
 	driver.MatmulPlan
+	m      *Machine
+	added  addend
+	ways   []string // cuBLASLt's
+	own    []kernels.Way
 	way    int
 	choice int // of the tuner
 }
 
 // run enqueues the product.
-func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.Run(p.way, a, s) }
+func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.runIn(p.way, a, s) }
+
+func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
+	if way < len(p.ways) {
+		return p.Run(way, a, s)
+	}
+	m := p.Spec()
+	product := kernels.Product{Y: a.D, X: a.A, W: a.B, Type: m.D, Way: p.own[way-len(p.ways)],
+		ProductShape: kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB}}
+	if p.added == aMatrix {
+		product.C = cmp.Or(a.C, a.D)
+	}
+	return p.m.k.Product(s, product)
+}
 
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
-	j := job{op: productOp, shape: fmt.Sprintf("%+v", spec), computes: true,
-		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
-	for _, a := range p.Algos() {
-		j.ways = append(j.ways, strings.Trim(fmt.Sprint(a.ID), "[]"))
+	j := job{op: productOp, shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added"), computes: true,
+		ways: append(slices.Clone(p.ways), names(p.own)...), build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
+	if len(p.own) > 0 {
+		j.build += ", " + b.m.k.Build(productUnits...)
 	}
 	types := []driver.DType{spec.A, spec.B, spec.D}
 	for i, bytes := range operandBytes(spec) {
@@ -111,13 +183,19 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	if spec.Scaling != driver.Unscaled {
 		j.arguments = append(j.arguments, numbers(reads, spec.M, driver.Float32), numbers(reads, spec.N, driver.Float32))
 	}
+	if p.added == aMatrix {
+		j.arguments = append(j.arguments, numbers(reads, spec.M*spec.N, spec.D))
+	}
 	j.run = func(way int, memory []driver.Ptr) error {
 		a := driver.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
 			WorkspaceSize: workspaceBytes}
 		if spec.Scaling != driver.Unscaled {
 			a.ScaleA, a.ScaleB = memory[3], memory[4]
 		}
-		return p.Run(way, a, b.m.stream)
+		if p.added == aMatrix {
+			a.C, a.Beta = memory[3], 1
+		}
+		return p.runIn(way, a, b.m.stream)
 	}
 	return j
 }
@@ -229,7 +307,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 	if p.c == nil {
 		p.c = p.d
 	}
-	plan, err := b.plan(p.spec())
+	plan, err := b.plan(p.spec(), addendOf(p.alpha, p.beta))
 	if err != nil {
 		return nil, err
 	}

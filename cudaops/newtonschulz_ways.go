@@ -86,7 +86,7 @@ func (it *iteration) take(way string) error {
 	}
 	var err error
 	q, x := it.array(it.side(), it.side()), it.array(it.Rows, it.Columns)
-	it.apply, err = it.m.blas.plan(schulz{tall: it.tall()}.apply(x, q, x, nil, 0, false).repeated(it.Batch).spec())
+	it.apply, err = it.m.blas.plan(schulz{tall: it.tall()}.apply(x, q, x, nil, 0, false).repeated(it.Batch).spec(), nothing)
 	return err
 }
 

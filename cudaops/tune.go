@@ -232,6 +232,11 @@ func (t *tuner) onHost(op string) bool {
 	return host
 }
 
+// asks reports whether a rule asks for a way.
+func (t *tuner) asks(op, way string) bool {
+	return slices.ContainsFunc(t.rules, func(r wayRule) bool { return !r.forbid && matches(r.op, op) && matches(r.way, way) })
+}
+
 // stored is a choice in the store.
 type stored struct {
 	Way    string        `json:"way"`

@@ -131,6 +131,7 @@ type gemmLaunch struct {
 	matrices        []gemmMatrix
 	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
 	elements        int
+	overlap         bool // the kernel waits for the one before it
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -157,7 +158,7 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 		a.Struct(encoded[:], align)
 	}
 	l := line(gemmCluster, g.threads)
-	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
+	l.Cluster, l.Shared, l.Overlap = driver.Dim{X: gemmCluster}, g.shared, g.overlap
 	n, err := k.clusters(g.unit, g.kernel, l)
 	if err != nil {
 		return err

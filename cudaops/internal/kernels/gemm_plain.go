@@ -1,0 +1,77 @@
+package kernels
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// Product computes Y = X·W + C, or X·Wᵀ + C with TransW, and rounds once: X is [Rows, D], W [D, Columns] or with TransW
+// [Columns, D], Y and C [Rows, Columns]. A null C is left out. Y may be the memory of C.
+type Product struct {
+	Y, X, W, C driver.Ptr
+	ProductShape
+	Type driver.DType
+	Way  Way
+}
+
+// ProductShape is the sizes of a Product.
+type ProductShape struct {
+	Rows, Columns, D int
+	TransW           bool
+}
+
+// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of all warps' panels and their barriers.
+const plainColumns, plainStages, plainPanelBytes = 256, 4, 32<<10 + 8*16
+
+// ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none: Hopper has one for two-byte types
+// where Columns and D are multiples of 8. The number is the columns of a tile.
+func (k *Kernels) ProductWays(a ProductShape, t driver.DType) []Way {
+	const limit = 1 << 30
+	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 ||
+		min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit {
+		return nil
+	}
+	return []Way{{"hopper", plainColumns}}
+}
+
+// Product launches one kernel.
+func (k *Kernels) Product(s driver.Stream, a Product) error {
+	const op = "Product"
+	if empty, err := checkSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
+		return err
+	}
+	ways := k.ProductWays(a.ProductShape, a.Type)
+	if len(ways) == 0 || !aligned(a.Y, a.X, a.W, a.C) {
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, Columns and D multiples of 8, float16 or bfloat16, "+
+			"and addresses that are multiples of 16", op, a.ProductShape, a.Type)
+	}
+	if _, err := a.Way.of(op, ways); err != nil {
+		return err
+	}
+	suf, err := suffix(op, a.Type)
+	if err != nil {
+		return err
+	}
+	kernel, depth, columns := "gemm_hopper_plain_nn", uint64(a.D), uint64(a.Columns)
+	right := gemmMatrix{a.W, [3]int{a.Columns, a.D, 1}, [2]uint64{columns, 8}, [3]uint32{64, gemmDepth, 1}}
+	if a.TransW {
+		kernel = "gemm_hopper_plain_nt"
+		right = gemmMatrix{a.W, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}
+	}
+	result := gemmMatrix{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{columns, 8}, [3]uint32{64, 16, 1}}
+	added := result
+	g := gemmLaunch{unit: "gemm_hopper_plain", threads: 384, dtype: a.Type, overlap: k.overlaps(),
+		shared: plainStages*(2*gemmDepth*(gemmRows+plainColumns)+16) + plainPanelBytes,
+		params: args().Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(gemmSection)}
+	if a.C != 0 {
+		kernel += "_add"
+		added.ptr = a.C
+	}
+	if a.C != a.Y { // else what is stored to would be lost
+		g.stored, g.elements = a.Y, a.Rows*a.Columns
+	}
+	g.kernel = kernel + suf
+	g.matrices = []gemmMatrix{{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}}, right, result, added}
+	return g.launch(k, s)
+}

@@ -1,0 +1,170 @@
+package cudaops
+
+import (
+	"bytes"
+	"log/slog"
+	"math/rand/v2"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// ownProducts is kernels that have a way of their own to multiply, and how often each is launched.
+type ownProducts struct {
+	kernelSet
+	plain  *int
+	adding *int
+}
+
+func (o ownProducts) ProductWays(kernels.ProductShape, driver.DType) []kernels.Way {
+	return []kernels.Way{{Family: "hopper", Size: 256}}
+}
+
+func (o ownProducts) Product(s driver.Stream, a kernels.Product) error {
+	if a.C != 0 {
+		*o.adding++
+	} else {
+		*o.plain++
+	}
+	return o.kernelSet.Product(s, a)
+}
+
+// residualGraph is y = x + (x·uᵀ)·wᵀ of random numbers with its gradients.
+func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+	t.Helper()
+	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
+	matrix := func(name string, rows, columns int) *gorgonia.Node {
+		x := make([]float32, rows*columns)
+		for i := range x {
+			x[i] = float32(r.NormFloat64() / 8)
+		}
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
+	}
+	in := gorgonia.Nodes{matrix("x", rows, d), matrix("u", f, d), matrix("w", d, f)}
+	hidden, err := op.Linear(in[0], in[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := op.Linear(hidden, in[2])
+	if err != nil {
+		t.Fatal(err)
+	}
+	y = gorgonia.Must(gorgonia.Add(in[0], y))
+	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, matrix("with", rows, d)))))
+	grads, err := gorgonia.Grad(cost, in...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g, in[1:], append(gorgonia.Nodes{y}, grads...)
+}
+
+// TestProductWays wants the same values of products, of which some have another matrix added, in whatever way.
+func TestProductWays(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, own bool, opts ...MachineOption) {
+		var values []gorgonia.Value
+		for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
+			g, params, keep := residualGraph(t, seed, rows, f, d)
+			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			for k, n := range keep {
+				v, err := m.Value(n)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if i == 0 {
+					values = append(values, v)
+				} else if diff := distance(t, v, values[k]); !(diff < tolerance) {
+					t.Errorf("value %d differs by %.2g", k, diff)
+				}
+			}
+			ours, plus := 0, 0
+			for _, c := range m.Choices() {
+				if c.Op == productOp && strings.HasPrefix(c.Way, "hopper") {
+					ours++
+					if strings.HasSuffix(c.Shape, "with a matrix added") {
+						plus++
+					}
+				}
+			}
+			if want := i == 1 && own; (ours > 1) != want || (plus > 0) != want {
+				t.Errorf("%s: %d products are of this module's own, %d with a matrix added; want some: %v", rule, ours, plus, want)
+			}
+		}
+	}
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		var plain, adding int
+		check(t, device, 6, 7, 5, 1e-5, true, fakeOption, withOwnProducts(&plain, &adding))
+		if plain == 0 || adding == 0 {
+			t.Errorf("launched %d times, and %d times with a matrix added", plain, adding)
+		}
+	})
+	t.Run("bfloat16", func(t *testing.T) {
+		device := openGPU(t)
+		check(t, device, 300, 776, 648, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+	})
+}
+
+// withOwnProducts has the machine's kernels be [ownProducts].
+func withOwnProducts(plain, adding *int) MachineOption {
+	return func(c *machineConfig) error {
+		inner := c.kernels
+		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+			k, err := inner(ctx)
+			return ownProducts{k, plain, adding}, err
+		}
+		return nil
+	}
+}
+
+// TestProductTuned wants the kernels timed beside cuBLASLt's ways where products are worth it, and what is left of them used.
+func TestProductTuned(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	for _, c := range []struct {
+		least float64
+		blas  time.Duration // of each of three ways
+		own   bool
+	}{{1, time.Second, true}, {1, 0, false}, {1e9, time.Second, false}} {
+		way := fake.Way{Took: c.blas}
+		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{way, way, way}, Devices: smallCache("GPU")})
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		var log bytes.Buffer
+		var plain, adding int
+		private := func(m *machineConfig) error {
+			m.tuneLeast, m.tunePath = c.least, filepath.Join(t.TempDir(), "tune.json")
+			return nil
+		}
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), private,
+			WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
+		var ways []string
+		for _, choice := range m.Choices() {
+			if choice.Op == productOp {
+				ways = append(ways, choice.Way)
+			}
+		}
+		if got := slices.Contains(ways, "hopper-256"); got != c.own || len(ways) < 3 {
+			t.Errorf("%+v: the ways are %v; %s", c, ways, log.String())
+		}
+		if plain, adding = 0, 0; m.RunAll() != nil || (plain > 0) != c.own || (adding > 0) != c.own {
+			t.Errorf("%+v: run in this way %d times, and %d times with a matrix added", c, plain, adding)
+		}
+	}
+}
