@@ -8,7 +8,7 @@
 // Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
 // columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
 // registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
-// order. A short row may instead be the own of a warp or two, so that no others wait for it. Rows that do not fit, or are not aligned to
+// order. A short row may instead be the own of a warp, which then waits for no other, or of two. Rows that do not fit, or are not aligned to
 // 16 bytes, take kernels that read them twice.
 //
 // Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still

@@ -225,15 +225,17 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 }
 
 // RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps, or pairs of them, that
-// take short rows of their own, blocks that walk down the rows, as many a multiprocessor as there is room for or fewer, and a block a
-// row.
+// take rows of their own; for longer rows blocks that walk down them, as many a multiprocessor as there is room for or fewer; and a block
+// a row. Walking is no way for short rows, since a tuner that times single launches cannot tell the two apart, and in training, at a
+// lower clock, walking falls behind.
 func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error) {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
 		return nil, err
 	}
+	plain := Way{Family: "any"}
 	if _, _, fits := k.own(a); fits {
-		ways = append(ways, Way{Family: "own"})
+		return []Way{{Family: "own"}, plain}, nil
 	}
 	grid := 0
 	for _, blocks := range []int{normBlocks, 2, 1} {
@@ -246,7 +248,7 @@ func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error)
 			grid = c.Grid.X
 		}
 	}
-	return append(ways, Way{Family: "any"}), nil
+	return append(ways, plain), nil
 }
 
 // arrays is how many are read.
