@@ -163,34 +163,39 @@ func ropeOf(o *op.RoPEOp, y, x *array) kernels.RoPE {
 
 // tables returns the cosines and sines of a rotation, which ops with the same angles share.
 func (c *compiler) tables(o *op.RoPEOp) (cos, sin *array) {
-	key := rotationOf(o)
-	if t, ok := c.rotations[key]; ok {
-		return t[0], t[1]
-	}
-	cosines, sines := narrowTables(o)
-	t := [2]*array{c.constant(cosines), c.constant(sines)}
-	c.rotations[key] = t
-	return t[0], t[1]
+	t := c.rotation(o)
+	return t.cos.array, t.sin.array
 }
 
-// angles returns both in the order of products that turn their results.
-func (c *compiler) angles(o *op.RoPEOp) *array {
+// rotationTables are the cosines and sines of a rotation and, where a product turns its results, both in the order of that.
+type rotationTables struct{ cos, sin, angles table }
+
+func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {
 	key := rotationOf(o)
-	if c.angleTables[key] == nil {
-		cosines, sines := narrowTables(o)
-		c.angleTables[key] = c.constant(kernels.RoPEAngles(cosines, sines, o.Config.HeadDim/2))
+	if c.rotations[key] == nil {
+		cosines, sines := o.Config.Tables()
+		c.rotations[key] = &rotationTables{cos: c.table(narrow(cosines)), sin: c.table(narrow(sines))}
 	}
-	return c.angleTables[key]
+	return c.rotations[key]
 }
 
-// narrowTables returns the cosines and sines in float32.
-func narrowTables(o *op.RoPEOp) (cos, sin []float32) {
-	cosines, sines := o.Config.Tables()
-	cos, sin = make([]float32, len(cosines)), make([]float32, len(sines))
-	for i := range cosines {
-		cos[i], sin[i] = float32(cosines[i]), float32(sines[i])
+// angles is rotation with the table of products.
+func (c *compiler) angles(o *op.RoPEOp) *rotationTables {
+	t := c.rotation(o)
+	if t.angles.array == nil {
+		t.angles = c.table(kernels.RoPEAngles(t.cos.data, t.sin.data, o.Config.HeadDim/2))
 	}
-	return cos, sin
+	return t
+}
+
+func (c *compiler) table(data []float32) table { return table{c.constant(data), data} }
+
+func narrow(wide []float64) []float32 {
+	s := make([]float32, len(wide))
+	for i, v := range wide {
+		s[i] = float32(v)
+	}
+	return s
 }
 
 // rotation is the angles of a RoPE, whatever the number of heads.

@@ -162,16 +162,15 @@ type compiler struct {
 	kept  map[*gorgonia.Node]bool
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
-	inputOf     map[*block]*input
-	copies      map[converted]*array
-	quantized   map[quantizedKey]quantized
-	sources     map[*block][]*input // what parameters and constants, and copies and stacks of them, are made of
-	stacks      map[stacked]*array
-	rotations   map[rotation][2]*array
-	angleTables map[rotation]*array
-	documents   map[packing]*array
-	gradients   map[gorgonia.Op]int // backward ops that the graph has of a forward op
-	layers      map[*gorgonia.Node]place
+	inputOf   map[*block]*input
+	copies    map[converted]*array
+	quantized map[quantizedKey]quantized
+	sources   map[*block][]*input // what parameters and constants, and copies and stacks of them, are made of
+	stacks    map[stacked]*array
+	rotations map[rotation]*rotationTables
+	documents map[packing]*array
+	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
+	layers    map[*gorgonia.Node]place
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -179,7 +178,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
-		stacks: map[stacked]*array{}, rotations: map[rotation][2]*array{}, angleTables: map[rotation]*array{},
+		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	for _, n := range kept {
 		c.kept[n] = true

@@ -143,18 +143,19 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 		return err
 	}
 	o, t, m := turned.Op().(*op.RoPEOp), x.elem.dtype(), c.m
-	cos, sin := c.tables(o)
 	s := kernels.RoPEProductShape{Rows: x.shape[0], Columns: wide.shape[1], D: x.shape[1], Turned: both.shape[1], Seq: o.Config.Seq,
 		HeadDim: o.Config.HeadDim}
 	w := productWays{product: product{d: wide, a: x, b: weights, transB: true}, op: "RoPEProduct",
 		shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D, s.Turned, s.HeadDim, s.Seq, t),
 		units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t),
-		arrays: []*array{wide, x, weights, cos, sin},
-		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t),
-			numbers(reads, cos.len(), driver.Float32), numbers(reads, sin.len(), driver.Float32)}}
+		arrays:    []*array{wide, x, weights},
+		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t)}}
 	if len(w.fused) > 0 {
 		angles := c.angles(o)
-		w.arrays, w.arguments = append(w.arrays, angles), append(w.arguments, numbers(reads, angles.len(), driver.Float32))
+		for _, t := range []table{angles.cos, angles.sin, angles.angles} { // which say the same, where random numbers would not
+			w.arrays = append(w.arrays, t.array)
+			w.arguments = append(w.arguments, argument{role: given, bytes: 4 * len(t.data), data: driver.Bytes(t.data)})
+		}
 	}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {
 		return m.k.RoPEProduct(m.stream, kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Angles: a[5], RoPEProductShape: s, Type: t,

@@ -2,8 +2,10 @@ package cudaops
 
 import (
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"gorgonia.org/gorgonia"
@@ -130,19 +132,21 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	}
 }
 
-// TestProjectionTuned wants products that are worth timing timed with what turns their results, and no others.
+// TestProjectionTuned wants products that are worth timing timed with what turns their results, and no others, and all ways to give
+// the same in the timer's memory as well.
 func TestProjectionTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	p := projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
-	for least, want := range map[float64]int{1: 1, 1e9: 0} {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	check := func(t *testing.T, device *Device, p projected, least float64, want int, opts ...MachineOption) {
+		t.Helper()
+		var log strings.Builder
 		g, params, keep := p.graph(t, 1, false)
 		private := func(c *machineConfig) error {
 			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
 			return nil
 		}
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private, WithTuning(TuneCached)})
+		m := newFuseMachine(t, device, g, params, keep, append(opts, private, WithTuning(TuneCached),
+			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
 		timed := 0
 		for _, c := range m.Choices() {
 			if c.Op == "RoPEProduct" {
@@ -151,8 +155,22 @@ func TestProjectionTuned(t *testing.T) {
 				}
 			}
 		}
-		if timed != want {
-			t.Errorf("least %g: %d timed, want %d", least, timed, want)
+		if timed != want || strings.Contains(log.String(), "RoPEProduct") {
+			t.Errorf("least %g: %d timed, want %d; log %q", least, timed, want, log.String())
 		}
+	}
+	for least, want := range map[float64]int{1: 1, 1e9: 0} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}, least, want, fakeOption)
+	}
+	for _, headDim := range []int{64, 96, 128} {
+		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
+			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2, HeadDim: headDim, Causal: true}}
+			device, want := openGPU(t), 0
+			if device.info.Capability() == 90 {
+				want = 1
+			}
+			check(t, device, p, 1, want, WithPrecision(BFloat16))
+		})
 	}
 }

@@ -9,13 +9,13 @@
 // sines, i even, for the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions, 4, 4].
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The rounded sums of a tile wait in the multipliers' own registers while
-// the products of the next tile run: in each of its first steps a thread turns a part of them, in one of its two rows some pairs of
-// a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a row's parts to memory
-// together. There are registers for the angles of one part. All heads of a tile need the same, so the parts that share them come
-// one behind the other, and a thread asks for each angle once a tile, a step ahead.
+// the products of the next tile run. In some of its steps, as far apart as they can be, a thread turns a part of them, in one of its
+// two rows some pairs of a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a
+// row's parts to memory together. There are registers for the angles of one part. All heads of a tile need the same, so the parts
+// that share them come one behind the other, and a thread asks for each angle once a tile, a part ahead.
 //
-// Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, depth above 64·(parts − 1), x, weights and y at
-// multiples of 16 bytes, as the table, and seq·D at most 2³⁰.
+// Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, depth above 64·(parts − 1), all arrays at multiples
+// of 16 bytes, and seq·D at most 2³⁰.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
@@ -156,6 +156,7 @@ template <typename T, int D, class M> __device__ inline void multiplyTiles(const
   constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
   constexpr int Columns = M::Columns;
   auto schedule = scheduleOf<Columns>(p);
+  // All at once, the parts would take the bandwidth of shared memory that products and copies need.
   const int steps = (p.depth + kDepth - 1) / kDepth, apart = steps / Held<T, D, M>::Parts, warp = uniform(threadIdx.x / 32 % 4);
   const uint32_t panels = m.panels(4 * worker + warp);
   Accumulator<1, Columns> sums;
