@@ -393,7 +393,7 @@ func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward
 	})
 }
 
-func (k *fakeKernels) SiLUProductWays(bool, int, int, int, driver.DType) []kernels.Way {
+func (k *fakeKernels) SiLUProductWays(int, int, int, driver.DType) []kernels.Way {
 	return []kernels.Way{{Family: "fused"}}
 }
 

@@ -77,7 +77,7 @@ type kernelSet interface {
 	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
-	SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []kernels.Way
+	SiLUProductWays(rows, f, d int, t driver.DType) []kernels.Way
 	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	ProductWays(a kernels.ProductShape, t driver.DType) []kernels.Way

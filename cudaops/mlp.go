@@ -70,7 +70,7 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *array) error {
 	}
 	w := productWays{product: product{d: s.ab, a: x, b: s.weights, transB: true}, op: "SiLUProduct",
 		shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
-		fused: m.k.SiLUProductWays(false, rows, f, d, t), arrays: []*array{h, s.ab, x, s.weights},
+		fused: m.k.SiLUProductWays(rows, f, d, t), arrays: []*array{h, s.ab, x, s.weights},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, s.ab.len(), t), numbers(reads, x.len(), t),
 			numbers(reads, s.weights.len(), t)}}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {
@@ -127,7 +127,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, h, dab, g, down *array) e
 	}
 	w := productWays{product: product{d: dh, a: g, b: down}, op: "SiLUProductBackward",
 		shape: fmt.Sprintf("%dx%dx%d %v", rows, f, d, t), units: []string{"gemm_hopper", "silu"},
-		fused: m.k.SiLUProductWays(true, rows, f, d, t), arrays: []*array{h, dab, s.ab, g, down},
+		fused: m.k.SiLUProductWays(rows, f, d, t), arrays: []*array{h, dab, s.ab, g, down},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, dab.len(), t), numbers(reads, s.ab.len(), t),
 			numbers(reads, g.len(), t), numbers(reads, down.len(), t), {role: scratch, bytes: h.extent()}}}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {

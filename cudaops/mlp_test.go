@@ -82,7 +82,7 @@ func TestPerceptronWays(t *testing.T) {
 	})
 	t.Run("bfloat16", func(t *testing.T) {
 		device := openGPU(t)
-		check(t, device, 200, 136, 776, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, 200, 136, 72, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
 	})
 }
 

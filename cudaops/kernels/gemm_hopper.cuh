@@ -208,5 +208,138 @@ __device__ inline int multiplyTile(Accumulator<1, M::Columns> &sums, const M &m,
   return i;
 }
 
+// ---- Tiles that their multipliers finish themselves, while the next one is multiplied ----
+
+// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's.
+template <int Columns_, int Stages_, int WarpBytes> struct WarpMemory {
+  static constexpr int Columns = Columns_, Stages = Stages_;
+  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
+  uint32_t base;
+  Ring<Stages> ring;
+  __device__ explicit WarpMemory(uint32_t at) : base(at), ring{at + Stages * StageBytes + 4 * kWorkers * WarpBytes} {}
+  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
+  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
+  __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * WarpBytes; }
+  __device__ uint32_t arrived(int warp) const { return ring.barriers + ring.bytes + warp * 16; }
+};
+
+// Makes the barriers. All threads call it.
+template <class M> __device__ inline void beginWarps(const M &m) {
+  if (threadIdx.x == 0) {
+    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    for (int warp = 0; warp < 4 * kWorkers; warp++) {
+      barrierInit(m.arrived(warp), 1);
+      barrierInit(m.arrived(warp) + 8, 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  meetCluster();
+}
+
+// The rounded sums of a warp's 16 rows of a tile: a lane has columns 8n + lane % 4 · 2 and the next one of rows lane / 4 and 8 more.
+template <typename T, int Columns> struct RoundedSums {
+  uint32_t v[Columns / 8][2];
+  int row, column;
+
+  __device__ explicit RoundedSums(int rows) : row(rows), column(0) {  // of no tile: what they lead to lies outside the matrix
+#pragma unroll
+    for (int n = 0; n < Columns / 8; n++) v[n][0] = v[n][1] = 0;
+  }
+
+  __device__ void take(const Accumulator<1, Columns> &sums, int row, int column) {
+    this->row = row;
+    this->column = column;
+#pragma unroll
+    for (int n = 0; n < Columns / 8; n++) {
+      const float(&c)[4] = sums.c[0][n];
+      v[n][0] = pack(c[0], c[1], T());
+      v[n][1] = pack(c[2], c[3], T());
+    }
+  }
+};
+
+// 16 rows of 16 columns, between a warp's registers and where chunkOf says.
+__device__ inline void loadMatrices(uint32_t (&v)[2][2], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0][0]), "=r"(v[0][1]), "=r"(v[1][0]), "=r"(v[1][1])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ inline void storeMatrices(uint32_t at, const uint32_t (&a)[2], const uint32_t (&b)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(b[1])
+               : "memory");
+}
+
+// Where a lane's chunk of the first 16 columns lies, in a panel of 16 rows of Columns, 64 or 32; those of column c, a multiple of 16,
+// are where bits 4 to 6 differ by c / 8.
+template <int Columns> __device__ inline uint32_t chunkOf(uint32_t panel) {
+  const int lane = threadIdx.x % 32, r = lane % 16;
+  return panel + r * (2 * Columns) + (lane / 16 ^ (Columns == 64 ? r % 8 : r / 2 % 4)) * 16;
+}
+
+// Waits until the copy engine has read all but the latest Pending of what the warp's first lane had it store.
+template <int Pending> __device__ inline void storesRead() {
+  if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+  __syncwarp();
+}
+__device__ inline void storesCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Multiplies a block's tiles. Held keeps the sums of a warp's 16 rows of a tile, and finishes them in kSlots slots while the next tile is
+// multiplied:
+//
+//   take(sums, row, column)          has sums of 16 rows, from a row and a column on, for those of which all slots are done
+//   finish(slot, row, column, more)  does a slot; after the last one sums from row and column on come next, if more do
+//
+// The steps of a tile are dealt out evenly to the slots: if all of a tile went to memory in its first steps, the operands of all blocks
+// would have to wait for it. A slot's work comes behind the start of a step's products.
+template <typename T, int TransposeB, class M, class Schedule, class Held>
+__device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, int worker, Held &held) {
+  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
+  const int steps = (depth + kDepth - 1) / kDepth, first = 64 * worker + uniform(threadIdx.x / 32 % 4) * 16;
+  Accumulator<1, M::Columns> sums;
+  sums.clear();
+  auto start = [&](int i, bool clear) {
+    m.ring.wait(i);
+    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, across);
+    productsBegin();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) product<TransposeB>(sums.c[0], a.plus(k * 32), b.plus(k * next), k > 0 || !clear, T());
+    productsCommit();
+  };
+  Tile t;
+  for (int i = 0; schedule.take(t);) {
+    int due = 0;  // steps, times kSlots
+    hold(sums);
+#pragma unroll
+    for (int slot = 0; slot < Held::kSlots; slot++) {
+      due += steps;
+      const bool starts = slot == 0 || due > 0;
+      if (starts) {
+        start(i++, slot == 0);
+        due -= Held::kSlots;
+      }
+      held.finish(slot, t.row + first, t.column, true);
+      if (slot > 0 && starts) {
+        productsWait<1>();
+        releaseAll(m.ring, i - 2);
+      }
+      for (; due > 0; due -= Held::kSlots) {
+        start(i++, false);
+        productsWait<1>();
+        releaseAll(m.ring, i - 2);
+      }
+    }
+    productsWait<0>();
+    hold(sums);
+    releaseAll(m.ring, i - 1);
+    held.take(sums, t.row + first, t.column);
+  }
+#pragma unroll
+  for (int slot = 0; slot < Held::kSlots; slot++) held.finish(slot, 0, 0, false);
+}
+
 #endif  // HOPPER
 }  // namespace gemm

@@ -7,9 +7,9 @@
 // terms overflow only where a loss is above 80: bf16 has float32's exponents. A maximum is not needed.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times log₂e, wait in the multipliers' own
-// registers, rounded to f16, while the products of the next tile run: in each of the first kParts steps of that a thread takes the
-// exponentials of 32 columns, adds them up and brings them to memory. So there are no warps that finish, and shared memory has room
-// for a fourth stage. f16 has three bits more than logits in bf16 would, and all that it can not hold is 0 or infinite as a term.
+// registers, rounded to f16, while the products of the next tile run: kParts times in its steps a thread takes the exponentials of 32
+// columns, adds them up and brings them to memory. So there are no warps that finish, and shared memory has room for a fourth stage.
+// f16 has three bits more than logits in bf16 would, and all that it can not hold is 0 or infinite as a term.
 //
 // Before the product a kernel forms c, and behind it one adds up Z and has e ready for the products of the gradients,
 //
@@ -17,7 +17,7 @@
 //
 // where it finds a row whose loss is too large for that, and forms it again as softmax with a maximum.
 //
-// Needs: columns and depth multiples of 8, depth above 64·(kParts − 1), x, w and e at multiples of 16 bytes.
+// Needs: columns and depth multiples of 8, x, w and e at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 #include "rows.cuh"
 
@@ -53,17 +53,7 @@ constexpr int kLossRows = 32;  // of a block
 constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
 constexpr int kTermBytes = 16 * 128;  // of a warp's rows: two parts
 
-// Shared memory: the stages, a panel of terms of each multiplying warp, then the barriers.
-struct Shared {
-  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = kColumns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int Terms = kStages * StageBytes, Barriers = Terms + 4 * kWorkers * kTermBytes;
-  uint32_t base;
-  Ring<kStages> ring;
-  __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
-  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
-  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t terms(int warp) const { return base + Terms + warp * kTermBytes; }
-};
+using Shared = WarpMemory<kColumns, kStages, kTermBytes>;
 
 __device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
 
@@ -84,17 +74,21 @@ __device__ inline void copyTiles(const Params &p, const TensorMap &x, const Tens
 // The exponents of a warp's 16 rows of a tile, to base 2: a lane has columns 8n + lane % 4 · 2 and the next one of rows
 // lane / 4 and 8 more.
 struct Exponents {
-  uint32_t v[kColumns / 8][2];
-  float sum[2];
+  static constexpr int kSlots = kParts;
+  const Params &p;
+  const TensorMap &terms;
+  uint32_t panel, v[kColumns / 8][2];
+  float sum[2], shift[2];  // of both rows
   int row, column;
 
-  __device__ explicit Exponents(int rows) : sum{0, 0}, row(rows), column(0) {  // of no tile
+  __device__ Exponents(const Params &p, const TensorMap &terms, uint32_t panel)
+      : p(p), terms(terms), panel(panel), sum{0, 0}, row(p.rows), column(0) {  // of no tile
 #pragma unroll
     for (int n = 0; n < kColumns / 8; n++) v[n][0] = v[n][1] = 0;
   }
 
   // Takes a tile's sums, times log₂e and plus the rows' shifts. The terms of columns that are not there are 0.
-  __device__ void take(const Params &p, const Accumulator<1, kColumns> &sums, float shift0, float shift1, int row, int column) {
+  __device__ void take(const Accumulator<1, kColumns> &sums, int row, int column) {
     constexpr uint32_t kNone = 0xfc00fc00;  // twice -inf
     this->row = row;
     this->column = column;
@@ -102,8 +96,8 @@ struct Exponents {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; n++) {
       const float(&c)[4] = sums.c[0][n];
-      v[n][0] = pack(fmaf(c[0], kLog2e, shift0), fmaf(c[1], kLog2e, shift0), f16());
-      v[n][1] = pack(fmaf(c[2], kLog2e, shift1), fmaf(c[3], kLog2e, shift1), f16());
+      v[n][0] = pack(fmaf(c[0], kLog2e, shift[0]), fmaf(c[1], kLog2e, shift[0]), f16());
+      v[n][1] = pack(fmaf(c[2], kLog2e, shift[1]), fmaf(c[3], kLog2e, shift[1]), f16());
     }
     if (column + kColumns > p.columns)
 #pragma unroll
@@ -112,12 +106,8 @@ struct Exponents {
   }
 
   // Forms the terms of some columns, and has the copy engine store what two parts have left in the warp's panel: 64 columns.
-  __device__ void finish(const Params &p, const TensorMap &terms, uint32_t panel, int part) {
-    const int lane = threadIdx.x % 32, r = lane % 16;
-    if (part % 2 == 0) {
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      __syncwarp();
-    }
+  __device__ void finish(int part, int nextRow, int, bool more) {
+    if (part % 2 == 0) storesRead<0>();
 #pragma unroll
     for (int n = 0; n < 4; n += 2) {
       uint32_t e[2][2];
@@ -128,20 +118,27 @@ struct Exponents {
         sum[i % 2] += a + b;
         e[i / 2][i % 2] = pack(a, b, bf16());
       }
-      storeMatrices(panel + r * 128 + ((part % 2 * 4 + n + lane / 16) ^ r % 8) * 16, e);
+      storeMatrices(chunkOf<64>(panel) ^ (part % 2 * 4 + n) * 16, e[0], e[1]);
     }
     if (part % 2) {
       fenceAsync();
       __syncwarp();
-      if (lane == 0) {
+      if (threadIdx.x % 32 == 0) {
         storeBox(terms, panel, column + kPartColumns * (part - 1), row, 0);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        storesCommit();
       }
     }
-    if (part == kParts - 1) storeSums(p);
+    if (part < kParts - 1) return;
+    storeSums();
+    if (more)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int r = nextRow + threadIdx.x % 32 / 4 + 8 * half;
+        shift[half] = r < p.rows ? -kLog2e * p.shift[r] : 0.0f;
+      }
   }
 
-  __device__ void storeSums(const Params &p) const {
+  __device__ void storeSums() const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float s = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
@@ -150,76 +147,22 @@ struct Exponents {
       if (threadIdx.x % 4 == 0 && r < p.rows) p.sums[(int64_t)(column / kColumns) * p.rows + r] = s;
     }
   }
-
-  static __device__ void storeMatrices(uint32_t at, const uint32_t (&e)[2][2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(e[0][0]), "r"(e[0][1]),
-                 "r"(e[1][0]), "r"(e[1][1])
-                 : "memory");
-  }
 };
-
-__device__ inline void multiplyTiles(const Params &p, const TensorMap &terms, const Shared &m, int worker) {
-  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
-  auto schedule = scheduleOf(p);
-  const int steps = (p.depth + kDepth - 1) / kDepth, warp = uniform(threadIdx.x / 32 % 4);
-  const uint32_t panel = m.terms(4 * worker + warp);
-  Accumulator<1, kColumns> sums;
-  sums.clear();
-  Exponents before(p.rows);
-  auto start = [&](int i, bool first) {
-    m.ring.wait(i);
-    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, 16);
-    productsBegin();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; k++) product<0>(sums.c[0], a.plus(k * 32), b.plus(k * 32), k > 0 || !first, bf16());
-    productsCommit();
-  };
-  Tile t;
-  for (int i = 0; schedule.take(t);) {
-    const int end = i + steps;
-    hold(sums);
-#pragma unroll
-    for (int part = 0; part < kParts; part++, i++) {
-      start(i, part == 0);
-      before.finish(p, terms, panel, part);
-      if (part > 0) {
-        productsWait<1>();
-        releaseAll(m.ring, i - 1);
-      }
-    }
-    const int first = t.row + 64 * worker + 16 * warp, row = first + threadIdx.x % 32 / 4;
-    const float shift0 = row < p.rows ? p.shift[row] : 0.0f, shift1 = row + 8 < p.rows ? p.shift[row + 8] : 0.0f;
-    for (; i < end; i++) {
-      start(i, false);
-      productsWait<1>();
-      releaseAll(m.ring, i - 1);
-    }
-    productsWait<0>();
-    hold(sums);
-    releaseAll(m.ring, i - 1);
-    before.take(p, sums, -kLog2e * shift0, -kLog2e * shift1, first, t.column);
-  }
-#pragma unroll
-  for (int part = 0; part < kParts; part++) before.finish(p, terms, panel, part);
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
 
 __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &terms) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  meetCluster();
+  beginWarps(m);
   if (threadIdx.x < 128) {
     giveRegisters<24>();
     if (threadIdx.x == 0) copyTiles(p, x, w, m);
     __syncwarp();
   } else {
     takeRegisters<240>();
-    multiplyTiles(p, terms, m, uniform(threadIdx.x / 128) - 1);
+    const int warp = uniform(threadIdx.x / 32 - 4);
+    Exponents exponents(p, terms, m.panels(warp));
+    multiplyHeld<bf16, 0>(m, scheduleOf(p), p.depth, warp / 4, exponents);
+    storesRead<0>();
   }
   meetCluster();  // the other block may still write here
 }

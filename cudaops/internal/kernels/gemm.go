@@ -25,37 +25,32 @@ type SiLUProductBackward struct {
 	Way                 Way
 }
 
-// SiLUProductWays lists the ways to compute SiLUProduct, or its backward pass, of these sizes at addresses that are multiples
-// of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8 and D is above 448, backward above 704.
-func (k *Kernels) SiLUProductWays(backward bool, rows, f, d int, t driver.DType) []Way {
+// SiLUProductWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at addresses that are multiples
+// of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8.
+func (k *Kernels) SiLUProductWays(rows, f, d int, t driver.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || d <= gateDepth(backward) ||
-		min(rows, f) < 1 || max(rows, f, d) > limit {
+	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
 }
 
 // The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and the rows of clusters in a
-// section; and of gemm_hopper.cu: the columns of a tile, the stages, the bytes of a warp's panels, the steps in which a tile is
-// brought to memory, and the columns of gate and up that come at once.
+// section; and of gemm_hopper.cu: the columns of a tile, the stages, the bytes of a warp's panels, and the parts in which gate and
+// up come.
 const (
-	gemmRows, gemmDepth, gemmCluster, gemmSection = 128, 64, 2, 8
-	gateColumns, gateStages, gateWarpBytes        = 256, 4, 2 * 16 * 128
-	gateSlots, gateBackwardSlots, gateParts       = 8, 12, 8
+	gemmRows, gemmDepth, gemmCluster, gemmSection     = 128, 64, 2, 8
+	gateColumns, gateStages, gateWarpBytes, gateParts = 256, 4, 2 * 16 * 128, 8
 )
+
+// warpShared is the shared memory of a block whose multiplying warps have so many bytes each.
+func warpShared(columns, stages, warpBytes int) int {
+	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
+}
 
 // gemmShared is the shared memory of a block.
 func gemmShared(columns, stages, extra int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + 2*gemmRows*columns + extra + 2*16
-}
-
-// gateDepth is what the depth must be above: a tile is brought to memory while the next one is multiplied.
-func gateDepth(backward bool) int {
-	if backward {
-		return gemmDepth * (gateBackwardSlots - 1)
-	}
-	return gemmDepth * (gateSlots - 1)
 }
 
 // SiLUProduct launches one kernel.
@@ -72,7 +67,7 @@ func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
 
 // SiLUProductBackward launches one kernel.
 func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) error {
-	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", backward: true, rows: a.Rows, f: a.F, d: a.D,
+	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D,
 		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
 	part := [3]uint32{gateColumns / gateParts, 1, 16}
@@ -88,7 +83,6 @@ func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) er
 // gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and h.
 type gateCall struct {
 	op, kernel    string
-	backward      bool
 	rows, f, d    int
 	dtype         driver.DType
 	way           Way
@@ -96,13 +90,13 @@ type gateCall struct {
 }
 
 func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) error {
-	ways := k.SiLUProductWays(c.backward, c.rows, c.f, c.d, c.dtype)
+	ways := k.SiLUProductWays(c.rows, c.f, c.d, c.dtype)
 	if empty, err := checkSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
 		return err
 	}
 	if len(ways) == 0 || !aligned(c.ab, c.stored, c.h) {
-		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, D above %d, float16 "+
-			"or bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype, gateDepth(c.backward))
+		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, float16 or "+
+			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
 	}
 	if _, err := c.way.of(c.op, ways); err != nil {
 		return err
@@ -112,7 +106,7 @@ func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) err
 		return err
 	}
 	g := gemmLaunch{unit: "gemm_hopper", kernel: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
-		elements: c.rows * c.f, shared: gateStages*(2*gemmDepth*(gemmRows+gateColumns)+16) + gemmRows/16*(gateWarpBytes+16),
+		elements: c.rows * c.f, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
 		params: args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
 	if c.stored != c.ab {
 		if err := k.poison(s, c.stored, 2*c.rows*c.f*c.dtype.Size()); err != nil {

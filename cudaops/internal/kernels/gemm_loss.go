@@ -30,18 +30,18 @@ type LinearCrossEntropy struct {
 type LinearCrossEntropyShape struct{ Rows, V, D int }
 
 // The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, the bytes of
-// all warps' panels, and the rows of a block and its warps in the other kernels.
+// a warp's panel, and the rows of a block and its warps in the other kernels.
 const (
-	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 << 10
+	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 * 128
 	lossRows, lossWarps                               = 32, 8
 )
 
 // LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for bfloat16 where V and D are
-// multiples of 8, D is above 448, and addresses are multiples of 16.
+// multiples of 8, and addresses are multiples of 16.
 func (k *Kernels) LinearCrossEntropyWays(a LinearCrossEntropyShape, t driver.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t != driver.BFloat16 || a.V%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(lossParts-1) ||
-		min(a.Rows, a.V) < 1 || max(a.Rows, a.V, a.D) > limit {
+	if k.ctx.Device().Capability() != 90 || t != driver.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
+		min(a.Rows, a.V, a.D) < 1 || max(a.Rows, a.V, a.D) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
@@ -60,8 +60,8 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 	}
 	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, driver.BFloat16)
 	if len(ways) == 0 || !aligned(a.Terms, a.Scaled, a.X, a.W) {
-		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, D above %d, and addresses that are "+
-			"multiples of 16", op, a.LinearCrossEntropyShape, gemmDepth*(lossParts-1))
+		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, and addresses that are multiples of 16",
+			op, a.LinearCrossEntropyShape)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
 		return err
@@ -77,7 +77,7 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 		return err
 	}
 	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: driver.BFloat16, stored: a.Terms,
-		elements: a.Rows * a.V, shared: lossStages*(2*gemmDepth*(gemmRows+lossColumns)+16) + lossTermBytes,
+		elements: a.Rows * a.V, shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},

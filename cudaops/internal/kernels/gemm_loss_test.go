@@ -76,7 +76,7 @@ func (l *lossRig) want() (losses, gradient []float64) {
 
 func TestLinearCrossEntropy(t *testing.T) {
 	g := newHopperRig(t)
-	for i, s := range []LinearCrossEntropyShape{{1, 8, 512}, {5, 264, 456}, {130, 1000, 520}, {300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
+	for i, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520}, {300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
 		if testing.Short() && s.Rows*s.V > 1e6 {
 			continue
 		}
@@ -164,7 +164,6 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 			"rows":    func(a *LinearCrossEntropy) { a.Rows = -1 },
 			"v":       func(a *LinearCrossEntropy) { a.V = 12 },
 			"d":       func(a *LinearCrossEntropy) { a.D = 516 },
-			"small d": func(a *LinearCrossEntropy) { a.D = 448 },
 			"aligned": func(a *LinearCrossEntropy) { a.Terms += 8 },
 			"input":   func(a *LinearCrossEntropy) { a.X += 2 },
 			"way":     func(a *LinearCrossEntropy) { a.Way = Way{"fused", 3} },
