@@ -39,7 +39,7 @@ func (o ownProducts) Product(s driver.Stream, a kernels.Product) error {
 	return o.kernelSet.Product(s, a)
 }
 
-// residualGraph is y = x + (x·uᵀ)·wᵀ of random numbers with its gradients.
+// residualGraph is h = x·vᵀ, y = h + (h·uᵀ)·wᵀ of random numbers with its gradients.
 func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
@@ -51,16 +51,9 @@ func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGra
 		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
 	}
-	in := gorgonia.Nodes{matrix("x", rows, d), matrix("u", f, d), matrix("w", d, f)}
-	hidden, err := op.Linear(in[0], in[1])
-	if err != nil {
-		t.Fatal(err)
-	}
-	y, err := op.Linear(hidden, in[2])
-	if err != nil {
-		t.Fatal(err)
-	}
-	y = gorgonia.Must(gorgonia.Add(in[0], y))
+	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d), matrix("u", f, d), matrix("w", d, f)}
+	h := gorgonia.Must(op.Linear(in[0], in[1]))
+	y := gorgonia.Must(gorgonia.Add(h, gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
 	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, matrix("with", rows, d)))))
 	grads, err := gorgonia.Grad(cost, in...)
 	if err != nil {

@@ -24,30 +24,17 @@ struct Params {
 
 #if defined(HOPPER)
 constexpr int kColumns = 256, kStages = 4;
-constexpr int kPanel = 16 * 128, kWarpBytes = 2 * kPanel;  // a warp's rows of 64 columns, twice
+constexpr int kWarpBytes = 2 * kPanel;
 
-using Shared = WarpMemory<kColumns, kStages, kWarpBytes>;
+using Shared = Memory<kColumns, kStages, kWarpBytes>;
 
-// What lies outside the matrices becomes zero.
-template <bool Forward, class S>
-__device__ inline void copyTiles(const Params &p, S schedule, const TensorMap &left, const TensorMap &right, const Shared &m) {
-  Tile t;
-  for (int i = 0; schedule.take(t);)
-#pragma unroll 1  // for the lack of registers
-    for (int k = 0; k < p.depth; k += kDepth, i++) {
-      const uint32_t barrier = m.ring.fill(i, Shared::StageBytes), half = m.right(i) + schedule.rank * (Shared::RightBytes / kCluster);
-      copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
-      if (Forward) {  // one block brings gate, the other up
-        copyBox<true>(half, right, barrier, k, t.column, schedule.rank);
-      } else {
-        const int column = t.column + schedule.rank * (kColumns / kCluster);
-        copyBox<true>(half, right, barrier, column, k, 0);
-        copyBox<true>(half + kPanelBytes, right, barrier, column + 64, k, 0);
-      }
-    }
-}
-
-// ---- From the sums to memory ----
+// gate and up beside one another: one block brings gate, the other up.
+struct Both {
+  const TensorMap &map;
+  __device__ void copy(const Shared &m, int i, uint32_t barrier, int k, const Tile &t, int rank) const {
+    copyBox<true>(m.right(i) + rank * (Shared::RightBytes / kCluster), map, barrier, k, t.column, rank);
+  }
+};
 
 // σ(a), as exact as T shows; what is below the smallest normal number is 0.
 __device__ inline float gateOf(float a) {
@@ -56,36 +43,16 @@ __device__ inline float gateOf(float a) {
   return s;
 }
 
-__device__ inline float2 unpack(uint32_t v, bf16) { return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)}; }
-__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
-
-// Puts the 64 columns from 8·first on into a panel.
-__device__ inline void leaveColumns(const uint32_t (&v)[kColumns / 8][2], int first, uint32_t panel) {
-#pragma unroll
-  for (int n = 0; n < 8; n += 2) storeMatrices(chunkOf<64>(panel) ^ n * 16, v[first + n], v[first + n + 1]);
-}
-
-// Has the copy engine store what the warp has put into a panel, with Halves the second half of it at y = 1.
-template <bool Halves = false> __device__ inline void store(const TensorMap &map, uint32_t panel, int x, int y, int z) {
-  fenceAsync();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    storeBox(map, panel, x, y, z);
-    if constexpr (Halves) storeBox(map, panel + kPanel / 2, x, 1, z);
-    storesCommit();
-  }
-}
-
 // gate, up and h of 64 columns leave, one every two slots, and then those of the other 64; gate and up by one panel, h by the other, in
 // which it is formed meanwhile, 16 columns a slot.
 template <typename T> struct Forward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
-  static constexpr int kSlots = 12, kStep = kColumns / 2;
+  static constexpr int kSlots = 12;
   const TensorMap &ab, &h;
   uint32_t panels;
 
-  __device__ Forward(const Params &p, const TensorMap &ab, const TensorMap &, const TensorMap &h, const Shared &m, int warp)
+  __device__ Forward(const Params &p, const TensorMap &ab, const TensorMap &h, const Shared &m, int warp)
       : Sums(p.rows), ab(ab), h(h), panels(m.panels(warp)) {}
 
   __device__ void finish(int slot, int, int, bool) {
@@ -118,13 +85,13 @@ template <typename T> struct Forward : RoundedSums<T, kColumns> {
 template <typename T> struct Backward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
-  static constexpr int kParts = 8, kFormed = 2 * kParts, kSlots = kFormed + 4, kStep = kColumns, kPartColumns = kColumns / kParts;
+  static constexpr int kParts = 8, kFormed = 2 * kParts, kSlots = kFormed + 4, kPartColumns = kColumns / kParts;
   static constexpr int kUp = kPanel / 2;  // where in a panel up is
   const TensorMap &ab, &dab, &h;
   uint32_t panels, arrived;
 
   __device__ Backward(const Params &p, const TensorMap &ab, const TensorMap &dab, const TensorMap &h, const Shared &m, int warp)
-      : Sums(p.rows), ab(ab), dab(dab), h(h), panels(m.panels(warp)), arrived(m.arrived(warp)) {
+      : Sums(p.rows), ab(ab), dab(dab), h(h), panels(m.panels(warp)), arrived(m.barriers(warp)) {
     copy(0, row, column);
   }
 
@@ -179,26 +146,21 @@ template <typename T> struct Backward : RoundedSums<T, kColumns> {
   }
 };
 
-template <typename T, class Held>
-__device__ inline void run(const Params &p, const TensorMap &left, const TensorMap &right, const TensorMap &ab, const TensorMap &dab,
-                           const TensorMap &h) {
-  constexpr bool forward = Held::kStep < kColumns;
+template <typename T>
+__device__ inline void forward(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &ab, const TensorMap &h) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  beginWarps(m);
-  const Schedule<Held::kStep> schedule(p.rows, p.f, p.section);
-  if (threadIdx.x < 128) {
-    giveRegisters<24>();
-    if (threadIdx.x == 0) copyTiles<forward>(p, schedule, left, right, m);
-    __syncwarp();
-  } else {
-    takeRegisters<240>();
-    const int warp = uniform(threadIdx.x / 32 - 4);
-    Held held(p, ab, dab, h, m, warp);
-    multiplyHeld<T, !forward>(m, schedule, p.depth, warp / 4, held);
-    storesRead<0>();
-  }
-  meetCluster();  // the other block may still write here
+  multiply<T, 0>(m, Schedule<kColumns / 2>(p.rows, p.f, p.section), p.depth, x, Both{weights},
+                 [&](int warp) { return Forward<T>(p, ab, h, m, warp); });
+}
+
+template <typename T>
+__device__ inline void backward(const Params &p, const TensorMap &g, const TensorMap &down, const TensorMap &ab, const TensorMap &dab,
+                                const TensorMap &h) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared m(sharedAddress(shared));
+  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.f, p.section), p.depth, g, Right<1>{down},
+                 [&](int warp) { return Backward<T>(p, ab, dab, h, m, warp); });
 }
 
 #endif  // HOPPER
@@ -209,12 +171,12 @@ __device__ inline void run(const Params &p, const TensorMap &left, const TensorM
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_##T(                                                \
       const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,   \
       const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap h) {                                              \
-    BODY(run<T, gemm::Forward<T>>(p, x, weights, ab, ab, h));                                                                   \
+    BODY(forward<T>(p, x, weights, ab, h));                                                                                     \
   }                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_##T(                                       \
       const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
       const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab, const __grid_constant__ TensorMap h) {       \
-    BODY(run<T, gemm::Backward<T>>(p, g, down, ab, dab, h));                                                                    \
+    BODY(backward<T>(p, g, down, ab, dab, h));                                                                                  \
   }
 DEFINE(bf16)
 DEFINE(f16)

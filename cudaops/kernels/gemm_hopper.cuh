@@ -4,10 +4,10 @@
 // operand and half of the right one, which goes to both. Blocks stay on their multiprocessor and take tiles until there are
 // none. In a block
 //
-//   two warpgroups   multiply 64 rows each, leave the sums in shared memory, rounded, and go on with the next tile;
-//   other warps      take them from there to memory meanwhile: depth is so short in these models that a multiplier could not
-//                    hide that itself;
-//   one thread       copies the operands, 64 of the depth at a time, Stages ahead.
+//   one thread       copies the operands, 64 of the depth at a time, Stages ahead;
+//   two warpgroups   multiply 64 rows each. Depth is so short in these models that the tensor cores must not wait for a tile's way
+//                    to memory: rounded to 16 bits its sums take half as many registers, from which they leave while the
+//                    products of the next tile run.
 #pragma once
 #include "attention_hopper.cuh"
 
@@ -27,40 +27,23 @@ using namespace attention;
 constexpr int kRows = 128, kDepth = 64, kWorkers = 2, kCluster = 2;
 constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
 
-// Shared memory: the stages, each worker's sums, Extra bytes, then the barriers.
-template <int Columns_, int Stages_, int Extra = 0> struct Memory {
+constexpr int kPanel = 16 * 128;  // the bytes of a warp's rows of 64 columns
+
+// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's.
+template <int Columns_, int Stages_, int WarpBytes> struct Memory {
   static constexpr int Columns = Columns_, Stages = Stages_;
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int SumBytes = Columns / 64 * kPanelBytes;  // of a worker
   uint32_t base;
   Ring<Stages> ring;
-  uint32_t barriers;
-  __device__ explicit Memory(uint32_t at)
-      : base(at), ring{at + Stages * StageBytes + kWorkers * SumBytes + Extra}, barriers(ring.barriers + ring.bytes) {}
+  __device__ explicit Memory(uint32_t at) : base(at), ring{at + Stages * StageBytes + 4 * kWorkers * WarpBytes} {}
   __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t sums(int worker) const { return base + Stages * StageBytes + worker * SumBytes; }
-  __device__ uint32_t extra() const { return sums(kWorkers); }
-  __device__ uint32_t summed(int worker) const { return barriers + 16 * worker; }  // the sums are there
-  __device__ uint32_t taken(int worker) const { return summed(worker) + 8; }       // and may be overwritten
+  __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * WarpBytes; }
+  __device__ uint32_t barriers(int warp) const { return ring.barriers + ring.bytes + warp * 16; }
 };
 
 __device__ inline void meetCluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Makes the barriers, of which `takers` arrivals free a worker's sums. All threads call it.
-template <class M> __device__ inline void begin(const M &m, int takers) {
-  if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
-    for (int worker = 0; worker < kWorkers; worker++) {
-      barrierInit(m.summed(worker), 4);
-      barrierInit(m.taken(worker), takers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  meetCluster();
 }
 
 // Where a tile begins. Of the cluster's tiles, one below the other, a block has that of its rank.
@@ -155,87 +138,10 @@ template <class R> __device__ inline void releaseAll(const R &ring, int i) {
         : "memory");
 }
 
-// Rounds a warp's 16 rows into the panels of its worker.
-template <typename T, int Columns> __device__ inline void leaveSums(const Accumulator<1, Columns> &sums, uint32_t panels) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-  for (int n = 0; n < Columns / 8; n += 2) {
-    const uint32_t at = panels + n / 8 * kPanelBytes + row * 128 + ((n % 8 + lane / 16) ^ row % 8) * 16;
-    const float(&a)[4] = sums.c[0][n], (&b)[4] = sums.c[0][n + 1];
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(pack(a[0], a[1], T())),
-                 "r"(pack(a[2], a[3], T())), "r"(pack(b[0], b[1], T())), "r"(pack(b[2], b[3], T()))
-                 : "memory");
-  }
-}
+// ---- From the sums to memory ----
 
-__device__ inline void arriveOfWarp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrierArrive(barrier);
-}
-
-// Sums up a tile, whose operands come with the fills from i to before `end`; returns the latter. A warpgroup multiplies all
-// columns at once, or with Halves one half after the other. Step is called with every fill before its products start.
-template <typename T, int TransposeB, bool Halves, class M, class Step>
-__device__ inline int multiplyTile(Accumulator<1, M::Columns> &sums, const M &m, int worker, int i, int end, Step step) {
-  using Half = float[M::Columns / 16][4];
-  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
-  constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
-  hold(sums);
-  for (const int first = i; i < end; i++) {
-    step(i);
-    m.ring.wait(i);
-    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, across);
-    productsBegin();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; k++) {
-      const bool add = k > 0 || i > first;
-      if constexpr (Halves) {
-        product<TransposeB>(*(Half *)&sums.c[0][0], a.plus(k * 32), b.plus(k * next), add, T());
-        product<TransposeB>(*(Half *)&sums.c[0][M::Columns / 16], a.plus(k * 32), b.plus(k * next + M::RightBytes / 2), add, T());
-      } else {
-        product<TransposeB>(sums.c[0], a.plus(k * 32), b.plus(k * next), add, T());
-      }
-    }
-    productsCommit();
-    if (i > first) {
-      productsWait<1>();
-      releaseAll(m.ring, i - 1);
-    }
-  }
-  productsWait<0>();
-  hold(sums);
-  releaseAll(m.ring, i - 1);
-  return i;
-}
-
-// ---- Tiles that their multipliers finish themselves, while the next one is multiplied ----
-
-// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's.
-template <int Columns_, int Stages_, int WarpBytes> struct WarpMemory {
-  static constexpr int Columns = Columns_, Stages = Stages_;
-  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  uint32_t base;
-  Ring<Stages> ring;
-  __device__ explicit WarpMemory(uint32_t at) : base(at), ring{at + Stages * StageBytes + 4 * kWorkers * WarpBytes} {}
-  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
-  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * WarpBytes; }
-  __device__ uint32_t arrived(int warp) const { return ring.barriers + ring.bytes + warp * 16; }
-};
-
-// Makes the barriers. All threads call it.
-template <class M> __device__ inline void beginWarps(const M &m) {
-  if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
-    for (int warp = 0; warp < 4 * kWorkers; warp++) {
-      barrierInit(m.arrived(warp), 1);
-      barrierInit(m.arrived(warp) + 8, 1);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  meetCluster();
-}
+__device__ inline float2 unpack(uint32_t v, bf16) { return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)}; }
+__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
 
 // The rounded sums of a warp's 16 rows of a tile: a lane has columns 8n + lane % 4 · 2 and the next one of rows lane / 4 and 8 more.
 template <typename T, int Columns> struct RoundedSums {
@@ -245,6 +151,12 @@ template <typename T, int Columns> struct RoundedSums {
   __device__ explicit RoundedSums(int rows) : row(rows), column(0) {  // of no tile: what they lead to lies outside the matrix
 #pragma unroll
     for (int n = 0; n < Columns / 8; n++) v[n][0] = v[n][1] = 0;
+  }
+
+  // Makes the warp's own barriers.
+  static __device__ void init(uint32_t barriers) {
+    barrierInit(barriers, 1);
+    barrierInit(barriers + 8, 1);
   }
 
   __device__ void take(const Accumulator<1, Columns> &sums, int row, int column) {
@@ -279,14 +191,62 @@ template <int Columns> __device__ inline uint32_t chunkOf(uint32_t panel) {
   return panel + r * (2 * Columns) + (lane / 16 ^ (Columns == 64 ? r % 8 : r / 2 % 4)) * 16;
 }
 
-// Waits until the copy engine has read all but the latest Pending of what the warp's first lane had it store.
+// Puts the 64 columns from 8·first on into a panel.
+template <int Chunks> __device__ inline void leaveColumns(const uint32_t (&v)[Chunks][2], int first, uint32_t panel) {
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) storeMatrices(chunkOf<64>(panel) ^ n * 16, v[first + n], v[first + n + 1]);
+}
+
+// Has the copy engine store what the warp has put into a panel, with Halves the second half of it at y = 1.
+template <bool Halves = false> __device__ inline void store(const TensorMap &map, uint32_t panel, int x, int y, int z) {
+  fenceAsync();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    storeBox(map, panel, x, y, z);
+    if constexpr (Halves) storeBox(map, panel + kPanel / 2, x, 1, z);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+
+// Waits until the copy engine has read all but the latest Pending of what the warp has it store.
 template <int Pending> __device__ inline void storesRead() {
   if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
   __syncwarp();
 }
-__device__ inline void storesCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Multiplies a block's tiles. Held keeps the sums of a warp's 16 rows of a tile, and finishes them in kSlots slots while the next tile is
+// ---- What a block does ----
+
+// The right operand, of which a block brings half of a tile's columns. Its rows are the product's columns or, with TransposeB, the depth.
+template <int TransposeB> struct Right {
+  const TensorMap &map;
+  template <class M> __device__ void copy(const M &m, int i, uint32_t barrier, int k, const Tile &t, int rank) const {
+    constexpr int half = M::Columns / kCluster;
+    const uint32_t to = m.right(i) + rank * half * kDepth * 2;
+    const int column = t.column + rank * half;
+    if constexpr (TransposeB) {
+      static_assert(half % 64 == 0, "whole panels");
+#pragma unroll
+      for (int panel = 0; panel < half / 64; panel++) copyBox<true>(to + panel * kPanelBytes, map, barrier, column + 64 * panel, k, 0);
+    } else {
+      copyBox<true>(to, map, barrier, k, column, 0);
+    }
+  }
+};
+
+// What lies outside the matrices becomes zero.
+template <class M, class Schedule, class Right>
+__device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, const Right &right) {
+  Tile t;
+  for (int i = 0; schedule.take(t);)
+#pragma unroll 1  // for the lack of registers
+    for (int k = 0; k < depth; k += kDepth, i++) {
+      const uint32_t barrier = m.ring.fill(i, M::StageBytes);
+      copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
+      right.copy(m, i, barrier, k, t, schedule.rank);
+    }
+}
+
+// Multiplies a worker's tiles. Held keeps the sums of a warp's 16 rows of a tile, and finishes them in kSlots slots while the next tile is
 // multiplied:
 //
 //   take(sums, row, column)          has sums of 16 rows, from a row and a column on, for those of which all slots are done
@@ -326,6 +286,7 @@ __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, in
         productsWait<1>();
         releaseAll(m.ring, i - 2);
       }
+#pragma unroll 1
       for (; due > 0; due -= Held::kSlots) {
         start(i++, false);
         productsWait<1>();
@@ -339,6 +300,30 @@ __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, in
   }
 #pragma unroll
   for (int slot = 0; slot < Held::kSlots; slot++) held.finish(slot, 0, 0, false);
+  storesRead<0>();
+}
+
+// What all threads of a block do. `hold` makes what a warp of the multipliers, of both workers, holds.
+template <typename T, int TransposeB, class M, class Schedule, class Right, class Hold>
+__device__ inline void multiply(const M &m, const Schedule &schedule, int depth, const TensorMap &left, const Right &right, Hold hold) {
+  if (threadIdx.x == 0) {
+    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    for (int warp = 0; warp < 4 * kWorkers; warp++) decltype(hold(warp))::init(m.barriers(warp));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  meetCluster();
+  if (threadIdx.x < 128) {
+    giveRegisters<24>();
+    if (threadIdx.x == 0) copyTiles(m, schedule, depth, left, right);
+    __syncwarp();
+  } else {
+    takeRegisters<240>();
+    const int warp = uniform(threadIdx.x / 32 - 4);
+    auto held = hold(warp);
+    multiplyHeld<T, TransposeB>(m, schedule, depth, warp / 4, held);
+  }
+  meetCluster();  // the other block may still write here
 }
 
 #endif  // HOPPER

@@ -51,41 +51,20 @@ constexpr int kLossWarps = 8;
 constexpr int kLossRows = 32;  // of a block
 
 constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
-constexpr int kTermBytes = 16 * 128;  // of a warp's rows: two parts
 
-using Shared = WarpMemory<kColumns, kStages, kTermBytes>;
-
-__device__ inline Schedule<kColumns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
-
-// What lies outside the matrices becomes zero.
-__device__ inline void copyTiles(const Params &p, const TensorMap &x, const TensorMap &w, const Shared &m) {
-  constexpr int half = kColumns / kCluster;
-  auto schedule = scheduleOf(p);
-  Tile t;
-  for (int i = 0; schedule.take(t);)
-#pragma unroll 1  // for the lack of registers
-    for (int k = 0; k < p.depth; k += kDepth, i++) {
-      const uint32_t barrier = m.ring.fill(i, Shared::StageBytes);
-      copyBox<false>(m.left(i), x, barrier, k, t.row, 0);
-      copyBox<true>(m.right(i) + schedule.rank * half * kDepth * 2, w, barrier, k, t.column + schedule.rank * half, 0);
-    }
-}
+using Shared = Memory<kColumns, kStages, kPanel>;  // of two parts
 
 // The exponents of a warp's 16 rows of a tile, to base 2: a lane has columns 8n + lane % 4 · 2 and the next one of rows
 // lane / 4 and 8 more.
-struct Exponents {
+struct Exponents : RoundedSums<f16, kColumns> {
   static constexpr int kSlots = kParts;
   const Params &p;
   const TensorMap &terms;
-  uint32_t panel, v[kColumns / 8][2];
+  uint32_t panel;
   float sum[2], shift[2];  // of both rows
-  int row, column;
 
   __device__ Exponents(const Params &p, const TensorMap &terms, uint32_t panel)
-      : p(p), terms(terms), panel(panel), sum{0, 0}, row(p.rows), column(0) {  // of no tile
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; n++) v[n][0] = v[n][1] = 0;
-  }
+      : RoundedSums(p.rows), p(p), terms(terms), panel(panel), sum{0, 0} {}
 
   // Takes a tile's sums, times log₂e and plus the rows' shifts. The terms of columns that are not there are 0.
   __device__ void take(const Accumulator<1, kColumns> &sums, int row, int column) {
@@ -120,14 +99,7 @@ struct Exponents {
       }
       storeMatrices(chunkOf<64>(panel) ^ (part % 2 * 4 + n) * 16, e[0], e[1]);
     }
-    if (part % 2) {
-      fenceAsync();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        storeBox(terms, panel, column + kPartColumns * (part - 1), row, 0);
-        storesCommit();
-      }
-    }
+    if (part % 2) store(terms, panel, column + kPartColumns * (part - 1), row, 0);
     if (part < kParts - 1) return;
     storeSums();
     if (more)
@@ -152,19 +124,8 @@ struct Exponents {
 __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &terms) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  beginWarps(m);
-  if (threadIdx.x < 128) {
-    giveRegisters<24>();
-    if (threadIdx.x == 0) copyTiles(p, x, w, m);
-    __syncwarp();
-  } else {
-    takeRegisters<240>();
-    const int warp = uniform(threadIdx.x / 32 - 4);
-    Exponents exponents(p, terms, m.panels(warp));
-    multiplyHeld<bf16, 0>(m, scheduleOf(p), p.depth, warp / 4, exponents);
-    storesRead<0>();
-  }
-  meetCluster();  // the other block may still write here
+  multiply<bf16, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{w},
+                    [&](int warp) { return Exponents(p, terms, m.panels(warp)); });
 }
 
 // ---- Before and behind the product ----

@@ -8,14 +8,13 @@
 // product whose sums are formed in the same order, and rope.cu behind it. The table holds the cosines of pairs i and i + 1 and their
 // sines, i even, for the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions, 4, 4].
 //
-// gemm_hopper.cuh says how a block copies and multiplies. The rounded sums of a tile wait in the multipliers' own registers while
-// the products of the next tile run. In some of its steps, as far apart as they can be, a thread turns a part of them, in one of its
-// two rows some pairs of a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a
-// row's parts to memory together. There are registers for the angles of one part. All heads of a tile need the same, so the parts
-// that share them come one behind the other, and a thread asks for each angle once a tile, a part ahead.
+// gemm_hopper.cuh says how a block goes about it. A thread turns a part of the rounded sums at a time, in one of its two rows some pairs
+// of a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a row's parts to memory
+// together. There are registers for the angles of one part. All heads of a tile need the same, so the parts that share them come
+// one behind the other, and a thread asks for each angle once a tile, a part ahead.
 //
-// Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, depth above 64·(parts − 1), all arrays at multiples
-// of 16 bytes, and seq·D at most 2³⁰.
+// Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, all arrays at multiples of 16 bytes, and seq·D at
+// most 2³⁰.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
@@ -29,73 +28,34 @@ struct Params {
 
 #if defined(HOPPER)
 
-constexpr int kPanelRows = 8;
+constexpr int kPanelRows = 8, kRowsBytes = kPanelRows * 128;
 
-// Shared memory: the stages, the panels of each multiplying warp, kPanelRows rows of 64 columns each, then the barriers.
-template <int Columns_> struct Shared {
-  static constexpr int Columns = Columns_, Stages = Columns == 256 ? 4 : 5, Panels = Columns / 64;
-  static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
-  static constexpr int PanelBytes = kPanelRows * 128, Barriers = Stages * StageBytes + 4 * kWorkers * Panels * PanelBytes;
-  uint32_t base;
-  Ring<Stages> ring;
-  __device__ explicit Shared(uint32_t at) : base(at), ring{at + Barriers} {}
-  __device__ uint32_t left(int i) const { return base + ring.slot(i) * StageBytes; }
-  __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
-  __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * Panels * PanelBytes; }
-};
+template <int Columns> using Shared = Memory<Columns, Columns == 256 ? 4 : 5, Columns / 64 * kRowsBytes>;
 
-template <int Columns> __device__ inline Schedule<Columns> scheduleOf(const Params &p) { return {p.rows, p.columns, p.section}; }
-
-// What lies outside the matrices becomes zero.
-template <class M> __device__ inline void copyTiles(const Params &p, const TensorMap &x, const TensorMap &weights, const M &m) {
-  constexpr int half = M::Columns / kCluster;
-  auto schedule = scheduleOf<M::Columns>(p);
-  Tile t;
-  for (int i = 0; schedule.take(t);)
-#pragma unroll 1  // for the lack of registers
-    for (int k = 0; k < p.depth; k += kDepth, i++) {
-      const uint32_t barrier = m.ring.fill(i, M::StageBytes);
-      copyBox<false>(m.left(i), x, barrier, k, t.row, 0);
-      copyBox<true>(m.right(i) + schedule.rank * half * kDepth * 2, weights, barrier, k, t.column + schedule.rank * half, 0);
-    }
-}
-
-__device__ inline float2 unpack(uint32_t v, bf16) { return __bfloat1622float2(*(__nv_bfloat162 *)&v); }
-__device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
-
-// The rounded sums of a warp's 16 rows of a tile, a lane's being those of columns 8n + lane % 4 · 2 and the next one of rows lane / 4
-// and 8 more. A part is 8 rows of Pairs columns of a head's first half, and those that they are paired with.
-template <typename T, int D, class M> struct Held {
-  static constexpr int Columns = M::Columns, Pairs = D % 64 ? D / 2 : 32, Chunks = Pairs / 8;
-  static constexpr int Heads = Columns / D, RowParts = Columns / Pairs / 2, Parts = 2 * RowParts;
-  uint32_t v[Columns / 8][2];
+// A part is 8 rows of Pairs columns of a head's first half, and those that they are paired with.
+template <typename T, int D, int Columns> struct Turned : RoundedSums<T, Columns> {
+  using Sums = RoundedSums<T, Columns>;
+  using Sums::v, Sums::row, Sums::column;
+  static constexpr int Pairs = D % 64 ? D / 2 : 32, Chunks = Pairs / 8;
+  static constexpr int Heads = Columns / D, RowParts = Columns / Pairs / 2, kSlots = 2 * RowParts;
+  const Params &p;
+  const TensorMap &y;
+  uint32_t panels;
   float4 angles[Chunks];
-  int row, column, at[2];  // of the table, where the angles of the lane's rows begin
+  int at[2];  // of the table, where the angles of the lane's rows begin
 
-  __device__ explicit Held(const Params &p) : row(p.rows), column(p.turned), at{0, 0} {  // of no tile
-#pragma unroll
-    for (int n = 0; n < Columns / 8; n++) v[n][0] = v[n][1] = 0;
+  __device__ Turned(const Params &p, const TensorMap &y, uint32_t panels) : Sums(p.rows), p(p), y(y), panels(panels), at{0, 0} {
+    column = p.turned;  // so that nothing is turned
   }
 
-  // Says which tile comes next, once the last one is finished, and asks for its first angles.
-  __device__ void expect(const Params &p, int row, int column) {
-    this->row = row;
-    this->column = column;
+  // Asks for the first angles of the tile that begins there.
+  __device__ void expect(int row, int column) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int position = unsigned(row + 8 * half + threadIdx.x % 32 / 4) % unsigned(p.seq);
       at[half] = position / 8 * (D * 2) + position % 8 * 4 + threadIdx.x % 4;
     }
-    ask(p, 0);
-  }
-
-  __device__ void take(const Accumulator<1, Columns> &sums) {
-#pragma unroll
-    for (int n = 0; n < Columns / 8; n++) {
-      const float(&c)[4] = sums.c[0][n];
-      v[n][0] = pack(c[0], c[1], T());
-      v[n][1] = pack(c[2], c[3], T());
-    }
+    ask(0, column);
   }
 
   static __device__ constexpr int halfOf(int part) { return part / RowParts; }
@@ -103,135 +63,66 @@ template <typename T, int D, class M> struct Held {
   static __device__ constexpr int headOf(int part) { return part % Heads; }
 
   // Asks for the angles of a part, unless the one before has the same.
-  __device__ void ask(const Params &p, int part) {
+  __device__ void ask(int part, int column) {
     if (headOf(part) > 0 || column >= p.turned) return;
     const float4 *from = p.angles + at[halfOf(part)];
 #pragma unroll
     for (int n = 0; n < Chunks; n++) angles[n] = from[pairsOf(part) * 4 + 32 * n];
   }
 
-  __device__ void finish(const Params &p, const TensorMap &y, uint32_t panels, int part) {
+  __device__ void finish(int part, int nextRow, int nextColumn, bool more) {
     const int lane = threadIdx.x % 32, half = halfOf(part), head = headOf(part);
     const int first = (head * D + pairsOf(part)) / 8, second = first + D / 16;
-    if (part % RowParts == 0) {
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      __syncwarp();
-    }
-    uint32_t e[2 * Chunks];
+    if (part % RowParts == 0) storesRead<0>();
+    uint32_t e[Chunks][2];  // in the order of columns
+    auto word = [&](int n) -> uint32_t & { return e[n / 2][n % 2]; };
 #pragma unroll
     for (int n = 0; n < Chunks; n++) {
-      e[n] = v[first + n][half];
-      e[Chunks + n] = v[second + n][half];
+      word(n) = v[first + n][half];
+      word(Chunks + n) = v[second + n][half];
     }
     if (column + head * D < p.turned)
 #pragma unroll
       for (int n = 0; n < Chunks; n++) {
-        const float2 a = unpack(e[n], T()), b = unpack(e[Chunks + n], T());
+        const float2 a = unpack(word(n), T()), b = unpack(word(Chunks + n), T());
         const auto [cos0, cos1, sin0, sin1] = angles[n];
-        e[n] = pack(fmaf(a.x, cos0, -(b.x * sin0)), fmaf(a.y, cos1, -(b.y * sin1)), T());
-        e[Chunks + n] = pack(fmaf(b.x, cos0, a.x * sin0), fmaf(b.y, cos1, a.y * sin1), T());
+        word(n) = pack(fmaf(a.x, cos0, -(b.x * sin0)), fmaf(a.y, cos1, -(b.y * sin1)), T());
+        word(Chunks + n) = pack(fmaf(b.x, cos0, a.x * sin0), fmaf(b.y, cos1, a.y * sin1), T());
       }
 #pragma unroll
     for (int n = 0; n < 2 * Chunks; n += 4) {
       const int mine = n + lane / 8, chunk = mine < Chunks ? first + mine : second + mine - Chunks, r = lane % 8;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       panels + chunk / 8 * M::PanelBytes + r * 128 + (chunk % 8 ^ r) * 16),
-                   "r"(e[n]), "r"(e[n + 1]), "r"(e[n + 2]), "r"(e[n + 3])
-                   : "memory");
+      storeMatrices(panels + chunk / 8 * kRowsBytes + r * 128 + (chunk % 8 ^ r) * 16, e[n / 2], e[n / 2 + 1]);
     }
     if (part % RowParts == RowParts - 1) {
       fenceAsync();
       __syncwarp();
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < M::Panels; i++) storeBox(y, panels + i * M::PanelBytes, column + 64 * i, row + 8 * half, 0);
+        for (int i = 0; i < Columns / 64; i++) storeBox(y, panels + i * kRowsBytes, column + 64 * i, row + 8 * half, 0);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
     }
-    if (part < Parts - 1) ask(p, part + 1);
+    if (part < kSlots - 1)
+      ask(part + 1, column);
+    else if (more)
+      expect(nextRow, nextColumn);
   }
 };
-
-template <typename T, int D, class M> __device__ inline void multiplyTiles(const Params &p, const TensorMap &y, const M &m, int worker) {
-  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
-  constexpr int Columns = M::Columns;
-  auto schedule = scheduleOf<Columns>(p);
-  // All at once, the parts would take the bandwidth of shared memory that products and copies need.
-  const int steps = (p.depth + kDepth - 1) / kDepth, apart = steps / Held<T, D, M>::Parts, warp = uniform(threadIdx.x / 32 % 4);
-  const uint32_t panels = m.panels(4 * worker + warp);
-  Accumulator<1, Columns> sums;
-  sums.clear();
-  Held<T, D, M> before(p);
-  auto start = [&](int i, bool first) {
-    m.ring.wait(i);
-    const Descriptor a((m.left(i) & kOffset) + worker * kPanelBytes, 16), b(m.right(i) & kOffset, 16);
-    productsBegin();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; k++) product<0>(sums.c[0], a.plus(k * 32), b.plus(k * 32), k > 0 || !first, T());
-    productsCommit();
-  };
-  auto release = [&](int i) {
-    productsWait<1>();
-    releaseAll(m.ring, i - 1);
-  };
-  Tile t;
-  for (int i = 0; schedule.take(t);) {
-    const int end = i + steps;
-    hold(sums);
-#pragma unroll
-    for (int part = 0; part < before.Parts; part++) {
-      start(i, part == 0);
-      before.finish(p, y, panels, part);
-      if (part > 0) release(i);
-      i++;
-      if (part < before.Parts - 1)
-#pragma unroll 1
-        for (int more = apart; more > 1; more--, i++) {
-          start(i, false);
-          release(i);
-        }
-    }
-    before.expect(p, t.row + 64 * worker + 16 * warp, t.column);
-    for (; i < end; i++) {
-      start(i, false);
-      release(i);
-    }
-    productsWait<0>();
-    hold(sums);
-    releaseAll(m.ring, i - 1);
-    before.take(sums);
-  }
-#pragma unroll
-  for (int part = 0; part < before.Parts; part++) before.finish(p, y, panels, part);
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
 
 template <typename T, int D, int Columns>
 __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y) {
   static_assert(Columns % D == 0, "heads lie within tiles");
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared<Columns> m(sharedAddress(shared));
-  if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  meetCluster();
-  if (threadIdx.x < 128) {
-    giveRegisters<24>();
-    if (threadIdx.x == 0) copyTiles(p, x, weights, m);
-    __syncwarp();
-  } else {
-    takeRegisters<240>();
-    multiplyTiles<T, D>(p, y, m, uniform(threadIdx.x / 128) - 1);
-  }
-  meetCluster();  // the other block may still write here
+  multiply<T, 0>(m, Schedule<Columns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{weights},
+                 [&](int warp) { return Turned<T, D, Columns>(p, y, m.panels(warp)); });
 }
 
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Shared.
+// Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Memory.
 #define DEFINE_SHAPE(T, D, columns)                                                                                         \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                      \
       gemm_hopper_rope_##D##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,               \

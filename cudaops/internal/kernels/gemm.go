@@ -48,11 +48,6 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// gemmShared is the shared memory of a block.
-func gemmShared(columns, stages, extra int) int {
-	return stages*(2*gemmDepth*(gemmRows+columns)+16) + 2*gemmRows*columns + extra + 2*16
-}
-
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
 	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
@@ -125,7 +120,6 @@ type gemmLaunch struct {
 	matrices        []gemmMatrix
 	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
 	elements        int
-	overlap         bool // the kernel waits for the one before it
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -152,7 +146,7 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 		a.Struct(encoded[:], align)
 	}
 	l := line(gemmCluster, g.threads)
-	l.Cluster, l.Shared, l.Overlap = driver.Dim{X: gemmCluster}, g.shared, g.overlap
+	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
 	n, err := k.clusters(g.unit, g.kernel, l)
 	if err != nil {
 		return err

@@ -21,8 +21,8 @@ type ProductShape struct {
 	TransW           bool
 }
 
-// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of all warps' panels and their barriers.
-const plainColumns, plainStages, plainPanelBytes = 256, 4, 32<<10 + 8*16
+// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's panels.
+const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
 // ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none: Hopper has one for two-byte types
 // where Columns and D are multiples of 8. The number is the columns of a tile.
@@ -61,9 +61,8 @@ func (k *Kernels) Product(s driver.Stream, a Product) error {
 	}
 	result := gemmMatrix{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{columns, 8}, [3]uint32{64, 16, 1}}
 	added := result
-	g := gemmLaunch{unit: "gemm_hopper_plain", threads: 384, dtype: a.Type, overlap: k.overlaps(),
-		shared: plainStages*(2*gemmDepth*(gemmRows+plainColumns)+16) + plainPanelBytes,
-		params: args().Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(gemmSection)}
+	g := gemmLaunch{unit: "gemm_hopper_plain", threads: 384, dtype: a.Type,
+		shared: warpShared(plainColumns, plainStages, plainWarpBytes), params: args().Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(gemmSection)}
 	if a.C != 0 {
 		kernel += "_add"
 		added.ptr = a.C

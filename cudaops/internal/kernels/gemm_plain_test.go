@@ -77,34 +77,6 @@ func testProduct(g *rig, s ProductShape, dtype driver.DType) {
 	}
 }
 
-// TestProductInTurn has products follow one another closely, each reading what the one before it wrote.
-func TestProductInTurn(t *testing.T) {
-	g := newHopperRig(t)
-	s := ProductShape{Rows: 2000, Columns: 1096, D: 1096}
-	w, _ := g.scaled(s.Columns*s.D, s.D, bf16)
-	x, _ := g.normal(s.Rows*s.D, bf16, 0)
-	var want []float64
-	for apart := range 2 {
-		from := x
-		for i := range 7 {
-			y := g.alloc(s.Rows*s.Columns, bf16, 0)
-			a := Product{Y: y.Ptr, X: from.Ptr, W: w.Ptr, ProductShape: s, Type: bf16}
-			if i%2 == 1 {
-				a.C = from.Ptr
-			}
-			g.must(g.Product(g.stream, a))
-			if from = y; apart == 0 {
-				g.must(g.ctx.SyncStream(g.stream))
-			}
-		}
-		if got := g.read(from); want == nil {
-			want = got
-		} else if !slices.Equal(want, got) {
-			g.Error("results differ where products overlap")
-		}
-	}
-}
-
 func TestProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)

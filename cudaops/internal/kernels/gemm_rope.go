@@ -38,23 +38,23 @@ func RoPEAngleAt(position, pair, h int) int {
 }
 
 // RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
-// where D and Columns are multiples of 8, heads have 64, 96 or 128 features, and D is above 448, for heads of 96 above 192.
+// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features.
 func (k *Kernels) RoPEProductWays(a RoPEProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
 	if tile.columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
-		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 || a.D <= gemmDepth*(tile.parts-1) ||
-		min(a.Rows, a.Columns, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit {
+		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
+		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
 }
 
-// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile, the stages, and the parts in which
-// it is turned. A warp brings turnedRows rows to memory at once.
-var turnedTiles = map[int]struct{ columns, stages, parts int }{64: {256, 4, 8}, 96: {192, 5, 4}, 128: {256, 4, 8}}
+// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile, and the stages. A warp brings
+// turnedRows rows to memory at once.
+var turnedTiles = map[int]struct{ columns, stages int }{64: {256, 4}, 96: {192, 5}, 128: {256, 4}}
 
-const turnedRows, turnedWarps = 8, 8
+const turnedRows = 8
 
 // RoPEProduct launches one kernel.
 func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
@@ -64,8 +64,8 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	}
 	ways := k.RoPEProductWays(a.RoPEProductShape, a.Type)
 	if len(ways) == 0 || !aligned(a.Angles) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, D above 448 or 192, HeadDim 64, "+
-			"96 or 128, Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and angles at a multiple of 16", op,
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, HeadDim 64, 96 or 128, "+
+			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and angles at a multiple of 16", op,
 			a.RoPEProductShape, a.Type)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
@@ -77,7 +77,7 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	}
 	tile, depth := turnedTiles[a.HeadDim], uint64(a.D)
 	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf), threads: 384,
-		shared: tile.stages*(2*gemmDepth*(gemmRows+tile.columns)+16) + turnedWarps*turnedRows*2*tile.columns, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
+		shared: warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns), dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
 		params: args().Ptr(a.Angles).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},

@@ -140,14 +140,16 @@ func TestSiLUProductRefusals(t *testing.T) {
 // The launchers' figures are those of the kernels' sources.
 func TestFiguresMatchSources(t *testing.T) {
 	for unit, figures := range map[string][]string{
-		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster)},
+		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
-			"kPanel = 16 * 128, kWarpBytes = 2 * kPanel;", fmt.Sprintf("kParts = %d,", gateParts)},
+			"kWarpBytes = 2 * kPanel;", fmt.Sprintf("kParts = %d,", gateParts)},
 		"gemm_hopper_loss.cu": {fmt.Sprintf("kColumns = %d, kStages = %d, kParts = %d,", lossColumns, lossStages, lossParts),
 			fmt.Sprintf("kLossRows = %d;", lossRows), fmt.Sprintf("kLossWarps = %d;", lossWarps)},
+		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,", plainColumns, plainStages),
+			"Memory<kColumns, kStages, 2 * kPanel>;"},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
-		"gemm_hopper_rope.cu": {fmt.Sprintf("Stages = Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
-			fmt.Sprintf("kPanelRows = %d;", turnedRows),
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
+			fmt.Sprintf("kPanelRows = %d,", turnedRows),
 			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
 			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
 		"norm.cu": {fmt.Sprintf("kStages = %d;", walkStages), fmt.Sprintf("kOwnStages = %d;", ownStages),
