@@ -7,11 +7,11 @@
 // gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile wait, rounded, in 64 of their multipliers' own registers
-// while the products of the next tile run: a warp takes some of them to memory in each of the first kSlots steps of that, through
-// panels of its own and the copy engine. Of the 256 columns of a tile, in the forward pass 128 are of gate and the same of up, so
-// that a lane has both of a pair.
+// while the products of the next tile run: a warp takes some of them to memory in each of kSlots slots, which are spread evenly over
+// the steps of that, through panels of its own and the copy engine. Of the 256 columns of a tile, in the forward pass 128 are of gate
+// and the same of up, so that a lane has both of a pair.
 //
-// Needs: f and depth multiples of 8, depth above 64·(kSlots − 1), pointers of 16 bytes.
+// Needs: f and depth multiples of 8, pointers of 16 bytes.
 #include "gemm_hopper.cuh"
 
 namespace gemm {

@@ -1,4 +1,5 @@
-// Matrix products on Hopper (sm_90a) whose results change on their way to memory, for bf16 and f16: what the kernels share.
+// Matrix products on Hopper (sm_90a) whose blocks bring a tile to memory while they multiply the next one, for bf16 and f16: what the
+// kernels share. gemm_symmetric.cu, whose blocks have one tile, takes the copies and barriers from here.
 //
 // A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows: each copies its own rows of the left
 // operand and half of the right one, which goes to both. Blocks stay on their multiprocessor and take tiles until there are
@@ -84,7 +85,7 @@ template <bool All> __device__ inline void copyBox(uint32_t to, const TensorMap 
                  : "memory");
 }
 
-// Stores 64 rows of 64 columns; what lies outside the matrix is left out.
+// Stores a box of the map's size; what lies outside the matrix is left out.
 __device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from), "r"(x),
                "r"(y), "r"(z)
@@ -121,7 +122,6 @@ __device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int 
                  : "l"(x), "l"(y), "r"((int)add), "n"(TransposeB));                                                      \
   }
 #define DEFINE_ALL(T, name)                                               \
-  DEFINE_PRODUCT(128, 64, "%64", "%65", "%66", "%67", T, name)            \
   DEFINE_PRODUCT(192, 96, "%96", "%97", "%98", "%99", T, name)            \
   DEFINE_PRODUCT(256, 128, "%128", "%129", "%130", "%131", T, name)
 DEFINE_ALL(bf16, "bf16")

@@ -8,8 +8,8 @@
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times log₂e, wait in the multipliers' own
 // registers, rounded to f16, while the products of the next tile run: kParts times in its steps a thread takes the exponentials of 32
-// columns, adds them up and brings them to memory. So there are no warps that finish, and shared memory has room for a fourth stage.
-// f16 has three bits more than logits in bf16 would, and all that it can not hold is 0 or infinite as a term.
+// columns, adds them up and brings them to memory. f16 has three bits more than logits in bf16 would, and all that it can not hold is
+// 0 or infinite as a term.
 //
 // Before the product a kernel forms c, and behind it one adds up Z and has e ready for the products of the gradients,
 //
@@ -54,8 +54,7 @@ constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns /
 
 using Shared = Memory<kColumns, kStages, kPanel>;  // of two parts
 
-// The exponents of a warp's 16 rows of a tile, to base 2: a lane has columns 8n + lane % 4 · 2 and the next one of rows
-// lane / 4 and 8 more.
+// The exponents of a warp's 16 rows of a tile, to base 2.
 struct Exponents : RoundedSums<f16, kColumns> {
   static constexpr int kSlots = kParts;
   const Params &p;

@@ -8,8 +8,8 @@
 // Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
 // columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
 // registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
-// order. A short row may instead be the own of a warp, which then waits for no other, or of two. Rows that do not fit, or are not aligned to
-// 16 bytes, take kernels that read them twice.
+// order. A short row may instead be one warp's own, which then waits for no other, or two warps'. Rows that do not fit, or are not
+// aligned to 16 bytes, take kernels that read them twice.
 //
 // Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still
 // holds, and the kernel behind, which begins with the first rows, finds those.
@@ -275,11 +275,11 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
 // row's warp waits for no other, and of two warps a barrier of the block besides, whose warps then all run the same number of rounds. A
 // block's rows lie a grid apart, so that all blocks have something to do in the last round.
 // Launch: W·kWarp threads by so many rows, at most kOwn<P> warps; any number of blocks. Dynamic shared memory: kOwnStages·P·512 bytes a
-// warp for each array, three with add, else two; and at least a row of floats. Each block writes a row of partial [blocks, d].
+// warp for each array, three with add, else two; and at least blockDim.y·d floats. Each block writes a row of partial [blocks, d].
 constexpr int kOwnStages = 2;                          // rows on their way, of each warp
 template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
 
-// ownReduce reduces over the W warps of a row, in a kernel for each Op once a round, of which two use different memory.
+// ownReduce reduces over the W warps of a row, once a round for each Op. One barrier, as two rounds use different memory.
 template <class Op, int W> __device__ __forceinline__ float ownReduce(float v, int round) {
   v = warpReduce<Op>(v);
   if constexpr (W > 1) {
