@@ -85,7 +85,7 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
 			m.stream)
 	}
-	j := job{op: w.op, shape: w.shape, ways: ways, build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build(w.units...), blas.Version()),
+	j := job{op: w.op, shape: w.shape, ways: ways, build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build(append(w.units, productUnits...)...), blas.Version()),
 		arguments: w.arguments, computes: true}
 	j.run = func(way int, memory []driver.Ptr) error {
 		if way == 0 {

@@ -19,8 +19,7 @@ const productOp = "Matmul"
 // workspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
 const workspaceBytes = 32 << 20
 
-// matmuls plans a machine's matrix products: one plan for each shape, and one more with another matrix added where that has ways of
-// its own.
+// matmuls plans a machine's matrix products: one plan for each shape, or where this module has ways of its own one for each addend.
 type matmuls struct {
 	m         *Machine
 	plans     map[planKey]*planned
@@ -70,9 +69,12 @@ func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	own := b.own(spec, added)
-	if len(own) == 0 {
+	own := b.own(spec)
+	switch {
+	case len(own) == 0:
 		added = nothing // for cuBLASLt all are the same
+	case added == scaled:
+		own = nil
 	}
 	key := planKey{spec, added}
 	if p := b.plans[key]; p != nil {
@@ -110,11 +112,11 @@ func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 // productUnits are where the kernels for products are.
 var productUnits = []string{"gemm_hopper_plain"}
 
-// own lists the ways that this module has for a product which is worth timing, or for which a rule asks for one.
-func (b *matmuls) own(m driver.MatmulSpec, added addend) []kernels.Way {
+// own lists the ways that this module has for a product, not a scaled one, which is worth timing, or for which a rule asks for one.
+func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 	shape := kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB}
 	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
-	if whole, err := whole.Normal(); err != nil || m != whole || added == scaled || m.Align < vectorBytes {
+	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < vectorBytes {
 		return nil
 	}
 	ways := b.m.k.ProductWays(shape, m.D)
@@ -171,8 +173,9 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
-	j := job{op: productOp, shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added"), computes: true,
-		ways: append(slices.Clone(p.ways), names(p.own)...), build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
+	j := job{op: productOp, computes: true, ways: append(slices.Clone(p.ways), names(p.own)...),
+		shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added") + plural(p.added == scaled, "scaled"),
+		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
 	}

@@ -161,3 +161,55 @@ func TestProductTuned(t *testing.T) {
 		}
 	}
 }
+
+// TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others of their shape before.
+func TestProductScaled(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	var plain, adding int
+	var want []gorgonia.Value
+	for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
+		g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(1, 2))
+		square := func(name string) *gorgonia.Node {
+			x := make([]float32, 36)
+			for i := range x {
+				x[i] = float32(r.NormFloat64())
+			}
+			return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(6, 6),
+				gorgonia.WithValue(tensor.New(tensor.WithShape(6, 6), tensor.WithBacking(x))))
+		}
+		x, w := square("x"), square("w")
+		y := gorgonia.Must(op.NewtonSchulz(gorgonia.Must(gorgonia.Mul(x, w)), 2)) // whose squares have factors, behind a product that has none
+		m := newFuseMachine(t, device, g, gorgonia.Nodes{x, w}, gorgonia.Nodes{y}, []MachineOption{fakeOption,
+			withOwnProducts(&plain, &adding), WithWays(rule, newtonSchulzOp+"="+byProducts)})
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(y)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want = append(want, v); i > 0 && !(distance(t, v, want[0]) < 1e-5) {
+			t.Errorf("%s: the result differs by %.2g", rule, distance(t, v, want[0]))
+		}
+	}
+	if plain == 0 {
+		t.Error("no product is computed in a way of this module's own")
+	}
+
+	for _, order := range [][]addend{{nothing, aMatrix, scaled}, {scaled, aMatrix, nothing}} {
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), WithWays("Matmul=hopper-*")})
+		for _, added := range order {
+			spec := driver.MatmulSpec{M: 16, N: 16, K: 16}
+			p, err := m.blas.plan(spec, added)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if own := p.way >= len(p.ways); own != (added != scaled) {
+				t.Errorf("in the order %v, %v: in a way of this module's own: %v", order, added, own)
+			}
+		}
+	}
+}

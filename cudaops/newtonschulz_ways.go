@@ -181,7 +181,7 @@ func (it *iteration) job(ways []string) (job, error) {
 	}
 	n := it.Batch * it.Rows * it.Columns
 	j := job{op: newtonSchulzOp, shape: fmt.Sprintf("%d of %dx%d %v, %d steps", it.Batch, it.Rows, it.Columns, it.Type, it.Steps),
-		build: fmt.Sprintf("%s, cuBLASLt %d", it.m.k.Build("gemm_symmetric"), blas.Version()), ways: ways,
+		build: fmt.Sprintf("%s, cuBLASLt %d", it.m.k.Build(append(productUnits, "gemm_symmetric")...), blas.Version()), ways: ways,
 		plain: slices.Index(ways, byProducts), computes: true,
 		arguments: []argument{numbers(reads, n, it.Type), numbers(writes, n, it.Type), {role: scratch, bytes: n * it.elem.size()},
 			{role: scratch, bytes: len(it.Squares) * it.room() * it.elem.size()},

@@ -41,7 +41,8 @@ func (t *Tuning) UnmarshalText(text []byte) error {
 }
 
 // WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a
-// second for a model: of products at NewMachine and [Machine.SetOptimizer], of other ops in the first run.
+// second for a small model, and ten to fifteen for one that fills the card: of products at NewMachine and [Machine.SetOptimizer], of
+// other ops in the first run.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t > TuneFull {
