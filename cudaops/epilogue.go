@@ -11,14 +11,14 @@ import (
 )
 
 // What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over memory, the former has
-// cuBLASLt's product. The tuner decides.
+// the fastest product. The tuner decides.
 
 // matmulRun enqueues a product of two matrices.
 type matmulRun func(d, a, b driver.Ptr) error
 
-// productWays is a product and what is done with its result, which are computed separately, by cuBLASLt and a kernel, or in one
+// productWays is a product and what is done with its result, which are computed separately, by two kernels, or in one
 // kernel that has some ways. Either takes memory for the arguments. For productThen these begin with the arrays, which are then all that
-// the one kernel works on; of others the arrays are those that the copy engine moves.
+// either works on; of others the arrays are those that the copy engine moves.
 type productWays struct {
 	product
 	op, shape string

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// The ways to compute the Newton-Schulz iteration among the choices: with cuBLASLt's products alone, with products of half of what
+// The ways to compute the Newton-Schulz iteration among the choices: with products alone, with products of half of what
 // is symmetric, and with several steps between products with X (see [kernels.NewtonSchulz]).
 const (
 	newtonSchulzOp = "NewtonSchulz"

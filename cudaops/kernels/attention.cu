@@ -240,7 +240,7 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
 // kernel also sets the first n counters to zero, of which the kernels behind it have at most two for a block's positions, and one.
 // Launch: batch·⌈seq/128⌉·heads blocks of 256 threads; the heads of a position, which lie together, are neighbours.
 template <class T> __device__ __forceinline__ void statistics(const Params &p, int *counters, int n) {
-  if (const int i = blockIdx.x * kThreads + threadIdx.x; i < n) counters[i] = 0;
+  if (const unsigned i = blockIdx.x * kThreads + threadIdx.x; i < unsigned(n)) counters[i] = 0;
   constexpr int V = kVec<T>, positions = kStatsTile / (kThreads / 8);
   const int rows = statsRows(p), tiles = rows / kStatsTile;
   const int head = blockIdx.x % p.heads, tile = blockIdx.x / p.heads % tiles, batch = blockIdx.x / p.heads / tiles;
