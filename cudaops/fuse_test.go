@@ -269,6 +269,44 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 	}
 }
 
+// valuesOf runs a machine and returns the values of nodes. If another machine's are given, which computes the same in another way, it
+// returns those, and an error tells of which value is too far from them.
+func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value, tolerance float64) (values []gorgonia.Value) {
+	t.Helper()
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for i, n := range nodes {
+		v, err := m.Value(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if values = append(values, v); others == nil {
+			continue
+		}
+		if diff := distance(t, v, others[i]); !(diff < tolerance) {
+			t.Errorf("value %d differs by %.2g", i, diff)
+		}
+	}
+	if others != nil {
+		return others
+	}
+	return values
+}
+
+// randomMatrices returns what makes a graph's matrices, of normal numbers of a standard deviation.
+func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float64) func(name string, rows, columns int) *gorgonia.Node {
+	r := rand.New(rand.NewPCG(seed, stream))
+	return func(name string, rows, columns int) *gorgonia.Node {
+		x := make([]float32, rows*columns)
+		for i := range x {
+			x[i] = float32(deviation * r.NormFloat64())
+		}
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
+	}
+}
+
 func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes, opts []MachineOption) *Machine {
 	t.Helper()
 	m, err := NewMachine(device, g, append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()}, opts...)...)

@@ -42,15 +42,8 @@ func (o ownProducts) Product(s driver.Stream, a kernels.Product) error {
 // residualGraph is h = x·vᵀ, y = h + (h·uᵀ)·wᵀ of random numbers with its gradients.
 func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
-	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
-	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		x := make([]float32, rows*columns)
-		for i := range x {
-			x[i] = float32(r.NormFloat64() / 8)
-		}
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
-	}
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, seed, 3, 1.0/8)
 	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d), matrix("u", f, d), matrix("w", d, f)}
 	h := gorgonia.Must(op.Linear(in[0], in[1]))
 	y := gorgonia.Must(gorgonia.Add(h, gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
@@ -73,20 +66,7 @@ func TestProductWays(t *testing.T) {
 		for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
 			g, params, keep := residualGraph(t, seed, rows, f, d)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
-			for k, n := range keep {
-				v, err := m.Value(n)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if i == 0 {
-					values = append(values, v)
-				} else if diff := distance(t, v, values[k]); !(diff < tolerance) {
-					t.Errorf("value %d differs by %.2g", k, diff)
-				}
-			}
+			values = valuesOf(t, m, keep, values, tolerance)
 			ours, plus := 0, 0
 			for _, c := range m.Choices() {
 				if c.Op == productOp && strings.HasPrefix(c.Way, "hopper") {

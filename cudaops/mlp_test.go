@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/op"
@@ -18,15 +17,8 @@ import (
 // perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its result.
 func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
-	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 1))
-	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		x := make([]float32, rows*columns)
-		for i := range x {
-			x[i] = float32(r.NormFloat64() / 4)
-		}
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
-	}
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, seed, 1, 1.0/4)
 	in := gorgonia.Nodes{matrix("x", rows, d), matrix("gate", f, d), matrix("up", f, d), matrix("down", d, f)}
 	y, err := op.SiLUMLP(in[0], in[1], in[2], in[3])
 	if err != nil {
@@ -51,20 +43,7 @@ func TestPerceptronWays(t *testing.T) {
 		for i, rule := range []string{"SiLUProduct*=separate", "SiLUProduct*=fused"} {
 			g, params, keep := perceptronGraph(t, seed, rows, f, d)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
-			for k, n := range keep {
-				v, err := m.Value(n)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if i == 0 {
-					values = append(values, v)
-				} else if diff := distance(t, v, values[k]); !(diff < tolerance) {
-					t.Errorf("value %d differs by %.2g", k, diff)
-				}
-			}
+			values = valuesOf(t, m, keep, values, tolerance)
 			fused := map[string]bool{}
 			for _, c := range m.Choices() {
 				if strings.HasPrefix(c.Op, "SiLUProduct") {

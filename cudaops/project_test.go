@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/op"
@@ -25,15 +24,8 @@ type projected struct {
 // of the nodes to keep, the queries before they are turned last, if these are asked for.
 func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
-	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 2))
-	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		x := make([]float32, rows*columns)
-		for i := range x {
-			x[i] = float32(r.NormFloat64() / 4)
-		}
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
-	}
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, seed, 2, 1.0/4)
 	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
 		t.Helper()
 		if err != nil {
@@ -81,20 +73,7 @@ func TestProjectionWays(t *testing.T) {
 		for i, way := range []string{"separate", "fused"} {
 			g, params, keep := p.graph(t, seed, false)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays("RoPEProduct="+way)))
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
-			for k, n := range keep {
-				v, err := m.Value(n)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if i == 0 {
-					values = append(values, v)
-				} else if diff := distance(t, v, values[k]); !(diff < tolerance) {
-					t.Errorf("%s: value %d differs by %.2g", way, k, diff)
-				}
-			}
+			values = valuesOf(t, m, keep, values, tolerance)
 			fused := i > 0 && fuses
 			if got := ropeWay(m); fused && got != way {
 				t.Errorf("%s: the way is %q", way, got)
