@@ -205,6 +205,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     bool ignores[G], needs = false;  // ignores: whatever x is there, 1 will do
 #pragma unroll
     for (int k = 0; k < G; k++) ignores[k] = !states[k].word.active() || states[k].word.kind() == kResidual, needs = needs || !ignores[k];
+    needs = __any_sync(lane.peers, needs);
     if (ahead && needs) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
     Feed feed(shared, src, lane, work, needs);

@@ -28,7 +28,7 @@ struct alignas(64) TensorMap {
 // than that needs.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
-  unsigned group : 8, across : 8, down : 8, byRow : 1;
+  unsigned group : 8, across : 8, down : 8;
 };
 
 // Place is where a thread is in its block's across columns, of accesses, by down batches; if anywhere. leads is whether it is the
@@ -42,10 +42,9 @@ struct Place {
     if (s.group == 0) return;
     auto over = [](int a, int b) { return int(__fdividef(a + 0.5f, float(b))); };  // of small numbers
     const int chunk = over(x, s.group), each = over(kWarp, s.group), nth = y * each + chunk;  // a row of threads is a warp
-    const int q = over(nth, s.byRow ? s.across : s.down), rem = nth - q * (s.byRow ? s.across : s.down);
-    const int column = s.byRow ? rem : q;
-    leads = x == chunk * s.group, y = s.byRow ? q : rem, x += (column - chunk) * s.group;
-    across = s.across * s.group, down = s.down, any = chunk < each && column < s.across && y < s.down;
+    const int column = over(nth, s.down);
+    leads = x == chunk * s.group, y = nth - column * s.down, x += (column - chunk) * s.group;
+    across = s.across * s.group, down = s.down, any = chunk < each && column < s.across;
   }
 };
 

@@ -1,8 +1,6 @@
 package kernels
 
 import (
-	"os"
-	"strconv"
 	"math/bits"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -101,7 +99,7 @@ func (g kasminaGrid) share() []byte {
 		lanes, group = 1, g.sharing
 	}
 	return args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
-		Int32(group | g.chunks<<8 | g.down<<16 | kpack()&4<<22).Packed()
+		Int32(group | g.chunks<<8 | g.down<<16).Packed()
 }
 
 // block is the threads of a block.
@@ -199,9 +197,6 @@ func (g *kasminaGrid) pack(l KasminaLayer) {
 		return
 	}
 	norms := g.use.norms() && sharing&(sharing-1) != 0
-	if g.use.backward && kpack()&2 == 0 && !norms || !g.use.backward && kpack()&1 == 0 {
-		return
-	}
 	if idle := 32 % sharing; !norms && (g.shape == "single" || sharing < 4 || sharing > 16 || idle > 4) {
 		return
 	}
@@ -302,5 +297,3 @@ func (k *Kernels) kasminaWorkspace(l KasminaLayer, use kasminaUse) (bytes int) {
 	}
 	return bytes
 }
-
-func kpack() int { n, _ := strconv.Atoi(os.Getenv("KPACK")); return n }
