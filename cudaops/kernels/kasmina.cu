@@ -235,7 +235,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   releaseNext();
-  Lane lane(N, share, !whole);
+  Lane lane(N, share, false);
   const bool here = lane.find(d);
   Health<T, E> h[G];
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     State<E> states[G];
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
-    if ((whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y)) work.template prefetch<2>(x, lane);
+    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
     Feed feed(shared, src, lane, work, true);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
@@ -389,24 +389,21 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   }
   if (!watch) return;
   float4* own = reinterpret_cast<float4*>(shared);
-  const Place place(share);
-  const int down = place.down, wide = place.across * G, i = Lane::inBlock();
+  const int wide = blockDim.x * G, i = Lane::inBlock();
   if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
-  if (place.any)
 #pragma unroll
-    for (int g = 0; g < G; g++) h[g].template put<G>(own, place.y * wide + place.x * G + g);
+  for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();
-  const Records lanes{own, own + kThreads * G, down, wide, 1};
+  const Records lanes{own, own + kThreads * G, int(blockDim.y), wide, 1};
   const int each = alone && !whole ? l.chunk / E : 1;
-  // Where other blocks are at work, few warps merge up to some 8 lanes a thread, and the others leave.
-  const int team = alone ? max(kThreads * each >> __ffs(wide) - 1, 1) : down < 16 ? 1 : 1 << 28 - __clz(down);
-  const int teams = kThreads / team, warp = max(kWarp / team, 1);
-  for (int n = i / team; n / warp * warp * each < wide; n += teams) {
+  // Where other blocks are at work, few warps merge up to 8 lanes a thread, and the others leave.
+  const int team = max(alone ? kThreads * each >> __ffs(wide) - 1 : int(blockDim.y) / 8, 1);
+  for (int n = i >> __ffs(team) - 1; n * each < wide; n += kThreads) {  // more than once where team is 1
     HealthSums sums;
-    sums.template gather<alone ? 2 : 4>(lanes, min(n * each, wide - each), each, team, i);
+    sums.template gather<alone ? 2 : 4>(lanes, n * each, each, team, i);
     if ((i & team - 1) > 0) continue;
     const int first = blockIdx.x * wide + n * each;  // unit
-    if (n * each >= wide || first >= units) continue;
+    if (first >= units) continue;
     if constexpr (alone) {
       sums.put(figures, first / each, l.seeds, l.eps);
     } else {

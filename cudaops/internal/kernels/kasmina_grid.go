@@ -185,19 +185,20 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 	return threads
 }
 
-// pack has warps hold as many chunks as they can, where a layer is long enough: those of one seed in several batches, so that a warp
-// does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have work.
-// It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
-// those of a chunk form its norm and are no power of two.
+// pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one seed in several batches, so that
+// a warp does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have
+// work. It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
+// those of a chunk form its norm and are no power of two. Forward, where there is less to leave out, rows that warps read in one piece
+// are worth more.
 // Of the ways that leave the fewest idle, it is the one with the most lanes a block, which then leave the fewest records, but for
 // 256 bytes of a row.
 func (g *kasminaGrid) pack(l KasminaLayer) {
 	sharing := l.Chunk / g.perThread
-	if g.family == KasminaBulk || g.family == KasminaTile || g.shape == "quad" || sharing > 32 {
+	if !g.use.backward || g.family == KasminaBulk || g.family == KasminaTile || sharing > 32 {
 		return
 	}
-	norms := g.use.norms() && sharing&(sharing-1) != 0
-	if idle := 32 % sharing; !norms && (g.shape == "single" || sharing < 4 || sharing > 16 || idle > 4) {
+	uneven := g.use.norms() && sharing&(sharing-1) != 0
+	if !uneven && (sharing < 4 || sharing > 16 || 32%sharing > 4) {
 		return
 	}
 	all := kasminaThreads / 32 * (32 / sharing) // chunks of a block
