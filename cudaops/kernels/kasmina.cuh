@@ -46,6 +46,7 @@ struct Word {
   __device__ bool known() const { return kind() < kKinds; }
   __device__ bool blends() const { return bits >> 8 & 1 && known(); }
   __device__ bool active() const { return bits >> 8 & 3 && known(); }
+  __device__ bool ignores() const { return kind() == kResidual; }  // whether gradients do without x: of this kind, or no part in anything
   __device__ int slot() const { return bits >> 16; }
 };
 

@@ -202,9 +202,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     const Work<B> work(lane, share, int(l.rows), d);
     const bool ahead = (whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y);
     if (ahead) work.template prefetch<2>(g, lane);
-    bool ignores[G], needs = false;  // ignores: whatever x is there, 1 will do
+    bool needs = false;
 #pragma unroll
-    for (int k = 0; k < G; k++) ignores[k] = !states[k].word.active() || states[k].word.kind() == kResidual, needs = needs || !ignores[k];
+    for (int k = 0; k < G; k++) needs = needs || !states[k].word.ignores();
     needs = __any_sync(lane.peers, needs);
     if (ahead && needs) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
@@ -218,15 +218,14 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
     Seed<E> s[G];
-    bool residual[G];
     Need most = kNothing;
     uint32_t clips[G] = {};
+    bool ignores[G];
 #pragma unroll
     for (int k = 0; k < G; k++) {
       s[k].template init<whole>(l, states[k]);
-      const Word word = s[k].word;
-      residual[k] = word.kind() == kResidual;
-      most = greater(most, needOf(word, word.active()));
+      ignores[k] = s[k].word.ignores();
+      most = greater(most, needOf(s[k].word, s[k].active));
     }
     const bool clipping = l.limit || !whole && scale;
     most = clipping ? kTaps : mostOf(most, lane.peers);  // clipping, which is seldom, has no code for less
@@ -258,7 +257,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
       if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
 #pragma unroll
-      for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
+      for (int k = 0; k < G; k++) ones<E>(xv, k * E, ignores[k]);
       unpack(ge, gv, 0);
       unpack(xe, xv, 0);
 #pragma unroll
@@ -300,7 +299,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           Strict strict(l, seed + k, s[k].active);
 #pragma unroll
           for (int j = 0; j < E; j++)
-            if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
+            if (!ignores[k]) xe[k * E + j] = strict(xe[k * E + j]);
           b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
         }
         differentiate<true, whole, kTaps>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);

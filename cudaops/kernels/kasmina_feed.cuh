@@ -222,25 +222,25 @@ template <class T, int N, int A, int B_> struct Ring {
   static constexpr uint32_t array = kThreads * 16, stage = A * B * array;
   const Source<T, A>& src;
   const Work<B>& work;
-  const bool all;
+  int rest;                  // bytes to read of arrays but the first; what is not read is 0
   int64_t at;
   int left;                  // batches not fetched yet
   uint32_t ring, put, take;  // its address, and offsets into it
 
   __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w, bool all)
-      : src(src), work(w), all(all), at(w.place(w.row)), left(w.batches), put(0), take(0) {
+      : src(src), work(w), rest(all ? 16 : 0), at(w.place(w.row)), left(w.batches), put(0), take(0) {
     ring = uint32_t(__cvta_generic_to_shared(shared)) + Lane::inBlock() * 16;
-    asm volatile("" : "+r"(ring));  // so that it stays in a register
+    asm volatile("" : "+r"(ring), "+r"(rest));  // so that they stay in registers
     for (int i = 0; i < ahead - 1; i++) request();
   }
   __device__ __forceinline__ void request() {
+    if (left > 0)
 #pragma unroll
-    for (int a = 0; a < A; a++)
-      if (left > 0 && (a == 0 || all))
+      for (int u = 0; u < B; u++)
 #pragma unroll
-        for (int u = 0; u < B; u++)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ring + put + (u * A + a) * array),
-                       "l"(src.p[a] + at + int64_t(u) * work.d)
+        for (int a = 0; a < A; a++)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + put + (u * A + a) * array),
+                       "l"(src.p[a] + at + int64_t(u) * work.d), "r"(a == 0 ? 16 : rest)
                        : "memory");
     left--, at += work.step();
     put = put + stage == ahead * stage ? 0 : put + stage;
@@ -250,12 +250,9 @@ template <class T, int N, int A, int B_> struct Ring {
     request();
     awaitAsync<ahead - 1>();
 #pragma unroll
-    for (int a = 0; a < A; a++)
+    for (int u = 0; u < B; u++)
 #pragma unroll
-      for (int u = 0; u < B; u++) {
-        v[a][u] = {};
-        if (a == 0 || all) loadShared(v[a][u], ring + take + (u * A + a) * array);
-      }
+      for (int a = 0; a < A; a++) loadShared(v[a][u], ring + take + (u * A + a) * array);
     take = take + stage == ahead * stage ? 0 : take + stage;
   }
   __device__ __forceinline__ void finish() {}
