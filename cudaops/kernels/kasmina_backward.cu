@@ -377,7 +377,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     int r = work.row;
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, r += work.stride) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, r -= work.stride) {  // at last the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[2][B];
