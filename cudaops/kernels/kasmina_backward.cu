@@ -11,6 +11,8 @@
 // What is made of them, softmax's own gradient included, is linear and comes after the sums. They are added up in order: over the
 // lanes of a block, which leaves them in sums [gridDim.y, columns + 2·units], over blocks, and then over the seeds of a slot.
 // Batches and the careful way are as in kasmina.cu.
+//
+// dx may be the memory of g, where the threads of a chunk are all of one warp. What neither blends nor is clipped is not written then.
 #include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
@@ -238,6 +240,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       }
     }
     const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, active);
+    const bool clipping = l.limit || !whole && scale;
+    bool writes = dx != g || clipping;
+#pragma unroll
+    for (int k = 0; k < G; k++) writes = writes || s[k].blends;
 
     // Norms that clip nothing are formed of both rows of a batch at once, and the first two threads of a chunk take in one each.
     static_assert(B == 2, "two rows");
@@ -309,7 +315,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
         if (s[k].blends || by < 1) setPart(gv, k * E, out);
       }
-      store(dx + row, gv);
+      if (together) __syncwarp(peers);  // who shares the chunk has read g, which dx may be
+      if (writes) store(dx + row, gv);
     };
     // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
     // nothing, no taps, all. square is the thread's part of the square of the row's norm, if twoByTwo.
@@ -364,7 +371,6 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
       }
     };
-    const bool clipping = l.limit || !whole && scale;
     int pending = 0;  // batches not merged yet
     bool pivoted = true;  // whether any of the warp's seeds has a pivot
     auto flush = [&] {
@@ -426,8 +432,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             const float q = sumTwoOver(square[0], square[1], sharing, at / N, lane.peers);
             if (at < 2 * N) h[0].addNorm(squareRoot(q));
           }
+          if (writes)
 #pragma unroll
-          for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
+            for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
         }
       }
