@@ -335,7 +335,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     };
     int64_t row = work.place(work.row);
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, row += work.step()) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, row -= work.step()) {  // at last the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[1][B];

@@ -11,6 +11,8 @@
 // What is made of them, softmax's own gradient included, is linear and comes after the sums. They are added up in order: over the
 // lanes of a block, which leaves them in sums [gridDim.y, columns + 2·units], over blocks, and then over the seeds of a slot.
 // Batches and the careful way are as in kasmina.cu.
+//
+// dx may be the memory of g, where the threads of a chunk are all of one warp. What neither blends nor is clipped is not written then.
 #include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
@@ -245,6 +247,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
       }
     }
+    bool writes = dx != g || clipping;
+#pragma unroll
+    for (int k = 0; k < G; k++) writes = writes || s[k].blends;
+
     // Norms that clip nothing are formed of both rows of a batch at once, and the first two threads of a chunk take in one each.
     static_assert(B == 2, "two rows");
     const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
@@ -315,7 +321,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
         if (s[k].blends || by < 1) setPart(gv, k * E, out);
       }
-      store(dx + row, gv);
+      if (together) __syncwarp(peers);  // who shares the chunk has read g, which dx may be
+      if (writes) store(dx + row, gv);
     };
     // Row u of a batch without extremes, whose neighbours are near: behind g, before x. square is the thread's part of the square
     // of the row's norm, if twoByTwo.
@@ -382,7 +389,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     int r = work.row;
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, r += work.stride) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, r -= work.stride) {  // at last the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[2][B];
@@ -432,8 +439,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             const float q = sumTwoOver(square[0], square[1], sharing, at / N, lane.peers);
             if (at < 2 * N) h[0].addNorm(squareRoot(q));
           }
+          if (writes)
 #pragma unroll
-          for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
+            for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
         }
       }

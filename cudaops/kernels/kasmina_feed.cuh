@@ -7,7 +7,8 @@
 //
 // A thread reads only what it or its warp has fetched, so that no block ever waits for itself. A batch is B consecutive rows;
 // the lanes take batches in turn, so that all blocks move through memory together, and rows that do not fill a batch one by
-// one.
+// one. The last batches come first: of what the kernel before has written they are what the L2 still holds, and the kernel behind,
+// which begins with the first rows, finds those.
 #pragma once
 #include "kasmina.cuh"
 #include <climits>
@@ -80,9 +81,10 @@ struct Lane {
   __device__ __forceinline__ static int inWarp() { return inBlock() % kWarp; }
 };
 
-// Work is the rows of a lane: batches of B, then single rows, which one lane has. Places are in elements, of its columns.
+// Work is the rows of a lane: batches of B, from the last one on, then single rows, which one lane has. Places are in elements, of its
+// columns.
 template <int B> struct Work {
-  int row, stride;  // of the first batch; rows from one batch to the next
+  int row, stride;  // of the first batch; rows from one batch back to the next
   int rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
   int batches, singles, apart, col, d;  // apart: single rows, from one to the next
 
@@ -94,7 +96,7 @@ template <int B> struct Work {
     if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
     else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
     batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
-    row = at * span + lane.sub * B, stride = by * span, rest = full * span + lane.sub;
+    row = (full - 1 - at) * span + lane.sub * B, stride = by * span, rest = full * span + lane.sub;
     singles = lane.index == share.late - 1 && rows > rest ? (rows - rest + apart - 1) / apart : 0;
   }
   // Products are of 32 bits by 32 bits, which is one instruction: none is negative.
@@ -109,7 +111,7 @@ template <int B> struct Work {
   }
   __device__ __forceinline__ int count() const { return batches * B + singles; }  // of its rows
   __device__ __forceinline__ int64_t nth(int i) const {
-    return place(i < batches * B ? row + i / B * stride + i % B : single(i - batches * B));
+    return place(i < batches * B ? row - i / B * stride + i % B : single(i - batches * B));
   }
   __device__ __forceinline__ int single(int i) const { return rest + i * apart; }
 };
@@ -242,7 +244,7 @@ template <class T, int N, int A, int B_> struct Ring {
           asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + put + (u * A + a) * array),
                        "l"(src.p[a] + at + int64_t(u) * work.d), "r"(a == 0 ? 16 : rest)
                        : "memory");
-    left--, at += work.step();
+    left--, at -= work.step();
     put = put + stage == ahead * stage ? 0 : put + stage;
     commitAsync();
   }
@@ -304,7 +306,7 @@ template <class T, int N, int A, int B_> struct Bulk {
                        slots + i * slot + a * box),
                    "l"(src.map[a]), "r"(barrier), "r"(column), "r"(row)
                    : "memory");
-    row += stride;
+    row -= stride;
 #endif
   }
   __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t) {
