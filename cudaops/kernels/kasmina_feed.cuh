@@ -24,9 +24,9 @@ struct alignas(64) TensorMap {
 // all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
 // others run batches behind those, but the last few, ending, no more than tail. Blocks of lanes start in order, so that late ones
 // even out what the first ones' multiprocessors differ in speed, and short ones at last what those do.
-// Where group is not 0, the warps of a block hold whole chunks, of so many threads, one behind the other: that of one seed in down
-// batches, then the next seed's, across of them. Those batches make up one lane. So most warps have one seed alone, and do no more
-// than that needs.
+// Where group is not 0, each of a block's 8 warps holds whole chunks, of so many threads, of one seed in several batches, and
+// does no more than that seed needs. across seeds, 1, 2, 4 or 8, share the warps equally, and the down batches of each make up one
+// lane.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
   unsigned group : 8, across : 8, down : 8;
@@ -42,10 +42,11 @@ struct Place {
       : x(threadIdx.x), y(threadIdx.y), across(blockDim.x), down(blockDim.y), any(true), leads(false) {
     if (s.group == 0) return;
     auto over = [](int a, int b) { return int(__fdividef(a + 0.5f, float(b))); };  // of small numbers
-    const int chunk = over(x, s.group), each = over(kWarp, s.group), nth = y * each + chunk;  // a row of threads is a warp
-    const int column = over(nth, s.down);
-    leads = x == chunk * s.group, y = nth - column * s.down, x += (column - chunk) * s.group;
-    across = s.across * s.group, down = s.down, any = chunk < each && column < s.across;
+    const int chunk = over(x, s.group), each = over(kWarp, s.group), warp = y;  // a row of threads is a warp
+    // Warps 4 apart have one scheduler. It gets those of neighbouring seeds, of which one may have more to do than the other.
+    const int column = (warp & 4 | (warp + warp / 4) & 3) & s.across - 1;
+    leads = x == chunk * s.group, x += (column - chunk) * s.group, y = (warp >> __ffs(s.across) - 1) * each + chunk;
+    across = s.across * s.group, down = s.down, any = chunk < each;
   }
 };
 
