@@ -173,8 +173,9 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		c.do(n, bare, touched...)
 		return y, nil
 	}
+	left := new(kernels.KasminaRecords)
 	c.do(n, func() error {
-		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
+		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr(), Leave: later(m, left)}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
 		if l.mode.histogram {
@@ -183,6 +184,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		return launch(f)
 	}, touched...)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, bare
+	leave(c, &c.figureEnds, left, n, nil, []*array{workspace}) // the figures are read behind the run
 	return y, nil
 }
 
@@ -203,12 +205,16 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 		}
 		return m.k.KasminaBackward(m.stream, b)
 	}
+	left := new(kernels.KasminaParts)
 	c.do(n, func() error {
 		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
-			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped)})
+			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Leave: later(m, left)})
 	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, func() error {
 		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)})
+	}
+	if !l.wide() {
+		leave(c, &c.gradientEnds, left, n, []*array{dw, ds}, []*array{workspace}, weights, scales)
 	}
 	return packed(dx, dw, ds), nil
 }
