@@ -449,25 +449,39 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_BULK
 #undef DEFINE_FORWARD
 
-// Launch: kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel before it.
+// What passes leave of figures, for one launch that merges that of many. It lies with the arguments, in constant memory.
+struct Left {
+  float* figures;
+  const float4* records;  // [parts, units] of two
+  int parts, units, seeds, share;
+  float eps;
+  int unused;
+};
+struct AllLeft {
+  Left of[32];
+};
+
+// Launch: a row of blocks for each pass, kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel
+// before it.
 constexpr int kMergeAcross = 32;
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_merge(float* figures, const float4* records, int parts, int units, int seeds, int share, float eps) {
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const __grid_constant__ AllLeft all) {
+  const Left& l = all.of[blockIdx.y];
   // Where a seed is one unit, neighbouring threads read the records of neighbouring seeds, which lie together.
-  const int each = units / seeds, across = kMergeThreads / share, apart = each == 1 ? across : 1;
+  const int each = l.units / l.seeds, share = l.share, across = kMergeThreads / share, apart = each == 1 ? across : 1;
   const int first = blockIdx.x * across, place = threadIdx.x & share * apart - 1;
-  const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, seeds - 1);
+  const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, l.seeds - 1);
   releaseNext();
-  // In its first turn it merges nothing, which brings the code to the multiprocessor while the pass is still at work: what that
-  // streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
-  prefetchParts(records + 2 * int64_t(first) * each, parts, 2 * int64_t(units), 2 * min(across, seeds - first) * each);
+  if (first >= l.seeds) return;  // another pass has more
+  // In its first turn it merges nothing, which brings the code to the multiprocessor while the kernel before is still at work: what
+  // that streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
+  prefetchParts(l.records + 2 * int64_t(first) * each, l.parts, 2 * int64_t(l.units), 2 * min(across, l.seeds - first) * each);
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
     HealthSums sums;
-    sums.gather<4, kMergeAcross>({records, records + 1, turn * parts, units, 2}, shown * each, each, share, threadIdx.x, apart);
-    if (turn == 1 && seed < seeds && place < apart) sums.put(figures, seed, seeds, eps);
+    sums.gather<4, kMergeAcross>({l.records, l.records + 1, turn * l.parts, l.units, 2}, shown * each, each, share, threadIdx.x, apart);
+    if (turn == 1 && seed < l.seeds && place < apart) sums.put(l.figures, seed, l.seeds, l.eps);
   }
 }
 

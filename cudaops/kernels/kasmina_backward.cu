@@ -525,13 +525,23 @@ __device__ __forceinline__ void addParts(float* total, const float* sums, int pa
   total[i] = sum;
 }
 
-// Slot is the seeds of a slot that learn: order[heads[slot]] to order[heads[slot + 1] − 1], in their order. total holds the
-// sums over rows, which are there once ready; before, nothing is read of it nor written. Launch: gridDim.x slots, gridDim.y tiles of
-// 32 columns; 32 columns by up to 32 seeds at once a block.
-__device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, float* dscales, const float* total, const int* heads,
-                                           const int* order, int units, bool ready) {
+// What a pass leaves of the gradients of its slots: sums over rows, which total holds, and whose they are. The seeds of a slot that
+// learn are order[heads[slot]] to order[heads[slot + 1] − 1], in their order.
+struct SlotSums {
+  const uint32_t* word;
+  const float *alpha, *weights, *scales, *total;
+  const int *heads, *order;
+  float *dweights, *dscales;
+  int slots, seeds, chunk, units, down;
+  int unused;
+};
+
+// gatherSlot adds up over the seeds of a slot. The sums are there once ready; before, nothing is read of them nor written. Launch: a
+// slot and 32 columns a block; 32 threads for the columns by up to 32 for seeds, of which `down` have some, so that the order of adding
+// does not depend on other layers.
+__device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   __shared__ double dw[kWarp][kWarp], da[kWarp];
-  const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = units / l.seeds;
+  const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = l.units / l.seeds;
   const int64_t d = int64_t(l.seeds) * c;
   const float* w = l.weights + int64_t(slot) * c;
   auto warpSum = [](double v) {
@@ -543,13 +553,13 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   auto at = [&](const float* p) { return ready ? *p : 0.0f; };
 
   double weight = 0, scale = 0;  // scale: of this lane alone
-  for (int i = heads[slot] + threadIdx.y; i < heads[slot + 1]; i += blockDim.y) {
-    int seed = order[i];
+  for (int i = l.heads[slot] + threadIdx.y; threadIdx.y < l.down && i < l.heads[slot + 1]; i += l.down) {
+    int seed = l.order[i];
     Word word{l.word[seed]};
     Kind kind = word.kind();
     double beta = l.alpha[seed], a = l.scales[slot];
     if (beta == 0 || !word.known()) continue;
-    const float *sum = total + int64_t(seed) * c, *tap1 = total + d + int64_t(seed) * each, *tap2 = tap1 + units;
+    const float *sum = l.total + int64_t(seed) * c, *tap1 = l.total + d + int64_t(seed) * each, *tap2 = tap1 + l.units;
     if (kind == kConvFilter) {
       double taps[3] = {};
       for (int j = lane; j < c; j += kWarp) taps[0] += at(sum + j);
@@ -583,9 +593,9 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   if (lane == 0) da[threadIdx.y] = scale;
   __syncthreads();
   if (threadIdx.y > 0 || !ready) return;
-  for (int k = 1; k < blockDim.y; k++) weight += dw[k][lane], scale += da[k];
-  if (col < c) dweights[int64_t(slot) * c + col] = float(weight);
-  if (col == 0) dscales[slot] = float(scale);
+  for (int k = 1; k < l.down; k++) weight += dw[k][lane], scale += da[k];
+  if (col < c) l.dweights[int64_t(slot) * c + col] = float(weight);
+  if (col == 0) l.dscales[slot] = float(scale);
 }
 
 template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
@@ -633,37 +643,58 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.
 constexpr int kFewBlocks = 128;
+__device__ __forceinline__ bool manyBlocks() { return gridDim.x * gridDim.y * gridDim.z > kFewBlocks; }
 
-// The first `adding` blocks add up sums [parts, columns] over the parts into total; the others merge records into figures,
-// kMergeThreads/share seeds each. It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_gather(float* total, const float* sums, int adding, int64_t columns, float* figures, const float4* records,
-                   int parts, int units, int seeds, int share, int norms) {
+// What a pass leaves of sums [parts, columns] and, unless they are null, of records.
+struct Left {
+  float* total;
+  const float* sums;
+  float* figures;
+  const float4* records;
+  int64_t columns;
+  int adding, parts, units, seeds, share, norms;
+};
+
+// The arguments for passes that one launch serves, in constant memory.
+struct AllLeft {
+  Left of[32];
+};
+struct AllSlotSums {
+  SlotSums of[32];
+};
+
+// For each pass, a row of blocks. The first `adding` of them add up its sums over the parts into total; the others merge its records
+// into figures, kMergeThreads/share seeds each. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const __grid_constant__ AllLeft all) {
+  const Left& l = all.of[blockIdx.y];
   releaseNext();
-  const int each = units / seeds, across = kMergeThreads / share, first = (int(blockIdx.x) - adding) * across;
-  const bool adds = blockIdx.x < adding;
-  if (adds) prefetchParts(sums + blockIdx.x * kWarp, parts, columns, kWarp);
-  else prefetchParts(records + 3 * int64_t(first) * each, parts, 3 * int64_t(units), 3 * min(across, seeds - first) * each);
-  // In its first turn it adds nothing, which brings the code to the multiprocessor while the pass is still at work.
+  const int each = l.units / l.seeds, across = kMergeThreads / l.share, first = (int(blockIdx.x) - l.adding) * across;
+  const bool adds = int(blockIdx.x) < l.adding;
+  if (!adds && (!l.records || first >= l.seeds)) return;  // another pass has more
+  if (adds) prefetchParts(l.sums + blockIdx.x * kWarp, l.parts, l.columns, kWarp);
+  else prefetchParts(l.records + 3 * int64_t(first) * each, l.parts, 3 * int64_t(l.units), 3 * min(across, l.seeds - first) * each);
+  // In its first turn it adds nothing, which brings the code to the multiprocessor while the kernel before is still at work.
 #pragma unroll 1
-  for (int turn = gridDim.x > kFewBlocks; turn < 2; turn++) {
+  for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
-    if (adds) addParts(total, sums, turn * parts, columns);
+    if (adds) addParts(l.total, l.sums, turn * l.parts, l.columns);
     else
-      mergeGradient(figures, records + 3 * int64_t(first) * each, turn * parts, units, each, first, seeds, share, threadIdx.x, norms);
+      mergeGradient(l.figures, l.records + 3 * int64_t(first) * each, turn * l.parts, l.units, each, first, l.seeds, l.share, threadIdx.x,
+                    l.norms);
   }
 }
 
-// It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(1024)
-    kasmina_slots(Layer l, float* dweights, float* dscales, const float* total, const int* heads, const int* order, int units) {
+// Launch: gridDim.x slots, gridDim.y tiles of 32 columns, gridDim.z passes. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(1024) kasmina_slots(const __grid_constant__ AllSlotSums all) {
+  const SlotSums& l = all.of[blockIdx.z];
   releaseNext();
+  if (int(blockIdx.x) >= l.slots || int(blockIdx.y) * kWarp >= l.chunk) return;  // another pass has more
   // In its first turn it reads all but total, and brings the code to the multiprocessor.
 #pragma unroll 1
-  for (int turn = gridDim.x * gridDim.y > kFewBlocks; turn < 2; turn++) {
+  for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
-    gatherSlot(l, dweights, dscales, total, heads, order, units, turn == 1);
+    gatherSlot(l, turn == 1);
   }
 }
