@@ -110,6 +110,33 @@ func (c *compiler) activation(n *gorgonia.Node) *array {
 	return nil
 }
 
+// spends reports whether nothing needs the memory of a, the i-th operand of n, once n has read it: it is in the arena, of no other
+// node that could have further users, and n is its node's only one, so that no copy of it in another type is known by its address.
+func (c *compiler) spends(n *gorgonia.Node, i int, a *array) bool {
+	of := opbase.Children(n)[i]
+	if c.sole(of) != n || c.values[of] != a || a.block == nil || a.resident || a.stride != 0 {
+		return false
+	}
+	for v, value := range c.values {
+		if v != of && value.on(a.block) && !c.leaves(v, of) {
+			return false
+		}
+	}
+	return true
+}
+
+// leaves reports whether v is the gradients of a norm, of which that of its input is the value of the given node, or was added to
+// another one there.
+func (c *compiler) leaves(v, to *gorgonia.Node) bool {
+	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v], func(u *gorgonia.Node) bool {
+		if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
+			return !ok
+		}
+		value := c.values[u]
+		return u != to && (value == nil || value.block != nil)
+	})
+}
+
 // fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and that.
 func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*array, *array) (*array, error)) (bool, error) {
 	var sum *gorgonia.Node

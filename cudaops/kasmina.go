@@ -185,9 +185,16 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	}
 	l.backward = true
 	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
-	dx, dw, ds, m := c.like(x), c.aux(weights.shape...), c.aux(scales.shape...), c.m
+	dx, dw, ds, m := g, c.aux(weights.shape...), c.aux(scales.shape...), c.m
+	var spare *array // for what comes ahead of the pass, which needs g as it is
+	switch inPlace := l.inPlace(c, n, x, g); {
+	case !inPlace:
+		dx = c.like(x)
+	case m.config.monitor > 0:
+		spare = c.like(g)
+	}
 	workspace, wide := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips())), l.wideSpace(c, true)
-	launch := func(b kernels.KasminaBackward) error {
+	launch := func(b kernels.KasminaBackward, dx, g *array) error {
 		b.KasminaLayer, b.G, b.Clip, b.Workspace = l.layer(x, weights, scales), g.ptr(), l.clips(), workspace.ptr()
 		b.DX, b.DWeights, b.DScales = dx.ptr(), dw.ptr(), ds.ptr()
 		if l.wide() {
@@ -198,15 +205,38 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	left := new(kernels.KasminaParts)
 	c.do(n, func() error {
 		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
-			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Leave: later(m, left)})
+			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Leave: later(m, left)}, dx, g)
 	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
-	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, func() error {
-		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)})
+	t := &c.tasks[len(c.tasks)-1]
+	t.layer, t.inPlace = l, dx == g
+	bareDX, bareG := dx, g
+	if spare != nil {
+		c.touch(spare, len(c.tasks)-1)
+		bareDX, bareG = spare, spare
+		t.spare = func() error { return m.device.ctx.CopyOnDevice(spare.ptr(), g.ptr(), g.extent(), m.stream) }
+	}
+	t.bare = func() error {
+		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)}, bareDX, bareG)
 	}
 	if !l.wide() {
 		leave(c, &c.gradientEnds, left, n, []*array{dw, ds}, []*array{workspace}, weights, scales)
 	}
 	return packed(dx, dw, ds), nil
+}
+
+// inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of y, g, is. x of an input may begin
+// anywhere.
+func (l *kasminaLayer) inPlace(c *compiler, n *gorgonia.Node, x, g *array) bool {
+	return !l.wide() && l.shape().InPlace() && c.spends(n, 4, g) && !x.resident && x.block != g.block &&
+		x.at%vectorBytes == 0 && g.at%vectorBytes == 0
+}
+
+// blending is how many seeds did so in the last run.
+func (l *kasminaLayer) blending() (seeds int) {
+	for _, word := range driver.View[uint32](l.last)[:l.seeds()] {
+		seeds += int(word >> 8 & 1)
+	}
+	return seeds
 }
 
 // hostOr computes a node on the host if that is what the error says.

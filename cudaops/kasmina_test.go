@@ -171,8 +171,11 @@ func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward
 		if !b.Clip {
 			p.Limit = nil
 		}
-		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])), floatsAt(l, b.DScales, len(in[2])),
-			floatsAt(l, b.G, len(in[0])), in[0], in[1], in[2])
+		g := floatsAt(l, b.G, len(in[0]))
+		if b.DX == b.G {
+			g = slices.Clone(g)
+		}
+		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])), floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
 		n := p.Seeds
 		bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
 		for i := range p.Figures {

@@ -37,8 +37,11 @@ func (o *monitor) runBare(i int, mark func(driver.Event, driver.Stream) error) e
 	if !b.on {
 		return nil
 	}
-	err := inTurn(t.bare, func() error { return mark(b.from, s) }, t.bare, func() error { return mark(b.to, s) })
-	if err != nil {
+	calls := []func() error{t.bare, func() error { return mark(b.from, s) }, t.bare, func() error { return mark(b.to, s) }}
+	if t.spare != nil {
+		calls = append([]func() error{t.spare}, calls...)
+	}
+	if err := inTurn(calls...); err != nil {
 		return fmt.Errorf("%s: %w", describe(t.node), err)
 	}
 	return nil
@@ -50,10 +53,14 @@ func (o *monitor) noteBare(i int) {
 	if !b.on {
 		return
 	}
-	l, arrays := t.layer, 2 // x and y
+	l := t.layer
+	seeds := 2 * l.seeds() // read and written, in x and y
 	if _, backward := t.node.Op().(*op.KasminaGradOp); backward {
-		arrays = 3 // x, the gradient of y, and that of x
+		seeds = 3 * l.seeds() // in x, the gradient of y, and that of x
+	}
+	if t.inPlace && !l.clips() {
+		seeds -= l.seeds() - l.blending() // which alone are written
 	}
 	l.op.Lattice.RecordTiming(state.Timing{Kernel: b.latest, Telemetry: o.tasks[i].latest - b.latest,
-		Bytes: int64(arrays * l.rows * l.seeds() * l.chunk * l.elem.size())})
+		Bytes: int64(seeds * l.rows * l.chunk * l.elem.size())})
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -101,9 +102,10 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 		sum = c.like(x)
 	}
 	q := c.quantizing(y, c.multiplied(n))
+	ascending := residual == nil && isOp[*op.KasminaOp](opbase.Children(n)[0]) // which ends with the first rows
 	c.do(n, func() error {
 		a := kernels.RMSNorm{Y: y.ptr(), Rstd: rstd.ptr(), X: x.ptr(), W: w.ptr(), Rows: x.shape[0], D: x.shape[1], Eps: o.Eps,
-			Type: x.elem.dtype()}
+			Type: x.elem.dtype(), Ascending: ascending}
 		a.Y8, a.Scale8 = q.pointers()
 		if residual != nil {
 			a.Residual, a.Sum = residual.ptr(), sum.ptr()

@@ -60,6 +60,11 @@ type array struct {
 
 func (a *array) len() int { return size(a.shape) }
 
+// on reports whether a, or a part of it, is in a block.
+func (a *array) on(b *block) bool {
+	return a != nil && (a.block == b || slices.ContainsFunc(a.parts, func(p *array) bool { return p.on(b) }))
+}
+
 // extent is the bytes of its elements.
 func (a *array) extent() int { return a.len() * a.elem.size() }
 
@@ -95,8 +100,10 @@ type task struct {
 	flops  float64 // of matrix products
 	float8 bool    // of which these are
 
-	layer *kasminaLayer // whose pass it is, unless it is a replay
-	bare  func() error  // the pass without telemetry
+	layer   *kasminaLayer // whose pass it is, unless it is a replay
+	inPlace bool          // what it writes replaces what it reads
+	spare   func() error  // copies that for bare, which must not replace it; nil where there is no need
+	bare    func() error  // the pass without telemetry
 }
 
 // program is a graph as a list of tasks over blocks of memory.

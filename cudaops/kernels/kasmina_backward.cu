@@ -11,6 +11,8 @@
 // What is made of them, softmax's own gradient included, is linear and comes after the sums. They are added up in order: over the
 // lanes of a block, which leaves them in sums [gridDim.y, columns + 2·units], over blocks, and then over the seeds of a slot.
 // Batches and the careful way are as in kasmina.cu.
+//
+// dx may be the memory of g, where the threads of a chunk are all of one warp. What neither blends nor is clipped is not written then.
 #include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
@@ -89,13 +91,14 @@ enum Manner { kClips, kPivots, kBare };
 
 // differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
 // the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
-// is 1. taps is whether any seed has r1 or r2, or needs their gradients.
-template <bool careful, bool whole, bool taps, int E>
+// is 1. need is not less than what the seed has, gradients included, and not kNothing.
+template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
+  constexpr bool taps = need == kTaps;
 #pragma unroll
   for (int j = 0; j < E; j++) {
-    bool on = s.on(x[j], j);
+    bool on = need == kLinear || s.on(x[j], j);
     float sum = 0;
     if (taps && (!whole || j + 2 < E)) sum = addTerm<careful>(s.r2, j + 2 < E ? g[j + 2 < E ? j + 2 : 0] : j + 1 < E ? g1 : g2, sum);
     if (taps && (!whole || j + 1 < E)) sum = addTerm<careful>(s.r1, j + 1 < E ? g[j + 1 < E ? j + 1 : 0] : g1, sum);
@@ -199,10 +202,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].begin(l, seed + k);
     const Work<B> work(lane, share, int(l.rows), d);
-    if ((whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y))
-      work.template prefetch<2>(g), work.template prefetch<2>(x);
+    const bool ahead = (whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y);
+    if (ahead) work.template prefetch<2>(g, lane);
+    bool needs = false;
+#pragma unroll
+    for (int k = 0; k < G; k++) needs = needs || !states[k].word.ignores();
+    needs = __any_sync(lane.peers, needs);
+    if (ahead && needs) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
-    Feed feed(shared, src, lane, work);
+    Feed feed(shared, src, lane, work, needs);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
     const float large = greatest<T>(kLargestSquared);
@@ -212,15 +220,17 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
     Seed<E> s[G];
-    bool residual[G], active = false, taps = false;
+    Need most = kNothing;
     uint32_t clips[G] = {};
+    bool ignores[G];
 #pragma unroll
     for (int k = 0; k < G; k++) {
       s[k].template init<whole>(l, states[k]);
-      const Word word = s[k].word;
-      residual[k] = word.kind() == kResidual;
-      active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
+      ignores[k] = s[k].word.ignores();
+      most = greater(most, needOf(s[k].word, s[k].active));
     }
+    const bool clipping = l.limit || !whole && scale;
+    most = clipping ? kTaps : mostOf(most, lane.peers);  // clipping, which is seldom, has no code for less
     if (watch) {
       float middle[G];
       pivots.find(middle, g, work);
@@ -237,7 +247,9 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
       }
     }
-    const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, active);
+    bool writes = dx != g || clipping;
+#pragma unroll
+    for (int k = 0; k < G; k++) writes = writes || s[k].blends;
 
     // Norms that clip nothing are formed of both rows of a batch at once, and the first two threads of a chunk take in one each.
     static_assert(B == 2, "two rows");
@@ -251,7 +263,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
       if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
 #pragma unroll
-      for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
+      for (int k = 0; k < G; k++) ones<E>(xv, k * E, ignores[k]);
       unpack(ge, gv, 0);
       unpack(xe, xv, 0);
 #pragma unroll
@@ -293,10 +305,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           Strict strict(l, seed + k, s[k].active);
 #pragma unroll
           for (int j = 0; j < E; j++)
-            if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
+            if (!ignores[k]) xe[k * E + j] = strict(xe[k * E + j]);
           b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
         }
-        differentiate<true, whole, true>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);
+        differentiate<true, whole, kTaps>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);
         if (mode == kStrict) {
           Strict strict(l, seed + k, s[k].active);
 #pragma unroll
@@ -309,13 +321,14 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
         if (s[k].blends || by < 1) setPart(gv, k * E, out);
       }
-      store(dx + row, gv);
+      if (together) __syncwarp(peers);  // who shares the chunk has read g, which dx may be
+      if (writes) store(dx + row, gv);
     };
-    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
-    // nothing, no taps, all. square is the thread's part of the square of the row's norm, if twoByTwo.
+    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. square is the thread's part of the square
+    // of the row's norm, if twoByTwo.
     auto fastRow = [&](auto needs, auto manner, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale,
                        float& square) {
-      constexpr int need = decltype(needs)::value;
+      constexpr Need need = Need(decltype(needs)::value);
       constexpr bool scales = decltype(manner)::value == kClips, pivot = decltype(manner)::value != kBare;
 #pragma unroll
       for (int k = 0; k < G; k++) {
@@ -347,24 +360,23 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           for (int j = 0; j < E; j++) ge[j] *= by;
         }
         float out[E];
-        if (need > 0) {
-          ones<E>(xv, k * E, residual[k]);
+        if constexpr (need > kNothing) {
+          ones<E>(xv, k * E, ignores[k]);
           unpack(xe, xv, k * E);
-          differentiate<false, whole, (need > 1)>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
+          differentiate<false, whole, need>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
                                                   near[3], s[k]);
         }
-        if (scales && (by < 1 || need == 0)) {
+        if (scales && by < 1) {
 #pragma unroll
-          for (int j = 0; j < E; j++) out[j] = need > 0 && s[k].blends ? out[j] : ge[j];
+          for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : ge[j];
         }
         if (!scales) {
-          if (need > 0) setPartIf(s[k].blends, gv, k * E, out);
-        } else if (need > 0 && s[k].blends || by < 1) {
+          if (need > kNothing) setPartIf(s[k].blends, gv, k * E, out);
+        } else if (s[k].blends || by < 1) {
           setPart(gv, k * E, out);
         }
       }
     };
-    const bool clipping = l.limit || !whole && scale;
     int pending = 0;  // batches not merged yet
     bool pivoted = true;  // whether any of the warp's seeds has a pivot
     auto flush = [&] {
@@ -377,7 +389,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     int r = work.row;
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, r += work.stride) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, r -= work.stride) {  // at last the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[2][B];
@@ -385,8 +397,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         float near[B][4] = {};
         const int64_t row = work.place(r);
         feed.next(v, row);
-        Magnitudes<T, N> most(v[0]);
-        if (!whole && terms > 1) {
+        Magnitudes<T, N> sizes(v[0]);
+        if (!whole && most == kTaps) {
 #pragma unroll
           for (int u = 0; u < B; u++) {
             neighbours.behind(v[0][u], g + row + int64_t(u) * d, near[u][0], near[u][1]);
@@ -400,12 +412,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             }
           if (!together)  // else their own thread does
 #pragma unroll
-            for (int u = 0; u < B; u++) most.take(near[u][0]), most.take(near[u][1]);
+            for (int u = 0; u < B; u++) sizes.take(near[u][0]), sizes.take(near[u][1]);
         }
-        fine = most.within(large);
+        fine = sizes.within(large);
         if (together || bare) fine = __all_sync(lane.peers, fine);  // peers stay together: in flush they vote
         if (fine) {
-          if (watch && G == 1) h[0].addTop(most.most);
+          if (watch && G == 1) h[0].addTop(sizes.most);
           float square[B] = {};
           auto rows = [&](auto needs, auto manner) {
 #pragma unroll
@@ -415,19 +427,21 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             }
           };
           auto all = [&](auto manner) {
-            if (terms == 2) rows(Int<2>{}, manner);
-            else if (terms == 1) rows(Int<1>{}, manner);
-            else rows(Int<0>{}, manner);
+            if (most == kTaps) rows(Int<kTaps>{}, manner);
+            else if (most == kRelu) rows(Int<kRelu>{}, manner);
+            else if (most == kLinear) rows(Int<kLinear>{}, manner);
+            else rows(Int<kNothing>{}, manner);
           };
-          if (clipping) all(Int<kClips>{});
+          if (clipping) rows(Int<kTaps>{}, Int<kClips>{});
           else if (bare && !pivoted) all(Int<kBare>{});
           else all(Int<kPivots>{});
           if (twoByTwo) {
             const float q = sumTwoOver(square[0], square[1], sharing, at / N, lane.peers);
             if (at < 2 * N) h[0].addNorm(squareRoot(q));
           }
+          if (writes)
 #pragma unroll
-          for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
+            for (int u = 0; u < B; u++) storeWhole(dx + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
         }
       }

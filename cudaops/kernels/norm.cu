@@ -12,7 +12,8 @@
 // aligned to 16 bytes, take kernels that read them twice.
 //
 // Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still
-// holds, and the kernel behind, which begins with the first rows, finds those.
+// holds, and the kernel behind, which begins with the first rows, finds those. Where the kernel before has ended with the first rows,
+// the forward pass begins with these (ascending).
 //
 // Kernels named _float8 also write y or dx, as rounded to its type, as rows of float8 (float8.cuh).
 #include "float8.cuh"
@@ -25,9 +26,9 @@
 // hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec; blockDim.y rows a block, of at most kHeld threads.
 template <class T, int P, bool kAdd, bool kFloat8>
 __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
-                                            const float* w, int64_t rows, int d, float eps) {
+                                            const float* w, int64_t rows, int d, float eps, bool ascending) {
   constexpr int N = kVec<T>;
-  int64_t row = int64_t(gridDim.x - 1 - blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
+  int64_t row = int64_t(ascending ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * blockDim.y + threadIdx.y, start = row * d;
   auto at = [&](int k) { return int(k * blockDim.x + threadIdx.x) * N; };
   auto holds = [&](int k) { return row < rows && at(k) < d; };
 
@@ -95,14 +96,14 @@ __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x
 #define DEFINE_HELD(T, name, P, kAdd)                                                                         \
   extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
       name##P##_##T(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int64_t rows,   \
-                    int d, float eps) {                                                                       \
-    forwardHeld<T, P, kAdd, false>(nullptr, nullptr, y, rstd, sum, x, residual, w, rows, d, eps);             \
+                    int d, float eps, int ascending) {                                                        \
+    forwardHeld<T, P, kAdd, false>(nullptr, nullptr, y, rstd, sum, x, residual, w, rows, d, eps, ascending);  \
   }
 #define DEFINE_FLOAT8(T, name, P, kAdd)                                                                       \
   extern "C" __global__ void __launch_bounds__(kHeld)                                                         \
       name##P##_float8_##T(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,   \
-                           const float* w, int64_t rows, int d, float eps) {                                  \
-    forwardHeld<T, P, kAdd, true>(y8, scale8, y, rstd, sum, x, residual, w, rows, d, eps);                    \
+                           const float* w, int64_t rows, int d, float eps, int ascending) {                   \
+    forwardHeld<T, P, kAdd, true>(y8, scale8, y, rstd, sum, x, residual, w, rows, d, eps, ascending);         \
   }
 #define DEFINE_ALL(T, DEFINE)                                                                                 \
   DEFINE(T, rmsnorm_held, 1, false)                                                                           \

@@ -153,7 +153,8 @@ type KasminaForward struct {
 }
 
 // KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
-// DScales of slots of no seed that learns become 0.
+// DScales of slots of no seed that learns become 0. DX may be G, if the layer is one for [KasminaLayer.InPlace] and all arrays begin
+// at multiples of 16 bytes: then only what differs is written.
 type KasminaBackward struct {
 	KasminaLayer
 	DX, DWeights, DScales, G driver.Ptr
@@ -209,6 +210,13 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 		families = slices.Insert(families, at, KasminaTile)
 	}
 	return families
+}
+
+// InPlace reports whether the gradient of X can take the memory of that of Y: whether the threads that share a chunk, each of which
+// keeps 16 bytes of a row, can be of one warp, as then all of them have read a row before any of them writes to it.
+func (l KasminaLayer) InPlace() bool {
+	n := vector(l.Type)
+	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
 }
 
 // tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles: the threads of
@@ -435,7 +443,12 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, driver.Float32),
 			k.Fill(s, b.DScales, 0, b.State.Slots, driver.Float32))
 	}
-	p, err := k.kasminaPass(s, b.KasminaLayer, suf, kasminaUse{true, b.Telemetry, b.Clip}, b.Workspace, b.DX, b.G)
+	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
+	if use.inPlace && (!b.InPlace() || !aligned(b.X, b.G)) {
+		return fmt.Errorf("kernels.KasminaBackward: DX is G, but chunks of %d columns of %v at %#x and %#x cannot be computed in place",
+			b.Chunk, b.Type, b.X, b.G)
+	}
+	p, err := k.kasminaPass(s, b.KasminaLayer, suf, use, b.Workspace, b.DX, b.G)
 	if err != nil {
 		return err
 	}

@@ -88,7 +88,7 @@ func (r *kasminaRun) mergeOnly(backward bool) func() {
 	r.forwardFamily, r.backwardFamily = KasminaAuto, KasminaAuto
 	use, space, others := kasminaUse{telemetry: r.telemetry}, r.forwardSpace, []driver.Ptr{r.y.Ptr}
 	if backward {
-		use, space, others = kasminaUse{true, r.telemetry, r.clip}, r.backwardSpace, []driver.Ptr{r.dx.Ptr, r.g.Ptr}
+		use, space, others = kasminaUse{true, r.telemetry, r.clip, false}, r.backwardSpace, []driver.Ptr{r.dx.Ptr, r.g.Ptr}
 	}
 	p, err := r.kasminaPass(r.stream, r.layer, suf, use, space.Ptr, others...)
 	r.must(err)

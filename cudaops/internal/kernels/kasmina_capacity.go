@@ -1,6 +1,7 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
 	"math"
 
@@ -170,7 +171,7 @@ func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w Kasmin
 	return k.mix(s, g.name("kasmina_mix", suf), g, a)
 }
 
-// KasminaWideBackward is KasminaBackward for a layer with wide slots.
+// KasminaWideBackward is KasminaBackward for a layer with wide slots. DX must not be G.
 func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w KasminaWide) error {
 	if b.Leave != nil { // what follows needs the gradients
 		*b.Leave, b.Leave = KasminaParts{}, nil
@@ -183,6 +184,9 @@ func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w Kasm
 		b.Chunk = w.Width
 		b.Rows = 0
 		return k.KasminaBackward(s, b)
+	}
+	if b.DX == b.G {
+		return errors.New("kernels.KasminaWideBackward: DX is G, which the kernels of the kinds that mix read again")
 	}
 	g := k.mixGrid(b.KasminaLayer, w, mixArrays(true))
 	scratch, _ := g.scratch(b.KasminaLayer, w.Workspace, true)

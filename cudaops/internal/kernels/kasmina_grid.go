@@ -29,7 +29,7 @@ type kasminaGrid struct {
 	perThread    int    // columns
 	each, units  int    // columns of a unit, and how many there are
 	use          kasminaUse
-	sharing      int // threads that share a chunk and form its norm; 0 where they are not all in one warp
+	sharing      int // threads that share a chunk, and form its norm; 0 where they are not all in one warp
 	used         int // threads of a warp that have columns, in each of its rows
 	chunks       int // across, where warps hold chunks of several batches of a lane, that are down; else 0
 	tiles        int // blocks for the columns of a row
@@ -57,13 +57,14 @@ func (k *Kernels) kasminaRows(l KasminaLayer) (r kasminaRows) {
 }
 
 // kasminaUse is what is wanted of a pass, as far as it matters to how a layer is cut up.
-type kasminaUse struct{ backward, telemetry, clip bool }
+type kasminaUse struct{ backward, telemetry, clip, inPlace bool }
 
 // records is whether the lanes leave something to merge.
 func (u kasminaUse) records() bool { return u.backward || u.telemetry }
 
-// norms is whether those of the rows of chunks are wanted.
-func (u kasminaUse) norms() bool { return u.backward && (u.telemetry || u.clip) }
+// joined is whether the threads of a chunk are to be of one warp: as norms of its rows are wanted, or as each of them must have read
+// what the others replace.
+func (u kasminaUse) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
 
 // prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is so many threads' that each of them
 // going through all of a slot's weights would take longer.
@@ -165,15 +166,15 @@ func (g *kasminaGrid) spreadLate(l KasminaLayer, batches int) {
 	g.ending = min(batches*ending/100/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
 }
 
-// spread is how many threads a row takes. Those of a chunk are in one warp if they form norms, and where they cannot fill it all
-// of its warps get the same.
+// spread is how many threads a row takes. Where those of a chunk are to be of one warp and cannot fill it all of its warps get the
+// same.
 func (g *kasminaGrid) spread(l KasminaLayer) int {
 	threads := ceilDiv(l.State.Seeds*l.Chunk, g.perThread)
 	switch g.sharing = max(1, l.Chunk/g.perThread); {
 	case g.sharing > 32:
 		g.sharing = 0
 	case g.sharing&(g.sharing-1) == 0:
-	case !g.use.norms():
+	case !g.use.joined():
 		g.sharing = 0
 	default:
 		warps := ceilDiv(l.State.Seeds, 32/g.sharing)
@@ -185,23 +186,30 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 	return threads
 }
 
-// pack has warps hold as many chunks as they can, of several batches, where the threads of a chunk form its norm and are no power
-// of two, and a layer is long enough: with 6 of them 30 threads of a warp have work, and no chunk crosses from one warp to the next.
-// Of the ways that leave the fewest idle, it is the one with the most lanes a block, which then leave the fewest records, but for
-// 256 bytes of a row.
+// pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one seed in several batches, so that
+// a warp does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have
+// work. It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
+// those of a chunk are to be of one warp and are no power of two. Forward, where there is less to leave out, rows that warps read in one piece
+// are worth more.
+// Of the numbers of seeds that leave the fewest threads idle, it takes the least with 256 bytes of a row.
 func (g *kasminaGrid) pack(l KasminaLayer) {
 	sharing := l.Chunk / g.perThread
-	if g.family == KasminaBulk || sharing > 32 || sharing&(sharing-1) == 0 || !g.use.norms() {
+	if !g.use.backward || g.family == KasminaBulk || g.family == KasminaTile || sharing > 32 {
 		return
 	}
-	all := kasminaThreads / 32 * (32 / sharing) // chunks of a block
-	most := min(all, l.State.Seeds)
-	tiles, chunks, down := 0, 0, 0
-	for n := min(most, ceilDiv(256, l.Chunk*l.Type.Size())); n <= most; n++ {
-		if t, d := ceilDiv(l.State.Seeds, n), all/n; chunks == 0 || t*down < tiles*d {
-			tiles, chunks, down = t, n, d
+	uneven := g.use.joined() && sharing&(sharing-1) != 0
+	if !uneven && (sharing < 4 || sharing > 16 || 32%sharing > 4) {
+		return
+	}
+	const warps = kasminaThreads / 32
+	chunks, tiles := 0, 0
+	for n := 1; n <= warps; n *= 2 {
+		t := ceilDiv(l.State.Seeds, n)
+		if chunks == 0 || t*n < tiles*chunks || t*n == tiles*chunks && chunks*l.Chunk*l.Type.Size() < 256 {
+			chunks, tiles = n, t
 		}
 	}
+	down := warps / chunks * (32 / sharing)
 	if l.Rows < 16*g.batch*down {
 		return
 	}

@@ -369,6 +369,51 @@ func (r *kasminaRun) checkFamily() {
 		}
 	}
 	r.checkCounts(2)
+	r.checkInPlace()
+}
+
+// checkInPlace computes the backward pass in the memory of g, if that can be done, after it has been computed elsewhere: dx gets
+// the same bits. Where threads are dealt out as before, so does all else.
+func (r *kasminaRun) checkInPlace() {
+	r.Helper()
+	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {
+		return
+	}
+	raw := func(b *buffer) []byte {
+		to := make([]byte, b.bytes())
+		r.must(r.ctx.CopyToHost(to, b.Ptr, r.stream))
+		return to
+	}
+	one := *r
+	one.g = r.alloc(r.g.n, r.dtype, 0)
+	r.must(r.ctx.CopyOnDevice(one.g.Ptr, r.g.Ptr, r.g.bytes(), r.stream))
+	one.dx = one.g
+	outputs := map[string]*buffer{"dweights": r.dw, "dscales": r.ds}
+	if r.telemetry {
+		outputs["figures"] = r.gradient
+	}
+	want := map[string][]byte{}
+	for name, b := range outputs {
+		want[name] = raw(b)
+		r.must(r.ctx.Memset8(b.Ptr, 0xff, b.bytes(), r.stream))
+	}
+	one.launchBackward()
+	if !slices.Equal(raw(one.dx), raw(r.dx)) {
+		r.Error("dx has other bits in place")
+	}
+	for name, b := range outputs {
+		if (r.telemetry || r.clip) && !slices.Equal(raw(b), want[name]) {
+			r.Errorf("%s has other bits in place", name)
+		}
+	}
+	tol := 1e-5
+	if r.seeds < 10 {
+		tol = 1e-3
+	}
+	if !r.telemetry && !r.clip {
+		r.near("dweights in place", r.dw, r.wantDW, tol)
+		r.near("dscales in place", r.ds, r.wantDS, tol)
+	}
 }
 
 func TestKasmina(t *testing.T) {
@@ -422,6 +467,7 @@ func TestKasminaGrid(t *testing.T) {
 		}
 		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0, clip: rand.IntN(2) == 0}
 		d, n, aligned := l.State.Seeds*l.Chunk, vector(l.Type), rand.IntN(2) == 0
+		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
 		families := []KasminaFamily{KasminaPlain}
 		if aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0) {
 			if families = append(families, KasminaRing); l.tileAcross(false) > 0 {
@@ -439,6 +485,9 @@ func TestKasminaGrid(t *testing.T) {
 			}
 			if g.across*g.down > kasminaThreads || g.chunks == 0 && g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
+			}
+			if use.inPlace && g.sharing == 0 {
+				t.Fatalf("%+v %+v: a chunk's threads are of several warps", l, g)
 			}
 			g.checkColumns(t, l)
 		}
@@ -470,7 +519,7 @@ func (g kasminaGrid) checkColumns(t *testing.T, l KasminaLayer) {
 		if column%l.Chunk == 0 {
 			begun[y] = thread / 32
 		}
-		if times[column/g.perThread]++; (g.chunks > 0 || g.use.norms() && g.sharing > 0) && thread/32 != begun[y] {
+		if times[column/g.perThread]++; (g.chunks > 0 || g.use.joined() && g.sharing > 0) && thread/32 != begun[y] {
 			t.Fatalf("%+v %+v: thread %d of tile %d has column %d, whose chunk begins in warp %d", l, g, thread, tile, column, begun[y])
 		}
 	}
@@ -554,18 +603,18 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has among the first elements of some lanes an outlier that makes up the variance; or begins with rows that
+// TestKasminaPivots has among the first elements of some lanes, in the last rows, an outlier that makes up the variance; or begins with rows that
 // are not finite, before data that share all but their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := newRig(t)
 	for _, dt := range storageTypes {
 		for _, chunk := range []int{4, 16, 3} {
 			for place := range 3 {
-				c := kasminaCase{rows: 515, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: KasminaFast, telemetry: true, deviation: 1}
-				columns := c.seeds * chunk
+				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: KasminaFast, telemetry: true, deviation: 1}
+				columns, first := c.seeds*chunk, c.rows-4 // first is where a lane begins, of batches of two and of four rows
 				g.scope(fmt.Sprintf("%v outlier %d", c, place), func(g *rig) {
 					g.newKasmina(c, func(i int, v float64) float64 {
-						row, column := i/columns, i%chunk
+						row, column := i/columns-first, i%chunk
 						if chunk == 3 && row == place && column == place || chunk > 3 && row == 0 && column == place {
 							return 1000 + v
 						}
@@ -577,7 +626,7 @@ func TestKasminaPivots(t *testing.T) {
 				}
 				g.scope(fmt.Sprintf("%v not finite %d", c, place), func(g *rig) {
 					g.newKasmina(c, func(i int, v float64) float64 {
-						if i/columns <= place {
+						if row := i/columns - first; 0 <= row && row <= place {
 							return []float64{math.NaN(), math.Inf(1), math.Inf(-1)}[place]
 						}
 						return v
@@ -618,13 +667,15 @@ func TestKasminaExtremes(t *testing.T) {
 					return v
 				})
 				r.refer()
-				for i, f := range g.KasminaFamilies(r.layer, true, true) {
+				for _, f := range g.KasminaFamilies(r.layer, true, true) {
+					r.must(r.ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, r.stream))
 					r.forwardFamily, r.backwardFamily = f, f
 					r.launchForward()
 					r.launchBackward()
 					r.checkFigures(1e-6)
-					r.checkCounts(i + 1)
+					r.checkCounts(1)
 					r.checkNonFinite()
+					r.checkInPlace()
 				}
 			})
 		}
@@ -698,5 +749,19 @@ func TestKasminaRefusals(t *testing.T) {
 		if g.KasminaForward(g.stream, f) == nil {
 			t.Errorf("%s: no error", what)
 		}
+	}
+	for what, change := range map[string]func(*KasminaBackward){
+		"chunk in place":     func(b *KasminaBackward) { b.Chunk = 3 },
+		"long one in place":  func(b *KasminaBackward) { b.Chunk = 33 * vector(f32) },
+		"alignment in place": func(b *KasminaBackward) { b.DX, b.G = 4, 4 },
+	} {
+		b := KasminaBackward{KasminaLayer: l}
+		change(&b)
+		if g.KasminaBackward(g.stream, b) == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+	if g.KasminaWideBackward(g.stream, KasminaBackward{KasminaLayer: l}, KasminaWide{Width: 8}) == nil {
+		t.Error("wide slots in place: no error")
 	}
 }

@@ -13,12 +13,16 @@ import (
 // others of the same type; Rstd may be null.
 //
 // Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+//
+// Rows are taken from the last to the first, as most kernels write the last ones last, and the cache still holds these. Ascending
+// is for an X whose first rows were written last.
 type RMSNorm struct {
 	Y, Rstd, Sum, X, Residual, W driver.Ptr
 	Rows, D                      int
 	Eps                          float64
 	Type                         driver.DType
 	Y8, Scale8                   driver.Ptr
+	Ascending                    bool
 	Way                          Way
 }
 
@@ -114,7 +118,8 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 		name = "rmsnorm_add_" + w.Family + suf
 	}
 	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, w.Size)}, Block: driver.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
-	return k.launch(s, "norm", name, c, l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)))
+	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(bit(a.Ascending)))
+	return k.launch(s, "norm", name, c, l)
 }
 
 // walkStages is the rows on their way of each group of threads that walks down them, kStages of norm.cu.

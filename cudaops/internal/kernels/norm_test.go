@@ -30,7 +30,8 @@ func (g *rig) rmsNorm(rows, d int, dt driver.DType, residual bool, skew int, inP
 	x, xr := g.normal(rows*d, dt, skew)
 	w, wr := g.normal(d, f32, 0)
 	y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
-	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
+	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt,
+		Ascending: g.rand.IntN(2) == 0}
 	if residual {
 		r, rr := g.normal(rows*d, dt, skew)
 		sum := x
