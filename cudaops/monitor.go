@@ -22,8 +22,9 @@ const (
 
 // WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed with a time stamp between
 // one task and the next, and computes the same bits; in it the passes of Kasmina layers that measure also run without
-// telemetry, for what the lattices' reports say of the layer. Where all this would take more than 0.4 % of the time, fewer runs
-// have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is logged as a warning.
+// telemetry, and end each by itself, for what the lattices' reports say of the layer. Where all this would take more than 0.4 %
+// of the time, fewer runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is
+// logged as a warning.
 func WithMonitor(every int) MachineOption {
 	return func(c *machineConfig) error {
 		if every < 2 {
