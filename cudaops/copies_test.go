@@ -50,7 +50,7 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	with := func(c driver.Copies, bytes int64) driver.Copies {
 		return driver.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
 	}
-	stateBytes, alpha := int64(len(l.machine.attendants[0].(*kasminaLayer).next)), 0.0
+	stateBytes, alpha := int64(len(l.machine.attendants[1].(*kasminaLayer).next)), 0.0
 	cases := []struct {
 		name     string
 		set      func() error
@@ -123,7 +123,7 @@ func TestPeek(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.machine.Close()
-	layer := l.machine.attendants[0].(*kasminaLayer)
+	layer := l.machine.attendants[1].(*kasminaLayer)
 	busy := func() (n int) {
 		for _, f := range layer.flights {
 			if f.busy {

@@ -312,7 +312,15 @@ func (k *fakeKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...drive
 
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
-func (k *fakeKernels) RMSNormWorkspace(d int) int { return 4 * d }
+func (k *fakeKernels) RMSNormWorkspace(d int, _ driver.DType) int { return 4 * d }
+
+func (k *fakeKernels) AddRMSNormParts(s driver.Stream, left []kernels.RMSNormParts) error {
+	return k.launch(s, func(l *fake.Launch) {
+		for _, p := range left {
+			copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
+		}
+	})
+}
 
 func (k *fakeKernels) DnnVersion() int { return 0 }
 
@@ -325,10 +333,15 @@ func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DTy
 }
 
 func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error {
+	dw := a.DW
+	if a.Leave != nil {
+		dw = a.Workspace
+		*a.Leave = kernels.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
+	}
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
 		floatsAt(l, a.Workspace, a.D)
-		cpu.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, a.DW, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
+		cpu.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
 			floatsAt(l, a.Rstd, a.Rows))
 		if a.Add != 0 {
 			dx := floatsAt(l, a.DX, n)

@@ -16,7 +16,7 @@ import (
 )
 
 // kasminaLayer is a Kasmina op with its replays and its backward op. The lattice's state is mirrored on the device, and sent
-// again before a run when it has changed. What a run measures comes back behind it, to pinned memory, and is given to the
+// again before a run when it has changed. What a run measures comes back behind it ([kasminaReports]), and is given to the
 // lattice when the machine next meets it there: at [Machine.Value], at a later run, or at [Machine.Close]. Two runs may be
 // on their way, so no run waits for the figures of the one before, unless its limits are made of them.
 type kasminaLayer struct {
@@ -27,15 +27,15 @@ type kasminaLayer struct {
 	width      int // of a slot
 	elem       elem
 	state      *array // kernels.KasminaState, and kernels.KasminaMixing behind it where slots are wide
-	report     *array // kasminaReport, in words
-	forward    bool   // the graph has the op itself, not replays or the backward op alone
-	backward   bool   // the graph has the backward op
+	reports    *kasminaReports
+	first      int  // seed of the layer, among those of all layers
+	forward    bool // the graph has the op itself, not replays or the backward op alone
+	backward   bool // the graph has the backward op
 	mode       kasminaMode
 	next, last []byte // the state as encoded for the run, and as the device has it
 	staging    []byte
 	opened     bool // all that the machine has not allocated is there
 	flights    [2]kasminaFlight
-	runs       int
 	counts     []uint32 // as last seen
 }
 
@@ -49,26 +49,13 @@ type kasminaMode struct {
 type kasminaFlight struct {
 	pass    *op.KasminaPass
 	mode    kasminaMode
-	scale   float32 // that gradients carry
-	report  []byte  // pinned
-	arrived driver.Event
+	scale   float32      // that gradients carry
+	report  []byte       // of all layers, of which the memory belongs to kasminaReports
+	arrived driver.Event // likewise
 	busy    bool
 	ahead   bool // begun by Start, and not asked for yet: the lattice is not to hear of it
 	vain    bool // begun by Start, and abandoned: its counts are not to be taken for those of later runs
 }
-
-// kasminaReport is where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped rows,
-// and of what a replay counts, which nobody reads; figures; histograms.
-const (
-	kasminaBadX = iota
-	kasminaBadG
-	kasminaClipped
-	kasminaIgnored
-	kasminaHealth
-	kasminaGradient = kasminaHealth + kernels.KasminaForwardFigures
-	kasminaBins     = kasminaGradient + kernels.KasminaBackwardFigures
-	kasminaWords    = kasminaBins + kernels.KasminaBins
-)
 
 func (l *kasminaLayer) seeds() int { return len(l.counts) / kasminaHealth }
 
@@ -93,7 +80,9 @@ func (l *kasminaLayer) wideSpace(c *compiler, backward bool) *array {
 	return c.bytes(c.m.k.KasminaWideWorkspace(l.shape(), kernels.KasminaWide{Width: l.width}, backward))
 }
 
-func (l *kasminaLayer) at(word int) driver.Ptr { return l.report.ptr().Offset(4 * word * l.seeds()) }
+func (l *kasminaLayer) at(word int) driver.Ptr {
+	return l.reports.memory.ptr().Offset(4 * l.place(word))
+}
 
 // layer describes the layer to the kernels.
 func (l *kasminaLayer) layer(x, weights, scales *array) kernels.KasminaLayer {
@@ -143,7 +132,8 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	} else if err != nil {
 		return nil, err
 	}
-	l.state, l.report = c.newResident(float32s, len(l.next)/4), c.newResident(float32s, kasminaWords, seeds)
+	l.state = c.newResident(float32s, len(l.next)/4)
+	c.reportsOf().add(l)
 	c.m.attendants = append(c.m.attendants, l)
 	return l, nil
 }
@@ -173,8 +163,9 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		c.do(n, bare, touched...)
 		return y, nil
 	}
+	left := new(kernels.KasminaRecords)
 	c.do(n, func() error {
-		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr()}
+		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr(), Leave: later(m, left)}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
 		if l.mode.histogram {
@@ -183,6 +174,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 		return launch(f)
 	}, touched...)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, bare
+	leave(c, &c.figureEnds, left, n, nil, []*array{workspace}) // the figures are read behind the run
 	return y, nil
 }
 
@@ -210,9 +202,10 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 		}
 		return m.k.KasminaBackward(m.stream, b)
 	}
+	left := new(kernels.KasminaParts)
 	c.do(n, func() error {
 		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
-			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped)}, dx, g)
+			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Leave: later(m, left)}, dx, g)
 	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
 	t := &c.tasks[len(c.tasks)-1]
 	t.layer, t.inPlace = l, dx == g
@@ -224,6 +217,9 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	}
 	t.bare = func() error {
 		return launch(kernels.KasminaBackward{Bad: l.at(kasminaIgnored), Clipped: l.at(kasminaIgnored)}, bareDX, bareG)
+	}
+	if !l.wide() {
+		leave(c, &c.gradientEnds, left, n, []*array{dw, ds}, []*array{workspace}, weights, scales)
 	}
 	return packed(dx, dw, ds), nil
 }
@@ -282,23 +278,12 @@ func (l *kasminaLayer) encode(pass *op.KasminaPass) error {
 
 // open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
 func (l *kasminaLayer) open() (err error) {
-	ctx := l.m.device.ctx
-	pin := func(to *[]byte, n int) {
-		if err == nil && *to == nil {
-			*to, err = ctx.AllocHost(n)
-		}
+	if l.staging == nil {
+		l.staging, err = l.m.device.ctx.AllocHost(len(l.next))
 	}
-	pin(&l.staging, len(l.next))
 	for i := range l.flights {
 		f := &l.flights[i]
-		f.pass = l.op.NewPass()
-		pin(&f.report, 4*kasminaWords*l.seeds())
-		if err == nil && f.arrived == 0 {
-			f.arrived, err = ctx.NewEvent(false)
-		}
-	}
-	if err == nil {
-		err = ctx.Memset32(l.report.ptr(), 0, l.report.len(), l.m.stream)
+		f.pass, f.report, f.arrived = l.op.NewPass(), l.reports.host[i], l.reports.arrived[i]
 	}
 	l.opened = err == nil
 	return err
@@ -322,11 +307,11 @@ func (l *kasminaLayer) before() error {
 			return err
 		}
 	}
-	f := &l.flights[l.runs%2]
+	f := &l.flights[l.reports.runs%2]
 	if err := l.receive(f, true); err != nil { // two runs ago
 		return err
 	}
-	if err := l.receive(&l.flights[(l.runs+1)%2], f.pass.NeedsLast()); err != nil {
+	if err := l.receive(l.flight(), f.pass.NeedsLast()); err != nil {
 		return err
 	}
 	if err := l.begin(f.pass); err != nil {
@@ -362,12 +347,12 @@ func modeOf(pass *op.KasminaPass) (m kasminaMode) {
 }
 
 // flight is that of the last run.
-func (l *kasminaLayer) flight() *kasminaFlight { return &l.flights[(l.runs+1)%2] }
+func (l *kasminaLayer) flight() *kasminaFlight { return &l.flights[(l.reports.runs+1)%2] }
 
 // unchanged takes the snapshot anew, which is as it would be if the run were begun now.
 func (l *kasminaLayer) unchanged() (bool, error) {
 	f := l.flight()
-	if err := l.receive(&l.flights[l.runs%2], f.pass.NeedsLast()); err != nil {
+	if err := l.receive(&l.flights[l.reports.runs%2], f.pass.NeedsLast()); err != nil {
 		return false, err
 	}
 	if err := l.begin(f.pass); err != nil {
@@ -398,28 +383,15 @@ func (l *kasminaLayer) appendMode(b []byte) []byte {
 	return append(b, mode)
 }
 
+// after comes behind that of the reports.
 func (l *kasminaLayer) after() error {
-	ctx, f := l.m.device.ctx, &l.flights[l.runs%2]
-	words := kasminaHealth
-	if f.mode.telemetry {
-		words = kasminaBins
-	}
-	if f.mode.histogram {
-		words = kasminaWords
-	}
-	if err := ctx.CopyToHost(f.report[:4*words*l.seeds()], l.report.ptr(), l.m.stream); err != nil {
-		return err
-	}
-	if err := ctx.Record(f.arrived, l.m.stream); err != nil {
-		return err
-	}
+	f := l.flight()
 	f.busy, f.ahead = true, l.m.begun
-	l.runs++
 	return nil
 }
 
 func (l *kasminaLayer) settle() error {
-	return errors.Join(l.receive(&l.flights[l.runs%2], true), l.receive(&l.flights[(l.runs+1)%2], true))
+	return errors.Join(l.receive(&l.flights[l.reports.runs%2], true), l.receive(l.flight(), true))
 }
 
 // receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
@@ -447,16 +419,17 @@ func (l *kasminaLayer) receive(f *kasminaFlight, wait bool) error {
 func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 	seeds := l.seeds()
 	words, figures := driver.View[uint32](f.report), driver.View[float32](f.report)
-	counted := slices.Clone(words[:len(l.counts)])
+	counts := words[l.place(0):][:len(l.counts)]
+	counted := slices.Clone(counts)
 	for i, v := range l.counts {
 		counted[i] -= v
-		l.counts[i] = words[i]
 	}
+	copy(l.counts, counts)
 	if f.vain {
 		return nil
 	}
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
-	figure := func(what, i, seed int) float64 { return float64(figures[(what+i)*seeds+seed]) }
+	figure := func(what, i, seed int) float64 { return float64(figures[l.place(what+i)+seed]) }
 	elements := float64(l.rows * l.chunk)
 
 	health := func(seed int) state.HealthSample {
@@ -468,7 +441,7 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)}
 		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kernels.KasminaMoments), Variance: v(kernels.KasminaMoments + 1)}
 		if f.mode.histogram {
-			h.Histogram = (*state.Histogram)(words[kasminaBins*seeds+seed*kernels.KasminaBins:])
+			h.Histogram = (*state.Histogram)(words[l.place(kasminaBins)+seed*kernels.KasminaBins:])
 		}
 		return h
 	}
@@ -496,17 +469,8 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 }
 
 func (l *kasminaLayer) close() error {
-	ctx := l.m.device.ctx
-	var errs []error
-	for _, b := range [][]byte{l.staging, l.flights[0].report, l.flights[1].report} {
-		if b != nil {
-			errs = append(errs, ctx.FreeHost(b))
-		}
+	if l.staging == nil {
+		return nil
 	}
-	for _, f := range l.flights {
-		if f.arrived != 0 {
-			errs = append(errs, ctx.DestroyEvent(f.arrived))
-		}
-	}
-	return errors.Join(errs...)
+	return l.m.device.ctx.FreeHost(l.staging)
 }

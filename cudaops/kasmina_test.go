@@ -25,8 +25,40 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-func (k *fakeKernels) KasminaForwardWorkspace(kernels.KasminaLayer) int        { return 4 }
-func (k *fakeKernels) KasminaBackwardWorkspace(kernels.KasminaLayer, bool) int { return 4 }
+// What fake passes leave is the results themselves, in their workspace.
+func (k *fakeKernels) KasminaForwardWorkspace(l kernels.KasminaLayer) int {
+	return 4 * kernels.KasminaForwardFigures * l.State.Seeds
+}
+
+func (k *fakeKernels) KasminaBackwardWorkspace(l kernels.KasminaLayer, _ bool) int {
+	return 4 * (kernels.KasminaBackwardFigures*l.State.Seeds + l.State.Slots*(l.Chunk+1))
+}
+
+func (k *fakeKernels) MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error {
+	return k.launch(s, func(l *fake.Launch) {
+		for _, r := range left {
+			n := kernels.KasminaForwardFigures * r.Seeds
+			copy(floatsAt(l, r.Figures, n), floatsAt(l, r.Records, n))
+		}
+	})
+}
+
+func (k *fakeKernels) AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error {
+	return k.launch(s, func(l *fake.Launch) {
+		for _, p := range left {
+			if p.Units == 0 {
+				continue
+			}
+			n, slots := kernels.KasminaBackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
+			sums := floatsAt(l, p.Total, slots*(p.Layer.Chunk+1))
+			copy(floatsAt(l, p.DWeights, slots*p.Layer.Chunk), sums)
+			copy(floatsAt(l, p.DScales, slots), sums[slots*p.Layer.Chunk:])
+			if p.Figures != 0 {
+				copy(floatsAt(l, p.Figures, n), floatsAt(l, p.Records, n))
+			}
+		}
+	})
+}
 
 func (k *fakeKernels) KasminaWideWorkspace(kernels.KasminaLayer, kernels.KasminaWide, bool) int {
 	return 4
@@ -75,6 +107,13 @@ func (k *fakeKernels) KasminaWideForward(s driver.Stream, f kernels.KasminaForwa
 }
 
 func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
+	if f.Leave != nil {
+		*f.Leave = kernels.KasminaRecords{}
+		if f.Telemetry && f.Reduction == kernels.KasminaExact {
+			*f.Leave = kernels.KasminaRecords{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
+			f.Figures = f.Workspace
+		}
+	}
 	return k.launch(s, func(l *fake.Launch) {
 		p, in := kasminaPlan(l, f.KasminaLayer, wide, f.Reduction)
 		p.Limit = nil
@@ -113,6 +152,20 @@ func (k *fakeKernels) KasminaWideBackward(s driver.Stream, b kernels.KasminaBack
 }
 
 func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
+	if b.Leave != nil {
+		*b.Leave = kernels.KasminaParts{}
+		if wide == nil && (!b.Telemetry || b.Reduction == kernels.KasminaExact) {
+			seeds, slots := b.State.Seeds, b.State.Slots
+			left := kernels.KasminaParts{Layer: b.KasminaLayer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
+				Total: b.Workspace.Offset(4 * kernels.KasminaBackwardFigures * seeds)}
+			if b.Telemetry {
+				left.Figures, left.Records = b.Figures, b.Workspace
+				b.Figures = b.Workspace
+			}
+			b.DWeights, b.DScales = left.Total, left.Total.Offset(4*slots*b.Chunk)
+			*b.Leave = left
+		}
+	}
 	return k.launch(s, func(l *fake.Launch) {
 		p, in := kasminaPlan(l, b.KasminaLayer, wide, b.Reduction)
 		if !b.Clip {

@@ -28,7 +28,8 @@ type kernelSet interface {
 	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
 	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
 	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
-	RMSNormWorkspace(d int) int
+	AddRMSNormParts(s driver.Stream, left []kernels.RMSNormParts) error
+	RMSNormWorkspace(d int, t driver.DType) int
 	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
 	DnnVersion() int
 	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, y, q, key, value kernels.Rows) error
@@ -69,6 +70,8 @@ type kernelSet interface {
 	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	KasminaForward(s driver.Stream, f kernels.KasminaForward) error
 	KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error
+	MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error
+	AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error
 	KasminaForwardWorkspace(l kernels.KasminaLayer) int
 	KasminaBackwardWorkspace(l kernels.KasminaLayer, clip bool) int
 	KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error

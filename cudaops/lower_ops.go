@@ -125,17 +125,19 @@ func (c *compiler) normGrad(n *gorgonia.Node, in []*array, add *array, to *gorgo
 	x, w, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.act(n, in[3])
 	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*array)
 	m := c.m
-	dx, dw, workspace := c.like(x), c.aux(w.shape...), c.bytes(m.k.RMSNormWorkspace(x.shape[1]))
+	dx, dw, workspace := c.like(x), c.aux(w.shape...), c.bytes(m.k.RMSNormWorkspace(x.shape[1], x.elem.dtype()))
+	left := new(kernels.RMSNormParts)
 	q := c.quantizing(dx, c.multiplied(to))
 	c.do(n, func() error {
 		a := kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(), Rstd: rstd.ptr(),
-			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr()}
+			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr(), Leave: left}
 		if add != nil {
 			a.Add = add.ptr()
 		}
 		a.DX8, a.Scale8 = q.pointers()
 		return m.k.RMSNormBackward(m.stream, a)
 	}, x, w, g, add, rstd, dx, dw, workspace, q.values, q.scales)
+	leave(c, &c.normEnds, left, n, []*array{dw}, []*array{workspace})
 	return packed(dx, dw)
 }
 

@@ -54,6 +54,7 @@ type Machine struct {
 	monitor   *monitor  // nil without WithMonitor
 	profiler  *profiler // nil but during a profile
 	capturing bool
+	apart     bool // the passes of Kasmina layers make their ends, for the time of a pass to hold all that the layer takes
 	closed    bool
 
 	scale   kernels.LossScale // as on the device

@@ -163,6 +163,8 @@ func (o *monitor) sample() error {
 // enqueue enqueues the tasks with marks between them, and notes how each is computed.
 func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 	s, t := o.m.stream, o.m.tuner
+	o.m.apart = true
+	defer func() { o.m.apart = false }()
 	if err := mark(o.marks[0], s); err != nil {
 		return err
 	}

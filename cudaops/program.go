@@ -178,6 +178,11 @@ type compiler struct {
 	documents map[packing]*array
 	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
 	layers    map[*gorgonia.Node]place
+
+	normEnds     ends[kernels.RMSNormParts]
+	figureEnds   ends[kernels.KasminaRecords]
+	gradientEnds ends[kernels.KasminaParts] // of Kasmina layers, and figures of gradients
+	pending      []pending                  // all ends
 }
 
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
@@ -187,6 +192,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
+	c.newEnds()
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -210,6 +216,7 @@ func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
 	if m.config.gather {
 		c.gather()
 	}
+	c.settleAll()
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}
@@ -292,6 +299,7 @@ func (c *program) allocate(b *block, e elem, shape []int) *array {
 
 // do adds a task that reads and writes the given arrays. The first is written: if it comes again, it is read too.
 func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
+	c.settle(touched)
 	t := task{node: n, place: c.layers[n].layer, run: run}
 	for i, a := range touched {
 		if a != nil && a.block != nil && (i == 0 || !slices.Contains(touched[1:i], a)) {

@@ -101,7 +101,7 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum"),
 		plural(a.DX8 != 0, "and float8")), build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.D, a.DWType), numbers(reads, n, a.Type), numbers(reads, n, a.Type),
-			numbers(reads, a.D, driver.Float32), numbers(reads, a.Rows, driver.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D)}}}
+			numbers(reads, a.D, driver.Float32), numbers(reads, a.Rows, driver.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D, a.Type)}}}
 	if a.Add != 0 {
 		j.arguments = append(j.arguments, numbers(reads, n, a.Type))
 	}
@@ -111,6 +111,7 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 	j.warm = k.isSmall(j.arguments)
 	j.run = func(way int, memory []driver.Ptr) error {
 		b := a
+		b.Leave = nil // a way's result counts as a whole
 		b.Way, b.DX, b.DW, b.G, b.X = ways[way], memory[0], memory[1], memory[2], memory[3]
 		b.W, b.Rstd, b.Workspace = memory[4], memory[5], memory[6]
 		if a.Add != 0 {

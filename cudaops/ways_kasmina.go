@@ -88,6 +88,7 @@ func (k tunedKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) 
 	j.warm = k.isSmall(j.arguments)
 	j.run = func(way int, memory []driver.Ptr) error {
 		g, m := f, memory[kasminaArguments:]
+		g.Leave = nil // a way's result counts as a whole
 		g.KasminaLayer = k.kasminaOn(f.KasminaLayer, ways[way], m[0], memory)
 		g.Y, g.Bad, g.Workspace = m[1], m[2], m[3]
 		if f.Histogram != 0 {
@@ -129,6 +130,7 @@ func (k tunedKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward
 	j.warm = k.isSmall(j.arguments)
 	j.run = func(way int, memory []driver.Ptr) error {
 		g, m := b, memory[kasminaArguments:]
+		g.Leave = nil
 		g.KasminaLayer = k.kasminaOn(b.KasminaLayer, ways[way], m[0], memory)
 		g.G, g.DX, g.DWeights, g.DScales, g.Bad, g.Clipped, g.Workspace = m[1], m[2], m[3], m[4], m[5], m[5].Offset(4*seeds), m[6]
 		if b.Telemetry {

@@ -73,7 +73,7 @@ func rmsNormOf(b *bench, rows, d int) {
 	shape, size := fmt.Sprintf("%dx%d", rows, d), float64(2*rows*d)
 	x, g, w := b.normal(rows*d, bf16), b.normal(rows*d, bf16), b.normal(d, f32)
 	y, rstd, dx, dw := b.alloc(rows*d, bf16), b.alloc(rows, f32), b.alloc(rows*d, bf16), b.alloc(d, f32)
-	workspace := b.alloc(b.RMSNormWorkspace(d)/4, f32)
+	workspace := b.alloc(b.RMSNormWorkspace(d, bf16)/4, f32)
 	b.time(Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
 		return b.RMSNorm(b.stream, kernels.RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: bf16})
 	})

@@ -129,15 +129,16 @@ template <class T, int E> struct Health {
 };
 
 // evaluate computes the outputs of a seed's inputs x; x1 and x2 are those before them, unless the chunk is whole. All are
-// scaled alike. taps is whether any seed has r1 or r2.
-template <bool careful, bool whole, bool taps, int E>
+// scaled alike. need is not less than what the seed has, and not kNothing.
+template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void evaluate(float (&y)[E], const float* x, float x1, float x2, const Seed<E>& s, float scale) {
+  constexpr bool taps = need == kTaps;
 #pragma unroll
   for (int j = 0; j < E; j++) {
     float sum = s.q[j] * scale;
     if (taps && (!whole || j > 1)) sum = addTerm<careful>(s.r2, j > 1 ? x[j > 1 ? j - 2 : 0] : j > 0 ? x1 : x2, sum);
     if (taps && (!whole || j > 0)) sum = addTerm<careful>(s.r1, j > 0 ? x[j > 0 ? j - 1 : 0] : x1, sum);
-    float c = x[j] > 0 ? s.p[j] : s.u[j];
+    float c = need == kLinear || x[j] > 0 ? s.p[j] : s.u[j];
     y[j] = careful && x[j] != x[j] ? x[j] : addTerm<careful>(c, x[j], sum);  // NaN is never hidden
   }
 }
@@ -245,9 +246,9 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     State<E> states[G];
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
-    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x);
+    if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
-    Feed feed(shared, src, lane, work);
+    Feed feed(shared, src, lane, work, true);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const float large = greatest<T>(l.large);
     Pivots<T, N, E> pivots;
@@ -256,12 +257,12 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     for (int g = 0; g < G; g++) states[g].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax; the compiler must not put loads off to behind it
     Seed<E> s[G];
-    bool blends = false, taps = false;
+    Need most = kNothing;
 #pragma unroll
     for (int g = 0; g < G; g++) {
       s[g].template init<whole>(l, states[g]);
       s[g].bySign();
-      blends = blends || s[g].blends, taps = taps || s[g].r1 != 0 || s[g].r2 != 0;
+      most = greater(most, needOf(s[g].word, s[g].blends));
     }
     if (watch) {
       float k[G];
@@ -269,7 +270,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 #pragma unroll
       for (int g = 0; g < G; g++) h[g].m.k = k[g];
     }
-    const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, blends);
+    most = mostOf(most, lane.peers);
 
     auto slowRow = [&](int64_t row) {
       Pack<T, N> v = load<N>(x + row);
@@ -301,16 +302,16 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
         float down = ldexpf(1, -exp), up = ldexpf(1, exp);
 #pragma unroll
         for (int j = 0; j < E; j++) e[g * E + j] *= down;
-        evaluate<true, whole, true>(out, e + g * E, b1 * down, b2 * down, s[g], down);
+        evaluate<true, whole, kTaps>(out, e + g * E, b1 * down, b2 * down, s[g], down);
 #pragma unroll
         for (int j = 0; j < E; j++) out[j] *= up;
         if (s[g].blends) setPart(v, g * E, out);
       }
       store(y + row, v);
     };
-    // Of a batch without extremes; needs says what its seeds do: nothing, no taps, all.
+    // Of a batch without extremes.
     auto fast = [&](auto needs, Pack<T, N>* v, const float* x1, const float* x2) {
-      constexpr int need = decltype(needs)::value;
+      constexpr Need need = Need(decltype(needs)::value);
 #pragma unroll
       for (int g = 0; g < G; g++) {
 #pragma unroll
@@ -318,8 +319,8 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           float e[E], out[E];
           unpack(e, v[u], g * E);
           if (watch) h[g].addRow(e);
-          if (need > 0) {
-            evaluate<false, whole, (need > 1)>(out, e, x1[u], x2[u], s[g], 1);
+          if constexpr (need > kNothing) {
+            evaluate<false, whole, need>(out, e, x1[u], x2[u], s[g], 1);
             setPartIf(s[g].blends, v[u], g * E, out);
           }
         }
@@ -341,17 +342,17 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       if (mode != kStrict && full) {
         float x1[B] = {}, x2[B] = {};
         feed.next(v, row);
-        float most = 0;  // of the neighbours
-        if (!whole && terms > 1) {
+        float near = 0;  // of the neighbours
+        if (!whole && most == kTaps) {
 #pragma unroll
           for (int u = 0; u < B; u++) neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
           if (__builtin_expect(neighbours.crosses, 0))
 #pragma unroll
             for (int u = 0; u < B; u++) neighbours.crossBefore(x + row + int64_t(u) * d, x1[u], x2[u]);
 #pragma unroll
-          for (int u = 0; u < B; u++) most = maxNaN(most, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
+          for (int u = 0; u < B; u++) near = maxNaN(near, maxNaN(fabsf(x1[u]), fabsf(x2[u])));
         }
-        fine = most <= large;
+        fine = near <= large;
         if (watch) {
           auto greatest = h[0].template survey<B>(v[0], 0), least = h[0].nearest;
 #pragma unroll
@@ -369,9 +370,10 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           fine = Magnitudes<T, N>(v[0]).within(large) && fine;
         }
         if (fine) {
-          if (terms == 2) fast(Int<2>{}, v[0], x1, x2);
-          else if (terms == 1) fast(Int<1>{}, v[0], x1, x2);
-          else fast(Int<0>{}, v[0], x1, x2);
+          if (most == kTaps) fast(Int<kTaps>{}, v[0], x1, x2);
+          else if (most == kRelu) fast(Int<kRelu>{}, v[0], x1, x2);
+          else if (most == kLinear) fast(Int<kLinear>{}, v[0], x1, x2);
+          else fast(Int<kNothing>{}, v[0], x1, x2);
 #pragma unroll
           for (int u = 0; u < B; u++) storeWhole(y + row + int64_t(u) * d, v[0][u]);
           if (++pending == group) flush();
@@ -447,25 +449,39 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_BULK
 #undef DEFINE_FORWARD
 
-// Launch: kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel before it.
+// What passes leave of figures, for one launch that merges that of many. It lies with the arguments, in constant memory.
+struct Left {
+  float* figures;
+  const float4* records;  // [parts, units] of two
+  int parts, units, seeds, share;
+  float eps;
+  int unused;
+};
+struct AllLeft {
+  Left of[32];
+};
+
+// Launch: a row of blocks for each pass, kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel
+// before it.
 constexpr int kMergeAcross = 32;
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_merge(float* figures, const float4* records, int parts, int units, int seeds, int share, float eps) {
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const __grid_constant__ AllLeft all) {
+  const Left& l = all.of[blockIdx.y];
   // Where a seed is one unit, neighbouring threads read the records of neighbouring seeds, which lie together.
-  const int each = units / seeds, across = kMergeThreads / share, apart = each == 1 ? across : 1;
+  const int each = l.units / l.seeds, share = l.share, across = kMergeThreads / share, apart = each == 1 ? across : 1;
   const int first = blockIdx.x * across, place = threadIdx.x & share * apart - 1;
-  const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, seeds - 1);
+  const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, l.seeds - 1);
   releaseNext();
-  // In its first turn it merges nothing, which brings the code to the multiprocessor while the pass is still at work: what that
-  // streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
-  prefetchParts(records + 2 * int64_t(first) * each, parts, 2 * int64_t(units), 2 * min(across, seeds - first) * each);
+  if (first >= l.seeds) return;  // another pass has more
+  // In its first turn it merges nothing, which brings the code to the multiprocessor while the kernel before is still at work: what
+  // that streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
+  prefetchParts(l.records + 2 * int64_t(first) * each, l.parts, 2 * int64_t(l.units), 2 * min(across, l.seeds - first) * each);
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
     HealthSums sums;
-    sums.gather<4, kMergeAcross>({records, records + 1, turn * parts, units, 2}, shown * each, each, share, threadIdx.x, apart);
-    if (turn == 1 && seed < seeds && place < apart) sums.put(figures, seed, seeds, eps);
+    sums.gather<4, kMergeAcross>({l.records, l.records + 1, turn * l.parts, l.units, 2}, shown * each, each, share, threadIdx.x, apart);
+    if (turn == 1 && seed < l.seeds && place < apart) sums.put(l.figures, seed, l.seeds, l.eps);
   }
 }
 

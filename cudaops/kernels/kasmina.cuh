@@ -46,6 +46,7 @@ struct Word {
   __device__ bool known() const { return kind() < kKinds; }
   __device__ bool blends() const { return bits >> 8 & 1 && known(); }
   __device__ bool active() const { return bits >> 8 & 3 && known(); }
+  __device__ bool ignores() const { return kind() == kResidual; }  // whether gradients do without x: of this kind, or no part in anything
   __device__ int slot() const { return bits >> 16; }
 };
 
@@ -304,6 +305,21 @@ template <class T, int N> struct Magnitudes {
 
 // Wide is how E elements of a seed are compared: a pair or one at a time.
 template <class T, int E> using Wide = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
+
+// Need is what the seeds of a warp take at most: nothing, y[i] = p·x[i] + q, that with p by where x lies, or with taps too.
+enum Need { kNothing, kLinear, kRelu, kTaps };
+
+__device__ __forceinline__ Need needOf(Word word, bool any) {
+  if (!any) return kNothing;
+  return word.kind() == kConvFilter ? kTaps : word.kind() == kMLPExpansion ? kRelu : kLinear;
+}
+
+__device__ __forceinline__ Need greater(Need a, Need b) { return a < b ? b : a; }
+
+// mostOf is the greatest need among a warp's peers.
+__device__ __forceinline__ Need mostOf(Need n, unsigned peers) {
+  return __any_sync(peers, n == kTaps) ? kTaps : __any_sync(peers, n == kRelu) ? kRelu : __any_sync(peers, n == kLinear) ? kLinear : kNothing;
+}
 
 // Mode is a variant of a kernel: with figures, without, or with the strict mode's clamp and figures where they are wanted.
 enum Mode { kWatch, kQuiet, kStrict };

@@ -91,13 +91,14 @@ enum Manner { kClips, kPivots, kBare };
 
 // differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
 // the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
-// is 1. taps is whether any seed has r1 or r2, or needs their gradients.
-template <bool careful, bool whole, bool taps, int E>
+// is 1. need is not less than what the seed has, gradients included, and not kNothing.
+template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
+  constexpr bool taps = need == kTaps;
 #pragma unroll
   for (int j = 0; j < E; j++) {
-    bool on = s.on(x[j], j);
+    bool on = need == kLinear || s.on(x[j], j);
     float sum = 0;
     if (taps && (!whole || j + 2 < E)) sum = addTerm<careful>(s.r2, j + 2 < E ? g[j + 2 < E ? j + 2 : 0] : j + 1 < E ? g1 : g2, sum);
     if (taps && (!whole || j + 1 < E)) sum = addTerm<careful>(s.r1, j + 1 < E ? g[j + 1 < E ? j + 1 : 0] : g1, sum);
@@ -201,10 +202,15 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].begin(l, seed + k);
     const Work<B> work(lane, share, int(l.rows), d);
-    if ((whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y))
-      work.template prefetch<2>(g), work.template prefetch<2>(x);
+    const bool ahead = (whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y);
+    if (ahead) work.template prefetch<2>(g, lane);
+    bool needs = false;
+#pragma unroll
+    for (int k = 0; k < G; k++) needs = needs || !states[k].word.ignores();
+    needs = __any_sync(lane.peers, needs);
+    if (ahead && needs) work.template prefetch<2>(x, lane);
     if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
-    Feed feed(shared, src, lane, work);
+    Feed feed(shared, src, lane, work, needs);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
     const float large = greatest<T>(kLargestSquared);
@@ -214,15 +220,17 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
     awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
     Seed<E> s[G];
-    bool residual[G], active = false, taps = false;
+    Need most = kNothing;
     uint32_t clips[G] = {};
+    bool ignores[G];
 #pragma unroll
     for (int k = 0; k < G; k++) {
       s[k].template init<whole>(l, states[k]);
-      const Word word = s[k].word;
-      residual[k] = word.kind() == kResidual;
-      active = active || word.active(), taps = taps || word.active() && word.kind() == kConvFilter;
+      ignores[k] = s[k].word.ignores();
+      most = greater(most, needOf(s[k].word, s[k].active));
     }
+    const bool clipping = l.limit || !whole && scale;
+    most = clipping ? kTaps : mostOf(most, lane.peers);  // clipping, which is seldom, has no code for less
     if (watch) {
       float middle[G];
       pivots.find(middle, g, work);
@@ -239,8 +247,6 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         if (q <= FLT_MAX) h[k].norms.k = squareRoot(q);
       }
     }
-    const int terms = __any_sync(lane.peers, taps) ? 2 : __any_sync(lane.peers, active);
-    const bool clipping = l.limit || !whole && scale;
     bool writes = dx != g || clipping;
 #pragma unroll
     for (int k = 0; k < G; k++) writes = writes || s[k].blends;
@@ -257,7 +263,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       float x1 = 0, x2 = 0, g1 = 0, g2 = 0, ge[N], xe[N];
       if (!whole) neighbours.loadBefore(x + row, x1, x2), neighbours.loadBehind(g + row, g1, g2);
 #pragma unroll
-      for (int k = 0; k < G; k++) ones<E>(xv, k * E, residual[k]);
+      for (int k = 0; k < G; k++) ones<E>(xv, k * E, ignores[k]);
       unpack(ge, gv, 0);
       unpack(xe, xv, 0);
 #pragma unroll
@@ -299,10 +305,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           Strict strict(l, seed + k, s[k].active);
 #pragma unroll
           for (int j = 0; j < E; j++)
-            if (!residual[k]) xe[k * E + j] = strict(xe[k * E + j]);
+            if (!ignores[k]) xe[k * E + j] = strict(xe[k * E + j]);
           b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
         }
-        differentiate<true, whole, true>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);
+        differentiate<true, whole, kTaps>(out, acc + k * E, d1[k], d2[k], ge + k * E, xe + k * E, g1 * by, g2 * by, b1, b2, s[k]);
         if (mode == kStrict) {
           Strict strict(l, seed + k, s[k].active);
 #pragma unroll
@@ -318,11 +324,11 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       if (together) __syncwarp(peers);  // who shares the chunk has read g, which dx may be
       if (writes) store(dx + row, gv);
     };
-    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. needs is what the warp's seeds need:
-    // nothing, no taps, all. square is the thread's part of the square of the row's norm, if twoByTwo.
+    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. square is the thread's part of the square
+    // of the row's norm, if twoByTwo.
     auto fastRow = [&](auto needs, auto manner, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale,
                        float& square) {
-      constexpr int need = decltype(needs)::value;
+      constexpr Need need = Need(decltype(needs)::value);
       constexpr bool scales = decltype(manner)::value == kClips, pivot = decltype(manner)::value != kBare;
 #pragma unroll
       for (int k = 0; k < G; k++) {
@@ -354,19 +360,19 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           for (int j = 0; j < E; j++) ge[j] *= by;
         }
         float out[E];
-        if (need > 0) {
-          ones<E>(xv, k * E, residual[k]);
+        if constexpr (need > kNothing) {
+          ones<E>(xv, k * E, ignores[k]);
           unpack(xe, xv, k * E);
-          differentiate<false, whole, (need > 1)>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
+          differentiate<false, whole, need>(out, acc + k * E, d1[k], d2[k], ge, xe, near[0] * by, near[1] * by, near[2],
                                                   near[3], s[k]);
         }
-        if (scales && (by < 1 || need == 0)) {
+        if (scales && by < 1) {
 #pragma unroll
-          for (int j = 0; j < E; j++) out[j] = need > 0 && s[k].blends ? out[j] : ge[j];
+          for (int j = 0; j < E; j++) out[j] = s[k].blends ? out[j] : ge[j];
         }
         if (!scales) {
-          if (need > 0) setPartIf(s[k].blends, gv, k * E, out);
-        } else if (need > 0 && s[k].blends || by < 1) {
+          if (need > kNothing) setPartIf(s[k].blends, gv, k * E, out);
+        } else if (s[k].blends || by < 1) {
           setPart(gv, k * E, out);
         }
       }
@@ -391,8 +397,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         float near[B][4] = {};
         const int64_t row = work.place(r);
         feed.next(v, row);
-        Magnitudes<T, N> most(v[0]);
-        if (!whole && terms > 1) {
+        Magnitudes<T, N> sizes(v[0]);
+        if (!whole && most == kTaps) {
 #pragma unroll
           for (int u = 0; u < B; u++) {
             neighbours.behind(v[0][u], g + row + int64_t(u) * d, near[u][0], near[u][1]);
@@ -406,12 +412,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             }
           if (!together)  // else their own thread does
 #pragma unroll
-            for (int u = 0; u < B; u++) most.take(near[u][0]), most.take(near[u][1]);
+            for (int u = 0; u < B; u++) sizes.take(near[u][0]), sizes.take(near[u][1]);
         }
-        fine = most.within(large);
+        fine = sizes.within(large);
         if (together || bare) fine = __all_sync(lane.peers, fine);  // peers stay together: in flush they vote
         if (fine) {
-          if (watch && G == 1) h[0].addTop(most.most);
+          if (watch && G == 1) h[0].addTop(sizes.most);
           float square[B] = {};
           auto rows = [&](auto needs, auto manner) {
 #pragma unroll
@@ -421,11 +427,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
             }
           };
           auto all = [&](auto manner) {
-            if (terms == 2) rows(Int<2>{}, manner);
-            else if (terms == 1) rows(Int<1>{}, manner);
-            else rows(Int<0>{}, manner);
+            if (most == kTaps) rows(Int<kTaps>{}, manner);
+            else if (most == kRelu) rows(Int<kRelu>{}, manner);
+            else if (most == kLinear) rows(Int<kLinear>{}, manner);
+            else rows(Int<kNothing>{}, manner);
           };
-          if (clipping) all(Int<kClips>{});
+          if (clipping) rows(Int<kTaps>{}, Int<kClips>{});
           else if (bare && !pivoted) all(Int<kBare>{});
           else all(Int<kPivots>{});
           if (twoByTwo) {
@@ -518,13 +525,23 @@ __device__ __forceinline__ void addParts(float* total, const float* sums, int pa
   total[i] = sum;
 }
 
-// Slot is the seeds of a slot that learn: order[heads[slot]] to order[heads[slot + 1] − 1], in their order. total holds the
-// sums over rows, which are there once ready; before, nothing is read of it nor written. Launch: gridDim.x slots, gridDim.y tiles of
-// 32 columns; 32 columns by up to 32 seeds at once a block.
-__device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, float* dscales, const float* total, const int* heads,
-                                           const int* order, int units, bool ready) {
+// What a pass leaves of the gradients of its slots: sums over rows, which total holds, and whose they are. The seeds of a slot that
+// learn are order[heads[slot]] to order[heads[slot + 1] − 1], in their order.
+struct SlotSums {
+  const uint32_t* word;
+  const float *alpha, *weights, *scales, *total;
+  const int *heads, *order;
+  float *dweights, *dscales;
+  int slots, seeds, chunk, units, down;
+  int unused;
+};
+
+// gatherSlot adds up over the seeds of a slot. The sums are there once ready; before, nothing is read of them nor written. Launch: a
+// slot and 32 columns a block; 32 threads for the columns by up to 32 for seeds, of which `down` have some, so that the order of adding
+// does not depend on other layers.
+__device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   __shared__ double dw[kWarp][kWarp], da[kWarp];
-  const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = units / l.seeds;
+  const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = l.units / l.seeds;
   const int64_t d = int64_t(l.seeds) * c;
   const float* w = l.weights + int64_t(slot) * c;
   auto warpSum = [](double v) {
@@ -536,13 +553,13 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   auto at = [&](const float* p) { return ready ? *p : 0.0f; };
 
   double weight = 0, scale = 0;  // scale: of this lane alone
-  for (int i = heads[slot] + threadIdx.y; i < heads[slot + 1]; i += blockDim.y) {
-    int seed = order[i];
+  for (int i = l.heads[slot] + threadIdx.y; threadIdx.y < l.down && i < l.heads[slot + 1]; i += l.down) {
+    int seed = l.order[i];
     Word word{l.word[seed]};
     Kind kind = word.kind();
     double beta = l.alpha[seed], a = l.scales[slot];
     if (beta == 0 || !word.known()) continue;
-    const float *sum = total + int64_t(seed) * c, *tap1 = total + d + int64_t(seed) * each, *tap2 = tap1 + units;
+    const float *sum = l.total + int64_t(seed) * c, *tap1 = l.total + d + int64_t(seed) * each, *tap2 = tap1 + l.units;
     if (kind == kConvFilter) {
       double taps[3] = {};
       for (int j = lane; j < c; j += kWarp) taps[0] += at(sum + j);
@@ -576,9 +593,9 @@ __device__ __forceinline__ void gatherSlot(const Layer& l, float* dweights, floa
   if (lane == 0) da[threadIdx.y] = scale;
   __syncthreads();
   if (threadIdx.y > 0 || !ready) return;
-  for (int k = 1; k < blockDim.y; k++) weight += dw[k][lane], scale += da[k];
-  if (col < c) dweights[int64_t(slot) * c + col] = float(weight);
-  if (col == 0) dscales[slot] = float(scale);
+  for (int k = 1; k < l.down; k++) weight += dw[k][lane], scale += da[k];
+  if (col < c) l.dweights[int64_t(slot) * c + col] = float(weight);
+  if (col == 0) l.dscales[slot] = float(scale);
 }
 
 template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
@@ -626,37 +643,58 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.
 constexpr int kFewBlocks = 128;
+__device__ __forceinline__ bool manyBlocks() { return gridDim.x * gridDim.y * gridDim.z > kFewBlocks; }
 
-// The first `adding` blocks add up sums [parts, columns] over the parts into total; the others merge records into figures,
-// kMergeThreads/share seeds each. It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    kasmina_gather(float* total, const float* sums, int adding, int64_t columns, float* figures, const float4* records,
-                   int parts, int units, int seeds, int share, int norms) {
+// What a pass leaves of sums [parts, columns] and, unless they are null, of records.
+struct Left {
+  float* total;
+  const float* sums;
+  float* figures;
+  const float4* records;
+  int64_t columns;
+  int adding, parts, units, seeds, share, norms;
+};
+
+// The arguments for passes that one launch serves, in constant memory.
+struct AllLeft {
+  Left of[32];
+};
+struct AllSlotSums {
+  SlotSums of[32];
+};
+
+// For each pass, a row of blocks. The first `adding` of them add up its sums over the parts into total; the others merge its records
+// into figures, kMergeThreads/share seeds each. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const __grid_constant__ AllLeft all) {
+  const Left& l = all.of[blockIdx.y];
   releaseNext();
-  const int each = units / seeds, across = kMergeThreads / share, first = (int(blockIdx.x) - adding) * across;
-  const bool adds = blockIdx.x < adding;
-  if (adds) prefetchParts(sums + blockIdx.x * kWarp, parts, columns, kWarp);
-  else prefetchParts(records + 3 * int64_t(first) * each, parts, 3 * int64_t(units), 3 * min(across, seeds - first) * each);
-  // In its first turn it adds nothing, which brings the code to the multiprocessor while the pass is still at work.
+  const int each = l.units / l.seeds, across = kMergeThreads / l.share, first = (int(blockIdx.x) - l.adding) * across;
+  const bool adds = int(blockIdx.x) < l.adding;
+  if (!adds && (!l.records || first >= l.seeds)) return;  // another pass has more
+  if (adds) prefetchParts(l.sums + blockIdx.x * kWarp, l.parts, l.columns, kWarp);
+  else prefetchParts(l.records + 3 * int64_t(first) * each, l.parts, 3 * int64_t(l.units), 3 * min(across, l.seeds - first) * each);
+  // In its first turn it adds nothing, which brings the code to the multiprocessor while the kernel before is still at work.
 #pragma unroll 1
-  for (int turn = gridDim.x > kFewBlocks; turn < 2; turn++) {
+  for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
-    if (adds) addParts(total, sums, turn * parts, columns);
+    if (adds) addParts(l.total, l.sums, turn * l.parts, l.columns);
     else
-      mergeGradient(figures, records + 3 * int64_t(first) * each, turn * parts, units, each, first, seeds, share, threadIdx.x, norms);
+      mergeGradient(l.figures, l.records + 3 * int64_t(first) * each, turn * l.parts, l.units, each, first, l.seeds, l.share, threadIdx.x,
+                    l.norms);
   }
 }
 
-// It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(1024)
-    kasmina_slots(Layer l, float* dweights, float* dscales, const float* total, const int* heads, const int* order, int units) {
+// Launch: gridDim.x slots, gridDim.y tiles of 32 columns, gridDim.z passes. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(1024) kasmina_slots(const __grid_constant__ AllSlotSums all) {
+  const SlotSums& l = all.of[blockIdx.z];
   releaseNext();
+  if (int(blockIdx.x) >= l.slots || int(blockIdx.y) * kWarp >= l.chunk) return;  // another pass has more
   // In its first turn it reads all but total, and brings the code to the multiprocessor.
 #pragma unroll 1
-  for (int turn = gridDim.x * gridDim.y > kFewBlocks; turn < 2; turn++) {
+  for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
     __syncthreads();
-    gatherSlot(l, dweights, dscales, total, heads, order, units, turn == 1);
+    gatherSlot(l, turn == 1);
   }
 }

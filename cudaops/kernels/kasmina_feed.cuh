@@ -24,47 +24,53 @@ struct alignas(64) TensorMap {
 // all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
 // others run batches behind those, but the last few, ending, no more than tail. Blocks of lanes start in order, so that late ones
 // even out what the first ones' multiprocessors differ in speed, and short ones at last what those do.
-// Where group is not 0, the warps of a block hold whole chunks, of so many threads, one behind the other: those of across chunks
-// of a row, and behind them those of the next batches, down of them, which make up one lane.
+// Where group is not 0, each of a block's 8 warps holds whole chunks, of so many threads, of one seed in several batches, and
+// does no more than that seed needs. across seeds, 1, 2, 4 or 8, share the warps equally, and the down batches of each make up one
+// lane.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
   unsigned group : 8, across : 8, down : 8;
 };
 
-// Place is where a thread is in its block's across columns, of accesses, by down batches; if anywhere.
+// Place is where a thread is in its block's across columns, of accesses, by down batches; if anywhere. leads is whether it is the
+// first of a chunk's threads.
 struct Place {
   int x, y, across, down;
-  bool any;
+  bool any, leads;
 
   __device__ __forceinline__ explicit Place(const Share& s)
-      : x(threadIdx.x), y(threadIdx.y), across(blockDim.x), down(blockDim.y), any(true) {
+      : x(threadIdx.x), y(threadIdx.y), across(blockDim.x), down(blockDim.y), any(true), leads(false) {
     if (s.group == 0) return;
     auto over = [](int a, int b) { return int(__fdividef(a + 0.5f, float(b))); };  // of small numbers
-    const int chunk = over(x, s.group), each = over(kWarp, s.group), nth = y * each + chunk;  // a row of threads is a warp
-    y = over(nth, s.across), x = (nth - y * s.across - chunk) * s.group + x;
-    across = s.across * s.group, down = s.down, any = chunk < each && y < down;
+    const int chunk = over(x, s.group), each = over(kWarp, s.group), warp = y;  // a row of threads is a warp
+    // Warps 4 apart have one scheduler. It gets those of neighbouring seeds, of which one may have more to do than the other.
+    const int column = (warp & 4 | (warp + warp / 4) & 3) & s.across - 1;
+    leads = x == chunk * s.group, x += (column - chunk) * s.group, y = (warp >> __ffs(s.across) - 1) * each + chunk;
+    across = s.across * s.group, down = s.down, any = chunk < each;
   }
 };
 
 // Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
-// the same rows are peers, and so are those of a lane's several batches: deep of them, of which this is number sub.
+// the same rows are peers, and so are those of a lane's several batches: deep of them, of which this is number sub. leads is whether
+// it is the first thread that a warp has in a row.
 struct Lane {
   int col;
   int index, count;  // of lanes
   int sub = 0, deep = 1;
   unsigned peers;
+  bool leads;
 
   __device__ __forceinline__ Lane(int n, const Share& share, bool mayGroup) {
     if (mayGroup && share.group > 0) {
       const Place p(share);
       col = p.any ? (blockIdx.x * p.across + p.x) * n : INT_MAX;
-      index = blockIdx.y, count = gridDim.y, sub = p.y, deep = p.down;
+      index = blockIdx.y, count = gridDim.y, sub = p.y, deep = p.down, leads = p.leads;
       return;
     }
     const bool narrow = blockDim.x < kWarp;  // else a multiple of it
     const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
     col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
-    index = blockIdx.y * blockDim.y + threadIdx.y, count = gridDim.y * blockDim.y;
+    index = blockIdx.y * blockDim.y + threadIdx.y, count = gridDim.y * blockDim.y, leads = place == 0;
   }
   // find says whether the thread has any columns of d. All threads of the block call it.
   __device__ __forceinline__ bool find(int d) {
@@ -97,10 +103,9 @@ template <int B> struct Work {
   // Products are of 32 bits by 32 bits, which is one instruction: none is negative.
   __device__ __forceinline__ int64_t place(int row) const { return int64_t(uint64_t(unsigned(row)) * unsigned(d) + unsigned(col)); }
   __device__ __forceinline__ int64_t step() const { return int64_t(uint64_t(unsigned(stride)) * unsigned(d)); }
-  // prefetch brings the first so many batches to the L2. They need not have been written yet.
-  template <int count, class T> __device__ __forceinline__ void prefetch(const T* x) const {
-    constexpr int line = 128 / 16;  // threads
-    if (Lane::inWarp() % line > 0) return;
+  // prefetch brings the first so many batches to the L2, a thread for each line. They need not have been written yet.
+  template <int count, class T> __device__ __forceinline__ void prefetch(const T* x, const Lane& lane) const {
+    if (!lane.leads && (reinterpret_cast<uintptr_t>(x + col) & 127) >= 16) return;
 #pragma unroll
     for (int i = 0; i < count * B; i++)
       if (i < batches * B) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + nth(i)));
@@ -153,19 +158,25 @@ template <class T, int A> struct Source {
 };
 
 // A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
-// where the batch begins. After finish, and a barrier if it is shared, shared memory may serve other ends.
+// where the batch begins. Of arrays but the first it gives zeros unless all, which a warp's threads agree on, and does not read
+// them. After finish, and a barrier if it is shared, shared memory may serve other ends.
 template <class T, int N, int A, int B_> struct Direct {
   static constexpr int B = B_;
   static constexpr bool shared = false;
   const Source<T, A>& src;
   const Work<B>& work;
+  const bool all;
 
-  __device__ __forceinline__ Direct(void*, const Source<T, A>& src, const Lane&, const Work<B>& w) : src(src), work(w) {}
+  __device__ __forceinline__ Direct(void*, const Source<T, A>& src, const Lane&, const Work<B>& w, bool all)
+      : src(src), work(w), all(all) {}
   __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t at) {
 #pragma unroll
-    for (int u = 0; u < B; u++)
+    for (int a = 0; a < A; a++)
 #pragma unroll
-      for (int a = 0; a < A; a++) v[a][u] = load<N>(src.p[a] + at + int64_t(u) * work.d);
+      for (int u = 0; u < B; u++) {
+        v[a][u] = {};
+        if (a == 0 || all) v[a][u] = load<N>(src.p[a] + at + int64_t(u) * work.d);
+      }
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -176,8 +187,8 @@ template <class T, int N, int A, int B_> struct Early : Direct<T, N, A, B_> {
   Pack<T, N> first[A][B_];
   bool begun = false;
 
-  __device__ __forceinline__ Early(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B_>& w)
-      : Base(shared, src, lane, w) {
+  __device__ __forceinline__ Early(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B_>& w, bool all)
+      : Base(shared, src, lane, w, all) {
     if (w.batches > 0) Base::next(first, w.place(w.row));
   }
   __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B_], int64_t at) {
@@ -214,14 +225,15 @@ template <class T, int N, int A, int B_> struct Ring {
   static constexpr uint32_t array = kThreads * 16, stage = A * B * array;
   const Source<T, A>& src;
   const Work<B>& work;
+  int rest;                  // bytes to read of arrays but the first; what is not read is 0
   int64_t at;
   int left;                  // batches not fetched yet
   uint32_t ring, put, take;  // its address, and offsets into it
 
-  __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w)
-      : src(src), work(w), at(w.place(w.row)), left(w.batches), put(0), take(0) {
+  __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w, bool all)
+      : src(src), work(w), rest(all ? 16 : 0), at(w.place(w.row)), left(w.batches), put(0), take(0) {
     ring = uint32_t(__cvta_generic_to_shared(shared)) + Lane::inBlock() * 16;
-    asm volatile("" : "+r"(ring));  // so that it stays in a register
+    asm volatile("" : "+r"(ring), "+r"(rest));  // so that they stay in registers
     for (int i = 0; i < ahead - 1; i++) request();
   }
   __device__ __forceinline__ void request() {
@@ -230,8 +242,8 @@ template <class T, int N, int A, int B_> struct Ring {
       for (int u = 0; u < B; u++)
 #pragma unroll
         for (int a = 0; a < A; a++)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ring + put + (u * A + a) * array),
-                       "l"(src.p[a] + at + int64_t(u) * work.d)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + put + (u * A + a) * array),
+                       "l"(src.p[a] + at + int64_t(u) * work.d), "r"(a == 0 ? 16 : rest)
                        : "memory");
     left--, at -= work.step();
     put = put + stage == ahead * stage ? 0 : put + stage;
@@ -265,9 +277,10 @@ template <class T, int N, int A, int B_> struct Bulk {
   int column, left, now;     // now: the slot of the next batch
   uint32_t phases;           // a bit for each slot
   unsigned peers;
+  const bool all;
 
-  __device__ __forceinline__ Bulk(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B>& w)
-      : src(src), row(w.row), stride(w.stride), left(w.batches), now(0), phases(0), peers(lane.peers) {
+  __device__ __forceinline__ Bulk(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B>& w, bool all)
+      : src(src), row(w.row), stride(w.stride), left(w.batches), now(0), phases(0), peers(lane.peers), all(all) {
     const int warp = Lane::inBlock() / kWarp;
     column = lane.col - Lane::inWarp() * N;
     uint32_t base = uint32_t(__cvta_generic_to_shared(shared));
@@ -286,10 +299,11 @@ template <class T, int N, int A, int B_> struct Bulk {
 #if __CUDA_ARCH__ >= 900
     if (left-- <= 0) return;
     uint32_t barrier = barriers + i * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(slot) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(all ? slot : box) : "memory");
 #pragma unroll
     for (int a = 0; a < A; a++)
-      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+      if (a == 0 || all)
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
                        slots + i * slot + a * box),
                    "l"(src.map[a]), "r"(barrier), "r"(column), "r"(row)
                    : "memory");
@@ -311,7 +325,10 @@ template <class T, int N, int A, int B_> struct Bulk {
 #pragma unroll
     for (int a = 0; a < A; a++)
 #pragma unroll
-      for (int u = 0; u < B; u++) loadShared(v[a][u], slots + now * slot + a * box + u * kWarp * 16 + Lane::inWarp() * 16);
+      for (int u = 0; u < B; u++) {
+        v[a][u] = {};
+        if (a == 0 || all) loadShared(v[a][u], slots + now * slot + a * box + u * kWarp * 16 + Lane::inWarp() * 16);
+      }
     __syncwarp(peers);
     if (Lane::inWarp() == 0) request(now);
     now = now + 1 == count ? 0 : now + 1;

@@ -7,7 +7,7 @@
 //
 // Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
 // columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
-// registers, each block leaves a partial sum, and a second kernel, whose launch may overlap with the first, adds those up in
+// registers, each block leaves a partial sum, and a second kernel, of which one launch may serve many passes, adds those up in
 // order. A short row may instead be one warp's own, which then waits for no other, or two warps'. Rows that do not fit, or are not
 // aligned to 16 bytes, take kernels that read them twice.
 //
@@ -406,27 +406,42 @@ __device__ __forceinline__ void weightAny(float* partial, const T* g, const T* x
   partial[int64_t(blockIdx.y) * d + i] = sum;
 }
 
-// dw[i] = Σ_blocks partial[block, i]. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the kernel before it.
-template <class T>
-__device__ __forceinline__ void weightSum(T* dw, const float* partial, int blocks, int d) {
+// What backward passes leave of dw, for one launch that adds up that of many. It lies with the arguments, in constant memory.
+struct Parts {
+  void* dw;
+  const float* partial;  // [count, d]
+  int count, d;
+};
+struct AllParts {
+  Parts of[64];
+};
+
+// dw[i] = Σ_count partial[k, i], for the dw of a row of blocks. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the
+// kernel before it.
+template <class T> __device__ __forceinline__ void weightSum(const Parts& p) {
   constexpr int U = 8;  // loads at once
   __shared__ float tile[kWarp][kWarp + 1];
+  if (blockIdx.x * kWarp >= p.d) return;  // another dw is longer
   awaitPrevious();
   int i = blockIdx.x * kWarp + threadIdx.x;
   float sum = 0;
-  if (i < d)
-    for (int b = threadIdx.y; b < blocks; b += U * kWarp) {
-      float v[U];
+  const int64_t step = int64_t(kWarp) * p.d;
+  const float* at = p.partial + int64_t(threadIdx.y) * p.d + i;
+  const int left = i < p.d ? p.count - threadIdx.y : 0;
+#pragma unroll 1
+  for (int b = 0; b < left; b += U * kWarp) {
+    float v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = b + u * kWarp < blocks ? partial[int64_t(b + u * kWarp) * d + i] : 0;
+    for (int u = 0; u < U; u++) v[u] = b + u * kWarp < left ? at[u * step] : 0;
 #pragma unroll
-      for (int u = 0; u < U; u++) sum += v[u];
-    }
+    for (int u = 0; u < U; u++) sum += v[u];
+    at += U * step;
+  }
   tile[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   sum = warpReduce<Sum>(tile[threadIdx.x][threadIdx.y]);
   i = blockIdx.x * kWarp + threadIdx.y;
-  if (threadIdx.x == 0 && i < d) dw[i] = fromFloat<T>(sum);
+  if (threadIdx.x == 0 && i < p.d) static_cast<T*>(p.dw)[i] = fromFloat<T>(sum);
 }
 
 // backwardPass is backwardOwn, or for P = 0 backwardRows.
@@ -468,9 +483,9 @@ template <class T, int P, int W, bool kFloat8, class... Args> __device__ __force
       rmsnorm_weight_any_##T(float* partial, const T* g, const T* x, const float* rstd, int64_t rows, int d) { \
     weightAny(partial, g, x, rstd, rows, d);                                                                  \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(1024)                                                          \
-      rmsnorm_weight_sum_##T(T* dw, const float* partial, int blocks, int d) {                                \
-    weightSum(dw, partial, blocks, d);                                                                        \
+  extern "C" __global__ void __launch_bounds__(1024, 2)                                                       \
+      rmsnorm_weight_sum_##T(const __grid_constant__ AllParts all) {                                          \
+    weightSum<T>(all.of[blockIdx.y]);                                                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
 DEFINE_ALL(bf16, DEFINE_FLOAT8)

@@ -36,7 +36,7 @@ func (g *rig) countNorms() {
 		rows, d := shape[0], shape[1]
 		w, _ := g.normal(d, f32, 0)
 		x, y, sum := g.large(rows*d, bf16), g.large(rows*d, bf16), g.large(rows*d, bf16)
-		rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+		rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0)
 		a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: bf16}
 		g.must(g.RMSNorm(g.stream, a))
 		a.Residual, a.Sum = sum.Ptr, sum.Ptr

@@ -14,7 +14,7 @@ func TestSameBits(t *testing.T) {
 	dy, _ := g.normal(n, bf16, 0)
 	w, _ := g.normal(d, f32, 0)
 	rstd, _ := g.normal(rows, f32, 0)
-	dx, dw, work := g.alloc(n, bf16, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+	dx, dw, work := g.alloc(n, bf16, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0)
 	sum := Reduce{Op: Sum, X: x.Ptr, Outer: 1, N: n, Inner: 1, XType: bf16}
 	columns := Reduce{Op: Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d, XType: bf16}
 	parts := g.alloc(max(g.ReduceWorkspace(sum), g.ReduceWorkspace(columns))/4, f32, 0)

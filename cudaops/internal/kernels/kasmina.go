@@ -147,6 +147,9 @@ type KasminaForward struct {
 	Bad       driver.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram driver.Ptr // [Seeds, KasminaBins] of uint32, or null
 	Workspace driver.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
+	// Leave, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
+	// kept until then.
+	Leave *KasminaRecords
 }
 
 // KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
@@ -161,6 +164,9 @@ type KasminaBackward struct {
 	Figures                  driver.Ptr // [KasminaBackwardFigures, Seeds] of float32
 	Bad, Clipped             driver.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Workspace                driver.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
+	// Leave, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
+	// Workspace and what the layer has beside X are to be kept until then.
+	Leave *KasminaParts
 }
 
 // KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
@@ -349,19 +355,13 @@ func (p *kasminaPass) main(a *driver.Args) error {
 	}, a)
 }
 
-// follow launches a kernel that awaits the one before it by itself, where GPUs can do that.
-func (p *kasminaPass) follow(name string, grid, block driver.Dim, a *driver.Args) error {
-	return p.launch(p.Stream, p.unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: p.overlaps()}, a)
-}
-
-// merging is how many threads merge the records of a seed, so that none has many, and how many blocks that makes.
-func (p *kasminaPass) merging() (share, blocks int) {
+// merging is how many threads merge the records of a seed, so that none has many.
+func (p *kasminaPass) merging() int {
 	records := 4 // of a thread, at most
 	if p.use.backward {
 		records = 2
 	}
-	share = min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
-	return share, ceilDiv(p.State.Seeds, kasminaMergeThreads/share)
+	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
@@ -378,8 +378,11 @@ func (p *kasminaPass) mergeRows(figures driver.Ptr, r KasminaReduction, count, n
 }
 
 // KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
-// does that at once; a tiny one before them where a chunk is more than 32 threads'.
+// does that at once or it is left; a tiny one before them where a chunk is more than 32 threads'.
 func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
+	if f.Leave != nil {
+		*f.Leave = KasminaRecords{}
+	}
 	suf, empty, err := f.check("KasminaForward", f.Reduction)
 	if empty || err != nil {
 		return err
@@ -395,7 +398,9 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
-	if err := p.merge(f); err != nil {
+	if left := p.left(f); f.Leave != nil && f.Reduction == KasminaExact {
+		*f.Leave = left
+	} else if err := k.MergeKasminaRecords(s, []KasminaRecords{left}); err != nil {
 		return err
 	}
 	if f.Histogram != 0 {
@@ -412,17 +417,6 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
 }
 
-// merge makes figures of what the blocks leave.
-func (p *kasminaPass) merge(f KasminaForward) error {
-	if !f.Telemetry || p.family == KasminaTile {
-		return nil
-	}
-	share, blocks := p.merging()
-	a := args().Ptr(f.Figures).Ptr(p.records).Int32(p.rowParts()).Int32(p.units).Int32(p.State.Seeds).Int32(share).
-		Float32(float32(f.Eps))
-	return p.follow("kasmina_merge", driver.Dim{X: blocks}, driver.Dim{X: kasminaMergeThreads}, a)
-}
-
 func (p *kasminaPass) histogram(bins driver.Ptr) error {
 	if err := p.ctx.Memset32(bins, 0, KasminaBins*p.State.Seeds, p.Stream); err != nil {
 		return err
@@ -435,9 +429,12 @@ func (p *kasminaPass) histogram(bins driver.Ptr) error {
 }
 
 // KasminaBackward launches a kernel for DX, sums over rows and records of figures, one that adds those up over the blocks,
-// unless the family does that at once, and one that adds them up over the seeds of a slot. Where a chunk's threads are more
-// than a warp, norms and clipping take one more pass over G.
+// unless the family does that at once, and one that adds them up over the seeds of a slot; these two unless that is left. Where
+// a chunk's threads are more than a warp, norms and clipping take one more pass over G.
 func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
+	if b.Leave != nil {
+		*b.Leave = KasminaParts{}
+	}
 	suf, empty, err := b.check("KasminaBackward", b.Reduction)
 	if err != nil {
 		return err
@@ -471,33 +468,21 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		sums = p.total
 	}
 	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
-	if err := errors.Join(p.main(a), p.addUp(b)); err != nil || !byRow || !b.Telemetry {
+	if err := p.main(a); err != nil {
 		return err
+	}
+	byRow = byRow && b.Telemetry
+	if left := p.parts(b); b.Leave != nil && !byRow {
+		*b.Leave = left
+	} else if err := k.AddKasminaParts(s, []KasminaParts{left}); err != nil {
+		return err
+	}
+	if !byRow {
+		return nil
 	}
 	norms := KasminaNorms
 	if p.sharing > 0 {
 		norms = -1
 	}
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
-}
-
-// addUp makes figures, and the gradients of weights and scales, of what the blocks leave.
-func (p *kasminaPass) addUp(b KasminaBackward) error {
-	if p.family != KasminaTile {
-		columns := p.State.Seeds*p.Chunk + 2*p.units
-		adding := ceilDiv(columns, 32)
-		share, merging := p.merging()
-		if !b.Telemetry {
-			merging = 0
-		}
-		a := args().Ptr(p.total).Ptr(p.sums).Int32(adding).Int64(int64(columns)).Ptr(b.Figures).Ptr(p.records).Int32(p.rowParts()).
-			Int32(p.units).Int32(p.State.Seeds).Int32(share).Int32(int(bit(p.sharing > 0)))
-		if err := p.follow("kasmina_gather", driver.Dim{X: adding + merging}, driver.Dim{X: kasminaMergeThreads}, a); err != nil {
-			return err
-		}
-	}
-	down := min(max(powerOfTwo(p.State.Seeds/p.State.Slots), 4), 32)
-	a := args().Struct(p.layer, 8).Ptr(b.DWeights).Ptr(b.DScales).Ptr(p.total).Ptr(p.State.heads()).Ptr(p.State.order()).
-		Int32(p.units)
-	return p.follow("kasmina_slots", driver.Dim{X: p.State.Slots, Y: ceilDiv(p.Chunk, 32)}, driver.Dim{X: 32, Y: down}, a)
 }

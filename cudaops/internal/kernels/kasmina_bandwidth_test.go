@@ -93,7 +93,9 @@ func (r *kasminaRun) mergeOnly(backward bool) func() {
 	p, err := r.kasminaPass(r.stream, r.layer, suf, use, space.Ptr, others...)
 	r.must(err)
 	if backward {
-		return func() { r.must(p.addUp(r.backwardPass())) }
+		left := []KasminaParts{p.parts(r.backwardPass())}
+		return func() { r.must(r.AddKasminaParts(r.stream, left)) }
 	}
-	return func() { r.must(p.merge(r.forwardPass())) }
+	left := []KasminaRecords{p.left(r.forwardPass())}
+	return func() { r.must(r.MergeKasminaRecords(r.stream, left)) }
 }

@@ -173,6 +173,9 @@ func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w Kasmin
 
 // KasminaWideBackward is KasminaBackward for a layer with wide slots. DX must not be G.
 func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w KasminaWide) error {
+	if b.Leave != nil { // what follows needs the gradients
+		*b.Leave, b.Leave = KasminaParts{}, nil
+	}
 	suf, empty, err := b.checkWide("KasminaWideBackward", b.Reduction, w)
 	if err != nil {
 		return err

@@ -186,23 +186,30 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 	return threads
 }
 
-// pack has warps hold as many chunks as they can, of several batches, where the threads of a chunk are to be of one warp and are no
-// power of two, and a layer is long enough: with 6 of them 30 threads of a warp have work, and no chunk crosses from one warp to the next.
-// Of the ways that leave the fewest idle, it is the one with the most lanes a block, which then leave the fewest records, but for
-// 256 bytes of a row.
+// pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one seed in several batches, so that
+// a warp does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have
+// work. It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
+// those of a chunk are to be of one warp and are no power of two. Forward, where there is less to leave out, rows that warps read in one piece
+// are worth more.
+// Of the numbers of seeds that leave the fewest threads idle, it takes the least with 256 bytes of a row.
 func (g *kasminaGrid) pack(l KasminaLayer) {
 	sharing := l.Chunk / g.perThread
-	if g.family == KasminaBulk || sharing > 32 || sharing&(sharing-1) == 0 || !g.use.joined() {
+	if !g.use.backward || g.family == KasminaBulk || g.family == KasminaTile || sharing > 32 {
 		return
 	}
-	all := kasminaThreads / 32 * (32 / sharing) // chunks of a block
-	most := min(all, l.State.Seeds)
-	tiles, chunks, down := 0, 0, 0
-	for n := min(most, ceilDiv(256, l.Chunk*l.Type.Size())); n <= most; n++ {
-		if t, d := ceilDiv(l.State.Seeds, n), all/n; chunks == 0 || t*down < tiles*d {
-			tiles, chunks, down = t, n, d
+	uneven := g.use.joined() && sharing&(sharing-1) != 0
+	if !uneven && (sharing < 4 || sharing > 16 || 32%sharing > 4) {
+		return
+	}
+	const warps = kasminaThreads / 32
+	chunks, tiles := 0, 0
+	for n := 1; n <= warps; n *= 2 {
+		t := ceilDiv(l.State.Seeds, n)
+		if chunks == 0 || t*n < tiles*chunks || t*n == tiles*chunks && chunks*l.Chunk*l.Type.Size() < 256 {
+			chunks, tiles = n, t
 		}
 	}
+	down := warps / chunks * (32 / sharing)
 	if l.Rows < 16*g.batch*down {
 		return
 	}

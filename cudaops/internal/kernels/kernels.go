@@ -197,6 +197,12 @@ func longRowThreads(n int, t driver.DType) int { return min(512, ceilDiv(n, 4*32
 
 func args() *driver.Args { return new(driver.Args) }
 
+// table is one argument that holds n structures, which a are the fields of, with room for most of them.
+func table(a *driver.Args, n, most int) *driver.Args {
+	b := a.Packed()
+	return args().Struct(append(b, make([]byte, len(b)/n*(most-n))...), 8)
+}
+
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 // suffix is how the kernels of a storage type end.

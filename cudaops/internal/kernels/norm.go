@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"errors"
+	"slices"
 	"strconv"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -135,7 +136,7 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.Launch
 		return c, false, nil
 	}
 	blocks, err := k.resident("norm", a.kernel("rmsnorm_backward")+suf, across*down, c.Shared)
-	c.Grid.X = min(blocks, most*k.sms, ceilDiv(a.Rows, down))
+	c.Grid.X = min(blocks, most*k.sms, ceilDiv(a.Rows, down), k.normParts(a.D, a.Type))
 	return c, true, err
 }
 
@@ -175,13 +176,51 @@ func (k *Kernels) own(a RMSNormBackward) (name string, c driver.LaunchConfig, fi
 // Workspace is memory of [Kernels.RMSNormWorkspace] bytes.
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+//
+// Where Leave is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
+// until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add driver.Ptr
 	Rows, D                    int
 	Type, DWType               driver.DType
 	Workspace                  driver.Ptr
 	DX8, Scale8                driver.Ptr
+	Leave                      *RMSNormParts
 	Way                        Way
+}
+
+// RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32. Without D it is nothing.
+type RMSNormParts struct {
+	DW, Partial driver.Ptr
+	Parts, D    int
+	Type        driver.DType // of DW
+}
+
+// rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
+const rmsNormPartsMost = 64
+
+// AddRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
+func (k *Kernels) AddRMSNormParts(s driver.Stream, left []RMSNormParts) error {
+	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
+	for len(left) > 0 {
+		t := left[0].Type
+		suf, err := suffix("AddRMSNormParts", t)
+		if err != nil {
+			return err
+		}
+		a, n, d := args(), 0, 0
+		for ; n < min(len(left), rmsNormPartsMost) && left[n].Type == t; n++ {
+			p := left[n]
+			a.Ptr(p.DW).Ptr(p.Partial).Int32(p.Parts).Int32(p.D)
+			d = max(d, p.D)
+		}
+		left = left[n:]
+		c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(d, 32), Y: n}, Block: driver.Dim{X: 32, Y: 32}, Overlap: k.overlaps()}
+		if err := k.launch(s, "norm", "rmsnorm_weight_sum"+suf, c, table(a, n, rmsNormPartsMost)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // packed reports whether rows can be moved 16 bytes at a time.
@@ -200,18 +239,30 @@ func (a RMSNormBackward) kernel(name string) string {
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
 const normBlocks = 4
 
-// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements takes.
-func (k *Kernels) RMSNormWorkspace(d int) int { return 4 * d * normBlocks * k.sms }
+// normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
+// rows of their own, since these are kept for long.
+func (k *Kernels) normParts(d int, t driver.DType) int {
+	if ceilDiv(d, 32*vector(t)) <= 2*len(ownWarps) {
+		return k.sms
+	}
+	return normBlocks * k.sms
+}
 
-// RMSNormBackward launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up.
+// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type takes.
+func (k *Kernels) RMSNormWorkspace(d int, t driver.DType) int { return 4 * d * k.normParts(d, t) }
+
+// RMSNormBackward launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up, unless
+// they are left.
 func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
 		return err
 	}
-	sum, err := suffix("RMSNormBackward", a.DWType)
-	if err != nil {
+	if _, err := suffix("RMSNormBackward", a.DWType); err != nil {
 		return err
+	}
+	if a.Leave != nil {
+		*a.Leave = RMSNormParts{}
 	}
 	if empty, err := checkInts("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
 		return err
@@ -225,8 +276,12 @@ func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
 	if err != nil {
 		return err
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 32)}, Block: driver.Dim{X: 32, Y: 32}, Overlap: k.overlaps()}
-	return k.launch(s, "norm", "rmsnorm_weight_sum"+sum, c, args().Ptr(a.DW).Ptr(a.Workspace).Int32(blocks).Int32(a.D))
+	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D, Type: a.DWType}
+	if a.Leave != nil {
+		*a.Leave = left
+		return nil
+	}
+	return k.AddRMSNormParts(s, []RMSNormParts{left})
 }
 
 // RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps, or pairs of them, that
@@ -295,7 +350,7 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
 func (k *Kernels) normBackwardAny(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
-	blocks := min(normBlocks*k.sms, ceilDiv(a.Rows, 16))
+	blocks := min(k.normParts(a.D, a.Type), ceilDiv(a.Rows, 16))
 	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 256), Y: blocks}, Block: driver.Dim{X: 256}}
 	l := args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(int64(a.Rows)).Int32(a.D)
 	if err := k.launch(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {

@@ -22,7 +22,7 @@ func (g *rig) normBandwidth(rows, d int) {
 	g.Helper()
 	size := 2 * rows * d
 	w, _ := g.normal(d, f32, 0)
-	rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+	rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0)
 	var forward [2]RMSNorm
 	var backward [2]RMSNormBackward
 	for i := range forward {

@@ -92,7 +92,7 @@ func (g *rig) rmsNormBackward(rows, d int, dt driver.DType, add bool, skew int, 
 	if same {
 		dwType = dt
 	}
-	work := g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+	work := g.alloc(g.RMSNormWorkspace(d, dt)/4, f32, 0)
 	dx, dw := g.alloc(rows*d, dt, skew), g.alloc(d, dwType, 0)
 	a := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
 		Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}

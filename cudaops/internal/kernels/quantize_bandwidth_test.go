@@ -138,7 +138,7 @@ func (g *rig) normFloat8Bandwidth(rows, d int) {
 	g.Helper()
 	n := rows * d
 	w, _ := g.normal(d, f32, 0)
-	rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d)/4, f32, 0)
+	rstd, dw, work := g.alloc(rows, f32, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0)
 	for _, float8 := range []bool{false, true} {
 		var forward, add [2]RMSNorm
 		var backward [2]RMSNormBackward

@@ -289,7 +289,7 @@ func (g *rig) rmsNormBackwardFloat8(rows, d int, dt driver.DType, add bool, skew
 	w, _ := g.normal(d, f32, 0)
 	rstd, _ := g.normal(rows, f32, 0)
 	base := RMSNormBackward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: dt,
-		Workspace: g.alloc(g.RMSNormWorkspace(d)/4, f32, 0).Ptr}
+		Workspace: g.alloc(g.RMSNormWorkspace(d, dt)/4, f32, 0).Ptr}
 	if add {
 		base.Add = x.Ptr
 	}
