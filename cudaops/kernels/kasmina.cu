@@ -416,20 +416,12 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 template <class T, int N> using PlainRows = Direct<T, N, 1, 4>;
 template <class T, int N> using TileRows = Early<T, N, 1, 2>;
 template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
-template <class T, int N> using BulkRows = Bulk<T, N, 1, 4>;
 
 #define DEFINE_FORWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                             \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                \
       kasmina_forward_##family##_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,            \
                                                         float4* records, float* figures, uint32_t* bad) {  \
-    forward<T, N, E, whole, mode, feed<T, N>, alone>(l, y, {{x}, {}}, share, records, figures, bad);       \
-  }
-#define DEFINE_BULK(mode, name, shape, T, N, E, whole)                                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                              \
-      kasmina_forward_bulk_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,                                \
-                                                  const __grid_constant__ TensorMap map, float4* records, float* figures, \
-                                                  uint32_t* bad) {                                                       \
-    forward<T, N, E, whole, mode, BulkRows<T, N>, false>(l, y, {{x}, {&map}}, share, records, figures, bad);             \
+    forward<T, N, E, whole, mode, feed<T, N>, alone>(l, y, {{x}}, share, records, figures, bad);       \
   }
 #define DEFINE_PLAIN(shape, T, N, E, whole)                                                             \
   DEFINE_FORWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)              \
@@ -438,15 +430,12 @@ template <class T, int N> using BulkRows = Bulk<T, N, 1, 4>;
 #define DEFINE_WIDE(shape, T, N, E, whole)                                                              \
   DEFINE_FORWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)                \
   DEFINE_FORWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)                    \
-  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)                    \
-  DEFINE_BULK(kWatch, watch, shape, T, N, E, whole)                                                     \
-  DEFINE_BULK(kQuiet, quiet, shape, T, N, E, whole)
+  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)
 #define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
 #undef DEFINE_PLAIN
-#undef DEFINE_BULK
 #undef DEFINE_FORWARD
 
 // What passes leave of figures, for one launch that merges that of many. It lies with the arguments, in constant memory.

@@ -601,25 +601,16 @@ __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
 template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
 template <class T, int N> using TileRows = Early<T, N, 2, 2>;
 template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
-template <class T, int N> using BulkRows = Bulk<T, N, 2, 2>;
 
-// What the kernels take after the layer, share, dx and g, and for Bulk two descriptors.
+// What the kernels take after the layer, share, dx and g.
 #define PARAMETERS(T)                                                                                           \
   const T *x, int sharing, const float *scale, float *sums, float4 *records, float *figures, uint32_t *bad,     \
       uint32_t *clipped
 #define DEFINE_BACKWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                                 \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
       kasmina_backward_##family##_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, PARAMETERS(T)) { \
-    backward<T, N, E, whole, mode, feed<T, N>, alone>(l, dx, {{g, x}, {}}, share, sharing, scale, sums, records, \
+    backward<T, N, E, whole, mode, feed<T, N>, alone>(l, dx, {{g, x}}, share, sharing, scale, sums, records, \
                                                       figures, bad, clipped);                                   \
-  }
-#define DEFINE_BULK(mode, name, shape, T, N, E, whole)                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
-      kasmina_backward_bulk_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g,                     \
-                                                   const __grid_constant__ TensorMap gMap,                      \
-                                                   const __grid_constant__ TensorMap xMap, PARAMETERS(T)) {     \
-    backward<T, N, E, whole, mode, BulkRows<T, N>, false>(l, dx, {{g, x}, {&gMap, &xMap}}, share, sharing,      \
-                                                          scale, sums, records, figures, bad, clipped);         \
   }
 #define DEFINE_PLAIN(shape, T, N, E, whole)                                                \
   DEFINE_BACKWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)           \
@@ -629,15 +620,12 @@ template <class T, int N> using BulkRows = Bulk<T, N, 2, 2>;
   DEFINE_BACKWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)              \
   DEFINE_BACKWARD(tile, kQuiet, quiet, shape, T, N, E, whole, TileRows, true)              \
   DEFINE_BACKWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)             \
-  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)             \
-  DEFINE_BULK(kWatch, watch, shape, T, N, E, whole)                                        \
-  DEFINE_BULK(kQuiet, quiet, shape, T, N, E, whole)
+  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)
 #define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
 #undef DEFINE_PLAIN
-#undef DEFINE_BULK
 #undef DEFINE_BACKWARD
 #undef PARAMETERS
 

@@ -2,10 +2,8 @@
 //
 //   Direct  each thread loads a batch of rows into its registers
 //   Ring    each thread copies batches to its places in shared memory, two ahead (cp.async, sm_80)
-//   Bulk    one thread of a warp has the copy engine bring batches for all of it, described by tensor maps, with a barrier
-//           in shared memory that counts the bytes of each (cp.async.bulk.tensor, sm_90)
 //
-// A thread reads only what it or its warp has fetched, so that no block ever waits for itself. A batch is B consecutive rows;
+// A thread reads only what it has fetched itself, so that no block ever waits for itself. A batch is B consecutive rows;
 // the lanes take batches in turn, so that all blocks move through memory together, and rows that do not fill a batch one by
 // one. The last batches come first: of what the kernel before has written they are what the L2 still holds, and the kernel behind,
 // which begins with the first rows, finds those.
@@ -14,11 +12,6 @@
 #include <climits>
 
 constexpr int kThreads = 256;
-
-// What the driver calls a CUtensorMap.
-struct alignas(64) TensorMap {
-  unsigned char opaque[128];
-};
 
 // Share is how the threads of a launch share the work. Of each warp's threads in a row, the first used have columns: fewer than
 // all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
@@ -154,7 +147,6 @@ template <class T, int N, int E> struct Pivots {
 // Source is A arrays of one shape.
 template <class T, int A> struct Source {
   const T* p[A];
-  const TensorMap* map[A];  // for Bulk
 };
 
 // A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
@@ -259,87 +251,6 @@ template <class T, int N, int A, int B_> struct Ring {
     take = take + stage == ahead * stage ? 0 : take + stage;
   }
   __device__ __forceinline__ void finish() {}
-};
-
-// Bulk takes, of shared memory, kBulkBytes for each warp, cut into slots of A·B·512 bytes, and behind that a barrier of 8 bytes
-// for each slot. A warp must work on one lane: blockDim.x is a multiple of 32. The tensor maps' boxes are 32·N columns by B
-// rows.
-constexpr int kBulkBytes = 4096;
-
-template <class T, int N, int A, int B_> struct Bulk {
-  static constexpr int B = B_;
-  static constexpr bool shared = true;
-  static constexpr uint32_t box = B * kWarp * 16, slot = A * box;
-  static constexpr int count = kBulkBytes / slot;
-  const Source<T, A>& src;
-  uint32_t slots, barriers;  // addresses
-  int row, stride;           // the next batch to fetch
-  int column, left, now;     // now: the slot of the next batch
-  uint32_t phases;           // a bit for each slot
-  unsigned peers;
-  const bool all;
-
-  __device__ __forceinline__ Bulk(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B>& w, bool all)
-      : src(src), row(w.row), stride(w.stride), left(w.batches), now(0), phases(0), peers(lane.peers), all(all) {
-    const int warp = Lane::inBlock() / kWarp;
-    column = lane.col - Lane::inWarp() * N;
-    uint32_t base = uint32_t(__cvta_generic_to_shared(shared));
-    slots = base + warp * kBulkBytes, barriers = base + kThreads / kWarp * kBulkBytes + warp * count * 8;
-#if __CUDA_ARCH__ >= 900
-    if (Lane::inWarp() == 0) {
-      for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + i * 8));
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      for (int i = 0; i < count; i++) request(i);
-    }
-    __syncwarp(peers);
-#endif
-  }
-  // request is for the warp's first thread.
-  __device__ __forceinline__ void request(int i) {
-#if __CUDA_ARCH__ >= 900
-    if (left-- <= 0) return;
-    uint32_t barrier = barriers + i * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(all ? slot : box) : "memory");
-#pragma unroll
-    for (int a = 0; a < A; a++)
-      if (a == 0 || all)
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                       slots + i * slot + a * box),
-                   "l"(src.map[a]), "r"(barrier), "r"(column), "r"(row)
-                   : "memory");
-    row -= stride;
-#endif
-  }
-  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B], int64_t) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barriers + now * 8),
-        "r"(phases >> now & 1)
-        : "memory");
-    phases ^= 1u << now;
-#pragma unroll
-    for (int a = 0; a < A; a++)
-#pragma unroll
-      for (int u = 0; u < B; u++) {
-        v[a][u] = {};
-        if (a == 0 || all) loadShared(v[a][u], slots + now * slot + a * box + u * kWarp * 16 + Lane::inWarp() * 16);
-      }
-    __syncwarp(peers);
-    if (Lane::inWarp() == 0) request(now);
-    now = now + 1 == count ? 0 : now + 1;
-#endif
-  }
-  __device__ __forceinline__ void finish() {
-#if __CUDA_ARCH__ >= 900
-    if (Lane::inWarp() == 0)
-      for (int i = 0; i < count; i++) asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barriers + i * 8) : "memory");
-#endif
-  }
 };
 
 // prefetchParts brings to the L2 what a block is about to read: count elements of each of so many parts, which lie stride apart.

@@ -178,7 +178,6 @@ const (
 	KasminaAuto  KasminaFamily = iota
 	KasminaPlain               // any layer, alignment and mode; loads into registers
 	KasminaRing                // through shared memory, each thread for itself
-	KasminaBulk                // through shared memory, by the copy engine of compute capability 9.0
 	KasminaTile                // a block has all rows of its seeds, and nothing is left to merge
 	kasminaFamilies
 )
@@ -187,7 +186,7 @@ func (f KasminaFamily) String() string {
 	if f < 0 || f >= kasminaFamilies {
 		return fmt.Sprintf("KasminaFamily(%d)", int(f))
 	}
-	return [...]string{"auto", "plain", "ring", "bulk", "tile"}[f]
+	return [...]string{"auto", "plain", "ring", "tile"}[f]
 }
 
 // KasminaFamilies lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
@@ -199,9 +198,6 @@ func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, othe
 		return plain
 	}
 	families := []KasminaFamily{KasminaRing, KasminaPlain}
-	if k.ctx.Device().Capability() == 90 && d > 16*n && l.Rows <= math.MaxInt32 {
-		families = slices.Insert(families, 1, KasminaBulk) // as quick as Ring or a little slower in all that was measured
-	}
 	if l.tileAcross(backward) > 0 && (telemetry || backward) {
 		at := len(families)
 		if l.Rows <= kasminaTileRows {
@@ -322,26 +318,9 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use k
 	return p, err
 }
 
-// args begins the arguments of the pass's kernel: the layer, Share, two arrays, and descriptors of those that it reads, where
-// the family takes them.
-func (p *kasminaPass) args(y, x driver.Ptr, reads ...driver.Ptr) (*driver.Args, error) {
-	a := args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
-	if p.family != KasminaBulk {
-		return a, nil
-	}
-	d := p.State.Seeds * p.Chunk
-	for i, x := range reads {
-		m, err := p.ctx.EncodeTiled(driver.TiledTensor{
-			Type: p.Type, Address: x, Dims: []uint64{uint64(d), uint64(p.Rows)}, Strides: []uint64{uint64(d * p.Type.Size())},
-			Box: []uint32{uint32(32 * p.perThread), uint32(p.batch)}, Promotion: 256,
-		})
-		if err != nil {
-			return nil, err
-		}
-		// The compiler aligns it to 64 bytes in memory, where parameters begin at 0x210: to 176 and 304, which are multiples of these.
-		a.Struct(m[:], []int{176, 16}[i])
-	}
-	return a, nil
+// args begins the arguments of the pass's kernel: the layer, Share and two arrays.
+func (p *kasminaPass) args(y, x driver.Ptr) *driver.Args {
+	return args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
 }
 
 // main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it, which it awaits, but for tiles
@@ -391,10 +370,7 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	if err != nil {
 		return err
 	}
-	a, err := p.args(f.Y, f.X, f.X)
-	if err != nil {
-		return err
-	}
+	a := p.args(f.Y, f.X)
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
@@ -459,10 +435,7 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 			return err
 		}
 	}
-	a, err := p.args(b.DX, b.G, b.G, b.X)
-	if err != nil {
-		return err
-	}
+	a := p.args(b.DX, b.G)
 	sums := p.sums
 	if p.family == KasminaTile {
 		sums = p.total

@@ -16,7 +16,6 @@ const (
 	kasminaMergeThreads   = 256
 	kasminaRowParts       = 1024 // of the rows for kasmina_rows.cu at most
 	kasminaTileRows       = 1024 // up to which tiles should be fastest
-	kasminaBulkBytes      = 4096 // of a warp, kBulkBytes of kasmina_feed.cuh
 	kasminaRingAhead      = 3
 )
 
@@ -80,12 +79,8 @@ func (g kasminaGrid) shared() int {
 	if g.use.backward {
 		left = left/kasminaForwardRecord*kasminaBackwardRecord + 4*(kasminaThreads*g.perThread+2*units)
 	}
-	switch warps := kasminaThreads / 32; g.family {
-	case KasminaRing:
+	if g.family == KasminaRing {
 		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
-	case KasminaBulk:
-		slot := g.arrays * g.batch * 512
-		return max(left, warps*(kasminaBulkBytes+kasminaBulkBytes/slot*8))
 	}
 	return left
 }
@@ -194,7 +189,7 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 // Of the numbers of seeds that leave the fewest threads idle, it takes the least with 256 bytes of a row.
 func (g *kasminaGrid) pack(l KasminaLayer) {
 	sharing := l.Chunk / g.perThread
-	if !g.use.backward || g.family == KasminaBulk || g.family == KasminaTile || sharing > 32 {
+	if !g.use.backward || g.family == KasminaTile || sharing > 32 {
 		return
 	}
 	uneven := g.use.joined() && sharing&(sharing-1) != 0

@@ -742,7 +742,7 @@ func TestKasminaRefusals(t *testing.T) {
 		"stability":    func(f *KasminaForward) { f.Stability = 3 },
 		"reduction":    func(f *KasminaForward) { f.Reduction = 3 },
 		"no family":    func(f *KasminaForward) { f.Family = kasminaFamilies },
-		"other family": func(f *KasminaForward) { f.Family, f.Chunk = KasminaBulk, 3 },
+		"other family": func(f *KasminaForward) { f.Family, f.Chunk = KasminaRing, 3 },
 	} {
 		f := KasminaForward{KasminaLayer: l}
 		change(&f)
