@@ -10,7 +10,9 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -139,5 +141,42 @@ func TestKasminaElsewhere(t *testing.T) {
 	}
 	if m := open(b.G, b.Params, b.Loss, twice); inPlaceTasks(m) != 1 {
 		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum", inPlaceTasks(m))
+	}
+}
+
+// directions counts norms by the end of their input that they begin with.
+type directions struct {
+	kernelSet
+	ascending, descending int
+}
+
+func (k *directions) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+	if a.Ascending {
+		k.ascending++
+	} else {
+		k.descending++
+	}
+	return k.kernelSet.RMSNorm(s, a)
+}
+
+// TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer with the first rows.
+func TestNormsBehindKasmina(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	k := &directions{}
+	b := grafted(t, 1)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, func(c *machineConfig) error {
+		inner := c.kernels
+		c.kernels = func(ctx driver.Context) (set kernelSet, err error) {
+			k.kernelSet, err = inner(ctx)
+			return k, err
+		}
+		return nil
+	}})
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	// Two in each block, of which the second is of a sum, and a last one.
+	if runs := k.ascending / 2; runs == 0 || k.ascending != 2*runs || k.descending != 3*runs {
+		t.Errorf("%d norms begin with the first rows, %d with the last", k.ascending, k.descending)
 	}
 }
