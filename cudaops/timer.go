@@ -223,7 +223,7 @@ func (x *timer) timeLoaded(way int) (time.Duration, error) {
 // key is what a way is chosen by: its time, where the first has a little advance.
 func (x *timer) key(way, first int) float64 {
 	if way == first {
-		return (1 - tuneGain) * float64(x.took(way))
+		return (1 - cmp.Or(x.j.gain, tuneGain)) * float64(x.took(way))
 	}
 	return float64(x.took(way))
 }

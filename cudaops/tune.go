@@ -253,8 +253,9 @@ type job struct {
 	ways      []string // names, that of the rule of thumb first
 	plain     int      // the way whose result counts as right
 	arguments []argument
-	warm      bool // what it reads is in the cache when it runs, as what is small is
-	computes  bool // memory does not bound it
+	warm      bool    // what it reads is in the cache when it runs, as what is small is
+	computes  bool    // memory does not bound it
+	gain      float64 // in place of tuneGain, unless 0
 	run       func(way int, memory []driver.Ptr) error
 }
 
