@@ -495,12 +495,13 @@ func TestKasminaGrid(t *testing.T) {
 }
 
 // checkColumns has each column of a row, and of each of those that a block has at once, be one thread's, as Lane of kasmina_feed.cuh
-// deals them out, and a chunk's threads be of one warp where they form its norm.
+// deals them out, a chunk's threads be of one warp where they form its norm, and a warp that holds chunks have those of one seed.
 func (g kasminaGrid) checkColumns(t *testing.T, l KasminaLayer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
 	times := make([]int, ceilDiv(d, g.perThread))
 	begun := make([]int, g.down) // the warp that the chunk began in
+	of := 0                      // the seed of the thread before
 	for i := range g.tiles * kasminaThreads {
 		tile, thread := i/kasminaThreads, i%kasminaThreads
 		x, y := thread%g.across, thread/g.across
@@ -508,13 +509,18 @@ func (g kasminaGrid) checkColumns(t *testing.T, l KasminaLayer) {
 		wide := min(g.across, 32)
 		column, idle := at/wide*g.used+at%wide, at%wide >= g.used
 		if g.chunks > 0 {
-			each := 32 / g.sharing
-			chunk := thread/32*each + thread%32/g.sharing
-			y, x = chunk/g.chunks, chunk%g.chunks*g.sharing+thread%32%g.sharing
-			column, idle = tile*g.across+x, thread%32/g.sharing >= each || y >= g.down
+			each, warp, chunk := 32/g.sharing, thread/32, thread%32/g.sharing
+			seed := (warp&4 | (warp+warp/4)&3) & (g.chunks - 1)
+			y, x = warp/g.chunks*each+chunk, seed*g.sharing+thread%32%g.sharing
+			column, idle = tile*g.across+x, chunk >= each
 		}
 		if column *= g.perThread; idle || column >= d {
 			continue
+		}
+		if seed := column / l.Chunk; g.chunks > 0 && thread%32 > 0 && seed != of {
+			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l, g, thread, tile, seed, of)
+		} else {
+			of = seed
 		}
 		if column%l.Chunk == 0 {
 			begun[y] = thread / 32
