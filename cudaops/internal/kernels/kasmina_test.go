@@ -369,12 +369,12 @@ func (r *kasminaRun) checkFamily() {
 		}
 	}
 	r.checkCounts(2)
-	r.checkInPlace()
+	r.checkInPlace(2)
 }
 
-// checkInPlace computes the backward pass in the memory of g, if that can be done, after it has been computed elsewhere: dx gets
-// the same bits. Where threads are dealt out as before, so does all else.
-func (r *kasminaRun) checkInPlace() {
+// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many runs elsewhere: dx gets the same
+// bits, and as much is counted. Where threads are dealt out as before, so does all else.
+func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {
 		return
@@ -397,7 +397,14 @@ func (r *kasminaRun) checkInPlace() {
 		want[name] = raw(b)
 		r.must(r.ctx.Memset8(b.Ptr, 0xff, b.bytes(), r.stream))
 	}
+	before := r.readWords(r.counts)
 	one.launchBackward()
+	for i, n := range r.readWords(r.counts)[r.seeds:] {
+		if want := before[r.seeds+i] / uint32(runs) * uint32(runs+1); n != want {
+			r.Errorf("seed %d: count %d of g is %d in place, want %d", i%r.seeds, i/r.seeds, n, want)
+			break
+		}
+	}
 	if !slices.Equal(raw(one.dx), raw(r.dx)) {
 		r.Error("dx has other bits in place")
 	}
@@ -424,6 +431,7 @@ func TestKasmina(t *testing.T) {
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
 		{1027, 5, 48, 6}, {611, 3, 24, 4}, {702, 2, 80, 3}, {1300, 1, 24, 2}, // and warps hold several
+		{1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5}, // which these do without figures too
 	}
 	if testing.Short() {
 		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, {1027, 5, 48, 6}}
@@ -445,7 +453,10 @@ func TestKasmina(t *testing.T) {
 // TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
 func TestKasminaFewSeeds(t *testing.T) {
 	g := newRig(t)
-	shapes := [][3]int{{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25}} // seeds, chunk, from
+	shapes := [][3]int{ // seeds, chunk, from
+		{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25},
+		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0}, // warps that need little: no x, no x and clipped, no relu; nothing
+	}
 	for i, s := range shapes {
 		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: storageTypes[(i+1)%3], stability: KasminaAdaptive,
 			clip: i%2 == 0, telemetry: true, deviation: 1}
@@ -609,8 +620,8 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has among the first elements of some lanes, in the last rows, an outlier that makes up the variance; or begins with rows that
-// are not finite, before data that share all but their last digits.
+// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows, an outlier that makes up the
+// variance; or has them begin with rows that are not finite, before data that share all but their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := newRig(t)
 	for _, dt := range storageTypes {
@@ -681,7 +692,7 @@ func TestKasminaExtremes(t *testing.T) {
 					r.checkFigures(1e-6)
 					r.checkCounts(1)
 					r.checkNonFinite()
-					r.checkInPlace()
+					r.checkInPlace(1)
 				}
 			})
 		}
