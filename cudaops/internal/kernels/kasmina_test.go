@@ -423,6 +423,29 @@ func (r *kasminaRun) checkInPlace(runs int) {
 	}
 }
 
+// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
+// types even where nothing has threads of a chunk be of one warp.
+var kasminaPacked = [][4]int{
+	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5},
+}
+
+// TestKasminaPacked needs no GPU.
+func TestKasminaPacked(t *testing.T) {
+	k := &Kernels{sms: 132}
+	for i, s := range kasminaPacked {
+		for _, dt := range storageTypes {
+			l := KasminaLayer{Rows: s[0], Chunk: s[2], Type: dt, State: KasminaState{Seeds: s[1], Slots: s[3]}}
+			for _, telemetry := range []bool{false, true} {
+				use := kasminaUse{backward: true, telemetry: telemetry}
+				g := k.kasminaGrid(l, KasminaRing, kasminaBlocks*k.sms, true, use)
+				if g.chunks == 0 && (telemetry || dt != f32 && i >= len(kasminaPacked)-3) {
+					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
+				}
+			}
+		}
+	}
+}
+
 func TestKasmina(t *testing.T) {
 	g := newRig(t)
 	shapes := [][4]int{ // rows, seeds, chunk, slots
@@ -430,13 +453,11 @@ func TestKasmina(t *testing.T) {
 		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
-		{1027, 5, 48, 6}, {611, 3, 24, 4}, {702, 2, 80, 3}, {1300, 1, 24, 2}, // and warps hold several
-		{1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5}, // which these do without figures too
 	}
 	if testing.Short() {
-		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, {1027, 5, 48, 6}}
+		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, kasminaPacked[0]}
 	} else {
-		shapes = append(shapes, [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
+		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
 	}
 	for i, s := range shapes {
 		for j, dt := range storageTypes {
@@ -659,7 +680,7 @@ func TestKasminaPivots(t *testing.T) {
 func TestKasminaExtremes(t *testing.T) {
 	g := newRig(t)
 	for _, dt := range storageTypes {
-		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {701, 10, 24}} { // rows, seeds, chunk
+		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
 			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: KasminaAdaptive, telemetry: true,
 				from: g.rand.IntN(44), deviation: 1}
 			large := map[driver.DType]float64{f32: 1e15, bf16: 1e15, f16: 4e3}[dt]
