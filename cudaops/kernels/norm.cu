@@ -416,7 +416,7 @@ struct AllParts {
   Parts of[64];
 };
 
-// dw[i] = Σ_count partial[k, i], for the dw of a row of blocks. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the
+// dw[i] = Σ_k partial[k, i], for the dw of a row of blocks. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the
 // kernel before it.
 template <class T> __device__ __forceinline__ void weightSum(const Parts& p) {
   constexpr int U = 8;  // loads at once

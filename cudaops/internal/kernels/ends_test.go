@@ -20,13 +20,11 @@ func TestRMSNormPartsTogether(t *testing.T) {
 		dy, _ := g.normal(rows*d, bf16, 0)
 		w, _ := g.normal(d, f32, 0)
 		rstd, _ := g.normal(rows, f32, 0)
-		a := RMSNormBackward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: bf16, DWType: f32,
+		a := RMSNormBackward{DX: g.alloc(rows*d, bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: bf16, DWType: f32,
 			Workspace: g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0).Ptr}
 		if i%11 == 0 {
 			a.DWType = bf16
 		}
-		dx := g.alloc(rows*d, bf16, 0)
-		a.DX = dx.Ptr
 		single, dw := g.alloc(d, a.DWType, 0), g.alloc(d, a.DWType, 0)
 		a.DW = single.Ptr
 		g.must(g.RMSNormBackward(g.stream, a))

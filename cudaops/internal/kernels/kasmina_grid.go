@@ -184,9 +184,8 @@ func (g *kasminaGrid) spread(l KasminaLayer) int {
 // pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one seed in several batches, so that
 // a warp does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have
 // work. It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
-// those of a chunk are to be of one warp and are no power of two. Forward, where there is less to leave out, rows that warps read in one piece
-// are worth more.
-// Of the numbers of seeds that leave the fewest threads idle, it takes the least with 256 bytes of a row.
+// those of a chunk are to be of one warp and are no power of two. Forward, where there is less to leave out, rows that warps read in
+// one piece are worth more. A block has the least number of seeds with 256 bytes of a row, or fewer if that would leave threads idle.
 func (g *kasminaGrid) pack(l KasminaLayer) {
 	sharing := l.Chunk / g.perThread
 	if !g.use.backward || g.family == KasminaTile || sharing > 32 {
@@ -197,12 +196,9 @@ func (g *kasminaGrid) pack(l KasminaLayer) {
 		return
 	}
 	const warps = kasminaThreads / 32
-	chunks, tiles := 0, 0
-	for n := 1; n <= warps; n *= 2 {
-		t := ceilDiv(l.State.Seeds, n)
-		if chunks == 0 || t*n < tiles*chunks || t*n == tiles*chunks && chunks*l.Chunk*l.Type.Size() < 256 {
-			chunks, tiles = n, t
-		}
+	chunks := 1
+	for chunks < warps && chunks*l.Chunk*l.Type.Size() < 256 && l.State.Seeds%(2*chunks) == 0 {
+		chunks *= 2
 	}
 	down := warps / chunks * (32 / sharing)
 	if l.Rows < 16*g.batch*down {

@@ -369,12 +369,12 @@ func (r *kasminaRun) checkFamily() {
 		}
 	}
 	r.checkCounts(2)
-	r.checkInPlace()
+	r.checkInPlace(2)
 }
 
-// checkInPlace computes the backward pass in the memory of g, if that can be done, after it has been computed elsewhere: dx gets
-// the same bits. Where threads are dealt out as before, so does all else.
-func (r *kasminaRun) checkInPlace() {
+// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many runs elsewhere: dx gets the same
+// bits, and as much is counted. Where threads are dealt out as before, so does all else.
+func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {
 		return
@@ -397,7 +397,14 @@ func (r *kasminaRun) checkInPlace() {
 		want[name] = raw(b)
 		r.must(r.ctx.Memset8(b.Ptr, 0xff, b.bytes(), r.stream))
 	}
+	before := r.readWords(r.counts)
 	one.launchBackward()
+	for i, n := range r.readWords(r.counts)[r.seeds:] {
+		if want := before[r.seeds+i] / uint32(runs) * uint32(runs+1); n != want {
+			r.Errorf("seed %d: count %d of g is %d in place, want %d", i%r.seeds, i/r.seeds, n, want)
+			break
+		}
+	}
 	if !slices.Equal(raw(one.dx), raw(r.dx)) {
 		r.Error("dx has other bits in place")
 	}
@@ -416,6 +423,29 @@ func (r *kasminaRun) checkInPlace() {
 	}
 }
 
+// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
+// types even where nothing has threads of a chunk be of one warp.
+var kasminaPacked = [][4]int{
+	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5},
+}
+
+// TestKasminaPacked needs no GPU.
+func TestKasminaPacked(t *testing.T) {
+	k := &Kernels{sms: 132}
+	for i, s := range kasminaPacked {
+		for _, dt := range storageTypes {
+			l := KasminaLayer{Rows: s[0], Chunk: s[2], Type: dt, State: KasminaState{Seeds: s[1], Slots: s[3]}}
+			for _, telemetry := range []bool{false, true} {
+				use := kasminaUse{backward: true, telemetry: telemetry}
+				g := k.kasminaGrid(l, KasminaRing, kasminaBlocks*k.sms, true, use)
+				if g.chunks == 0 && (telemetry || dt != f32 && i >= len(kasminaPacked)-3) {
+					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
+				}
+			}
+		}
+	}
+}
+
 func TestKasmina(t *testing.T) {
 	g := newRig(t)
 	shapes := [][4]int{ // rows, seeds, chunk, slots
@@ -423,12 +453,11 @@ func TestKasmina(t *testing.T) {
 		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
-		{1027, 5, 48, 6}, {611, 3, 24, 4}, {702, 2, 80, 3}, {1300, 1, 24, 2}, // and warps hold several
 	}
 	if testing.Short() {
-		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, {1027, 5, 48, 6}}
+		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, kasminaPacked[0]}
 	} else {
-		shapes = append(shapes, [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
+		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
 	}
 	for i, s := range shapes {
 		for j, dt := range storageTypes {
@@ -445,7 +474,10 @@ func TestKasmina(t *testing.T) {
 // TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
 func TestKasminaFewSeeds(t *testing.T) {
 	g := newRig(t)
-	shapes := [][3]int{{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25}} // seeds, chunk, from
+	shapes := [][3]int{ // seeds, chunk, from
+		{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25},
+		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0}, // warps that need little: no x, no x and clipped, no relu; nothing
+	}
 	for i, s := range shapes {
 		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: storageTypes[(i+1)%3], stability: KasminaAdaptive,
 			clip: i%2 == 0, telemetry: true, deviation: 1}
@@ -495,12 +527,13 @@ func TestKasminaGrid(t *testing.T) {
 }
 
 // checkColumns has each column of a row, and of each of those that a block has at once, be one thread's, as Lane of kasmina_feed.cuh
-// deals them out, and a chunk's threads be of one warp where they form its norm.
+// deals them out, a chunk's threads be of one warp where they form its norm, and a warp that holds chunks have those of one seed.
 func (g kasminaGrid) checkColumns(t *testing.T, l KasminaLayer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
 	times := make([]int, ceilDiv(d, g.perThread))
 	begun := make([]int, g.down) // the warp that the chunk began in
+	of := 0                      // the seed of the thread before
 	for i := range g.tiles * kasminaThreads {
 		tile, thread := i/kasminaThreads, i%kasminaThreads
 		x, y := thread%g.across, thread/g.across
@@ -508,13 +541,18 @@ func (g kasminaGrid) checkColumns(t *testing.T, l KasminaLayer) {
 		wide := min(g.across, 32)
 		column, idle := at/wide*g.used+at%wide, at%wide >= g.used
 		if g.chunks > 0 {
-			each := 32 / g.sharing
-			chunk := thread/32*each + thread%32/g.sharing
-			y, x = chunk/g.chunks, chunk%g.chunks*g.sharing+thread%32%g.sharing
-			column, idle = tile*g.across+x, thread%32/g.sharing >= each || y >= g.down
+			each, warp, chunk := 32/g.sharing, thread/32, thread%32/g.sharing
+			seed := (warp&4 | (warp+warp/4)&3) & (g.chunks - 1)
+			y, x = warp/g.chunks*each+chunk, seed*g.sharing+thread%32%g.sharing
+			column, idle = tile*g.across+x, chunk >= each
 		}
 		if column *= g.perThread; idle || column >= d {
 			continue
+		}
+		if seed := column / l.Chunk; g.chunks > 0 && thread%32 > 0 && seed != of {
+			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l, g, thread, tile, seed, of)
+		} else {
+			of = seed
 		}
 		if column%l.Chunk == 0 {
 			begun[y] = thread / 32
@@ -603,8 +641,8 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has among the first elements of some lanes, in the last rows, an outlier that makes up the variance; or begins with rows that
-// are not finite, before data that share all but their last digits.
+// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows, an outlier that makes up the
+// variance; or has them begin with rows that are not finite, before data that share all but their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := newRig(t)
 	for _, dt := range storageTypes {
@@ -642,7 +680,7 @@ func TestKasminaPivots(t *testing.T) {
 func TestKasminaExtremes(t *testing.T) {
 	g := newRig(t)
 	for _, dt := range storageTypes {
-		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {701, 10, 24}} { // rows, seeds, chunk
+		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
 			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: KasminaAdaptive, telemetry: true,
 				from: g.rand.IntN(44), deviation: 1}
 			large := map[driver.DType]float64{f32: 1e15, bf16: 1e15, f16: 4e3}[dt]
@@ -675,7 +713,7 @@ func TestKasminaExtremes(t *testing.T) {
 					r.checkFigures(1e-6)
 					r.checkCounts(1)
 					r.checkNonFinite()
-					r.checkInPlace()
+					r.checkInPlace(1)
 				}
 			})
 		}
