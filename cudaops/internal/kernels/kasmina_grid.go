@@ -192,7 +192,7 @@ func (g *kasminaGrid) pack(l KasminaLayer) {
 		return
 	}
 	uneven := g.use.joined() && sharing&(sharing-1) != 0
-	if !uneven && (sharing < 4 || sharing > 16 || 32%sharing > 4) {
+	if !uneven && (l.Chunk*l.Type.Size() < 64 || sharing > 16 || 32%sharing > 4) {
 		return
 	}
 	const warps = kasminaThreads / 32
