@@ -9,8 +9,11 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // normChain is a loss behind norms of rows of d elements, each of the result of the one before, and their weights.
@@ -63,7 +66,8 @@ func TestEnds(t *testing.T) {
 		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
 		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1, opts: []MachineOption{WithAccumulation()}},
 		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 3, rows: 1, d: endsMemory/4/2 - 64, launches: 2, compiled: true},
+		{name: "much memory", norms: 4, rows: 1, d: endsMemory/4/2 - 64, launches: 2, compiled: true},
+		{name: "much memory each", norms: 3, rows: 1, d: endsMemory/4 + 64, launches: 3, compiled: true},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
@@ -100,6 +104,85 @@ func TestEnds(t *testing.T) {
 		})
 		if !c.compiled {
 			t.Run(c.name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
+		}
+	}
+}
+
+// endings counts launches of ends of Kasmina passes, by how many passes have left something.
+type endings struct {
+	kernelSet
+	figures, gradients map[int]int
+}
+
+func (k *endings) MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error {
+	k.figures[len(left)-count(left, kernels.KasminaRecords{})]++
+	return k.kernelSet.MergeKasminaRecords(s, left)
+}
+
+func (k *endings) AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error {
+	k.gradients[len(left)-count(left, kernels.KasminaParts{})]++
+	return k.kernelSet.AddKasminaParts(s, left)
+}
+
+func count[E comparable](all []E, e E) (n int) {
+	for _, a := range all {
+		if a == e {
+			n++
+		}
+	}
+	return n
+}
+
+// TestKasminaEnds wants the ends of all Kasmina passes to be made together, as far as they measure, but by each pass where a monitor
+// times it.
+func TestKasminaEnds(t *testing.T) {
+	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
+	seeds := []int{8, 4, 2}
+	for name, c := range map[string]struct {
+		telemetry []state.Telemetry
+		figures   int // passes that leave some
+		opts      []MachineOption
+	}{
+		"production":     {[]state.Telemetry{production, production, production}, 3, nil},
+		"some":           {[]state.Telemetry{production, off, production}, 2, nil},
+		"off":            {[]state.Telemetry{off, off, off}, 0, nil},
+		"with a monitor": {[]state.Telemetry{production, production, off}, 2, []MachineOption{WithMonitor(2)}},
+	} {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		k, chain := &endings{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
+		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), func(c *machineConfig) error {
+			inner := c.kernels
+			c.kernels = func(ctx driver.Context) (set kernelSet, err error) {
+				k.kernelSet, err = inner(ctx)
+				return k, err
+			}
+			return nil
+		})...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if n := tasksOf(m); n["KasminaFigures"] != 1 || n["KasminaWeightGrad"] != 1 {
+			t.Errorf("%s: %v", name, n)
+		}
+		for range 5 {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		figures, gradients := k.figures[c.figures], k.gradients[len(seeds)]
+		if figures < 2 || gradients < 2 { // a run as it is, and a capture
+			t.Errorf("%s: %d launches for figures of %d passes, %d for gradients of %d", name, figures, c.figures, gradients, len(seeds))
+		}
+		var apart [2]int
+		if c.opts != nil {
+			apart = [2]int{k.figures[0], k.gradients[0]}
+			if apart != [2]int{1, 1} {
+				t.Errorf("%s: launches for nothing: %v", name, apart)
+			}
+		}
+		if n := len(k.figures) + len(k.gradients); n != 2+apart[0]+apart[1] {
+			t.Errorf("%s: launches for other numbers of passes: %v, %v", name, k.figures, k.gradients)
 		}
 	}
 }
