@@ -89,11 +89,7 @@ func TestEnds(t *testing.T) {
 				t.Fatal(err)
 			}
 			for i, w := range weights {
-				v, err := m.Value(w.Deriv())
-				if err != nil {
-					t.Fatal(err)
-				}
-				if d := distance(t, v, want[i].Deriv().Value()); !(d < 1e-4) {
+				if d := distance(t, gathered(t, m, w), want[i].Deriv().Value()); !(d < 1e-4) {
 					t.Errorf("the gradient of weights %d differs by %.2g", i, d)
 				}
 			}
@@ -104,6 +100,44 @@ func TestEnds(t *testing.T) {
 		})
 		if !c.compiled {
 			t.Run(c.name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
+		}
+	}
+}
+
+// gathered is the gradient of a parameter, with WithAccumulation as added up over the runs.
+func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
+	t.Helper()
+	var v gorgonia.Value
+	var err error
+	if sum := m.program.sums[p]; sum != nil {
+		v, err = m.fetch(sum, tensor.Float32)
+	} else {
+		v, err = m.Value(p.Deriv())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// TestKasminaEndsGathered wants the gradients of slots before they are added to those of other runs.
+func TestKasminaEndsGathered(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
+	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(), WithParams(chain.params...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(same.loss.Graph())
+	defer tape.Close()
+	if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range chain.params {
+		if d := distance(t, gathered(t, m, p), same.params[i].Deriv().Value()); !(d < 1e-4) {
+			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
 		}
 	}
 }
