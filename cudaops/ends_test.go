@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -139,6 +140,32 @@ func TestKasminaEndsGathered(t *testing.T) {
 		if d := distance(t, gathered(t, m, p), same.params[i].Deriv().Value()); !(d < 1e-4) {
 			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
 		}
+	}
+}
+
+// TestKasminaEndsTwice wants two backward passes of one layer not to be ended by one launch, which would write figures of both to one
+// place in any order.
+func TestKasminaEndsTwice(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
+	g := gradientsOfLayers(chain.loss.Graph())[0]
+	var layer *gorgonia.Node
+	for _, n := range chain.loss.Graph().AllNodes() {
+		if isOp[*op.KasminaOp](n) {
+			layer = n
+		}
+	}
+	again, err := layer.Op().(gorgonia.SDOp).SymDiff(opbase.Children(layer), layer, gorgonia.Must(gorgonia.Add(g, g)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithParams(chain.params...), WithOutputs(again[1]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if n := tasksOf(m); n["KasminaGrad"] != 2 || n["KasminaWeightGrad"] != 2 {
+		t.Errorf("%v", n)
 	}
 }
 

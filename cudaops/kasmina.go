@@ -145,6 +145,9 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	if err != nil {
 		return hostOr(c, n, in, err)
 	}
+	if l.forward && !o.Replaying { // whose figures this pass replaces
+		c.figureEnds.flush(c)
+	}
 	l.forward = l.forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
 	y, m := c.like(x), c.m
@@ -183,6 +186,9 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	l, err := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
 	if err != nil {
 		return hostOr(c, n, in, err)
+	}
+	if l.backward { // likewise
+		c.gradientEnds.flush(c)
 	}
 	l.backward = true
 	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
