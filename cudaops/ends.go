@@ -12,7 +12,7 @@ import (
 // an end but that of the run, as a rule, so the ends of all passes of a kind are made by one launch: when a task touches one of their
 // results, when they keep too much memory, and at the latest at the end of the program.
 
-// endsMemory is how much the parts may keep, of one kind.
+// endsMemory is how many bytes of parts, of one kind, may be kept while other tasks run.
 const endsMemory = 64 << 20
 
 // ends are those of one kind which no launch has made yet. E is what a pass says that it has left.
@@ -39,11 +39,11 @@ func leave[E any](c *compiler, e *ends[E], left *E, n *gorgonia.Node, results, p
 	for _, p := range parts {
 		bytes += p.extent()
 	}
-	if len(e.left) > 0 && e.bytes+bytes > endsMemory {
-		e.flush(c)
-	}
 	e.left, e.node, e.bytes = append(e.left, left), n, e.bytes+bytes
 	e.results, e.parts = append(e.results, results...), append(append(e.parts, parts...), others...)
+	if e.bytes > endsMemory {
+		e.flush(c)
+	}
 }
 
 // later is where a pass says what it has left, nil in a run whose passes are to make their ends.

@@ -9,8 +9,12 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // normChain is a loss behind norms of rows of d elements, each of the result of the one before, and their weights.
@@ -63,7 +67,8 @@ func TestEnds(t *testing.T) {
 		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
 		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1, opts: []MachineOption{WithAccumulation()}},
 		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 3, rows: 1, d: endsMemory/4/2 - 64, launches: 2, compiled: true},
+		{name: "much memory", norms: 4, rows: 1, d: endsMemory/4/2 - 64, launches: 2, compiled: true},
+		{name: "much memory each", norms: 3, rows: 1, d: endsMemory/4 + 64, launches: 3, compiled: true},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
@@ -85,11 +90,7 @@ func TestEnds(t *testing.T) {
 				t.Fatal(err)
 			}
 			for i, w := range weights {
-				v, err := m.Value(w.Deriv())
-				if err != nil {
-					t.Fatal(err)
-				}
-				if d := distance(t, v, want[i].Deriv().Value()); !(d < 1e-4) {
+				if d := distance(t, gathered(t, m, w), want[i].Deriv().Value()); !(d < 1e-4) {
 					t.Errorf("the gradient of weights %d differs by %.2g", i, d)
 				}
 			}
@@ -100,6 +101,149 @@ func TestEnds(t *testing.T) {
 		})
 		if !c.compiled {
 			t.Run(c.name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
+		}
+	}
+}
+
+// gathered is the gradient of a parameter, with WithAccumulation as added up over the runs.
+func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
+	t.Helper()
+	var v gorgonia.Value
+	var err error
+	if sum := m.program.sums[p]; sum != nil {
+		v, err = m.fetch(sum, tensor.Float32)
+	} else {
+		v, err = m.Value(p.Deriv())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// TestKasminaEndsGathered wants the gradients of slots before they are added to those of other runs.
+func TestKasminaEndsGathered(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
+	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(), WithParams(chain.params...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(same.loss.Graph())
+	defer tape.Close()
+	if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range chain.params {
+		if d := distance(t, gathered(t, m, p), same.params[i].Deriv().Value()); !(d < 1e-4) {
+			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
+		}
+	}
+}
+
+// TestKasminaEndsTwice wants two backward passes of one layer not to be ended by one launch, which would write figures of both to one
+// place in any order.
+func TestKasminaEndsTwice(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
+	g := gradientsOfLayers(chain.loss.Graph())[0]
+	var layer *gorgonia.Node
+	for _, n := range chain.loss.Graph().AllNodes() {
+		if isOp[*op.KasminaOp](n) {
+			layer = n
+		}
+	}
+	again, err := layer.Op().(gorgonia.SDOp).SymDiff(opbase.Children(layer), layer, gorgonia.Must(gorgonia.Add(g, g)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithParams(chain.params...), WithOutputs(again[1]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if n := tasksOf(m); n["KasminaGrad"] != 2 || n["KasminaWeightGrad"] != 2 {
+		t.Errorf("%v", n)
+	}
+}
+
+// endings counts launches of ends of Kasmina passes, by how many passes have left something.
+type endings struct {
+	kernelSet
+	figures, gradients map[int]int
+}
+
+func (k *endings) MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error {
+	k.figures[len(left)-count(left, kernels.KasminaRecords{})]++
+	return k.kernelSet.MergeKasminaRecords(s, left)
+}
+
+func (k *endings) AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error {
+	k.gradients[len(left)-count(left, kernels.KasminaParts{})]++
+	return k.kernelSet.AddKasminaParts(s, left)
+}
+
+func count[E comparable](all []E, e E) (n int) {
+	for _, a := range all {
+		if a == e {
+			n++
+		}
+	}
+	return n
+}
+
+// TestKasminaEnds wants the ends of all Kasmina passes to be made together, as far as they measure, but by each pass where a monitor
+// times it.
+func TestKasminaEnds(t *testing.T) {
+	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
+	seeds := []int{8, 4, 2}
+	for name, c := range map[string]struct {
+		telemetry []state.Telemetry
+		figures   int // passes that leave some
+		opts      []MachineOption
+	}{
+		"production":     {[]state.Telemetry{production, production, production}, 3, nil},
+		"some":           {[]state.Telemetry{production, off, production}, 2, nil},
+		"off":            {[]state.Telemetry{off, off, off}, 0, nil},
+		"with a monitor": {[]state.Telemetry{production, production, off}, 2, []MachineOption{WithMonitor(2)}},
+	} {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		k, chain := &endings{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
+		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), func(c *machineConfig) error {
+			inner := c.kernels
+			c.kernels = func(ctx driver.Context) (set kernelSet, err error) {
+				k.kernelSet, err = inner(ctx)
+				return k, err
+			}
+			return nil
+		})...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if n := tasksOf(m); n["KasminaFigures"] != 1 || n["KasminaWeightGrad"] != 1 {
+			t.Errorf("%s: %v", name, n)
+		}
+		for range 5 {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		figures, gradients := k.figures[c.figures], k.gradients[len(seeds)]
+		if figures < 2 || gradients < 2 { // a run as it is, and a capture
+			t.Errorf("%s: %d launches for figures of %d passes, %d for gradients of %d", name, figures, c.figures, gradients, len(seeds))
+		}
+		var apart [2]int
+		if c.opts != nil {
+			apart = [2]int{k.figures[0], k.gradients[0]}
+			if apart != [2]int{1, 1} {
+				t.Errorf("%s: launches for nothing: %v", name, apart)
+			}
+		}
+		if n := len(k.figures) + len(k.gradients); n != 2+apart[0]+apart[1] {
+			t.Errorf("%s: launches for other numbers of passes: %v, %v", name, k.figures, k.gradients)
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -144,6 +145,9 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	if err != nil {
 		return hostOr(c, n, in, err)
 	}
+	if l.forward && !o.Replaying { // whose figures this pass replaces
+		c.figureEnds.flush(c)
+	}
 	l.forward = l.forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s)
 	y, m := c.like(x), c.m
@@ -183,15 +187,21 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	if err != nil {
 		return hostOr(c, n, in, err)
 	}
+	if l.backward { // likewise
+		c.gradientEnds.flush(c)
+	}
 	l.backward = true
 	x, weights, scales, g := c.act(n, in[0]), c.as(n, in[1], float32s), c.as(n, in[2], float32s), c.act(n, in[4])
 	dx, dw, ds, m := g, c.aux(weights.shape...), c.aux(scales.shape...), c.m
 	var spare *array // for what comes ahead of the pass, which needs g as it is
-	switch inPlace := l.inPlace(c, n, x, g); {
-	case !inPlace:
+	if l.inPlace(c, n, x, g) {
+		of := opbase.Children(n)[4]
+		c.values[of] = folded(of) // for nobody to be given dx in its place
+		if m.config.monitor > 0 {
+			spare = c.like(g)
+		}
+	} else {
 		dx = c.like(x)
-	case m.config.monitor > 0:
-		spare = c.like(g)
 	}
 	workspace, wide := c.bytes(m.k.KasminaBackwardWorkspace(l.shape(), l.clips())), l.wideSpace(c, true)
 	launch := func(b kernels.KasminaBackward, dx, g *array) error {
@@ -231,12 +241,20 @@ func (l *kasminaLayer) inPlace(c *compiler, n *gorgonia.Node, x, g *array) bool 
 		x.at%vectorBytes == 0 && g.at%vectorBytes == 0
 }
 
-// blending is how many seeds did so in the last run.
-func (l *kasminaLayer) blending() (seeds int) {
-	for _, word := range driver.View[uint32](l.last)[:l.seeds()] {
-		seeds += int(word >> 8 & 1)
+// moving is of how many seeds the backward pass of the last run read x at least, and wrote the gradient of x.
+func (l *kasminaLayer) moving(inPlace bool) (reads, writes int) {
+	if l.wide() { // those that mix, which Residual ones stand for below
+		reads = int(driver.View[uint32](l.last[l.latticeState().Bytes():])[0])
 	}
-	return seeds
+	for _, word := range driver.View[uint32](l.last)[:l.seeds()] { // as KasminaState.Encode has them
+		if l.op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
+			reads++ // what is dormant is Residual there
+		}
+		if !inPlace || l.clips() || word>>8&1 != 0 {
+			writes++ // what blends or is clipped
+		}
+	}
+	return reads, writes
 }
 
 // hostOr computes a node on the host if that is what the error says.

@@ -122,6 +122,35 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
+// TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory lasts.
+func TestKasminaReplaced(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	b := grafted(t, 1)
+	keep, replaced := gorgonia.Nodes{b.Loss}, gradientsOfLayers(b.G)
+	for _, n := range b.G.AllNodes() {
+		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 && isOp[*op.KasminaGradOp](opbase.Children(n)[0]) {
+			keep = append(keep, n)
+		}
+	}
+	m := newFuseMachine(t, device, b.G, b.Params, keep, []MachineOption{fakeOption})
+	if n := inPlaceTasks(m); n != len(replaced) || len(keep) != 1+n {
+		t.Fatalf("%d tasks are in place, of %d, and %d values kept", n, len(replaced), len(keep))
+	}
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range keep {
+		if _, err := m.Value(n); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, n := range replaced {
+		if v, err := m.Value(n); err == nil {
+			t.Errorf("%v, which another gradient has replaced, is given as %v", n, v.Shape())
+		}
+	}
+}
+
 // TestKasminaElsewhere has gradients that something else reads too, or that are not in the arena.
 func TestKasminaElsewhere(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})

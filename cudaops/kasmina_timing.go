@@ -56,10 +56,8 @@ func (o *monitor) noteBare(i int) {
 	l := t.layer
 	seeds := 2 * l.seeds() // read and written, in x and y
 	if _, backward := t.node.Op().(*op.KasminaGradOp); backward {
-		seeds = 3 * l.seeds() // in x, the gradient of y, and that of x
-	}
-	if t.inPlace && !l.clips() {
-		seeds -= l.seeds() - l.blending() // which alone are written
+		reads, writes := l.moving(t.inPlace)
+		seeds = reads + l.seeds() + writes // in x, the gradient of y, and that of x
 	}
 	l.op.Lattice.RecordTiming(state.Timing{Kernel: b.latest, Telemetry: o.tasks[i].latest - b.latest,
 		Bytes: int64(seeds * l.rows * l.chunk * l.elem.size())})

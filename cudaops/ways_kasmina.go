@@ -119,7 +119,7 @@ func (k tunedKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) 
 	return k.kernelSet.KasminaForward(s, f)
 }
 
-// KasminaBackward times passes that leave G as it is, in place or not: G would not stay what it is for the next.
+// KasminaBackward times a pass in place with a DX of its own, since the next way needs G as it was.
 func (k tunedKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
 	families := k.KasminaFamilies(b.KasminaLayer, true, b.Telemetry, b.DX, b.G)
 	n := b.Rows * b.State.Seeds * b.Chunk
