@@ -46,7 +46,8 @@ struct Word {
   __device__ bool known() const { return kind() < kKinds; }
   __device__ bool blends() const { return bits >> 8 & 1 && known(); }
   __device__ bool active() const { return bits >> 8 & 3 && known(); }
-  __device__ bool ignores() const { return kind() == kResidual; }  // whether gradients do without x: of this kind, or no part in anything
+  // ignores is whether the gradients do without x: of a Residual seed, and of one that neither blends nor learns, whose word is 0.
+  __device__ bool ignores() const { return kind() == kResidual; }
   __device__ int slot() const { return bits >> 16; }
 };
 
@@ -318,7 +319,9 @@ __device__ __forceinline__ Need greater(Need a, Need b) { return a < b ? b : a; 
 
 // mostOf is the greatest need among a warp's peers.
 __device__ __forceinline__ Need mostOf(Need n, unsigned peers) {
-  return __any_sync(peers, n == kTaps) ? kTaps : __any_sync(peers, n == kRelu) ? kRelu : __any_sync(peers, n == kLinear) ? kLinear : kNothing;
+  if (__any_sync(peers, n == kTaps)) return kTaps;
+  if (__any_sync(peers, n == kRelu)) return kRelu;
+  return __any_sync(peers, n == kLinear) ? kLinear : kNothing;
 }
 
 // Mode is a variant of a kernel: with figures, without, or with the strict mode's clamp and figures where they are wanted.

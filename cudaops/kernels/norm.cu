@@ -472,6 +472,11 @@ template <class T, int P, int W, bool kFloat8, class... Args> __device__ __force
   DEFINE(T, rmsnorm_backward_own4, 4, 1, kOwn<4>* kWarp)                                                      \
   DEFINE(T, rmsnorm_backward_pair3, 3, 2, kOwn<3>* kWarp)                                                     \
   DEFINE(T, rmsnorm_backward_pair4, 4, 2, kOwn<4>* kWarp)
+#if __CUDA_ARCH__ == 890  // whose multiprocessors have 1536 threads
+constexpr int kSumBlocks = 1;
+#else
+constexpr int kSumBlocks = 2;
+#endif
 #define DEFINE(T)                                                                                             \
   DEFINE_ALL(T, DEFINE_PASS)                                                                                  \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
@@ -483,7 +488,7 @@ template <class T, int P, int W, bool kFloat8, class... Args> __device__ __force
       rmsnorm_weight_any_##T(float* partial, const T* g, const T* x, const float* rstd, int64_t rows, int d) { \
     weightAny(partial, g, x, rstd, rows, d);                                                                  \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(1024, 2)                                                       \
+  extern "C" __global__ void __launch_bounds__(1024, kSumBlocks)                                              \
       rmsnorm_weight_sum_##T(const __grid_constant__ AllParts all) {                                          \
     weightSum<T>(all.of[blockIdx.y]);                                                                         \
   }
