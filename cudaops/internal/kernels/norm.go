@@ -242,7 +242,7 @@ const normBlocks = 4
 // normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
 // rows of their own, since these are kept for long.
 func (k *Kernels) normParts(d int, t driver.DType) int {
-	if ceilDiv(d, 32*vector(t)) <= 2*len(ownWarps) {
+	if n := vector(t); d%n == 0 && ceilDiv(d, 32*n) <= 2*len(ownWarps) {
 		return k.sms
 	}
 	return normBlocks * k.sms
