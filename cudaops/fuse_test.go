@@ -308,6 +308,16 @@ func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float6
 	}
 }
 
+// withGradients returns y and the gradients of the sum of y ⊙ with.
+func withGradients(t *testing.T, y, with *gorgonia.Node, in gorgonia.Nodes) gorgonia.Nodes {
+	t.Helper()
+	grads, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, with)))), in...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(gorgonia.Nodes{y}, grads...)
+}
+
 func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes, opts []MachineOption) *Machine {
 	t.Helper()
 	m, err := NewMachine(device, g, append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()}, opts...)...)

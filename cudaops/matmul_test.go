@@ -47,12 +47,7 @@ func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGra
 	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d), matrix("u", f, d), matrix("w", d, f)}
 	h := gorgonia.Must(op.Linear(in[0], in[1]))
 	y := gorgonia.Must(gorgonia.Add(h, gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
-	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, matrix("with", rows, d)))))
-	grads, err := gorgonia.Grad(cost, in...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return g, in[1:], append(gorgonia.Nodes{y}, grads...)
+	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
 // TestProductWays wants the same values of products, of which some have another matrix added, in whatever way.

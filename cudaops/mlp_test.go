@@ -24,12 +24,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 	if err != nil {
 		t.Fatal(err)
 	}
-	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, matrix("with", rows, d)))))
-	grads, err := gorgonia.Grad(cost, in...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return g, in[1:], append(gorgonia.Nodes{y}, grads...)
+	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
 // TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes both or not.

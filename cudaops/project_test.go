@@ -39,12 +39,7 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	q := must(op.RoPE(queries, op.RoPEConfig{Seq: p.Seq, Heads: p.Heads, HeadDim: p.HeadDim}))
 	k := must(op.RoPE(must(op.Linear(in[0], in[2])), op.RoPEConfig{Seq: p.Seq, Heads: p.KVHeads, HeadDim: p.HeadDim}))
 	y := must(op.Attention(q, k, must(op.Linear(in[0], in[3])), p.AttentionConfig))
-	cost := must(gorgonia.Sum(must(gorgonia.HadamardProd(y, matrix("with", rows, wide)))))
-	grads, err := gorgonia.Grad(cost, in...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	keep := append(gorgonia.Nodes{y}, grads...)
+	keep := withGradients(t, y, matrix("with", rows, wide), in)
 	if keepQueries {
 		keep = append(keep, queries)
 	}
