@@ -198,10 +198,21 @@ func (c *context) enqueue(n int, s Stream, work Stats, p *proc, args ...uintptr)
 	return nil
 }
 
+const nonBlocking = 1 // a stream is independent of the default stream, which other libraries in the process may use
+
 func (c *context) NewStream() (Stream, error) {
-	const nonBlocking = 1 // independent of the default stream, which other libraries in the process may use
 	var s Stream
 	err := c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking)
+	return s, err
+}
+
+func (c *context) NewStreamAhead() (Stream, error) {
+	var least, greatest int32
+	if err := c.call(&c.StreamPriorities, uintptr(unsafe.Pointer(&least)), uintptr(unsafe.Pointer(&greatest))); err != nil {
+		return 0, err
+	}
+	var s Stream
+	err := c.call(&c.StreamCreateAhead, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(greatest))
 	return s, err
 }
 
@@ -243,6 +254,11 @@ func (c *context) Wait(s Stream, e Event) error {
 		c.ledger.Waited(s, e)
 	}
 	return err
+}
+
+func (c *context) Await(s Stream, e Event) error {
+	const external = 1
+	return c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), external)
 }
 
 func (c *context) Elapsed(start, end Event) (time.Duration, error) {

@@ -77,7 +77,7 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	if pass != attentionForward {
 		c.addAngles(a)
 	}
-	l := line(k.sms, 128*(h.workers+1))
+	l := line(k.free(), 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
@@ -92,14 +92,18 @@ func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out ha
 	if !c.Causal || out == onDemand && heads*tiles > k.sms*worksToEven {
 		return limit
 	}
-	key := sectionKey{heads, tiles, limit, out}
+	sms := k.sms
+	if out == inTurns { // of launchHopper's blocks
+		sms = k.free()
+	}
+	key := sectionKey{heads, tiles, limit, sms, out}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	best, ok := k.sections[key]
 	if !ok {
 		least := math.MaxInt
 		for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-			if longest := out.longest(heads, tiles, n, k.sms); longest < least {
+			if longest := out.longest(heads, tiles, n, sms); longest < least {
 				best, least = n, longest
 			}
 		}
@@ -112,7 +116,7 @@ func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out ha
 const worksToEven = 256
 
 type sectionKey struct {
-	heads, tiles, limit int
+	heads, tiles, limit, sms int
 	handOut
 }
 

@@ -28,7 +28,7 @@ type Context struct {
 	events  map[driver.Event]*event
 	modules map[driver.Module]bool
 	shared  map[uintptr]int // of a function: the most dynamic shared memory it may use
-	graphs  map[uintptr][]op
+	graphs  map[uintptr]*capture
 	plans   int
 	trace   []Op
 }
@@ -36,7 +36,7 @@ type Context struct {
 func newContext(d *Driver, info driver.DeviceInfo, handle uintptr) *Context {
 	c := &Context{driver: d, info: info, handle: handle, streams: map[driver.Stream]*stream{},
 		events: map[driver.Event]*event{}, modules: map[driver.Module]bool{}, shared: map[uintptr]int{},
-		graphs: map[uintptr][]op{}}
+		graphs: map[uintptr]*capture{}}
 	c.streams[0] = &stream{c: c}
 	return c
 }
