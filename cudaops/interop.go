@@ -48,7 +48,19 @@ func WithStream(handle uintptr) MachineOption {
 
 // Stream is the CUstream that the machine's work is on. Another library that uses the machine's memory must order its work
 // by it: on the stream itself, with an event, or by waiting. It is valid until Close, if the machine made it.
-func (m *Machine) Stream() uintptr { return uintptr(m.stream) }
+func (m *Machine) Stream() uintptr {
+	m.expose()
+	return uintptr(m.stream)
+}
+
+// expose keeps all that the machine does on its stream from now on, since others go by that. It says of no error, which is one of the
+// device and comes back from whatever follows.
+func (m *Machine) expose() {
+	if !m.exposed && !m.closed {
+		m.exposed = true
+		_ = m.join()
+	}
+}
 
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
 // [Precision] has it, integers as int64, in row-major order. The node must be one that [Machine.Value] takes. The memory
@@ -59,6 +71,7 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 	if err != nil {
 		return 0, 0, fmt.Errorf("cudaops.Machine.Address: %w", err)
 	}
+	m.expose()
 	return uintptr(a.ptr()), a.extent(), nil
 }
 

@@ -55,6 +55,8 @@ type Machine struct {
 	monitor   *monitor  // nil without WithMonitor
 	profiler  *profiler // nil but during a profile
 	capturing bool
+	exposed   bool // others may go by the machine's stream
+	left      int  // multiprocessors that kernels leave to an update
 	apart     bool // the passes of Kasmina layers make their ends, for the time of a pass to hold all that the layer takes
 	closed    bool
 
@@ -95,7 +97,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d.ctx == nil {
 		return nil, errNotOpened
 	}
-	config := machineConfig{kernels: realKernels}
+	config := machineConfig{kernels: realKernels, late: usualLate}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("an option is nil")
@@ -203,17 +205,17 @@ func (m *Machine) hasRoom() (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	need := m.program.arena + m.program.resident()
 	for _, in := range m.program.inputs {
-		if g := m.gradient(in); g != nil {
+		if g := m.gradientOf(m.program, in); g != nil {
 			need += 2 * 4 * g.len() // AdamW's moments, of which Muon has one, and directions
 		}
 	}
 	return float64(need)+roomLeft*float64(total) <= float64(free), err
 }
 
-// gradient returns the gradient of an input that is a parameter, nil if there is none.
-func (m *Machine) gradient(in *input) *array {
+// gradientOf returns the gradient that a program has of an input that is a parameter, nil if there is none.
+func (m *Machine) gradientOf(p *program, in *input) *array {
 	if d := in.node.Deriv(); d != nil && slices.Contains(m.config.params, in.node) {
-		return m.program.values[d]
+		return p.values[d]
 	}
 	return nil
 }
@@ -409,6 +411,11 @@ func (m *Machine) compute() error {
 		m.now = new(recording)
 		m.recorded[string(mode)] = m.now
 	}
+	if !m.now.loaded || m.profiler.busy() {
+		if err := m.join(); err != nil {
+			return err
+		}
+	}
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
 	run, capture := m.replay, !m.onHost()
 	switch {
@@ -435,7 +442,7 @@ func (m *Machine) onHost() bool {
 // replay enqueues the program, which has been loaded.
 func (m *Machine) replay() error {
 	if m.onHost() {
-		return m.enqueue()
+		return joined(m.join(), m.enqueue())
 	}
 	if m.now.graph == nil {
 		var err error
@@ -443,12 +450,23 @@ func (m *Machine) replay() error {
 			return err
 		}
 	}
-	return m.device.ctx.LaunchGraph(m.now.graph, m.stream)
+	err := m.device.ctx.LaunchGraph(m.now.graph, m.stream)
+	if x := m.optimizer; err == nil && x != nil && x.late != nil {
+		x.late.running = false // for what comes behind the graph, which has waited
+	}
+	return err
 }
 
 func (m *Machine) enqueue() error {
 	m.tuner.used = m.tuner.used[:0]
-	for _, t := range m.program.tasks {
+	defer m.leave(len(m.program.tasks))
+	for i, t := range m.program.tasks {
+		m.leave(i)
+		if m.capturing {
+			if err := m.awaitLate(i); err != nil {
+				return err
+			}
+		}
 		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
 		}
@@ -583,7 +601,7 @@ func (m *Machine) fetch(a *array, dt tensor.Dtype) (gorgonia.Value, error) {
 	} else {
 		raw = make([]byte, n)
 	}
-	if err := m.device.ctx.CopyToHost(raw, a.ptr(), m.stream); err != nil {
+	if err := joined(m.join(), m.device.ctx.CopyToHost(raw, a.ptr(), m.stream)); err != nil {
 		return nil, err
 	}
 	if err := m.device.ctx.SyncStream(m.stream); err != nil {

@@ -170,6 +170,10 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 	return p.m.k.Product(s, product)
 }
 
+// ownGain is what cuBLASLt must save of a product in a forward pass to take the place of a kernel of this module: that leaves
+// multiprocessors to an update (late.go), which saves more.
+const ownGain = 0.04
+
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
@@ -178,6 +182,9 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
+		if spec.TransB { // as in a forward pass
+			j.favoured, j.gain = len(p.ways), ownGain
+		}
 	}
 	types := []driver.DType{spec.A, spec.B, spec.D}
 	for i, bytes := range operandBytes(spec) {
@@ -297,17 +304,18 @@ func (p product) spec() driver.MatmulSpec {
 
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
-	run, err := c.m.blas.product(p)
+	run, own, err := c.m.blas.product(p)
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
 		c.computes(p.flops())
-		c.tasks[len(c.tasks)-1].float8 = p.scaleA != nil
+		t := &c.tasks[len(c.tasks)-1]
+		t.float8, t.crowds = p.scaleA != nil, !own
 	}
 	return err
 }
 
-// product plans a product and returns what enqueues it.
-func (b *matmuls) product(p product) (func() error, error) {
+// product plans a product and returns what enqueues it, and whether that is a kernel of this module.
+func (b *matmuls) product(p product) (run func() error, own bool, err error) {
 	if p.alpha == 0 {
 		p.alpha = 1
 	}
@@ -316,7 +324,7 @@ func (b *matmuls) product(p product) (func() error, error) {
 	}
 	plan, err := b.plan(p.spec(), addendOf(p.alpha, p.beta))
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	return func() error {
 		b.m.tuner.use(plan.choice)
@@ -326,5 +334,5 @@ func (b *matmuls) product(p product) (func() error, error) {
 			a.ScaleA, a.ScaleB = p.scaleA.ptr(), p.scaleB.ptr()
 		}
 		return plan.run(a, b.m.stream)
-	}, nil
+	}, plan.way >= len(plan.ways), nil
 }

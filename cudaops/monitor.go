@@ -143,6 +143,9 @@ func (o *monitor) compute() error {
 // sample enqueues a run with marks.
 func (o *monitor) sample() error {
 	ctx, s := o.m.device.ctx, o.m.stream
+	if err := o.m.join(); err != nil {
+		return err
+	}
 	for i, t := range o.m.program.tasks {
 		o.tasks[i].bare.on = t.layer != nil && t.layer.mode.telemetry
 	}
@@ -169,7 +172,9 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 	if err := mark(o.marks[0], s); err != nil {
 		return err
 	}
+	defer o.m.leave(len(o.m.program.tasks))
 	for i, task := range o.m.program.tasks {
+		o.m.leave(i)
 		if err := o.runBare(i, mark); err != nil {
 			return err
 		}
@@ -272,6 +277,11 @@ func (o *monitor) note(i int) {
 		o.m.warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned", describe(o.m.program.tasks[i].node), d,
 			strings.Join(t.ways, ", "), t.tuned))
 	}
+}
+
+// timing reports whether the run before an update has been timed, or the one behind it is to be.
+func (o *monitor) timing() bool {
+	return o != nil && (o.state == monitorSample || o.runs >= o.every-2)
 }
 
 // updating enqueues an update, and times it after a run that is timed.

@@ -43,11 +43,18 @@ type optimizer struct {
 	loss     []byte       // pinned, of a step
 	ran      driver.Event // the run before the update is done
 
-	recorded map[driver.Ptr]*recording // updates, by the loss that they look at; 0 for none
+	recorded map[updateKey]*recording
+	late     *lateUpdate // nil where updates are over when the next run begins
 
 	newtonSchulz []func() error
 	muonSquares  *array         // which all iterations work in
 	renew        []func() error // copies of parameters that the update does not write
+}
+
+// updateKey tells updates apart.
+type updateKey struct {
+	loss driver.Ptr // that it looks at; 0 for none
+	late bool       // it leaves something for later
 }
 
 // paramState is a parameter and what the optimiser remembers of it, on the device.
@@ -87,7 +94,12 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			return err
 		}
 	}
-	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[driver.Ptr]*recording{}}
+	if m.program.late != nil { // of which what was captured knows nothing, or something else
+		if err := m.forget(); err != nil {
+			return err
+		}
+	}
+	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[updateKey]*recording{}}
 	m.optimizer = x
 	defer func() {
 		if err != nil {
@@ -107,11 +119,17 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if len(x.states) == 0 {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
 	}
+	late := x.lateOrder(m.program.late)
 	if err := m.loadState(x); err != nil {
 		return err
 	}
 	if err := m.buildTables(x); err != nil {
 		return err
+	}
+	if late {
+		if err := x.newLate(m); err != nil {
+			return err
+		}
 	}
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
@@ -409,7 +427,10 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	defer m.profiler.finish()
 	defer m.profiler.call("Update")()
-	ctx := m.device.ctx
+	ctx, late := m.device.ctx, m.leavesLate()
+	if err := m.join(); err != nil {
+		return err
+	}
 	if loss != nil {
 		if err := ctx.Record(x.ran, m.stream); err != nil {
 			return err
@@ -423,7 +444,7 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 			return err
 		}
 	}
-	if err := m.enqueueUpdate(x, loss); err != nil {
+	if err := m.enqueueUpdate(x, loss, late); err != nil {
 		return err
 	}
 	m.gathered, x.looked = false, true // also where launchUpdate was captured before
@@ -435,21 +456,26 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 			return err
 		}
 	}
-	return ctx.Record(x.done, m.stream)
+	if err := ctx.Record(x.done, m.stream); err != nil || !late {
+		return err
+	}
+	return m.sendLate(x)
 }
 
-// enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
-func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
+// enqueueUpdate launches the update, but for what it leaves for later: as it is the first time, which loads the kernels, and then as a
+// graph.
+func (m *Machine) enqueueUpdate(x *optimizer, loss *array, late bool) error {
 	var at driver.Ptr
 	if loss != nil {
 		at = loss.ptr()
 	}
-	r := x.recorded[at]
+	key := updateKey{at, late}
+	r := x.recorded[key]
 	if r == nil {
 		r = new(recording)
-		x.recorded[at] = r
+		x.recorded[key] = r
 	}
-	launch := func() error { return m.launchUpdate(x, at) }
+	launch := func() error { return m.launchUpdate(x, key) }
 	run := func() error {
 		if !r.loaded {
 			err := launch()
@@ -472,13 +498,13 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
 
 // launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
 // leaves their sum as it is, or NaN, at which the update is not made.
-func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
+func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
 	at, err := m.launchSquares(x)
 	if err != nil {
 		return err
 	}
-	if loss != 0 {
-		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, driver.Float32); err != nil {
+	if key.loss != 0 {
+		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), key.loss, 0, 1, driver.Float32); err != nil {
 			return err
 		}
 		at++
@@ -491,7 +517,11 @@ func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 		return err
 	}
 	if x.adamw != nil {
-		if err := m.k.AdamW(m.stream, x.control, x.adamw); err != nil {
+		chunks := x.adamw.Chunks
+		if key.late {
+			chunks = x.late.chunks[0]
+		}
+		if err := m.k.AdamW(m.stream, x.control, x.adamw, chunks); err != nil {
 			return err
 		}
 	}
@@ -558,6 +588,9 @@ func (m *Machine) forgetMoments(param *gorgonia.Node, from, to int) error {
 	if i < 0 {
 		return fmt.Errorf("the optimiser has no parameter %s", describe(param))
 	}
+	if err := m.join(); err != nil {
+		return err
+	}
 	for _, a := range m.optimizer.states[i].moments {
 		if from < 0 || to < from || to > a.len() {
 			return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, describe(param), a.len())
@@ -610,7 +643,7 @@ func (x *optimizer) nesterov() bool {
 
 func (x *optimizer) close(m *Machine) error {
 	ctx := m.device.ctx
-	var errs []error
+	errs := []error{x.late.close(m)}
 	for _, p := range x.owned {
 		errs = append(errs, m.free(p))
 	}

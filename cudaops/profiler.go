@@ -231,7 +231,9 @@ func (p *profiler) doing(t markedTask) {
 // run enqueues the machine's tasks.
 func (p *profiler) run() error {
 	tuner := p.m.tuner
-	for _, t := range p.m.program.tasks {
+	defer p.m.leave(len(p.m.program.tasks))
+	for i, t := range p.m.program.tasks {
+		p.m.leave(i)
 		p.doing(markedTask{op: opName(t), layer: t.place, bytes: t.bytes, flops: t.flops, float8: t.float8})
 		tuner.used = tuner.used[:0]
 		if err := t.run(); err != nil {

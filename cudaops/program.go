@@ -99,6 +99,7 @@ type task struct {
 	bytes  float64 // of the arrays that it reads or writes
 	flops  float64 // of matrix products
 	float8 bool    // of which these are
+	crowds bool    // its blocks stay on all multiprocessors, see Leave of the kernels
 
 	layer   *kasminaLayer // whose pass it is, unless it is a replay
 	inPlace bool          // what it writes replaces what it reads
@@ -116,6 +117,7 @@ type program struct {
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
 	spent  bool                      // some memory saves time, and could be done without
+	late   *latePlan                 // nil for updates that are over before the next run
 
 	weights []*quantizedWeight
 
@@ -167,6 +169,7 @@ type compiler struct {
 	*program
 	m     *Machine
 	roomy bool                // memory may be spent to save time
+	used  map[*block]int      // the first task that needs a resident block
 	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
 	kept  map[*gorgonia.Node]bool
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
@@ -190,7 +193,7 @@ type compiler struct {
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory. If roomy, the program takes more
 // memory than it needs where that saves time, and says so (spent).
 func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
-	c := &compiler{m: m, roomy: roomy, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
+	c := &compiler{m: m, roomy: roomy, used: map[*block]int{}, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},
@@ -223,6 +226,7 @@ func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}
+	c.planLate()
 	c.plan()
 	return c.program, nil
 }
@@ -329,7 +333,13 @@ func (c *compiler) touch(a *array, step int) {
 	for _, p := range a.parts {
 		c.touch(p, step)
 	}
-	if a.block == nil || a.resident {
+	if a.block == nil {
+		return
+	}
+	if a.resident {
+		if _, known := c.used[a.block]; !known {
+			c.used[a.block] = step
+		}
 		return
 	}
 	if a.First < 0 {

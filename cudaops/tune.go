@@ -262,6 +262,7 @@ type job struct {
 	arguments []argument
 	warm      bool    // what it reads is in the cache when it runs, as what is small is
 	computes  bool    // memory does not bound it
+	favoured  int     // the way that another must be faster than by a gain, if the rules allow it
 	gain      float64 // in place of tuneGain, unless 0
 	run       func(way int, memory []driver.Ptr) error
 }

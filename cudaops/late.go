@@ -1,0 +1,276 @@
+package cudaops
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+)
+
+// The update beside the next forward pass. Later layers need their new weights only when the next run gets to them. Until then a few
+// multiprocessors are enough to update them, on a stream of their own, and the run waits for each piece of that where it first
+// needs it. In a forward pass these multiprocessors are to be had for nothing: products of Hopper work on 256 × 256 elements with
+// two, and at the sizes of models 64 pairs take as many turns as 66.
+//
+// To all but the runs that are captured, the update is over when it has been sent: what reads or writes parameters, moments and
+// gradients waits for it (join). Gradients keep their memory until then, so that no value of the next run may take it, which is
+// planned where the device has memory to spare.
+
+// lateSMs is the multiprocessors that a forward pass leaves to the update.
+const lateSMs = 4
+
+// What an update beside a forward pass moves in a second, and what the tasks of the pass do meanwhile (H200): it is to be done in
+// time. An update that is not makes the pass wait.
+const (
+	lateBandwidth = lateSMs * 60e9
+	lateFLOPS     = 680e12
+	lateBytes     = 3.8e12
+)
+
+var usualLate = lateSizes{least: 64 << 20, group: 16 << 20}
+
+// lateSizes is the bytes of parameters from which on it is worth it, and those that the pass waits for together.
+type lateSizes struct{ least, group int }
+
+// latePlan is what an update leaves for later.
+type latePlan struct {
+	groups []lateParams // as they are needed
+	end    int          // the task that needs the last of them
+}
+
+// lateParams is parameters that are updated together, before a task needs them.
+type lateParams struct {
+	task   int
+	params []*input
+}
+
+// planLate chooses the parameters that may be updated beside the next run, from those on that it needs last, as many as there is time
+// for, and keeps the memory of their gradients.
+func (c *compiler) planLate() {
+	if !c.roomy || !c.m.mayPlanLate() {
+		return
+	}
+	needed := map[*input]int{}
+	var all []*input
+	for _, in := range c.inputs {
+		if g := c.gradient(in); g != nil && !g.resident && in.written() {
+			if task, ok := c.firstUse(in); ok {
+				needed[in], all = task, append(all, in)
+			}
+		}
+	}
+	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(needed[b], needed[a]) })
+	starts, crowded := c.starts()
+	group, bytes, total := lateParams{}, 0, 0
+	deadline := starts[len(starts)-1]
+	var groups []lateParams
+	for _, in := range all {
+		if needed[in] > crowded {
+			continue
+		}
+		group.task, group.params, bytes = needed[in], append(group.params, in), bytes+in.array.extent()
+		if bytes < c.m.config.late.group {
+			continue
+		}
+		if deadline = min(deadline, starts[group.task]) - lateMoved*float64(bytes)/lateBandwidth; deadline < 0 {
+			break
+		}
+		groups, total = append(groups, group), total+bytes
+		group, bytes = lateParams{}, 0
+	}
+	if len(groups) == 0 || total < c.m.config.late.least {
+		return
+	}
+	slices.Reverse(groups)
+	c.late, c.spent = &latePlan{groups: groups, end: groups[len(groups)-1].task}, true
+	for _, g := range groups {
+		for _, in := range g.params {
+			c.gradient(in).First = 0
+		}
+	}
+}
+
+// lateMoved is how many times its bytes an update of a parameter moves: it reads gradient, parameter and moments, and writes the last
+// three and a copy of 16 bits.
+const lateMoved = 30. / 4
+
+// mayPlanLate reports whether updates of the machine may go on beside its next run. There must be multiprocessors to spare, and nothing
+// else behind an update.
+func (m *Machine) mayPlanLate() bool {
+	c := &m.config
+	return m.device.info.Capability() == 90 && !c.gather && !c.float8 && c.lone == nil && c.share == nil && c.stream == 0
+}
+
+// written reports whether an update writes the only copy of a parameter along with it.
+func (in *input) written() bool {
+	return in.constant && (len(in.copies) == 0 || len(in.copies) == 1 && in.copies[0].at%vectorBytes == 0)
+}
+
+// gradient returns the gradient of an input that is a parameter, nil if there is none.
+func (c *compiler) gradient(in *input) *array { return c.m.gradientOf(c.program, in) }
+
+// firstUse is the first task that reads a parameter or its copy.
+func (c *compiler) firstUse(in *input) (task int, ok bool) {
+	task, ok = c.used[in.array.block]
+	for _, s := range in.copies {
+		if i, used := c.used[s.block]; used && (!ok || i < task) {
+			task, ok = i, true
+		}
+	}
+	return task, ok
+}
+
+// starts is when the tasks may be expected to start, in seconds from the beginning of a run, and behind them when the last one ends; and the
+// first one that would take all multiprocessors whatever it is told, or that the host computes.
+func (c *compiler) starts() (at []float64, crowded int) {
+	at, crowded = []float64{0}, len(c.tasks)
+	for i, t := range c.tasks {
+		took := t.bytes / lateBytes
+		if t.flops > 0 {
+			took = t.flops / lateFLOPS
+		}
+		at = append(at, at[i]+took)
+		if (t.crowds || t.host) && crowded > i {
+			crowded = i
+		}
+	}
+	return at, crowded
+}
+
+// lateUpdate is what an optimiser does of that.
+type lateUpdate struct {
+	*latePlan
+	stream  driver.Stream
+	ready   driver.Event   // the update has come to it
+	done    []driver.Event // of each group
+	chunks  []int          // where each group begins in the table, and where the last one ends
+	running bool           // nobody on the machine's stream has waited for the last one
+}
+
+// lateOrder sorts parameters as they are updated, the groups of the plan last, and reports whether there is anything for later.
+func (x *optimizer) lateOrder(plan *latePlan) bool {
+	if plan == nil || slices.ContainsFunc(x.states, func(p *paramState) bool { return p.rule.Muon }) {
+		return false
+	}
+	group := map[*input]int{}
+	for i, g := range plan.groups {
+		for _, in := range g.params {
+			group[in] = i + 1
+		}
+	}
+	slices.SortStableFunc(x.states, func(a, b *paramState) int { return cmp.Compare(group[a.input], group[b.input]) })
+	return true
+}
+
+// newLate makes what the update needs to leave the plan's groups, the last ones of the table, for later.
+func (x *optimizer) newLate(m *Machine) (err error) {
+	ctx := m.device.ctx
+	x.late = &lateUpdate{latePlan: m.program.late}
+	at := len(x.states)
+	for _, g := range x.late.groups {
+		at -= len(g.params)
+	}
+	for _, g := range x.late.groups {
+		from, _ := x.adamw.ChunksOf(at)
+		x.late.chunks = append(x.late.chunks, from)
+		at += len(g.params)
+	}
+	x.late.chunks = append(x.late.chunks, x.adamw.Chunks)
+	if x.late.stream, err = ctx.NewStreamAhead(); err != nil {
+		return err
+	}
+	if x.late.ready, err = ctx.NewEvent(false); err != nil {
+		return err
+	}
+	for range x.late.groups {
+		e, err := ctx.NewEvent(false)
+		if err != nil {
+			return err
+		}
+		x.late.done = append(x.late.done, e)
+	}
+	return nil
+}
+
+func (l *lateUpdate) close(m *Machine) error {
+	if l == nil || l.stream == 0 {
+		return nil
+	}
+	ctx := m.device.ctx
+	errs := []error{ctx.SyncStream(l.stream), ctx.DestroyStream(l.stream)}
+	for _, e := range append(l.done, l.ready) {
+		if e != 0 {
+			errs = append(errs, ctx.DestroyEvent(e))
+		}
+	}
+	return joined(errs...)
+}
+
+// last is the event behind all groups.
+func (l *lateUpdate) last() driver.Event { return l.done[len(l.done)-1] }
+
+// leavesLate reports whether the next update leaves groups for later: not where others go by the machine's stream, nor where
+// the update, or the run behind it, is being timed.
+func (m *Machine) leavesLate() bool {
+	return m.optimizer.late != nil && !m.exposed && !m.bound && !m.profiler.busy() && !m.monitor.timing()
+}
+
+// sendLate enqueues the update of the groups behind what is on the machine's stream.
+func (m *Machine) sendLate(x *optimizer) error {
+	ctx, l := m.device.ctx, x.late
+	if err := joined(ctx.Record(l.ready, m.stream), ctx.Wait(l.stream, l.ready)); err != nil {
+		return err
+	}
+	for i, done := range l.done {
+		if err := joined(m.k.AdamWLate(l.stream, x.control, x.adamw, l.chunks[i], l.chunks[i+1]), ctx.Record(done, l.stream)); err != nil {
+			return joined(err, ctx.SyncStream(l.stream))
+		}
+	}
+	l.running = true
+	return nil
+}
+
+// join has the machine's stream wait for what the last update has left for later, also that of a machine with whose parameters this one
+// works.
+func (m *Machine) join() error {
+	for _, of := range []*Machine{m, m.config.share} {
+		if of == nil || of.optimizer == nil || of.optimizer.late == nil || !of.optimizer.late.running {
+			continue
+		}
+		l := of.optimizer.late
+		if err := m.device.ctx.Wait(m.stream, l.last()); err != nil {
+			return err
+		}
+		l.running = of != m // whose stream has not waited
+	}
+	return nil
+}
+
+// awaitLate has a graph that is captured wait for what its task i needs.
+func (m *Machine) awaitLate(i int) error {
+	if m.optimizer == nil || m.optimizer.late == nil {
+		return nil
+	}
+	l := m.optimizer.late
+	for k, g := range l.groups {
+		if g.task == i {
+			if err := m.device.ctx.Await(m.stream, l.done[k]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// leave has the kernels of task i leave multiprocessors to the update. It is the same in all runs, captured or not, so that
+// all compute the same bits.
+func (m *Machine) leave(i int) {
+	n := 0
+	if m.optimizer != nil && m.optimizer.late != nil && i < m.optimizer.late.end {
+		n = lateSMs
+	}
+	if n != m.left {
+		m.k.Leave(n)
+		m.left = n
+	}
+}
