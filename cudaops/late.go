@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 // The update beside the next forward pass. Later layers need their new weights only when the next run gets to them. Until then a few
@@ -16,21 +17,22 @@ import (
 // gradients waits for it (join). Gradients keep their memory until then, so that no value of the next run may take it, which is
 // planned where the device has memory to spare.
 
-// lateSMs is the multiprocessors that a forward pass leaves to the update.
-const lateSMs = 4
-
 // What an update beside a forward pass moves in a second, and what the tasks of the pass do meanwhile (H200): it is to be done in
 // time. An update that is not makes the pass wait.
 const (
-	lateBandwidth = lateSMs * 60e9
+	lateBandwidth = kernels.LateMultiprocessors * 60e9
 	lateFLOPS     = 680e12
 	lateBytes     = 3.8e12
 )
 
-var usualLate = lateSizes{least: 64 << 20, group: 16 << 20}
+// lateRule says when an update is worth it: from so many bytes of parameters on, of which the pass waits for so many together, while
+// so many bytes are moved in a second.
+type lateRule struct {
+	least, group int
+	bandwidth    float64
+}
 
-// lateSizes is the bytes of parameters from which on it is worth it, and those that the pass waits for together.
-type lateSizes struct{ least, group int }
+var usualLate = lateRule{least: 64 << 20, group: 16 << 20, bandwidth: lateBandwidth}
 
 // latePlan is what an update leaves for later.
 type latePlan struct {
@@ -72,7 +74,7 @@ func (c *compiler) planLate() {
 		if bytes < c.m.config.late.group {
 			continue
 		}
-		if deadline = min(deadline, starts[group.task]) - lateMoved*float64(bytes)/lateBandwidth; deadline < 0 {
+		if deadline = min(deadline, starts[group.task]) - lateMoved*float64(bytes)/c.m.config.late.bandwidth; deadline < 0 {
 			break
 		}
 		groups, total = append(groups, group), total+bytes
@@ -267,7 +269,7 @@ func (m *Machine) awaitLate(i int) error {
 func (m *Machine) leave(i int) {
 	n := 0
 	if m.optimizer != nil && m.optimizer.late != nil && i < m.optimizer.late.end {
-		n = lateSMs
+		n = kernels.LateMultiprocessors
 	}
 	if n != m.left {
 		m.k.Leave(n)

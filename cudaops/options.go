@@ -33,7 +33,7 @@ type machineConfig struct {
 	tunePath  string  // of the stored choices; "" for the user's
 
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
-	late         lateSizes
+	late         lateRule
 }
 
 // MachineOption is an option of NewMachine.
