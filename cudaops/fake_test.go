@@ -554,22 +554,43 @@ func moveOn(at []byte, skipped bool) []byte {
 
 func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
-func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table, chunks int) error {
 	return k.launch(s, func(l *fake.Launch) {
-		_, c, scale := control(l, at)
-		if c.Skipped {
-			return
-		}
+		_, c, _ := control(l, at)
 		for i := range k.tables[t] {
-			p := &k.tables[t][i]
-			p.Step++
-			g := slices.Clone(floatsAt(l, p.Grad, p.Size))
-			cpu.ScaleBy(g, scale)
-			cpu.AdamW(floatsAt(l, p.Param, p.Size), g, floatsAt(l, p.First, p.Size), floatsAt(l, p.Second, p.Size),
-				cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
-			writeCopy(l, *p)
+			if !c.Skipped {
+				k.tables[t][i].Step++
+			}
 		}
+		k.updateChunks(l, at, t, 0, chunks)
 	})
+}
+
+func (k *fakeKernels) AdamWLate(s driver.Stream, at driver.Ptr, t *kernels.Table, from, to int) error {
+	return k.launch(s, func(l *fake.Launch) { k.updateChunks(l, at, t, from, to) })
+}
+
+func (k *fakeKernels) updateChunks(l *fake.Launch, at driver.Ptr, t *kernels.Table, from, to int) {
+	_, c, scale := control(l, at)
+	if c.Skipped {
+		return
+	}
+	for i, p := range k.tables[t] {
+		first, last := t.ChunksOf(i)
+		begin := min(p.Size, max(from-first, 0)*kernels.OptimChunk)
+		end := min(p.Size, max(min(to, last)-first, 0)*kernels.OptimChunk)
+		if begin >= end {
+			continue
+		}
+		part := func(p driver.Ptr) []float32 { return floatsAt(l, p, end)[begin:] }
+		g := slices.Clone(part(p.Grad))
+		cpu.ScaleBy(g, scale)
+		cpu.AdamW(part(p.Param), g, part(p.First), part(p.Second),
+			cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+		if p.Copy != 0 {
+			copy(part(p.Copy), part(p.Param))
+		}
+	}
 }
 
 func writeCopy(l *fake.Launch, p kernels.OptimTensor) {

@@ -65,7 +65,8 @@ type kernelSet interface {
 	NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error)
 	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
 	GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error
-	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table) error
+	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table, chunks int) error
+	AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int) error
 	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
 	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	KasminaForward(s driver.Stream, f kernels.KasminaForward) error

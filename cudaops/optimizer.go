@@ -491,7 +491,7 @@ func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 		return err
 	}
 	if x.adamw != nil {
-		if err := m.k.AdamW(m.stream, x.control, x.adamw); err != nil {
+		if err := m.k.AdamW(m.stream, x.control, x.adamw, x.adamw.Chunks); err != nil {
 			return err
 		}
 	}

@@ -272,6 +272,6 @@ func optimizers(b *bench) {
 	})
 	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
 	b.time(Measurement{Name: "adamw_llama350M", Bytes: 30 * float64(total)}, func() error {
-		return b.AdamW(b.stream, control, table)
+		return b.AdamW(b.stream, control, table, table.Chunks)
 	})
 }

@@ -1,4 +1,4 @@
-// AdamW over all parameters in one launch.
+// AdamW over all parameters in one launch, or over a part of them on a few multiprocessors, while others compute something else.
 //
 //   m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
@@ -20,40 +20,86 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
+// Step is a tensor, and what a step has for its elements.
+struct Step {
+  Tensor t;
+  Update u;
+  float multiplier, eps;
+
+  __device__ __forceinline__ Step(const Control* control, const Update* updates, const Tensor* tensors, int tensor)
+      : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(control->multiplier), eps(control->eps) {}
+
+  // Both kernels make the same bits of the same numbers: what is rounded is written out, not left to the compiler.
+  __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
+    g = __fmul_rn(g, multiplier);
+    m = __fmaf_rn(u.gain1, __fsub_rn(g, m), m);
+    v = __fmaf_rn(__fmul_rn(u.gain2, g), g, __fmul_rn(u.beta2, v));
+    float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), u.root), eps);
+    p = __fsub_rn(__fmul_rn(u.keep, p), __fdiv_rn(__fmul_rn(u.rate, m), denominator));
+  }
+
+  // An element of a ragged end.
+  __device__ __forceinline__ void one(int64_t i) const {
+    update(t.param[i], loadOneAs(t.grad, t.gradType, i), t.first[i], t.second[i]);
+    if (t.copy) storeOneAs(t.copy, t.copyType, i, t.param[i]);
+  }
+
+  // Four elements: load, then finish.
+  struct Four {
+    Pack<float, 4> p, g, m, v;
+  };
+  __device__ __forceinline__ Four load(int64_t i) const {
+    return {::load<4>(t.param + i), loadAs(t.grad, t.gradType, i), ::load<4>(t.first + i), ::load<4>(t.second + i)};
+  }
+  __device__ __forceinline__ void finish(int64_t i, Four& x) const {
+#pragma unroll
+    for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], x.g.v[j], x.m.v[j], x.v.v[j]);
+    store(t.param + i, x.p);
+    store(t.first + i, x.m);
+    store(t.second + i, x.v);
+    if (t.copy) storeAs(t.copy, t.copyType, i, x.p);
+  }
+};
+
 // Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
 // for longer.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   Chunk c = chunks[blockIdx.x / kRounds];
   if (control->skipped) return;
-  const Tensor t = tensorOf(tensors, c.tensor);
-  const Update u = updates[c.tensor];
-  float multiplier = control->multiplier, eps = control->eps;
-  float *param = t.param, *first = t.first, *second = t.second;
-  const void* grad = t.grad;
-  void* copy = t.copy;
-  int gradType = t.gradType, copyType = t.copyType;
-  int64_t size = t.size, round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
+  const Step step(control, updates, tensors, c.tensor);
+  int64_t size = step.t.size, round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
   int64_t i = (round * kThreads + threadIdx.x) * kPerAccess;
-
-  auto update = [&](float& p, float g, float& m, float& v) {
-    g *= multiplier;
-    m += u.gain1 * (g - m);
-    v = u.beta2 * v + u.gain2 * g * g;
-    p = u.keep * p - u.rate * m / (sqrtf(v) / u.root + eps);
-  };
   if (i + kPerAccess <= size) {
-    auto p = load<4>(param + i), g = loadAs(grad, gradType, i), m = load<4>(first + i), v = load<4>(second + i);
-#pragma unroll
-    for (int j = 0; j < kPerAccess; j++) update(p.v[j], g.v[j], m.v[j], v.v[j]);
-    store(param + i, p);
-    store(first + i, m);
-    store(second + i, v);
-    if (copy) storeAs(copy, copyType, i, p);
+    auto x = step.load(i);
+    step.finish(i, x);
     return;
   }
-  for (; i < size; i++) {
-    update(param[i], loadOneAs(grad, gradType, i), first[i], second[i]);
-    if (copy) storeOneAs(copy, copyType, i, param[i]);
+  for (; i < size; i++) step.one(i);
+}
+
+// The chunks from ≤ i < to, on a few multiprocessors. A block takes as many chunks as any other, one behind the other, and so has few
+// tensors: the time in which it looks them up does not show. Launch: blocks of kLateThreads threads, whose registers are all that a
+// multiprocessor has.
+constexpr int kLateThreads = 1024;
+extern "C" __global__ void __launch_bounds__(kLateThreads, 1)
+    adamw_late(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks, int from, int to) {
+  if (control->skipped) return;
+  int64_t count = to - from;
+  int chunk = from + int(count * blockIdx.x / gridDim.x), end = from + int(count * (blockIdx.x + 1) / gridDim.x);
+  while (chunk < end) {
+    const Step step(control, updates, tensors, chunks[chunk].tensor);
+    int firstChunk = step.t.firstChunk, next = min(end, firstChunk + step.t.chunks);
+    int64_t last = min(step.t.size, int64_t(next - firstChunk) * kChunk), whole = last / kPerAccess * kPerAccess;
+    constexpr int stride = kLateThreads * kPerAccess;
+    for (int64_t i = int64_t(chunk - firstChunk) * kChunk + threadIdx.x * kPerAccess; i < whole; i += 2 * stride) {
+      bool both = i + stride < whole;
+      Step::Four x = step.load(i), y;
+      if (both) y = step.load(i + stride);
+      step.finish(i, x);
+      if (both) step.finish(i + stride, y);
+    }
+    if (whole + threadIdx.x < last) step.one(whole + threadIdx.x);
+    chunk = next;
   }
 }

@@ -45,8 +45,10 @@ type deviceTensor struct {
 const (
 	optimThreads = 256
 	optimRounds  = 16
-	optimChunk   = optimThreads * 4 * optimRounds
 	updateBytes  = 6 * 4
+
+	// OptimChunk is the elements of a Table's chunk; the last one of a tensor has what is left.
+	OptimChunk = optimThreads * 4 * optimRounds
 )
 
 // Table is tensors laid out on the device, so that one launch updates them all. Its memory is its own.
@@ -54,7 +56,8 @@ type Table struct {
 	ctx                      driver.Context
 	tensors, updates, chunks driver.Ptr
 	count                    int
-	of                       []int // the tensor of each chunk
+	of                       []int    // the tensor of each chunk
+	parts                    [][2]int // the chunks of each tensor
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
 	Chunks int
 	Bytes  int // of its memory
@@ -68,6 +71,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
 	var chunks []byte
 	var of []int
+	parts := make([][2]int, len(tensors))
 	for i, t := range tensors {
 		if t.Size < 1 {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
@@ -80,17 +84,18 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 				return nil, err
 			}
 		}
-		n := ceilDiv(t.Size, optimChunk)
+		n := ceilDiv(t.Size, OptimChunk)
 		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result, int64(t.Size), t.LRScale,
 			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType), int32(t.DirectionType),
-			int32(len(chunks) / 8), int32(n), 0}
+			int32(len(of)), int32(n), 0}
+		parts[i] = [2]int{len(of), len(of) + n}
 		for j := range n {
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(j))
 			of = append(of, i)
 		}
 	}
-	t := &Table{ctx: k.ctx, count: len(rows), of: of, Chunks: len(of)}
+	t := &Table{ctx: k.ctx, count: len(rows), of: of, parts: parts, Chunks: len(of)}
 	for _, part := range []struct {
 		at    *driver.Ptr
 		bytes []byte
@@ -109,6 +114,9 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 
 // TensorOf is the number of the tensor that a chunk is a part of.
 func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
+
+// ChunksOf is the range of chunks, from ≤ i < to, that a tensor is cut into.
+func (t *Table) ChunksOf(tensor int) (from, to int) { return t.parts[tensor][0], t.parts[tensor][1] }
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
@@ -203,13 +211,42 @@ func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count i
 	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count).Ptr(scale))
 }
 
-// AdamW updates the table's parameters, moments and copies by a control block that GradNorm has finished. It launches two
-// kernels: one works out each tensor's figures of this step, one goes over all elements.
-func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table) error {
-	if err := k.begin(s, "adamw", control, t); err != nil {
+// AdamW counts a step of all of the table's tensors and works out their figures of this step, by a control block that GradNorm
+// has finished, and updates the parameters, moments and copies of the first chunks: one kernel for each. AdamWLate updates the
+// others.
+func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table, chunks int) error {
+	if chunks < 0 || chunks > t.Chunks {
+		return fmt.Errorf("kernels.AdamW: the first %d chunks of a table of %d", chunks, t.Chunks)
+	}
+	if err := k.begin(s, "adamw", control, t); err != nil || chunks == 0 {
 		return err
 	}
-	return k.launch(s, "adamw", "adamw", line(t.Chunks*optimRounds, optimThreads), t.args(control))
+	return k.launch(s, "adamw", "adamw", line(chunks*optimRounds, optimThreads), t.args(control))
+}
+
+// LateMultiprocessors is how many multiprocessors AdamWLate takes.
+const LateMultiprocessors = 4
+
+// lateThreads is the threads of adamw_late's blocks.
+const lateThreads = 1024
+
+// AdamWLate updates the parameters, moments and copies of the chunks from ≤ i < to, after AdamW has counted the step, to the same
+// bits. It takes LateMultiprocessors multiprocessors, all of each, and so runs beside kernels that leave these free. Compute
+// capability 9.0 has it.
+func (k *Kernels) AdamWLate(s driver.Stream, control driver.Ptr, t *Table, from, to int) error {
+	const op = "AdamWLate"
+	if from < 0 || from > to || to > t.Chunks {
+		return fmt.Errorf("kernels.%s: chunks %d to %d of a table of %d", op, from, to, t.Chunks)
+	}
+	if c := k.ctx.Device().Capability(); c != 90 {
+		return fmt.Errorf("kernels.%s: compute capability %.1f, want 9.0", op, float64(c)/10)
+	}
+	if from == to {
+		return nil
+	}
+	l := line(LateMultiprocessors, lateThreads)
+	l.Cluster.X = gemmCluster // they take the place of such clusters
+	return k.launch(s, "adamw", "adamw_late", l, t.args(control).Int32(from).Int32(to))
 }
 
 func (k *Kernels) begin(s driver.Stream, unit string, control driver.Ptr, t *Table) error {

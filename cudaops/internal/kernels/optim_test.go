@@ -111,7 +111,7 @@ func TestAdamW(t *testing.T) {
 				control := g.control(c)
 				g.must(g.GradSquares(g.stream, squares, table))
 				g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
-				g.must(g.AdamW(g.stream, control, table))
+				g.must(g.AdamW(g.stream, control, table, table.Chunks))
 				norm := 0.5 * math.Sqrt(sum)
 				if got := g.readControl(control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm || got.Skipped || got.LR != lr {
 					g.Errorf("control block %+v, want norm %v", got, norm)
@@ -140,6 +140,213 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
+// TestAdamWRounds wants every single change to be right to a few roundings of float32, from gradients whose squares are lost
+// to such as are near overflow.
+func TestAdamWRounds(t *testing.T) {
+	g := newRig(t)
+	const n = 1 << 18
+	for _, eps := range []float64{1e-8, 1e-3, 1e-20} {
+		grads, firsts, seconds := make([]float64, n), make([]float64, n), make([]float64, n)
+		for i := range grads {
+			grads[i] = math.Pow(10, 42*g.rand.Float64()-26)
+			if eps < 1e-8 { // of no use beside squares that are lost
+				grads[i] = math.Pow(10, 34*g.rand.Float64()-16)
+			}
+			firsts[i], seconds[i] = grads[i]*2*g.rand.Float64(), grads[i]*grads[i]*2*g.rand.Float64()
+		}
+		grad, rg := g.upload(grads, f32, 0)
+		m, rm := g.upload(firsts, f32, 0)
+		v, rv := g.upload(seconds, f32, 0)
+		p, rp := g.upload(make([]float64, n), f32, 0)
+		table, squares := g.table([]*parameter{{OptimTensor: OptimTensor{Param: p.Ptr, Grad: grad.Ptr, First: m.Ptr, Second: v.Ptr, Size: n, LRScale: 1,
+			Beta1: 0.9, Beta2: 0.999, Step: 4}}})
+		control := g.control(Control{LR: 0.5, Eps: eps, GradScale: 1})
+		g.must(g.GradNorm(g.stream, control, squares, 0, 0))
+		g.must(g.AdamW(g.stream, control, table, table.Chunks))
+		cpu.AdamW(rp, rg, rm, rv, cpu.AdamWStep{LR: 0.5, Beta1: 0.9, Beta2: 0.999, Eps: eps, Step: 5})
+		worst, at := 0.0, 0
+		for i, got := range g.read(p) {
+			if e := math.Abs(got-rp[i]) / math.Abs(rp[i]); !(e <= worst) {
+				worst, at = e, i
+			}
+		}
+		t.Logf("with ε %v the largest relative error of a change is %.1f · 2⁻²⁴", eps, worst*0x1p24)
+		if !(worst <= 0x1p-20) {
+			t.Errorf("with ε %v and a gradient of %v the change has a relative error of %.3g, want at most 2⁻²⁰", eps, rg[at], worst)
+		}
+	}
+}
+
+// latePart is parameters whose update is made in parts.
+type latePart struct {
+	g        *rig
+	qs       []*parameter
+	table    *Table
+	squares  driver.Ptr
+	original [][]byte
+}
+
+// bits is all that an update writes, as it lies in memory.
+func (l *latePart) bits() (all [][]byte) {
+	l.g.Helper()
+	for _, q := range l.qs {
+		for _, b := range []*buffer{q.p, q.m, q.v, q.copy} {
+			raw := make([]byte, b.bytes())
+			l.g.must(l.g.ctx.CopyToHost(raw, b.Ptr, l.g.stream))
+			all = append(all, raw)
+		}
+	}
+	return all
+}
+
+// reset puts back what updates have written, the copies to NaN.
+func (l *latePart) reset() {
+	l.g.Helper()
+	for i, q := range l.qs {
+		for j, b := range []*buffer{q.p, q.m, q.v, q.copy} {
+			l.g.must(l.g.ctx.CopyToDevice(b.Ptr, l.original[4*i+j], l.g.stream))
+		}
+	}
+	l.table, l.squares = l.g.table(l.qs) // which counts from the first step again
+}
+
+// TestAdamWLate wants the update of chunks on a few multiprocessors to make the same bits as that of all chunks, and to leave what
+// is outside of them alone.
+func TestAdamWLate(t *testing.T) {
+	g := newHopperRig(t)
+	for _, gradType := range storageTypes {
+		for _, copyType := range storageTypes {
+			g.scope(fmt.Sprintf("%v/%v", gradType, copyType), func(g *rig) { testAdamWLate(g, gradType, copyType, true) })
+		}
+		g.scope(fmt.Sprintf("%v/none", gradType), func(g *rig) { testAdamWLate(g, gradType, bf16, false) })
+	}
+}
+
+func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
+	g.Helper()
+	l := &latePart{g: g}
+	for _, n := range []int{9, 3, 8192, 8281, OptimChunk, 12*OptimChunk + 2049, 1, 5, OptimChunk + 3, 3*OptimChunk - 1, 2048} {
+		q := g.parameter(n, 1, gradType, copyType)
+		if !copied {
+			q.Copy = 0
+		}
+		for _, moment := range []*buffer{q.m, q.v} {
+			x := make([]float64, n)
+			for i := range x {
+				x[i] = 0.1 * g.rand.Float64()
+			}
+			g.must(g.ctx.CopyToDevice(moment.Ptr, encode(x, f32), g.stream))
+		}
+		l.qs = append(l.qs, q)
+	}
+	l.original = l.bits()
+	l.reset()
+	control := g.control(Control{LR: 0.01, Eps: 1e-8, GradScale: 0.5, MaxNorm: 3, SkipNonFinite: true})
+	g.must(g.GradSquares(g.stream, l.squares, l.table))
+	g.must(g.GradNorm(g.stream, control, l.squares, l.table.Chunks, 0))
+	g.must(g.AdamW(g.stream, control, l.table, l.table.Chunks))
+	want, all := l.bits(), l.table.Chunks
+	for i, q := range l.qs {
+		if bytes.Equal(want[4*i], l.original[4*i]) || q.Copy != 0 && bytes.Equal(want[4*i+3], l.original[4*i+3]) {
+			g.Fatalf("AdamW has not changed tensor %d", i)
+		}
+	}
+	for _, cuts := range [][]int{{0, all}, {0, 1, all}, {all - 1, all}, {5, 6, 7, all}, {all, all}, {all / 2, all}, {0, all / 3, all}} {
+		l.reset()
+		g.must(g.AdamW(g.stream, control, l.table, cuts[0]))
+		for i := range cuts[1:] {
+			g.must(g.AdamWLate(g.stream, control, l.table, cuts[i], cuts[i+1]))
+		}
+		for i, got := range l.bits() {
+			if !bytes.Equal(got, want[i]) {
+				g.Errorf("cut at %v, array %d of tensor %d is not what one kernel makes", cuts, i%4, i/4)
+			}
+		}
+	}
+	for range 4 {
+		from := g.rand.IntN(all)
+		to := from + g.rand.IntN(all-from) + 1
+		l.reset()
+		g.must(g.AdamW(g.stream, control, l.table, 0))
+		g.must(g.AdamWLate(g.stream, control, l.table, from, to))
+		got := l.bits()
+		for i, q := range l.qs {
+			first, last := l.table.ChunksOf(i)
+			a := min(q.Size, max(from-first, 0)*OptimChunk)
+			b := max(a, min(q.Size, max(min(to, last)-first, 0)*OptimChunk))
+			for j := range 4 {
+				size := len(want[4*i+j]) / q.Size
+				mixed := slices.Concat(l.original[4*i+j][:a*size], want[4*i+j][a*size:b*size], l.original[4*i+j][b*size:])
+				if !bytes.Equal(got[4*i+j], mixed) {
+					g.Errorf("chunks %d to %d: array %d of tensor %d is wrong", from, to, j, i)
+				}
+			}
+		}
+	}
+	bad := g.control(Control{LR: 1, GradScale: 1, SkipNonFinite: true})
+	nan := g.alloc(1, f32, 0)
+	g.must(g.GradNorm(g.stream, bad, nan.Ptr, 1, 0))
+	l.reset()
+	g.must(g.AdamW(g.stream, bad, l.table, 0))
+	g.must(g.AdamWLate(g.stream, bad, l.table, 0, all))
+	for i, got := range l.bits() {
+		if !bytes.Equal(got, l.original[i]) {
+			g.Errorf("a step that is skipped has changed array %d of tensor %d", i%4, i/4)
+		}
+	}
+}
+
+// TestAdamWLateLaunches wants a block of adamw_late to have a multiprocessor to itself, and ranges that a table does not have, and
+// other GPUs, to be refused.
+func TestAdamWLateLaunches(t *testing.T) {
+	for _, capability := range []int{80, 89, 90, 100} {
+		k, c, p := fakeAttention(t, capability, 227<<10)
+		table, err := k.NewTable([]OptimTensor{{Size: 3 * OptimChunk}, {Size: 7}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.ClearTrace()
+		err = k.AdamWLate(0, p, table, 1, 4)
+		if capability != 90 {
+			if want := fmt.Sprintf("kernels.AdamWLate: compute capability %.1f, want 9.0", float64(capability)/10); err == nil || err.Error() != want {
+				t.Errorf("capability %d: %v", capability, err)
+			}
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if trace := c.Trace(); trace[len(trace)-1].Name != "adamw_late" {
+			t.Errorf("launched %v", trace)
+		} else if l := trace[len(trace)-1].Config; l.Grid.X != LateMultiprocessors || l.Cluster.X != gemmCluster || l.Block.X != 1024 {
+			t.Errorf("launched with %v", l)
+		}
+		c.ClearTrace()
+		for _, at := range []int{0, 2, 4} {
+			if err := k.AdamWLate(0, p, table, at, at); err != nil || len(c.Trace()) > 0 {
+				t.Errorf("no chunks: error %v, launched %v", err, c.Trace())
+			}
+		}
+		for want, err := range map[string]error{
+			"kernels.AdamWLate: chunks -1 to 2 of a table of 4":  k.AdamWLate(0, p, table, -1, 2),
+			"kernels.AdamWLate: chunks 2 to 1 of a table of 4":   k.AdamWLate(0, p, table, 2, 1),
+			"kernels.AdamWLate: chunks 0 to 5 of a table of 4":   k.AdamWLate(0, p, table, 0, 5),
+			"kernels.AdamW: the first 5 chunks of a table of 4":  k.AdamW(0, p, table, 5),
+			"kernels.AdamW: the first -1 chunks of a table of 4": k.AdamW(0, p, table, -1),
+		} {
+			if err == nil || err.Error() != want {
+				t.Errorf("error %v, want %s", err, want)
+			}
+		}
+		if len(c.Trace()) > 0 {
+			t.Errorf("what was refused launched %v", c.Trace())
+		}
+		if err := k.AdamW(0, p, table, 0); err != nil || len(c.Trace()) == 0 || c.Trace()[len(c.Trace())-1].Name != "adamw_begin" {
+			t.Errorf("the first 0 chunks: error %v, launched %v", err, c.Trace())
+		}
+	}
+}
+
 func TestStepWithNaNIsSkipped(t *testing.T) {
 	g := newRig(t)
 	qs := g.parameters()
@@ -150,7 +357,7 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 		control := g.control(Control{LR: 1, GradScale: 1, MaxNorm: 1, SkipNonFinite: skip})
 		g.must(g.GradSquares(g.stream, squares, table))
 		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
-		g.must(g.AdamW(g.stream, control, table))
+		g.must(g.AdamW(g.stream, control, table, table.Chunks))
 		if got := g.readControl(control); got.Skipped != skip || !math.IsInf(float64(got.Norm), 1) {
 			t.Errorf("control block %+v", got)
 		}
@@ -248,13 +455,13 @@ func TestLossScaleMoves(t *testing.T) {
 	}
 }
 
-// TestTableChunks wants a table to tell whose part a chunk is, and what it takes on the device.
+// TestTableChunks wants a table to tell whose part a chunk is, which chunks a tensor has, and what it takes on the device.
 func TestTableChunks(t *testing.T) {
 	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	table, err := New(ctx).NewTable([]OptimTensor{{Size: 1}, {Size: 2*optimChunk + 1}, {Size: optimChunk}, {Size: 3}})
+	table, err := New(ctx).NewTable([]OptimTensor{{Size: 1}, {Size: 2*OptimChunk + 1}, {Size: OptimChunk}, {Size: 3}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -265,10 +472,39 @@ func TestTableChunks(t *testing.T) {
 	if want := []int{0, 1, 1, 1, 2, 3}; !slices.Equal(of, want) {
 		t.Errorf("the chunks are of the tensors %v, want %v", of, want)
 	}
+	for i, want := range [][2]int{{0, 1}, {1, 4}, {4, 5}, {5, 6}} {
+		if from, to := table.ChunksOf(i); from != want[0] || to != want[1] {
+			t.Errorf("tensor %d has the chunks %d to %d, want %v", i, from, to, want)
+		}
+	}
 	if held := ctx.Stats().DeviceBytes; int64(table.Bytes) != held {
 		t.Errorf("the table tells of %d bytes and holds %d", table.Bytes, held)
 	}
 	if err := errors.Join(table.Free(), ctx.Close()); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestAdamWSpeed measures the update of a layer's parameters, by all multiprocessors and by a few.
+func TestAdamWSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	const n = 51380224
+	grad, copied := g.large(n, f32), g.alloc(n, bf16, 0)
+	p, m, v := g.large(n, f32), g.alloc(n, f32, 0), g.alloc(n, f32, 0)
+	for _, b := range []*buffer{m, v} {
+		g.must(g.ctx.Memset8(b.Ptr, 0, b.bytes(), g.stream))
+	}
+	table, squares := g.table([]*parameter{{OptimTensor: OptimTensor{Param: p.Ptr, Copy: copied.Ptr, Grad: grad.Ptr, First: m.Ptr, Second: v.Ptr,
+		Size: n, LRScale: 1, Beta1: 0.9, Beta2: 0.999, CopyType: bf16}}})
+	control := g.control(Control{LR: 1e-3, Eps: 1e-8, GradScale: 1})
+	g.must(g.GradNorm(g.stream, control, squares, 0, 0))
+	show := func(what string, run func() error) {
+		took := g.time([]func(){func() { g.must(run()) }}).Seconds()
+		g.Logf("%-26s %8.1f µs %6.0f GB/s", what, took*1e6, 30*n/took/1e9)
+	}
+	show("all multiprocessors", func() error { return g.AdamW(g.stream, control, table, table.Chunks) })
+	show(fmt.Sprint(LateMultiprocessors, " multiprocessors"), func() error { return g.AdamWLate(g.stream, control, table, 0, table.Chunks) })
 }
