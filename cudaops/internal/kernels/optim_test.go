@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -485,7 +486,8 @@ func TestTableChunks(t *testing.T) {
 	}
 }
 
-// TestAdamWSpeed measures the update of a layer's parameters, by all multiprocessors and by a few.
+// TestAdamWSpeed measures the update of a layer's parameters, by all multiprocessors, by a few, and by these beside products, which
+// leave them free.
 func TestAdamWSpeed(t *testing.T) {
 	if !benchmark {
 		t.Skip("set KASMINA_GPU_BENCH to run it")
@@ -501,10 +503,63 @@ func TestAdamWSpeed(t *testing.T) {
 		Size: n, LRScale: 1, Beta1: 0.9, Beta2: 0.999, CopyType: bf16}}})
 	control := g.control(Control{LR: 1e-3, Eps: 1e-8, GradScale: 1})
 	g.must(g.GradNorm(g.stream, control, squares, 0, 0))
-	show := func(what string, run func() error) {
-		took := g.time([]func(){func() { g.must(run()) }}).Seconds()
-		g.Logf("%-26s %8.1f µs %6.0f GB/s", what, took*1e6, 30*n/took/1e9)
+	show := func(what string, took time.Duration) {
+		g.Logf("%-26s %8.1f µs %6.0f GB/s", what, took.Seconds()*1e6, 30*n/took.Seconds()/1e9)
 	}
-	show("all multiprocessors", func() error { return g.AdamW(g.stream, control, table, table.Chunks) })
-	show(fmt.Sprint(LateMultiprocessors, " multiprocessors"), func() error { return g.AdamWLate(g.stream, control, table, 0, table.Chunks) })
+	few := fmt.Sprint(LateMultiprocessors, " multiprocessors")
+	late := func(s driver.Stream) { g.must(g.AdamWLate(s, control, table, 0, table.Chunks)) }
+	show("all multiprocessors", g.time([]func(){func() { g.must(g.AdamW(g.stream, control, table, table.Chunks)) }}))
+	show(few, g.time([]func(){func() { late(g.stream) }}))
+
+	const rows, columns, d, products = 16384, 2048, 5632, 24
+	a := Product{Y: g.random(rows * columns), X: g.random(rows * d), W: g.random(columns * d), Type: bf16,
+		ProductShape: ProductShape{Rows: rows, Columns: columns, D: d, TransW: true}}
+	ahead, err := g.ctx.NewStreamAhead()
+	g.must(err)
+	defer g.ctx.DestroyStream(ahead)
+	var events [4]driver.Event
+	for i := range events {
+		events[i], err = g.ctx.NewEvent(true)
+		g.must(err)
+		defer g.ctx.DestroyEvent(events[i])
+	}
+	begun, updated, done, joined := events[0], events[1], events[2], events[3]
+	multiply := func(update bool) (updating, product time.Duration) {
+		var updates, multiplications []time.Duration
+		for range 100 { // the card's clock has to settle
+			g.must(g.ctx.Record(begun, g.stream))
+			if update {
+				g.must(g.ctx.Wait(ahead, begun))
+				late(ahead)
+			}
+			g.must(g.ctx.Record(updated, ahead))
+			for range products {
+				g.must(g.Product(g.stream, a))
+			}
+			g.must(g.ctx.Record(done, g.stream))
+			g.must(g.ctx.Wait(g.stream, updated))
+			g.must(g.ctx.Record(joined, g.stream))
+			g.must(g.ctx.SyncEvent(joined))
+			took, err := g.ctx.Elapsed(begun, done)
+			g.must(err)
+			multiplications = append(multiplications, took/products)
+			if update {
+				took, err := g.ctx.Elapsed(begun, updated)
+				g.must(err)
+				updates = append(updates, took)
+			}
+		}
+		if update {
+			updating = median(updates[50:])
+		}
+		return updating, median(multiplications[50:])
+	}
+	_, alone := multiply(false)
+	g.Leave(LateMultiprocessors)
+	defer g.Leave(0)
+	_, left := multiply(false)
+	took, beside := multiply(true)
+	show(few+" beside products", took)
+	g.Logf("a product takes %.1f µs, with %d multiprocessors left %.1f, with the update on these %.1f", alone.Seconds()*1e6,
+		LateMultiprocessors, left.Seconds()*1e6, beside.Seconds()*1e6)
 }
