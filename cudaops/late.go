@@ -276,3 +276,6 @@ func (m *Machine) leave(i int) {
 		m.left = n
 	}
 }
+
+// crowded reports whether ways are not wanted whose blocks would wait for all multiprocessors.
+func (t *tuner) crowded() bool { return t.m != nil && t.m.left > 0 }

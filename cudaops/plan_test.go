@@ -178,7 +178,7 @@ func TestRoom(t *testing.T) {
 // elements is how many a machine's parameters with gradients have.
 func elements(m *Machine) (n int) {
 	for _, in := range m.program.inputs {
-		if g := m.gradient(in); g != nil {
+		if g := m.gradientOf(m.program, in); g != nil {
 			n += g.len()
 		}
 	}

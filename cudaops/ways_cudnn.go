@@ -15,8 +15,7 @@ func (k tunedKernels) forwardVariants(a kernels.AttentionShape, t driver.DType, 
 		return v == kernels.AttentionHopperFused // whose forward pass is AttentionHopper's
 	})
 	wanted, forced := k.t.wants(attentionOp, kernels.AttentionCuDNN.String())
-	crowds := k.t.m.left > 0 // its blocks would wait for all multiprocessors
-	if !wanted || crowds && !forced || !slices.Contains(variants, kernels.AttentionMMA) || a.Seq < 2 || a.Documents != 0 || k.DnnVersion() == 0 {
+	if !wanted || !forced && k.t.crowded() || !slices.Contains(variants, kernels.AttentionMMA) || a.Seq < 2 || a.Documents != 0 || k.DnnVersion() == 0 {
 		return variants
 	}
 	if forced {
