@@ -29,13 +29,13 @@ struct Step {
   __device__ __forceinline__ Step(const Control* control, const Update* updates, const Tensor* tensors, int tensor)
       : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(control->multiplier), eps(control->eps) {}
 
-  // Both kernels make the same bits of the same numbers: what is rounded is written out, not left to the compiler.
+  // Both kernels make the same bits of the same numbers: which products are rounded before they are added is written out, not left to
+  // the compiler. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
     g = __fmul_rn(g, multiplier);
-    m = __fmaf_rn(u.gain1, __fsub_rn(g, m), m);
+    m = __fmaf_rn(u.gain1, g - m, m);
     v = __fmaf_rn(__fmul_rn(u.gain2, g), g, __fmul_rn(u.beta2, v));
-    float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), u.root), eps);
-    p = __fsub_rn(__fmul_rn(u.keep, p), __fdiv_rn(__fmul_rn(u.rate, m), denominator));
+    p = __fsub_rn(__fmul_rn(u.keep, p), __fmul_rn(u.rate, m) / (sqrtf(v) / u.root + eps));
   }
 
   // An element of a ragged end.
