@@ -19,8 +19,9 @@ import (
 //
 // The graph is compiled once, into kernel launches over memory that is planned before anything runs. Parameters (see
 // [WithParams]) go up once and stay on the device; other inputs go up before every run, and results come back when
-// [Machine.Value] asks for them. A node for which there is no kernel is computed on the host, between two copies, with one
-// warning that names it; [WithStrict] makes that an error.
+// [Machine.Value] asks for them. Where the device has memory to spare, a graph that trains takes some of it to save time. A node
+// for which there is no kernel is computed on the host, between two copies, with one warning that names it; [WithStrict] makes
+// that an error.
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
@@ -135,7 +136,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 	m.k = tunedKernels{m.k, m.tuner}
 	m.blas = newMatmuls(m)
-	if m.program, err = compile(m, m.keep()); err != nil {
+	if err := m.plan(); err != nil {
 		return nil, err
 	}
 	if config.share != nil && len(m.borrowed) == 0 {
@@ -173,6 +174,48 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		}
 	}
 	return m, d.ctx.SyncStream(m.stream)
+}
+
+// plan compiles the graph: to a program that saves time with memory, or where that would leave too little to one that does without.
+func (m *Machine) plan() (err error) {
+	kept := m.keep()
+	if m.program, err = compile(m, kept, true); err != nil || !m.program.spent {
+		return err
+	}
+	if room, err := m.hasRoom(); room || err != nil {
+		return err
+	}
+	m.attendants = nil // which have taken nothing so far
+	if err := m.blas.again(); err != nil {
+		return err
+	}
+	m.tuner.again()
+	m.program, err = compile(m, kept, false)
+	return err
+}
+
+// roomLeft is the share of the card's memory that saving time must leave free: for machines beside this one, as for evaluation, for what
+// the tuner takes while it times, and for other programs.
+const roomLeft = 0.1
+
+// hasRoom reports whether the program and an optimiser leave enough of the device's memory.
+func (m *Machine) hasRoom() (bool, error) {
+	free, total, err := m.device.ctx.MemInfo()
+	need := m.program.arena + m.program.resident()
+	for _, in := range m.program.inputs {
+		if g := m.gradient(in); g != nil {
+			need += 2 * 4 * g.len() // AdamW's moments, of which Muon has one, and directions
+		}
+	}
+	return float64(need)+roomLeft*float64(total) <= float64(free), err
+}
+
+// gradient returns the gradient of an input that is a parameter, nil if there is none.
+func (m *Machine) gradient(in *input) *array {
+	if d := in.node.Deriv(); d != nil && slices.Contains(m.config.params, in.node) {
+		return m.program.values[d]
+	}
+	return nil
 }
 
 // keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.

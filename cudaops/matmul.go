@@ -226,13 +226,17 @@ func elemOfType(dt driver.DType) elem {
 	return float32s
 }
 
-func (b *matmuls) close() error {
-	errs := []error{b.freeTable()}
+// again drops the plans, for another program.
+func (b *matmuls) again() error {
+	var errs []error
 	for _, p := range b.plans {
 		errs = append(errs, p.Close())
 	}
+	clear(b.plans)
 	return errors.Join(errs...)
 }
+
+func (b *matmuls) close() error { return errors.Join(b.freeTable(), b.again()) }
 
 // product is d = alpha·op(a)·op(b) + beta·c, for row-major matrices without gaps; d's shape and a's give the sizes. A zero
 // alpha counts as 1, and c is d where it is nil. Operands of float8 have a factor for each row of op(a) and each column of op(b).

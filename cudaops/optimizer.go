@@ -96,8 +96,8 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		}
 	}()
 	for _, in := range m.program.inputs {
-		if d := in.node.Deriv(); d != nil && m.program.values[d] != nil && slices.Contains(m.config.params, in.node) {
-			p := &paramState{input: in, grad: m.program.values[d], rule: rules.Rule(in.node.Name(), in.node.Shape())}
+		if g := m.gradient(in); g != nil {
+			p := &paramState{input: in, grad: g, rule: rules.Rule(in.node.Name(), in.node.Shape())}
 			if sum := m.program.sums[in.node]; sum != nil {
 				p.grad = sum
 			}

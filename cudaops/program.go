@@ -115,6 +115,7 @@ type program struct {
 	tables []table
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
+	spent  bool                      // some memory saves time, and could be done without
 
 	weights []*quantizedWeight
 
@@ -165,6 +166,7 @@ type converted struct {
 type compiler struct {
 	*program
 	m     *Machine
+	roomy bool                // memory may be spent to save time
 	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
 	kept  map[*gorgonia.Node]bool
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
@@ -185,9 +187,10 @@ type compiler struct {
 	pending      []pending                  // all ends
 }
 
-// compile lowers every node of the graph that the kept nodes depend on, and plans the memory.
-func compile(m *Machine, kept gorgonia.Nodes) (*program, error) {
-	c := &compiler{m: m, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
+// compile lowers every node of the graph that the kept nodes depend on, and plans the memory. If roomy, the program takes more
+// memory than it needs where that saves time, and says so (spent).
+func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
+	c := &compiler{m: m, roomy: roomy, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},

@@ -141,6 +141,7 @@ type tuner struct {
 	store *tune.Store // nil with TuneOff
 	made  []Choice
 	known map[string]int // positions in made
+	older []Choice       // of a program that is not made use of
 	used  []int          // positions, of one task when the monitor looks
 	told  bool           // that timing takes a while
 }
@@ -175,6 +176,12 @@ func newTuner(m *Machine) (*tuner, error) {
 	}
 	t.store = tune.Open(path, m.warn)
 	return t, nil
+}
+
+// again begins anew, for another program of the same graph, whose choices are those of the one before.
+func (t *tuner) again() {
+	t.older, t.made, t.used = t.made, nil, nil
+	clear(t.known)
 }
 
 // use notes that a choice is made use of.
@@ -268,6 +275,12 @@ func (t *tuner) choose(j job) (int, error) {
 			return way, nil
 		}
 	}
+	if i := slices.IndexFunc(t.older, func(c Choice) bool { return c.Op == j.op && c.Shape == j.shape }); i >= 0 {
+		if way := slices.Index(j.ways, t.older[i].Way); way >= 0 {
+			t.note(key, t.older[i])
+			return way, nil
+		}
+	}
 	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Source: ByRule}
 	left, forced := t.allowed(j.op, j.ways)
 	way := left[0]
@@ -284,10 +297,15 @@ func (t *tuner) choose(j job) (int, error) {
 		return left[0], nil
 	}
 	c.Way = j.ways[way]
+	t.note(key, c)
+	return way, nil
+}
+
+// note adds a choice, which is made use of.
+func (t *tuner) note(key string, c Choice) {
 	t.known[key] = len(t.made)
 	t.use(len(t.made))
 	t.made = append(t.made, c)
-	return way, nil
 }
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored. It is -1 while a graph is captured, when
