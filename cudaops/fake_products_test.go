@@ -27,9 +27,13 @@ func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProduct
 	return k.launch(s, func(l *fake.Launch) {
 		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
 		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
-		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
+		h := make([]float32, a.Rows*a.F)
+		if a.H != 0 {
+			h = floatsAt(l, a.H, len(h))
+		}
+		for i := range a.Rows {
 			left, right := 2*i*a.F, (2*i+1)*a.F
-			cpu.SiLUMulBackward(h, dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+			cpu.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
 		}
 	})
 }

@@ -1,7 +1,8 @@
 // Matrix products on Hopper (sm_90a) whose results pass through the gate of a SiLU MLP on their way to memory, for bf16 and f16:
 //
 //   forward:   [gate | up] = x·weightsᵀ,  h = silu(gate) ⊙ up,  silu(a) = a·σ(a)
-//   backward:  dh = g·down,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and h again
+//   backward:  dh = g·down,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and h
+//              again, or without that
 //
 // with x and g [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup] [rows, 2f] and h [rows, f].
 // gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
@@ -80,17 +81,17 @@ template <typename T> struct Forward : RoundedSums<T, kColumns> {
   }
 };
 
-// The warp has gate and up of 32 columns in one of its panels, and forms dgate and dup in their place and h in the place of dh, in two
-// slots, while the other panel's leave and the next come. In the last slots h leaves, 64 columns at a time.
-template <typename T> struct Backward : RoundedSums<T, kColumns> {
+// The warp has gate and up of 32 columns in one of its panels, and forms dgate and dup in their place, in two slots, while the other
+// panel's leave and the next come. Where there is h, it is formed in the place of dh, and leaves in the last slots, 64 columns at a time.
+template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
-  static constexpr int kParts = 8, kFormed = 2 * kParts, kSlots = kFormed + 4, kPartColumns = kColumns / kParts;
+  static constexpr int kParts = 8, kFormed = 2 * kParts, kSlots = kFormed + (H ? 4 : 0), kPartColumns = kColumns / kParts;
   static constexpr int kUp = kPanel / 2;  // where in a panel up is
-  const TensorMap &ab, &dab, &h;
+  const TensorMap &ab, &dab, *h;
   uint32_t panels, arrived;
 
-  __device__ Backward(const Params &p, const TensorMap &ab, const TensorMap &dab, const TensorMap &h, const Shared &m, int warp)
+  __device__ Backward(const Params &p, const TensorMap &ab, const TensorMap &dab, const TensorMap *h, const Shared &m, int warp)
       : Sums(p.rows), ab(ab), dab(dab), h(h), panels(m.panels(warp)), arrived(m.barriers(warp)) {
     copy(0, row, column);
   }
@@ -111,7 +112,10 @@ template <typename T> struct Backward : RoundedSums<T, kColumns> {
     if (slot < kFormed) {
       const int part = slot / 2, x = column + part * kPartColumns;
       if (slot % 2 == 0) {
-        if (part + 1 < kParts) copy(part + 1, row, column);
+        if (part + 1 < kParts)
+          copy(part + 1, row, column);
+        else if (!H && more)
+          copy(0, nextRow, nextColumn);
         barrierWait(arrived + part % 2 * 8, part / 2 % 2);
       }
       form(2 * slot, chunkOf<kPartColumns>(panelOf(part)) ^ slot % 2 * 32);
@@ -121,7 +125,7 @@ template <typename T> struct Backward : RoundedSums<T, kColumns> {
       if (slot == kSlots - 1 && more) copy(0, nextRow, nextColumn);
       storesRead<1>();
       leaveColumns(v, 8 * part, panelOf(part));
-      store(h, panelOf(part), column + 64 * part, row, 0);
+      store(*h, panelOf(part), column + 64 * part, row, 0);
     }
   }
 
@@ -137,7 +141,7 @@ template <typename T> struct Backward : RoundedSums<T, kColumns> {
       for (int r = 0; r < 2; r++) {
         const float2 x = unpack(a[i][r], T()), y = unpack(b[i][r], T()), g = unpack(v[n + i][r], T());
         const float2 s = {gateOf(x.x), gateOf(x.y)}, silu = {x.x * s.x, x.y * s.y};
-        v[n + i][r] = pack(silu.x * y.x, silu.y * y.y, T());
+        if (H) v[n + i][r] = pack(silu.x * y.x, silu.y * y.y, T());
         b[i][r] = pack(g.x * silu.x, g.y * silu.y, T());
         a[i][r] = pack(g.x * y.x * (s.x + fmaf(-silu.x, s.x, silu.x)), g.y * y.y * (s.y + fmaf(-silu.y, s.y, silu.y)), T());
       }
@@ -154,13 +158,13 @@ __device__ inline void forward(const Params &p, const TensorMap &x, const Tensor
                  [&](int warp) { return Forward<T>(p, ab, h, m, warp); });
 }
 
-template <typename T>
+template <typename T, bool H>
 __device__ inline void backward(const Params &p, const TensorMap &g, const TensorMap &down, const TensorMap &ab, const TensorMap &dab,
-                                const TensorMap &h) {
+                                const TensorMap *h) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
   multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.f, p.section), p.depth, g, Right<1>{down},
-                 [&](int warp) { return Backward<T>(p, ab, dab, h, m, warp); });
+                 [&](int warp) { return Backward<T, H>(p, ab, dab, h, m, warp); });
 }
 
 #endif  // HOPPER
@@ -176,7 +180,12 @@ __device__ inline void backward(const Params &p, const TensorMap &g, const Tenso
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_##T(                                       \
       const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
       const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab, const __grid_constant__ TensorMap h) {       \
-    BODY(backward<T>(p, g, down, ab, dab, h));                                                                                  \
+    BODY(backward<T, true>(p, g, down, ab, dab, &h));                                                                           \
+  }                                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_without_h_##T(                             \
+      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
+      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab) {                                            \
+    BODY(backward<T, false>(p, g, down, ab, dab, nullptr));                                                                     \
   }
 DEFINE(bf16)
 DEFINE(f16)

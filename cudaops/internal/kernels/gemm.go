@@ -16,8 +16,8 @@ type SiLUProduct struct {
 }
 
 // SiLUProductBackward computes DH = G·Down, which stays on the chip, the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and
-// DB = DH ⊙ silu(A) side by side in DAB, and H again: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F].
-// DH is rounded before it is used. DAB may be the memory of AB.
+// DB = DH ⊙ silu(A) side by side in DAB, and H again, unless that is null: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and
+// H [Rows, F]. DH is rounded before it is used. DAB may be the memory of AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB driver.Ptr
 	Rows, F, D          int
@@ -66,16 +66,22 @@ func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) er
 		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
 	part := [3]uint32{gateColumns / gateParts, 1, 16}
-	return c.launch(k, s, []gemmMatrix{
+	matrices := []gemmMatrix{
 		{a.G, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
 		{a.Down, [3]int{a.F, a.D, 1}, [2]uint64{f, 8}, [3]uint32{64, gemmDepth, 1}},
 		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
 		{a.DAB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
-		{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}},
-	})
+	}
+	if a.H == 0 {
+		c.kernel += "_without_h"
+	} else {
+		matrices = append(matrices, gemmMatrix{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}})
+	}
+	return c.launch(k, s, matrices)
 }
 
-// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and h.
+// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and, if that is
+// not null, h.
 type gateCall struct {
 	op, kernel    string
 	rows, f, d    int

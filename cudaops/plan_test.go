@@ -1,0 +1,297 @@
+package cudaops
+
+import (
+	"errors"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from the forward pass.
+var gatesFused = WithWays("SiLUProduct*=fused")
+
+// cardOf is a fake card with so many bytes, and a small cache.
+func cardOf(bytes int) fake.Config {
+	info := smallCache("Card")
+	info[0].Memory = uint64(bytes)
+	return fake.Config{Devices: info}
+}
+
+// keepsH reports how many backward passes of a machine's perceptrons go without forming h, as its choices have it.
+func keepsH(m *Machine) (kept, formed int) {
+	for _, c := range m.Choices() {
+		switch {
+		case c.Op != "SiLUProductBackward":
+		case strings.HasSuffix(c.Shape, "without h"):
+			kept++
+		default:
+			formed++
+		}
+	}
+	return kept, formed
+}
+
+// trainWithGates trains a model of several layers for a few steps, and returns the machine and the bits of losses and gradients.
+func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine, seen []string) {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136, Kasmina: []int{1}, Seeds: 6}.Default()
+	model, err := llm.NewModel(c, gorgonia.Float32, 1, state.WithoutGates())
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := model.Graph(llm.ForTraining, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lifetime{model: model, batch: &batch{Graph: g}, optimizer: o}
+	l.batch.draw(t, 1)
+	if err := l.open(device, append(opts, gatesFused)...); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.machine.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	for range 4 {
+		if err := l.step(); err != nil {
+			t.Fatal(err)
+		}
+		for _, n := range append(gorgonia.Nodes{g.Loss}, gradients(g.Params)...) {
+			v, err := l.machine.Value(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			seen = append(seen, string(driver.Bytes(flat(t, v))))
+		}
+	}
+	return l.machine, seen
+}
+
+// TestRoom wants memory taken to save time up to where too little would be left, and the same bits with and without.
+func TestRoom(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {
+		t.Helper()
+		device, _, fakeOption := openFake(t, cardOf(bytes))
+		return trainWithGates(t, device, append(opts, fakeOption)...)
+	}
+	const plenty = 1 << 30
+	m, want := train(t, plenty)
+	need := m.program.arena + m.program.resident() + 8*elements(m)
+	least := int(float64(need+workspaceBytes) / (1 - roomLeft)) // of a card for which the workspace is taken before
+	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.program.spent {
+		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed, m.program.spent)
+	}
+	held := m.Memory()
+	for _, c := range []struct {
+		what  string
+		bytes int
+		spent bool
+	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + workspaceBytes, false}} {
+		m, got := train(t, c.bytes)
+		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent || m.program.spent != c.spent {
+			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed, m.program.spent)
+		}
+		if less := m.Memory() < held; less == c.spent {
+			t.Errorf("%s: the machine holds %d bytes, with h %d", c.what, m.Memory(), held)
+		}
+		layers, reports := 0, 0
+		for _, a := range m.attendants {
+			switch a.(type) {
+			case *kasminaLayer:
+				layers++
+			case *kasminaReports:
+				reports++
+			}
+		}
+		if layers != 1 || reports != 1 {
+			t.Errorf("%s: %d layers and %d reports attend", c.what, layers, reports)
+		}
+		if !slices.Equal(want, got) {
+			t.Errorf("%s: losses or gradients differ", c.what)
+		}
+	}
+	// Nothing is timed again for a second plan.
+	private := func(c *machineConfig) error {
+		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
+		return nil
+	}
+	m, _ = train(t, least-64, private, WithTuning(TuneFull))
+	for _, c := range m.Choices() {
+		if c.Op == productOp && c.Source != Measured {
+			t.Errorf("%+v", c)
+		}
+	}
+	if kept, _ := keepsH(m); kept > 0 {
+		t.Error("the choices are those of a plan that was dropped")
+	}
+	t.Run("GPU", func(t *testing.T) {
+		device := openGPU(t)
+		if device.info.Capability() != 90 {
+			t.Skip("needs a GPU of compute capability 9.0")
+		}
+		opts := []MachineOption{WithPrecision(BFloat16), WithTuning(TuneOff)}
+		m, want := trainWithGates(t, device, opts...)
+		free, total, err := device.Memory()
+		if err != nil {
+			t.Fatal(err)
+		}
+		hog, err := device.ctx.Alloc(int(free - total/20))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { // behind the machines
+			if err := device.ctx.Free(hog); err != nil {
+				t.Error(err)
+			}
+		})
+		less, got := trainWithGates(t, device, opts...)
+		if !m.program.spent || less.program.spent {
+			t.Errorf("spent %v on an empty card, %v on a full one", m.program.spent, less.program.spent)
+		}
+		if !slices.Equal(want, got) {
+			t.Error("losses or gradients differ")
+		}
+	})
+}
+
+// elements is how many a machine's parameters with gradients have.
+func elements(m *Machine) (n int) {
+	for _, in := range m.program.inputs {
+		if g := m.gradient(in); g != nil {
+			n += g.len()
+		}
+	}
+	return n
+}
+
+func gradients(params gorgonia.Nodes) (all gorgonia.Nodes) {
+	for _, p := range params {
+		all = append(all, p.Deriv())
+	}
+	return all
+}
+
+// TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back once.
+func TestRoomShared(t *testing.T) {
+	device, _, fakeOption := openFake(t, cardOf(128<<20))
+	l := newLifetime(t, newAdamW)
+	if err := l.open(device, fakeOption, gatesFused); err != nil {
+		t.Fatal(err)
+	}
+	free, _, err := device.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	hog, err := device.ctx.Alloc(int(free) - workspaceBytes - 4<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := newLifetime(t, newAdamW)
+	m, err := NewMachine(device, other.batch.G, fakeOption, gatesFused, WithParamsOf(l.machine),
+		WithOutputs(append(gradients(other.batch.Params), other.batch.Loss)...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.program.spent || len(m.borrowed) != len(l.batch.Params) {
+		t.Errorf("spent %v, %d of %d parameters are borrowed", m.program.spent, len(m.borrowed), len(l.batch.Params))
+	}
+	if err := errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)); err != nil {
+		t.Error(err)
+	}
+	for _, in := range l.machine.program.inputs {
+		if in.sharers != 0 {
+			t.Errorf("%s has %d sharers", describe(in.node), in.sharers)
+		}
+	}
+	if err := l.machine.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestRoomFails wants errors between one plan and the next to leave nothing behind.
+func TestRoomFails(t *testing.T) {
+	for _, call := range []string{"cuMemGetInfo", "cuMemAlloc", "cuMemHostAlloc", "cublasLtMatmulAlgoGetHeuristic"} {
+		met := 0
+		for nth := 1; ; nth++ {
+			device, cuda, fakeOption := openFake(t, cardOf(workspaceBytes+3<<20)) // less than a tenth is left
+			l := newLifetime(t, newAdamW)
+			cuda.Fail(call, nth, driver.OutOfMemory)
+			err := l.open(device, fakeOption, gatesFused)
+			if err == nil {
+				if l.machine.program.spent {
+					t.Error("there is room for h")
+				}
+				if err := l.machine.Close(); err != nil {
+					t.Error(err)
+				}
+				break
+			}
+			met++
+			if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(err.Error(), call) {
+				t.Errorf("%s, call %d: the error is %v", call, nth, err)
+			}
+			if l.machine != nil {
+				if err := l.machine.Close(); err != nil {
+					t.Errorf("%s, call %d: Close: %v", call, nth, err)
+				}
+			}
+			if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
+				t.Errorf("%s, call %d leaves %v", call, nth, left)
+			}
+		}
+		if met < 2 {
+			t.Errorf("%s: the machine makes this call %d times", call, met)
+		}
+	}
+	// The error of a graph that fits in no way has the figures of the plan that needs least.
+	device, _, fakeOption := openFake(t, cardOf(workspaceBytes+1<<10))
+	err := newLifetime(t, newAdamW).open(device, fakeOption, gatesFused)
+	if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(err.Error(), "1.00 KiB are free") {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+// TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own backward pass.
+func TestRoomRecomputed(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 6, Heads: 2, Seq: 8, FF: 64}.Default()
+	model, err := llm.NewModel(c, gorgonia.Float32, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := model.Graph(llm.ForTraining, 2, llm.WithRecompute())
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss}, []MachineOption{fakeOption, gatesFused})
+	arena := map[bool]int{}
+	for _, roomy := range []bool{false, true} {
+		p, err := compile(m, m.keep(), roomy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.spent != roomy {
+			t.Errorf("roomy %v: spent %v", roomy, p.spent)
+		}
+		arena[roomy] = p.arena
+	}
+	if h := 2 * c.Seq * c.FF * 4; arena[true] > arena[false]+h {
+		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d", arena[true], arena[false], h)
+	}
+	t.Log(arena)
+}
