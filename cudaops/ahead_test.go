@@ -38,6 +38,14 @@ func newTwinsOf(t *testing.T, device *Device, gather int, layer func(*op.Kasmina
 	if gather > 1 {
 		opts = append(slices.Clip(opts), WithAccumulation())
 	}
+	w.open(device, layer, func(*lifetime) []MachineOption { return opts })
+	return w
+}
+
+// open makes the machines.
+func (w *twins) open(device *Device, layer func(*op.KasminaOp), opts func(*lifetime) []MachineOption) {
+	t := w.t
+	t.Helper()
 	w.each(func(l *lifetime) error {
 		for _, n := range l.batch.G.AllNodes() {
 			if o, ok := n.Op().(*op.KasminaOp); ok {
@@ -46,7 +54,7 @@ func newTwinsOf(t *testing.T, device *Device, gather int, layer func(*op.Kasmina
 		}
 		lattice := l.model.Kasmina.Lattice(0)
 		err := errors.Join(l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter}),
-			lattice.Transition(1, state.Training), lattice.Transition(1, state.Grafting), lattice.SetAlpha(1, 0.5), l.open(device, opts...))
+			lattice.Transition(1, state.Training), lattice.Transition(1, state.Grafting), lattice.SetAlpha(1, 0.5), l.open(device, opts(l)...))
 		if err == nil {
 			t.Cleanup(func() {
 				if err := l.machine.Close(); err != nil {
@@ -56,7 +64,6 @@ func newTwinsOf(t *testing.T, device *Device, gather int, layer func(*op.Kasmina
 		}
 		return err
 	})
-	return w
 }
 
 // each does something with both.

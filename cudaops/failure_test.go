@@ -106,9 +106,12 @@ func TestEveryCallFails(t *testing.T) {
 			met := 0
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
-				l := newLifetime(t, newMuon)
+				l, opts := newLifetime(t, newMuon), []MachineOption{fakeOption, withCeilingBytes(1 << 12)}
+				if nth%2 == 0 {
+					l, opts = newWideLifetime(t), append(opts, ownAlone(t, false), new(lateSeen).late)
+				}
 				cuda.Fail(call, nth, status)
-				err := l.open(device, fakeOption, withCeilingBytes(1<<12))
+				err := l.open(device, opts...)
 				for i := 0; i < 3 && err == nil; i++ {
 					err = l.step()
 				}

@@ -63,6 +63,9 @@ func (c *compiler) planLate() {
 	}
 	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(needed[b], needed[a]) })
 	starts, crowded := c.starts()
+	if slices.ContainsFunc(c.tasks, func(t task) bool { return t.host }) { // such a run is never captured
+		return
+	}
 	group, bytes, total := lateParams{}, 0, 0
 	deadline := starts[len(starts)-1]
 	var groups []lateParams
@@ -122,8 +125,8 @@ func (c *compiler) firstUse(in *input) (task int, ok bool) {
 	return task, ok
 }
 
-// starts is when the tasks may be expected to start, in seconds from the beginning of a run, and behind them when the last one ends; and the
-// first one that would take all multiprocessors whatever it is told, or that the host computes.
+// starts is when the tasks may be expected to start, in seconds from the beginning of a run, and behind them when the last one ends; and
+// the first one that would take all multiprocessors whatever it is told.
 func (c *compiler) starts() (at []float64, crowded int) {
 	at, crowded = []float64{0}, len(c.tasks)
 	for i, t := range c.tasks {
@@ -132,7 +135,7 @@ func (c *compiler) starts() (at []float64, crowded int) {
 			took = t.flops / lateFLOPS
 		}
 		at = append(at, at[i]+took)
-		if (t.crowds || t.host) && crowded > i {
+		if t.crowds && crowded > i {
 			crowded = i
 		}
 	}

@@ -144,7 +144,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && len(m.borrowed) == 0 {
 		return nil, errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
 	}
-	if err := m.allocate(); err != nil {
+	if err := joined(m.allocate(), m.join()); err != nil {
 		return nil, err
 	}
 	for _, t := range m.program.tables {
@@ -411,7 +411,7 @@ func (m *Machine) compute() error {
 		m.now = new(recording)
 		m.recorded[string(mode)] = m.now
 	}
-	if !m.now.loaded || m.profiler.busy() {
+	if !m.now.loaded || m.profiler.busy() || m.config.share != nil {
 		if err := m.join(); err != nil {
 			return err
 		}
@@ -442,7 +442,7 @@ func (m *Machine) onHost() bool {
 // replay enqueues the program, which has been loaded.
 func (m *Machine) replay() error {
 	if m.onHost() {
-		return joined(m.join(), m.enqueue())
+		return m.enqueue()
 	}
 	if m.now.graph == nil {
 		var err error
