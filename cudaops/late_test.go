@@ -160,11 +160,17 @@ func TestLateJoined(t *testing.T) {
 			return err
 		}
 		m, err := NewMachine(device, score.G, fakeOption, WithParamsOf(l.machine))
-		if err == nil {
-			t.Cleanup(func() { m.Close() })
-			scorers, scores = append(scorers, m), append(scores, score)
+		if err != nil {
+			return err
 		}
-		return err
+		t.Cleanup(func() { m.Close() })
+		scorers, scores = append(scorers, m), append(scores, score)
+		(&batch{Graph: score}).draw(t, 7)
+		for range 2 { // of which the second one is captured
+			err = errors.Join(err, m.RunAll())
+		}
+		_, valueErr := m.Value(score.Loss)
+		return errors.Join(err, valueErr)
 	})
 	last := func(l *lifetime) *gorgonia.Node {
 		groups := w.ahead.machine.optimizer.late.groups
