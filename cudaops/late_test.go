@@ -185,6 +185,13 @@ func TestLateJoined(t *testing.T) {
 			v, err := l.machine.Value(last(l))
 			return flat(t, v), err
 		}},
+		{"Upload", func(_ int, l *lifetime) ([]float32, error) {
+			if err := l.machine.Upload(last(l)); err != nil {
+				return nil, err
+			}
+			v, err := l.machine.Value(last(l))
+			return flat(t, v), err
+		}},
 		{"another machine", func(i int, l *lifetime) ([]float32, error) {
 			(&batch{Graph: scores[i]}).draw(t, 7)
 			if err := scorers[i].RunAll(); err != nil {
