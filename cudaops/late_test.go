@@ -185,6 +185,14 @@ func TestLateJoined(t *testing.T) {
 			v, err := l.machine.Value(last(l))
 			return flat(t, v), err
 		}},
+		{"a run of another kind, which is not captured yet", func(_ int, l *lifetime) ([]float32, error) {
+			err := l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Debug})
+			if err := errors.Join(err, l.machine.RunAll()); err != nil {
+				return nil, err
+			}
+			v, err := l.machine.Value(l.batch.Loss)
+			return flat(t, v), err
+		}},
 		{"Upload", func(_ int, l *lifetime) ([]float32, error) {
 			if err := l.machine.Upload(last(l)); err != nil {
 				return nil, err
