@@ -23,8 +23,8 @@ type lateKernels struct {
 }
 
 type lateSeen struct {
-	updates, leaving int
-	left             int
+	updates, leaving, astray int
+	left                     int
 }
 
 func (k lateKernels) AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int) error {
@@ -40,6 +40,9 @@ func (k lateKernels) Leave(n int) {
 func (k lateKernels) Product(s driver.Stream, a kernels.Product) error {
 	if k.seen.left > 0 {
 		k.seen.leaving++
+		if !a.TransW { // of a backward pass
+			k.seen.astray++
+		}
 	}
 	return k.kernelSet.Product(s, a)
 }
@@ -301,14 +304,15 @@ func TestLateWhere(t *testing.T) {
 		major int
 		opt   MachineOption
 
-		late, leaving bool // updates are, and products
+		planned, late, leaving bool // of updates, and of products
 	}{
-		{"a Hopper", 9, nil, true, true},
-		{"another GPU", 8, nil, false, false},
-		{"sums of gradients", 9, WithAccumulation(), false, false},
-		{"cuBLASLt's products", 9, WithWays("Matmul=0*"), true, false}, // of what the first of them needs
-		{"too little to do", 9, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, false, false},
-		{"too little time", 9, func(c *machineConfig) error { c.late.bandwidth = 1; return nil }, false, false},
+		{"a Hopper", 9, nil, true, true, true},
+		{"another GPU", 8, nil, false, false, false},
+		{"sums of gradients", 9, WithAccumulation(), false, false, false},
+		{"cuBLASLt's products", 9, WithWays("Matmul=0*"), true, true, false}, // of what the first of them needs
+		{"runs of which every other one is timed", 9, WithMonitor(2), true, false, true},
+		{"too little to do", 9, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, false, false, false},
+		{"too little time", 9, func(c *machineConfig) error { c.late.bandwidth = 1; return nil }, false, false, false},
 	} {
 		device, _, fakeOption := openFake(t, of(c.major))
 		l := newWideLifetime(t)
@@ -325,8 +329,12 @@ func TestLateWhere(t *testing.T) {
 				t.Fatalf("%s: %v", c.what, err)
 			}
 		}
-		if late := l.machine.program.late != nil; late != c.late || seen.updates > 0 != c.late || seen.leaving > 0 != c.leaving {
-			t.Errorf("%s: planned: %v, done: %+v", c.what, late, seen)
+		p := l.machine.program
+		if p.late != nil != c.planned || seen.updates > 0 != c.late || seen.leaving > 0 != c.leaving || seen.astray > 0 {
+			t.Errorf("%s: planned: %v, done: %+v", c.what, p.late, seen)
+		}
+		if p.late != nil && slices.ContainsFunc(p.tasks[:p.late.end], func(t task) bool { return t.crowds }) {
+			t.Errorf("%s: a task that takes all multiprocessors comes before the last that waits", c.what)
 		}
 		if err := l.machine.Close(); err != nil {
 			t.Errorf("%s: %v", c.what, err)
