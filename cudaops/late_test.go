@@ -331,7 +331,7 @@ func TestLateWhere(t *testing.T) {
 		}
 		p := l.machine.program
 		if p.late != nil != c.planned || seen.updates > 0 != c.late || seen.leaving > 0 != c.leaving || seen.astray > 0 {
-			t.Errorf("%s: planned: %v, done: %+v", c.what, p.late, seen)
+			t.Errorf("%s: planned: %v, done: %+v", c.what, p.late != nil, seen)
 		}
 		if p.late != nil && slices.ContainsFunc(p.tasks[:p.late.end], func(t task) bool { return t.crowds }) {
 			t.Errorf("%s: a task that takes all multiprocessors comes before the last that waits", c.what)
