@@ -99,11 +99,14 @@ func (c *compiler) planLate() {
 // three and a copy of 16 bits.
 const lateMoved = 30. / 4
 
+// lateLeft is the multiprocessors that must be left: with fewer than 64 pairs products take more turns than with all.
+const lateLeft = 2 * 64
+
 // mayPlanLate reports whether updates of the machine may go on beside its next run. There must be multiprocessors to spare, and nothing
 // else behind an update.
 func (m *Machine) mayPlanLate() bool {
-	c := &m.config
-	return m.device.info.Capability() == 90 && !c.gather && !c.float8 && c.lone == nil && c.share == nil && c.stream == 0
+	c, d := &m.config, m.device.info
+	return d.Capability() == 90 && d.SMs >= lateLeft+kernels.LateMultiprocessors && !c.gather && !c.float8 && c.lone == nil && c.share == nil && c.stream == 0
 }
 
 // written reports whether an update writes the only copy of a parameter along with it.

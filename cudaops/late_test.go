@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"cmp"
 	"errors"
 	"math"
 	"slices"
@@ -294,27 +295,29 @@ func TestLateJoined(t *testing.T) {
 // TestLateWhere wants updates left for later only where there are multiprocessors to spare, and nothing behind an update needs them.
 func TestLateWhere(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	of := func(major int) fake.Config {
+	of := func(major, sms int) fake.Config {
 		info := smallCache("Card")
-		info[0].Major = major
+		info[0].Major, info[0].SMs = major, sms
 		return fake.Config{Devices: info}
 	}
 	for _, c := range []struct {
 		what  string
 		major int
 		opt   MachineOption
+		sms   int // 132
 
 		planned, late, leaving bool // of updates, and of products
 	}{
-		{"a Hopper", 9, nil, true, true, true},
-		{"another GPU", 8, nil, false, false, false},
-		{"sums of gradients", 9, WithAccumulation(), false, false, false},
-		{"cuBLASLt's products", 9, WithWays("Matmul=0*"), true, true, false}, // of what the first of them needs
-		{"runs of which every other one is timed", 9, WithMonitor(2), true, false, true},
-		{"too little to do", 9, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, false, false, false},
-		{"too little time", 9, func(c *machineConfig) error { c.late.bandwidth = 1; return nil }, false, false, false},
+		{"a Hopper", 9, nil, 0, true, true, true},
+		{"another GPU", 8, nil, 0, false, false, false},
+		{"a smaller Hopper", 9, nil, 114, false, false, false},
+		{"sums of gradients", 9, WithAccumulation(), 0, false, false, false},
+		{"cuBLASLt's products", 9, WithWays("Matmul=0*"), 0, true, true, false}, // of what the first of them needs
+		{"runs of which every other one is timed", 9, WithMonitor(2), 0, true, false, true},
+		{"too little to do", 9, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, 0, false, false, false},
+		{"too little time", 9, func(c *machineConfig) error { c.late.bandwidth = 1; return nil }, 0, false, false, false},
 	} {
-		device, _, fakeOption := openFake(t, of(c.major))
+		device, _, fakeOption := openFake(t, of(c.major, cmp.Or(c.sms, 132)))
 		l := newWideLifetime(t)
 		var seen lateSeen
 		opts := []MachineOption{fakeOption, ownAlone(t, false), seen.late}
