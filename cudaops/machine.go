@@ -19,9 +19,9 @@ import (
 //
 // The graph is compiled once, into kernel launches over memory that is planned before anything runs. Parameters (see
 // [WithParams]) go up once and stay on the device; other inputs go up before every run, and results come back when
-// [Machine.Value] asks for them. Where the device has memory to spare, a graph that trains takes some of it to save time. A node
-// for which there is no kernel is computed on the host, between two copies, with one warning that names it; [WithStrict] makes
-// that an error.
+// [Machine.Value] asks for them. Where the device has memory to spare, a graph that trains takes some of it to save time, and leaves a
+// tenth free, with what AdamW takes. A node for which there is no kernel is computed on the host, between two copies, with one warning
+// that names it; [WithStrict] makes that an error.
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
@@ -200,16 +200,29 @@ func (m *Machine) plan() (err error) {
 // the tuner takes while it times, and for other programs.
 const roomLeft = 0.1
 
-// hasRoom reports whether the program and an optimiser leave enough of the device's memory.
+// hasRoom reports whether the program leaves enough of the device's memory to the optimisers that are still to come, the machine's and
+// that of the machine with whose parameters it works, and to what roomLeft is for.
 func (m *Machine) hasRoom() (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
-	need := m.program.arena + m.program.resident()
-	for _, in := range m.program.inputs {
-		if g := m.gradientOf(m.program, in); g != nil {
-			need += 2 * 4 * g.len() // AdamW's moments, of which Muon has one, and directions
-		}
+	need := m.program.arena + m.program.resident() + m.momentsToCome()
+	if share := m.config.share; share != nil {
+		need += share.momentsToCome()
 	}
 	return float64(need)+roomLeft*float64(total) <= float64(free), err
+}
+
+// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an optimiser. Muon has one moment, and
+// directions.
+func (m *Machine) momentsToCome() (bytes int) {
+	if m.optimizer != nil {
+		return 0
+	}
+	for _, in := range m.program.inputs {
+		if g := m.gradientOf(m.program, in); g != nil {
+			bytes += 2 * 4 * g.len()
+		}
+	}
+	return bytes
 }
 
 // gradientOf returns the gradient that a program has of an input that is a parameter, nil if there is none.

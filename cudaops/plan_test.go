@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from the forward pass.
@@ -42,21 +41,7 @@ func keepsH(m *Machine) (kept, formed int) {
 // trainWithGates trains a model of several layers for a few steps, and returns the machine and the bits of losses and gradients.
 func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine, seen []string) {
 	t.Helper()
-	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136, Kasmina: []int{1}, Seeds: 6}.Default()
-	model, err := llm.NewModel(c, gorgonia.Float32, 1, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
-	g, err := model.Graph(llm.ForTraining, 3)
-	if err != nil {
-		t.Fatal(err)
-	}
-	o, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
-	l := &lifetime{model: model, batch: &batch{Graph: g}, optimizer: o}
-	l.batch.draw(t, 1)
+	l := newWideLifetime(t)
 	if err := l.open(device, append(opts, gatesFused)...); err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +54,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 		if err := l.step(); err != nil {
 			t.Fatal(err)
 		}
-		for _, n := range append(gorgonia.Nodes{g.Loss}, gradients(g.Params)...) {
+		for _, n := range append(gorgonia.Nodes{l.batch.Loss}, gradients(l.batch.Params)...) {
 			v, err := l.machine.Value(n)
 			if err != nil {
 				t.Fatal(err)
@@ -91,7 +76,11 @@ func TestRoom(t *testing.T) {
 	}
 	const plenty = 1 << 30
 	m, want := train(t, plenty)
-	need := m.program.arena + m.program.resident() + 8*elements(m)
+	elements := 0
+	for _, p := range m.config.params {
+		elements += p.Shape().TotalSize()
+	}
+	need := m.program.arena + m.program.resident() + 8*elements
 	least := int(float64(need+workspaceBytes) / (1 - roomLeft)) // of a card for which the workspace is taken before
 	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.program.spent {
 		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed, m.program.spent)
@@ -175,21 +164,22 @@ func TestRoom(t *testing.T) {
 	})
 }
 
-// elements is how many a machine's parameters with gradients have.
-func elements(m *Machine) (n int) {
-	for _, in := range m.program.inputs {
-		if g := m.gradientOf(m.program, in); g != nil {
-			n += g.len()
-		}
-	}
-	return n
-}
-
 func gradients(params gorgonia.Nodes) (all gorgonia.Nodes) {
 	for _, p := range params {
 		all = append(all, p.Deriv())
 	}
 	return all
+}
+
+// newBorrower is a machine that computes gradients with the parameters of another one.
+func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOption) *Machine {
+	t.Helper()
+	b := newLifetime(t, newAdamW).batch
+	m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParamsOf(of), WithOutputs(append(gradients(b.Params), b.Loss)...))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
 }
 
 // TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back once.
@@ -207,12 +197,7 @@ func TestRoomShared(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	other := newLifetime(t, newAdamW)
-	m, err := NewMachine(device, other.batch.G, fakeOption, gatesFused, WithParamsOf(l.machine),
-		WithOutputs(append(gradients(other.batch.Params), other.batch.Loss)...))
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := newBorrower(t, device, l.machine, fakeOption)
 	if m.program.spent || len(m.borrowed) != len(l.batch.Params) {
 		t.Errorf("spent %v, %d of %d parameters are borrowed", m.program.spent, len(m.borrowed), len(l.batch.Params))
 	}
@@ -226,6 +211,52 @@ func TestRoomShared(t *testing.T) {
 	}
 	if err := l.machine.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestRoomOfOptimizer wants a machine that borrows parameters to leave room for the moments that the other machine will have.
+func TestRoomOfOptimizer(t *testing.T) {
+	device, _, fakeOption := openFake(t, cardOf(256<<20))
+	l := newLifetime(t, newAdamW)
+	l.machine = newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss}, []MachineOption{fakeOption, gatesFused})
+	m := newBorrower(t, device, l.machine, fakeOption)
+	need, moments := m.Memory(), 0
+	for _, p := range l.batch.Params {
+		moments += 8 * p.Shape().TotalSize()
+	}
+	if err := m.Close(); err != nil || !m.program.spent {
+		t.Fatalf("spent %v on an empty card, error %v", m.program.spent, err)
+	}
+	for _, c := range []struct {
+		what string
+		left int // beside what the machine takes
+		set  bool
+		want bool
+	}{
+		{"room for both", 3 * moments / 2, false, true},
+		{"none for moments", moments / 2, false, false},
+		{"which are there", moments / 2, true, true},
+	} {
+		if c.set {
+			if err := l.machine.SetOptimizer(l.optimizer, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		free, total, err := device.Memory()
+		if err != nil {
+			t.Fatal(err)
+		}
+		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := newBorrower(t, device, l.machine, fakeOption)
+		if m.program.spent != c.want {
+			t.Errorf("%s: spent %v", c.what, m.program.spent)
+		}
+		if err := errors.Join(m.Close(), device.ctx.Free(hog)); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
