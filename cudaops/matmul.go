@@ -170,8 +170,8 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 	return p.m.k.Product(s, product)
 }
 
-// ownGain is what cuBLASLt must save of a product in a forward pass to take the place of a kernel of this module: that leaves
-// multiprocessors to an update (late.go), which saves more.
+// ownGain is what cuBLASLt must save of a product in a forward pass to take the place of a kernel of this module, which in training
+// leaves multiprocessors to an update (late.go).
 const ownGain = 0.04
 
 // job is the product as the tuner sees it.

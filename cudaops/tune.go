@@ -317,6 +317,9 @@ func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 	if j.computes {
 		key += ", under load"
 	}
+	if j.gain > 0 {
+		key += fmt.Sprintf(", %s by %g", j.ways[j.favoured], j.gain)
+	}
 	if len(left) < len(j.ways) {
 		key += fmt.Sprintf(", of %v", left)
 	}
