@@ -239,17 +239,17 @@ func (m *Machine) sendLate(x *optimizer) error {
 }
 
 // join has the machine's stream wait for what the last update has left for later, also that of a machine with whose parameters this one
-// works.
+// works: there a run that has waited for it has done so on that machine's stream alone.
 func (m *Machine) join() error {
-	for _, of := range []*Machine{m, m.config.share} {
-		if of == nil || of.optimizer == nil || of.optimizer.late == nil || !of.optimizer.late.running {
-			continue
-		}
-		l := of.optimizer.late
-		if err := m.device.ctx.Wait(m.stream, l.last()); err != nil {
+	ctx := m.device.ctx
+	if x := m.optimizer; x != nil && x.late != nil && x.late.running {
+		if err := ctx.Wait(m.stream, x.late.last()); err != nil {
 			return err
 		}
-		l.running = of != m // whose stream has not waited
+		x.late.running = false
+	}
+	if of := m.config.share; of != nil && !of.closed && of.optimizer != nil && of.optimizer.late != nil {
+		return ctx.Wait(m.stream, of.optimizer.late.last())
 	}
 	return nil
 }

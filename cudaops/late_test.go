@@ -3,6 +3,7 @@ package cudaops
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"math"
 	"slices"
 	"testing"
@@ -212,6 +213,16 @@ func TestLateJoined(t *testing.T) {
 			v, err := scorers[i].Value(scores[i].Loss)
 			return flat(t, v), err
 		}},
+		{"another machine behind a run that has begun", func(i int, l *lifetime) ([]float32, error) {
+			if begun, err := l.machine.Start(); !begun || err != nil {
+				return nil, fmt.Errorf("begun: %v, %w", begun, err)
+			}
+			if err := scorers[i].RunAll(); err != nil {
+				return nil, err
+			}
+			v, err := scorers[i].Value(scores[i].Loss)
+			return flat(t, v), err
+		}},
 		{"a machine that is made then", func(_ int, l *lifetime) ([]float32, error) {
 			score, err := l.model.Graph(llm.ForLoss, 3)
 			if err != nil {
@@ -289,6 +300,77 @@ func TestLateJoined(t *testing.T) {
 	// Others may go by the stream now.
 	if err := w.ahead.step(); err != nil || w.ahead.machine.optimizer.late.running {
 		t.Errorf("an update behind Address is left for later (%v)", err)
+	}
+}
+
+// TestLateShared wants a machine that works with another one's parameters to tell it that others go by their addresses, and values of
+// its own to be there still when that is closed.
+func TestLateShared(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for _, expose := range []bool{false, true} {
+		l := newWideLifetime(t)
+		if err := l.open(device, fakeOption, ownAlone(t, false), new(lateSeen).late); err != nil {
+			t.Fatal(err)
+		}
+		score, err := l.model.Graph(llm.ForLoss, 3)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m, err := NewMachine(device, score.G, fakeOption, WithParamsOf(l.machine))
+		if err != nil {
+			t.Fatal(err)
+		}
+		(&batch{Graph: score}).draw(t, 7)
+		if err := errors.Join(m.RunAll(), l.step()); err != nil {
+			t.Fatal(err)
+		}
+		if expose {
+			if _, _, err := m.Address(score.Params[0]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := l.step(); err != nil {
+			t.Fatal(err)
+		}
+		if running := l.machine.optimizer.late.running; running == expose {
+			t.Errorf("with the address of a parameter: %v, left for later: %v", expose, running)
+		}
+		if err := l.machine.Close(); err != nil {
+			t.Error(err)
+		}
+		if _, err := m.Value(score.Loss); err != nil {
+			t.Errorf("behind Close of the other machine: %v", err)
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestLateSetOptimizerFails wants runs to go on behind an error of SetOptimizer, which leaves no optimiser: nothing that was captured may
+// wait for what that has let go of.
+func TestLateSetOptimizerFails(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, cuda, fakeOption := openFake(t, fake.Config{})
+	l := newWideLifetime(t)
+	if err := l.open(device, fakeOption, ownAlone(t, false), new(lateSeen).late); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		if err := l.step(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	cuda.Fail("cuStreamSynchronize", 1, driver.InvalidValue)
+	if err := l.machine.SetOptimizer(l.optimizer, 1); err == nil || l.machine.optimizer != nil {
+		t.Errorf("SetOptimizer: %v", err)
+	}
+	if err := l.machine.RunAll(); err != nil {
+		t.Error(err)
+	}
+	if err := l.machine.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -88,16 +88,16 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	}
+	var errs []error
+	if m.program.late != nil { // what was captured waits for events of the optimiser before, or for none
+		errs = append(errs, m.forget())
+	}
 	if old := m.optimizer; old != nil {
 		m.optimizer = nil
-		if err := joined(m.device.ctx.SyncStream(m.stream), old.close(m)); err != nil {
-			return err
-		}
+		errs = append(errs, m.device.ctx.SyncStream(m.stream), old.close(m))
 	}
-	if m.program.late != nil { // of which what was captured knows nothing, or something else
-		if err := m.forget(); err != nil {
-			return err
-		}
+	if err := joined(errs...); err != nil {
+		return err
 	}
 	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[updateKey]*recording{}}
 	m.optimizer = x
@@ -297,7 +297,8 @@ func (m *Machine) buildTables(x *optimizer) error {
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
-// for the device and returns the global norm of the gradients before clipping. If that is not finite, no parameter changes
+// for the device and returns the global norm of the gradients before clipping. Where that saves time, a part of the update goes on
+// beside the next run: whatever the machine does waits for what it needs of that. If the norm is not finite, no parameter changes
 // and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no error
 // while the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After an error of the device the
 // update may have been made in part.

@@ -25,7 +25,8 @@ const plainSteps, markedSteps = 7, 4
 const ProfileSteps = 1 + plainSteps + markedSteps
 
 // StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last ones run with a time stamp after
-// every kernel; all compute the same bits as ever. A step ends with [Machine.Update], in a machine without an optimiser with
+// every kernel; all compute the same bits as ever. None of their updates goes on beside the next run, so where others do (see
+// [Machine.Update]) a step takes longer. A step ends with [Machine.Update], in a machine without an optimiser with
 // [Machine.RunAll]. The machine must have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() error {
 	err := errClosed

@@ -29,6 +29,7 @@ type capture struct {
 
 // await is an event that a graph waits for, and its latest marks at the graph's launches that have not run yet.
 type await struct {
+	event driver.Event
 	of    *event
 	marks []*mark
 }
@@ -333,7 +334,7 @@ func (c *Context) Await(s driver.Stream, e driver.Event) error {
 	if st.capture == nil {
 		return driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
 	}
-	a := &await{of: ev}
+	a := &await{event: e, of: ev}
 	st.capture.awaits = append(st.capture.awaits, a)
 	st.push(func() error {
 		m := a.marks[0]
@@ -472,6 +473,11 @@ func (c *Context) LaunchGraph(g *driver.Graph, s driver.Stream) error {
 	k, ok := c.graphs[g.Handle]
 	if !ok {
 		return driver.NewError(call, driver.InvalidHandle, "", "no such graph")
+	}
+	for _, a := range k.awaits {
+		if _, err := c.event(call, a.event); err != nil {
+			return err
+		}
 	}
 	for _, a := range k.awaits {
 		a.marks = append(a.marks, a.of.mark)
