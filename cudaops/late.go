@@ -57,7 +57,7 @@ func (c *compiler) planLate() {
 	for _, in := range c.inputs {
 		if g := c.gradient(in); g != nil && !g.resident && in.written() {
 			if task, ok := c.firstUse(in); ok {
-				needed[in], all = task, append(all, in)
+				needed[in], all = min(task, g.First), append(all, in) // before the next gradient, too
 			}
 		}
 	}
