@@ -115,7 +115,7 @@ func (in *input) written() bool {
 }
 
 // gradient returns the gradient of an input that is a parameter, nil if there is none.
-func (c *compiler) gradient(in *input) *array { return c.m.gradientOf(c.program, in) }
+func (c *compiler) gradient(in *input) *array { return c.m.gradientIn(c.program, in) }
 
 // firstUse is the first task that reads a parameter or its copy.
 func (c *compiler) firstUse(in *input) (task int, ok bool) {

@@ -218,15 +218,15 @@ func (m *Machine) momentsToCome() (bytes int) {
 		return 0
 	}
 	for _, in := range m.program.inputs {
-		if g := m.gradientOf(m.program, in); g != nil {
+		if g := m.gradientIn(m.program, in); g != nil {
 			bytes += 2 * 4 * g.len()
 		}
 	}
 	return bytes
 }
 
-// gradientOf returns the gradient that a program has of an input that is a parameter, nil if there is none.
-func (m *Machine) gradientOf(p *program, in *input) *array {
+// gradientIn returns the gradient that a program has of an input that is a parameter, nil if there is none.
+func (m *Machine) gradientIn(p *program, in *input) *array {
 	if d := in.node.Deriv(); d != nil && slices.Contains(m.config.params, in.node) {
 		return p.values[d]
 	}

@@ -108,7 +108,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		}
 	}()
 	for _, in := range m.program.inputs {
-		if g := m.gradientOf(m.program, in); g != nil {
+		if g := m.gradientIn(m.program, in); g != nil {
 			p := &paramState{input: in, grad: g, rule: rules.Rule(in.node.Name(), in.node.Shape())}
 			if sum := m.program.sums[in.node]; sum != nil {
 				p.grad = sum

@@ -264,21 +264,26 @@ func (c *Context) Record(e driver.Event, s driver.Stream) error {
 	return nil
 }
 
+// captured is an event, and a stream that is being captured.
+func (c *Context) captured(call string, e driver.Event, s driver.Stream) (*event, *stream, error) {
+	ev, err := c.event(call, e)
+	if err != nil {
+		return nil, nil, err
+	}
+	st, err := c.stream(call, s)
+	if err == nil && st.capture == nil {
+		err = driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
+	}
+	return ev, st, err
+}
+
 // Mark records the event anew whenever the graph that is being captured is launched.
 func (c *Context) Mark(e driver.Event, s driver.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	const call = "cuEventRecordWithFlags"
-	ev, err := c.event(call, e)
+	ev, st, err := c.captured("cuEventRecordWithFlags", e, s)
 	if err != nil {
 		return err
-	}
-	st, err := c.stream(call, s)
-	if err != nil {
-		return err
-	}
-	if st.capture == nil {
-		return driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
 	}
 	st.push(func() error {
 		ev.mark = &mark{stream: st, passed: true, at: c.clock}
@@ -322,17 +327,9 @@ func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 func (c *Context) Await(s driver.Stream, e driver.Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	const call = "cuStreamWaitEvent"
-	ev, err := c.event(call, e)
+	ev, st, err := c.captured("cuStreamWaitEvent", e, s)
 	if err != nil {
 		return err
-	}
-	st, err := c.stream(call, s)
-	if err != nil {
-		return err
-	}
-	if st.capture == nil {
-		return driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
 	}
 	a := &await{event: e, of: ev}
 	st.capture.awaits = append(st.capture.awaits, a)
