@@ -5,8 +5,8 @@
 //	go run ./examples/bench -groups train -models llama124M       # some of it
 //	go run ./examples/bench -device cpu                           # the CPU's counterpart
 //
-// peers/torch_peers.py measures the same in PyTorch, under the same names. The lines of both, taken in one go on one machine,
-// become a table:
+// peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py training steps of llm.c. The lines
+// of all, taken in one go on one machine, become a table:
 //
 //	python3 examples/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./examples/bench -table kasmina.jsonl torch.jsonl

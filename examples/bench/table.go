@@ -17,7 +17,7 @@ import (
 // are named copy_..., products gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
-		return errors.New("-table wants files of JSON lines, as this program and peers/torch_peers.py print them")
+		return errors.New("-table wants files of JSON lines, as this program and those in peers print them")
 	}
 	var all []result
 	for _, f := range files {
