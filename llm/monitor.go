@@ -68,6 +68,9 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	if !ok {
 		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package llm/gpu does")
 	}
+	if err := writable(path); err != nil { // now, not when the steps have been made
+		return refuse("ProfileStep: the trace cannot be written: %w", err)
+	}
 	steps, done := 0, false
 	return func(e Event) error {
 		switch {

@@ -117,6 +117,19 @@ func TestProfileStep(t *testing.T) {
 			t.Errorf("%+v: the trace %q, %v", test, trace, err)
 		}
 	}
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{filepath.Join(file, "trace.json"), filepath.Dir(file)} {
+		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
+		e := &traced{Engine: tr.engine, takes: 1}
+		tr.engine, tr.Model.mirror = e, e
+		tr.On(ProfileStep(tr, io.Discard, path, 1))
+		if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "cannot be written") || tr.Step() != 0 {
+			t.Errorf("a trace at %s: %v after %d steps", path, err, tr.Step())
+		}
+	}
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	tr.On(ProfileStep(tr, io.Discard, "", 1))
 	if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "llm/gpu") {

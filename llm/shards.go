@@ -386,6 +386,9 @@ func replaceFile(path string, write func(*os.File) error) error {
 
 // writable makes the folders that path needs, and finds out whether a file can be written there, by another one beside it.
 func writable(path string) error {
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return fmt.Errorf("%s is a folder", path)
+	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}

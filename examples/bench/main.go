@@ -24,6 +24,7 @@ import (
 	"math"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -146,6 +147,9 @@ func (o *options) check(groups []string) error {
 	}
 	if o.batch < 0 {
 		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
+	}
+	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" && (err != nil || !info.IsDir()) { // not when all is measured
+		return fmt.Errorf("-profile is %s, want a file in a folder that is there", o.profile)
 	}
 	return nil
 }

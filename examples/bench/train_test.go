@@ -1,6 +1,7 @@
 package main
 
 import (
+	"path/filepath"
 	"slices"
 	"testing"
 
@@ -31,6 +32,16 @@ func TestTraceFile(t *testing.T) {
 		}
 		if !slices.Equal(files, test.want) {
 			t.Errorf("groups %q, models %q: %q, want %q", test.groups, test.models, files, test.want)
+		}
+	}
+}
+
+// TestProfileNowhere wants a trace that cannot be written refused before anything is measured.
+func TestProfileNowhere(t *testing.T) {
+	for path, ok := range map[string]bool{"": true, "out.json": true, filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {
+		o := options{steps: 1, profile: path}
+		if err := o.check([]string{"train"}); (err == nil) != ok {
+			t.Errorf("%q: %v", path, err)
 		}
 	}
 }
