@@ -17,10 +17,10 @@ import (
 // gradients waits for it (join). Gradients keep their memory until then, so that no value of the next run may take it, which is
 // planned where the device has memory to spare.
 
-// What an update beside a forward pass moves in a second, and what the tasks of the pass do meanwhile (H200): it is to be done in
-// time. An update that is not makes the pass wait.
+// What an update beside a forward pass moves in a second, at least, and what the tasks of the pass do meanwhile (H200): it is to be done
+// in time. An update that is not makes the pass wait: KERNELS.md has what more and less than this cost.
 const (
-	lateBandwidth = kernels.LateMultiprocessors * 60e9
+	lateBandwidth = kernels.LateMultiprocessors * 45e9
 	lateFLOPS     = 680e12
 	lateBytes     = 3.8e12
 )
