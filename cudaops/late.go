@@ -49,7 +49,7 @@ type lateParams struct {
 // planLate chooses the parameters that may be updated beside the next run, from those on that it needs last, as many as there is time
 // for, and keeps the memory of their gradients.
 func (c *compiler) planLate() {
-	if !c.roomy || !c.m.mayPlanLate() {
+	if !c.roomy || !c.m.mayPlanLate() || c.program.onHost() {
 		return
 	}
 	needed := map[*input]int{}
@@ -63,9 +63,6 @@ func (c *compiler) planLate() {
 	}
 	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(needed[b], needed[a]) })
 	starts, crowded := c.starts()
-	if slices.ContainsFunc(c.tasks, func(t task) bool { return t.host }) { // such a run is never captured
-		return
-	}
 	group, bytes, total := lateParams{}, 0, 0
 	deadline := starts[len(starts)-1]
 	var groups []lateParams
@@ -106,7 +103,8 @@ const lateLeft = 2 * 64
 // else behind an update.
 func (m *Machine) mayPlanLate() bool {
 	c, d := &m.config, m.device.info
-	return d.Capability() == 90 && d.SMs >= lateLeft+kernels.LateMultiprocessors && !c.gather && !c.float8 && c.lone == nil && c.share == nil && c.stream == 0
+	return d.Capability() == 90 && d.SMs >= lateLeft+kernels.LateMultiprocessors &&
+		!c.gather && !c.float8 && c.lone == nil && c.share == nil && c.stream == 0
 }
 
 // written reports whether an update writes the only copy of a parameter along with it.

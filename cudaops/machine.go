@@ -447,9 +447,11 @@ func (m *Machine) load() error {
 	return err
 }
 
+func (m *Machine) onHost() bool { return m.program.onHost() }
+
 // onHost reports whether the program computes something on the host, so that it cannot be captured.
-func (m *Machine) onHost() bool {
-	return slices.ContainsFunc(m.program.tasks, func(t task) bool { return t.host })
+func (p *program) onHost() bool {
+	return slices.ContainsFunc(p.tasks, func(t task) bool { return t.host })
 }
 
 // replay enqueues the program, which has been loaded.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -56,8 +57,7 @@ type Table struct {
 	ctx                      driver.Context
 	tensors, updates, chunks driver.Ptr
 	count                    int
-	of                       []int    // the tensor of each chunk
-	parts                    [][2]int // the chunks of each tensor
+	of                       []int // the tensor of each chunk, in order
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
 	Chunks int
 	Bytes  int // of its memory
@@ -71,7 +71,6 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
 	var chunks []byte
 	var of []int
-	parts := make([][2]int, len(tensors))
 	for i, t := range tensors {
 		if t.Size < 1 {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
@@ -88,14 +87,13 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result, int64(t.Size), t.LRScale,
 			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType), int32(t.DirectionType),
 			int32(len(of)), int32(n), 0}
-		parts[i] = [2]int{len(of), len(of) + n}
 		for j := range n {
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(j))
 			of = append(of, i)
 		}
 	}
-	t := &Table{ctx: k.ctx, count: len(rows), of: of, parts: parts, Chunks: len(of)}
+	t := &Table{ctx: k.ctx, count: len(rows), of: of, Chunks: len(of)}
 	for _, part := range []struct {
 		at    *driver.Ptr
 		bytes []byte
@@ -116,7 +114,11 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
 
 // ChunksOf is the range of chunks, from ≤ i < to, that a tensor is cut into.
-func (t *Table) ChunksOf(tensor int) (from, to int) { return t.parts[tensor][0], t.parts[tensor][1] }
+func (t *Table) ChunksOf(tensor int) (from, to int) {
+	from, _ = slices.BinarySearch(t.of, tensor)
+	to, _ = slices.BinarySearch(t.of, tensor+1)
+	return from, to
+}
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
