@@ -125,8 +125,9 @@ func (k *Kernels) poison(s driver.Stream, p driver.Ptr, bytes int) error {
 }
 
 // Leave has launches leave n multiprocessors, an even number, to kernels of other streams from now on, where a kernel's blocks would
-// else stay on all of them: products on Hopper, and attention there but for the backward pass of one kernel. Results have the same
-// bits. Blocks of other kernels go where there is room, some of them later than on the whole GPU.
+// else stay on all of them: products on Hopper, attention there but for the backward pass of one kernel, and Kasmina layers. Results
+// have the same bits, but for figures of Kasmina layers, whose records are then of other rows. Blocks of other kernels go where there is
+// room, some of them later than on the whole GPU.
 func (k *Kernels) Leave(n int) { k.left.Store(int32(n)) }
 
 // free is the multiprocessors that are not left to others.
