@@ -13,8 +13,8 @@ import (
 // What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over memory, the former has
 // the fastest product. The tuner decides.
 
-// matmulRun enqueues a product of two matrices.
-type matmulRun func(d, a, b driver.Ptr) error
+// matmulRun enqueues a product of two matrices, of float8 with the factors of each.
+type matmulRun func(d, a, b driver.Ptr, scales ...driver.Ptr) error
 
 // productWays is a product and what is done with its result, which are computed separately, by two kernels, or in one
 // kernel that has some ways. Either takes memory for the arguments. For productThen these begin with the arrays, which are then all that
@@ -53,6 +53,7 @@ func (c *compiler) productThen(n *gorgonia.Node, w productWays, after func()) er
 		return w.run(choice.way, at)
 	}, w.arrays...)
 	c.computes(w.flops())
+	c.tasks[len(c.tasks)-1].float8 = w.scaleA != nil
 	return nil
 }
 
@@ -81,9 +82,12 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
 		return nil, nil
 	}
-	multiply := func(d, a, b driver.Ptr) error {
-		return plan.run(driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes},
-			m.stream)
+	multiply := func(d, a, b driver.Ptr, scales ...driver.Ptr) error {
+		args := driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes}
+		if len(scales) > 0 {
+			args.ScaleA, args.ScaleB = scales[0], scales[1]
+		}
+		return plan.run(args, m.stream)
 	}
 	j := job{op: w.op, shape: w.shape, ways: ways, build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build(append(w.units, productUnits...)...), blas.Version()),
 		arguments: w.arguments, computes: true}

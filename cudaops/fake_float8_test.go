@@ -95,3 +95,15 @@ func sideBySide(a, b [][]float32) (rows [][]float32) {
 	}
 	return rows
 }
+
+// operandAt returns a matrix: of float32, or where there are factors of its rows of float8.
+func operandAt(l *fake.Launch, p, scale driver.Ptr, rows, d int) []float32 {
+	if scale == 0 {
+		return floatsAt(l, p, rows*d)
+	}
+	values, factors := make([]float32, rows*d), floatsAt(l, scale, rows)
+	for i, b := range fake.Slice[byte](l, p, rows*d) {
+		values[i] = driver.FromE4M3(b) * factors[i/d]
+	}
+	return values
+}

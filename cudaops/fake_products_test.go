@@ -51,8 +51,8 @@ func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error 
 			at := kernels.RoPEAngleAt(i/h, i%h, h)
 			cos[i], sin[i] = table[at], table[at+2]
 		}
-		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, a.Columns*a.D), a.D,
-			0, y, a.Columns)
+		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+			operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
 		for i := range a.Rows {
 			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
 			cpu.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
@@ -72,8 +72,8 @@ func (k *fakeKernels) Product(s driver.Stream, a kernels.Product) error {
 		if a.TransW {
 			stride = a.D
 		}
-		cpu.Gemm(false, a.TransW, a.Rows, a.Columns, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.W, a.D*a.Columns), stride, 0, y,
-			a.Columns)
+		cpu.Gemm(false, a.TransW, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+			operandAt(l, a.W, a.ScaleW, a.Columns, a.D), stride, 0, y, a.Columns)
 		for i, v := range c {
 			y[i] += v
 		}

@@ -93,7 +93,12 @@ func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w *array) error {
 
 // float8Product adds d = a·bᵀ, and another matrix to it, if there is one.
 func (c *compiler) float8Product(n *gorgonia.Node, d *array, a, b quantized, add *array) error {
-	return c.matmul(n, product{d: d, a: a.values, b: b.values, transB: true, scaleA: a.scales, scaleB: b.scales}.plus(add))
+	return c.matmul(n, float8Product(d, a, b).plus(add))
+}
+
+// float8Product is d = a·bᵀ.
+func float8Product(d *array, a, b quantized) product {
+	return product{d: d, a: a.values, b: b.values, transB: true, scaleA: a.scales, scaleB: b.scales}
 }
 
 // newQuantized returns memory in the arena for a matrix.

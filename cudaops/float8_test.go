@@ -32,7 +32,7 @@ type layers struct {
 	named  map[string]*gorgonia.Node
 }
 
-// newLayers has batch sequences of seq tokens, d features of 2 heads, and a perceptron of f.
+// newLayers has batch sequences of seq tokens, d features of 2 heads or of as many as have 128, and a perceptron of f.
 func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	t.Helper()
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
@@ -62,11 +62,12 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	rows := batch * seq
 	x := input("x", 1, rows, d)
 	h := must(op.RMSNorm(x, param("norm1", d), 1e-5))
-	rope := op.RoPEConfig{Seq: seq, Heads: 2, HeadDim: d / 2, Base: 100}
+	heads := max(2, d/128)
+	rope := op.RoPEConfig{Seq: seq, Heads: heads, HeadDim: d / heads, Base: 100}
 	q := must(op.RoPE(must(op.Linear(h, param("wq", d, d))), rope))
 	k := must(op.RoPE(must(op.Linear(h, param("wk", d, d))), rope))
 	v := must(op.Linear(h, param("wv", d, d)))
-	a := must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: 2, KVHeads: 2, HeadDim: d / 2, Causal: true}))
+	a := must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: heads, KVHeads: heads, HeadDim: d / heads, Causal: true}))
 	s := must(gorgonia.Add(x, must(op.Linear(a, param("wo", d, d)))))
 	h = must(op.RMSNorm(s, param("norm2", d), 1e-5))
 	y := must(gorgonia.Add(s, must(op.SiLUMLP(h, param("gate", f, d), param("up", f, d), param("down", d, f)))))
@@ -141,6 +142,13 @@ func TestFloat8(t *testing.T) {
 			l := newLayers(t, seed, size[0], size[1], size[2], size[3])
 			plain := newFuseMachine(t, device, l.g, l.params, l.keep, nil)
 			near(t, l, newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8)}), plain, 0.2, true)
+			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8),
+				WithWays(productOp+"=hopper-*", "RoPEProduct=fused")})
+			near(t, l, own, plain, 0.2, true)
+			fused := tasksOf(own)["RoPE"] == 0
+			if want := size[2] > 384 && device.info.Capability() == 90; fused != want { // what the kernels take
+				t.Errorf("%v: RoPE is in the product: %v", size, fused)
+			}
 		}
 	})
 }

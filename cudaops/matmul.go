@@ -114,8 +114,11 @@ var productUnits = []string{"gemm_hopper_plain"}
 
 // own lists the ways that this module has for a product, not a scaled one, which is worth timing, or for which a rule asks for one.
 func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
-	shape := kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB}
+	shape := productShape(m)
 	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
+	if shape.Float8 {
+		whole.A, whole.B, whole.Scaling, whole.FastAccumulation = driver.Float8E4M3, driver.Float8E4M3, driver.ScaledRows, true
+	}
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < vectorBytes {
 		return nil
 	}
@@ -124,6 +127,11 @@ func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 		return nil
 	}
 	return ways
+}
+
+// productShape is what the kernels of this module know of a product.
+func productShape(m driver.MatmulSpec) kernels.ProductShape {
+	return kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB, Float8: m.Scaling == driver.ScaledRows}
 }
 
 const (
@@ -162,8 +170,8 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 		return p.Run(way, a, s)
 	}
 	m := p.Spec()
-	product := kernels.Product{Y: a.D, X: a.A, W: a.B, Type: m.D, Way: p.own[way-len(p.ways)],
-		ProductShape: kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB}}
+	product := kernels.Product{Y: a.D, X: a.A, W: a.B, ScaleX: a.ScaleA, ScaleW: a.ScaleB, Type: m.D, Way: p.own[way-len(p.ways)],
+		ProductShape: productShape(m)}
 	if p.added == aMatrix {
 		product.C = cmp.Or(a.C, a.D)
 	}
@@ -182,7 +190,7 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
-		if spec.TransB { // as in a forward pass
+		if spec.TransB && spec.Scaling == driver.Unscaled { // as in a forward pass
 			j.favoured, j.gain = len(p.ways), ownGain
 		}
 	}
@@ -203,7 +211,7 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 			a.ScaleA, a.ScaleB = memory[3], memory[4]
 		}
 		if p.added == aMatrix {
-			a.C, a.Beta = memory[3], 1
+			a.C, a.Beta = memory[len(memory)-1], 1
 		}
 		return p.runIn(way, a, b.m.stream)
 	}

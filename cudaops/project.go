@@ -135,21 +135,31 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 
 // project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is nil.
 func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *array) error {
-	if turned == nil || c.float8(x.shape[0], weights.shape[0], weights.shape[1]) {
-		err := c.linearProduct(n, wide, x, weights, nil)
-		if err == nil && turned != nil {
-			c.rotate(turned, both, both)
-		}
-		return err
+	if turned == nil {
+		return c.linearProduct(n, wide, x, weights, nil)
 	}
 	o, t, m := turned.Op().(*op.RoPEOp), x.elem.dtype(), c.m
 	s := kernels.RoPEProductShape{Rows: x.shape[0], Columns: wide.shape[1], D: x.shape[1], Turned: both.shape[1], Seq: o.Config.Seq,
-		HeadDim: o.Config.HeadDim}
-	w := productWays{product: product{d: wide, a: x, b: weights, transB: true}, op: "RoPEProduct",
-		shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D, s.Turned, s.HeadDim, s.Seq, t),
-		units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t),
-		arrays:    []*array{wide, x, weights},
-		arguments: []argument{numbers(writes, wide.len(), t), numbers(reads, x.len(), t), numbers(reads, weights.len(), t)}}
+		HeadDim: o.Config.HeadDim, Float8: c.float8(x.shape[0], weights.shape[0], weights.shape[1])}
+	w := productWays{op: "RoPEProduct",
+		shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", s.Rows, s.Columns, s.D, s.Turned, s.HeadDim, s.Seq, t) +
+			plural(s.Float8, "of float8"),
+		units: []string{"gemm_hopper_rope", "rope"}, fused: m.k.RoPEProductWays(s, t)}
+	if s.Float8 {
+		a, b := c.quantize(n, x), c.quantizeWeight(n, weights, false)
+		w.product = float8Product(wide, a, b)
+		w.arrays = []*array{wide, a.values, b.values, a.scales, b.scales}
+	} else {
+		w.product = product{d: wide, a: x, b: weights, transB: true}
+		w.arrays = []*array{wide, x, weights}
+	}
+	for i, a := range w.arrays {
+		w.arguments = append(w.arguments, numbers(reads, a.len(), a.elem.dtype()))
+		if i == 0 {
+			w.arguments[0].role = writes
+		}
+	}
+	tables := len(w.arrays)
 	if len(w.fused) > 0 {
 		angles := c.angles(o)
 		for _, t := range []table{angles.cos, angles.sin, angles.angles} { // which say the same, where random numbers would not
@@ -158,13 +168,16 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 		}
 	}
 	w.run = func(way kernels.Way, a []driver.Ptr) error {
-		return m.k.RoPEProduct(m.stream, kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Angles: a[5], RoPEProductShape: s, Type: t,
-			Way: way})
+		p := kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Angles: a[tables+2], RoPEProductShape: s, Type: t, Way: way}
+		if s.Float8 {
+			p.ScaleX, p.ScaleWeights = a[3], a[4]
+		}
+		return m.k.RoPEProduct(m.stream, p)
 	}
 	w.separate = func(product matmulRun, a []driver.Ptr) error {
 		turn := ropeOf(o, both, both)
-		turn.Y, turn.X, turn.Cos, turn.Sin = a[0], a[0], a[3], a[4]
-		return first(product(a[0], a[1], a[2]), func() error { return m.k.RoPE(m.stream, turn) })
+		turn.Y, turn.X, turn.Cos, turn.Sin = a[0], a[0], a[tables], a[tables+1]
+		return first(product(a[0], a[1], a[2], a[3:tables]...), func() error { return m.k.RoPE(m.stream, turn) })
 	}
 	return c.productThen(n, w, func() { c.rotate(turned, both, both) })
 }

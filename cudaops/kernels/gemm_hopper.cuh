@@ -1,6 +1,9 @@
 // Matrix products on Hopper (sm_90a) whose blocks bring a tile to memory while they multiply the next one, for bf16 and f16: what the
 // kernels share. gemm_symmetric.cu, whose blocks have one tile, takes the copies and barriers from here.
 //
+// Operands of float8, both of which lie along the depth, are taken for matrices of half as many elements of 16 bits, each two of theirs,
+// but by the tensor cores. Their sums are to be multiplied by a factor for each row and one for each column (Factors).
+//
 // A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows: each copies its own rows of the left
 // operand and half of the right one, which goes to both. Blocks stay on their multiprocessor and take tiles until there are
 // none. In a block
@@ -30,7 +33,11 @@ constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
 
 constexpr int kPanel = 16 * 128;  // the bytes of a warp's rows of 64 columns
 
-// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's.
+// E4M3, two numbers in what counts as an element.
+struct f8x2 {};
+
+// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's, and room for the
+// columns' factors of two tiles.
 template <int Columns_, int Stages_, int WarpBytes> struct Memory {
   static constexpr int Columns = Columns_, Stages = Stages_;
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
@@ -41,6 +48,7 @@ template <int Columns_, int Stages_, int WarpBytes> struct Memory {
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
   __device__ uint32_t panels(int warp) const { return base + Stages * StageBytes + warp * WarpBytes; }
   __device__ uint32_t barriers(int warp) const { return ring.barriers + ring.bytes + warp * 16; }
+  __device__ uint32_t factors(int tile) const { return barriers(4 * kWorkers) + (tile & 1) * 4 * Columns; }
 };
 
 __device__ inline void meetCluster() {
@@ -126,6 +134,15 @@ __device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int 
   DEFINE_PRODUCT(256, 128, "%128", "%129", "%130", "%131", T, name)
 DEFINE_ALL(bf16, "bf16")
 DEFINE_ALL(f16, "f16")
+
+template <int TransposeB> __device__ inline void product(float (&c)[32][4], uint64_t x, uint64_t y, bool add, f8x2) {
+  static_assert(!TransposeB, "float8 lies along the depth");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " REGISTERS_128 ", %128, %129, p, 1, 1;\n}\n"
+      : OUTPUTS_128("+f")
+      : "l"(x), "l"(y), "r"((int)add));
+}
 
 // Tells the cluster's blocks, whose copies write there, that this warp is done with the slot of fill i.
 template <class R> __device__ inline void releaseAll(const R &ring, int i) {
@@ -233,9 +250,53 @@ template <int TransposeB> struct Right {
   }
 };
 
+// The right operand where it is of float8, and the factors of its rows, the product's columns. They come with a tile's last operands, not
+// its first: until then those of the tile before the last may still be read, in the last steps of a tile.
+struct ScaledRight {
+  const TensorMap &map;
+  const float *factors;
+  int columns, depth, tile = 0;
+  template <class M> __device__ void copy(const M &m, int i, uint32_t barrier, int k, const Tile &t, int rank) {
+    if (k + kDepth >= depth) {
+      const int bytes = 4 * min(M::Columns, columns - t.column);
+      asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+      copyBytes(m.factors(tile++), factors + t.column, bytes, barrier);
+    }
+    Right<0>{map}.copy(m, i, barrier, k, t, rank);
+  }
+};
+
+// What sums of float8 are to be multiplied by: the factors of a lane's two rows, and those of a tile's columns in shared memory.
+template <class M> struct Factors {
+  const M &m;
+  const float *ofRows;
+  int rows, tile = -1;
+  float row[2] = {0, 0};
+
+  // Goes on to the next tile, from that row of the warp on.
+  __device__ void next(int first) {
+    tile++;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = first + 8 * half + threadIdx.x % 32 / 4;
+      row[half] = r < rows ? __ldg(ofRows + r) : 0;
+    }
+  }
+
+  // The product with two neighbours' sums, in one of the rows, of the eight columns from 8n on.
+  __device__ float2 times(float2 sums, int half, int n) const {
+    float2 f;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(f.x), "=f"(f.y)
+                 : "r"(m.factors(tile) + n * 32 + threadIdx.x % 4 * 8)
+                 : "memory");
+    return {sums.x * (row[half] * f.x), sums.y * (row[half] * f.y)};
+  }
+};
+
 // What lies outside the matrices becomes zero.
 template <class M, class Schedule, class Right>
-__device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, const Right &right) {
+__device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, Right right) {
   Tile t;
   for (int i = 0; schedule.take(t);)
 #pragma unroll 1  // for the lack of registers

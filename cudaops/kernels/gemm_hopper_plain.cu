@@ -3,18 +3,24 @@
 //   nt:  y = x·wᵀ + c with w [columns, depth]
 //   nn:  y = x·w + c with w [depth, columns]
 //
-// with x [rows, depth], y and c [rows, columns]; c may be left out. Sums, c among them, are rounded once.
+// with x [rows, depth], y and c [rows, columns]; c may be left out. Sums, c among them, are rounded once. Or of float8 nt alone,
+//
+//   y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
+//
+// whose sums are rounded once before they are multiplied by their factors, and then y.
 //
 // gemm_hopper.cuh says how a block goes about it. The registers that a part of a finished tile has left take c's part of the tile in
 // work, which is needed only when that is rounded.
 //
-// Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes.
+// Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes. In float8 columns and depth are multiples of 16, the depth is
+// more than 384, and factors lie at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
 // The launcher fills it.
 struct Params {
+  const float *rowFactors, *columnFactors;  // of float8
   int rows, columns, depth;
   int section;  // of Schedule
 };
@@ -79,6 +85,71 @@ template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
   }
 };
 
+// A tile of float8 leaves 64 columns at a time, in two slots. c comes into a panel, and y takes its place.
+template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
+  using Sums = RoundedSums<T, kColumns>;
+  using Sums::v, Sums::row, Sums::column;
+  static constexpr int kSlots = 2 * kParts;
+  const TensorMap &y, &c;
+  uint32_t panels, arrived;
+  Factors<Shared> factors;
+
+  __device__ Scaled(const Params &p, const TensorMap &y, const TensorMap &c, const Shared &m, int warp)
+      : Sums(p.rows), y(y), c(c), panels(m.panels(warp)), arrived(m.barriers(warp)), factors{m, p.rowFactors, p.rows} {
+    if (Add) copy(0, row, column);
+  }
+
+  // Has the copy engine bring a part of c, as soon as it has read what it is to store from there.
+  __device__ void copy(int part, int row, int column) {
+    if (threadIdx.x % 32) return;
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    const uint32_t barrier = arrived + part % 2 * 8;
+    barrierExpect(barrier, kPanel);
+    copyBox<false>(panels + part % 2 * kPanel, c, barrier, column + 64 * part, row, 0);
+  }
+
+  __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
+    const int part = slot / 2, second = slot % 2;
+    const uint32_t panel = panels + part % 2 * kPanel;
+    if (second == 0) {
+      if (Add) {
+        if (part + 1 < kParts)
+          copy(part + 1, row, column);
+        else if (more)
+          copy(0, nextRow, nextColumn);
+        barrierWait(arrived + part % 2 * 8, part / 2 % 2);
+      } else {
+        storesRead<1>();
+      }
+    }
+#pragma unroll
+    for (int n = 4 * second; n < 4 * second + 4; n += 2) form(8 * part + n, chunkOf<64>(panel) ^ n * 16);
+    if (second) store(y, panel, column + 64 * part, row, 0);
+    if (slot == kSlots - 1 && more) factors.next(nextRow);
+  }
+
+  // Forms the 16 columns from 8n on, in the chunks at `at`.
+  __device__ void form(int n, uint32_t at) {
+    uint32_t w[2][2];
+    if (Add) {
+      loadMatrices(w, at);
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float2 s = factors.times(unpack(v[n + i][r], T()), r, n + i);
+        if (Add) {
+          const float2 add = unpack(w[i][r], T());
+          s = {s.x + add.x, s.y + add.y};
+        }
+        w[i][r] = pack(s.x, s.y, T());
+      }
+    storeMatrices(at, w[0], w[1]);
+  }
+};
+
 template <typename T, bool TransposeB, bool Add>
 __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -87,20 +158,31 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                           [&](int warp) { return Finished<T, Add>(p, y, c, m, warp); });
 }
 
+// Of float8, of which depth counts two as one.
+template <typename T, bool Add>
+__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared m(sharedAddress(shared));
+  multiply<f8x2, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{w, p.columnFactors, p.columns, p.depth},
+                    [&](int warp) { return Scaled<T, Add>(p, y, c, m, warp); });
+}
+
 #endif  // HOPPER
 }  // namespace gemm
 
 // Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Memory.
-#define KERNEL(name, T, transpose, add)                                                                                       \
+#define KERNEL(name, ...)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
       name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, \
            const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap c) {                                       \
-    BODY(run<T, transpose, add>(p, x, w, y, c));                                                                              \
+    BODY(__VA_ARGS__(p, x, w, y, c));                                                                                         \
   }
 #define DEFINE(T)                                        \
-  KERNEL(gemm_hopper_plain_nt_##T, T, false, false)      \
-  KERNEL(gemm_hopper_plain_nt_add_##T, T, false, true)   \
-  KERNEL(gemm_hopper_plain_nn_##T, T, true, false)       \
-  KERNEL(gemm_hopper_plain_nn_add_##T, T, true, true)
+  KERNEL(gemm_hopper_plain_nt_##T, run<T, false, false>)      \
+  KERNEL(gemm_hopper_plain_nt_add_##T, run<T, false, true>)   \
+  KERNEL(gemm_hopper_plain_nn_##T, run<T, true, false>)       \
+  KERNEL(gemm_hopper_plain_nn_add_##T, run<T, true, true>)
 DEFINE(bf16)
 DEFINE(f16)
+KERNEL(gemm_hopper_plain_f8_bf16, runScaled<bf16, false>)
+KERNEL(gemm_hopper_plain_f8_add_bf16, runScaled<bf16, true>)

@@ -13,8 +13,11 @@
 // together. There are registers for the angles of one part. All heads of a tile need the same, so the parts that share them come
 // one behind the other, and a thread asks for each angle once a tile, a part ahead.
 //
+// In float8 x and weights have a factor for each row, by which s is multiplied before it is turned, not to be rounded again; for heads of 64
+// and 128.
+//
 // Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, all arrays at multiples of 16 bytes, and seq·D at
-// most 2³⁰.
+// most 2³⁰. In float8 columns and depth are multiples of 16, and the depth is more than 384.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
@@ -22,6 +25,7 @@ namespace gemm {
 // The launcher fills it.
 struct Params {
   const float4 *angles;
+  const float *rowFactors, *columnFactors;  // of float8
   int rows, columns, depth, turned, seq;
   int section;  // of Schedule
 };
@@ -33,7 +37,7 @@ constexpr int kPanelRows = 8, kRowsBytes = kPanelRows * 128;
 template <int Columns> using Shared = Memory<Columns, Columns == 256 ? 4 : 5, Columns / 64 * kRowsBytes>;
 
 // A part is 8 rows of Pairs columns of a head's first half, and those that they are paired with.
-template <typename T, int D, int Columns> struct Turned : RoundedSums<T, Columns> {
+template <typename T, int D, int Columns, bool Scaled> struct Turned : RoundedSums<T, Columns> {
   using Sums = RoundedSums<T, Columns>;
   using Sums::v, Sums::row, Sums::column;
   static constexpr int Pairs = D % 64 ? D / 2 : 32, Chunks = Pairs / 8;
@@ -43,13 +47,16 @@ template <typename T, int D, int Columns> struct Turned : RoundedSums<T, Columns
   uint32_t panels;
   float4 angles[Chunks];
   int at[2];  // of the table, where the angles of the lane's rows begin
+  Factors<Shared<Columns>> factors;
 
-  __device__ Turned(const Params &p, const TensorMap &y, uint32_t panels) : Sums(p.rows), p(p), y(y), panels(panels), at{0, 0} {
+  __device__ Turned(const Params &p, const TensorMap &y, const Shared<Columns> &m, int warp)
+      : Sums(p.rows), p(p), y(y), panels(m.panels(warp)), at{0, 0}, factors{m, p.rowFactors, p.rows} {
     column = p.turned;  // so that nothing is turned
   }
 
-  // Asks for the first angles of the tile that begins there.
+  // Asks for the factors and the first angles of the tile that begins there.
   __device__ void expect(int row, int column) {
+    if (Scaled) factors.next(row);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int position = unsigned(row + 8 * half + threadIdx.x % 32 / 4) % unsigned(p.seq);
@@ -81,13 +88,23 @@ template <typename T, int D, int Columns> struct Turned : RoundedSums<T, Columns
       word(n) = v[first + n][half];
       word(Chunks + n) = v[second + n][half];
     }
-    if (column + head * D < p.turned)
+    const bool turns = column + head * D < p.turned;
+    if (Scaled || turns)
 #pragma unroll
       for (int n = 0; n < Chunks; n++) {
-        const float2 a = unpack(word(n), T()), b = unpack(word(Chunks + n), T());
-        const auto [cos0, cos1, sin0, sin1] = angles[n];
-        word(n) = pack(fmaf(a.x, cos0, -(b.x * sin0)), fmaf(a.y, cos1, -(b.y * sin1)), T());
-        word(Chunks + n) = pack(fmaf(b.x, cos0, a.x * sin0), fmaf(b.y, cos1, a.y * sin1), T());
+        float2 a = unpack(word(n), T()), b = unpack(word(Chunks + n), T());
+        if (Scaled) {
+          a = factors.times(a, half, first + n);
+          b = factors.times(b, half, second + n);
+        }
+        if (turns) {
+          const auto [cos0, cos1, sin0, sin1] = angles[n];
+          const float2 c = a;
+          a = {fmaf(c.x, cos0, -(b.x * sin0)), fmaf(c.y, cos1, -(b.y * sin1))};
+          b = {fmaf(b.x, cos0, c.x * sin0), fmaf(b.y, cos1, c.y * sin1)};
+        }
+        word(n) = pack(a.x, a.y, T());
+        word(Chunks + n) = pack(b.x, b.y, T());
       }
 #pragma unroll
     for (int n = 0; n < 2 * Chunks; n += 4) {
@@ -116,22 +133,33 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared<Columns> m(sharedAddress(shared));
   multiply<T, 0>(m, Schedule<Columns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{weights},
-                 [&](int warp) { return Turned<T, D, Columns>(p, y, m.panels(warp)); });
+                 [&](int warp) { return Turned<T, D, Columns, false>(p, y, m, warp); });
+}
+
+// Of float8, of which depth counts two as one.
+template <typename T, int D>
+__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared<256> m(sharedAddress(shared));
+  multiply<f8x2, 0>(m, Schedule<256>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{weights, p.columnFactors, p.columns, p.depth},
+                    [&](int warp) { return Turned<T, D, 256, true>(p, y, m, warp); });
 }
 
 #endif  // HOPPER
 }  // namespace gemm
 
 // Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Memory.
-#define DEFINE_SHAPE(T, D, columns)                                                                                         \
+#define KERNEL(name, ...)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                      \
-      gemm_hopper_rope_##D##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,               \
-                                 const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y) {          \
-    BODY(run<T, D, columns>(p, x, weights, y));                                                                             \
+      name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,                                     \
+           const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y) {                                \
+    BODY(__VA_ARGS__(p, x, weights, y));                                                                                    \
   }
-#define DEFINE(T)           \
-  DEFINE_SHAPE(T, 64, 256)  \
-  DEFINE_SHAPE(T, 96, 192)  \
-  DEFINE_SHAPE(T, 128, 256)
+#define DEFINE(T)                                        \
+  KERNEL(gemm_hopper_rope_64_##T, run<T, 64, 256>)       \
+  KERNEL(gemm_hopper_rope_96_##T, run<T, 96, 192>)       \
+  KERNEL(gemm_hopper_rope_128_##T, run<T, 128, 256>)
 DEFINE(bf16)
 DEFINE(f16)
+KERNEL(gemm_hopper_rope_f8_64_bf16, runScaled<bf16, 64>)
+KERNEL(gemm_hopper_rope_f8_128_bf16, runScaled<bf16, 128>)

@@ -48,6 +48,19 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
+// float8Least is what the depth of a product of float8 must be more than: with fewer steps the copy engine would bring a tile's factors
+// while others are read.
+const float8Least = 3 * 2 * gemmDepth
+
+// float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8 of so many columns and that depth,
+// with results of type t.
+func float8Product(columns, d int, t driver.DType) bool {
+	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == driver.BFloat16
+}
+
+// factorBytes is the shared memory for the factors of the columns of two tiles.
+func factorBytes(columns int) int { return 2 * 4 * columns }
+
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
 	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}

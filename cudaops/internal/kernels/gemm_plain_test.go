@@ -91,11 +91,30 @@ func TestProductRefusals(t *testing.T) {
 			"weights": func(a *Product) { a.W += 8 },
 			"added":   func(a *Product) { a.C += 4 },
 			"way":     func(a *Product) { a.Way = Way{"hopper", 64} },
+			"factors": func(a *Product) { a.ScaleX, a.ScaleW = p, p },
 		} {
 			a := ok
 			change(&a)
 			if k.Product(0, a) == nil {
 				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		ok8 := Product{Y: p, X: p, W: p, C: p, ScaleX: p, ScaleW: p, Type: bf16,
+			ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true, Float8: true}}
+		for what, change := range map[string]func(a *Product){
+			"columns":         func(a *Product) { a.Columns = 264 },
+			"d":               func(a *Product) { a.D = 408 },
+			"a small d":       func(a *Product) { a.D = 384 },
+			"type":            func(a *Product) { a.Type = f16 },
+			"weights":         func(a *Product) { a.TransW = false },
+			"no factors":      func(a *Product) { a.ScaleX = 0 },
+			"no factors of W": func(a *Product) { a.ScaleW = 0 },
+			"factors":         func(a *Product) { a.ScaleW += 4 },
+		} {
+			a := ok8
+			change(&a)
+			if k.Product(0, a) == nil {
+				t.Errorf("capability %d, float8, %s: no error", capability, what)
 			}
 		}
 		c.ClearTrace()
@@ -113,6 +132,11 @@ func TestProductRefusals(t *testing.T) {
 				}
 			}
 		}
+		for _, ok8.C = range []driver.Ptr{0, p} {
+			if takes != (k.Product(0, ok8) == nil) {
+				t.Errorf("capability %d: takes %+v: %v", capability, ok8, !takes)
+			}
+		}
 		for _, op := range c.Trace() {
 			if op.Name == "" {
 				continue
@@ -121,7 +145,7 @@ func TestProductRefusals(t *testing.T) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
-		if want := map[bool]int{true: 8}[takes]; len(names) != want {
+		if want := map[bool]int{true: 10}[takes]; len(names) != want {
 			t.Errorf("capability %d: launched %v, want %d kernels", capability, names, want)
 		}
 		ok.Rows = 0
@@ -137,8 +161,9 @@ func TestProductSpeed(t *testing.T) {
 		t.Skip("set KASMINA_GPU_BENCH to run it")
 	}
 	g := newHopperRig(t)
-	for _, s := range []ProductShape{{32768, 768, 768, true}, {32768, 768, 2304, false}, {16384, 1024, 1024, true}, {16384, 1024, 1024, false},
-		{16384, 1024, 2816, true}, {16384, 1024, 5632, false}, {16384, 2048, 2048, true}, {16384, 2048, 11264, false}} {
+	for _, s := range []ProductShape{{Rows: 32768, Columns: 768, D: 768, TransW: true}, {Rows: 32768, Columns: 768, D: 2304},
+		{Rows: 16384, Columns: 1024, D: 1024, TransW: true}, {Rows: 16384, Columns: 1024, D: 1024}, {Rows: 16384, Columns: 1024, D: 2816, TransW: true},
+		{Rows: 16384, Columns: 1024, D: 5632}, {Rows: 16384, Columns: 2048, D: 2048, TransW: true}, {Rows: 16384, Columns: 2048, D: 11264}} {
 		g.scope(fmt.Sprintf("%+v", s), func(g *rig) {
 			x, w := g.random(s.Rows*s.D), g.random(s.Columns*s.D)
 			y, c := g.random(s.Rows*s.Columns), g.random(s.Rows*s.Columns)

@@ -7,16 +7,22 @@ import (
 )
 
 // RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns: X is [Rows, D], Weights
-// [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The product is rounded before it is turned.
+// [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The product is rounded before it is turned. With Float8 X and
+// Weights are of Float8E4M3, and what their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32: the product is
+// rounded, then multiplied by them and turned.
 type RoPEProduct struct {
 	Y, X, Weights, Angles driver.Ptr
+	ScaleX, ScaleWeights  driver.Ptr // null without Float8
 	RoPEProductShape
-	Type driver.DType
+	Type driver.DType // of Y, and without Float8 of X and Weights
 	Way  Way
 }
 
 // RoPEProductShape is the sizes of a RoPEProduct. Row r has position r mod Seq.
-type RoPEProductShape struct{ Rows, Columns, D, Turned, Seq, HeadDim int }
+type RoPEProductShape struct {
+	Rows, Columns, D, Turned, Seq, HeadDim int
+	Float8                                 bool
+}
 
 // RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h features, in the order in which
 // gemm_hopper_rope.cu asks for them.
@@ -38,13 +44,15 @@ func RoPEAngleAt(position, pair, h int) int {
 }
 
 // RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
-// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features.
+// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features, and with Float8 for BFloat16 where they are multiples of
+// 16, D is more than 384 and heads have 64 or 128.
 func (k *Kernels) RoPEProductWays(a RoPEProductShape, t driver.DType) []Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
 	if tile.columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
 		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
-		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit {
+		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit ||
+		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, t)) {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
@@ -63,10 +71,10 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 		return err
 	}
 	ways := k.RoPEProductWays(a.RoPEProductShape, a.Type)
-	if len(ways) == 0 || !aligned(a.Angles) {
+	if len(ways) == 0 || !aligned(a.Angles, a.ScaleX, a.ScaleWeights) || a.Float8 != (a.ScaleX != 0) || a.Float8 != (a.ScaleWeights != 0) {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, HeadDim 64, 96 or 128, "+
-			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, and angles at a multiple of 16", op,
-			a.RoPEProductShape, a.Type)
+			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, with Float8, and only then, factors, multiples of 16, "+
+			"D above %d, HeadDim not 96 and bfloat16, and angles and factors at multiples of 16", op, a.RoPEProductShape, a.Type, float8Least)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
 		return err
@@ -75,13 +83,18 @@ func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
 	if err != nil {
 		return err
 	}
-	tile, depth := turnedTiles[a.HeadDim], uint64(a.D)
-	return gemmLaunch{unit: "gemm_hopper_rope", kernel: fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf), threads: 384,
-		shared: warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns), dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
-		params: args().Ptr(a.Angles).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
+	tile, d, kernel := turnedTiles[a.HeadDim], a.D, fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
+	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
+	if a.Float8 { // two are an element
+		d, shared, kernel = d/2, shared+factorBytes(tile.columns), fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
+	}
+	depth := uint64(d)
+	return gemmLaunch{unit: "gemm_hopper_rope", kernel: kernel, threads: 384,
+		shared: shared, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
+		params: args().Ptr(a.Angles).Ptr(a.ScaleX).Ptr(a.ScaleWeights).Int32(a.Rows).Int32(a.Columns).Int32(d).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
-			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			{a.Weights, [3]int{a.D, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
+			{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
+			{a.Weights, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
 			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, turnedRows, 1}},
 		}}.launch(k, s)
 }

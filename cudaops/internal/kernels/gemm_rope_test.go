@@ -121,6 +121,10 @@ func TestRoPEProductRefusals(t *testing.T) {
 		k, c, p := fakeAttention(t, capability, 227<<10)
 		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: bf16,
 			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456, Turned: 128, Seq: 3, HeadDim: 64}}
+		of8 := func(a RoPEProduct) RoPEProduct {
+			a.D, a.Float8, a.ScaleX, a.ScaleWeights = 464, true, p, p
+			return a
+		}
 		for what, change := range map[string]func(a *RoPEProduct){
 			"rows":          func(a *RoPEProduct) { a.Rows = -1 },
 			"columns":       func(a *RoPEProduct) { a.Columns = 260 },
@@ -135,6 +139,11 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"input":         func(a *RoPEProduct) { a.X += 2 },
 			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
 			"way":           func(a *RoPEProduct) { a.Way = Way{"fused", 128} },
+			"factors":       func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
+			"no factors":    func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
+			"float8, heads": func(a *RoPEProduct) { *a = of8(*a); a.HeadDim, a.Turned, a.Columns = 96, 96, 288 },
+			"float8, d":     func(a *RoPEProduct) { *a = of8(*a); a.D = 384 },
+			"float8, type":  func(a *RoPEProduct) { *a = of8(*a); a.Type = f16 },
 		} {
 			a := ok
 			change(&a)
@@ -152,6 +161,9 @@ func TestRoPEProductRefusals(t *testing.T) {
 				t.Error(err)
 			}
 		}
+		if err := k.RoPEProduct(0, of8(ok)); (err == nil) != (len(ways) == 1) {
+			t.Errorf("capability %d, float8: %v", capability, err)
+		}
 		launched := 0
 		for _, op := range c.Trace() {
 			if op.Name == "" {
@@ -161,7 +173,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
-		if launched != len(ways) {
+		if launched != 2*len(ways) {
 			t.Errorf("capability %d: %d launches in the ways %v", capability, launched, ways)
 		}
 		empty := ok

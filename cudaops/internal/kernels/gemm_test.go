@@ -158,8 +158,8 @@ func TestFiguresMatchSources(t *testing.T) {
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
 			fmt.Sprintf("kPanelRows = %d,", turnedRows),
-			fmt.Sprintf("DEFINE_SHAPE(T, 64, %d)", turnedTiles[64].columns), fmt.Sprintf("DEFINE_SHAPE(T, 96, %d)", turnedTiles[96].columns),
-			fmt.Sprintf("DEFINE_SHAPE(T, 128, %d)", turnedTiles[128].columns)},
+			fmt.Sprintf("run<T, 64, %d>", turnedTiles[64].columns), fmt.Sprintf("run<T, 96, %d>", turnedTiles[96].columns),
+			fmt.Sprintf("run<T, 128, %d>", turnedTiles[128].columns)},
 		"norm.cu": {fmt.Sprintf("kStages = %d;", walkStages), fmt.Sprintf("kOwnStages = %d;", ownStages),
 			fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3])},
 		"quantize_weights.cu": {fmt.Sprintf("kThreads = %d, kColumns = 8, kGroups = 8, kTiles = %d;", weightThreads, weightColumns/(8*8)),
@@ -205,17 +205,20 @@ func (g *rig) fastestProduct(m driver.MatmulSpec, a, b, y driver.Ptr) func() {
 
 // fastestWay returns a plan of y = a·b, the fastest of its ways, and the workspace for it.
 func (g *rig) fastestWay(m driver.MatmulSpec, a, b, y driver.Ptr) (plan driver.MatmulPlan, way int, workspace driver.Ptr) {
+	return g.fastestOf(m, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y})
+}
+
+// fastestOf is fastestWay of a product with these operands.
+func (g *rig) fastestOf(m driver.MatmulSpec, a driver.MatmulArgs) (plan driver.MatmulPlan, way int, workspace driver.Ptr) {
 	blas, err := g.ctx.Blas()
 	g.must(err)
 	workspace = g.random(productSpace / 2)
 	plan, err = blas.Plan(m, productSpace, 8)
 	g.must(err)
+	a.Workspace, a.WorkspaceSize = workspace, productSpace
 	least := math.Inf(1)
 	for i := range plan.Algos() {
-		took := g.clock(func() {
-			g.must(plan.Run(i, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.stream))
-		}).Seconds()
-		if took < least {
+		if took := g.clock(func() { g.must(plan.Run(i, a, g.stream)) }).Seconds(); took < least {
 			least, way = took, i
 		}
 	}

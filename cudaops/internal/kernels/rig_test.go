@@ -238,6 +238,8 @@ func encode(x []float64, t driver.DType) []byte {
 			raw = binary.LittleEndian.AppendUint16(raw, toBF16(float32(v)))
 		case f16:
 			raw = binary.LittleEndian.AppendUint16(raw, toF16(v))
+		case driver.Float8E4M3:
+			raw = append(raw, driver.E4M3(float32(v)))
 		}
 	}
 	return raw
@@ -253,6 +255,8 @@ func decode(raw []byte, t driver.DType) []float64 {
 			x[i] = float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
 		case f16:
 			x[i] = fromF16(binary.LittleEndian.Uint16(raw[2*i:]))
+		case driver.Float8E4M3:
+			x[i] = float64(driver.FromE4M3(raw[i]))
 		}
 	}
 	return x

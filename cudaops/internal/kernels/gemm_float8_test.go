@@ -1,0 +1,218 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
+func (g *rig) matrix8(rows, d int) (x, scale driver.Ptr, values []float64) {
+	g.Helper()
+	of, codes := g.normal(rows*d, driver.Float8E4M3, 0)
+	factors := make([]float64, rows)
+	for i := range factors {
+		factors[i] = math.Exp2(16*g.rand.Float64()-8) / math.Sqrt(float64(d))
+	}
+	b, factors := g.upload(factors, f32, 0)
+	for i, v := range codes {
+		values = append(values, v*factors[i/d])
+	}
+	return of.Ptr, b.Ptr, values
+}
+
+// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off by.
+const float8Error = 5e-3
+
+// TestProductFloat8 compares with float64, row by row, as rows are of different size.
+func TestProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400}, {Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
+		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104}, {Rows: 2100, Columns: 2608, D: 656}} { // the last has several tiles a block
+		if testing.Short() && s.Rows*s.Columns > 1e6 {
+			continue
+		}
+		s.TransW, s.Float8 = true, true
+		g.scope(fmt.Sprintf("%+v", s), func(g *rig) { testProductFloat8(g, s) })
+	}
+}
+
+func testProductFloat8(g *rig, s ProductShape) {
+	g.Helper()
+	n := s.Rows * s.Columns
+	x, xs, xr := g.matrix8(s.Rows, s.D)
+	w, ws, wr := g.matrix8(s.Columns, s.D)
+	alone := make([]float64, n)
+	cpu.Gemm(false, true, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, s.D, 0, alone, s.Columns)
+	c, cr := g.normal(n, bf16, 0)
+	plus := slices.Clone(alone)
+	for i, v := range cr {
+		plus[i] += v
+	}
+	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: bf16}
+	ways := g.ProductWays(s, bf16)
+	if len(ways) == 0 {
+		g.Fatal("no way takes it")
+	}
+	for _, a.Way = range ways {
+		for what, want := range map[string][]float64{"alone": alone, "plus": plus, "in place": plus} {
+			var bits []float64
+			for range 2 {
+				y := g.alloc(n, bf16, 0)
+				a.Y, a.C = y.Ptr, 0
+				switch what {
+				case "plus":
+					a.C = c.Ptr
+				case "in place":
+					y, _ = g.upload(cr, bf16, 0)
+					a.Y, a.C = y.Ptr, y.Ptr
+				}
+				g.must(g.Product(g.stream, a))
+				got := g.read(y)
+				g.nearRows(fmt.Sprint(a.Way, " ", what), got, want, s.Columns)
+				if bits == nil {
+					bits = got
+				} else if !slices.Equal(bits, got) {
+					g.Errorf("%v %s: results differ from run to run", a.Way, what)
+				}
+			}
+		}
+	}
+}
+
+// nearRows compares each row of d numbers by itself.
+func (g *rig) nearRows(what string, got, want []float64, d int) {
+	g.Helper()
+	for r := 0; r < len(want); r += d {
+		if e := distance(got[r:][:d], want[r:][:d]); !(e <= float8Error) {
+			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g", what, r/d, e, float8Error)
+		}
+	}
+}
+
+// TestRoPEProductFloat8 compares with float64.
+func TestRoPEProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
+		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656}, {2, 150, 12, 4, 64, 784},
+		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles a block
+	} {
+		if testing.Short() && s.batch*s.seq > 1000 {
+			continue
+		}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim, Float8: true}, Type: bf16}
+		g.scope(fmt.Sprintf("%+v", a.RoPEProductShape), func(g *rig) {
+			var w, x []float64
+			a.X, a.ScaleX, x = g.matrix8(a.Rows, a.D)
+			a.Weights, a.ScaleWeights, w = g.matrix8(a.Columns, a.D)
+			angles := make([]float64, a.Seq*a.HeadDim/2)
+			cosines, sines := slices.Clone(angles), slices.Clone(angles)
+			for i := range angles {
+				sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.rand.Float64())
+			}
+			_, cr := g.upload(cosines, f32, 0)
+			_, sr := g.upload(sines, f32, 0)
+			a.Angles = g.angles(cr, sr, a.HeadDim/2)
+			want := make([]float64, a.Rows*a.Columns)
+			cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
+			for r := range a.Rows {
+				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
+				cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			}
+			ways := g.RoPEProductWays(a.RoPEProductShape, a.Type)
+			if len(ways) == 0 {
+				g.Fatal("no way takes it")
+			}
+			for _, a.Way = range ways {
+				var bits []float64
+				for range 2 {
+					y := g.alloc(len(want), a.Type, 0)
+					a.Y = y.Ptr
+					g.must(g.RoPEProduct(g.stream, a))
+					got := g.read(y)
+					g.nearRows(a.Way.String(), got, want, a.Columns)
+					if bits != nil && !slices.Equal(bits, got) {
+						g.Errorf("%v: results differ from run to run", a.Way)
+					}
+					bits = got
+				}
+			}
+		})
+	}
+}
+
+// TestFloat8ProductSpeed compares with cuBLASLt, in the fastest of its ways, and RoPE's own kernel.
+func TestFloat8ProductSpeed(t *testing.T) {
+	if !benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []struct {
+		ProductShape
+		headDim, seq int
+	}{
+		{ProductShape{Rows: 32768, Columns: 2304, D: 768}, 64, 1024}, {ProductShape{Rows: 32768, Columns: 768, D: 768}, 0, 0},
+		{ProductShape{Rows: 32768, Columns: 4096, D: 768}, 0, 0}, {ProductShape{Rows: 32768, Columns: 768, D: 2048}, 0, 0},
+		{ProductShape{Rows: 32768, Columns: 768, D: 4096}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 3072, D: 1024}, 64, 1024}, {ProductShape{Rows: 16384, Columns: 1024, D: 1024}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 5632, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 2816}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 2816, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 5632}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 6144, D: 2048}, 128, 2048}, {ProductShape{Rows: 16384, Columns: 2048, D: 2048}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 11264, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 5632}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 5632, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 11264}, 0, 0},
+	} {
+		s.TransW, s.Float8 = true, true
+		g.scope(fmt.Sprintf("%dx%dx%d", s.Rows, s.Columns, s.D), func(g *rig) {
+			x, w := g.random8(s.Rows*s.D), g.random8(s.Columns*s.D)
+			y, c := g.random(s.Rows*s.Columns), g.random(s.Rows*s.Columns)
+			xs, _ := g.normal(s.Rows, f32, 0)
+			ws, _ := g.normal(s.Columns, f32, 0)
+			show := func(what string, run func()) {
+				took := g.time([]func(){run}).Seconds()
+				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
+			}
+			const t = driver.Float8E4M3
+			a := driver.MatmulArgs{Alpha: 1, A: x, B: w, C: y, D: y, ScaleA: xs.Ptr, ScaleB: ws.Ptr, WorkspaceSize: productSpace}
+			plan, way, workspace := g.fastestOf(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: t, B: t, D: bf16,
+				Scaling: driver.ScaledRows, FastAccumulation: true}, a)
+			a.Workspace = workspace
+			show("cuBLASLt", func() { g.must(plan.Run(way, a, g.stream)) })
+			p := Product{Y: y, X: x, W: w, ScaleX: xs.Ptr, ScaleW: ws.Ptr, ProductShape: s.ProductShape, Type: bf16}
+			show("hopper", func() { g.must(g.Product(g.stream, p)) })
+			a.C, a.Beta, p.C = c, 1, c
+			show("cuBLASLt plus", func() { g.must(plan.Run(way, a, g.stream)) })
+			show("hopper plus", func() { g.must(g.Product(g.stream, p)) })
+			if s.headDim == 0 {
+				return
+			}
+			cos, cr := g.normal(s.seq*s.headDim/2, f32, 0)
+			sin, sr := g.normal(s.seq*s.headDim/2, f32, 0)
+			r := RoPEProduct{Y: y, X: x, Weights: w, ScaleX: xs.Ptr, ScaleWeights: ws.Ptr, Angles: g.angles(cr, sr, s.headDim/2), Type: bf16,
+				RoPEProductShape: RoPEProductShape{Rows: s.Rows, Columns: s.Columns, D: s.D, Turned: s.Columns / 3 * 2, Seq: s.seq,
+					HeadDim: s.headDim, Float8: true}}
+			a.C, a.Beta = y, 0
+			show("cuBLASLt, then RoPE", func() {
+				g.must(plan.Run(way, a, g.stream))
+				g.must(g.RoPE(g.stream, RoPE{Y: y, X: y, Cos: cos.Ptr, Sin: sin.Ptr, Rows: s.Rows, Seq: s.seq, Heads: r.Turned / s.headDim,
+					HeadDim: s.headDim, XStride: s.Columns, YStride: s.Columns, Type: bf16}))
+			})
+			show("fused", func() { g.must(g.RoPEProduct(g.stream, r)) })
+		})
+	}
+}
+
+// random8 is random, of float8.
+func (g *rig) random8(n int) driver.Ptr {
+	const some = 1 << 18
+	b := g.alloc(n, driver.Float8E4M3, 0)
+	part, _ := g.normal(some, driver.Float8E4M3, 0)
+	for at := 0; at < n; at += some {
+		g.must(g.ctx.CopyOnDevice(b.Offset(at), part.Ptr, min(some, n-at), g.stream))
+	}
+	return b.Ptr
+}
