@@ -139,6 +139,66 @@ func TestProductTuned(t *testing.T) {
 	}
 }
 
+// TestProductFavoured wants kernels that leave multiprocessors to an update to have an advantage over cuBLASLt's only where there may be
+// one beside, and the same choices in a machine that evaluates beside one that trains.
+func TestProductFavoured(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	fewer := smallCache("GPU")
+	fewer[0].SMs = 114
+	none := func(*machineConfig) error { return nil }
+	for _, c := range []struct {
+		what   string
+		info   []driver.DeviceInfo
+		opt    MachineOption
+		trains bool
+		want   bool
+	}{
+		{"training", smallCache("GPU"), none, true, true},
+		{"evaluation", smallCache("GPU"), none, false, false},
+		{"training on a smaller GPU", fewer, none, true, false},
+		{"sums of gradients", smallCache("GPU"), WithAccumulation(), true, false},
+	} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: c.info}) // all ways take the same time
+		path := filepath.Join(t.TempDir(), "tune.json")
+		private := func(m *machineConfig) error { m.tuneLeast, m.tunePath = 1, path; return nil }
+		opts := []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private, c.opt, WithTuning(TuneCached)}
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		if !c.trains {
+			g, params, keep = linearGraph(t)
+		}
+		m := newFuseMachine(t, device, g, params, keep, opts)
+		machines := map[string]*Machine{c.what: m}
+		if c.trains {
+			g, _, keep := linearGraph(t)
+			machines[c.what+", beside"] = newFuseMachine(t, device, g, nil, keep, append(opts, WithParamsOf(m)))
+		}
+		for what, m := range machines {
+			products := 0
+			for _, choice := range m.Choices() {
+				if choice.Op != productOp || !strings.Contains(choice.Shape, "TransB:true") {
+					continue
+				}
+				if products++; choice.Way == "hopper-256" != c.want || what != c.what && choice.Source != Stored {
+					t.Errorf("%s: %+v", what, choice)
+				}
+			}
+			if products == 0 {
+				t.Errorf("%s: no product of a forward pass", what)
+			}
+		}
+	}
+}
+
+// linearGraph is x·vᵀ with the matrices of residualGraph.
+func linearGraph(t *testing.T) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+	t.Helper()
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, 1, 3, 1.0/8)
+	x, v := matrix("x", 6, 5), matrix("v", 5, 5)
+	return g, gorgonia.Nodes{v}, gorgonia.Nodes{gorgonia.Must(op.Linear(x, v))}
+}
+
 // TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others of their shape before.
 func TestProductScaled(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
