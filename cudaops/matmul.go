@@ -186,7 +186,7 @@ func (m *Machine) favoursOwn() bool {
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
-	j := job{op: productOp, computes: true, ways: append(slices.Clone(p.ways), names(p.own)...),
+	j := job{op: productOp, computes: true, tiny: !b.worthTiming(spec), ways: append(slices.Clone(p.ways), names(p.own)...),
 		shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added") + plural(p.added == scaled, "scaled"),
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {

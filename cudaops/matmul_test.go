@@ -139,6 +139,35 @@ func TestProductTuned(t *testing.T) {
 	}
 }
 
+// TestProductTiny wants products that are too small to be timed left alone by a rule that leaves several ways, and another to have its way
+// with them.
+func TestProductTiny(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	for rule, want := range map[string]Choice{
+		"Matmul=*":        {Way: "0", Source: ByRule},
+		"Matmul=hopper-*": {Way: "hopper-256", Source: Forced},
+	} {
+		t.Setenv("KASMINA_WAYS", rule)
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private,
+			WithTuning(TuneCached)})
+		products := 0
+		for _, c := range m.Choices() {
+			if c.Op != productOp || c.Of < 2 {
+				continue
+			}
+			if products++; c.Source != want.Source || !strings.HasPrefix(c.Way, want.Way) {
+				t.Errorf("%s: %+v", rule, c)
+			}
+		}
+		if timings := m.tuner.store.Timings(); products == 0 || timings > 0 {
+			t.Errorf("%s: %d products, %d timings", rule, products, timings)
+		}
+	}
+}
+
 // TestProductFavoured wants kernels that leave multiprocessors to an update to have an advantage over cuBLASLt's only where there may be
 // one beside, and the same choices in a machine that evaluates beside one that trains.
 func TestProductFavoured(t *testing.T) {

@@ -262,6 +262,7 @@ type job struct {
 	arguments []argument
 	warm      bool    // what it reads is in the cache when it runs, as what is small is
 	computes  bool    // memory does not bound it
+	tiny      bool    // too little to be timed: what the rules leave is chosen by rule of thumb
 	favoured  int     // the way that another must be faster than by a gain, if the rules allow it
 	gain      float64 // in place of tuneGain, unless 0
 	run       func(way int, memory []driver.Ptr) error
@@ -288,7 +289,7 @@ func (t *tuner) choose(j job) (int, error) {
 	if forced {
 		c.Source = Forced
 	}
-	if t.on() && len(left) > 1 {
+	if t.on() && len(left) > 1 && !j.tiny {
 		var err error
 		if way, err = t.timed(j, left, &c); err != nil {
 			return 0, fmt.Errorf("timing %s %s: %w", j.op, j.shape, err)
