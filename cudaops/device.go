@@ -9,6 +9,7 @@ package cudaops
 import (
 	"errors"
 	"fmt"
+	"sync/atomic"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -57,6 +58,8 @@ type Device struct {
 	ctx     *driver.Observed
 	info    driver.DeviceInfo
 	version int
+
+	expected atomic.Int64 // bytes that machines are to take once they have optimisers
 }
 
 // DeviceOption is an option of Open.

@@ -47,7 +47,8 @@ type lateParams struct {
 }
 
 // planLate chooses the parameters that may be updated beside the next run, from those on that it needs last, as many as there is time
-// for, and keeps the memory of their gradients.
+// for, and keeps the memory of their gradients. The optimiser is not known yet: with one that leaves nothing for later, as Muon, it is kept
+// in vain, of a device that has it to spare. Another plan then would need the parameters elsewhere, whose addresses others may have.
 func (c *compiler) planLate() {
 	if !c.roomy || !c.m.mayPlanLate() || c.program.onHost() {
 		return

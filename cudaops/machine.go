@@ -20,8 +20,8 @@ import (
 // The graph is compiled once, into kernel launches over memory that is planned before anything runs. Parameters (see
 // [WithParams]) go up once and stay on the device; other inputs go up before every run, and results come back when
 // [Machine.Value] asks for them. Where the device has memory to spare, a graph that trains takes some of it to save time, and leaves a
-// tenth free, with what AdamW takes. A node for which there is no kernel is computed on the host, between two copies, with one warning
-// that names it; [WithStrict] makes that an error.
+// tenth free, beside what AdamW will take for this machine and for others on the device that have no optimiser yet. A node for which
+// there is no kernel is computed on the host, between two copies, with one warning that names it; [WithStrict] makes that an error.
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
@@ -36,6 +36,7 @@ type Machine struct {
 	optimizer *optimizer
 	arena     driver.Ptr
 	owned     map[driver.Ptr]int // bytes of each allocation
+	expected  int                // bytes of Device.expected that are this machine's
 	sent      driver.Event       // the last run's inputs have left their staging memory
 	ran       bool
 	read      bool // the stream has been waited for since the last run
@@ -147,6 +148,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if err := joined(m.allocate(), m.join()); err != nil {
 		return nil, err
 	}
+	m.expect(m.momentsToCome())
 	for _, t := range m.program.tables {
 		if err := d.ctx.CopyToDevice(t.ptr(), driver.Bytes(t.data), m.stream); err != nil {
 			return nil, err
@@ -201,14 +203,17 @@ func (m *Machine) plan() (err error) {
 const roomLeft = 0.1
 
 // hasRoom reports whether the program leaves enough of the device's memory to the optimisers that are still to come, the machine's and
-// that of the machine with whose parameters it works, and to what roomLeft is for.
+// those of others on the device, and to what roomLeft is for.
 func (m *Machine) hasRoom() (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
-	need := m.program.arena + m.program.resident() + m.momentsToCome()
-	if share := m.config.share; share != nil {
-		need += share.momentsToCome()
-	}
+	need := m.program.arena + m.program.resident() + m.momentsToCome() + int(m.device.expected.Load())
 	return float64(need)+roomLeft*float64(total) <= float64(free), err
+}
+
+// expect tells machines that are made later how much memory this one is still to take.
+func (m *Machine) expect(bytes int) {
+	m.device.expected.Add(int64(bytes - m.expected))
+	m.expected = bytes
 }
 
 // momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an optimiser. Muon has one moment, and
@@ -635,6 +640,7 @@ func (m *Machine) Close() error {
 		return nil
 	}
 	m.closed = true
+	m.expect(0)
 	for _, in := range m.borrowed {
 		in.sharers--
 	}

@@ -182,15 +182,24 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 // leaves multiprocessors to an update (late.go).
 const ownGain = 0.04
 
+// favoursOwn reports whether that counts: where updates may go on beside a run, and in a machine that works with the parameters of one such
+// and so takes its ways, of which nothing is timed twice.
+func (m *Machine) favoursOwn() bool {
+	if of := m.config.share; of != nil {
+		return of.favoursOwn()
+	}
+	return m.mayPlanLate() && slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() != nil })
+}
+
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
-	j := job{op: productOp, computes: true, ways: append(slices.Clone(p.ways), names(p.own)...),
+	j := job{op: productOp, computes: true, tiny: !b.worthTiming(spec), ways: append(slices.Clone(p.ways), names(p.own)...),
 		shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added") + plural(p.added == scaled, "scaled"),
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
-		if spec.TransB && spec.Scaling == driver.Unscaled { // as in a forward pass
+		if spec.TransB && b.m.favoursOwn() { // as in a forward pass
 			j.favoured, j.gain = len(p.ways), ownGain
 		}
 	}

@@ -139,6 +139,95 @@ func TestProductTuned(t *testing.T) {
 	}
 }
 
+// TestProductTiny wants products that are too small to be timed left alone by a rule that leaves several ways, and another to have its way
+// with them.
+func TestProductTiny(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	for rule, want := range map[string]Choice{
+		"Matmul=*":        {Way: "0", Source: ByRule},
+		"Matmul=hopper-*": {Way: "hopper-256", Source: Forced},
+	} {
+		t.Setenv("KASMINA_WAYS", rule)
+		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private,
+			WithTuning(TuneCached)})
+		products := 0
+		for _, c := range m.Choices() {
+			if c.Op != productOp || c.Of < 2 {
+				continue
+			}
+			if products++; c.Source != want.Source || !strings.HasPrefix(c.Way, want.Way) {
+				t.Errorf("%s: %+v", rule, c)
+			}
+		}
+		if timings := m.tuner.store.Timings(); products == 0 || timings > 0 {
+			t.Errorf("%s: %d products, %d timings", rule, products, timings)
+		}
+	}
+}
+
+// TestProductFavoured wants kernels that leave multiprocessors to an update to have an advantage over cuBLASLt's only where there may be
+// one beside, and the same choices in a machine that evaluates beside one that trains.
+func TestProductFavoured(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	fewer := smallCache("GPU")
+	fewer[0].SMs = 114
+	none := func(*machineConfig) error { return nil }
+	for _, c := range []struct {
+		what   string
+		info   []driver.DeviceInfo
+		opt    MachineOption
+		trains bool
+		want   bool
+	}{
+		{"training", smallCache("GPU"), none, true, true},
+		{"evaluation", smallCache("GPU"), none, false, false},
+		{"training on a smaller GPU", fewer, none, true, false},
+		{"sums of gradients", smallCache("GPU"), WithAccumulation(), true, false},
+	} {
+		device, _, fakeOption := openFake(t, fake.Config{Devices: c.info}) // all ways take the same time
+		path := filepath.Join(t.TempDir(), "tune.json")
+		private := func(m *machineConfig) error { m.tuneLeast, m.tunePath = 1, path; return nil }
+		opts := []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private, c.opt, WithTuning(TuneCached)}
+		g, params, keep := residualGraph(t, 1, 6, 7, 5)
+		if !c.trains {
+			g, params, keep = linearGraph(t)
+		}
+		m := newFuseMachine(t, device, g, params, keep, opts)
+		machines := map[string]*Machine{c.what: m}
+		if c.trains {
+			g, _, keep := linearGraph(t)
+			machines[c.what+", beside"] = newFuseMachine(t, device, g, nil, keep, append(opts, WithParamsOf(m)))
+		}
+		for what, m := range machines {
+			products := 0
+			for _, choice := range m.Choices() {
+				if choice.Op != productOp || !strings.Contains(choice.Shape, "TransB:true") {
+					continue
+				}
+				if products++; choice.Way == "hopper-256" != c.want || what != c.what && choice.Source != Stored {
+					t.Errorf("%s: %+v", what, choice)
+				}
+			}
+			if products == 0 {
+				t.Errorf("%s: no product of a forward pass", what)
+			}
+		}
+	}
+}
+
+// linearGraph is x·vᵀ with the matrices of residualGraph.
+func linearGraph(t *testing.T) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+	t.Helper()
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, 1, 3, 1.0/8)
+	x, v := matrix("x", 6, 5), matrix("v", 5, 5)
+	return g, gorgonia.Nodes{v}, gorgonia.Nodes{gorgonia.Must(op.Linear(x, v))}
+}
+
 // TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others of their shape before.
 func TestProductScaled(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")

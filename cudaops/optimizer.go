@@ -88,6 +88,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	}
+	defer func() { m.expect(m.momentsToCome()) }()
 	var errs []error
 	if m.program.late != nil { // what was captured waits for events of the optimiser before, or for none
 		errs = append(errs, m.forget())

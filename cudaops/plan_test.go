@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"errors"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -214,33 +215,59 @@ func TestRoomShared(t *testing.T) {
 	}
 }
 
-// TestRoomOfOptimizer wants a machine that borrows parameters to leave room for the moments that the other machine will have.
+// TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device will have, whether it borrows that one's
+// parameters or not, until that one has them or is closed.
 func TestRoomOfOptimizer(t *testing.T) {
-	device, _, fakeOption := openFake(t, cardOf(256<<20))
-	l := newLifetime(t, newAdamW)
-	l.machine = newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss}, []MachineOption{fakeOption, gatesFused})
-	m := newBorrower(t, device, l.machine, fakeOption)
-	need, moments := m.Memory(), 0
-	for _, p := range l.batch.Params {
-		moments += 8 * p.Shape().TotalSize()
-	}
-	if err := m.Close(); err != nil || !m.program.spent {
-		t.Fatalf("spent %v on an empty card, error %v", m.program.spent, err)
-	}
 	for _, c := range []struct {
-		what string
-		left int // beside what the machine takes
-		set  bool
-		want bool
+		what  string
+		other func(t *testing.T, device *Device, first *Machine, opt MachineOption) *Machine
 	}{
-		{"room for both", 3 * moments / 2, false, true},
-		{"none for moments", moments / 2, false, false},
-		{"which are there", moments / 2, true, true},
-	} {
-		if c.set {
-			if err := l.machine.SetOptimizer(l.optimizer, 1); err != nil {
+		{"a borrower", func(t *testing.T, device *Device, first *Machine, opt MachineOption) *Machine {
+			return newBorrower(t, device, first, opt)
+		}},
+		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine, opt MachineOption) *Machine {
+			b := newLifetime(t, newAdamW).batch
+			m, err := NewMachine(device, b.G, opt, gatesFused, WithParams(b.Params...), WithOutputs(b.Loss))
+			if err != nil {
 				t.Fatal(err)
 			}
+			return m
+		}},
+	} {
+		t.Run(c.what, func(t *testing.T) { testRoomOfOptimizer(t, c.other) })
+	}
+}
+
+func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine, MachineOption) *Machine) {
+	device, cuda, fakeOption := openFake(t, cardOf(256<<20))
+	l := newLifetime(t, newAdamW)
+	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss}, []MachineOption{fakeOption, gatesFused})
+	m := other(t, device, first, fakeOption)
+	need, moments := m.Memory()+m.momentsToCome(), first.momentsToCome()
+	if err := m.Close(); err != nil || !m.program.spent || moments == 0 {
+		t.Fatalf("spent %v on an empty card, error %v", m.program.spent, err)
+	}
+	nothing := func() error { return nil }
+	set := func() error { return first.SetOptimizer(l.optimizer, 1) }
+	for _, c := range []struct {
+		what string
+		left int // beside what the machine takes, with an optimiser
+		do   func() error
+		want bool
+	}{
+		{"room for both", 3 * moments / 2, nothing, true},
+		{"none for moments", moments / 2, nothing, false},
+		{"which are there", moments / 2, set, true},
+		{"which are let go of", moments / 2, func() error {
+			cuda.Fail("cuMemAlloc", 1, driver.OutOfMemory)
+			if err := set(); !errors.Is(err, driver.OutOfMemory) {
+				return fmt.Errorf("SetOptimizer: %w", err)
+			}
+			return nil
+		}, false},
+	} {
+		if err := c.do(); err != nil {
+			t.Fatal(err)
 		}
 		free, total, err := device.Memory()
 		if err != nil {
@@ -250,13 +277,19 @@ func TestRoomOfOptimizer(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := newBorrower(t, device, l.machine, fakeOption)
+		m := other(t, device, first, fakeOption)
 		if m.program.spent != c.want {
 			t.Errorf("%s: spent %v", c.what, m.program.spent)
 		}
 		if err := errors.Join(m.Close(), device.ctx.Free(hog)); err != nil {
 			t.Error(err)
 		}
+	}
+	if before := device.expected.Load(); before != int64(moments) {
+		t.Errorf("%d bytes are expected, want %d", before, moments)
+	}
+	if err := first.Close(); err != nil || device.expected.Load() != 0 {
+		t.Errorf("%d bytes are expected of closed machines, error %v", device.expected.Load(), err)
 	}
 }
 

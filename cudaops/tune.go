@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path"
@@ -144,6 +145,7 @@ type tuner struct {
 	older []Choice       // of a program that is not made use of
 	used  []int          // positions, of one task when the monitor looks
 	told  bool           // that timing takes a while
+	full  bool           // has been told: there was no memory to time in
 }
 
 func newTuner(m *Machine) (*tuner, error) {
@@ -193,6 +195,19 @@ func (t *tuner) announce() {
 		t.m.config.logger.Info("cudaops: timing kernels under load for shapes that are new here; this may take a quarter of a minute, once")
 	}
 	t.told = true
+}
+
+// cannot tells why a job is not timed; of a card that is full, which does no harm, once for all jobs.
+func (t *tuner) cannot(j job, err error) {
+	if !errors.Is(err, driver.OutOfMemory) {
+		t.m.warn(fmt.Sprintf("%s %s is not tuned: %v", j.op, j.shape, err))
+		return
+	}
+	if !t.full {
+		t.m.config.logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a rule of thumb chooses, "+
+			"for %s and for what else is new here: that is harmless, but may be slower (%v)", j.op, err))
+	}
+	t.full = true
 }
 
 // last is the choice used last.
@@ -262,6 +277,7 @@ type job struct {
 	arguments []argument
 	warm      bool    // what it reads is in the cache when it runs, as what is small is
 	computes  bool    // memory does not bound it
+	tiny      bool    // too little to be timed: what the rules leave is chosen by rule of thumb
 	favoured  int     // the way that another must be faster than by a gain, if the rules allow it
 	gain      float64 // in place of tuneGain, unless 0
 	run       func(way int, memory []driver.Ptr) error
@@ -288,7 +304,7 @@ func (t *tuner) choose(j job) (int, error) {
 	if forced {
 		c.Source = Forced
 	}
-	if t.on() && len(left) > 1 {
+	if t.on() && len(left) > 1 && !j.tiny {
 		var err error
 		if way, err = t.timed(j, left, &c); err != nil {
 			return 0, fmt.Errorf("timing %s %s: %w", j.op, j.shape, err)
@@ -335,7 +351,7 @@ func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 	}
 	x, err := newTimer(t, j)
 	if err != nil {
-		t.m.warn(fmt.Sprintf("%s %s is not tuned: %v", j.op, j.shape, err))
+		t.cannot(j, err)
 		return left[0], x.close()
 	}
 	way, err := x.fastest(left)

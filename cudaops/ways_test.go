@@ -161,6 +161,59 @@ func TestTuningKernels(t *testing.T) {
 	}
 }
 
+// TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the harmless thing that it is, and ops to
+// be computed by the rule of thumb.
+func TestTuningOnFullCard(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	g := gorgonia.NewGraph()
+	matrix := randomMatrices(g, 1, 3, 1)
+	for i := range 2 {
+		w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName(fmt.Sprint("w", i)), gorgonia.WithInit(gorgonia.Ones()))
+		if _, err := op.RMSNorm(matrix(fmt.Sprint("x", i), 6+i, 5), w, 1e-5); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var log bytes.Buffer
+	private := func(c *machineConfig) error {
+		c.tunePath = filepath.Join(t.TempDir(), "tune.json")
+		inner := c.kernels
+		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+			set, err := inner(ctx)
+			return &normWays{kernelSet: set, fake: set.(*moduleOf).fakeKernels, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
+				ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}, err
+		}
+		return nil
+	}
+	m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	free, _, err := device.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	hog, err := device.ctx.Alloc(int(free))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)); err != nil {
+		t.Fatal(err)
+	}
+	choices := m.Choices()
+	for _, c := range choices {
+		if c.Way != "wide-4" || c.Source != ByRule {
+			t.Errorf("%+v", c)
+		}
+	}
+	told := log.String()
+	if len(choices) != 2 || strings.Count(told, "\n") != 1 || !strings.Contains(told, "harmless") || !strings.Contains(told, "level=INFO") {
+		t.Errorf("of %d choices is told:\n%s", len(choices), told)
+	}
+}
+
 func TestWaysRefused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {

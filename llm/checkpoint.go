@@ -54,10 +54,10 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// usable returns an error when the engine has not taken what was read by Resume.
+// usable returns an error when the trainer is not current, or the engine has not taken what was read by Resume.
 func (t *Trainer) usable() error {
-	if t.apart == nil {
-		return nil
+	if err := t.current(); err != nil || t.apart == nil {
+		return err
 	}
 	return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
 		t.engine.Name(), t.apart)
@@ -228,7 +228,8 @@ func LoadModel(path string) (*Model, error) {
 // architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
 // engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
-// read, the error says so: model and optimiser are the file's then, and Run, Save and Evaluate refuse until a Resume succeeds.
+// read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
+// refuse until a Resume succeeds.
 func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	var r resumption
 	for _, opt := range opts {
@@ -236,6 +237,9 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 			return errors.New("llm: Resume: an option is nil")
 		}
 		opt(&r)
+	}
+	if err := t.current(); err != nil {
+		return fmt.Errorf("llm: Resume: %w", err)
 	}
 	f, err := readCheckpoint(path)
 	if err != nil {
@@ -285,7 +289,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
 	// back.
-	if err := t.engine.Pull(); err != nil {
+	if err := t.Model.pull(); err != nil {
 		return f.errorf("%w", err)
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()

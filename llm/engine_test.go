@@ -68,6 +68,20 @@ type mirrored struct {
 	Engine
 	pushed [][]string
 	fail   error
+	pull   func() // brings its parameters to the host
+	closed int
+}
+
+func (m *mirrored) Pull(params ...string) error {
+	if m.pull != nil {
+		m.pull()
+	}
+	return m.Engine.Pull(params...)
+}
+
+func (m *mirrored) Close() error {
+	m.closed++
+	return m.Engine.Close()
 }
 
 func (m *mirrored) Push(params ...string) error {
@@ -80,7 +94,7 @@ func (m *mirrored) Push(params ...string) error {
 func TestSlotsReachTheEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	m, e := tr.Model, &mirrored{Engine: tr.engine}
-	tr.engine, m.mirror = e, e
+	tr.engine = e
 	act := func(a state.Action, layer, seed int, to state.Stage, slot int) state.Command {
 		return state.Command{Action: a, Layer: layer, Seed: seed, To: to,
 			Request: state.GerminationRequest{Slot: slot, Kind: blueprints.AttentionGate}}
@@ -107,8 +121,8 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	}
 }
 
-// TestResumeThatTheEngineCannotTake wants a trainer whose engine has not taken a checkpoint to say so, to do nothing with it, and
-// to go on once a Resume has succeeded.
+// TestResumeThatTheEngineCannotTake wants a trainer whose engine has not taken a checkpoint to say so, to do nothing with it, to leave the
+// model the file's, whatever the engine has, and to go on once a Resume has succeeded.
 func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	straight := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
@@ -123,7 +137,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	}
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	e := &mirrored{Engine: tr.engine, fail: errors.New("no room")}
-	tr.engine, tr.Model.mirror = e, e
+	tr.engine = e
 	tr.On(func(e Event) error { t.Errorf("step %d of a trainer that cannot be used", e.Step); return nil })
 	eval, err := NewEvaluation([]byte("some held-out words"), ByteTokenizer{}, 1, tr.Model.Config.Seq)
 	if err != nil {
@@ -141,7 +155,26 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
-	e.fail, tr.callbacks = nil, nil
+	e.pull = func() { t.Error("the model is asked for where it is not") }
+	if err := tr.Resume(path + "x"); err == nil {
+		t.Error("a checkpoint that is not there is resumed from")
+	}
+	model := filepath.Join(t.TempDir(), "model")
+	if err := tr.Model.Save(model); err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range []string{path, model} {
+		m, err := LoadModel(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, p := range m.Params {
+			if !slices.Equal(bitsOf(p.Value), bitsOf(tr.Model.Params[i].Value)) {
+				t.Errorf("%s is not that of the file", p.Name)
+			}
+		}
+	}
+	e.fail, e.pull, tr.callbacks = nil, nil, nil
 	if err := tr.Resume(path); err != nil {
 		t.Fatal(err)
 	}
@@ -149,6 +182,52 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkSame(t, straight, tr)
+}
+
+// TestAnotherTrainer wants a model's next trainer to begin with what the one before has made of the model, wherever that is, and that
+// one to do nothing from then on, but to close its engine, once.
+func TestAnotherTrainer(t *testing.T) {
+	first := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	e := &mirrored{Engine: first.engine}
+	first.engine = e
+	norm := first.Model.Param(normName)
+	e.pull = func() { norm.Float64s()[0] = 7 }
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	if err := first.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	norm.Float64s()[0] = 1 // as it is on the host until it is asked for
+	c, seen := first.Config, 0.0
+	c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+		seen = m.Param(normName).Float64s()[0]
+		return newHost(m, o, c)
+	}
+	second, err := NewTrainer(first.Model, first.Loader, first.Optimizer, c)
+	if err != nil || seen != 7 {
+		t.Fatalf("the second engine sees %v, error %v", seen, err)
+	}
+	e.pull = func() { t.Error("the model is asked for where it is no more") }
+	refused := func(want string) {
+		t.Helper()
+		for name, f := range map[string]func() error{
+			"Run":    func() error { return first.Run(t.Context()) },
+			"Save":   func() error { return first.Save(path) },
+			"Resume": func() error { return first.Resume(path) },
+		} {
+			if err := f(); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: error %v, want one of %s", name, err, want)
+			}
+		}
+	}
+	refused("another trainer")
+	if err := errors.Join(second.Run(t.Context()), second.Close()); err != nil {
+		t.Fatal(err)
+	}
+	refused("another trainer")
+	if err := errors.Join(first.Close(), first.Close()); err != nil || e.closed != 1 {
+		t.Errorf("the first engine is closed %d times, error %v", e.closed, err)
+	}
+	refused("closed")
 }
 
 // blocks returns 0 to n−1.

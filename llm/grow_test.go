@@ -288,7 +288,6 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 		growing(t, tr)
 		tr.growth.Controller = state.DryRun(tr.growth.Controller, io.Discard)
 		tr.engine = lossy{tr.engine, loss}
-		tr.Model.mirror = tr.engine
 		if err := tr.Run(t.Context()); err != nil {
 			t.Errorf("validation losses of %v: %v", loss, err)
 		}

@@ -95,25 +95,26 @@ func (s slots) Write(writes []state.SlotWrite) error {
 		}
 	}
 	s.set(writes)
-	if s.m.mirror == nil {
+	e := s.m.mirror()
+	if e == nil {
 		return nil
 	}
-	err := s.m.mirror.Push(changed...)
+	err := e.Push(changed...)
 	for i := 0; err == nil && i < len(writes); i++ {
-		err = s.forget(writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
+		err = s.forget(e, writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
 	}
 	if err != nil {
 		s.set(before)
-		err = errors.Join(err, s.m.mirror.Push(changed...))
+		err = errors.Join(err, e.Push(changed...))
 	}
 	return err
 }
 
-// forget makes zero what the optimiser remembers of the slots from ≤ i < to of a layer: it is of other parameters than those
+// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer: it is of other parameters than those
 // that they have now, or would move them on while no seed learns with them.
-func (s slots) forget(layer, from, to int) error {
+func (s slots) forget(e Engine, layer, from, to int) error {
 	names, width := s.names(layer), s.m.Config.slotWidth()
-	return errors.Join(s.m.mirror.Forget(names[0], from*width, to*width), s.m.mirror.Forget(names[1], from, to))
+	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
 }
 
 // forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an update leaves them as they are,
@@ -133,7 +134,7 @@ func (t *Trainer) forgetFrozen() error {
 			if to == from {
 				continue
 			}
-			if err := (slots{t.Model}).forget(layer, from, to); err != nil {
+			if err := (slots{t.Model}).forget(t.engine, layer, from, to); err != nil {
 				t.learning = nil
 				return err
 			}

@@ -26,8 +26,8 @@ type Model struct {
 	Params  []Param        // in the order in which the model uses them
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
-	byName map[string]int
-	mirror Engine // of the trainer that trains the model now, if it has a copy of the parameters
+	byName  map[string]int
+	trainer *Trainer // that trains the model now
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that
@@ -108,12 +108,20 @@ func (c Config) params() iter.Seq[paramSpec] {
 	}
 }
 
-// pull makes parameters on the host, those of the given names or all, what they are where a trainer has them.
-func (m *Model) pull(params ...string) error {
-	if m.mirror == nil {
+// mirror is the engine whose parameters are the model's, nil if they are on the host alone.
+func (m *Model) mirror() Engine {
+	if m.trainer == nil || m.trainer.apart != nil {
 		return nil
 	}
-	return m.mirror.Pull(params...)
+	return m.trainer.engine
+}
+
+// pull makes parameters on the host, those of the given names or all, what they are where a trainer has them.
+func (m *Model) pull(params ...string) error {
+	if e := m.mirror(); e != nil {
+		return e.Pull(params...)
+	}
+	return nil
 }
 
 // Names of parameters are those of the Llama weights that circulate as safetensors files.

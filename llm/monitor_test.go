@@ -26,7 +26,6 @@ func TestMonitor(t *testing.T) {
 	for name, times := range map[string][]OpTime{"timed": ops, "nothing yet": nil} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		tr.engine = &profiled{tr.engine, times}
-		tr.Model.mirror = tr.engine
 		var out strings.Builder
 		var seen []int
 		tr.On(Monitor(tr, &out, 1), func(e Event) error {
@@ -102,7 +101,7 @@ func TestProfileStep(t *testing.T) {
 	} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default()) // of two steps
 		e := &traced{Engine: tr.engine, takes: test.takes}
-		tr.engine, tr.Model.mirror = e, e
+		tr.engine = e
 		path := filepath.Join(t.TempDir(), "new", "trace.json")
 		var out strings.Builder
 		tr.On(ProfileStep(tr, &out, path, test.after))
@@ -124,7 +123,7 @@ func TestProfileStep(t *testing.T) {
 	for _, path := range []string{filepath.Join(file, "trace.json"), filepath.Dir(file)} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		e := &traced{Engine: tr.engine, takes: 1}
-		tr.engine, tr.Model.mirror = e, e
+		tr.engine = e
 		tr.On(ProfileStep(tr, io.Discard, path, 1))
 		if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "cannot be written") || tr.Step() != 0 {
 			t.Errorf("a trace at %s: %v after %d steps", path, err, tr.Step())

@@ -36,7 +36,7 @@ func (s *scaling) Update() (float64, error) {
 
 func scale(tr *Trainer) *scaling {
 	s := &scaling{tr.engine, LossScale{Scale: 1024}}
-	tr.engine, tr.Model.mirror = s, s
+	tr.engine = s
 	return s
 }
 

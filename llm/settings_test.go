@@ -56,7 +56,6 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		"Seed is 6 here and 5 there":       func(_ *testing.T, tr *Trainer) { tr.Loader.config.Seed = 6 },
 		"Engine is abacus here and cpu there": func(_ *testing.T, tr *Trainer) {
 			tr.engine = abacus{tr.engine}
-			tr.Model.mirror = tr.engine
 		},
 		"learning rate of step 1 is 0.02 here and 0.01 there": func(_ *testing.T, tr *Trainer) {
 			tr.Config.Schedule = optim.Constant(0.02)
@@ -236,7 +235,6 @@ func TestResumeWithoutEngine(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	old := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	old.engine = nameless{old.engine}
-	old.Model.mirror = old.engine
 	if err := old.Save(path); err != nil {
 		t.Fatal(err)
 	}

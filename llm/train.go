@@ -72,10 +72,11 @@ type Trainer struct {
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
 	apart     error           // why the engine's parameters are not the model's, after a Resume that failed
+	closed    bool
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
-// model's vocabulary.
+// model's vocabulary. A model has one trainer at a time: one that it had before can only be closed from then on.
 func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -103,11 +104,14 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	if c.Engine == nil {
 		c.Engine = newHost
 	}
+	if err := m.pull(); err != nil { // from the trainer before
+		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
+	}
 	var err error
 	if t.engine, err = c.Engine(m, o, c); err != nil {
 		return nil, err
 	}
-	m.mirror = t.engine
+	m.trainer = t
 	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq, Params: m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
@@ -125,14 +129,27 @@ func (t *Trainer) Last() Event { return t.last }
 
 // Close frees the machines. The model is left as it was trained.
 func (t *Trainer) Close() error {
-	if t.Model.mirror != t.engine {
-		return nil // closed already, or the model has another trainer by now
+	if t.closed {
+		return nil
 	}
-	t.Model.mirror = nil
-	if t.apart != nil {
-		return t.engine.Close()
+	t.closed = true
+	var err error
+	if t.Model.trainer == t {
+		err = t.Model.pull()
+		t.Model.trainer = nil
 	}
-	return errors.Join(t.engine.Pull(), t.engine.Close())
+	return errors.Join(err, t.engine.Close())
+}
+
+// current returns an error when the trainer is closed, or the model has got another one.
+func (t *Trainer) current() error {
+	switch {
+	case t.closed:
+		return errors.New("the trainer is closed")
+	case t.Model.trainer != t:
+		return errors.New("the model has got another trainer since")
+	}
+	return nil
 }
 
 // emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error the rest hear only of

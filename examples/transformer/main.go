@@ -10,7 +10,7 @@
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
-// an earlier run left in -out moves to a folder in there (before-1, before-2 and so on).
+// an earlier run left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes.
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
 // and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
@@ -59,6 +59,9 @@ const (
 )
 
 var runFiles = []string{checkpointName, tokenizerName, logName, curveName, sampleName}
+
+// keptPrefix begins the names of the folders in -out that earlier runs' files move to.
+const keptPrefix = "before-"
 
 // profileAfter is the steps that warm a GPU up before -profile looks.
 const profileAfter = 10
@@ -188,7 +191,7 @@ func setAside(o options, stderr io.Writer) error {
 	}
 	dir := ""
 	for n, err := 1, fs.ErrExist; errors.Is(err, fs.ErrExist); n++ {
-		dir = filepath.Join(o.out, fmt.Sprintf("before-%d", n))
+		dir = filepath.Join(o.out, fmt.Sprint(keptPrefix, n))
 		if err = os.Mkdir(dir, 0o777); err != nil && !errors.Is(err, fs.ErrExist) {
 			return err
 		}
@@ -199,7 +202,28 @@ func setAside(o options, stderr io.Writer) error {
 		}
 	}
 	fmt.Fprintf(stderr, "kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n", o.out, dir, quoted(dir))
+	if runs, bytes := keptRuns(o.out); runs > 1 { // which may be the work of days: only the user knows what can go
+		fmt.Fprintf(stderr, "kept      %d earlier runs are in %s by now and take %.1f MB: those of no more use can be deleted\n",
+			runs, o.out, float64(bytes)/1e6)
+	}
 	return nil
+}
+
+// keptRuns is how many runs have been set aside in a folder, and the bytes that they take.
+func keptRuns(out string) (runs int, bytes int64) {
+	entries, _ := os.ReadDir(out)
+	for _, e := range entries {
+		if !e.IsDir() || !strings.HasPrefix(e.Name(), keptPrefix) {
+			continue
+		}
+		runs++
+		for _, name := range runFiles {
+			if file, err := os.Stat(filepath.Join(out, e.Name(), name)); err == nil {
+				bytes += file.Size()
+			}
+		}
+	}
+	return runs, bytes
 }
 
 // quoted returns a path as it can be pasted after an option: in quotes where a shell would take it for something else.

@@ -243,6 +243,7 @@ func TestBadOptions(t *testing.T) {
 // it goes on.
 func TestNothingIsLost(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	size := 0
 	for seed := range 3 {
 		want := map[string][]byte{}
 		if seed > 0 {
@@ -254,6 +255,15 @@ func TestNothingIsLost(t *testing.T) {
 		kept := filepath.Join(out, fmt.Sprintf("before-%d", seed))
 		if got := strings.Contains(told, "-resume -out "+kept); got != (seed > 0) {
 			t.Errorf("run %d is told of %s: %v\n%s", seed, kept, got, told)
+		}
+		if seed > 0 {
+			for _, name := range []string{checkpointName, logName, curveName, sampleName} {
+				size += len(read(t, kept, name))
+			}
+		}
+		all := fmt.Sprintf("%d earlier runs are in %s by now and take %.1f MB", seed, out, float64(size)/1e6)
+		if got := strings.Contains(told, all); got != (seed > 1) {
+			t.Errorf("run %d is told %q: %v\n%s", seed, all, got, told)
 		}
 		for name, b := range want {
 			if !bytes.Equal(read(t, kept, name), b) {
