@@ -485,31 +485,34 @@ func TestFloat8Trains(t *testing.T) {
 	}
 }
 
-// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, and those of norms with their float8.
+// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also with a matrix added, and those of norms
+// with their float8.
 func TestFloat8Tuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
+	adding := 0
 	private := func(c *machineConfig) error {
 		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
 		return nil
 	}
-	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, private, WithTuning(TuneCached),
+	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, withOwnProducts(new(int), &adding), private, WithTuning(TuneCached),
 		WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
 	timed := 0
 	for _, c := range m.Choices() {
-		if c.Op == productOp && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 3 {
+		if c.Op == productOp && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 4 {
 			timed++
 		}
 	}
-	// Forward: [q k v] 96, attention's 32, gate and up 96 with sums of 32, down 32 of 48. Back: 32 of 96, twice, and of 32, and 48 of 32.
-	if timed != 5 || log.Len() > 0 {
-		t.Errorf("%d shapes of products are timed, want 5; %s", timed, log.String())
+	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32, down 32 of 48. Back: 32 of 96, twice, and of
+	// 32, to which nothing is added, and 48 of 32.
+	if timed != 6 || adding == 0 || log.Len() > 0 {
+		t.Errorf("%d shapes of products are timed, want 6, and %d with a matrix added; %s", timed, adding, log.String())
 	}
 }
 

@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"path/filepath"
@@ -30,6 +31,9 @@ func (o ownProducts) ProductWays(kernels.ProductShape, driver.DType) []kernels.W
 }
 
 func (o ownProducts) Product(s driver.Stream, a kernels.Product) error {
+	if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
+		return errors.New("the matrix that is added lies where factors are")
+	}
 	if a.C != 0 {
 		*o.adding++
 	} else {

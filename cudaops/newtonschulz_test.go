@@ -146,16 +146,22 @@ func TestNewtonSchulzWays(t *testing.T) {
 	})
 }
 
-// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others.
+// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others, whatever a rule leaves of the ways.
 func TestNewtonSchulzTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
 	for _, c := range []struct {
 		shape  shape
 		least  float64
+		rule   string
 		of     int
 		source Source
-	}{{shape{16, 40}, 1, 3, Measured}, {shape{16, 40}, 1e9, 1, ByRule}, {shape{13, 40}, 1, 1, ByRule}} {
+	}{
+		{shape{16, 40}, 1, "", 3, Measured},
+		{shape{16, 40}, 1e9, "", 3, ByRule},
+		{shape{16, 40}, 1e9, "NewtonSchulz!=" + byProducts, 3, Forced},
+		{shape{13, 40}, 1, "", 1, ByRule},
+	} {
+		t.Setenv("KASMINA_WAYS", c.rule)
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
 		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, size(c.shape))))
@@ -175,7 +181,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		}
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == newtonSchulzOp })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
-			t.Errorf("%v, least %g: %+v; %s", c.shape, c.least, got, log.String())
+			t.Errorf("%v, least %g, rule %q: %+v; %s", c.shape, c.least, c.rule, got, log.String())
 		}
 		if err := m.Close(); err != nil {
 			t.Error(err)

@@ -41,11 +41,7 @@ func (m *Machine) newIteration(shape tensor.Shape, batch, steps int) (*iteration
 		it.elem = float32s
 	}
 	it.Type = it.elem.dtype()
-	ways, worth := it.ways(), it.flops() >= m.config.tuneLeast
-	if _, forced := m.tuner.allowed(newtonSchulzOp, ways); m.tuner.on() && !worth && !forced {
-		ways = ways[:1]
-	}
-	j, err := it.job(ways)
+	j, err := it.job(it.ways())
 	if err != nil {
 		return nil, err
 	}
@@ -54,7 +50,7 @@ func (m *Machine) newIteration(shape tensor.Shape, batch, steps int) (*iteration
 		return nil, err
 	}
 	it.choice = m.tuner.last()
-	return it, it.take(ways[way])
+	return it, it.take(j.ways[way])
 }
 
 // ways are those that the GPU and the shape allow, that of the rule of thumb first; if there is tuning, that with cuBLASLt's
@@ -182,7 +178,7 @@ func (it *iteration) job(ways []string) (job, error) {
 	n := it.Batch * it.Rows * it.Columns
 	j := job{op: newtonSchulzOp, shape: fmt.Sprintf("%d of %dx%d %v, %d steps", it.Batch, it.Rows, it.Columns, it.Type, it.Steps),
 		build: fmt.Sprintf("%s, cuBLASLt %d", it.m.k.Build(append(productUnits, "gemm_symmetric")...), blas.Version()), ways: ways,
-		plain: slices.Index(ways, byProducts), computes: true,
+		plain: slices.Index(ways, byProducts), computes: true, tiny: it.flops() < it.m.config.tuneLeast,
 		arguments: []argument{numbers(reads, n, it.Type), numbers(writes, n, it.Type), {role: scratch, bytes: n * it.elem.size()},
 			{role: scratch, bytes: len(it.Squares) * it.room() * it.elem.size()},
 			{role: scratch, bytes: kernels.NormalizeWorkspace}}}

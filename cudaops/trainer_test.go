@@ -94,28 +94,36 @@ func check(t *testing.T, errs ...error) {
 	}
 }
 
-// train runs a scenario on a device of the fake driver.
-func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
+const batch = 2
+
+// newRun returns a small model and what it is trained with on a text, which it writes: the read of a sequence of the given number fails,
+// of 0 none.
+func newRun(t *testing.T, path string, fails int) (*llm.Model, *llm.Loader, optim.Optimizer) {
 	t.Helper()
 	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6, Kasmina: []int{0}, Seeds: 4}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 5, state.WithoutGates())
 	check(t, err)
-	if s.model != nil {
-		s.model(model)
-	}
 	text := []byte(strings.Repeat(strings.Repeat("if err != nil { return err }\n", 2)+"Z := 1\n", 15))
-	r = &run{t: t, folder: t.TempDir()}
-	path := filepath.Join(r.folder, "text")
 	check(t, os.WriteFile(path, text, 0o666))
 	corpus, err := llm.OpenCorpus(path)
 	check(t, err)
 	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
 	check(t, err)
-	const batch = 2
-	loader, err := llm.NewLoader(&stumbling{tokens, s.fails}, llm.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
+	loader, err := llm.NewLoader(&stumbling{tokens, fails}, llm.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
 	check(t, err)
 	optimizer, err := optim.NewAdamW(optim.WithLR(0.01))
 	check(t, err)
+	return model, loader, optimizer
+}
+
+// train runs a scenario on a device of the fake driver.
+func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
+	t.Helper()
+	r = &run{t: t, folder: t.TempDir()}
+	model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), s.fails)
+	if s.model != nil {
+		s.model(model)
+	}
 	device, fakes := cudaops.OpenFake(t)
 	make := gpu.Engine(device, cudaops.Float32, fakes)
 	var seen *watched
@@ -129,6 +137,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
 		seen = &watched{Starter: e.(llm.Starter)}
 		return seen, nil
 	}
+	var err error
 	r.Trainer, err = llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	for seed, to := range map[int]state.Stage{1: state.Grafting, 2: state.Training} {
@@ -289,5 +298,55 @@ func TestTrainerStarts(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestTrainersInTurn wants two trainers of a model, with one loader and one optimiser, to make of it together what one of them makes
+// alone, also when the other is only asked for a loss amid a run.
+func TestTrainersInTurn(t *testing.T) {
+	device, fakes := cudaops.OpenFake(t)
+	for name, engine := range map[string]func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error){
+		"cpu":  nil,
+		"cuda": gpu.Engine(device, cudaops.Float32, fakes),
+	} {
+		turns := func(order ...int) []string {
+			r := &run{t: t, folder: t.TempDir()}
+			model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), 0)
+			held, err := llm.NewEvaluation([]byte("if err == nil"), llm.ByteTokenizer{}, 1, model.Config.Seq)
+			check(t, err)
+			var all [2]*llm.Trainer
+			for i := range all {
+				all[i], err = llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: 100, Batch: batch, Clip: 1, Epoch: 100,
+					Schedule: optim.Constant(0.01), Engine: engine})
+				check(t, err)
+			}
+			for _, i := range order {
+				ctx, cancel := context.WithCancel(t.Context())
+				all[i].On(func(e llm.Event) error {
+					if e.Kind != llm.StepEnd || ctx.Err() != nil {
+						return nil
+					}
+					loss, _, err := all[order[1]].Evaluate(held)
+					if e.Step%3 == 0 {
+						cancel()
+					}
+					r.note("loss %x, held-out loss %x", e.Loss, loss)
+					return err
+				})
+				if err := all[i].Run(ctx); !errors.Is(err, context.Canceled) {
+					t.Fatalf("%s: the run ends with %v", name, err)
+				}
+			}
+			check(t, all[1].Close())
+			r.Trainer = all[0]
+			r.finish()
+			return r.log
+		}
+		want, got := turns(0, 0, 0), turns(0, 1, 0)
+		for i := range want {
+			if want[i] != got[i] {
+				t.Fatalf("%s: two trainers make %.100s, one %.100s", name, got[i], want[i])
+			}
+		}
 	}
 }

@@ -54,15 +54,6 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// usable returns an error when the trainer is not current, or the engine has not taken what was read by Resume.
-func (t *Trainer) usable() error {
-	if err := t.current(); err != nil || t.apart == nil {
-		return err
-	}
-	return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
-		t.engine.Name(), t.apart)
-}
-
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
 // also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
@@ -238,8 +229,8 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		}
 		opt(&r)
 	}
-	if err := t.current(); err != nil {
-		return fmt.Errorf("llm: Resume: %w", err)
+	if t.closed {
+		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
 	f, err := readCheckpoint(path)
 	if err != nil {
@@ -303,7 +294,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	loadModel()
-	t.learning = nil
+	t.Model.trainer, t.learning = t, nil
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	if t.apart = t.engine.Push(); t.apart != nil {

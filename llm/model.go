@@ -27,7 +27,7 @@ type Model struct {
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
 	byName  map[string]int
-	trainer *Trainer // that trains the model now
+	trainer *Trainer // whose turn it is; nil if the model is on the host alone
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that

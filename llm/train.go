@@ -76,7 +76,7 @@ type Trainer struct {
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
-// model's vocabulary. A model has one trainer at a time: one that it had before can only be closed from then on.
+// model's vocabulary. Trainers of the same model take turns: each goes on with what the others have made of it.
 func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -104,7 +104,7 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	if c.Engine == nil {
 		c.Engine = newHost
 	}
-	if err := m.pull(); err != nil { // from the trainer before
+	if err := m.pull(); err != nil { // from the trainer whose turn it was
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
@@ -127,7 +127,7 @@ func (t *Trainer) Step() int { return t.last.Step }
 // Last returns the latest event, with everything that is known of the run so far.
 func (t *Trainer) Last() Event { return t.last }
 
-// Close frees the machines. The model is left as it was trained.
+// Close frees the machines. The model is left as it was trained; the trainer can do no more.
 func (t *Trainer) Close() error {
 	if t.closed {
 		return nil
@@ -141,14 +141,32 @@ func (t *Trainer) Close() error {
 	return errors.Join(err, t.engine.Close())
 }
 
-// current returns an error when the trainer is closed, or the model has got another one.
-func (t *Trainer) current() error {
+// usable returns an error when the trainer cannot work with the model. If it is another one's turn, that ends here.
+func (t *Trainer) usable() error {
 	switch {
 	case t.closed:
-		return errors.New("the trainer is closed")
+		return errClosed
 	case t.Model.trainer != t:
-		return errors.New("the model has got another trainer since")
+		return t.takeOver()
+	case t.apart != nil:
+		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
+			t.engine.Name(), t.apart)
 	}
+	return nil
+}
+
+var errClosed = errors.New("the trainer is closed")
+
+// takeOver gives the engine what another trainer has made of the model.
+func (t *Trainer) takeOver() error {
+	if err := t.Model.pull(); err != nil {
+		return err
+	}
+	t.Model.trainer = nil
+	if err := t.engine.Push(); err != nil {
+		return fmt.Errorf("the engine %s has not taken what another trainer has made of the model: %w", t.engine.Name(), err)
+	}
+	t.Model.trainer, t.apart = t, nil
 	return nil
 }
 
@@ -212,6 +230,9 @@ func (t *Trainer) stopped() error {
 // step computes the gradients of one optimiser step and applies them. On an error the parameters are as before, unless the
 // update itself overflowed, and the gradients gathered so far are dropped.
 func (t *Trainer) step() error {
+	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
+		return fmt.Errorf("llm: Trainer.Run: %w", err)
+	}
 	step := t.last.Step + 1
 	fail := func(err error) error {
 		return fmt.Errorf("llm: step %d: %w", step, errors.Join(err, t.engine.Drop()))

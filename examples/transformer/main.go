@@ -213,8 +213,8 @@ func setAside(o options, stderr io.Writer) error {
 func keptRuns(out string) (runs int, bytes int64) {
 	entries, _ := os.ReadDir(out)
 	for _, e := range entries {
-		if !e.IsDir() || !strings.HasPrefix(e.Name(), keptPrefix) {
-			continue
+		if _, err := os.Stat(filepath.Join(out, e.Name(), checkpointName)); err != nil || !strings.HasPrefix(e.Name(), keptPrefix) {
+			continue // a folder of the user's own may have such a name
 		}
 		runs++
 		for _, name := range runFiles {

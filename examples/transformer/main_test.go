@@ -243,6 +243,9 @@ func TestBadOptions(t *testing.T) {
 // it goes on.
 func TestNothingIsLost(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	if err := os.MkdirAll(filepath.Join(out, "before-breakfast"), 0o777); err != nil { // which is no run
+		t.Fatal(err)
+	}
 	size := 0
 	for seed := range 3 {
 		want := map[string][]byte{}

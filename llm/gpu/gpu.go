@@ -23,8 +23,8 @@ import (
 )
 
 // Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
-// float32 whatever the precision, and come back when a checkpoint is saved and when the trainer is closed. The device must
-// stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
+// float32 whatever the precision, and come back when a checkpoint is saved, when another trainer has the model, and when the trainer is
+// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
 func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
