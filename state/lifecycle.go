@@ -114,7 +114,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	}
 	if l.config.Gates {
 		if s, open := l.config.Thresholds.Gate(from, to, l.evidence(seed)); !open {
-			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %s (it has %.4g)", method, ErrGate, seed, from, to, s.Condition, s.Have)
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %v", method, ErrGate, seed, from, to, s)
 		}
 	}
 	return nil
