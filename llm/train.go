@@ -58,6 +58,9 @@ func (c *TrainConfig) check() error {
 // Trainer trains a model on batches of a loader. What else a run does (showing progress, evaluating, saving) is up to its
 // callbacks. Commands that are submitted to Model.Kasmina, from whatever goroutine, take effect after a step and before its
 // StepEnd, or when the run begins or ends.
+//
+// A step leaves blueprints with which no seed learns as they are, unless the optimiser decays weights, as optim.NewAdamW does
+// by default: optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) spares them.
 type Trainer struct {
 	Model     *Model
 	Loader    *Loader

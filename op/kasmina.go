@@ -148,6 +148,10 @@ type KasminaOp struct {
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
 // and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
 //
+// A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For a frozen blueprint to
+// stay as it is, bit for bit, the solver must forget what it knows of slots with which no seed learns any more (see
+// [state.Lattice.LearningSlots] and Forget of optim.Optimizer), and must not decay weights.
+//
 // A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the same one: a stage or α that
 // changes in between, from whatever goroutine, takes effect at the next forward pass. Both passes leave their figures in the
 // lattice; see [state.Lattice.Report].
