@@ -68,8 +68,17 @@ func TestNil(t *testing.T) {
 	}
 }
 
+// shifted is a tokenizer of other ids than those of the models here.
+type shifted struct{ ByteTokenizer }
+
+func (shifted) Encode([]byte) []int { return []int{300} }
+
 // TestCallbackArguments wants callbacks that no run can use to end it before its first step.
 func TestCallbackArguments(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file") // in the place of a folder
+	if err := os.WriteFile(file, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
 	sample := func(prompt string, n int, c SamplerConfig) func(*Trainer) Callback {
 		return func(tr *Trainer) Callback { return SampleText(tr, ByteTokenizer{}, prompt, n, c, "", 0) }
 	}
@@ -84,6 +93,17 @@ func TestCallbackArguments(t *testing.T) {
 			}
 			return Evaluate(tr, e, 0)
 		},
+		"held-out text: token 300 is outside": func(tr *Trainer) Callback {
+			return Evaluate(tr, &Evaluation{ids: []int{1, 300}, bytes: 1, batch: 1, seq: tr.Model.Config.Seq}, 0)
+		},
+		"prompt: token 300 is outside": func(tr *Trainer) Callback {
+			return SampleText(tr, shifted{}, "x", 3, SamplerConfig{}, "", 0)
+		},
+		"SampleText: mkdir": func(tr *Trainer) Callback {
+			return SampleText(tr, ByteTokenizer{}, "x", 3, SamplerConfig{}, filepath.Join(file, "sample.txt"), 0)
+		},
+		"LossCurve: mkdir": func(tr *Trainer) Callback { return LossCurve(filepath.Join(file, "loss.png"), "") },
+		"JSONLog: mkdir":   func(tr *Trainer) Callback { return JSONLog(filepath.Join(file, "log.jsonl")) },
 	} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 		tr.On(callback(tr))

@@ -274,7 +274,7 @@ type update struct {
 // prepare makes the optimiser ready for an update.
 func (t *Trainer) prepare(rate float64) error {
 	if err := t.Optimizer.SetLR(rate); err != nil {
-		return err
+		return fmt.Errorf("TrainConfig.Schedule: %w", err)
 	}
 	return t.forgetFrozen()
 }
@@ -329,6 +329,9 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 		return errors.New("the held-out text is nil")
 	case e.seq != seq:
 		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.seq, seq)
+	}
+	if err := t.Model.Config.knows(e.ids); err != nil {
+		return fmt.Errorf("the held-out text: %w", err)
 	}
 	return nil
 }
