@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"errors"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -110,6 +111,18 @@ func TestCallbackArguments(t *testing.T) {
 		if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || strings.Count(err.Error(), want) != 1 {
 			t.Errorf("after step %d: %v, want %q once at step 0", tr.Step(), err, want)
 		}
+	}
+}
+
+// TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a parameter.
+func TestLearningRateOfNaN(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
+	tr.Config.Schedule = optim.Constant(math.NaN())
+	if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || !strings.Contains(err.Error(), "step 1: TrainConfig.Schedule: ") {
+		t.Errorf("after step %d: %v", tr.Step(), err)
+	}
+	if err := tr.probe(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -168,7 +168,10 @@ func WithQuarantine() Option {
 }
 
 func inRange(what string, v, lo, hi int) error {
-	if v < lo || v > hi {
+	switch {
+	case v < lo && hi == math.MaxInt:
+		return fmt.Errorf("%s is %d, want at least %d", what, v, lo)
+	case v < lo || v > hi:
 		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
 	}
 	return nil
