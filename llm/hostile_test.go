@@ -11,6 +11,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -255,4 +256,15 @@ func FuzzLoad(f *testing.F) {
 			t.Errorf("refused with %v, the trainer is at step %d", err, tr.Step())
 		}
 	})
+}
+
+// TestModelLargerThanMemory wants an error of parameters that the computer cannot hold, before it is asked to.
+func TestModelLargerThanMemory(t *testing.T) {
+	if memory.Check("", 200<<30) == nil {
+		t.Skip("it is not known how much memory this computer has, or it is enough")
+	}
+	c := Config{Vocab: 1 << 14, Dim: 1 << 14, Layers: 15, Heads: 128, Seq: 8}.Default()
+	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(), "NewModel: the parameters take 181.1 GiB") {
+		t.Errorf("got %v", err)
+	}
 }
