@@ -7,7 +7,7 @@ import (
 
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
-	MinEpochs      [stages]int // least epochs in a stage before it is left, other than by a rollback
+	MinEpochs      [stages]int // by Stage: least epochs in it before it is left, other than by a rollback
 	TrainingError  float64     // Training → Grafting: largest training error of the seed
 	Stability      float64     // Evaluating → FineTuning: least stability
 	FossilStable   float64     // FineTuning → Fossilized: least stability

@@ -17,9 +17,10 @@
 // too (tokenizer.bpe). Options that are given override the preset.
 //
 // An interrupt (Ctrl-C), or the end of its terminal, makes the run save a checkpoint before it ends; a second one ends it at
-// once. With -resume, options that are not given are those of the checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are
-// given may differ, which the program then says: a run planned for 20 steps goes on with -resume -steps 40, but with
-// the learning rates and the growth of the longer plan, so that it does not end where 40 steps at a stretch do.
+// once. With -resume, options that are not given are those of the checkpoint, and the run continues as if it had never
+// stopped, bit for bit. Options that are given may differ, which the program then says: a run planned for 20 steps goes on
+// with -resume -steps 40, but with the learning rates and the growth of the longer plan, so that it does not end where 40
+// steps at a stretch do.
 package main
 
 import (
