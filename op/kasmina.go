@@ -159,7 +159,9 @@ type KasminaOp struct {
 // A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for training and for
 // evaluation, but one pass with telemetry counts as one step of it, so all but one of those that run in a training step
 // should be made [WithoutTelemetry]. That also holds for gradient checks, in which the limits of the strict mode and of
-// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output.
+// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output. Neither are
+// those of weights and scales in Training, Evaluating and Fossilized, which a gradient check therefore reports as wrong;
+// examples/gradcheck shows what they can be compared with.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"
 	ax, aw, as := arg{"x", x}, arg{"weights", weights}, arg{"scales", scales}
