@@ -94,6 +94,9 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 		return nil, withRemedy(ctx, err, path)
 	}
 	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
+	if n := bpe.VocabSize(); n < o.vocab {
+		fmt.Fprintf(stderr, "vocab     the text has pairs for %d of %d entries: -vocab %d does, with a smaller model\n", n, o.vocab, n)
+	}
 	return bpe, nil
 }
 

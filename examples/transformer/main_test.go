@@ -352,6 +352,17 @@ func TestUntilSignal(t *testing.T) {
 	}
 }
 
+// TestSmallVocabulary wants a user whose text has too few pairs for -vocab to hear how many there are.
+func TestSmallVocabulary(t *testing.T) {
+	data, cache := textFolder(t), t.TempDir()
+	for vocab, want := range map[string]bool{"258": false, "2000": true} {
+		_, told := train(t, small(data, filepath.Join(t.TempDir(), "out"), "-steps", "1", "-vocab", vocab, "-cache", cache)...)
+		if strings.Contains(told, "entries: -vocab ") != want {
+			t.Errorf("-vocab %s: %v", vocab, told)
+		}
+	}
+}
+
 // TestThin wants the first and the last byte of a long text, in order and no more than is said, and a short one whole.
 func TestThin(t *testing.T) {
 	for _, n := range []int{1, quickBytes, quickBytes + 1, 1000003} {
