@@ -186,7 +186,11 @@ func writable(dir string) error {
 
 // afterFailure says what is left of a run that has failed. A checkpoint in -out is its own, or the one that it was resumed from.
 func (o options) afterFailure(err error) error {
-	if _, missing := os.Stat(filepath.Join(o.out, checkpointName)); missing != nil || errors.Is(err, llm.ErrDiverged) { // which has advice of its own
+	_, missing := os.Stat(filepath.Join(o.out, checkpointName))
+	switch {
+	case errors.Is(err, llm.ErrDataChanged):
+		return resumeHint(err)
+	case missing != nil || errors.Is(err, llm.ErrDiverged): // which has advice of its own
 		return err
 	}
 	return fmt.Errorf("%w; -resume -out %s goes on from the last checkpoint", err, quoted(o.out))

@@ -209,7 +209,7 @@ func TestBadOptions(t *testing.T) {
 		"-resume a b":           "unexpected arguments",
 		"-resume=no-file":       "a run begins without -resume",
 		"-resume":               checkpointName,
-		"-data no-such-folder":  "no-such-folder",
+		"-data no-such-folder":  "-data: llm: OpenCorpus: ",
 		"-unknown":              "unknown",
 		"-resume no-file -seed": "-seed",
 	} {
@@ -326,6 +326,10 @@ func TestFailureHint(t *testing.T) {
 	train(t, small(data, out, "-steps", "1")...)
 	if err := errors.Join(os.Remove(log), os.Mkdir(log, 0o777)); err != nil {
 		t.Fatal(err)
+	}
+	cache := filepath.Join(data, "0.txt") // in the place of a folder
+	if err := fail(small(data, out, "-vocab", "300", "-cache", cache)...); err == nil || !strings.Contains(err.Error(), "-cache names another") {
+		t.Errorf("without a folder for the cache: %v", err)
 	}
 	if err := fail("-resume", "-steps", "2"); err == nil || !strings.Contains(err.Error(), "-resume -out "+quoted(out)+" goes on") {
 		t.Errorf("with a checkpoint: %v", err)
