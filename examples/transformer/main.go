@@ -84,7 +84,7 @@ func untilSignal(w io.Writer) context.Context {
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
 		stop() // the next signal does what it does to other programs
-		fmt.Fprintln(w, "\nstopping  when the step that has begun is done and saved; a second Ctrl-C ends the program at once, without")
+		fmt.Fprintln(w, "\nstopping  after this step, with a checkpoint; Ctrl-C again ends at once, without")
 	})
 	return ctx
 }
