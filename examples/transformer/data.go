@@ -81,9 +81,13 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 // trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
 func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) (*llm.BPE, error) {
 	if o.resume.set {
-		bpe, err := llm.LoadBPE(filepath.Join(filepath.Dir(o.resume.path), tokenizerName))
+		path := filepath.Join(filepath.Dir(o.resume.path), tokenizerName)
+		bpe, err := llm.LoadBPE(path)
+		if err == nil {
+			return bpe, nil
+		}
 		if !errors.Is(err, fs.ErrNotExist) {
-			return bpe, err
+			return nil, withRemedy(ctx, err, path)
 		}
 	}
 	sample := min(d.train.Size(), tokenizerText)
@@ -101,7 +105,7 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 	return bpe, nil
 }
 
-// withRemedy says what helps where a file in the cache is not what it should be, or cannot be made.
+// withRemedy says what helps where a file that the program makes when it is missing is not what it should be, or cannot be made.
 func withRemedy(ctx context.Context, err error, path string) error {
 	var system syscall.Errno
 	_, missing := os.Stat(path)
