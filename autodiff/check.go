@@ -253,6 +253,9 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 		if got, want := len(grads[i]), opbase.Size(wrt[i].Shape()); got != want {
 			return nil, fmt.Errorf("gradient of %s has %d elements, the input has %d", label(wrt[i]), got, want)
 		}
+		if got, want := (*read[n]).Shape(), wrt[i].Shape(); !got.Eq(want) {
+			return nil, fmt.Errorf("gradient of %s has shape %v, the input has %v", label(wrt[i]), got, want)
+		}
 	}
 	return grads, nil
 }
