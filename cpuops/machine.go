@@ -94,7 +94,13 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 		}
 	}
-	for _, n := range g.AllNodes() {
+	all := g.AllNodes()
+	for _, n := range slices.Concat(m.config.params, m.config.outputs) {
+		if !all.Contains(n) {
+			return nil, fmt.Errorf("cpuops.NewMachine: %s of an option is not in the graph that the machine is made for", describe(n))
+		}
+	}
+	for _, n := range all {
 		if o, ok := n.Op().(gorgonia.TrainModeOp); ok {
 			if err := o.SetTraining(!m.config.eval); err != nil {
 				return nil, fmt.Errorf("cpuops.NewMachine: %s: %w", describe(n), err)

@@ -300,6 +300,9 @@ func (l *Lattice) Stage(seed int) (Stage, error) {
 }
 
 func (l *Lattice) checkSeed(method string, seed int) error {
+	if l.n == 0 {
+		return fmt.Errorf("state.%s: %w: the lattice has none", method, ErrSeed)
+	}
 	if seed < 0 || seed >= l.n {
 		return fmt.Errorf("state.%s: %w: seed is %d, want 0 to %d", method, ErrSeed, seed, l.n-1)
 	}
