@@ -143,6 +143,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
+	release, err := claim(o.out)
+	if err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
+	defer release()
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}

@@ -287,6 +287,28 @@ func TestNothingIsLost(t *testing.T) {
 	}
 }
 
+// TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to leave that one's files alone.
+func TestOneRunAFolder(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("this system cannot lock a folder")
+	}
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	train(t, small(data, out, "-steps", "1")...)
+	release, err := claim(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = run(context.Background(), small(data, out, "-steps", "1"), io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(out, checkpointName)); err != nil {
+		t.Errorf("the checkpoint of the run that goes on: %v", err)
+	}
+	release()
+	train(t, small(data, out, "-steps", "1")...)
+}
+
 // TestResumeHints wants a user who resumes with other text or another model to hear what to do.
 func TestResumeHints(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
