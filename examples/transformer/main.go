@@ -11,6 +11,7 @@
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
 // an earlier run left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes.
+// A second run in the folder of one that goes on is refused, but on Windows.
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
 // and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
