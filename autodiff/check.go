@@ -253,6 +253,9 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 		if got, want := len(grads[i]), opbase.Size(wrt[i].Shape()); got != want {
 			return nil, fmt.Errorf("gradient of %s has %d elements, the input has %d", label(wrt[i]), got, want)
 		}
+		if got, want := (*read[n]).Shape(), wrt[i].Shape(); !got.Eq(want) {
+			return nil, fmt.Errorf("gradient of %s has shape %v, the input has %v", label(wrt[i]), got, want)
+		}
 	}
 	return grads, nil
 }
@@ -304,7 +307,7 @@ func (c *checker) run() (float64, error) {
 func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64, r *rand.Rand) (InputReport, error) {
 	report := InputReport{Name: n.Name(), Shape: n.Shape(), Floor: 1e-5 * math.Abs(base)}
 	for _, g := range grad {
-		if a := math.Abs(g); !math.IsInf(a, 0) {
+		if a := math.Abs(g); a <= math.MaxFloat64 { // neither infinite nor NaN
 			report.Floor = math.Max(report.Floor, 1e-3*a)
 		}
 	}

@@ -61,6 +61,7 @@ func weighted(n *gorgonia.Node, r *rand.Rand) *gorgonia.Node {
 type squareOp struct {
 	opbase.Base
 	gradient func(i int, x, g float64) float64
+	flat     bool // the gradient is a vector, whatever x is
 }
 
 func square(x *gorgonia.Node, gradient func(i int, x, g float64) float64) *gorgonia.Node {
@@ -79,7 +80,11 @@ func (o *squareOp) DiffWRT(int) []bool { return []bool{true} }
 
 func (o *squareOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &struct{ opbase.Base }{}
-	opbase.Init(&b.Base, o, "squareGrad", o.String(), gorgonia.Nodes{in[0], grad}, in[0].Dtype(), in[0].Shape(), nil,
+	shape := in[0].Shape()
+	if o.flat {
+		shape = tensor.Shape{opbase.Size(shape)}
+	}
+	opbase.Init(&b.Base, o, "squareGrad", o.String(), gorgonia.Nodes{in[0], grad}, in[0].Dtype(), shape, nil,
 		func(o *squareOp, out []float64, in opbase.Args) error {
 			x, g := opbase.Slice[float64](in, 0), opbase.Slice[float64](in, 1)
 			for i := range out {
@@ -184,6 +189,12 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 			}
 			return 2 * x * g
 		},
+		"one element NaN": func(i int, x, g float64) float64 {
+			if i == 7 {
+				return math.NaN()
+			}
+			return 2 * x * g
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := freshRand(t)
@@ -201,10 +212,21 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 				t.Errorf("a wrong gradient passes:\n%v", report)
 			}
 			in, worst := report.Worst()
-			if name == "one element of fifteen" && (fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
+			if strings.HasPrefix(name, "one element") && (fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
 				t.Errorf("the worst element is %s of %s, want [2 1] of x", worst.At(), in.Name)
 			}
 		})
+	}
+}
+
+func TestCheckGradientsFindsAnotherShape(t *testing.T) {
+	g := gorgonia.NewGraph()
+	x := variable(g, freshRand(t), "x", 5, 3)
+	y := square(x, right)
+	y.Op().(*squareOp).flat = true
+	if _, err := autodiff.CheckGradients(must(gorgonia.Sum(y)), gorgonia.Nodes{x}); err == nil ||
+		!strings.Contains(err.Error(), `gradient of "x" has shape (15), the input has (5, 3)`) {
+		t.Errorf("got %v", err)
 	}
 }
 

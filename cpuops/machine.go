@@ -14,6 +14,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -93,7 +94,13 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 		}
 	}
-	for _, n := range g.AllNodes() {
+	all := g.AllNodes()
+	for _, n := range slices.Concat(m.config.params, m.config.outputs) {
+		if !all.Contains(n) {
+			return nil, fmt.Errorf("cpuops.NewMachine: %s of an option is not in the graph that the machine is made for", describe(n))
+		}
+	}
+	for _, n := range all {
 		if o, ok := n.Op().(gorgonia.TrainModeOp); ok {
 			if err := o.SetTraining(!m.config.eval); err != nil {
 				return nil, fmt.Errorf("cpuops.NewMachine: %s: %w", describe(n), err)
@@ -104,17 +111,14 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if m.program, err = compile(g, m.config); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
-	if has := memoryOfComputer(); has > 0 && uint64(m.program.bytes) > has {
-		return nil, fmt.Errorf("cpuops.NewMachine: the values of a run take %.1f GiB, and this computer has %.1f GiB of memory; "+
-			"smaller batches or shorter sequences need less", gib(uint64(m.program.bytes)), gib(has))
+	if err := memory.Check("the values of a run take", uint64(m.program.bytes)); err != nil {
+		return nil, fmt.Errorf("cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
 	}
 	for _, p := range m.config.params {
 		m.params = append(m.params, &param{p, m.program.sums[p]})
 	}
 	return m, nil
 }
-
-func gib(bytes uint64) float64 { return float64(bytes) / (1 << 30) }
 
 // param is a parameter and the sum of its gradients.
 type param struct {

@@ -418,6 +418,11 @@ func TestErrors(t *testing.T) {
 	fails(err, "node 0 is no input")
 	_, err = cpuops.NewMachine(g, cpuops.WithOutputs(nil))
 	fails(err, "a node is nil")
+	other := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("x"))
+	for _, option := range []cpuops.Option{cpuops.WithParams(other), cpuops.WithOutputs(other)} {
+		_, err = cpuops.NewMachine(g, option)
+		fails(err, "x (2, 3) of an option is not in the graph")
+	}
 	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3), gorgonia.WithName("empty"))
 	_, err = cpuops.NewMachine(gorgonia.Must(gorgonia.Exp(empty)).Graph())
 	fails(err, "empty (0, 3): it has no elements")

@@ -15,12 +15,3 @@ func hugePages(b []byte) {
 		_ = unix.Madvise(b[skip:skip+n], unix.MADV_HUGEPAGE)
 	}
 }
-
-// memoryOfComputer is the size of memory and swap space in bytes, 0 where unknown.
-func memoryOfComputer() uint64 {
-	var s unix.Sysinfo_t
-	if unix.Sysinfo(&s) != nil {
-		return 0
-	}
-	return (uint64(s.Totalram) + uint64(s.Totalswap)) * uint64(s.Unit)
-}

@@ -190,7 +190,7 @@ func (c *checkpointer) saved(step int) error {
 // and writes the text of the latest sample to the file at path, whose folders it makes, unless that is empty. With an empty
 // prompt a document begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the
 // tokenizer's vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the
-// run before its first step.
+// run before its first step, and so does a place where the file cannot be written.
 func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig, path string, every int) Callback {
 	switch _, err := NewSampler(c); {
 	case err != nil:
@@ -202,10 +202,18 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 	case n < 0:
 		return refuse("SampleText: asked for %d tokens, want at least 0", n)
 	}
+	if err := t.Model.Config.knows(promptTokens(tok, prompt)); err != nil {
+		return refuse("SampleText: the prompt: %w", err)
+	}
 	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
 		c.Vocab = tok.VocabSize()
 	}
 	return func(e Event) error {
+		if e.Kind == RunStart && path != "" {
+			if err := writable(path); err != nil {
+				return fmt.Errorf("llm: SampleText: %w", err)
+			}
+		}
 		if !due(e, every) {
 			return nil
 		}

@@ -68,6 +68,16 @@ const (
 	maxParams = 1 << 36
 )
 
+// knows returns an error that names the first of the ids which is outside the vocabulary.
+func (c Config) knows(ids []int) error {
+	for _, id := range ids {
+		if id < 0 || id >= c.Vocab {
+			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: another tokenizer made it", id, c.Vocab)
+		}
+	}
+	return nil
+}
+
 // Check returns an error that names the first field that does not fit, what it holds and what it could.
 func (c Config) Check() error {
 	if c.HeadDim == 0 && c.Heads > 0 && c.Dim%c.Heads != 0 {

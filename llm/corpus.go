@@ -223,6 +223,9 @@ func (s *search) found() string {
 	if len(s.extensions) > 0 {
 		wanted = "ending in " + strings.Join(s.extensions, " or ")
 	}
+	if s.seen == 0 {
+		return "there are no files in it, hidden ones aside"
+	}
 	return fmt.Sprintf("of %d files, %d %s, %d of these empty and %d binary", s.seen, s.matched, wanted, s.empty, s.binary)
 }
 

@@ -281,7 +281,7 @@ func TestOpenCorpusErrors(t *testing.T) {
 		{"empty", nil, []string{"no text in", "empty", "of 1 files, 1 of any extension, 1 of these empty and 0 binary"}},
 		{"empty/a.go", nil, []string{"a.go is empty"}},
 		{"binary", nil, []string{"no text in", "0 of these empty and 1 binary"}},
-		{"none", nil, []string{"of 0 files"}},
+		{"none", nil, []string{"no files in it"}},
 		{"text", []CorpusOption{WithExtensions("txt", ".md")}, []string{"of 1 files, 0 ending in .txt or .md"}},
 		{"one", nil, []string{"1 files with 1 bytes", "too little"}},
 		{"text", []CorpusOption{WithExtensions()}, []string{"WithExtensions"}},

@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"errors"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -10,6 +11,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -68,8 +70,17 @@ func TestNil(t *testing.T) {
 	}
 }
 
+// shifted is a tokenizer of other ids than those of the models here.
+type shifted struct{ ByteTokenizer }
+
+func (shifted) Encode([]byte) []int { return []int{300} }
+
 // TestCallbackArguments wants callbacks that no run can use to end it before its first step.
 func TestCallbackArguments(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file") // in the place of a folder
+	if err := os.WriteFile(file, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
 	sample := func(prompt string, n int, c SamplerConfig) func(*Trainer) Callback {
 		return func(tr *Trainer) Callback { return SampleText(tr, ByteTokenizer{}, prompt, n, c, "", 0) }
 	}
@@ -84,12 +95,35 @@ func TestCallbackArguments(t *testing.T) {
 			}
 			return Evaluate(tr, e, 0)
 		},
+		"held-out text: token 300 is outside": func(tr *Trainer) Callback {
+			return Evaluate(tr, &Evaluation{ids: []int{1, 300}, bytes: 1, batch: 1, seq: tr.Model.Config.Seq}, 0)
+		},
+		"prompt: token 300 is outside": func(tr *Trainer) Callback {
+			return SampleText(tr, shifted{}, "x", 3, SamplerConfig{}, "", 0)
+		},
+		"SampleText: mkdir": func(tr *Trainer) Callback {
+			return SampleText(tr, ByteTokenizer{}, "x", 3, SamplerConfig{}, filepath.Join(file, "sample.txt"), 0)
+		},
+		"LossCurve: mkdir": func(tr *Trainer) Callback { return LossCurve(filepath.Join(file, "loss.png"), "") },
+		"JSONLog: mkdir":   func(tr *Trainer) Callback { return JSONLog(filepath.Join(file, "log.jsonl")) },
 	} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 		tr.On(callback(tr))
 		if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || strings.Count(err.Error(), want) != 1 {
 			t.Errorf("after step %d: %v, want %q once at step 0", tr.Step(), err, want)
 		}
+	}
+}
+
+// TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a parameter.
+func TestLearningRateOfNaN(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
+	tr.Config.Schedule = optim.Constant(math.NaN())
+	if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || !strings.Contains(err.Error(), "step 1: TrainConfig.Schedule: ") {
+		t.Errorf("after step %d: %v", tr.Step(), err)
+	}
+	if err := tr.probe(); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -222,4 +256,15 @@ func FuzzLoad(f *testing.F) {
 			t.Errorf("refused with %v, the trainer is at step %d", err, tr.Step())
 		}
 	})
+}
+
+// TestModelLargerThanMemory wants an error of parameters that the computer cannot hold, before it is asked to.
+func TestModelLargerThanMemory(t *testing.T) {
+	if memory.Check("", 200<<30) == nil {
+		t.Skip("it is not known how much memory this computer has, or it is enough")
+	}
+	c := Config{Vocab: 1 << 14, Dim: 1 << 14, Layers: 15, Heads: 128, Seq: 8}.Default()
+	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(), "NewModel: the parameters take 181.1 GiB") {
+		t.Errorf("got %v", err)
+	}
 }

@@ -118,8 +118,7 @@ func (s slots) forget(e Engine, layer, from, to int) error {
 }
 
 // forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an update leaves them as they are,
-// bit for bit. Weight decay needs no gradient: an optimiser that has some spares these parameters with optim.Decay(0) for
-// optim.NameContains("kasmina").
+// bit for bit. Weight decay needs no gradient; of that [Trainer] tells.
 func (t *Trainer) forgetFrozen() error {
 	known := t.learning != nil
 	t.learning = slices.Grow(t.learning, t.Model.Kasmina.Layers())[:t.Model.Kasmina.Layers()]

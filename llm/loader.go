@@ -180,8 +180,8 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 			"up the gradients of several batches", c.Batch, c.Seq, maxBatchTokens)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
-		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d",
-			tokens.Len(), c.Seq, c.Seq+1)
+		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d: "+
+			"it takes more text, or shorter sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
 	l := &Loader{
 		tokens: tokens,

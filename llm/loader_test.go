@@ -245,7 +245,7 @@ func TestNewLoaderErrors(t *testing.T) {
 		{10, LoaderConfig{Batch: 0, Seq: 5}, "0 sequences of 5"},
 		{10, LoaderConfig{Batch: 5, Seq: -1}, "5 sequences of -1"},
 		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2}, "sequences of 2 tokens, want 1 to 16777216 of each"},
-		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 with its last target needs 11"},
+		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 with its last target needs 11: it takes more text, or shorter sequences"},
 		{0, LoaderConfig{Batch: 1, Seq: 1}, "the text has 0 tokens"},
 		{10, LoaderConfig{Batch: 1 << 24, Seq: 8}, "want at most 67108864 tokens"},
 	} {

@@ -31,9 +31,14 @@ import (
 // is ended, and readers should pass over it.
 func JSONLog(path string) Callback {
 	var file *os.File
+	failed := false // in this run, whose end need not be told of it again
 	return func(e Event) (err error) {
+		if failed = failed && e.Kind != RunStart; failed {
+			return nil
+		}
 		defer func() {
 			if err != nil {
+				failed = true
 				err = fmt.Errorf("llm: JSONLog: %w", err)
 			}
 		}()
@@ -48,7 +53,7 @@ func JSONLog(path string) Callback {
 		}
 		// One write call a line: a killed process leaves at most its last line incomplete.
 		_, err = file.Write(append(line, '\n'))
-		if e.Kind == RunEnd {
+		if e.Kind == RunEnd || err != nil {
 			err = errors.Join(err, file.Close())
 			file = nil
 		}

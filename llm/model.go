@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -43,6 +44,13 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 	}
 	m := &Model{Config: c, byName: map[string]int{}}
 	specs := slices.Collect(c.params())
+	bytes := uint64(0)
+	for _, p := range specs {
+		bytes += uint64(tensor.Shape(p.shape).TotalSize()) * uint64(dt.Size())
+	}
+	if err := memory.Check("the parameters take", bytes); err != nil {
+		return nil, fmt.Errorf("llm: NewModel: %w", err)
+	}
 	m.Params = make([]Param, len(specs))
 	for i, p := range specs {
 		m.byName[p.name] = i

@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"errors"
 	"fmt"
 	"image/color"
 	"math"
@@ -26,7 +27,8 @@ func WithLogSteps() CurveOption {
 // LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it makes: the training loss as
 // it was (thin) and smoothed, and the held-out loss, all in bits per token. The picture is drawn anew at each evaluation and
 // at the end, and a reader of the file sees the old one or the new one, never a part. When a run is resumed, the points
-// before are taken from the log that JSONLog wrote to logPath; with "" the curve begins where this process does.
+// before are taken from the log that JSONLog wrote to logPath; with "" the curve begins where this process does. A place where it cannot be written
+// ends the run before its first step.
 func LossCurve(path, logPath string, options ...CurveOption) Callback {
 	var c lossCurve
 	for _, o := range options {
@@ -47,7 +49,7 @@ func (c *lossCurve) callback(path, logPath string) Callback {
 	return func(e Event) (err error) {
 		switch e.Kind {
 		case RunStart:
-			if err = c.restore(logPath); err == nil {
+			if err = errors.Join(writable(path), c.restore(logPath)); err == nil {
 				c.rewind(e.Step)
 			}
 		case StepEnd:

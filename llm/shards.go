@@ -394,7 +394,11 @@ func writable(path string) error {
 	}
 	probe, err := os.CreateTemp(filepath.Dir(path), ".probe-*")
 	if err != nil {
-		return err
+		var cause *fs.PathError // which is about the probe
+		if errors.As(err, &cause) {
+			err = cause.Err
+		}
+		return fmt.Errorf("no file can be made in %s: %w", filepath.Dir(path), err)
 	}
 	return errors.Join(probe.Close(), os.Remove(probe.Name()))
 }

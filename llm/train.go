@@ -58,6 +58,9 @@ func (c *TrainConfig) check() error {
 // Trainer trains a model on batches of a loader. What else a run does (showing progress, evaluating, saving) is up to its
 // callbacks. Commands that are submitted to Model.Kasmina, from whatever goroutine, take effect after a step and before its
 // StepEnd, or when the run begins or ends.
+//
+// A step leaves blueprints with which no seed learns as they are, unless the optimiser decays weights, as optim.NewAdamW does
+// by default: optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) spares them.
 type Trainer struct {
 	Model     *Model
 	Loader    *Loader
@@ -292,7 +295,7 @@ type update struct {
 // prepare makes the optimiser ready for an update.
 func (t *Trainer) prepare(rate float64) error {
 	if err := t.Optimizer.SetLR(rate); err != nil {
-		return err
+		return fmt.Errorf("TrainConfig.Schedule: %w", err)
 	}
 	return t.forgetFrozen()
 }
@@ -347,6 +350,9 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 		return errors.New("the held-out text is nil")
 	case e.seq != seq:
 		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.seq, seq)
+	}
+	if err := t.Model.Config.knows(e.ids); err != nil {
+		return fmt.Errorf("the held-out text: %w", err)
 	}
 	return nil
 }

@@ -177,6 +177,13 @@ func TestErrNoTargets(t *testing.T) {
 	if _, err := o.Do(x.Value(), ints([]int{-1, -1})); !errors.Is(err, op.ErrNoTargets) {
 		t.Errorf("got %v, want ErrNoTargets", err)
 	}
+	machine := gorgonia.NewTapeMachine(g)
+	defer machine.Close()
+	err := machine.RunAll()
+	var inner interface{ Err() error } // as the package documentation has it
+	if !errors.As(err, &inner) || !errors.Is(inner.Err(), op.ErrNoTargets) {
+		t.Errorf("got %v from the tape machine, want ErrNoTargets in it", err)
+	}
 }
 
 // TestHashes wants ops that differ in configuration to stay different nodes.

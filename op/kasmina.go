@@ -148,6 +148,10 @@ type KasminaOp struct {
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
 // and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
 //
+// A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For a frozen blueprint to
+// stay as it is, bit for bit, the solver must forget what it knows of slots with which no seed learns any more (see
+// [state.Lattice.LearningSlots] and Forget of optim.Optimizer), and must not decay weights.
+//
 // A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the same one: a stage or α that
 // changes in between, from whatever goroutine, takes effect at the next forward pass. Both passes leave their figures in the
 // lattice; see [state.Lattice.Report].
@@ -155,7 +159,9 @@ type KasminaOp struct {
 // A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for training and for
 // evaluation, but one pass with telemetry counts as one step of it, so all but one of those that run in a training step
 // should be made [WithoutTelemetry]. That also holds for gradient checks, in which the limits of the strict mode and of
-// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output.
+// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output. Neither are
+// those of weights and scales in Training, Evaluating and Fossilized, which a gradient check therefore reports as wrong;
+// examples/gradcheck shows what they can be compared with.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"
 	ax, aw, as := arg{"x", x}, arg{"weights", weights}, arg{"scales", scales}

@@ -203,7 +203,7 @@ func TestHeuristicCheck(t *testing.T) {
 	for name, change := range map[string]func(*state.Heuristic){
 		"Hunger": func(h *state.Heuristic) { h.Hunger = 0 }, "Spike": func(h *state.Heuristic) { h.Spike = math.Inf(1) },
 		"Patience": func(h *state.Heuristic) { h.Patience = 0 }, "RampEpochs": func(h *state.Heuristic) { h.RampEpochs = 1 << 16 },
-		"MaxActive": func(h *state.Heuristic) { h.MaxActive = -1 },
+		"MaxActive is -1, want at least 0": func(h *state.Heuristic) { h.MaxActive = -1 },
 	} {
 		h := state.NewHeuristic(3, 100)
 		if change(h); h.Check() == nil || !strings.Contains(h.Check().Error(), name) {

@@ -7,7 +7,7 @@ import (
 
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
-	MinEpochs      [stages]int // least epochs in a stage before it is left, other than by a rollback
+	MinEpochs      [stages]int // by Stage: least epochs in it before it is left, other than by a rollback
 	TrainingError  float64     // Training → Grafting: largest training error of the seed
 	Stability      float64     // Evaluating → FineTuning: least stability
 	FossilStable   float64     // FineTuning → Fossilized: least stability
@@ -69,6 +69,16 @@ type Evidence struct {
 type Shortfall struct {
 	Condition string // what is wanted; empty when the gate is open
 	Have      float64
+	Threshold float64 // of Have
+}
+
+// String describes the shortfall with both figures.
+func (s Shortfall) String() string {
+	have := fmt.Sprintf("%.4g", s.Have)
+	if math.IsNaN(s.Have) {
+		have = "none measured"
+	}
+	return fmt.Sprintf("%s (it has %s, the threshold is %.4g)", s.Condition, have, s.Threshold)
 }
 
 // Gate judges the transition from one stage to another, which the table of transitions must allow, by the evidence. It is
@@ -78,31 +88,31 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 		return Shortfall{}, true
 	}
 	if from < stages && e.Epochs < t.MinEpochs[from] {
-		return Shortfall{"more epochs in the stage", float64(e.Epochs)}, false
+		return Shortfall{"more epochs in the stage", float64(e.Epochs), float64(t.MinEpochs[from])}, false
 	}
 	switch {
 	case from == Training && to == Grafting:
 		if atMost(e.TrainingError, t.TrainingError) || (e.LossFalling && e.GradientsLive) {
 			return Shortfall{}, true
 		}
-		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError}, false
+		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError, t.TrainingError}, false
 	case from == Evaluating && to == FineTuning:
 		if !(e.Delta > 0) {
-			return Shortfall{"a positive performance delta", e.Delta}, false
+			return Shortfall{"a positive performance delta", e.Delta, 0}, false
 		}
 		if !atLeast(e.Stability, t.Stability) {
-			return Shortfall{"more stability", e.Stability}, false
+			return Shortfall{"more stability", e.Stability, t.Stability}, false
 		}
 	case from == Evaluating && to == Culled:
 		if !(e.Delta < t.CullDelta || e.ErrorRate > t.CullErrorRate || e.Errors > t.CullErrorCount) {
-			return Shortfall{"a failed evaluation: a performance drop, a high error rate or many errors", e.Delta}, false
+			return Shortfall{"a failed evaluation: a performance drop, a high error rate or many errors", e.Delta, t.CullDelta}, false
 		}
 	case from == FineTuning && to == Fossilized:
 		if !(e.Improvement >= t.Improvement) {
-			return Shortfall{"more total improvement", e.Improvement}, false
+			return Shortfall{"more total improvement", e.Improvement, t.Improvement}, false
 		}
 		if !atLeast(e.Stability, t.FossilStable) {
-			return Shortfall{"more stability", e.Stability}, false
+			return Shortfall{"more stability", e.Stability, t.FossilStable}, false
 		}
 	}
 	return Shortfall{}, true

@@ -104,11 +104,11 @@ func TestGatesOfALattice(t *testing.T) {
 		t.Fatal(err)
 	}
 	open(state.Training)
-	shut(state.Grafting, "more epochs in the stage (it has 0)")
+	shut(state.Grafting, "more epochs in the stage (it has 0, the threshold is 100)")
 	for range 100 {
 		report(2, state.SeedMetrics{TrainingError: math.NaN(), Performance: 10})
 	}
-	shut(state.Grafting, "training error")
+	shut(state.Grafting, "(it has none measured, the threshold is 0.01)")
 	if e := report(1.9, state.SeedMetrics{TrainingError: 0.01, Performance: 10}); len(e) != 1 || e[0].Kind != state.GateOpened || e[0].To != state.Grafting || e[0].Seed != 1 {
 		t.Errorf("events %v, want that the gate to Grafting opened", e)
 	}
@@ -120,7 +120,7 @@ func TestGatesOfALattice(t *testing.T) {
 	for range 30 {
 		report(1.8, state.SeedMetrics{Performance: 10, Stability: 0.8})
 	}
-	shut(state.FineTuning, "delta (it has 0)")
+	shut(state.FineTuning, "delta (it has 0, the threshold is 0)")
 	shut(state.Culled, "failed evaluation")
 	report(1.8, state.SeedMetrics{Performance: 9.94, Stability: 0.8})
 	var p state.Pass

@@ -168,7 +168,10 @@ func WithQuarantine() Option {
 }
 
 func inRange(what string, v, lo, hi int) error {
-	if v < lo || v > hi {
+	switch {
+	case v < lo && hi == math.MaxInt:
+		return fmt.Errorf("%s is %d, want at least %d", what, v, lo)
+	case v < lo || v > hi:
 		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
 	}
 	return nil
@@ -297,6 +300,9 @@ func (l *Lattice) Stage(seed int) (Stage, error) {
 }
 
 func (l *Lattice) checkSeed(method string, seed int) error {
+	if l.n == 0 {
+		return fmt.Errorf("state.%s: %w: the lattice has none", method, ErrSeed)
+	}
 	if seed < 0 || seed >= l.n {
 		return fmt.Errorf("state.%s: %w: seed is %d, want 0 to %d", method, ErrSeed, seed, l.n-1)
 	}

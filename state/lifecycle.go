@@ -15,7 +15,9 @@ type GerminationRequest struct {
 }
 
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
-// the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed.
+// the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed. The parameters of the
+// slot stay as they are: blueprints.Identity makes them the kind's identity start, and a [Network] that is given its [Slots] does
+// all of this.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -114,7 +116,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	}
 	if l.config.Gates {
 		if s, open := l.config.Thresholds.Gate(from, to, l.evidence(seed)); !open {
-			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %s (it has %.4g)", method, ErrGate, seed, from, to, s.Condition, s.Have)
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %v", method, ErrGate, seed, from, to, s)
 		}
 	}
 	return nil

@@ -468,3 +468,18 @@ func randomCommand(r *rand.Rand) state.Command {
 	return state.Command{Action: state.Action(1 + r.IntN(5)), Layer: r.IntN(2), Seed: r.IntN(4), To: state.Stage(r.IntN(stages)), Alpha: r.Float64(),
 		Request: state.GerminationRequest{Slot: 1 + r.IntN(3), Kind: blueprints.Kind(r.IntN(4))}}
 }
+
+// TestNoSeeds wants an error that says so where there is no seed or no layer to name.
+func TestNoSeeds(t *testing.T) {
+	var l state.Lattice
+	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), "the lattice has none") {
+		t.Errorf("a lattice without seeds: %v", err)
+	}
+	n, err := state.NewNetwork(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Do(state.Command{Action: state.Recycle}); !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), "there are no layers") {
+		t.Errorf("a network without layers: %v", err)
+	}
+}

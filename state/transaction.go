@@ -76,6 +76,9 @@ type undo struct {
 
 func (t *transaction) do(c Command) error {
 	l := t.Lattice(c.Layer)
+	if len(t.layers) == 0 {
+		return fmt.Errorf("state.%v: %w: there are no layers", c.Action, ErrSeed)
+	}
 	if l == nil {
 		return fmt.Errorf("state.%v: %w: the layer is %d, want 0 to %d", c.Action, ErrSeed, c.Layer, len(t.layers)-1)
 	}

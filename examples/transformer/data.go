@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm"
@@ -42,7 +43,7 @@ func openData(o options, stderr io.Writer) (d data, err error) {
 	}
 	corpus, err := llm.OpenCorpus(path, opts...)
 	if err != nil {
-		return d, err
+		return d, fmt.Errorf("-data: %w", err)
 	}
 	d.train, d.held = corpus.Train, corpus.HeldOut
 	if d.heldOut, err = corpus.HeldOut.Sample(int(o.heldOut)); err != nil {
@@ -80,9 +81,13 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 // trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
 func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) (*llm.BPE, error) {
 	if o.resume.set {
-		bpe, err := llm.LoadBPE(filepath.Join(filepath.Dir(o.resume.path), tokenizerName))
+		path := filepath.Join(filepath.Dir(o.resume.path), tokenizerName)
+		bpe, err := llm.LoadBPE(path)
+		if err == nil {
+			return bpe, nil
+		}
 		if !errors.Is(err, fs.ErrNotExist) {
-			return bpe, err
+			return nil, withRemedy(ctx, err, path)
 		}
 	}
 	sample := min(d.train.Size(), tokenizerText)
@@ -94,15 +99,25 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 		return nil, withRemedy(ctx, err, path)
 	}
 	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
+	if n := bpe.VocabSize(); n < o.vocab {
+		fmt.Fprintf(stderr, "vocab     the text has pairs for %d of %d entries: -vocab %d does, with a smaller model\n", n, o.vocab, n)
+	}
 	return bpe, nil
 }
 
-// withRemedy says what helps where a file in the cache is not what it should be.
+// withRemedy says what helps where a file that the program makes when it is missing is not what it should be, or cannot be made.
 func withRemedy(ctx context.Context, err error, path string) error {
-	if _, missing := os.Stat(path); missing != nil || ctx.Err() != nil {
+	var system syscall.Errno
+	_, missing := os.Stat(path)
+	switch {
+	case ctx.Err() != nil:
 		return err
+	case missing == nil:
+		return fmt.Errorf("%w; remove the file, and it is made again", err)
+	case errors.As(err, &system):
+		return fmt.Errorf("%w; -cache names another folder for it", err)
 	}
-	return fmt.Errorf("%w; remove the file, and it is made again", err)
+	return err
 }
 
 // evaluations returns the held-out text, and less of it for evaluations before the last step.

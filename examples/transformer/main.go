@@ -11,15 +11,17 @@
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
 // an earlier run left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes.
+// A second run in the folder of one that goes on is refused, but on Windows.
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
 // and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
 // too (tokenizer.bpe). Options that are given override the preset.
 //
-// An interrupt (Ctrl-C) saves a checkpoint before it ends the run; a second one ends it at once. With -resume, options that
-// are not given are those of the checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are
-// given may differ, which the program then says: a run planned for 20 steps goes on with -resume -steps 40, but with
-// the learning rates and the growth of the longer plan, so that it does not end where 40 steps at a stretch do.
+// An interrupt (Ctrl-C), or the end of its terminal, makes the run save a checkpoint before it ends; a second one ends it at
+// once. With -resume, options that are not given are those of the checkpoint, and the run continues as if it had never
+// stopped, bit for bit. Options that are given may differ, which the program then says: a run planned for 20 steps goes on
+// with -resume -steps 40, but with the learning rates and the growth of the longer plan, so that it does not end where 40
+// steps at a stretch do.
 package main
 
 import (
@@ -67,13 +69,25 @@ const keptPrefix = "before-"
 const profileAfter = 10
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // the next signal does what it does to other programs
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	err := run(untilSignal(os.Stderr), os.Args[1:], os.Stdout, os.Stderr)
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, "transformer:", err)
 		os.Exit(1)
 	}
+}
+
+// untilSignal returns a context that ends when the user interrupts the program or closes its terminal.
+func untilSignal(w io.Writer) context.Context {
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
+		signals = append(signals, syscall.SIGHUP)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), signals...)
+	context.AfterFunc(ctx, func() {
+		stop() // the next signal does what it does to other programs
+		fmt.Fprintln(w, "\nstopping  after this step, with a checkpoint; Ctrl-C again ends at once, without")
+	})
+	return ctx
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
@@ -130,6 +144,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
+	release, err := claim(o.out)
+	if err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
+	defer release()
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}
@@ -148,7 +167,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
 		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), quoted(o.out))
 	} else if err != nil {
-		return withHint(err)
+		return o.afterFailure(withHint(err))
 	}
 	return report(o, t.Last(), baselines, stdout)
 }
@@ -164,7 +183,23 @@ func writable(dir string) error {
 	if parent := filepath.Dir(dir); errors.Is(there, fs.ErrNotExist) && parent != dir {
 		return writable(parent)
 	}
-	return err
+	var cause *fs.PathError // which is about the probe
+	if errors.As(err, &cause) {
+		err = cause.Err
+	}
+	return fmt.Errorf("no file can be made in %s: %w", dir, err)
+}
+
+// afterFailure says what is left of a run that has failed. A checkpoint in -out is its own, or the one that it was resumed from.
+func (o options) afterFailure(err error) error {
+	_, missing := os.Stat(filepath.Join(o.out, checkpointName))
+	switch {
+	case errors.Is(err, llm.ErrDataChanged):
+		return resumeHint(err)
+	case missing != nil || errors.Is(err, llm.ErrDiverged): // which has advice of its own
+		return err
+	}
+	return fmt.Errorf("%w; -resume -out %s goes on from the last checkpoint", err, quoted(o.out))
 }
 
 // resumeHint says what to do about a checkpoint that does not fit.

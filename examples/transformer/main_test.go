@@ -209,7 +209,7 @@ func TestBadOptions(t *testing.T) {
 		"-resume a b":           "unexpected arguments",
 		"-resume=no-file":       "a run begins without -resume",
 		"-resume":               checkpointName,
-		"-data no-such-folder":  "no-such-folder",
+		"-data no-such-folder":  "-data: llm: OpenCorpus: ",
 		"-unknown":              "unknown",
 		"-resume no-file -seed": "-seed",
 	} {
@@ -230,7 +230,8 @@ func TestBadOptions(t *testing.T) {
 		outs = append(outs, link, filepath.Join(link, "a"))
 	}
 	for _, out := range outs {
-		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "-out: ") {
+		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "-out: no file can be made in ") ||
+			strings.Contains(err.Error(), ".probe") {
 			t.Errorf("-out %s: %v", out, err)
 		}
 	}
@@ -289,6 +290,28 @@ func TestNothingIsLost(t *testing.T) {
 	}
 }
 
+// TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to leave that one's files alone.
+func TestOneRunAFolder(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("this system cannot lock a folder")
+	}
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	train(t, small(data, out, "-steps", "1")...)
+	release, err := claim(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = run(context.Background(), small(data, out, "-steps", "1"), io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(out, checkpointName)); err != nil {
+		t.Errorf("the checkpoint of the run that goes on: %v", err)
+	}
+	release()
+	train(t, small(data, out, "-steps", "1")...)
+}
+
 // TestResumeHints wants a user who resumes with other text or another model to hear what to do.
 func TestResumeHints(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
@@ -306,6 +329,66 @@ func TestResumeHints(t *testing.T) {
 	}
 	if err := resume(); !errors.Is(err, llm.ErrDataChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
 		t.Errorf("other text: %v", err)
+	}
+}
+
+// TestFailureHint wants a user whose run fails to hear of the checkpoint that it goes on from, if there is one.
+func TestFailureHint(t *testing.T) {
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	fail := func(args ...string) error {
+		return run(context.Background(), append([]string{"-out", out}, args...), io.Discard, io.Discard)
+	}
+	log := filepath.Join(out, logName)
+	if err := os.MkdirAll(log, 0o777); err != nil { // where a file should be
+		t.Fatal(err)
+	}
+	if err := fail(small(data, out, "-steps", "1")...); err == nil || strings.Contains(err.Error(), "-resume") {
+		t.Errorf("without a checkpoint: %v", err)
+	}
+	if err := os.Remove(log); err != nil {
+		t.Fatal(err)
+	}
+	train(t, small(data, out, "-steps", "1")...)
+	if err := errors.Join(os.Remove(log), os.Mkdir(log, 0o777)); err != nil {
+		t.Fatal(err)
+	}
+	cache := filepath.Join(data, "0.txt") // in the place of a folder
+	if err := fail(small(data, out, "-vocab", "300", "-cache", cache)...); err == nil || !strings.Contains(err.Error(), "-cache names another") {
+		t.Errorf("without a folder for the cache: %v", err)
+	}
+	if err := fail("-resume", "-steps", "2"); err == nil || !strings.Contains(err.Error(), "-resume -out "+quoted(out)+" goes on") {
+		t.Errorf("with a checkpoint: %v", err)
+	}
+}
+
+// TestUntilSignal wants the first interrupt to end the context and to say what happens now.
+func TestUntilSignal(t *testing.T) {
+	r, w := io.Pipe()
+	ctx := untilSignal(w)
+	self, err := os.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := self.Signal(os.Interrupt); err != nil {
+		t.Skip("this system does not let a process interrupt itself:", err)
+	}
+	told := make([]byte, 100)
+	if n, err := r.Read(told); err != nil || !strings.Contains(string(told[:n]), "stopping") {
+		t.Errorf("it says %q, %v", told[:n], err)
+	}
+	if !errors.Is(ctx.Err(), context.Canceled) {
+		t.Errorf("the context's error is %v", ctx.Err())
+	}
+}
+
+// TestSmallVocabulary wants a user whose text has too few pairs for -vocab to hear how many there are.
+func TestSmallVocabulary(t *testing.T) {
+	data, cache := textFolder(t), t.TempDir()
+	for vocab, want := range map[string]bool{"258": false, "2000": true} {
+		_, told := train(t, small(data, filepath.Join(t.TempDir(), "out"), "-steps", "1", "-vocab", vocab, "-cache", cache)...)
+		if strings.Contains(told, "entries: -vocab ") != want {
+			t.Errorf("-vocab %s: %v", vocab, told)
+		}
 	}
 }
 

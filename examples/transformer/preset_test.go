@@ -135,6 +135,13 @@ func TestSubwords(t *testing.T) {
 			t.Errorf("a damaged %s: %v", kind, err)
 		}
 	}
+	if err := os.Truncate(filepath.Join(broken, tokenizerName), 50); err != nil {
+		t.Fatal(err)
+	}
+	err = run(context.Background(), []string{"-resume", "-out", broken, "-cache", cache}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), tokenizerName) || !strings.Contains(err.Error(), "remove the file") {
+		t.Errorf("a damaged encoding beside the checkpoint: %v", err)
+	}
 }
 
 // TestStopsWhileTokenizing wants an interrupt to end the training of the encoding.

@@ -56,7 +56,10 @@ func createTemporary(path string) (*os.File, error) {
 		if err != nil {
 			return nil, err
 		}
-		claim(f)
+		if !claim(f) {
+			f.Close()
+			continue
+		}
 		// Another process may have removed the file in the moment before it was claimed.
 		mine, err := f.Stat()
 		if err != nil {

@@ -4,8 +4,10 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
+	"time"
 )
 
 func mustWrite(t *testing.T, path, text string) {
@@ -89,4 +91,43 @@ func TestStale(t *testing.T) {
 	if err := publish(living, path); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestTemporaryStays wants a living writer's temporary file to stay where others remove stale ones, from its first moment on.
+func TestTemporaryStays(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "model")
+	stop, stopped := make(chan struct{}), make(chan struct{})
+	for range 2 {
+		go func() {
+			defer func() { stopped <- struct{}{} }()
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					removeStale(path)
+				}
+			}
+		}()
+	}
+	for range 1000 {
+		f, err := createTemporary(path)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		time.Sleep(10 * time.Microsecond)
+		if _, err := f.Stat(); err != nil {
+			t.Error(err)
+		}
+		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" { // which renames closed files only
+			t.Error(err)
+			break
+		}
+		f.Close()
+		os.Remove(f.Name())
+	}
+	close(stop)
+	<-stopped
+	<-stopped
 }

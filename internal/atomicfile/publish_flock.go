@@ -9,10 +9,11 @@ import (
 	"syscall"
 )
 
-// claim marks f as a living writer's until f is closed, which the kernel does for a process that dies. File systems
-// without locks cannot lock it for the remover either, so there nothing is removed.
-func claim(f *os.File) {
-	syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+// claim marks f as a living writer's until f is closed, which the kernel does for a process that dies. It fails when a remover
+// has claimed f, which is about to go then. File systems without locks cannot lock it for the remover either, so there nothing
+// is removed.
+func claim(f *os.File) bool {
+	return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != syscall.EWOULDBLOCK
 }
 
 // removeUnclaimed removes the file unless a living writer has claimed it.

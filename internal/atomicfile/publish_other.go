@@ -6,7 +6,7 @@ import "os"
 
 // claim does nothing: Windows does not remove a file that a process holds open. Where a file can be removed all the
 // same, its writer's rename fails and says so.
-func claim(*os.File) {}
+func claim(*os.File) bool { return true }
 
 // removeUnclaimed removes the file unless a living writer holds it open.
 func removeUnclaimed(name string) { os.Remove(name) }

@@ -59,7 +59,7 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	}
 	n := binary.LittleEndian.Uint64(length[:])
 	if n > maxHeader {
-		return nil, f.corrupt("header of %d bytes, the format allows %d", n, maxHeader)
+		return nil, f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file", n, maxHeader)
 	}
 	if n > uint64(size-8) {
 		return nil, f.corrupt("header of %d bytes, but only %d follow its length", n, size-8)
