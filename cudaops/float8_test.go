@@ -134,6 +134,20 @@ func TestFloat8(t *testing.T) {
 			if len(more) != len(c.want) || !maps.Equal(more, c.want) {
 				t.Errorf("tasks beside those of float32: %v, want %v", more, c.want)
 			}
+			if c.want == nil {
+				return
+			}
+			t.Setenv("KASMINA_WAYS", "")
+			var alone, adding int
+			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, withOwnProducts(&alone, &adding),
+				WithWays(productOp+"=hopper-*", "RoPEProduct=fused")})
+			near(t, l, own, plain, 0.2, true)
+			if fused := tasksOf(own)["RoPE"] == 0; !fused || alone == 0 || adding == 0 {
+				t.Errorf("RoPE is in the product: %v; %d products of this module's own, %d with a matrix added", fused, alone, adding)
+			}
+			if got, want := flopsOfFloat8(own), flopsOfFloat8(narrow); got != want || want == 0 {
+				t.Errorf("%v operations of float8 by this module's own kernels, want %v as by others", got, want)
+			}
 		})
 	}
 	t.Run("GPU", func(t *testing.T) {
@@ -151,6 +165,16 @@ func TestFloat8(t *testing.T) {
 			}
 		}
 	})
+}
+
+// flopsOfFloat8 is the operations that a profile measures by the ceiling of float8.
+func flopsOfFloat8(m *Machine) (flops float64) {
+	for _, t := range m.program.tasks {
+		if t.float8 {
+			flops += t.flops
+		}
+	}
+	return flops
 }
 
 // openGPUFloat8 returns the GPU, and skips the test where it does not multiply float8.
