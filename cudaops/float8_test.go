@@ -510,7 +510,7 @@ func TestFloat8Trains(t *testing.T) {
 }
 
 // TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also with a matrix added, and those of norms
-// with their float8.
+// with their float8; and RoPE's product to be another than that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -527,16 +527,20 @@ func TestFloat8Tuned(t *testing.T) {
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
-	timed := 0
+	timed, turned := 0, 0
 	for _, c := range m.Choices() {
 		if c.Op == productOp && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 4 {
 			timed++
 		}
+		if c.Op == "RoPEProduct" && strings.HasSuffix(c.Shape, "of float8") && c.Source == Measured {
+			turned++
+		}
 	}
 	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32, down 32 of 48. Back: 32 of 96, twice, and of
 	// 32, to which nothing is added, and 48 of 32.
-	if timed != 6 || adding == 0 || log.Len() > 0 {
-		t.Errorf("%d shapes of products are timed, want 6, and %d with a matrix added; %s", timed, adding, log.String())
+	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
+		t.Errorf("%d shapes of products are timed, want 6, and %d with RoPE, want 1; %d run with a matrix added; %s", timed, turned, adding,
+			log.String())
 	}
 }
 
