@@ -48,9 +48,9 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// float8Least is what the depth of a product of float8 must be more than: with fewer steps the copy engine would bring a tile's factors
-// while others are read.
-const float8Least = 3 * 2 * gemmDepth
+// float8Least is what the depth of a product of float8 must be more than: with fewer steps a tile than stages the copy engine would bring
+// a tile's factors while others are read.
+const float8Least = (plainStages - 1) * 2 * gemmDepth
 
 // float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8 of so many columns and that depth,
 // with results of type t.

@@ -117,6 +117,11 @@ func TestRoPEAngles(t *testing.T) {
 }
 
 func TestRoPEProductRefusals(t *testing.T) {
+	for _, dim := range []int{64, 128} {
+		if steps := float8Least/(2*gemmDepth) + 1; turnedTiles[dim].stages > steps {
+			t.Errorf("heads of %d: a tile of float8 may have %d steps, fewer than the %d stages", dim, steps, turnedTiles[dim].stages)
+		}
+	}
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)
 		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: bf16,
