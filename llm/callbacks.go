@@ -210,7 +210,7 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 	}
 	return func(e Event) error {
 		if e.Kind == RunStart && path != "" {
-			if err := writable(path); err != nil {
+			if err := overwritable(path); err != nil {
 				return fmt.Errorf("llm: SampleText: %w", err)
 			}
 		}
@@ -228,6 +228,18 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 		}
 		return t.emit(Sampled, func(e *Event) { e.Text = text })
 	}
+}
+
+// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be one that no file can be made beside.
+func overwritable(path string) error {
+	if _, err := os.Stat(path); err != nil {
+		return writable(path)
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	return f.Close()
 }
 
 // promptTokens returns what a sample starts from: the prompt's tokens, or the one before a document.
