@@ -117,7 +117,7 @@ func TestTemporaryStays(t *testing.T) {
 			break
 		}
 		time.Sleep(10 * time.Microsecond)
-		if _, err := f.Stat(); err != nil {
+		if _, err := os.Stat(f.Name()); err != nil {
 			t.Error(err)
 		}
 		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" { // which renames closed files only
