@@ -42,7 +42,7 @@ type progress struct {
 }
 
 func isTerminal(w io.Writer) bool {
-	f, ok := w.(*os.File)
+	f, ok := w.(interface{ Stat() (os.FileInfo, error) }) // an *os.File, or what writes to one
 	if !ok {
 		return false
 	}

@@ -151,6 +151,14 @@ func TestIsTerminal(t *testing.T) {
 	if isTerminal(f) || isTerminal(&strings.Builder{}) {
 		t.Error("a file passes for a terminal")
 	}
+	device, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0) // a device of characters, as a terminal is
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer device.Close()
+	if !isTerminal(struct{ *os.File }{device}) {
+		t.Error("a writer to a terminal does not pass for one")
+	}
 }
 
 func TestNumbersForPeople(t *testing.T) {

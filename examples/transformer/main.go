@@ -11,7 +11,7 @@
 // (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
 // byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
 // an earlier run left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes.
-// A second run in the folder of one that goes on is refused, but on Windows.
+// A second run in the folder of one that goes on is refused where folders can be locked, which is not on Windows.
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
 // and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
@@ -69,23 +69,39 @@ const keptPrefix = "before-"
 const profileAfter = 10
 
 func main() {
-	err := run(untilSignal(os.Stderr), os.Args[1:], os.Stdout, os.Stderr)
+	stderr := teller{os.Stderr}
+	err := run(untilSignal(stderr), os.Args[1:], os.Stdout, stderr)
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, "transformer:", err)
+		fmt.Fprintln(stderr, "transformer:", err)
 		os.Exit(1)
 	}
 }
 
-// untilSignal returns a context that ends when the user interrupts the program or closes its terminal.
+// A teller writes for a person whose terminal, or the program behind whose pipe, may be gone: that is no error, or it would end
+// a run before its checkpoint.
+type teller struct{ *os.File }
+
+func (t teller) Write(b []byte) (int, error) {
+	t.File.Write(b)
+	return len(b), nil
+}
+
+func (t teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
+
+// untilSignal returns a context that ends when the user interrupts the program or closes its terminal, or when a pipe that it
+// writes to has no reader any more: Ctrl-C ends also the tee behind it.
 func untilSignal(w io.Writer) context.Context {
-	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
 	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
 		signals = append(signals, syscall.SIGHUP)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
-		stop() // the next signal does what it does to other programs
-		fmt.Fprintln(w, "\nstopping  after this step, with a checkpoint; Ctrl-C again ends at once, without")
+		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each line to a pipe without a
+		// reader is a SIGPIPE.
+		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
+		stop() // the next interrupt does what it does to other programs
+		fmt.Fprintln(w, "\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
 	})
 	return ctx
 }
@@ -127,7 +143,15 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withHint(err)
 	}
 	defer t.Close()
-	if o.resume.set {
+	if err := os.MkdirAll(o.out, 0o777); err != nil {
+		return err
+	}
+	release, err := claim(o.out)
+	if err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
+	defer release()
+	if o.resume.set { // after the claim, or another run might go on from here meanwhile
 		var settings []string
 		if err := t.Resume(o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
 			return resumeHint(err)
@@ -141,14 +165,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := addCallbacks(t, o, data, stderr); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(o.out, 0o777); err != nil {
-		return err
-	}
-	release, err := claim(o.out)
-	if err != nil {
-		return fmt.Errorf("-out: %w", err)
-	}
-	defer release()
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}
@@ -164,7 +180,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		t.On(tellPace(stderr))
 	}
-	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
+	saved := -1 // the step of this run's last checkpoint: an interrupted run may fail to save
+	t.On(func(e llm.Event) error {
+		if e.Kind == llm.Saved {
+			saved = e.Step
+		}
+		return nil
+	})
+	if err := t.Run(ctx); errors.Is(err, context.Canceled) && saved == t.Step() {
 		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), quoted(o.out))
 	} else if err != nil {
 		return o.afterFailure(withHint(err))

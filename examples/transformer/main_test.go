@@ -12,9 +12,11 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"runtime"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/llm"
@@ -301,9 +303,15 @@ func TestOneRunAFolder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = run(context.Background(), small(data, out, "-steps", "1"), io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
-		t.Errorf("got %v", err)
+	for _, args := range [][]string{small(data, out, "-steps", "1"), {"-resume", "-out", out}} {
+		var told strings.Builder
+		err = run(context.Background(), args, io.Discard, &told)
+		if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
+			t.Errorf("%v: got %v", args, err)
+		}
+		if strings.Contains(told.String(), "resuming") { // from what the other run is about to replace
+			t.Errorf("it is resumed first: %s", &told)
+		}
 	}
 	if _, err := os.Stat(filepath.Join(out, checkpointName)); err != nil {
 		t.Errorf("the checkpoint of the run that goes on: %v", err)
@@ -379,7 +387,56 @@ func TestUntilSignal(t *testing.T) {
 	if !errors.Is(ctx.Err(), context.Canceled) {
 		t.Errorf("the context's error is %v", ctx.Err())
 	}
+	// The terminal closes, too, which must not end the program.
+	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
+	if err := self.Signal(syscall.SIGHUP); err != nil || !signal.Ignored(syscall.SIGHUP) || !signal.Ignored(syscall.SIGPIPE) {
+		t.Errorf("after the first signal SIGHUP or SIGPIPE still ends the program; error %v", err)
+	}
 }
+
+// TestNobodyReads wants a teller whose pipe has no reader any more to go on.
+func TestNobodyReads(t *testing.T) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	r.Close()
+	if _, err := w.WriteString("x"); err == nil {
+		t.Fatal("the pipe takes text without a reader")
+	}
+	for range 2 {
+		if n, err := io.WriteString(teller{w}, "text"); n != 4 || err != nil {
+			t.Errorf("%d bytes, %v", n, err)
+		}
+		if n, err := fmt.Fprint(teller{w}, "text"); n != 4 || err != nil {
+			t.Errorf("%d bytes, %v", n, err)
+		}
+	}
+}
+
+// TestInterruptedWithoutCheckpoint wants an interrupted run that fails to save a checkpoint not to say that it goes on from there.
+func TestInterruptedWithoutCheckpoint(t *testing.T) {
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	atFirstStep := writerFunc(func(b []byte) {
+		if strings.Contains(string(b), "] 1/3 ") {
+			if err := os.Mkdir(filepath.Join(out, checkpointName), 0o777); err != nil { // where a file should be
+				t.Error(err)
+			}
+			cancel()
+		}
+	})
+	err := run(ctx, small(data, out, "-steps", "3"), io.Discard, atFirstStep)
+	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), checkpointName) || strings.Contains(err.Error(), "goes on from there") {
+		t.Errorf("got %v", err)
+	}
+}
+
+type writerFunc func([]byte)
+
+func (f writerFunc) Write(b []byte) (int, error) { f(b); return len(b), nil }
 
 // TestSmallVocabulary wants a user whose text has too few pairs for -vocab to hear how many there are.
 func TestSmallVocabulary(t *testing.T) {
@@ -412,8 +469,8 @@ func TestStopsWhileScanning(t *testing.T) {
 	if err := run(ctx, small(textFolder(t), out), io.Discard, io.Discard); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want context.Canceled", err)
 	}
-	if _, err := os.Stat(out); !errors.Is(err, os.ErrNotExist) {
-		t.Error("the run began")
+	if files, _ := os.ReadDir(out); len(files) > 0 {
+		t.Errorf("the run began: %v", files)
 	}
 }
 
