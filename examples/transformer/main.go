@@ -133,6 +133,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
 	} else if err := o.onCPU(stderr); err != nil {
 		return err
+	} else if o.monitor > 0 {
+		fmt.Fprintln(stderr, "monitor   no table: -monitor times the ops of a GPU, and this run is on the CPU")
 	}
 	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err

@@ -73,7 +73,10 @@ func TestRun(t *testing.T) {
 	for _, kasmina := range []bool{true, false} {
 		out := filepath.Join(t.TempDir(), "a", "b")
 		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina),
-			fmt.Sprint("-documents=", !kasmina))...)
+			fmt.Sprint("-documents=", !kasmina), "-monitor=3")...)
+		if !strings.Contains(told, "no table: -monitor times the ops of a GPU") {
+			t.Errorf("nothing is said about -monitor:\n%s", told)
+		}
 		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb", "gzip_bpb", "params"} {
 			if v, ok := result[key].(float64); !ok || v <= 0 {
 				t.Errorf("%s is %v, want a positive number", key, result[key])
