@@ -23,7 +23,7 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 	lse driver.Ptr, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
-		if !a.Measured || !a.Fused() {
+		if !a.HasStatistics || !a.Fused() {
 			fakeStatistics(l, a, stats, rows(a.Heads, g), rows(a.Heads, y), lse)
 		}
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)

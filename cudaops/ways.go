@@ -197,7 +197,7 @@ func (k tunedKernels) AttentionBackwardVariant(a kernels.AttentionShape, t drive
 		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
-		b.Variant, b.Documents, b.Measured = variants[way], 0, false
+		b.Variant, b.Documents, b.HasStatistics = variants[way], 0, false
 		r := slices.Clone(rows)
 		for i := range r {
 			r[i].Ptr = m[i]

@@ -32,7 +32,7 @@ constexpr int kCounted = 64;  // rows of a counter
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
-template <typename T, int D> struct Measured : RoundedSums<T, kColumns> {
+template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
   static constexpr int kSlots = 2 * kParts, kHeadParts = D / 64;
@@ -41,7 +41,7 @@ template <typename T, int D> struct Measured : RoundedSums<T, kColumns> {
   uint32_t panels, arrived;
   float lse, products[2];  // Σ g·y of the lane's columns in its two rows
 
-  __device__ Measured(const Params &p, const TensorMap &g, const TensorMap &y, const Shared &m, int warp)
+  __device__ WithStatistics(const Params &p, const TensorMap &g, const TensorMap &y, const Shared &m, int warp)
       : Sums(p.rows), p(p), g(g), y(y), panels(m.panels(warp)), arrived(m.barriers(warp)), lse(0), products{0, 0} {
     copy(0, row, column);
   }
@@ -131,7 +131,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
   multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<1>{w},
-                 [&](int warp) { return Measured<T, D>(p, g, y, m, warp); });
+                 [&](int warp) { return WithStatistics<T, D>(p, g, y, m, warp); });
 }
 
 #endif  // HOPPER

@@ -26,9 +26,9 @@ type AttentionShape struct {
 	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
 	Documents driver.Ptr
-	// Measured says that AttentionGradProduct has left in the backward pass's workspace what that begins with otherwise. Variants that are
+	// HasStatistics says that AttentionGradProduct has left in the backward pass's workspace what that begins with otherwise. Variants that are
 	// not Fused take no notice.
-	Measured bool
+	HasStatistics bool
 }
 
 // AttentionVariant is an implementation of attention.
@@ -146,7 +146,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if !c.hopper() || c.Fused() && !c.Measured { // otherwise the first kernel forms the statistics, or they are there
+	if !c.hopper() || c.Fused() && !c.HasStatistics { // otherwise the first kernel forms the statistics, or they are there
 		if err := c.launchStatistics(k, s); err != nil {
 			return err
 		}

@@ -7,7 +7,7 @@ import (
 )
 
 // AttentionGradProduct computes G = X·W, the gradient of an attention's result Y, and what AttentionBackward begins with otherwise: the
-// statistics and the counters in its workspace, Stats. Where that is done, [AttentionShape.Measured] says so. X is [Batch·Seq, D],
+// statistics and the counters in its workspace, Stats. Where that is done, [AttentionShape.HasStatistics] says so. X is [Batch·Seq, D],
 // W [D, Heads·HeadDim], Y and G [Batch·Seq, Heads·HeadDim], and LSE the forward pass's.
 type AttentionGradProduct struct {
 	G, X, W, Y, LSE, Stats driver.Ptr

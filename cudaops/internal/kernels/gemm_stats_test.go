@@ -44,7 +44,7 @@ func testAttentionGradProduct(g *rig, a AttentionGradProduct) {
 		g.Fatal("no way takes it")
 	}
 	size := g.AttentionStatsBytes(a.AttentionShape, a.Type) / 4
-	measured := 2 * rows * a.Heads
+	inStats := 2 * rows * a.Heads
 	_, counters, n := a.fusedWorkspace(0)
 	for _, a.Way = range ways {
 		var bits, statsBits []float64
@@ -75,7 +75,7 @@ func testAttentionGradProduct(g *rig, a AttentionGradProduct) {
 			if e := distance(logs, exponents); !(e < 1e-6) {
 				g.Errorf("%v: logarithms: relative error %.3g", a.Way, e)
 			}
-			for i, v := range all[measured : counters/4] {
+			for i, v := range all[inStats : counters/4] {
 				if v == v {
 					g.Fatalf("%v: number %d of the sums of dq is %g, want it as it was", a.Way, i, v)
 				}
@@ -85,8 +85,8 @@ func testAttentionGradProduct(g *rig, a AttentionGradProduct) {
 				g.Errorf("%v: of %d counters, of which there are to be %d, not all are zero", a.Way, len(zeros), n)
 			}
 			if bits == nil {
-				bits, statsBits = got, all[:measured]
-			} else if !slices.Equal(bits, got) || !slices.Equal(statsBits, all[:measured]) {
+				bits, statsBits = got, all[:inStats]
+			} else if !slices.Equal(bits, got) || !slices.Equal(statsBits, all[:inStats]) {
 				g.Errorf("%v: results differ from run to run", a.Way)
 			}
 		}
@@ -98,8 +98,8 @@ func testAttentionGradProduct(g *rig, a AttentionGradProduct) {
 	}
 }
 
-// TestAttentionMeasured wants the gradients of an attention that begins with what a product has left for it, run for run.
-func TestAttentionMeasured(t *testing.T) {
+// TestAttentionHasStatistics wants the gradients of an attention that begins with what a product has left for it, run for run.
+func TestAttentionHasStatistics(t *testing.T) {
 	g := newHopperRig(t)
 	for _, headDim := range []int{64, 128} {
 		for _, documents := range []bool{false, true} {
@@ -126,7 +126,7 @@ func TestAttentionMeasured(t *testing.T) {
 				for run := range 3 {
 					d := []*buffer{g.alloc(rows*wide, bf16, 0), g.alloc(rows*narrow, bf16, 0), g.alloc(rows*narrow, bf16, 0)}
 					s := a.AttentionShape
-					if s.Measured = run > 0; s.Measured {
+					if s.HasStatistics = run > 0; s.HasStatistics {
 						g.must(g.AttentionGradProduct(g.stream, a))
 					} else {
 						g.must(g.Product(g.stream, Product{Y: a.G, X: a.X, W: a.W, ProductShape: ProductShape{Rows: rows, Columns: wide, D: a.D}, Type: bf16}))
@@ -202,15 +202,15 @@ func TestAttentionGradProductRefusals(t *testing.T) {
 }
 
 // Only a backward pass in one kernel begins with what a product has left; the others form it themselves.
-func TestAttentionMeasuredLaunches(t *testing.T) {
+func TestAttentionStatisticsLaunches(t *testing.T) {
 	k, c, p := fakeAttention(t, 90, 227<<10)
 	for _, s := range []struct {
 		dim     int
 		variant AttentionVariant
 		want    bool // the statistics, although they have been left
 	}{{64, AttentionHopper, false}, {64, AttentionHopperFused, false}, {128, AttentionHopper, false}, {128, AttentionMMA, true}, {64, AttentionPlain, true}} {
-		for _, measured := range []bool{false, true} {
-			a := AttentionShape{Batch: 2, Seq: 256, Heads: 4, KVHeads: 2, HeadDim: s.dim, Causal: true, Variant: s.variant, Measured: measured}
+		for _, has := range []bool{false, true} {
+			a := AttentionShape{Batch: 2, Seq: 256, Heads: 4, KVHeads: 2, HeadDim: s.dim, Causal: true, Variant: s.variant, HasStatistics: has}
 			q, kv := Rows{p, 4 * s.dim}, Rows{p, 2 * s.dim}
 			c.ClearTrace()
 			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
@@ -220,8 +220,8 @@ func TestAttentionMeasuredLaunches(t *testing.T) {
 			for _, op := range c.Trace() {
 				got = got || strings.HasPrefix(op.Name, "attention_stats")
 			}
-			if want := s.want || !measured && a.Fused(); got != want {
-				t.Errorf("%v, head dimension %d, measured %v: statistics launched: %v, want %v", s.variant, s.dim, measured, got, want)
+			if want := s.want || !has && a.Fused(); got != want {
+				t.Errorf("%v, head dimension %d, there %v: statistics launched: %v, want %v", s.variant, s.dim, has, got, want)
 			}
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"gorgonia.org/gorgonia"
@@ -18,35 +19,43 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// measuring counts the products that form statistics, and the backward passes that begin with them. A variant in which these are computed
-// takes the place of the kernels' own choice, unless it is AttentionAuto.
-type measuring struct {
+// seenStatistics counts the products that form statistics, and the backward passes that begin with them. A variant in which these are computed
+// may take the place of the kernels' own choice.
+type seenStatistics struct {
 	kernelSet
 	variant          kernels.AttentionVariant
+	variants         []kernels.AttentionVariant // among which the tuner chooses
 	products, begins *int
 }
 
-func (k measuring) AttentionBackwardVariant(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) (kernels.AttentionVariant, error) {
+func (k seenStatistics) AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant {
+	if k.variants != nil {
+		return slices.Clone(k.variants)
+	}
+	return k.kernelSet.AttentionVariants(a, t, rows...)
+}
+
+func (k seenStatistics) AttentionBackwardVariant(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) (kernels.AttentionVariant, error) {
 	if k.variant != kernels.AttentionAuto {
 		return k.variant, nil
 	}
 	return k.kernelSet.AttentionBackwardVariant(a, t, rows...)
 }
 
-func (k measuring) AttentionGradProduct(s driver.Stream, a kernels.AttentionGradProduct) error {
+func (k seenStatistics) AttentionGradProduct(s driver.Stream, a kernels.AttentionGradProduct) error {
 	*k.products++
 	return k.kernelSet.AttentionGradProduct(s, a)
 }
 
-func (k measuring) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, key, v,
+func (k seenStatistics) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, key, v,
 	y kernels.Rows, lse driver.Ptr, t driver.DType) error {
-	if a.Measured && a.Fused() {
+	if a.HasStatistics && a.Fused() {
 		*k.begins++
 	}
 	return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, v, y, lse, t)
 }
 
-func (k measuring) option(c *machineConfig) error {
+func (k seenStatistics) option(c *machineConfig) error {
 	inner := c.kernels
 	c.kernels = func(ctx driver.Context) (_ kernelSet, err error) {
 		k := k
@@ -56,16 +65,16 @@ func (k measuring) option(c *machineConfig) error {
 	return nil
 }
 
-// measuredCase is a layer of attention, projections on both sides.
-type measuredCase struct {
+// attentionLayer is a layer of attention, projections on both sides.
+type attentionLayer struct {
 	batch, d int
 	op.AttentionConfig
 	documents, recomputed bool
-	uses                  int // of attention's result, by linear layers that are added up
+	attentions, uses      int // that are added up, and then linear layers of the sum
 }
 
 // graph returns such a layer of random numbers with its gradients.
-func (p measuredCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, seed, 4, 1.0/8)
@@ -90,20 +99,26 @@ func (p measuredCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gor
 		q, k, v := must(op.Linear(in[0], in[1])), must(op.Linear(in[0], in[2])), must(op.Linear(in[0], in[3]))
 		q = must(op.RoPE(q, op.RoPEConfig{Seq: p.Seq, Heads: p.Heads, HeadDim: p.HeadDim}))
 		k = must(op.RoPE(k, op.RoPEConfig{Seq: p.Seq, Heads: p.KVHeads, HeadDim: p.HeadDim}))
-		var y, sum *gorgonia.Node
-		if p.documents {
-			y = must(op.DocumentAttention(q, k, v, in[len(in)-1], p.AttentionConfig))
-		} else {
-			y = must(op.Attention(q, k, v, p.AttentionConfig))
+		add := func(a, b *gorgonia.Node) *gorgonia.Node {
+			if a == nil {
+				return b
+			}
+			return must(gorgonia.Add(a, b))
 		}
-		for i := range p.uses {
-			if o := must(op.Linear(y, in[4+i])); sum == nil {
-				sum = o
+		var y, out *gorgonia.Node
+		for i := range p.attentions {
+			c := p.AttentionConfig
+			c.Scale = 1 / float64(2+i)
+			if p.documents {
+				y = add(y, must(op.DocumentAttention(q, k, v, in[len(in)-1], c)))
 			} else {
-				sum = must(gorgonia.Add(sum, o))
+				y = add(y, must(op.Attention(q, k, v, c)))
 			}
 		}
-		return sum, nil
+		for i := range p.uses {
+			out = add(out, must(op.Linear(y, in[4+i])))
+		}
+		return out, nil
 	}
 	apply := func(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error) { return b(in) }
 	if p.recomputed {
@@ -116,21 +131,21 @@ func (p measuredCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gor
 	return g, in[1:], withGradients(t, y, matrix("with", rows, p.d), in)
 }
 
-// TestMeasuredWays wants the same values, whether the product that an attention's gradient comes of forms what its backward pass begins
+// TestStatisticsWays wants the same values, whether the product that an attention's gradient comes of forms what its backward pass begins
 // with or not, and it to do so where it can.
-func TestMeasuredWays(t *testing.T) {
+func TestStatisticsWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, p measuredCase, variant kernels.AttentionVariant, tolerance float64, want int, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, p attentionLayer, variant kernels.AttentionVariant, tolerance float64, want int, opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
 		for i, rule := range []string{"AttentionGradProduct=separate", "AttentionGradProduct=fused"} {
 			var products, begins int
 			g, params, keep := p.graph(t, seed)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule),
-				measuring{variant: variant, products: &products, begins: &begins}.option))
+				seenStatistics{variant: variant, products: &products, begins: &begins}.option))
 			values = valuesOf(t, m, keep, values, tolerance)
 			if want := i * want; products != want || begins != want {
 				t.Errorf("%+v, %v, %s: %d products, %d times made use of, want %d", p, variant, rule, products, begins, want)
@@ -140,7 +155,7 @@ func TestMeasuredWays(t *testing.T) {
 			}
 		}
 	}
-	small := measuredCase{batch: 2, d: 5, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 6, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}}
+	small := attentionLayer{batch: 2, d: 40, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 6, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		for _, recomputed := range []bool{false, true} {
@@ -152,6 +167,8 @@ func TestMeasuredWays(t *testing.T) {
 			check(t, device, p, kernels.AttentionAuto, 1e-5, 1, fakeOption)
 			p.uses = 2 // the gradient is a sum
 			check(t, device, p, kernels.AttentionAuto, 1e-5, 0, fakeOption)
+			p.attentions, p.uses = 2, 1 // and here that of two
+			check(t, device, p, kernels.AttentionAuto, 1e-5, 1, fakeOption)
 		}
 	})
 	for _, headDim := range []int{64, 96, 128} {
@@ -159,7 +176,7 @@ func TestMeasuredWays(t *testing.T) {
 			device := openGPU(t)
 			hopper := device.info.Capability() == 90
 			for i, seq := range []int{128, 384, 192} {
-				p := measuredCase{batch: 3, d: 520, uses: 1, documents: i == 1, recomputed: i == 1,
+				p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1, documents: i == 1, recomputed: i == 1,
 					AttentionConfig: op.AttentionConfig{Seq: seq, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
 				variants := []kernels.AttentionVariant{kernels.AttentionAuto}
 				if hopper && headDim == 64 {
@@ -177,12 +194,43 @@ func TestMeasuredWays(t *testing.T) {
 	}
 }
 
-// TestMeasuredTuned wants the product timed with the statistics behind it where it is worth timing, and no other, and both ways to give
+// TestStatisticsChoices wants the way of an attention's backward pass told by the pass alone, although the product asks for it too.
+func TestStatisticsChoices(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	p := attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
+	g, params, keep := p.graph(t, 1)
+	var products, begins int
+	m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays("AttentionGradProduct=fused"),
+		seenStatistics{variants: []kernels.AttentionVariant{kernels.AttentionHopperFused, kernels.AttentionMMA}, products: &products, begins: &begins}.option})
+	if err := m.RunAll(); err != nil || products != 1 {
+		t.Fatalf("%d products: %v", products, err)
+	}
+	told := 0
+	for _, task := range m.program.tasks {
+		m.tuner.used = nil
+		if err := task.run(); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range m.tuner.used {
+			if m.tuner.made[c].Op == "AttentionBackward" {
+				if told++; !isOp[*op.AttentionGradOp](task.node) {
+					t.Errorf("%v tells it", task.node.Op())
+				}
+			}
+		}
+	}
+	if told != 1 {
+		t.Errorf("it is told %d times", told)
+	}
+}
+
+// TestStatisticsTuned wants the product timed with the statistics behind it where it is worth timing, and no other, and both ways to give
 // the same in the timer's memory as well.
-func TestMeasuredTuned(t *testing.T) {
+func TestStatisticsTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	check := func(t *testing.T, device *Device, p measuredCase, least float64, want int, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, p attentionLayer, least float64, want int, opts ...MachineOption) {
 		t.Helper()
 		var log bytes.Buffer
 		g, params, keep := p.graph(t, 1)
@@ -206,7 +254,7 @@ func TestMeasuredTuned(t *testing.T) {
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
-		p := measuredCase{batch: 2, d: 5, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
+		p := attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
 		check(t, device, p, least, want, fakeOption)
 	}
 	for _, headDim := range []int{64, 128} {
@@ -215,7 +263,7 @@ func TestMeasuredTuned(t *testing.T) {
 			if device.info.Capability() == 90 {
 				want = 1
 			}
-			p := measuredCase{batch: 3, d: 520, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
+			p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
 			check(t, device, p, 1, want, WithPrecision(BFloat16))
 		})
 	}

@@ -11,13 +11,13 @@ import (
 // gradients of the attention, it begins with Σ g·y of every row and head. Either a pass over g and y forms that, or the product does,
 // which saves reading g once more. The tuner decides.
 
-// measure has the product that is g also form what the backward pass of the attention begins with, in the workspace stats, if there is such
-// a product and that is faster, and reports whether it may. Then it does in runs in which the variant of the attention's backward pass is
-// one that makes use of it.
-func (c *compiler) measure(s kernels.AttentionShape, g, y, lse, stats *array, fused func() (bool, error)) (bool, error) {
-	p, ok := c.products[g]
+// formStatistics has the product that is g also form what the backward pass of the attention begins with, in the workspace stats, and
+// reports whether it may, as it does not without such a product, or where that would be slower. Then the product does so in runs in which
+// the backward pass is fused.
+func (c *compiler) formStatistics(s kernels.AttentionShape, g, y, lse, stats *array, fused func() (bool, error)) (bool, error) {
+	p, ok := c.products[g] // one of float8 is g = x·wᵀ
 	before := func(a *array) bool { return a.block != nil && !a.resident && a.First >= 0 && a.First < p.task }
-	if !ok || p.scaleA != nil || p.transA || p.transB || p.alpha != 0 || p.beta != 0 || p.batch > 1 || y.stride != 0 || !before(y) || !before(lse) {
+	if !ok || p.transA || p.transB || p.alpha != 0 || p.beta != 0 || p.batch > 1 || y.stride != 0 || !before(y) || !before(lse) {
 		return false, nil
 	}
 	m, t, d := c.m, g.elem.dtype(), p.a.shape[1]
@@ -43,6 +43,7 @@ func (c *compiler) measure(s kernels.AttentionShape, g, y, lse, stats *array, fu
 	if choice == nil || err != nil {
 		return false, err
 	}
+	delete(c.products, g) // of a sum of attentions' results it is the gradient of each, but serves one
 	task := &c.tasks[p.task]
 	alone := task.run
 	task.run = func() error {
