@@ -19,12 +19,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// seenStatistics counts the products that form statistics, and the backward passes that begin with them. A variant in which these are computed
-// may take the place of the kernels' own choice.
+// seenStatistics counts the products that form statistics, and the backward passes that begin with them. Variants of these may take the place
+// of the kernels' own.
 type seenStatistics struct {
 	kernelSet
-	variant          kernels.AttentionVariant
-	variants         []kernels.AttentionVariant // among which the tuner chooses
+	variants         []kernels.AttentionVariant
 	products, begins *int
 }
 
@@ -36,8 +35,8 @@ func (k seenStatistics) AttentionVariants(a kernels.AttentionShape, t driver.DTy
 }
 
 func (k seenStatistics) AttentionBackwardVariant(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) (kernels.AttentionVariant, error) {
-	if k.variant != kernels.AttentionAuto {
-		return k.variant, nil
+	if k.variants != nil {
+		return k.variants[0], nil
 	}
 	return k.kernelSet.AttentionBackwardVariant(a, t, rows...)
 }
@@ -138,17 +137,18 @@ func TestStatisticsWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, p attentionLayer, variant kernels.AttentionVariant, tolerance float64, want int, opts ...MachineOption) {
+	type variants = []kernels.AttentionVariant
+	check := func(t *testing.T, device *Device, p attentionLayer, v variants, tolerance float64, want int, opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
 		for i, rule := range []string{"AttentionGradProduct=separate", "AttentionGradProduct=fused"} {
 			var products, begins int
 			g, params, keep := p.graph(t, seed)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule),
-				seenStatistics{variant: variant, products: &products, begins: &begins}.option))
+				seenStatistics{variants: v, products: &products, begins: &begins}.option))
 			values = valuesOf(t, m, keep, values, tolerance)
 			if want := i * want; products != want || begins != want {
-				t.Errorf("%+v, %v, %s: %d products, %d times made use of, want %d", p, variant, rule, products, begins, want)
+				t.Errorf("%+v, %v, %s: %d products, %d times made use of, want %d", p, v, rule, products, begins, want)
 			}
 			for range 2 { // recorded
 				valuesOf(t, m, keep, values, tolerance)
@@ -161,14 +161,14 @@ func TestStatisticsWays(t *testing.T) {
 		for _, recomputed := range []bool{false, true} {
 			p := small
 			p.recomputed = recomputed
-			check(t, device, p, kernels.AttentionAuto, 1e-5, 1, fakeOption)
-			check(t, device, p, kernels.AttentionMMA, 1e-5, 0, fakeOption)
+			check(t, device, p, nil, 1e-5, 1, fakeOption)
+			check(t, device, p, variants{kernels.AttentionMMA}, 1e-5, 0, fakeOption)
 			p.documents = true
-			check(t, device, p, kernels.AttentionAuto, 1e-5, 1, fakeOption)
+			check(t, device, p, nil, 1e-5, 1, fakeOption)
 			p.uses = 2 // the gradient is a sum
-			check(t, device, p, kernels.AttentionAuto, 1e-5, 0, fakeOption)
+			check(t, device, p, nil, 1e-5, 0, fakeOption)
 			p.attentions, p.uses = 2, 1 // and here that of two
-			check(t, device, p, kernels.AttentionAuto, 1e-5, 1, fakeOption)
+			check(t, device, p, nil, 1e-5, 1, fakeOption)
 		}
 	})
 	for _, headDim := range []int{64, 96, 128} {
@@ -178,16 +178,16 @@ func TestStatisticsWays(t *testing.T) {
 			for i, seq := range []int{128, 384, 192} {
 				p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1, documents: i == 1, recomputed: i == 1,
 					AttentionConfig: op.AttentionConfig{Seq: seq, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
-				variants := []kernels.AttentionVariant{kernels.AttentionAuto}
+				all := []variants{nil}
 				if hopper && headDim == 64 {
-					variants = append(variants, kernels.AttentionHopperFused)
+					all = append(all, variants{kernels.AttentionHopperFused})
 				}
-				for _, variant := range variants {
+				for _, v := range all {
 					want := 0
-					if hopper && seq%128 == 0 && (headDim == 128 || variant == kernels.AttentionHopperFused) {
+					if hopper && seq%128 == 0 && (headDim == 128 || v != nil) {
 						want = 1
 					}
-					check(t, device, p, variant, 2e-2, want, WithPrecision(BFloat16), WithTuning(TuneOff))
+					check(t, device, p, v, 2e-2, want, WithPrecision(BFloat16), WithTuning(TuneOff))
 				}
 			}
 		})

@@ -98,7 +98,8 @@ func testAttentionGradProduct(g *rig, a AttentionGradProduct) {
 	}
 }
 
-// TestAttentionHasStatistics wants the gradients of an attention that begins with what a product has left for it, run for run.
+// TestAttentionHasStatistics compares the gradients of an attention that begins with what a product has left for it with float64, and with
+// those of one that does not.
 func TestAttentionHasStatistics(t *testing.T) {
 	g := newHopperRig(t)
 	for _, headDim := range []int{64, 128} {
@@ -109,39 +110,54 @@ func TestAttentionHasStatistics(t *testing.T) {
 				if documents {
 					c.starts = startsOf(c.Batch, c.Seq, cuts(g.rand)["long"])
 				}
-				a := AttentionGradProduct{AttentionShape: c.AttentionShape, D: 200, Type: bf16}
-				a.Documents = c.documents(g)
-				rows, wide, narrow := a.Batch*a.Seq, a.Heads*headDim, a.KVHeads*headDim
-				q, _ := g.normal(rows*wide, bf16, 0)
-				k, _ := g.normal(rows*narrow, bf16, 0)
-				v, _ := g.normal(rows*narrow, bf16, 0)
-				x, _ := g.normal(rows*a.D, bf16, 0)
-				w, _ := g.scaled(a.D*wide, a.D, bf16)
-				y, lse := g.alloc(rows*wide, bf16, 0), g.alloc(rows*a.Heads, f32, 0)
-				query, key := func(b *buffer) Rows { return Rows{b.Ptr, wide} }, func(b *buffer) Rows { return Rows{b.Ptr, narrow} }
-				g.must(g.Attention(g.stream, a.AttentionShape, query(y), lse.Ptr, query(q), key(k), key(v), bf16))
-				grad, stats := g.alloc(rows*wide, bf16, 0), g.alloc(g.AttentionStatsBytes(a.AttentionShape, bf16)/4, f32, 0)
-				a.G, a.X, a.W, a.Y, a.LSE, a.Stats = grad.Ptr, x.Ptr, w.Ptr, y.Ptr, lse.Ptr, stats.Ptr
-				var want [][]float64
-				for run := range 3 {
-					d := []*buffer{g.alloc(rows*wide, bf16, 0), g.alloc(rows*narrow, bf16, 0), g.alloc(rows*narrow, bf16, 0)}
-					s := a.AttentionShape
-					if s.HasStatistics = run > 0; s.HasStatistics {
-						g.must(g.AttentionGradProduct(g.stream, a))
-					} else {
-						g.must(g.Product(g.stream, Product{Y: a.G, X: a.X, W: a.W, ProductShape: ProductShape{Rows: rows, Columns: wide, D: a.D}, Type: bf16}))
-					}
-					g.must(g.AttentionBackward(g.stream, s, query(d[0]), key(d[1]), key(d[2]), a.Stats, query(grad), query(q), key(k), key(v),
-						query(y), lse.Ptr, bf16))
-					for i, b := range d {
-						if got := g.read(b); run == 0 {
-							want = append(want, got)
-						} else if e := distance(got, want[i]); !(e < 1e-3) {
-							g.Errorf("run %d: gradient %d is off by %.3g", run, i, e)
-						}
-					}
-				}
+				testHasStatistics(g, c)
 			})
+		}
+	}
+}
+
+func testHasStatistics(g *rig, c attentionCase) {
+	g.Helper()
+	a := AttentionGradProduct{AttentionShape: c.AttentionShape, D: 200, Type: bf16}
+	a.Documents = c.documents(g)
+	rows, wide, narrow := a.Batch*a.Seq, a.Heads*a.HeadDim, a.KVHeads*a.HeadDim
+	x, _ := g.normal(rows*a.D, bf16, 0)
+	w, _ := g.scaled(a.D*wide, a.D, bf16)
+	q, qr := g.normal(rows*wide, bf16, 0)
+	k, kr := g.normal(rows*narrow, bf16, 0)
+	v, vr := g.normal(rows*narrow, bf16, 0)
+	y, lse, grad := g.alloc(rows*wide, bf16, 0), g.alloc(rows*a.Heads, f32, 0), g.alloc(rows*wide, bf16, 0)
+	stats := g.alloc(g.AttentionStatsBytes(a.AttentionShape, bf16)/4, f32, 0)
+	a.G, a.X, a.W, a.Y, a.LSE, a.Stats = grad.Ptr, x.Ptr, w.Ptr, y.Ptr, lse.Ptr, stats.Ptr
+	query, key := func(b *buffer) Rows { return Rows{b.Ptr, wide} }, func(b *buffer) Rows { return Rows{b.Ptr, narrow} }
+	g.must(g.Attention(g.stream, a.AttentionShape, query(y), lse.Ptr, query(q), key(k), key(v), bf16))
+	gradients := func(has bool) (d [3][]float64) {
+		if has {
+			g.must(g.AttentionGradProduct(g.stream, a))
+		} else {
+			g.must(g.Product(g.stream, Product{Y: a.G, X: a.X, W: a.W, ProductShape: ProductShape{Rows: rows, Columns: wide, D: a.D}, Type: bf16}))
+		}
+		to := []*buffer{g.alloc(rows*wide, bf16, 0), g.alloc(rows*narrow, bf16, 0), g.alloc(rows*narrow, bf16, 0)}
+		s := a.AttentionShape
+		s.HasStatistics = has
+		g.must(g.AttentionBackward(g.stream, s, query(to[0]), key(to[1]), key(to[2]), a.Stats, query(grad), query(q), key(k), key(v), query(y),
+			lse.Ptr, bf16))
+		for i, b := range to {
+			d[i] = g.read(b)
+		}
+		return d
+	}
+	without := gradients(false)
+	want := [3][]float64{make([]float64, rows*wide), make([]float64, rows*narrow), make([]float64, rows*narrow)}
+	c.reference(make([]float64, rows*wide), make([]float64, rows*a.Heads), want[0], want[1], want[2], g.read(grad), qr, kr, vr)
+	for run := range 2 {
+		for i, got := range gradients(true) {
+			if e := distance(got, want[i]); !(e < backward(bf16)) {
+				g.Errorf("run %d, gradient %d: relative error %.3g", run, i, e)
+			}
+			if e := distance(got, without[i]); !(e < 1e-3) {
+				g.Errorf("run %d, gradient %d: %.3g from that without", run, i, e)
+			}
 		}
 	}
 }
