@@ -15,8 +15,9 @@ import (
 // reports whether it may, as it does not without such a product, or where that would be slower. Then the product does so in runs in which
 // the backward pass is fused.
 func (c *compiler) formStatistics(s kernels.AttentionShape, g, y, lse, stats *array, fused func() (bool, error)) (bool, error) {
-	p, ok := c.products[g] // one of float8 is g = x·wᵀ
+	p, ok := c.products[g]
 	before := func(a *array) bool { return a.block != nil && !a.resident && a.First >= 0 && a.First < p.task }
+	// One of float8 has its right operand transposed.
 	if !ok || p.transA || p.transB || p.alpha != 0 || p.beta != 0 || p.batch > 1 || y.stride != 0 || !before(y) || !before(lse) {
 		return false, nil
 	}

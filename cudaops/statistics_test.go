@@ -155,7 +155,8 @@ func TestStatisticsWays(t *testing.T) {
 			}
 		}
 	}
-	small := attentionLayer{batch: 2, d: 40, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 6, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}}
+	small := attentionLayer{batch: 2, d: 40, attentions: 1, uses: 1,
+		AttentionConfig: op.AttentionConfig{Seq: 6, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		for _, recomputed := range []bool{false, true} {
@@ -202,7 +203,8 @@ func TestStatisticsChoices(t *testing.T) {
 	g, params, keep := p.graph(t, 1)
 	var products, begins int
 	m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays("AttentionGradProduct=fused"),
-		seenStatistics{variants: []kernels.AttentionVariant{kernels.AttentionHopperFused, kernels.AttentionMMA}, products: &products, begins: &begins}.option})
+		seenStatistics{variants: []kernels.AttentionVariant{kernels.AttentionHopperFused, kernels.AttentionMMA},
+			products: &products, begins: &begins}.option})
 	if err := m.RunAll(); err != nil || products != 1 {
 		t.Fatalf("%d products: %v", products, err)
 	}
@@ -263,7 +265,8 @@ func TestStatisticsTuned(t *testing.T) {
 			if device.info.Capability() == 90 {
 				want = 1
 			}
-			p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
+			p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1,
+				AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5, HeadDim: headDim, Causal: true}}
 			check(t, device, p, 1, want, WithPrecision(BFloat16))
 		})
 	}

@@ -224,7 +224,8 @@ func TestAttentionStatisticsLaunches(t *testing.T) {
 		dim     int
 		variant AttentionVariant
 		want    bool // the statistics, although they have been left
-	}{{64, AttentionHopper, false}, {64, AttentionHopperFused, false}, {128, AttentionHopper, false}, {128, AttentionMMA, true}, {64, AttentionPlain, true}} {
+	}{{64, AttentionHopper, false}, {64, AttentionHopperFused, false}, {128, AttentionHopper, false}, {128, AttentionMMA, true},
+		{64, AttentionPlain, true}} {
 		for _, has := range []bool{false, true} {
 			a := AttentionShape{Batch: 2, Seq: 256, Heads: 4, KVHeads: 2, HeadDim: s.dim, Causal: true, Variant: s.variant, HasStatistics: has}
 			q, kv := Rows{p, 4 * s.dim}, Rows{p, 2 * s.dim}
