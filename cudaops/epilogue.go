@@ -30,6 +30,15 @@ type productWays struct {
 	run       func(kernels.Way, []driver.Ptr) error
 }
 
+// addresses are those of the arrays.
+func (w productWays) addresses() []driver.Ptr {
+	at := make([]driver.Ptr, len(w.arrays))
+	for i, a := range w.arrays {
+		at[i] = a.ptr()
+	}
+	return at
+}
+
 // productThen adds a product and what is done with its result: in one kernel, or the product and then what after adds.
 func (c *compiler) productThen(n *gorgonia.Node, w productWays, after func()) error {
 	choice, err := c.chooseFused(w)
@@ -46,11 +55,7 @@ func (c *compiler) productThen(n *gorgonia.Node, w productWays, after func()) er
 	m := c.m
 	c.do(n, func() error {
 		m.tuner.use(choice.index)
-		at := make([]driver.Ptr, len(w.arrays))
-		for i, a := range w.arrays {
-			at[i] = a.ptr()
-		}
-		return w.run(choice.way, at)
+		return w.run(choice.way, w.addresses())
 	}, w.arrays...)
 	c.computes(w.flops())
 	c.tasks[len(c.tasks)-1].float8 = w.scaleA != nil

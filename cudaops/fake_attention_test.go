@@ -23,10 +23,20 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 	lse driver.Ptr, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
-		fake.Slice[byte](l, stats, k.AttentionStatsBytes(a, driver.Float32))
+		if !a.HasStatistics || !a.Fused() {
+			fakeStatistics(l, a, stats, rows(a.Heads, g), rows(a.Heads, y), lse)
+		}
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
 		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
+		left := fake.Slice[float32](l, stats, 2*a.Batch*a.Heads*a.Seq)
+		want := make([]float32, len(left))
+		statisticsOf(want, a, rows(a.Heads, g), rows(a.Heads, y), fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq))
+		for i, v := range left { // else what comes is wrong
+			if math.Abs(float64(v-want[i])) > 1e-4 || v != v {
+				outQ[0] = float32(math.NaN())
+			}
+		}
 		if a.Cos != 0 {
 			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
 			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
@@ -36,6 +46,44 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 		spreadRows(l, a, a.KVHeads, dk, outK)
 		spreadRows(l, a, a.KVHeads, dv, outV)
 	})
+}
+
+func (k *fakeKernels) AttentionStatistics(s driver.Stream, a kernels.AttentionShape, stats driver.Ptr, g, y kernels.Rows, lse driver.Ptr,
+	_ driver.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		fakeStatistics(l, a, stats, denseRows(l, a, a.Heads, g), denseRows(l, a, a.Heads, y), lse)
+	})
+}
+
+func (k *fakeKernels) AttentionGradProductWays(kernels.AttentionShape, int, driver.DType) []kernels.Way {
+	return []kernels.Way{{Family: "fused"}}
+}
+
+func (k *fakeKernels) AttentionGradProduct(s driver.Stream, a kernels.AttentionGradProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
+		g := floatsAt(l, a.G, rows*columns)
+		cpu.Gemm(false, false, rows, columns, a.D, 1, floatsAt(l, a.X, rows*a.D), a.D, floatsAt(l, a.W, a.D*columns), columns, 0, g, columns)
+		fakeStatistics(l, a.AttentionShape, a.Stats, g, floatsAt(l, a.Y, rows*columns), a.LSE)
+	})
+}
+
+func fakeStatistics(l *fake.Launch, a kernels.AttentionShape, stats driver.Ptr, g, y []float32, lse driver.Ptr) {
+	heads := a.Batch * a.Heads * a.Seq
+	statisticsOf(fake.Slice[float32](l, stats, 2*heads), a, g, y, fake.Slice[float32](l, lse, heads))
+}
+
+// statisticsOf sets stats to those of every head, one behind the other.
+func statisticsOf(stats []float32, a kernels.AttentionShape, g, y, lse []float32) {
+	for i := range a.Batch * a.Heads * a.Seq {
+		of, position := i/a.Seq, i%a.Seq
+		at := ((of/a.Heads*a.Seq+position)*a.Heads + of%a.Heads) * a.HeadDim
+		var sum float32
+		for d := range a.HeadDim {
+			sum += g[at+d] * y[at+d]
+		}
+		stats[2*of*a.Seq+position], stats[(2*of+1)*a.Seq+position] = lse[i]*math.Log2E, sum
+	}
 }
 
 // denseRows is a copy of an operand of attention, without the gaps between its rows.

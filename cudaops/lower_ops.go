@@ -276,37 +276,51 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, err
 	q, k, v := in[0], in[1], in[2]
 	e := c.m.activations()
 	dq, dk, dv := c.newArray(e, q.shape...), c.newArray(e, k.shape...), c.newArray(e, v.shape...)
-	c.attentionGrad(n, in, dq, dk, dv, nil)
-	return packed(dq, dk, dv), nil
+	return packed(dq, dk, dv), c.attentionGrad(n, in, dq, dk, dv, nil)
 }
 
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of what they were before.
-func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) {
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *array, turned *op.RoPEOp) error {
 	q, k := c.lowerPair(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
-	s := attentionShape(o, q.shape[0])
 	documents := c.documentsOf(n, o, in)
-	lse := c.saved[o].(*array)
-	m := c.m
-	stats := c.bytes(m.k.AttentionStatsBytes(s, q.elem.dtype()))
+	lse, t, m := c.saved[o].(*array), q.elem.dtype(), c.m
 	var cos, sin *array
 	if turned != nil {
 		cos, sin = c.tables(turned)
 	}
-	c.do(n, func() error {
+	shape := func() kernels.AttentionShape {
+		s := attentionShape(o, q.shape[0])
 		if turned != nil {
 			s.Cos, s.Sin = cos.ptr(), sin.ptr()
 		}
 		if documents != nil {
 			s.Documents = documents.ptr()
 		}
+		return s
+	}
+	s := attentionShape(o, q.shape[0])
+	stats := c.bytes(m.k.AttentionStatsBytes(s, t))
+	formed, err := c.formStatistics(s, g, y, lse, stats, func() (bool, error) {
+		s := shape()
+		variant, err := m.k.AttentionBackwardVariant(s, t, rowsOf(dq), rowsOf(dk), rowsOf(dv), rowsOf(g), rowsOf(q), rowsOf(k), rowsOf(v), rowsOf(y))
+		s.Variant = variant
+		return s.Fused(), err
+	})
+	if err != nil {
+		return err
+	}
+	c.do(n, func() error {
+		s := shape()
+		s.HasStatistics = formed
 		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
-			rowsOf(v), rowsOf(y), lse.ptr(), q.elem.dtype())
+			rowsOf(v), rowsOf(y), lse.ptr(), t)
 	}, q, k, v, y, g, lse, dq, dk, dv, stats, documents)
 	if documents == nil {
 		c.computes(attentionFLOPs(s, 5))
 	}
+	return nil
 }
 
 // stack returns matrices of as many columns as activations, one above the other, so that one product serves all. Of

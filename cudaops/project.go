@@ -260,7 +260,9 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		turned = p.turned[0].Op().(*op.RoPEOp)
 		c.values[g.turned[0]], c.values[g.turned[1]] = parts[0], parts[1]
 	}
-	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned)
+	if err := c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned); err != nil {
+		return false, err
+	}
 	c.values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.values[d] = parts[i]

@@ -203,13 +203,13 @@ func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (
 }
 
 // hopper reports whether the variant is one of those for compute capability 9.0.
-func (c *attentionCall) hopper() bool {
-	return c.Variant == AttentionHopper || c.Variant == AttentionHopperFused
+func (a AttentionShape) hopper() bool {
+	return a.Variant == AttentionHopper || a.Variant == AttentionHopperFused
 }
 
-// fused reports whether one kernel forms all three gradients.
-func (c *attentionCall) fused() bool {
-	return c.Variant == AttentionHopperFused || c.Variant == AttentionHopper && c.HeadDim > 64
+// Fused reports whether the variant, which must not be AttentionAuto, forms all three gradients in one kernel.
+func (a AttentionShape) Fused() bool {
+	return a.Variant == AttentionHopperFused || a.Variant == AttentionHopper && a.HeadDim > 64
 }
 
 // fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
@@ -220,9 +220,9 @@ func (a AttentionShape) fusedSums() (tiles, bytes int) {
 }
 
 // fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its counters, which begin at zero.
-func (c *attentionCall) fusedWorkspace() (dq, counters driver.Ptr, n int) {
-	sums, bytes := c.fusedSums()
-	dq = c.params.stats.Offset(8 * c.Batch * c.Heads * c.statsRows())
+func (a AttentionShape) fusedWorkspace(stats driver.Ptr) (dq, counters driver.Ptr, n int) {
+	sums, bytes := a.fusedSums()
+	dq = stats.Offset(8 * a.Batch * a.Heads * a.statsRows())
 	return dq, dq.Offset(sums * bytes), sums + 1
 }
 
@@ -230,7 +230,7 @@ func (c *attentionCall) fusedWorkspace() (dq, counters driver.Ptr, n int) {
 func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
 	p, dim := c.params, c.hopperDim()
 	h := fusedShapes[dim]
-	dq, counters, _ := c.fusedWorkspace()
+	dq, counters, _ := c.fusedWorkspace(p.stats)
 	if err := k.poison(s, dq, int(counters-dq)); err != nil {
 		return err
 	}
