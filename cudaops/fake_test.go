@@ -268,6 +268,9 @@ func intsAt(l *fake.Launch, p kernels.Ints, n int) []int {
 }
 
 func (k *fakeKernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error {
+	if yt == xt {
+		return k.launch(s, func(l *fake.Launch) { copy(fake.Slice[byte](l, y, n*yt.Size()), fake.Slice[byte](l, x, n*xt.Size())) })
+	}
 	return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, y, n), floatsAt(l, x, n)) })
 }
 
@@ -504,11 +507,23 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 				continue
 			}
 			p := k.tables[t][i]
-			for _, g := range floatsAt(l, p.Grad, p.Size) {
+			for _, g := range gradientAt(l, p, p.Size) {
 				out[chunk] += g * g
 			}
 		}
 	})
+}
+
+// gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
+func gradientAt(l *fake.Launch, p kernels.OptimTensor, n int) []float32 {
+	if p.GradType != driver.BFloat16 {
+		return floatsAt(l, p.Grad, n)
+	}
+	g := make([]float32, n)
+	for i, v := range fake.Slice[uint16](l, p.Grad, n) {
+		g[i] = math.Float32frombits(uint32(v) << 16)
+	}
+	return g
 }
 
 // control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
@@ -589,7 +604,7 @@ func (k *fakeKernels) updateChunks(l *fake.Launch, at driver.Ptr, t *kernels.Tab
 			continue
 		}
 		part := func(p driver.Ptr) []float32 { return floatsAt(l, p, end)[begin:] }
-		g := slices.Clone(part(p.Grad))
+		g := slices.Clone(gradientAt(l, p, end)[begin:])
 		cpu.ScaleBy(g, scale)
 		cpu.AdamW(part(p.Param), g, part(p.First), part(p.Second),
 			cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
@@ -616,7 +631,7 @@ func (k *fakeKernels) MuonDirection(s driver.Stream, at, squares driver.Ptr, t *
 			workspace[i] = float32(math.NaN())
 		}
 		for _, p := range k.tables[t] {
-			g, m, u := floatsAt(l, p.Grad, p.Size), floatsAt(l, p.First, p.Size), floatsAt(l, p.Direction, p.Size)
+			g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size), floatsAt(l, p.Direction, p.Size)
 			mu := float32(p.Beta1)
 			var sum float64
 			for i, v := range g {

@@ -67,7 +67,7 @@ func (m *Machine) expose() {
 }
 
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
-// [Precision] has it, integers as int64, in row-major order. The node must be one that [Machine.Value] takes. The memory
+// [Precision] and [WithGradientPrecision] have it, integers as int64, in row-major order. The node must be one that [Machine.Value] takes. The memory
 // remains the machine's. It is valid until Close, or the next [Machine.Bind] of the node, and holds what the last run left
 // once the machine's stream has come to its end: from the first call on, updates are on the stream as [Machine.Stream] has it. With
 // [Float16], gradients lie there multiplied by the loss scale.

@@ -64,7 +64,7 @@ func (c *compiler) planLate() {
 	}
 	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(needed[b], needed[a]) })
 	starts, crowded := c.starts()
-	group, bytes, total := lateParams{}, 0, 0
+	group, bytes, total, moved := lateParams{}, 0, 0, 0
 	deadline := starts[len(starts)-1]
 	var groups []lateParams
 	for _, in := range all {
@@ -72,14 +72,15 @@ func (c *compiler) planLate() {
 			continue
 		}
 		group.task, group.params, bytes = needed[in], append(group.params, in), bytes+in.array.extent()
+		moved += c.gradient(in).extent() + lateMoved*in.array.len()
 		if bytes < c.m.config.late.group {
 			continue
 		}
-		if deadline = min(deadline, starts[group.task]) - lateMoved*float64(bytes)/c.m.config.late.bandwidth; deadline < 0 {
+		if deadline = min(deadline, starts[group.task]) - float64(moved)/c.m.config.late.bandwidth; deadline < 0 {
 			break
 		}
 		groups, total = append(groups, group), total+bytes
-		group, bytes = lateParams{}, 0
+		group, bytes, moved = lateParams{}, 0, 0
 	}
 	if len(groups) == 0 || total < c.m.config.late.least {
 		return
@@ -93,9 +94,9 @@ func (c *compiler) planLate() {
 	}
 }
 
-// lateMoved is how many times its bytes an update of a parameter moves: it reads gradient, parameter and moments, and writes the last
-// three and a copy of 16 bits.
-const lateMoved = 30. / 4
+// lateMoved is the bytes that an update of a number of a parameter moves beside its gradient: it reads and writes the number and its
+// moments, and writes a copy of 16 bits.
+const lateMoved = 2*3*4 + 2
 
 // lateLeft is the multiprocessors that must be left: with fewer than 64 pairs products take more turns than with all.
 const lateLeft = 2 * 64

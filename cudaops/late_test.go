@@ -141,6 +141,7 @@ func TestLateBits(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		check(t, device, fakeOption, ownAlone(t, false))
+		check(t, device, fakeOption, ownAlone(t, false), narrowGradients)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPU(t)
@@ -148,6 +149,7 @@ func TestLateBits(t *testing.T) {
 			t.Skip("compute capability 9.0 has it")
 		}
 		check(t, device, ownAlone(t, true), WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, ownAlone(t, true), WithPrecision(BFloat16), WithGradientPrecision(BFloat16), WithTuning(TuneOff))
 	})
 }
 

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -13,13 +14,25 @@ import (
 )
 
 // Activations, their gradients and the operands of matrix products are of the machine's activation type. Weights of norms,
-// losses, what a forward op leaves for its backward op, and gradients of parameters are float32.
+// losses, what a forward op leaves for its backward op, and gradients of parameters are float32, but for what weightGradient is for.
 
 // packed is a result that consists of several arrays.
 func packed(parts ...*array) *array { return &array{parts: parts} }
 
 // aux is float32 memory that no node stands for.
 func (c *compiler) aux(shape ...int) *array { return c.newArray(float32s, shape...) }
+
+// weightGradient is a new array for the gradient of weights, which one product forms: the values of the given nodes. It is of the type
+// that the machine has for such gradients if only an update reads them, and float32 otherwise.
+func (c *compiler) weightGradient(shape tensor.Shape, parts ...*gorgonia.Node) *array {
+	e := c.m.config.narrow
+	for _, p := range parts {
+		if !c.updating[p] || len(c.users[p]) > 0 {
+			e = float32s
+		}
+	}
+	return c.newArray(e, shape...)
+}
 
 // bytes is workspace.
 func (c *compiler) bytes(n int) *array { return c.newArray(float32s, (n+3)/4) }
@@ -80,7 +93,7 @@ func (c *compiler) linear(n *gorgonia.Node, in []*array, add *array) (*array, er
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	g := c.act(n, in[2])
-	dx, dw := c.like(x), c.aux(w.shape...)
+	dx, dw := c.like(x), c.weightGradient(w.shape, c.partOf(n, x.len()))
 	if err := c.linearProductGrad(n, dx, g, w); err != nil {
 		return nil, err
 	}

@@ -110,7 +110,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.logger == nil {
 		config.logger = slog.Default()
 	}
-	if err := config.within(g); err != nil {
+	if err := joined(config.narrowGradients(), config.within(g)); err != nil {
 		return nil, err
 	}
 	if config.share != nil && config.share.device != d {
@@ -236,6 +236,27 @@ func (m *Machine) gradientIn(p *program, in *input) *array {
 		return p.values[d]
 	}
 	return nil
+}
+
+// updating returns the gradients of parameters that nobody asks for but an update of their last run's.
+func (m *Machine) updating() map[*gorgonia.Node]bool {
+	all := map[*gorgonia.Node]bool{}
+	for _, p := range m.config.params {
+		if d := p.Deriv(); d != nil && !m.config.gather && !slices.Contains(m.config.outputs, d) {
+			all[d] = true
+		}
+	}
+	return all
+}
+
+// GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that (see [WithGradientPrecision]), else Float32.
+func (m *Machine) GradientPrecision() Precision {
+	for _, p := range m.config.params {
+		if g := m.program.values[p.Deriv()]; g != nil && g.elem == bfloat16s {
+			return BFloat16
+		}
+	}
+	return Float32
 }
 
 // keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.

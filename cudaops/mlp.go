@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -94,7 +95,8 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	if err != nil {
 		return nil, err
 	}
-	dx, dweights, ddown := c.like(x), c.aux(2*f, d), c.aux(d, f)
+	gate, up, rest := c.partOf(n, x.len()), c.partOf(n, x.len()+f*d), c.partOf(n, x.len()+2*f*d)
+	dx, dweights, ddown := c.like(x), c.weightGradient(tensor.Shape{2 * f, d}, gate, up), c.weightGradient(tensor.Shape{d, f}, rest)
 	for _, p := range []product{{d: ddown, a: g, b: h, transA: true}, {d: dweights, a: dab, b: x, transA: true}} {
 		if err := c.matmul(n, p); err != nil {
 			return nil, err

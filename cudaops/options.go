@@ -22,6 +22,8 @@ type machineConfig struct {
 	stream  driver.Stream // adopted; 0 for one of the machine's own
 	scaled  bool          // gradients carry a loss scale
 	float8  bool          // linear layers multiply float8
+	grads   Precision     // asked for by WithGradientPrecision
+	narrow  elem          // what gradients that only updates read are stored as
 	lone    *loneOps      // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
 	kernels func(driver.Context) (kernelSet, error)
@@ -90,7 +92,8 @@ func WithStrict() MachineOption {
 // Precision is how a machine stores and computes what a graph says in float32.
 type Precision uint8
 
-// The precisions. Parameters, their gradients, sums and losses are float32 in all of them.
+// The precisions. Parameters, sums and losses are float32 in all of them, and so are gradients of parameters unless
+// [WithGradientPrecision] says otherwise.
 const (
 	// Float32 stores everything as float32 and rounds no operand of a product: for checking.
 	Float32 Precision = iota
@@ -151,6 +154,35 @@ func WithPrecision(p Precision) MachineOption {
 		c.scaled, c.float8 = p == Float16, p == Float8
 		return nil
 	}
+}
+
+// WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default, Float32, keeps them as they were added up.
+// BFloat16 rounds each sum once, when the product that forms it is done: gradients take half the memory, and a step that writes and reads
+// them less time, for three digits in place of seven in what the optimiser adds to its moments. It goes with the precisions BFloat16 and
+// Float8, and is for gradients that one product of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads: those of
+// other ops, such as the output layer, of weights that serve several, and of nodes that [WithOutputs] names stay float32, and so do all
+// in a machine made [WithAccumulation], which adds them up. [Machine.Value] returns float32 in any case.
+func WithGradientPrecision(p Precision) MachineOption {
+	return func(c *machineConfig) error {
+		if p != Float32 && p != BFloat16 {
+			return fmt.Errorf("WithGradientPrecision: got %v, want Float32 or BFloat16", p)
+		}
+		c.grads = p
+		return nil
+	}
+}
+
+// narrowGradients has gradients stored as the options ask for, whose order does not matter.
+func (c *machineConfig) narrowGradients() error {
+	if c.grads == Float32 {
+		return nil
+	}
+	if c.act != bfloat16s {
+		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and Float8, and WithPrecision has %v: leave out one of them",
+			c.grads, map[elem]Precision{float32s: Float32, float16s: Float16}[c.act])
+	}
+	c.narrow = bfloat16s
+	return nil
 }
 
 // WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update], which applies them, or drops

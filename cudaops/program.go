@@ -182,7 +182,8 @@ type compiler struct {
 	stacks    map[stacked]*array
 	rotations map[rotation]*rotationTables
 	documents map[packing]*array
-	gradients map[gorgonia.Op]int // backward ops that the graph has of a forward op
+	gradients map[gorgonia.Op]int     // backward ops that the graph has of a forward op
+	updating  map[*gorgonia.Node]bool // gradients of parameters that nobody asks for but an update
 	layers    map[*gorgonia.Node]place
 
 	normEnds     ends[kernels.RMSNormParts]
@@ -203,6 +204,7 @@ func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 	for _, n := range kept {
 		c.kept[n] = true
 	}
+	c.updating = m.updating()
 	if m.config.float8 {
 		if err := m.checkFloat8(); err != nil {
 			return nil, err

@@ -267,7 +267,11 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	for i, d := range g.parts {
 		c.values[d] = parts[i]
 	}
-	dx, dw := c.like(x), c.aux(w.shape...)
+	var dws []*gorgonia.Node
+	for _, l := range g.linear {
+		dws = append(dws, c.partOf(l, x.len()))
+	}
+	dx, dw := c.like(x), c.weightGradient(w.shape, dws...)
 	if err := c.linearProductGrad(back, dx, wide, w); err != nil {
 		return false, err
 	}

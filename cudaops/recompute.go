@@ -23,6 +23,13 @@ func lowerRecompute(c *compiler, n *gorgonia.Node, in []*array) (*array, error) 
 func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*autodiff.RecomputeGradOp)
 	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
+	offset, asked := 0, map[*gorgonia.Node]bool{}
+	for _, g := range o.Grads { // what is asked for outside is within
+		part := c.partOf(n, offset)
+		asked[g] = asked[g] || !c.updating[part] || len(c.users[part]) > 0
+		c.updating[g] = !asked[g]
+		offset += size(g.Shape())
+	}
 	grads, err := c.inline(n, inputs, in[:len(inputs)], o.Grads)
 	if err != nil {
 		return nil, err

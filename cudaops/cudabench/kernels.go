@@ -238,7 +238,7 @@ func muon(b *bench) {
 	}
 }
 
-// optimizers measures the gradients' norm and AdamW over all parameters of a model of 350 million.
+// optimizers measures the gradients' norm and AdamW over all parameters of a model of 350 million, with gradients of float32 and of bfloat16.
 func optimizers(b *bench) {
 	const d, layers, ff, vocab = 1024, 24, 2816, 50304
 	sizes := []int{vocab * d, d}
@@ -259,6 +259,18 @@ func optimizers(b *bench) {
 	if b.err != nil {
 		return
 	}
+	b.optimizer(tensors, total, f32, "")
+	for i, n := range sizes {
+		tensors[i].Grad, tensors[i].GradType = b.normal(n, bf16), bf16
+	}
+	b.optimizer(tensors, total, bf16, "_bf16_gradients")
+}
+
+// optimizer is optimizers with gradients of one type, of tensors with so many elements in all.
+func (b *bench) optimizer(tensors []kernels.OptimTensor, total int, gradients driver.DType, suffix string) {
+	if b.err != nil {
+		return
+	}
 	table, err := b.NewTable(tensors)
 	if err != nil {
 		b.do(err)
@@ -267,11 +279,11 @@ func optimizers(b *bench) {
 	defer func() { b.do(errors.Join(b.ctx.SyncStream(b.stream), table.Free())) }()
 	squares := b.alloc(table.Chunks, f32)
 	control := b.upload(kernels.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1, SkipNonFinite: true}.Bytes())
-	b.time(Measurement{Name: "gradnorm_llama350M", Bytes: 4 * float64(total)}, func() error {
+	b.time(Measurement{Name: "gradnorm_llama350M" + suffix, Bytes: float64(gradients.Size() * total)}, func() error {
 		return errors.Join(b.GradSquares(b.stream, squares, table), b.GradNorm(b.stream, control, squares, table.Chunks, 0))
 	})
 	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
-	b.time(Measurement{Name: "adamw_llama350M", Bytes: 30 * float64(total)}, func() error {
+	b.time(Measurement{Name: "adamw_llama350M" + suffix, Bytes: float64((2*3*4 + 2 + gradients.Size()) * total)}, func() error {
 		return b.AdamW(b.stream, control, table, table.Chunks)
 	})
 }

@@ -46,14 +46,16 @@ struct Step {
 
   // Four elements: load, then finish.
   struct Four {
-    Pack<float, 4> p, g, m, v;
+    Pack<float, 4> p, m, v;
+    Stored g;
   };
   __device__ __forceinline__ Four load(int64_t i) const {
-    return {::load<4>(t.param + i), loadAs(t.grad, t.gradType, i), ::load<4>(t.first + i), ::load<4>(t.second + i)};
+    return {::load<4>(t.param + i), ::load<4>(t.first + i), ::load<4>(t.second + i), loadStored(t.grad, t.gradType, i)};
   }
   __device__ __forceinline__ void finish(int64_t i, Four& x) const {
+    const Pack<float, 4> g = widened(x.g, t.gradType);
 #pragma unroll
-    for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], x.g.v[j], x.m.v[j], x.v.v[j]);
+    for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], g.v[j], x.m.v[j], x.v.v[j]);
     store(t.param + i, x.p);
     store(t.first + i, x.m);
     store(t.second + i, x.v);

@@ -65,21 +65,30 @@ struct Chunk {
 constexpr int kThreads = 256, kPerAccess = 4, kRounds = 16;
 constexpr int kChunk = kThreads * kPerAccess * kRounds;
 
-// Four consecutive numbers in one of the storage types.
-__device__ __forceinline__ Pack<float, 4> loadAs(const void* p, int type, int64_t i) {
+// Four consecutive numbers as they are stored: narrow ones in the first half.
+union Stored {
+  Pack<float, 4> f32s;
+  Pack<bf16, 4> bf16s;
+  Pack<f16, 4> f16s;
+};
+
+__device__ __forceinline__ Stored loadStored(const void* p, int type, int64_t i) {
+  Stored s;
+  if (type == kF32) s.f32s = load<4>(static_cast<const float*>(p) + i);
+  else s.bf16s = load<4>(static_cast<const bf16*>(p) + i);
+  return s;
+}
+
+// widened waits for what was loaded: whoever loads more does so before.
+__device__ __forceinline__ Pack<float, 4> widened(const Stored& s, int type) {
+  if (type == kF32) return s.f32s;
   Pack<float, 4> r;
-  if (type == kF32) return load<4>(static_cast<const float*>(p) + i);
-  if (type == kBF16) {
-    auto v = load<4>(static_cast<const bf16*>(p) + i);
 #pragma unroll
-    for (int j = 0; j < 4; j++) r.v[j] = v.get(j);
-    return r;
-  }
-  auto v = load<4>(static_cast<const f16*>(p) + i);
-#pragma unroll
-  for (int j = 0; j < 4; j++) r.v[j] = v.get(j);
+  for (int j = 0; j < 4; j++) r.v[j] = type == kBF16 ? s.bf16s.get(j) : s.f16s.get(j);
   return r;
 }
+
+__device__ __forceinline__ Pack<float, 4> loadAs(const void* p, int type, int64_t i) { return widened(loadStored(p, type, i), type); }
 
 __device__ __forceinline__ float loadOneAs(const void* p, int type, int64_t i) {
   if (type == kF32) return static_cast<const float*>(p)[i];

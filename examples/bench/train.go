@@ -39,16 +39,19 @@ type variant struct {
 	group, suffix string // suffix of the line's name
 	model         string // the one that it trains; "" for all that are chosen
 	how           []llm.GraphOption
-	float8        bool // whatever the precision that is asked for
-	seeds         int  // of a Kasmina layer behind each block, half of which blend; 0 for none
+	float8        bool              // whatever the precision that is asked for
+	gradients     cudaops.Precision // of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
+	seeds         int               // of a Kasmina layer behind each block, half of which blend; 0 for none
 	telemetry     state.Telemetry
 }
 
-// variants are the model itself; with products of float8; with what is inside its blocks computed again in the backward pass; and
-// with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step without such layers.
+// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with what is inside its blocks
+// computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step
+// without such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},
+	{group: "train-bf16-gradients", suffix: "_bf16_gradients", gradients: cudaops.BFloat16},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: inTurns, suffix: "_without_kasmina", model: "llama124M"},
 	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
@@ -135,11 +138,14 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 		return nil, err
 	}
 	precision := o.precision
-	if v.float8 {
+	switch {
+	case v.float8:
 		precision = cudaops.Float8
+	case v.gradients == cudaops.BFloat16 && precision != cudaops.Float8: // with which alone they go
+		precision = cudaops.BFloat16
 	}
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(precision),
-		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+		cudaops.WithGradientPrecision(v.gradients), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))
 	}

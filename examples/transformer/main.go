@@ -124,7 +124,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	if device != nil {
 		defer device.Close()
-		opts := []cudaops.MachineOption{cudaops.WithTuning(o.tune)}
+		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients), cudaops.WithTuning(o.tune)}
 		if o.monitor > 0 {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
@@ -361,6 +361,9 @@ func (o options) onGPU() cudaops.Precision {
 
 // onCPU sets how a CPU multiplies.
 func (o options) onCPU(stderr io.Writer) error {
+	if o.gradients != cudaops.Float32 {
+		return fmt.Errorf("-grad-precision %v is for a GPU; a CPU takes f32", o.gradients)
+	}
 	switch o.precision {
 	case "f16", "f8":
 		return fmt.Errorf("-precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)

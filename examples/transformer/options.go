@@ -21,6 +21,7 @@ type options struct {
 	data, out, cache, preset string
 	optimizer, prompt        string
 	device, precision        string
+	gradients                cudaops.Precision // of weights
 	tune                     cudaops.Tuning
 	monitor                  int
 	profile                  string
@@ -107,6 +108,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.preset, "preset", "small", "what options are that are not given: "+presetNames())
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f8, f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
+	f.TextVar(&o.gradients, "grad-precision", cudaops.Float32, "how a GPU keeps the gradients of weights for the update: f32, or bf16, which takes less memory and time,\n"+
+		"with -precision bf16 or f8; with -accumulate they are f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
@@ -224,6 +227,8 @@ func (o *options) finish() error {
 		{presets[o.preset] != nil, "preset", "one of " + presetNames(), strconv.Quote(o.preset)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
 		{o.precision == "" || new(cudaops.Precision).UnmarshalText([]byte(o.precision)) == nil, "precision", "bf16, f8, f16 or f32", strconv.Quote(o.precision)},
+		{o.gradients == cudaops.Float32 || o.gradients == cudaops.BFloat16, "grad-precision", "f32 or bf16", o.gradients},
+		{o.gradients == cudaops.Float32 || slices.Contains([]string{"", "bf16", "f8"}, o.precision), "grad-precision", "f32 with -precision " + o.precision, o.gradients},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
 	} {
 		if !c.ok {

@@ -60,12 +60,14 @@ func TestPresets(t *testing.T) {
 		})
 	}
 	for args, want := range map[string]string{
-		"-preset 7B":              "one of 124M, 350M, 925M, small",
-		"-vocab 256":              "-vocab is 256, want 0, or 257",
-		"-vocab -1":               "-vocab is -1",
-		"-preset 124M -heads 11":  "multiple of Heads",
-		"-preset 124M -vocab 0":   "-prompt is",
-		"-preset 124M -precision": "precision",
+		"-preset 7B":                          "one of 124M, 350M, 925M, small",
+		"-vocab 256":                          "-vocab is 256, want 0, or 257",
+		"-vocab -1":                           "-vocab is -1",
+		"-preset 124M -heads 11":              "multiple of Heads",
+		"-preset 124M -vocab 0":               "-prompt is",
+		"-preset 124M -precision":             "precision",
+		"-grad-precision f8":                  "-grad-precision is f8, want f32 or bf16",
+		"-precision f16 -grad-precision bf16": "-grad-precision is bf16, want f32 with -precision f16",
 	} {
 		if _, err := parse(strings.Fields(args), io.Discard); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got %v, want %q", args, err, want)

@@ -84,6 +84,9 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 	beside := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(device, g.G, append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
 	}
+	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
+		name += ", gradients " + p.String()
+	}
 	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false, false}, nil
 }
 

@@ -54,8 +54,11 @@ func open(t *testing.T) *cudaops.Device {
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
 
 // plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how many steps another seed is grafted in, or 0 for all after
-// the first, and the step after which seed 6 goes on with what seed 0 has learned.
-type plan struct{ layers, batch, steps, graft, load int }
+// the first, and the step after which seed 6 goes on with what seed 0 has learned; and options of the engine's machines.
+type plan struct {
+	layers, batch, steps, graft, load int
+	options                           []cudaops.MachineOption
+}
 
 // planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of milliseconds.
 func planned() plan {
@@ -101,7 +104,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	}
 	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
 	if device != nil {
-		c.Engine = gpu.Engine(device, precision)
+		c.Engine = gpu.Engine(device, precision, p.options...)
 	}
 	trainer := must[*llm.Trainer](t)(llm.NewTrainer(model, loader, optimizer, c))
 	t.Cleanup(func() {
@@ -289,6 +292,46 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	if c, _, err := onCPU.Evaluate(text); err != nil || math.Abs(c-a) > 1e-3*a {
 		t.Errorf("held-out loss %v on the CPU and %v on the GPU, %v", c, a, err)
 	}
+}
+
+// TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of bfloat16, and back, only where the user asks
+// for it, as they change its bits; where gradients are gathered they do not.
+func TestResumeGradientPrecision(t *testing.T) {
+	device := open(t)
+	wide, narrow := planned(), planned()
+	narrow.options = []cudaops.MachineOption{cudaops.WithGradientPrecision(cudaops.BFloat16)}
+	resume := func(from, to plan, accumulate int, want string) {
+		t.Helper()
+		path := filepath.Join(t.TempDir(), "model.safetensors")
+		first := from.trainer(t, device, cudaops.BFloat16, accumulate, false)
+		first.On(func(e llm.Event) error {
+			if e.Kind == llm.StepEnd && e.Step == from.steps/2 {
+				return first.Save(path)
+			}
+			return nil
+		})
+		all := losses(t, first)
+		second := to.trainer(t, device, cudaops.BFloat16, accumulate, false)
+		err := second.Resume(path)
+		if want != "" {
+			if !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), want) {
+				t.Errorf("%v, want %q", err, want)
+			}
+			err = second.Resume(path, llm.WithNewSettings(nil))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		rest := losses(t, second)
+		same := slices.Equal(rest, all[len(all)-len(rest):])
+		if last := len(all) - 1; same != (want == "") || !(math.Abs(rest[len(rest)-1]/all[last]-1) < 0.02) {
+			t.Errorf("the losses are %v, and %v without a break (the same: %v)", rest, all, same)
+		}
+	}
+	resume(wide, narrow, 1, "Engine is cuda bf16, gradients bf16 here and cuda bf16 there")
+	resume(narrow, wide, 1, "Engine is cuda bf16 here and cuda bf16, gradients bf16 there")
+	resume(narrow, narrow, 1, "")
+	resume(wide, narrow, 2, "")
 }
 
 // TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In short mode, where a tool may watch

@@ -113,7 +113,7 @@ const (
 	descScalePointerA, descScalePointerB, descFastAccum   = 17, 18, 25
 	descScaleModeA, descScaleModeB                        = 31, 32
 	layoutBatchCount, layoutBatchStride                   = 5, 6
-	prefWorkspace, prefAlignA                             = 1, 5 // alignments of B, C and D follow A's
+	prefWorkspace, prefReduction, prefAlignA              = 1, 3, 5 // alignments of B, C and D follow A's
 )
 
 func (b *cublasLt) Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error) {
@@ -233,6 +233,10 @@ func (p *blasPlan) search(workspace, want int) error {
 	err := b.call(&b.PreferenceAttribute, pref, prefWorkspace, uintptr(unsafe.Pointer(&limit)), 8)
 	for i := range uintptr(4) {
 		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i, uintptr(unsafe.Pointer(&align)), 4))
+	}
+	if p.spec.D.Size() < Float32.Size() { // parts of a sum may be added up as float32, not as what they are rounded to
+		allowed := uint32(2) // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
+		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefReduction, uintptr(unsafe.Pointer(&allowed)), 4))
 	}
 	if err != nil {
 		return err

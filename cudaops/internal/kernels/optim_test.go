@@ -494,22 +494,27 @@ func TestAdamWSpeed(t *testing.T) {
 	}
 	g := newHopperRig(t)
 	const n = 51380224
-	grad, copied := g.large(n, f32), g.alloc(n, bf16, 0)
+	grad, narrow, copied := g.large(n, f32), g.random(n), g.alloc(n, bf16, 0)
 	p, m, v := g.large(n, f32), g.alloc(n, f32, 0), g.alloc(n, f32, 0)
 	for _, b := range []*buffer{m, v} {
 		g.must(g.ctx.Memset8(b.Ptr, 0, b.bytes(), g.stream))
 	}
-	table, squares := g.table([]*parameter{{OptimTensor: OptimTensor{Param: p.Ptr, Copy: copied.Ptr, Grad: grad.Ptr, First: m.Ptr, Second: v.Ptr,
-		Size: n, LRScale: 1, Beta1: 0.9, Beta2: 0.999, CopyType: bf16}}})
-	control := g.control(Control{LR: 1e-3, Eps: 1e-8, GradScale: 1})
-	g.must(g.GradNorm(g.stream, control, squares, 0, 0))
-	show := func(what string, took time.Duration) {
-		g.Logf("%-26s %8.1f µs %6.0f GB/s", what, took.Seconds()*1e6, 30*n/took.Seconds()/1e9)
-	}
 	few := fmt.Sprint(LateMultiprocessors, " multiprocessors")
-	late := func(s driver.Stream) { g.must(g.AdamWLate(s, control, table, 0, table.Chunks)) }
-	show("all multiprocessors", g.time([]func(){func() { g.must(g.AdamW(g.stream, control, table, table.Chunks)) }}))
-	show(few, g.time([]func(){func() { late(g.stream) }}))
+	var show func(what string, took time.Duration)
+	var late func(driver.Stream)
+	for _, grads := range []OptimTensor{{Grad: narrow, GradType: bf16}, {Grad: grad.Ptr, GradType: f32}} { // the last stay
+		table, squares := g.table([]*parameter{{OptimTensor: OptimTensor{Param: p.Ptr, Copy: copied.Ptr, Grad: grads.Grad, First: m.Ptr, Second: v.Ptr,
+			Size: n, LRScale: 1, Beta1: 0.9, Beta2: 0.999, CopyType: bf16, GradType: grads.GradType}}})
+		control := g.control(Control{LR: 1e-3, Eps: 1e-8, GradScale: 1})
+		g.must(g.GradNorm(g.stream, control, squares, 0, 0))
+		moved := float64(2*3*4 + 2 + grads.GradType.Size())
+		show = func(what string, took time.Duration) {
+			g.Logf("%-26s gradients of %v: %8.1f µs %6.0f GB/s", what, grads.GradType, took.Seconds()*1e6, moved*n/took.Seconds()/1e9)
+		}
+		late = func(s driver.Stream) { g.must(g.AdamWLate(s, control, table, 0, table.Chunks)) }
+		show("all multiprocessors", g.time([]func(){func() { g.must(g.AdamW(g.stream, control, table, table.Chunks)) }}))
+		show(few, g.time([]func(){func() { late(g.stream) }}))
+	}
 
 	const rows, columns, d, products = 16384, 2048, 5632, 24
 	a := Product{Y: g.random(rows * columns), X: g.random(rows * d), W: g.random(columns * d), Type: bf16,
