@@ -3,7 +3,8 @@
 //
 //	go run ./examples/agree write run                            # weights, batches and settings; -model 124M for that one
 //	go run ./examples/agree train run                            # on the CPU
-//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions
+//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions,
+//	                                                             # -grad-precision bf16 for weights' gradients of these
 //	python3 examples/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
 //	go run ./examples/agree compare -tolerance 1e-4 run
 //
@@ -99,9 +100,10 @@ func run(args []string, out, stderr io.Writer) error {
 	rate := f.Float64("rate", 0, "write: the peak learning rate (default: the model's)")
 	rising := f.Float64("rising", 0, "write: the share of the steps over which the learning rate rises (default: the model's)")
 	span := f.Int("span", 50, "noise: steps that are averaged")
-	device := f.String("device", "cpu", "train: cpu or cuda")
-	var precision cudaops.Precision
-	f.TextVar(&precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16, f16 or f8")
+	var how training
+	f.StringVar(&how.device, "device", "cpu", "train: cpu or cuda")
+	f.TextVar(&how.precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16, f16 or f8")
+	f.TextVar(&how.gradients, "grad-precision", cudaops.Float32, "train: how weights' gradients are kept: f32, or with bf16 and f8 bf16")
 	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
 	if err := f.Parse(args); err != nil {
 		return err
@@ -121,7 +123,7 @@ func run(args []string, out, stderr io.Writer) error {
 	case "write":
 		return plan{*model, *batch, *steps, *seed, *text, *bpe, *rate, *rising}.write(dir)
 	case "train":
-		return train(dir, *device, precision, out)
+		return how.train(dir, out)
 	default:
 		return compare(dir, *tolerance, out)
 	}

@@ -169,6 +169,7 @@ func TestRefusals(t *testing.T) {
 		"model":     {"write", "-model", "huge", dir},
 		"steps":     {"write", "-steps", "-1", dir},
 		"precision": {"train", "-precision", "f4", dir},
+		"gradients": {"train", "-grad-precision", "bf16", dir},
 		"no run":    {"train", t.TempDir()},
 		"one file":  {"compare", dir},
 		"one run":   {"noise", dir},

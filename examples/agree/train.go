@@ -22,8 +22,22 @@ type trainer interface {
 	Close() error
 }
 
+// training is how a run is trained.
+type training struct {
+	device               string
+	precision, gradients cudaops.Precision
+}
+
+func (h training) String() string {
+	s := fmt.Sprintf("kasmina-%s-%v", h.device, h.precision)
+	if h.gradients != cudaops.Float32 {
+		s += fmt.Sprintf("-gradients-%v", h.gradients)
+	}
+	return s
+}
+
 // train runs the steps and writes their losses, each before the step's update.
-func train(dir, device string, precision cudaops.Precision, out io.Writer) (err error) {
+func (h training) train(dir string, out io.Writer) (err error) {
 	var s settings
 	if err := readJSON(filepath.Join(dir, settingsFile), &s); errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("%w; agree write %s makes a run", err, dir)
@@ -42,7 +56,7 @@ func train(dir, device string, precision cudaops.Precision, out io.Writer) (err 
 	if err != nil {
 		return err
 	}
-	t, done, err := newTrainer(m, o, s, device, precision)
+	t, done, err := h.newTrainer(m, o, s)
 	if err != nil {
 		return err
 	}
@@ -59,29 +73,28 @@ func train(dir, device string, precision cudaops.Precision, out io.Writer) (err 
 			return fmt.Errorf("step %d: %w", i+1, err)
 		}
 	}
-	who := fmt.Sprintf("kasmina-%s-%v", device, precision)
-	fmt.Fprintf(out, "%s: %d steps, loss %.4f to %.4f\n", who, len(losses), losses[0], losses[len(losses)-1])
-	return writeJSON(filepath.Join(dir, lossPrefix+who+".json"), losses)
+	fmt.Fprintf(out, "%v: %d steps, loss %.4f to %.4f\n", h, len(losses), losses[0], losses[len(losses)-1])
+	return writeJSON(filepath.Join(dir, lossPrefix+h.String()+".json"), losses)
 }
 
 // newTrainer returns what trains the model, and what is to be done when it is closed.
-func newTrainer(m *llm.Model, o *optim.AdamW, s settings, device string, precision cudaops.Precision) (trainer, func() error, error) {
+func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer, func() error, error) {
 	switch {
-	case device == "cpu" && precision == cudaops.Float32:
+	case h.device == "cpu" && h.precision == cudaops.Float32 && h.gradients == cudaops.Float32:
 		t, err := newHost(m, o, s)
 		return t, func() error { return nil }, err
-	case device == "cuda":
+	case h.device == "cuda":
 		d, err := cudaops.Open()
 		if err != nil {
 			return nil, nil, err
 		}
-		e, err := gpu.Engine(d, precision)(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
+		e, err := gpu.Engine(d, h.precision, cudaops.WithGradientPrecision(h.gradients))(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
 		if err != nil {
 			return nil, nil, errors.Join(err, d.Close())
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil, fmt.Errorf("-device is %q and -precision %v, want cpu and f32, or cuda", device, precision)
+	return nil, nil, fmt.Errorf("-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda", h.device, h.precision, h.gradients)
 }
 
 // host trains on the CPU.
