@@ -211,7 +211,7 @@ func TestProductNormSpeed(t *testing.T) {
 			a := ProductNorm{Y: y, Rstd: rstd.Ptr, Sum: sum, X: x, W: w, C: c, G: weight.Ptr, Rows: rows, Columns: columns, D: d, Eps: 1e-5,
 				Type: bf16, Workspace: g.normWorkspace(rows, columns)}
 			show := func(what string, run func()) {
-				n := 1 + int(0.02/g.time([]func(){run}).Seconds())
+				n := 1 + int(0.01/g.time([]func(){run}).Seconds())
 				took := g.clock(func() {
 					for range n {
 						run()
