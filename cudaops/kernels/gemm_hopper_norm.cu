@@ -42,6 +42,7 @@ struct Params {
   int rows, columns, depth;
   int section;  // of Schedule
   float eps;
+  int whole;  // whether all tiles of a row are of one turn
 };
 
 #if defined(HOPPER)
@@ -82,6 +83,7 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
   const TensorMap &s, &c, &y;
   const int across, first;  // tiles of a row; the warp's first row of a block's
   const unsigned tag;
+  Tagged asked[2][2];  // tiles, rows
   float rstd[2];
   bool early;  // the last tile of the same rows is of a later turn than this one
 
@@ -111,19 +113,24 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
     }
   }
 
-  // Waits for the squares of all tiles.
+  // Asks for the squares of this lane's next two tiles, which may be one, or none.
+  __device__ void askSquares(int tile) {
+    if (tile >= across) return;
+    const Tagged *one = squares(tile), *other = tile + 4 < across ? squares(tile + 4) : one;
+#pragma unroll
+    for (int half = 0; half < 2; half++) asked[0][half] = get(one + 8 * half), asked[1][half] = get(other + 8 * half);
+  }
+
+  // Waits for the squares of all tiles, of which the first have been asked for.
   __device__ void addSquares() {
     float sum[2] = {};
 #pragma unroll 1
-    for (int tile = threadIdx.x % 4; tile < across; tile += 8) {
-      const Tagged *one = squares(tile), *other = tile + 4 < across ? squares(tile + 4) : one;
-      Tagged t[2][2];
-      do
+    for (int tile = threadIdx.x % 4; tile < across;) {
+      while (asked[0][0].tag != tag || asked[0][1].tag != tag || asked[1][0].tag != tag || asked[1][1].tag != tag) askSquares(tile);
 #pragma unroll
-        for (int half = 0; half < 2; half++) t[0][half] = get(one + 8 * half), t[1][half] = get(other + 8 * half);
-      while (t[0][0].tag != tag || t[0][1].tag != tag || t[1][0].tag != tag || t[1][1].tag != tag);
-#pragma unroll
-      for (int half = 0; half < 2; half++) sum[half] += tile + 4 < across ? t[0][half].v + t[1][half].v : t[0][half].v;
+      for (int half = 0; half < 2; half++) sum[half] += tile + 4 < across ? asked[0][half].v + asked[1][half].v : asked[0][half].v;
+      tile += 8;
+      askSquares(tile);
     }
     __syncwarp();
 #pragma unroll
@@ -137,13 +144,15 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
   // Puts 64 columns of y into a panel.
   __device__ void leaveNormed(int part, uint32_t panel) const {
     const float *g = p.g + column + 64 * part + threadIdx.x % 4 * 2;
+    float2 of[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) of[n] = column + 64 * part + 8 * n < p.columns ? __ldg((const float2 *)(g + 8 * n)) : float2{};
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t w[2][2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        float2 weights = {};
-        if (column + 64 * part + 8 * (n + i) < p.columns) weights = __ldg((const float2 *)(g + 8 * (n + i)));
+        const float2 weights = of[n + i];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const float2 f = unpack(v[8 * part + n + i][half], T());
@@ -156,6 +165,7 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
   }
 
   __device__ bool isEarly() const {
+    if (p.whole) return false;
     const Order order(p.rows, p.columns, p.section);
     const int cluster = row / (kCluster * kRows), first = cluster / p.section * p.section, n = min(p.section, order.rows - first);
     const int at = first * across + cluster - first;
@@ -170,12 +180,13 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
       storesRead<1>();
       leaveColumns(v, 8 * slot, panel);
       store(s, panel, column + 64 * slot, row, 0);
-    } else if (slot < 2 * kParts) {
-      storesRead<0>();
-      if (slot == kParts) {
+      if (slot == kParts - 1) {
         early = isEarly();
-        if (some && !early) addSquares();
+        if (some && !early) askSquares(threadIdx.x % 4);
       }
+    } else if (slot < 2 * kParts) {
+      if (slot == kParts && some && !early) addSquares();
+      storesRead<0>();
       if (some && !early) leaveNormed(slot - kParts, panels);
     }
     if (more) {
@@ -200,6 +211,7 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
         this->ask(s, part, row, column);
         this->accept(part);
       }
+      askSquares(threadIdx.x % 4);
       addSquares();
 #pragma unroll
       for (int part = 0; part < kParts; part++) {

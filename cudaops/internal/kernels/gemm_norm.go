@@ -69,8 +69,10 @@ func (k *Kernels) ProductNorm(s driver.Stream, a ProductNorm) error {
 		return err
 	}
 	var section int
-	g.clusters, section = wholeRows(a.Rows, a.Columns, most)
-	g.params = args().Ptr(a.Workspace).Ptr(a.Rstd).Ptr(a.G).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(section).Float32(float32(a.Eps))
+	var whole bool
+	g.clusters, section, whole = wholeRows(a.Rows, a.Columns, most)
+	g.params = args().Ptr(a.Workspace).Ptr(a.Rstd).Ptr(a.G).Int32(a.Rows).Int32(a.Columns).Int32(a.D).Int32(section).Float32(float32(a.Eps)).
+		Int32(int(bit(whole)))
 	if a.C != a.Sum { // else what is stored to would be lost
 		if err := k.poison(s, a.Sum, a.Rows*a.Columns*a.Type.Size()); err != nil {
 			return err
@@ -80,18 +82,19 @@ func (k *Kernels) ProductNorm(s driver.Stream, a ProductNorm) error {
 }
 
 // wholeRows chooses how many clusters, of so many that run at once, work on a product and how many rows of them are a section, so that
-// the tiles of a row are of one turn where that takes no more turns: other rows take another pass over the sum.
-func wholeRows(rows, columns, most int) (clusters, section int) {
+// the tiles of a row are of one turn where that takes no more turns: other rows take another pass over the sum. whole is whether there are
+// none of these.
+func wholeRows(rows, columns, most int) (clusters, section int, whole bool) {
 	across := ceilDiv(columns, plainColumns)
 	tiles := across * ceilDiv(rows, gemmCluster*gemmRows)
 	clusters, section = most, 1
-	if whole := most / across * across; whole > 0 && ceilDiv(tiles, whole) == ceilDiv(tiles, most) {
-		clusters = whole
+	if n := most / across * across; n > 0 && ceilDiv(tiles, n) == ceilDiv(tiles, most) {
+		clusters = n
 	}
 	for s := 2; s < 2*gemmSection; s++ {
 		if clusters%(s*across) == 0 && max(s-gemmSection, gemmSection-s) <= max(section-gemmSection, gemmSection-section) {
 			section = s
 		}
 	}
-	return clusters, section
+	return clusters, section, clusters%(section*across) == 0 || tiles <= clusters
 }

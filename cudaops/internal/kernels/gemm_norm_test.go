@@ -173,17 +173,21 @@ func TestProductNormRefusals(t *testing.T) {
 
 // TestWholeRows wants the tiles of a row in one turn where that takes no more turns, and never more turns or clusters.
 func TestWholeRows(t *testing.T) {
-	for _, c := range [][5]int{{16384, 2048, 66, 64, 8}, {16384, 2048, 64, 64, 8}, {16384, 1024, 66, 64, 8}, {32768, 768, 66, 66, 11},
-		{32768, 768, 64, 64, 1}, {100, 8, 66, 66, 6}, {16384, 20000, 66, 66, 1}, {5000, 768, 1, 1, 1}} {
-		clusters, section := wholeRows(c[0], c[1], c[2])
-		if clusters != c[3] || section != c[4] {
-			t.Errorf("%v: got %d clusters in sections of %d", c[:3], clusters, section)
+	for _, c := range []struct {
+		rows, columns, most, clusters, section int
+		whole                                  bool
+	}{{16384, 2048, 66, 64, 8, true}, {16384, 2048, 64, 64, 8, true}, {16384, 1024, 66, 64, 8, true}, {32768, 768, 66, 66, 11, true},
+		{32768, 768, 64, 64, 1, false}, {100, 8, 66, 66, 6, true}, {16384, 20000, 66, 66, 1, false}, {5000, 768, 1, 1, 1, false},
+		{256, 1000, 5, 4, 1, true}} {
+		clusters, section, whole := wholeRows(c.rows, c.columns, c.most)
+		if clusters != c.clusters || section != c.section || whole != c.whole {
+			t.Errorf("%+v: got %d clusters in sections of %d, whole: %v", c, clusters, section, whole)
 		}
 	}
 	for rows := 1; rows < 40000; rows += 997 {
 		for columns := 8; columns < 9000; columns += 264 {
 			for _, most := range []int{1, 2, 5, 30, 62, 64, 66} {
-				clusters, section := wholeRows(rows, columns, most)
+				clusters, section, _ := wholeRows(rows, columns, most)
 				tiles := ceilDiv(rows, 256) * ceilDiv(columns, 256)
 				if clusters < 1 || clusters > most || section < 1 || ceilDiv(tiles, clusters) != ceilDiv(tiles, most) {
 					t.Fatalf("%d rows, %d columns, %d: got %d clusters in sections of %d", rows, columns, most, clusters, section)
