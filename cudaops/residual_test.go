@@ -71,16 +71,14 @@ func TestProductNormWays(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		check(t, device, 6, 7, 5, 1e-5, 2, fakeOption)
 	})
-	for _, p := range []Precision{BFloat16, Float16} {
-		t.Run(p.String(), func(t *testing.T) {
-			device := openGPU(t)
-			norms := 0
-			if device.info.Capability() == 90 {
-				norms = 2
-			}
-			check(t, device, 700, 264, 776, 3e-2, norms, WithPrecision(p), WithTuning(TuneOff))
-		})
-	}
+	t.Run("bfloat16", func(t *testing.T) {
+		device := openGPU(t)
+		norms := 0
+		if device.info.Capability() == 90 {
+			norms = 2
+		}
+		check(t, device, 700, 264, 776, 3e-2, norms, WithPrecision(BFloat16), WithTuning(TuneOff))
+	})
 	t.Run("float8", func(t *testing.T) {
 		device := openGPU(t)
 		check(t, device, 700, 272, 784, 0.3, 0, WithPrecision(Float8), WithTuning(TuneOff))

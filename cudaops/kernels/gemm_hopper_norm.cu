@@ -13,10 +13,9 @@
 // A number lies there with a tag, 8 bytes that are written and read at once, and a number with another tag has not come yet: no order
 // of accesses is asked for. Tags count the launches that the memory has served; the last cluster to end counts on.
 //
-// Warps wait for others, which must not wait for them. A tile's squares are there when its cluster has begun its next turn (Schedule), and
+// Warps wait for others, which must not wait for them. A tile's squares are there when its cluster has begun its next turn (Order), and
 // warps wait only for tiles of the turn before the one in which they wait, so that nobody waits in a circle, whatever the order in which
-// clusters come to run. All must get to run, as they do: there are no more than fit, and kernels beside them end by themselves. Rows whose
-// last tile is of a later turn than one of their others are finished at the end, for which the latter's sums are fetched again.
+// clusters come to run. All must get to run, as they do: there are no more than fit, and kernels beside them end by themselves.
 //
 // Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
@@ -40,9 +39,8 @@ struct Params {
   float *rstd;
   const float *g;
   int rows, columns, depth;
-  int section;  // of Schedule
+  int down;  // of Order
   float eps;
-  int whole;  // whether all tiles of a row are of one turn
 };
 
 #if defined(HOPPER)
@@ -50,7 +48,25 @@ struct Params {
 constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
-using Order = Schedule<kColumns>;
+
+// The tiles of a cluster: it keeps to one column of tiles, `down` clusters to each, which go down it together. So the tiles of a row are all
+// of one turn.
+struct Order {
+  int rows, down, rank, column, next;
+  __device__ explicit Order(const Params &p)
+      : rows((p.rows + kCluster * kRows - 1) / (kCluster * kRows)), down(p.down), rank(blockIdx.x % kCluster),
+        column(blockIdx.x / kCluster / p.down * kColumns), next(blockIdx.x / kCluster % p.down) {}
+  __device__ bool take(Tile &t) {
+    if (next >= rows) return false;
+    t = {(kCluster * next + rank) * kRows, column};
+    next += down;
+    return true;
+  }
+};
+
+// Where the weights of the norm for a block's columns lie in shared memory: those which a lane needs for 16 columns, 4 of them, are
+// neighbours.
+__device__ inline int weightAt(int column) { return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2; }
 
 __device__ inline void put(Tagged *to, float v, unsigned tag) {
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(__float_as_uint(v)), "r"(tag) : "memory");
@@ -81,15 +97,15 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
   static constexpr int kSlots = 2 * kParts + 1;
   const Params &p;
   const TensorMap &s, &c, &y;
-  const int across, first;  // tiles of a row; the warp's first row of a block's
+  const int across;  // tiles of a row
   const unsigned tag;
+  const uint32_t weights;
   Tagged asked[2][2];  // tiles, rows
   float rstd[2];
-  bool early;  // the last tile of the same rows is of a later turn than this one
 
   __device__ Normed(const Params &p, const TensorMap &s, const TensorMap &c, const TensorMap &y, const Shared &m, int warp)
       : Sums(p.rows, m.panels(warp), m.barriers(warp)), p(p), s(s), c(c), y(y), across((p.columns + kColumns - 1) / kColumns),
-        first(16 * warp), tag(launchesBefore(p.launches) + 1) {}
+        tag(launchesBefore(p.launches) + 1), weights(m.factors(0) + threadIdx.x % 4 * 16) {}
 
   // Where this lane's first row lies, in a column of tiles; the other one is 8 further on.
   __device__ Tagged *squares(int tile) const {
@@ -143,33 +159,24 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
 
   // Puts 64 columns of y into a panel.
   __device__ void leaveNormed(int part, uint32_t panel) const {
-    const float *g = p.g + column + 64 * part + threadIdx.x % 4 * 2;
-    float2 of[8];
-#pragma unroll
-    for (int n = 0; n < 8; n++) of[n] = column + 64 * part + 8 * n < p.columns ? __ldg((const float2 *)(g + 8 * n)) : float2{};
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
+      float g[2][2];
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(g[0][0]), "=f"(g[0][1]), "=f"(g[1][0]), "=f"(g[1][1])
+                   : "r"(weights + (8 * part + n) * 32)
+                   : "memory");
       uint32_t w[2][2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 weights = of[n + i];
+      for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const float2 f = unpack(v[8 * part + n + i][half], T());
-          w[i][half] = pack(f.x * rstd[half] * weights.x, f.y * rstd[half] * weights.y, T());
+          w[i][half] = pack(f.x * rstd[half] * g[i][0], f.y * rstd[half] * g[i][1], T());
         }
-      }
       storeMatrices(chunkOf<64>(panel) ^ n * 16, w[0], w[1]);
     }
     store(y, panel, column + 64 * part, row, 0);
-  }
-
-  __device__ bool isEarly() const {
-    if (p.whole) return false;
-    const Order order(p.rows, p.columns, p.section);
-    const int cluster = row / (kCluster * kRows), first = cluster / p.section * p.section, n = min(p.section, order.rows - first);
-    const int at = first * across + cluster - first;
-    return (at + n * (column / kColumns)) / order.stride != (at + n * (across - 1)) / order.stride;
   }
 
   __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
@@ -180,44 +187,16 @@ template <typename T> struct Normed : AddedSums<T, kColumns> {
       storesRead<1>();
       leaveColumns(v, 8 * slot, panel);
       store(s, panel, column + 64 * slot, row, 0);
-      if (slot == kParts - 1) {
-        early = isEarly();
-        if (some && !early) askSquares(threadIdx.x % 4);
-      }
-    } else if (slot < 2 * kParts) {
-      if (slot == kParts && some && !early) addSquares();
+      if (slot == kParts - 1 && some) askSquares(threadIdx.x % 4);
+    } else if (slot < 2 * kParts && some) {
+      if (slot == kParts) addSquares();
       storesRead<0>();
-      if (some && !early) leaveNormed(slot - kParts, panels);
+      leaveNormed(slot - kParts, panels);
     }
     if (more) {
       if (slot > kParts) this->accept(slot - kParts - 1);
       if (slot >= kParts && slot < 2 * kParts) this->ask(c, slot - kParts, nextRow, nextColumn);
       __syncwarp();
-    } else if (slot == kSlots - 1) {
-      finishEarly();
-    }
-  }
-
-  __device__ void finishEarly() {
-    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // s has been written
-    __syncwarp();
-    Order order(p.rows, p.columns, p.section);
-#pragma unroll 1
-    for (Tile t; order.take(t);) {
-      row = t.row + first, column = t.column;
-      if (row >= p.rows || !isEarly()) continue;
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        this->ask(s, part, row, column);
-        this->accept(part);
-      }
-      askSquares(threadIdx.x % 4);
-      addSquares();
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        storesRead<0>();
-        leaveNormed(part, panels);
-      }
     }
   }
 
@@ -232,7 +211,12 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                            const TensorMap &y) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<T, 0>(m, Order(p.rows, p.columns, p.section), p.depth, x, Right<0>{w},
+  const Order order(p);
+  if (threadIdx.x < kColumns) {
+    const int column = order.column + threadIdx.x;
+    storeWord(m.factors(0) + 4 * weightAt(threadIdx.x), column < p.columns ? __float_as_uint(p.g[column]) : 0);
+  }
+  multiply<T, 0>(m, order, p.depth, x, Right<0>{w},
                  [&](int warp) { return Normed<T>(p, s, c, y, m, warp); });
   if (threadIdx.x == 0 && blockIdx.x % kCluster == 0 && atomicInc(&p.launches->ended, gridDim.x / kCluster - 1) == gridDim.x / kCluster - 1)
     p.launches->before++;  // all have read it
@@ -241,7 +225,8 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: clusters of kCluster blocks of 384 threads, no more than run at once. Dynamic shared memory: see Memory.
+// Launch: clusters of kCluster blocks of 384 threads, `down` for each column of tiles and no more than run at once. Dynamic shared memory:
+// see Memory, with room for the factors of a tile.
 #define DEFINE(T)                                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
       gemm_hopper_norm_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,                       \

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -17,8 +18,7 @@ func (g *rig) normWorkspace(rows, columns int) driver.Ptr {
 	return b.Ptr
 }
 
-// TestProductNorm compares with float64. All launches share a workspace, some leave multiprocessors to others, and where there are 66
-// clusters rows of the last three begin in one turn and end in the next.
+// TestProductNorm compares with float64. All launches share a workspace, and some leave multiprocessors to others.
 func TestProductNorm(t *testing.T) {
 	g := newHopperRig(t)
 	shared := g.normWorkspace(9000, 2700)
@@ -57,12 +57,8 @@ func testProductNorm(g *rig, rows, columns, d int, dtype driver.DType, workspace
 	want := decode(raw, dtype)
 	cpu.Gemm(false, true, rows, columns, d, 1, xr, d, wr, d, 1, want, columns)
 	a := ProductNorm{X: x.Ptr, W: w.Ptr, G: weight.Ptr, Rows: rows, Columns: columns, D: d, Eps: 1e-5, Type: dtype, Workspace: workspace}
-	ways := g.ProductNormWays(rows, columns, d, dtype)
-	if len(ways) == 0 {
-		g.Fatal("no way takes it")
-	}
 	defer g.Leave(0)
-	for _, a.Way = range ways {
+	for _, a.Way = range normWays {
 		var bits [3][]float64
 		for run := range 4 {
 			g.Leave(run % 2 * LateMultiprocessors)
@@ -124,10 +120,11 @@ func TestProductNormNotFinite(t *testing.T) {
 func TestProductNormRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)
-		ok := ProductNorm{Y: p, Rstd: p, Sum: p, X: p, W: p, C: p, G: p, Workspace: p, Type: bf16, Rows: 600, Columns: 520, D: 264}
+		ok := ProductNorm{Y: p, Rstd: p, Sum: p, X: p, W: p, C: p, G: p, Workspace: p, Type: bf16, Rows: 600, Columns: 256, D: 264}
 		for what, change := range map[string]func(a *ProductNorm){
 			"rows":      func(a *ProductNorm) { a.Rows = -1 },
-			"columns":   func(a *ProductNorm) { a.Columns = 516 },
+			"columns":   func(a *ProductNorm) { a.Columns = 252 },
+			"clusters":  func(a *ProductNorm) { a.Columns = 264 }, // of which there is one
 			"d":         func(a *ProductNorm) { a.D = 268 },
 			"type":      func(a *ProductNorm) { a.Type = f32 },
 			"result":    func(a *ProductNorm) { a.Y += 8 },
@@ -171,28 +168,21 @@ func TestProductNormRefusals(t *testing.T) {
 	}
 }
 
-// TestWholeRows wants the tiles of a row in one turn where that takes no more turns, and never more turns or clusters.
-func TestWholeRows(t *testing.T) {
-	for _, c := range []struct {
-		rows, columns, most, clusters, section int
-		whole                                  bool
-	}{{16384, 2048, 66, 64, 8, true}, {16384, 2048, 64, 64, 8, true}, {16384, 1024, 66, 64, 8, true}, {32768, 768, 66, 66, 11, true},
-		{32768, 768, 64, 64, 1, false}, {100, 8, 66, 66, 6, true}, {16384, 20000, 66, 66, 1, false}, {5000, 768, 1, 1, 1, false},
-		{256, 1000, 5, 4, 1, true}} {
-		clusters, section, whole := wholeRows(c.rows, c.columns, c.most)
-		if clusters != c.clusters || section != c.section || whole != c.whole {
-			t.Errorf("%+v: got %d clusters in sections of %d, whole: %v", c, clusters, section, whole)
+// TestProductNormWays wants it offered where the tiles of a row can be worked on at once in no more turns than others, also on fewer
+// multiprocessors.
+func TestProductNormWays(t *testing.T) {
+	for _, s := range []struct {
+		sms, rows, columns int
+		takes              bool
+	}{{132, 16384, 2048, true}, {132, 16384, 1024, true}, {132, 32768, 768, false}, // 64 clusters take 6 turns, 63 take 7
+		{132, 256 * 21, 768, true}, {132, 1, 8, true}, {132, 256, 256 * 64, true}, {132, 256, 256*64 + 8, false}, {80, 16384, 2048, false}, {10, 256, 1024, false}} {
+		ctx, err := fake.New(fake.Config{AnyKernel: true, Devices: []driver.DeviceInfo{{Name: "Fake", Major: 9, Memory: 1 << 30, SMs: s.sms, L2: 40 << 20,
+			ThreadsPerSM: 2048, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10}}}).Retain(0)
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	for rows := 1; rows < 40000; rows += 997 {
-		for columns := 8; columns < 9000; columns += 264 {
-			for _, most := range []int{1, 2, 5, 30, 62, 64, 66} {
-				clusters, section, _ := wholeRows(rows, columns, most)
-				tiles := ceilDiv(rows, 256) * ceilDiv(columns, 256)
-				if clusters < 1 || clusters > most || section < 1 || ceilDiv(tiles, clusters) != ceilDiv(tiles, most) {
-					t.Fatalf("%d rows, %d columns, %d: got %d clusters in sections of %d", rows, columns, most, clusters, section)
-				}
-			}
+		if got := len(New(ctx).ProductNormWays(s.rows, s.columns, 264, bf16)) == 1; got != s.takes {
+			t.Errorf("%+v: %v", s, got)
 		}
 	}
 }
