@@ -107,8 +107,7 @@ func (p memsetParams) within(memory Ptr, bytes int) bool {
 		uint64(p.width) <= uint64(bytes) && uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
 }
 
-// takeOut has what waits for a node of a graph wait for what the node has waited for, if that is a single node, which waits for nothing
-// else, and destroys the node.
+// takeOut has the node that waits for a node of a graph, if it is a single one, wait for what that has waited for, and destroys that.
 func (c *context) takeOut(graph, node uintptr) {
 	before, err := c.neighbours(&c.GraphDependencies, node)
 	if err != nil || len(before) == 0 {
@@ -116,9 +115,6 @@ func (c *context) takeOut(graph, node uintptr) {
 	}
 	behind, err := c.neighbours(&c.GraphDependents, node)
 	if err != nil || len(behind) != 1 {
-		return
-	}
-	if other, err := c.neighbours(&c.GraphDependencies, behind[0]); err != nil || len(other) != 1 {
 		return
 	}
 	to := slices.Repeat(behind, len(before))
