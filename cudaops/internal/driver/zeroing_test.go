@@ -21,10 +21,9 @@ func TestZeroedWorkspace(t *testing.T) {
 		}
 		zeroing := 0 // ways that set workspace to zero
 		for _, spec := range []driver.MatmulSpec{
-			{M: 2048, N: 2048, K: 1024, TransB: true, A: b16, B: b16, D: b16},
-			{M: 4096, N: 1024, K: 2816, A: b16, B: b16, D: b16},
-			{M: 1024, N: 2816, K: 4096, TransA: true, A: b16, B: b16, D: f32},
-			{M: 1024, N: 1024, K: 8192, TransA: true, A: b16, B: b16, D: f32},
+			{M: 16384, N: 1024, K: 1024, A: b16, B: b16, D: b16},
+			{M: 16384, N: 1024, K: 1024, TransB: true, A: b16, B: b16, D: b16},
+			{M: 5632, N: 1024, K: 4096, TransA: true, A: b16, B: b16, D: f32},
 		} {
 			spec.M, spec.N, spec.K = spec.M/scale, spec.N/scale, spec.K/scale
 			p := must[driver.MatmulPlan](t)(blas.Plan(spec, limit, 12))
@@ -57,11 +56,10 @@ func TestZeroedWorkspace(t *testing.T) {
 				}
 				plain, without := capture(false), capture(true)
 				name := fmt.Sprintf("%dx%dx%d, way %d, which needs %d bytes", spec.M, spec.N, spec.K, way, algo.Workspace)
-				t.Logf("%s: %d nodes, and %d", name, plain.Nodes, without.Nodes)
-				if without.Nodes == plain.Nodes-1 {
-					zeroing++
-				} else if r.gpu && without.Nodes != plain.Nodes+1 {
-					t.Errorf("%s: %d nodes, and %d with one memset for all", name, plain.Nodes, without.Nodes)
+				if r.gpu && plain.Nodes > 2 && !driver.Poison {
+					if zeroing++; without.Nodes != plain.Nodes-1 {
+						t.Errorf("%s: %d nodes, and %d with one memset for all", name, plain.Nodes, without.Nodes)
+					}
 				}
 				want := results(plain)
 				if !bytes.Equal(want[:size], want[size:]) {
@@ -76,9 +74,7 @@ func TestZeroedWorkspace(t *testing.T) {
 			}
 			ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work), p.Close()))
 		}
-		if t.Logf("%d ways set workspace to zero", zeroing); r.gpu && r.Device().Capability() == 90 && zeroing == 0 && !driver.Poison {
-			t.Error("no graph is without memsets of the library")
-		}
+		t.Logf("%d ways set workspace to zero", zeroing)
 		ok(t, r.DestroyStream(s))
 	})
 }
