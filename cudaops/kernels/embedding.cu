@@ -84,34 +84,21 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts,
     }
     return x;
   };
-  constexpr int kAhead = 8;  // loads that are under way together: one block hides no latency otherwise
-  auto load = [&](int4(&n)[kAhead], int i) {
-#pragma unroll
-    for (int k = 0; k < kAhead; k++) n[k] = i + k * kWarp + lane < hi ? quad[i + k * kWarp + lane] : int4{};
-  };
-  auto sumOf = [](int4 n) { return n.x + n.y + n.z + n.w; };
   int own = 0;
-  for (int i = lo; i < hi; i += kAhead * kWarp) {
-    int4 n[kAhead];
-    load(n, i);
-#pragma unroll
-    for (int k = 0; k < kAhead; k++) own += sumOf(n[k]);
-  }
+#pragma unroll 8
+  for (int i = lo + lane; i < hi; i += kWarp) own += quad[i].x + quad[i].y + quad[i].z + quad[i].w;
   int upTo = inclusive(own);
   if (lane == kWarp - 1) stretchSums[warp] = upTo;
   __syncthreads();
   int before = stretchSums[lane];
   before = __shfl_sync(kAllLanes, inclusive(before) - before, warp);  // the sum of the stretches in front
-  for (int i = lo; i < hi; i += kAhead * kWarp) {
-    int4 n[kAhead];
-    load(n, i);
-#pragma unroll
-    for (int k = 0; k < kAhead; k++) {
-      int q = i + k * kWarp + lane, to = inclusive(sumOf(n[k])), at = before + to - sumOf(n[k]);
-      before += __shfl_sync(kAllLanes, to, kWarp - 1);
-      int4 s = {at, at + n[k].x, at + n[k].x + n[k].y, at + n[k].x + n[k].y + n[k].z};
-      if (q < hi) quad[q] = reinterpret_cast<int4*>(starts)[q] = s;
-    }
+#pragma unroll 4
+  for (int i = lo; i < hi; i += kWarp) {
+    int4 n = i + lane < hi ? quad[i + lane] : int4{};
+    int sum = n.x + n.y + n.z + n.w, to = inclusive(sum), at = before + to - sum;
+    before += __shfl_sync(kAllLanes, to, kWarp - 1);
+    int4 s = {at, at + n.x, at + n.x + n.y, at + n.x + n.y + n.z};
+    if (i + lane < hi) quad[i + lane] = reinterpret_cast<int4*>(starts)[i + lane] = s;
   }
 }
 
