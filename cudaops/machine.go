@@ -498,8 +498,20 @@ func (m *Machine) replay() error {
 	return err
 }
 
+// zero sets to zero what tasks expect to be so: in what is captured, since that alone can do without other work for it.
+func (m *Machine) zero() error {
+	z := m.program.zeroed
+	if z == nil || !m.capturing {
+		return nil
+	}
+	return m.device.ctx.Memset8(z.ptr(), 0, z.extent(), m.stream)
+}
+
 func (m *Machine) enqueue() error {
 	m.tuner.used = m.tuner.used[:0]
+	if err := m.zero(); err != nil {
+		return err
+	}
 	defer m.leave(len(m.program.tasks))
 	for i, t := range m.program.tasks {
 		m.leave(i)

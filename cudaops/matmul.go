@@ -19,6 +19,10 @@ const productOp = "Matmul"
 // workspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
 const workspaceBytes = 32 << 20
 
+// littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once a run: counters, which cuBLASLt
+// would set to zero in front of each product.
+const littleWorkspace = 1 << 10
+
 // matmuls plans a machine's matrix products: one plan for each shape, or where this module has ways of its own one for each addend.
 type matmuls struct {
 	m         *Machine
@@ -178,6 +182,14 @@ func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
 	return p.m.k.Product(s, product)
 }
 
+// workspace is what the product's way needs.
+func (p *planned) workspace() int {
+	if p.way >= len(p.ways) {
+		return 0
+	}
+	return p.Algos()[p.way].Workspace
+}
+
 // ownGain is what cuBLASLt must save of a product in a forward pass to take the place of a kernel of this module, which in training
 // leaves multiprocessors to an update (late.go).
 const ownGain = 0.04
@@ -327,7 +339,7 @@ type computed struct {
 
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
-	run, own, err := c.m.blas.product(p)
+	run, own, err := c.m.blas.product(p, c.zeros)
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
 		c.computes(p.flops())
@@ -338,8 +350,9 @@ func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	return err
 }
 
-// product plans a product and returns what enqueues it, and whether that is a kernel of this module.
-func (b *matmuls) product(p product) (run func() error, own bool, err error) {
+// product plans a product and returns what enqueues it, and whether that is a kernel of this module. Where cuBLASLt needs only a little
+// workspace, that is a piece of what zeros gives, unless this is nil: what is returned then is for a single place in a run.
+func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() error, own bool, err error) {
 	if p.alpha == 0 {
 		p.alpha = 1
 	}
@@ -350,10 +363,17 @@ func (b *matmuls) product(p product) (run func() error, own bool, err error) {
 	if err != nil {
 		return nil, false, err
 	}
+	var little *array
+	if bytes := plan.workspace(); bytes > 0 && bytes <= littleWorkspace && zeros != nil {
+		little = zeros(bytes)
+	}
 	return func() error {
 		b.m.tuner.use(plan.choice)
 		a := driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
 			Workspace: b.workspace, WorkspaceSize: workspaceBytes}
+		if little != nil {
+			a.Workspace, a.WorkspaceSize, a.Zeroed = little.ptr(), little.extent(), true
+		}
 		if p.scaleA != nil {
 			a.ScaleA, a.ScaleB = p.scaleA.ptr(), p.scaleB.ptr()
 		}

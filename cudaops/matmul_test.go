@@ -172,6 +172,52 @@ func TestProductTiny(t *testing.T) {
 	}
 }
 
+// TestProductCounters wants captured runs to compute, bit by bit, what one that is not captured does, where products find their workspaces
+// zero instead of setting them to zero, and each to have workspace for itself.
+func TestProductCounters(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	check := func(t *testing.T, device *Device, rows, f, d int, opts ...MachineOption) *Machine {
+		g, params, keep := residualGraph(t, rand.Uint64(), rows, f, d)
+		m := newFuseMachine(t, device, g, params, keep, opts)
+		first := valuesOf(t, m, keep, nil, 0)
+		for range 3 { // one is captured, and then replayed
+			for i, v := range valuesOf(t, m, keep, nil, 0) {
+				if got := distance(t, v, first[i]); got != 0 {
+					t.Errorf("value %d differs by %.2g", i, got)
+				}
+			}
+		}
+		return m
+	}
+	t.Run("fake", func(t *testing.T) {
+		slow := fake.Way{Took: time.Second}
+		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{slow, {}, slow}, Devices: smallCache("GPU")})
+		private := func(c *machineConfig) error {
+			c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
+			return nil
+		}
+		for _, opt := range []MachineOption{func(*machineConfig) error { return nil }, WithMonitor(2)} {
+			m := check(t, device, 6, 7, 5, fakeOption, private, WithTuning(TuneCached), opt)
+			products := 0
+			for _, task := range m.program.tasks {
+				if task.flops > 0 {
+					products++
+				}
+			}
+			if z := m.program.zeroed; z == nil || z.extent() != products*1024 || products < 7 {
+				t.Errorf("%d products, and %+v to be set to zero, want 1024 bytes for each", products, z)
+			}
+		}
+	})
+	t.Run("bfloat16", func(t *testing.T) {
+		m := check(t, openGPU(t), 16384, 2816, 1024, WithPrecision(BFloat16), WithTuning(TuneOff), WithWays("Matmul!=hopper-*"))
+		if z := m.program.zeroed; z != nil {
+			t.Logf("%d bytes are set to zero", z.extent())
+		}
+	})
+}
+
 // TestProductFavoured wants kernels that leave multiprocessors to an update to have an advantage over cuBLASLt's only where there may be
 // one beside, and the same choices in a machine that evaluates beside one that trains.
 func TestProductFavoured(t *testing.T) {

@@ -169,7 +169,7 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 	s, t := o.m.stream, o.m.tuner
 	o.m.apart = true
 	defer func() { o.m.apart = false }()
-	if err := mark(o.marks[0], s); err != nil {
+	if err := errors.Join(o.m.zero(), mark(o.marks[0], s)); err != nil {
 		return err
 	}
 	defer o.m.leave(len(o.m.program.tasks))

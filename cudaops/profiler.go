@@ -231,6 +231,12 @@ func (p *profiler) doing(t markedTask) {
 // run enqueues the machine's tasks.
 func (p *profiler) run() error {
 	tuner := p.m.tuner
+	if z := p.m.program.zeroed; z != nil {
+		p.doing(markedTask{op: "Workspaces", bytes: float64(z.extent())})
+		if err := p.m.zero(); err != nil {
+			return err
+		}
+	}
 	defer p.m.leave(len(p.m.program.tasks))
 	for i, t := range p.m.program.tasks {
 		p.m.leave(i)

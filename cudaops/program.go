@@ -121,6 +121,8 @@ type program struct {
 
 	weights []*quantizedWeight
 
+	zeroed *array // what zeros gives; nil where nothing asks
+
 	scale   *array // kernels.LossScale, whose first number is the loss scale; nil where there is none
 	scaling *scaling
 }
@@ -309,6 +311,18 @@ func (c *program) allocate(b *block, e elem, shape []int) *array {
 	b.Bytes = max(1, a.len()*e.size())
 	c.blocks = append(c.blocks, b)
 	return a
+}
+
+// zeros returns so many bytes that are zero when a run begins, for a task alone, which may leave anything there.
+func (c *compiler) zeros(bytes int) *array {
+	if c.zeroed == nil {
+		c.zeroed = &array{block: &block{resident: true}, elem: float8s, shape: tensor.Shape{0}}
+		c.blocks = append(c.blocks, c.zeroed.block)
+	}
+	z := &array{block: c.zeroed.block, at: c.zeroed.Bytes, elem: float8s, shape: tensor.Shape{bytes}}
+	c.zeroed.Bytes += plan.Align(bytes, alignment)
+	c.zeroed.shape[0] = c.zeroed.Bytes
+	return z
 }
 
 // do adds a task that reads and writes the given arrays. The first is written: if it comes again, it is read too.

@@ -133,7 +133,7 @@ func lowerBatched(c *compiler, n *gorgonia.Node, in []*array, p linalg) (*array,
 	last := len(y.shape) - 2
 	first := func(x *array) *array { return x.view(0, x.shape[last:]...) }
 	all := product{d: first(y), a: first(a), b: first(b), transA: p.transA, transB: p.transB}.repeated(size(y.shape[:last]))
-	run, own, err := c.m.blas.product(all)
+	run, own, err := c.m.blas.product(all, c.zeros)
 	if err != nil {
 		return nil, err
 	}

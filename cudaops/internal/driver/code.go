@@ -224,10 +224,14 @@ func (c *context) BeginCapture(s Stream) error {
 }
 
 func (c *context) EndCapture(s Stream) (*Graph, error) {
-	g := &Graph{Work: c.ledger.EndCapture(s)}
+	work, surplus := c.ledger.EndCapture(s)
+	g := &Graph{Work: work}
 	var graph, nodes uintptr
 	if err := c.call(&c.StreamEndCapture, uintptr(s), uintptr(unsafe.Pointer(&graph))); err != nil {
 		return nil, err
+	}
+	for _, node := range surplus {
+		c.takeOut(graph, node)
 	}
 	err := c.call(&c.GraphGetNodes, graph, 0, uintptr(unsafe.Pointer(&nodes)))
 	if err == nil {

@@ -293,6 +293,10 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 		}
 	}
 	p.alpha, p.beta = a.Alpha, a.Beta
+	noted := func() {}
+	if a.Zeroed && !Poison { // which fills the workspace just before
+		noted = b.ctx.noteZeroing(s, a.Workspace, a.WorkspaceSize)
+	}
 	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A),
 		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD, uintptr(a.D), p.layoutD,
 		uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace), uintptr(a.WorkspaceSize), uintptr(s))
@@ -300,6 +304,7 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
 	b.ctx.ledger.Add(s, Stats{Matmuls: 1})
+	noted()
 	return nil
 }
 

@@ -76,7 +76,14 @@ type cudaAPI struct {
 	TensorMapEncode    proc `c:"cuTensorMapEncodeTiled" since:"12.0"`
 	StreamBeginCapture proc `c:"cuStreamBeginCapture_v2"`
 	StreamEndCapture   proc `c:"cuStreamEndCapture"`
+	StreamCaptureInfo  proc `c:"cuStreamGetCaptureInfo_v2" since:"11.3"`
 	GraphGetNodes      proc `c:"cuGraphGetNodes"`
+	GraphNodeType      proc `c:"cuGraphNodeGetType" since:"10.0"`
+	GraphMemsetParams  proc `c:"cuGraphMemsetNodeGetParams" since:"10.0"`
+	GraphDependencies  proc `c:"cuGraphNodeGetDependencies" since:"10.0"`
+	GraphDependents    proc `c:"cuGraphNodeGetDependentNodes" since:"10.0"`
+	GraphAddEdges      proc `c:"cuGraphAddDependencies" since:"10.0"`
+	GraphDestroyNode   proc `c:"cuGraphDestroyNode" since:"10.0"`
 	GraphInstantiate   proc `c:"cuGraphInstantiateWithFlags"`
 	GraphLaunch        proc `c:"cuGraphLaunch"`
 	GraphExecDestroy   proc `c:"cuGraphExecDestroy"`

@@ -22,8 +22,9 @@ type span struct{ start, end uintptr }
 
 // tally is what one capture has recorded so far.
 type tally struct {
-	origin Stream
-	work   Stats
+	origin  Stream
+	work    Stats
+	surplus []uintptr
 }
 
 func spanOf(b []byte) span {
@@ -118,13 +119,22 @@ func (l *Ledger) BeginCapture(s Stream) {
 	l.captures[s] = &tally{origin: s}
 }
 
-// EndCapture forgets the capture and returns the work in it.
-func (l *Ledger) EndCapture(s Stream) Stats {
+// Surplus notes a node of the graph that is being captured, which it can do without.
+func (l *Ledger) Surplus(s Stream, node uintptr) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.captures[s]; t != nil {
+		t.surplus = append(t.surplus, node)
+	}
+}
+
+// EndCapture forgets the capture and returns the work in it, and the nodes that it can do without.
+func (l *Ledger) EndCapture(s Stream) (work Stats, surplus []uintptr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	t := l.captures[s]
 	if t == nil {
-		return Stats{}
+		return Stats{}, nil
 	}
 	for stream, of := range l.captures {
 		if of == t {
@@ -136,7 +146,7 @@ func (l *Ledger) EndCapture(s Stream) Stats {
 			delete(l.events, event)
 		}
 	}
-	return t.work
+	return t.work, t.surplus
 }
 
 // Capturing reports whether a capture has taken in the stream.

@@ -98,9 +98,37 @@ func TestCrossEntropyExtremes(t *testing.T) {
 	}
 }
 
+// TestCrossEntropyRows wants the number of targets and the sum of losses to be those of all rows, also of more than a block takes at a time.
+func TestCrossEntropyRows(t *testing.T) {
+	g := newRig(t)
+	for i, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {
+		g.scope(fmt.Sprint(rows), func(g *rig) {
+			ids := g.classes(rows, 1000)
+			targets := Ints{g.uploadInts(ids, 4+4*(i%2)), i%2 == 1}
+			losses, values := g.normal(rows, f32, 0)
+			scale, mean, again := g.alloc(1, f32, 0), g.alloc(1, f32, 0), g.alloc(1, f32, 0)
+			g.must(g.CrossEntropyScale(g.stream, scale.Ptr, targets, rows))
+			want, sum, size := 1/float64(cpu.Targets(ids)), 0.0, 0.0
+			g.near("scale", scale, []float64{want}, 1e-7)
+			for _, v := range values {
+				sum, size = sum+v, size+math.Abs(v)
+			}
+			g.must(g.CrossEntropyMean(g.stream, mean.Ptr, losses.Ptr, scale.Ptr, rows))
+			if got := g.read(mean)[0]; !(math.Abs(got-sum*want) <= 1e-6*size*want) {
+				t.Errorf("%d rows: mean %v, want %v", rows, got, sum*want)
+			}
+			g.must(g.CrossEntropyMean(g.stream, again.Ptr, losses.Ptr, scale.Ptr, rows))
+			if distance(g.read(again), g.read(mean)) != 0 {
+				t.Errorf("%d rows: two runs give different bits", rows)
+			}
+		})
+	}
+}
+
 func TestEmbedding(t *testing.T) {
 	g := newRig(t)
-	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64}, {513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048}} {
+	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64}, {513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048},
+		{700, 4099, 4}, {900, 50257, 12}, {40, 200003, 3}} {
 		for _, types := range [][2]driver.DType{{f32, f32}, {bf16, bf16}, {bf16, f32}, {f16, f16}, {f16, f32}} {
 			yt, tt := types[0], types[1]
 			g.scope(fmt.Sprintf("%+v/%v/%v", c, yt, tt), func(g *rig) {

@@ -437,7 +437,7 @@ func (c *Context) EndCapture(s driver.Stream) (*driver.Graph, error) {
 	if k == nil || k.origin != st {
 		return nil, driver.NewError(call, driver.CaptureUnmatched, "", "no capture was begun on the stream")
 	}
-	work := c.ledger.EndCapture(s)
+	work, _ := c.ledger.EndCapture(s)
 	for member := range k.before {
 		member.capture = nil
 	}
