@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -13,10 +14,12 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // seenStatistics counts the products that form statistics, and the backward passes that begin with them. Variants of these may take the place
@@ -192,6 +195,46 @@ func TestStatisticsWays(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestStatisticsInPlace wants no statistics of a product whose place a Kasmina layer's backward pass has taken: it is the gradient of the
+// layer's result, not of the attention's.
+func TestStatisticsInPlace(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	const seq, heads, headDim, seeds, d = 6, 4, 4, 4, 40
+	var values []gorgonia.Value
+	for _, rule := range []string{"AttentionGradProduct=separate", "AttentionGradProduct=fused"} {
+		lattice, err := state.NewLattice(seeds, heads*headDim, state.WithoutGates())
+		for s := range seeds {
+			err = errors.Join(err, lattice.RequestGermination(s, state.GerminationRequest{Slot: 1 + s, Kind: blueprints.AttentionGate}),
+				lattice.Transition(s, state.Training), lattice.Transition(s, state.Grafting), lattice.SetAlpha(s, 0.5))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		g, must := gorgonia.NewGraph(), gorgonia.Must
+		matrix := randomMatrices(g, 1, 5, 1)
+		in := gorgonia.Nodes{matrix("q", 2*seq, heads*headDim), matrix("k", 2*seq, heads*headDim), matrix("v", 2*seq, heads*headDim),
+			matrix("weights", 1+seeds, heads*headDim/seeds), matrix("o", d, heads*headDim)}
+		scales := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("scales"), gorgonia.WithShape(1+seeds),
+			gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
+		y := must(op.Attention(in[0], in[1], in[2], op.AttentionConfig{Seq: seq, Heads: heads, KVHeads: heads, HeadDim: headDim}))
+		y = must(op.Kasmina(y, in[3], scales, lattice))
+		y = must(gorgonia.Mul(y, must(gorgonia.Transpose(in[4], 1, 0))))
+		keep := withGradients(t, y, matrix("with", 2*seq, d), in)
+		var products, begins int
+		m := newFuseMachine(t, device, g, in, keep, []MachineOption{fakeOption, WithWays(rule),
+			seenStatistics{products: &products, begins: &begins}.option})
+		if n := inPlaceTasks(m); n != 1 {
+			t.Errorf("%s: %d tasks are in place, want 1", rule, n)
+		}
+		values = valuesOf(t, m, keep, values, 1e-5)
+		if products != 0 || begins != 0 {
+			t.Errorf("%s: %d products, %d times made use of, want none", rule, products, begins)
+		}
 	}
 }
 
