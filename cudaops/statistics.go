@@ -22,7 +22,7 @@ func (c *compiler) formStatistics(s kernels.AttentionShape, g, y, lse, stats *ar
 		return false, nil
 	}
 	m, t, d := c.m, g.elem.dtype(), p.a.shape[1]
-	w := productWays{product: p.product, op: "AttentionGradProduct",
+	w := productWays{product: p.product, op: "StatisticsProduct",
 		shape: fmt.Sprintf("%dx%d, %d heads of %d, depth %d, %v", s.Batch, s.Seq, s.Heads, s.HeadDim, d, t),
 		units: []string{"gemm_hopper_stats", "attention"}, fused: m.k.AttentionGradProductWays(s, d, t),
 		arrays: []*array{g, p.a, p.b, y, lse, stats},
@@ -58,7 +58,7 @@ func (c *compiler) formStatistics(s kernels.AttentionShape, g, y, lse, stats *ar
 	}
 	for _, a := range []*array{y, lse, stats} {
 		c.touch(a, p.task)
-		task.bytes += float64(a.extent())
 	}
+	task.bytes += float64(y.extent() + 3*lse.extent()) // the statistics are two of lse's size
 	return true, nil
 }

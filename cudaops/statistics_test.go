@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -13,10 +14,12 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // seenStatistics counts the products that form statistics, and the backward passes that begin with them. Variants of these may take the place
@@ -141,7 +144,7 @@ func TestStatisticsWays(t *testing.T) {
 	check := func(t *testing.T, device *Device, p attentionLayer, v variants, tolerance float64, want int, opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
-		for i, rule := range []string{"AttentionGradProduct=separate", "AttentionGradProduct=fused"} {
+		for i, rule := range []string{"StatisticsProduct=separate", "StatisticsProduct=fused"} {
 			var products, begins int
 			g, params, keep := p.graph(t, seed)
 			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule),
@@ -195,6 +198,46 @@ func TestStatisticsWays(t *testing.T) {
 	}
 }
 
+// TestStatisticsInPlace wants no statistics of a product whose place a Kasmina layer's backward pass has taken: it is the gradient of the
+// layer's result, not of the attention's.
+func TestStatisticsInPlace(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	const seq, heads, headDim, seeds, d = 6, 4, 4, 4, 40
+	var values []gorgonia.Value
+	for _, rule := range []string{"StatisticsProduct=separate", "StatisticsProduct=fused"} {
+		lattice, err := state.NewLattice(seeds, heads*headDim, state.WithoutGates())
+		for s := range seeds {
+			err = errors.Join(err, lattice.RequestGermination(s, state.GerminationRequest{Slot: 1 + s, Kind: blueprints.AttentionGate}),
+				lattice.Transition(s, state.Training), lattice.Transition(s, state.Grafting), lattice.SetAlpha(s, 0.5))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		g, must := gorgonia.NewGraph(), gorgonia.Must
+		matrix := randomMatrices(g, 1, 5, 1)
+		in := gorgonia.Nodes{matrix("q", 2*seq, heads*headDim), matrix("k", 2*seq, heads*headDim), matrix("v", 2*seq, heads*headDim),
+			matrix("weights", 1+seeds, heads*headDim/seeds), matrix("o", d, heads*headDim)}
+		scales := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("scales"), gorgonia.WithShape(1+seeds),
+			gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
+		y := must(op.Attention(in[0], in[1], in[2], op.AttentionConfig{Seq: seq, Heads: heads, KVHeads: heads, HeadDim: headDim}))
+		y = must(op.Kasmina(y, in[3], scales, lattice))
+		y = must(gorgonia.Mul(y, must(gorgonia.Transpose(in[4], 1, 0))))
+		keep := withGradients(t, y, matrix("with", 2*seq, d), in)
+		var products, begins int
+		m := newFuseMachine(t, device, g, in, keep, []MachineOption{fakeOption, WithWays(rule),
+			seenStatistics{products: &products, begins: &begins}.option})
+		if n := inPlaceTasks(m); n != 1 {
+			t.Errorf("%s: %d tasks are in place, want 1", rule, n)
+		}
+		values = valuesOf(t, m, keep, values, 1e-5)
+		if products != 0 || begins != 0 {
+			t.Errorf("%s: %d products, %d times made use of, want none", rule, products, begins)
+		}
+	}
+}
+
 // TestStatisticsChoices wants the way of an attention's backward pass told by the pass alone, although the product asks for it too.
 func TestStatisticsChoices(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
@@ -202,7 +245,7 @@ func TestStatisticsChoices(t *testing.T) {
 	p := attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
 	g, params, keep := p.graph(t, 1)
 	var products, begins int
-	m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays("AttentionGradProduct=fused"),
+	m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays("StatisticsProduct=fused"),
 		seenStatistics{variants: []kernels.AttentionVariant{kernels.AttentionHopperFused, kernels.AttentionMMA},
 			products: &products, begins: &begins}.option})
 	if err := m.RunAll(); err != nil || products != 1 {
@@ -228,7 +271,7 @@ func TestStatisticsChoices(t *testing.T) {
 }
 
 // TestStatisticsTuned wants the product timed with the statistics behind it where it is worth timing, and no other, and both ways to give
-// the same in the timer's memory as well.
+// the same in the timer's memory as well. Rules about an attention's passes are none about it.
 func TestStatisticsTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -244,20 +287,20 @@ func TestStatisticsTuned(t *testing.T) {
 			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
 		timed := 0
 		for _, c := range m.Choices() {
-			if c.Op == "AttentionGradProduct" {
+			if c.Op == "StatisticsProduct" {
 				if timed++; c.Source != Measured || c.Of != 2 {
 					t.Errorf("%+v", c)
 				}
 			}
 		}
-		if timed != want || bytes.Contains(log.Bytes(), []byte("AttentionGradProduct")) {
+		if timed != want || bytes.Contains(log.Bytes(), []byte("StatisticsProduct")) {
 			t.Errorf("least %g: %d timed, want %d; log %q", least, timed, want, log.String())
 		}
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		p := attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1, AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
-		check(t, device, p, least, want, fakeOption)
+		check(t, device, p, least, want, fakeOption, WithWays("Attention*=mma"))
 	}
 	for _, headDim := range []int{64, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {

@@ -317,11 +317,15 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 	if c.A == driver.Float8E4M3 {
 		tolerance = 1e-3 // tensor cores add up with fewer bits
 	}
-	switch c.D {
-	case driver.BFloat16:
+	switch many := c.M*c.N >= 1024; { // of a few numbers the errors of rounding may all be large
+	case c.D == driver.BFloat16 && many:
 		tolerance = 2.4e-3
-	case driver.Float16:
+	case c.D == driver.BFloat16:
+		tolerance = 4e-3
+	case c.D == driver.Float16 && many:
 		tolerance = 3e-4
+	case c.D == driver.Float16:
+		tolerance = 5e-4
 	}
 	if len(p.Algos()) == 0 {
 		t.Fatal("no algorithm")

@@ -21,12 +21,13 @@ type AttentionGradProduct struct {
 const statsColumns, statsStages, statsWarpBytes = 256, 4, 2 * 16 * 128
 
 // AttentionGradProductWays lists the ways to compute AttentionGradProduct at addresses that are multiples of 16, or none: Hopper has one for
-// two-byte types, heads of 64 and 128, sequences of a multiple of 128 and a D that is a multiple of 8.
+// two-byte types, heads of 64 and 128, sequences of a multiple of 128 and a D that is a multiple of 8, unless the scale is negative: then
+// no backward pass begins with it.
 func (k *Kernels) AttentionGradProductWays(a AttentionShape, d int, t driver.DType) []Way {
 	const limit = 1 << 30
 	rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
 	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.HeadDim != 64 && a.HeadDim != 128 || a.Seq%attentionStatsTile != 0 || d%8 != 0 ||
-		min(rows, columns, d) < 1 || max(rows, columns, d) > limit {
+		a.Scale < 0 || min(rows, columns, d) < 1 || max(rows, columns, d) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}
@@ -40,8 +41,8 @@ func (k *Kernels) AttentionGradProduct(s driver.Stream, a AttentionGradProduct) 
 	}
 	ways := k.AttentionGradProductWays(a.AttentionShape, a.D, a.Type)
 	if len(ways) == 0 || !aligned(a.G, a.X, a.W, a.Y, a.LSE, a.Stats) {
-		return fmt.Errorf("kernels.%s: got %+v, D %d, %v, want compute capability 9.0, HeadDim 64 or 128, Seq a multiple of %d, D of 8, float16 "+
-			"or bfloat16, and addresses that are multiples of 16", op, a.AttentionShape, a.D, a.Type, attentionStatsTile)
+		return fmt.Errorf("kernels.%s: got %+v, D %d, %v, want compute capability 9.0, HeadDim 64 or 128, Seq a multiple of %d, D of 8, a Scale "+
+			"that is not negative, float16 or bfloat16, and addresses that are multiples of 16", op, a.AttentionShape, a.D, a.Type, attentionStatsTile)
 	}
 	if _, err := a.Way.of(op, ways); err != nil {
 		return err

@@ -171,6 +171,7 @@ func TestAttentionGradProductRefusals(t *testing.T) {
 			"batch":      func(a *AttentionGradProduct) { a.Batch = -1 },
 			"seq":        func(a *AttentionGradProduct) { a.Seq = 192 },
 			"heads":      func(a *AttentionGradProduct) { a.HeadDim = 96 },
+			"scale":      func(a *AttentionGradProduct) { a.Scale = -1 },
 			"d":          func(a *AttentionGradProduct) { a.D = 268 },
 			"type":       func(a *AttentionGradProduct) { a.Type = f32 },
 			"result":     func(a *AttentionGradProduct) { a.G += 8 },
