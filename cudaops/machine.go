@@ -59,7 +59,6 @@ type Machine struct {
 	exposed   bool // others may go by the machine's stream
 	left      int  // multiprocessors that kernels leave to an update
 	apart     bool // the passes of Kasmina layers make their ends, for the time of a pass to hold all that the layer takes
-	waits     bool // it has kernels whose blocks wait for others (together)
 	closed    bool
 
 	scale   kernels.LossScale // as on the device
@@ -684,7 +683,6 @@ func (m *Machine) Close() error {
 		errs = append(errs, ctx.SyncStream(m.stream))
 	}
 	errs = append(errs, m.settle())
-	m.stopWaiting()
 	for _, a := range m.attendants {
 		errs = append(errs, a.close())
 	}

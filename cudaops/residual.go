@@ -86,12 +86,11 @@ func (c *compiler) productNorm(n *gorgonia.Node, p product, norm *gorgonia.Node,
 	y, rstd := c.like(p.d), c.aux(rows)
 	workspace := kernels.ProductNormWorkspace(rows, columns)
 	w := productWays{product: p, op: "ProductNorm", shape: fmt.Sprintf("%dx%dx%d %v", rows, columns, d, t),
-		units:  []string{"gemm_hopper_norm", "norm"},
+		units: []string{"gemm_hopper_norm", "norm"}, fused: m.k.ProductNormWays(rows, columns, d, t),
 		arrays: []*array{p.d, y, rstd, p.a, p.b, p.c, g},
 		arguments: []argument{numbers(writes, p.d.len(), t), numbers(writes, y.len(), t), numbers(writes, rows, driver.Float32),
 			numbers(reads, p.a.len(), t), numbers(reads, p.b.len(), t), numbers(reads, p.c.len(), t), numbers(reads, columns, driver.Float32)}}
-	if ways := m.k.ProductNormWays(rows, columns, d, t); len(ways) > 0 && m.mayWait() {
-		w.fused = ways
+	if len(w.fused) > 0 {
 		w.arrays = append(w.arrays, c.tilesOf(workspace))
 		w.arguments = append(w.arguments, argument{role: given, bytes: workspace, data: make([]byte, workspace)})
 	}
@@ -111,14 +110,8 @@ func (c *compiler) productNorm(n *gorgonia.Node, p product, norm *gorgonia.Node,
 		return first(product(a[0], a[3], a[4], a[5]), func() error { return m.k.RMSNorm(m.stream, b) })
 	}
 	fused := true
-	if err := c.productThen(n, w, func() { fused = false }); err != nil {
+	if err := c.productThen(n, w, func() { fused = false }); err != nil || !fused {
 		return err
-	}
-	if m.waits = m.waits || fused; !m.waits {
-		m.stopWaiting()
-	}
-	if !fused {
-		return nil
 	}
 	c.values[norm], c.saved[o] = y, rstd
 	return nil

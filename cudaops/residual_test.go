@@ -113,38 +113,3 @@ func TestProductNormTuned(t *testing.T) {
 		}
 	}
 }
-
-// TestProductNormWaits wants one machine of a device at a time to have kernels whose blocks wait for others, and none where it takes none.
-func TestProductNormWaits(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
-	device, _, fakeOption := openFake(t, fake.Config{})
-	open := func(rule string) (m *Machine, fused bool) {
-		g, params, keep := normedGraph(t, 1, 6, 7, 5)
-		m = newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays(rule)})
-		for _, task := range m.program.tasks {
-			if task.node == keep[1] {
-				return m, false
-			}
-		}
-		return m, true
-	}
-	for _, of := range []struct {
-		rule string
-		want bool
-	}{{"ProductNorm=separate", false}, {"ProductNorm=fused", true}, {"ProductNorm=fused", false}} {
-		if _, fused := open(of.rule); fused != of.want {
-			t.Errorf("%+v: fused %v", of, fused)
-		}
-	}
-	first := together.machines[device.Context()]
-	if first == nil || !first.waits {
-		t.Fatal("no machine is known to wait")
-	}
-	if err := first.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if _, fused := open("ProductNorm=fused"); !fused {
-		t.Error("nobody waits any more, and a machine does without")
-	}
-}

@@ -38,7 +38,7 @@ const (
 // pinned memory, which the GPU reads and writes without copies, and small ones are computed by a kernel that stays on the GPU
 // and takes them from a queue, which takes no launch. The kernel ends when the stream is closed and when it has seen no batch
 // for a while, whatever has become of the program; the next batch starts it again. While it runs, what waits for the whole GPU
-// (allocating memory, loading kernels, some kernels of a [Machine]) waits for it, until it has been idle for that time.
+// (allocating memory, loading kernels) waits for it, for the idle time at most.
 //
 // The layer is as it was when the stream was opened or last refreshed. Its methods may be called from several goroutines.
 type Stream struct {

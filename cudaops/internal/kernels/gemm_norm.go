@@ -9,9 +9,6 @@ import (
 // ProductNorm computes Sum = X·Wᵀ + C, rounded once, Rstd = 1/sqrt(mean(Sum²) + Eps) of its rows, and Y = Sum·Rstd ⊙ G: X is [Rows, D],
 // W [Columns, D], Sum, C and Y [Rows, Columns]; Rstd [Rows] and G [Columns] are float32. Sum may be the memory of C.
 //
-// Its blocks wait for one another: of two launches that could run side by side each might have a part of the multiprocessors and wait for
-// ever. All in a context are to be on one stream.
-//
 // Workspace is memory of [ProductNormWorkspace] bytes, zeros before the first launch, to be kept from one to the next. Launches of any
 // sizes may share it if they follow one another.
 type ProductNorm struct {
@@ -55,7 +52,7 @@ func normTiles(rows, columns int) (across, deep int) {
 }
 
 func normLaunch(suf string) gemmLaunch {
-	return gemmLaunch{unit: "gemm_hopper_norm", kernel: "gemm_hopper_norm" + suf, threads: 384,
+	return gemmLaunch{unit: "gemm_hopper_norm", kernel: "gemm_hopper_norm" + suf, threads: 384, together: true,
 		shared: warpShared(plainColumns, plainStages, plainWarpBytes) + factorBytes(plainColumns)/2}
 }
 
