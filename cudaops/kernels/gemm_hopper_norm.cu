@@ -15,8 +15,7 @@
 //
 // Warps wait for others, which must not wait for them. A tile's squares are there when its cluster has begun its next turn (Order), and
 // warps wait only for tiles of the turn before the one in which they wait, so that nobody waits in a circle, whatever the order in which
-// clusters come to run. All must get to run, beside whatever else: the launch is a cooperative one. Without that, two of these kernels on two
-// streams could each have a part of the multiprocessors, and wait for the rest.
+// clusters come to run. All must get to run, as they do: there are no more than fit, and kernels beside them end by themselves.
 //
 // Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
@@ -226,7 +225,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: cooperative, clusters of kCluster blocks of 384 threads, `down` for each column of tiles and no more than run at once. Dynamic shared memory:
+// Launch: clusters of kCluster blocks of 384 threads, `down` for each column of tiles and no more than run at once. Dynamic shared memory:
 // see Memory, with room for the factors of a tile.
 #define DEFINE(T)                                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \

@@ -139,8 +139,7 @@ type gemmLaunch struct {
 	matrices        []gemmMatrix
 	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
 	elements        int
-	clusters        int  // 0: as many as run at once
-	together        bool // they wait for one another
+	clusters        int // 0: as many as run at once
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -175,7 +174,6 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 	}
 	l := g.config()
 	l.Grid.X *= g.clusters
-	l.Cooperative = g.together
 	if g.stored != 0 {
 		if err := k.poison(s, g.stored, g.elements*g.dtype.Size()); err != nil {
 			return err

@@ -52,7 +52,7 @@ func normTiles(rows, columns int) (across, deep int) {
 }
 
 func normLaunch(suf string) gemmLaunch {
-	return gemmLaunch{unit: "gemm_hopper_norm", kernel: "gemm_hopper_norm" + suf, threads: 384, together: true,
+	return gemmLaunch{unit: "gemm_hopper_norm", kernel: "gemm_hopper_norm" + suf, threads: 384,
 		shared: warpShared(plainColumns, plainStages, plainWarpBytes) + factorBytes(plainColumns)/2}
 }
 
