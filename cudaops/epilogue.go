@@ -13,8 +13,8 @@ import (
 // What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over memory, the former has
 // the fastest product. The tuner decides.
 
-// matmulRun enqueues a product of two matrices, of float8 with the factors of each, or with the matrix that is added.
-type matmulRun func(d, a, b driver.Ptr, more ...driver.Ptr) error
+// matmulRun enqueues a product of two matrices, of float8 with the factors of each.
+type matmulRun func(d, a, b driver.Ptr, scales ...driver.Ptr) error
 
 // productWays is a product and what is done with its result, which are computed separately, by two kernels, or in one
 // kernel that has some ways. Either takes memory for the arguments. For productThen these begin with the arrays, which are then all that
@@ -80,21 +80,17 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 		return nil, err
 	}
 	ways := append([]string{"separate"}, names(w.fused)...)
-	adds := w.c != nil
-	added := map[bool]addend{false: nothing, true: aMatrix}[adds]
-	plan, err := m.blas.plan(w.spec(), added)
+	plan, err := m.blas.plan(w.spec(), nothing)
 	if err != nil {
 		return nil, err
 	}
 	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
 		return nil, nil
 	}
-	multiply := func(d, a, b driver.Ptr, more ...driver.Ptr) error {
+	multiply := func(d, a, b driver.Ptr, scales ...driver.Ptr) error {
 		args := driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes}
-		if adds {
-			args.C, args.Beta = more[0], 1
-		} else if len(more) > 0 {
-			args.ScaleA, args.ScaleB = more[0], more[1]
+		if len(scales) > 0 {
+			args.ScaleA, args.ScaleB = scales[0], scales[1]
 		}
 		return plan.run(args, m.stream)
 	}

@@ -75,12 +75,12 @@ func (c *compiler) float8(rows, columns, depth int) bool {
 	return c.m.config.float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
 }
 
-// linearProduct adds y = x·wᵀ and what is to be done with that, if there is something.
-func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w *array, then *residual) error {
+// linearProduct adds y = x·wᵀ, and another matrix to it, if there is one.
+func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *array) error {
 	if !c.float8(x.shape[0], w.shape[0], w.shape[1]) {
-		return c.matmulThen(n, product{d: y, a: x, b: w, transB: true}, then)
+		return c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
 	}
-	return c.float8Product(n, y, c.quantize(n, x), c.quantizeWeight(n, w, false), then.matrix())
+	return c.float8Product(n, y, c.quantize(n, x), c.quantizeWeight(n, w, false), add)
 }
 
 // linearProductGrad adds dx = g·w.

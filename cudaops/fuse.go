@@ -13,8 +13,7 @@ import (
 
 // Nodes that are lowered together, since that takes fewer passes over memory than one after the other:
 //
-//   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that, and where that is faster it
-//     normalises the sum: see residual.go;
+//   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
 //   - a sum and a norm of it: one kernel writes both;
 //   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
 //   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
@@ -137,6 +136,30 @@ func (c *compiler) leaves(v, to *gorgonia.Node) bool {
 		value := c.values[u]
 		return u != to && (value == nil || value.block != nil)
 	})
+}
+
+// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and that.
+func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*array, *array) (*array, error)) (bool, error) {
+	var sum *gorgonia.Node
+	for _, u := range c.users[n] {
+		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(opbase.Children(u), n) == 4 {
+			continue // which has the result as an input only to come after it
+		}
+		if sum != nil && u != sum {
+			return false, nil
+		}
+		sum = u
+	}
+	add := c.activation(other(sum, n))
+	if add == nil || c.kept[n] {
+		return false, nil
+	}
+	y, err := lower(c, n, c.operands(n), add)
+	if err != nil {
+		return false, err
+	}
+	c.values[n], c.values[sum] = folded(n), y
+	return true, nil
 }
 
 // fuseNorm lowers the sum n and a norm of it.

@@ -49,13 +49,6 @@ func (k lateKernels) Product(s driver.Stream, a kernels.Product) error {
 	return k.kernelSet.Product(s, a)
 }
 
-func (k lateKernels) ProductNorm(s driver.Stream, a kernels.ProductNorm) error {
-	if k.seen.left > 0 {
-		k.seen.leaving++
-	}
-	return k.kernelSet.ProductNorm(s, a)
-}
-
 // ownAlone has products computed by kernels of this module.
 func ownAlone(t *testing.T, onGPU bool) MachineOption {
 	rule := WithWays(productOp + "=hopper-*")
@@ -145,35 +138,19 @@ func TestLateBits(t *testing.T) {
 			t.Errorf("%+v: hardly anything was updated late", seen)
 		}
 	}
-	for _, how := range []struct {
-		name    string
-		options []MachineOption
-	}{
-		{"ProductNorm=separate", []MachineOption{WithWays("ProductNorm=separate")}},
-		{"ProductNorm=fused", []MachineOption{WithWays("ProductNorm=fused")}},
-		{"gradients of bfloat16", []MachineOption{WithWays("ProductNorm=fused"), narrowGradients}},
-	} {
-		t.Run("fake, "+how.name, func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			check(t, device, append(how.options, fakeOption, ownAlone(t, false))...)
-		})
-	}
-	for _, how := range []struct {
-		name    string
-		options []MachineOption
-	}{
-		{"ProductNorm=separate", []MachineOption{WithWays("ProductNorm=separate")}},
-		{"ProductNorm=fused", []MachineOption{WithWays("ProductNorm=fused")}},
-		{"gradients of bfloat16", []MachineOption{WithWays("ProductNorm=fused"), WithGradientPrecision(BFloat16)}},
-	} {
-		t.Run("GPU, "+how.name, func(t *testing.T) {
-			device := openGPU(t)
-			if device.info.Capability() != 90 {
-				t.Skip("compute capability 9.0 has it")
-			}
-			check(t, device, append(how.options, ownAlone(t, true), WithPrecision(BFloat16), WithTuning(TuneOff))...)
-		})
-	}
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		check(t, device, fakeOption, ownAlone(t, false))
+		check(t, device, fakeOption, ownAlone(t, false), narrowGradients)
+	})
+	t.Run("GPU", func(t *testing.T) {
+		device := openGPU(t)
+		if device.info.Capability() != 90 {
+			t.Skip("compute capability 9.0 has it")
+		}
+		check(t, device, ownAlone(t, true), WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, ownAlone(t, true), WithPrecision(BFloat16), WithGradientPrecision(BFloat16), WithTuning(TuneOff))
+	})
 }
 
 // TestLateJoined wants whoever asks for a parameter behind an update, or works with it, to have what the whole update made of it.

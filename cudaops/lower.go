@@ -47,7 +47,6 @@ type kernelSet interface {
 	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
 	RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error
 	Product(s driver.Stream, a kernels.Product) error
-	ProductNorm(s driver.Stream, a kernels.ProductNorm) error
 	Embedding(s driver.Stream, a kernels.Embedding) error
 	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
 	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
@@ -90,7 +89,6 @@ type kernelSet interface {
 	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	ProductWays(a kernels.ProductShape, t driver.DType) []kernels.Way
-	ProductNormWays(rows, columns, d int, t driver.DType) []kernels.Way
 	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string

@@ -83,11 +83,11 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	return c.linear(n, in, nil)
 }
 
-// linear adds a linear layer and what is to be done with its result, if there is something.
-func (c *compiler) linear(n *gorgonia.Node, in []*array, then *residual) (*array, error) {
+// linear adds a linear layer, to whose result it adds another matrix, if there is one.
+func (c *compiler) linear(n *gorgonia.Node, in []*array, add *array) (*array, error) {
 	x, w := c.lowerPair(n, in[0], in[1])
 	y := c.newArray(x.elem, n.Shape()...)
-	return y, c.linearProduct(n, y, x, w, then)
+	return y, c.linearProduct(n, y, x, w, add)
 }
 
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {

@@ -19,22 +19,22 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	return c.perceptron(n, in, nil)
 }
 
-// perceptron adds a gated perceptron and what is to be done with its result, if there is something.
-func (c *compiler) perceptron(n *gorgonia.Node, in []*array, then *residual) (*array, error) {
+// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
+func (c *compiler) perceptron(n *gorgonia.Node, in []*array, add *array) (*array, error) {
 	x, down := c.lowerPair(n, in[0], in[3])
 	rows, f := x.shape[0], in[1].shape[0]
 	s := gated{ab: c.newArray(x.elem, rows, 2*f), weights: c.stack(n, in[1], in[2])}
 	y := c.like(x)
 	if c.float8(rows, 2*f, x.shape[1]) {
 		c.saved[n.Op()] = s
-		return y, c.perceptronFloat8(n, s, y, x, down, then.matrix())
+		return y, c.perceptronFloat8(n, s, y, x, down, add)
 	}
 	s.h = c.newArray(x.elem, rows, f)
 	c.saved[n.Op()] = s
 	if err := c.gate(n, s, x); err != nil {
 		return nil, err
 	}
-	return y, c.matmulThen(n, product{d: y, a: s.h, b: down, transB: true}, then)
+	return y, c.matmul(n, product{d: y, a: s.h, b: down, transB: true}.plus(add))
 }
 
 // perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If that with down is too, nobody

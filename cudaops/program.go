@@ -184,7 +184,6 @@ type compiler struct {
 	stacks    map[stacked]*array
 	rotations map[rotation]*rotationTables
 	documents map[packing]*array
-	tiles     *array                  // the workspace of products that end in norms
 	gradients map[gorgonia.Op]int     // backward ops that the graph has of a forward op
 	updating  map[*gorgonia.Node]bool // gradients of parameters that nobody asks for but an update
 	layers    map[*gorgonia.Node]place
@@ -229,9 +228,6 @@ func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 		c.gather()
 	}
 	c.settleAll()
-	if c.tiles != nil {
-		c.program.tables = append(c.program.tables, table{c.tiles, make([]float32, c.tiles.len())})
-	}
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}

@@ -51,7 +51,7 @@ func plural(b bool, with string) string {
 
 func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 	ways, err := k.RMSNormWays(a)
-	if len(ways) < 2 || err != nil || a.Rows == 0 || a.Way != (kernels.Way{}) {
+	if len(ways) < 2 || err != nil || a.Rows == 0 {
 		return first(err, func() error { return k.kernelSet.RMSNorm(s, a) })
 	}
 	n := a.Rows * a.D

@@ -231,44 +231,6 @@ template <int Pending> __device__ inline void storesRead() {
   __syncwarp();
 }
 
-// Sums to which a matrix c is added before they are rounded. The registers that a part of a finished tile, 64 columns, has left take c's
-// part of the tile in work, which is needed only when that is rounded: it is asked for in one slot, from when on there are registers for
-// it, comes into the warp's second panel and is accepted in the next slot.
-template <typename T, int Columns> struct AddedSums : RoundedSums<T, Columns> {
-  using Sums = RoundedSums<T, Columns>;
-  using Sums::v;
-  uint32_t panels;
-  Ring<1> ring;  // of the panel
-  int fill = 0;
-
-  __device__ AddedSums(int rows, uint32_t panels, uint32_t barriers) : Sums(rows), panels(panels), ring{barriers} {}
-
-  static __device__ void init(uint32_t barriers) { Ring<1>{barriers}.init(32); }
-
-  __device__ void ask(const TensorMap &c, int part, int row, int column) {
-    if (threadIdx.x % 32 == 0) copyBox<false>(panels + kPanel, c, ring.fill(fill, kPanel), column + 64 * part, row, 0);
-  }
-
-  __device__ void accept(int part) {
-    ring.wait(fill);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) loadMatrices(*(uint32_t(*)[2][2]) & v[8 * part + n], chunkOf<64>(panels + kPanel) ^ n * 16);
-    fenceAsync();
-    ring.release(fill++);
-  }
-
-  __device__ void add(Accumulator<1, Columns> &sums) const {
-#pragma unroll
-    for (int n = 0; n < Columns / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 add = unpack(v[n][i], T());
-        sums.c[0][n][2 * i] += add.x;
-        sums.c[0][n][2 * i + 1] += add.y;
-      }
-  }
-};
-
 // ---- What a block does ----
 
 // The right operand, of which a block brings half of a tile's columns. Its rows are the product's columns or, with TransposeB, the depth.

@@ -31,15 +31,21 @@ constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
-// A tile leaves 64 columns at a time; c takes one of the panels, and one slot more.
-template <typename T, bool Add> struct Finished : AddedSums<T, kColumns> {
-  using Sums = AddedSums<T, kColumns>;
-  using Sums::v, Sums::row, Sums::column, Sums::panels;
+// A tile leaves 64 columns at a time. c, which comes so too, takes one of the panels, and one slot more: a part is asked for in one slot,
+// from when on there are registers for it, and taken in the next.
+template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
+  using Sums = RoundedSums<T, kColumns>;
+  using Sums::v, Sums::row, Sums::column;
   static constexpr int kSlots = Add ? kParts + 1 : kParts;
   const TensorMap &y, &c;
+  uint32_t panels;
+  Ring<1> ring;  // of c's panel
+  int fill = 0;
 
   __device__ Finished(const Params &p, const TensorMap &y, const TensorMap &c, const Shared &m, int warp)
-      : Sums(p.rows, m.panels(warp), m.barriers(warp)), y(y), c(c) {}
+      : Sums(p.rows), y(y), c(c), panels(m.panels(warp)), ring{m.barriers(warp)} {}
+
+  static __device__ void init(uint32_t barriers) { Ring<1>{barriers}.init(32); }
 
   __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
     if (slot < kParts) {
@@ -49,14 +55,32 @@ template <typename T, bool Add> struct Finished : AddedSums<T, kColumns> {
       store(y, panel, column + 64 * slot, row, 0);
     }
     if (Add && more) {
-      if (slot > 0) this->accept(slot - 1);
-      if (slot < kParts) this->ask(c, slot, nextRow, nextColumn);
+      if (slot > 0) accept(8 * (slot - 1));
+      if (slot < kParts && threadIdx.x % 32 == 0)
+        copyBox<false>(panels + kPanel, c, ring.fill(fill, kPanel), nextColumn + 64 * slot, nextRow, 0);
       __syncwarp();
     }
   }
 
+  // Takes a part of c, the columns from 8·first on.
+  __device__ void accept(int first) {
+    ring.wait(fill);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) loadMatrices(*(uint32_t(*)[2][2]) & v[first + n], chunkOf<64>(panels + kPanel) ^ n * 16);
+    fenceAsync();
+    ring.release(fill++);
+  }
+
   __device__ void take(Accumulator<1, kColumns> &sums, int row, int column) {
-    if (Add) this->add(sums);
+    if (Add)
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float2 add = unpack(v[n][i], T());
+          sums.c[0][n][2 * i] += add.x;
+          sums.c[0][n][2 * i + 1] += add.y;
+        }
     Sums::take(sums, row, column);
   }
 };

@@ -139,7 +139,6 @@ type gemmLaunch struct {
 	matrices        []gemmMatrix
 	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
 	elements        int
-	clusters        int // 0: as many as run at once
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
@@ -165,15 +164,13 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 		}
 		a.Struct(encoded[:], align)
 	}
-	if g.clusters == 0 {
-		n, err := g.most(k)
-		if err != nil {
-			return err
-		}
-		g.clusters = n
+	l := line(gemmCluster, g.threads)
+	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
+	n, err := k.clusters(g.unit, g.kernel, l)
+	if err != nil {
+		return err
 	}
-	l := g.config()
-	l.Grid.X *= g.clusters
+	l.Grid.X *= n
 	if g.stored != 0 {
 		if err := k.poison(s, g.stored, g.elements*g.dtype.Size()); err != nil {
 			return err
@@ -181,16 +178,6 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 	}
 	return k.launch(s, g.unit, g.kernel, l, a)
 }
-
-// config is the launch of a cluster.
-func (g gemmLaunch) config() driver.LaunchConfig {
-	l := line(gemmCluster, g.threads)
-	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
-	return l
-}
-
-// most is how many clusters run at once.
-func (g gemmLaunch) most(k *Kernels) (int, error) { return k.clusters(g.unit, g.kernel, g.config()) }
 
 func (m gemmMatrix) tiled(dtype driver.DType) driver.TiledTensor {
 	t := driver.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:], Swizzle: driver.Swizzle128, Promotion: 256}
