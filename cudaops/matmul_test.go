@@ -181,7 +181,12 @@ func TestProductCounters(t *testing.T) {
 		g, params, keep := residualGraph(t, rand.Uint64(), rows, f, d)
 		m := newFuseMachine(t, device, g, params, keep, opts)
 		first := valuesOf(t, m, keep, nil, 0)
-		for range 3 { // one is captured, and then replayed
+		for i := range 3 + ProfileSteps { // one is captured, and then replayed
+			if i == 3 { // the last ones of a profile are captured with marks, and replayed
+				if err := m.StartProfile(); err != nil {
+					t.Fatal(err)
+				}
+			}
 			for i, v := range valuesOf(t, m, keep, nil, 0) {
 				if got := distance(t, v, first[i]); got != 0 {
 					t.Errorf("value %d differs by %.2g", i, got)
