@@ -157,8 +157,8 @@ func WithPrecision(p Precision) MachineOption {
 }
 
 // WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default, Float32, keeps them as they were added up.
-// BFloat16 rounds each sum once, when the product that forms it is done: gradients take half the memory, and a step that writes and reads
-// them less time, for three digits in place of seven in what the optimiser adds to its moments. It goes with the precisions BFloat16 and
+// BFloat16 rounds each sum once, when the product that forms it is done: gradients take half the memory, and a step of a large model, which
+// writes and reads them, less time, for three digits in place of seven in what the optimiser adds to its moments. It goes with the precisions BFloat16 and
 // Float8, and is for gradients that one product of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads: those of
 // other ops, such as the output layer, of weights that serve several, and of nodes that [WithOutputs] names stay float32, and so do all
 // in a machine made [WithAccumulation], which adds them up. [Machine.Value] returns float32 in any case.

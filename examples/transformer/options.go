@@ -108,7 +108,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.preset, "preset", "small", "what options are that are not given: "+presetNames())
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f8, f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
-	f.TextVar(&o.gradients, "grad-precision", cudaops.Float32, "how a GPU keeps the gradients of weights for the update: f32, or bf16, which takes less memory and time,\n"+
+	f.TextVar(&o.gradients, "grad-precision", cudaops.Float32, "how a GPU keeps the gradients of weights for the update: f32, or bf16, which takes less memory and, of large models, less time,\n"+
 		"with -precision bf16 or f8; with -accumulate they are f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
