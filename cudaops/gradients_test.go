@@ -352,36 +352,8 @@ func TestGradientPrecisionRefused(t *testing.T) {
 // same loss.
 func TestGradientPrecisionTrains(t *testing.T) {
 	device := openGPU(t)
-	train := func(p Precision) (losses []float32) {
-		_, b := float8Model(t, llm.ForTraining, 8, few(256, 128))
-		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{WithPrecision(BFloat16), WithGradientPrecision(p)})
-		o, err := newAdamW()
-		if err == nil {
-			err = m.SetOptimizer(o, 1)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		for i := range few(20, 3) {
-			b.draw(t, uint64(i%4))
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
-			loss, _, err := m.StepWhile(b.Loss, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			losses = append(losses, float32(loss))
-		}
-		return losses
+	train := func(p Precision) []float32 {
+		return lossesOf(t, device, WithPrecision(BFloat16), WithGradientPrecision(p))
 	}
-	wide, narrow, again := train(Float32), train(BFloat16), train(BFloat16)
-	if !slices.Equal(narrow, again) {
-		t.Errorf("losses of two runs differ: %v and %v", narrow, again)
-	}
-	last := len(wide) - 1
-	t.Logf("losses %v and %v", narrow[last], wide[last])
-	if d := narrow[last]/wide[last] - 1; !(math.Abs(float64(d)) < 0.02) || slices.Equal(narrow, wide) {
-		t.Errorf("the loss is %v, and %v with gradients of float32", narrow[last], wide[last])
-	}
+	narrowTrains(t, train(Float32), train(BFloat16), train(BFloat16))
 }

@@ -5,7 +5,6 @@ import (
 	"slices"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -21,18 +20,6 @@ func packed(parts ...*array) *array { return &array{parts: parts} }
 
 // aux is float32 memory that no node stands for.
 func (c *compiler) aux(shape ...int) *array { return c.newArray(float32s, shape...) }
-
-// weightGradient is a new array for the gradient of weights, which one product forms: the values of the given nodes. It is of the type
-// that the machine has for such gradients if only an update reads them, and float32 otherwise.
-func (c *compiler) weightGradient(shape tensor.Shape, parts ...*gorgonia.Node) *array {
-	e := c.m.config.narrow
-	for _, p := range parts {
-		if !c.updating[p] || len(c.users[p]) > 0 {
-			e = float32s
-		}
-	}
-	return c.newArray(e, shape...)
-}
 
 // bytes is workspace.
 func (c *compiler) bytes(n int) *array { return c.newArray(float32s, (n+3)/4) }

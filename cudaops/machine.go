@@ -238,27 +238,6 @@ func (m *Machine) gradientIn(p *program, in *input) *array {
 	return nil
 }
 
-// updating returns the gradients of parameters that nobody asks for but an update of their last run's.
-func (m *Machine) updating() map[*gorgonia.Node]bool {
-	all := map[*gorgonia.Node]bool{}
-	for _, p := range m.config.params {
-		if d := p.Deriv(); d != nil && !m.config.gather && !slices.Contains(m.config.outputs, d) {
-			all[d] = true
-		}
-	}
-	return all
-}
-
-// GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that (see [WithGradientPrecision]), else Float32.
-func (m *Machine) GradientPrecision() Precision {
-	for _, p := range m.config.params {
-		if g := m.program.values[p.Deriv()]; g != nil && g.elem == bfloat16s {
-			return BFloat16
-		}
-	}
-	return Float32
-}
-
 // keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.
 func (m *Machine) keep() gorgonia.Nodes {
 	kept := slices.Clone(m.config.outputs)
@@ -496,15 +475,6 @@ func (m *Machine) replay() error {
 		x.late.running = false // for what comes behind the graph, which has waited
 	}
 	return err
-}
-
-// zero sets to zero what tasks expect to be so: in what is captured, since that alone can do without other work for it.
-func (m *Machine) zero() error {
-	z := m.program.zeroed
-	if z == nil || !m.capturing {
-		return nil
-	}
-	return m.device.ctx.Memset8(z.ptr(), 0, z.extent(), m.stream)
 }
 
 func (m *Machine) enqueue() error {

@@ -172,19 +172,6 @@ func WithGradientPrecision(p Precision) MachineOption {
 	}
 }
 
-// narrowGradients has gradients stored as the options ask for, whose order does not matter.
-func (c *machineConfig) narrowGradients() error {
-	if c.grads == Float32 {
-		return nil
-	}
-	if c.act != bfloat16s {
-		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and Float8, and WithPrecision has %v: leave out one of them",
-			c.grads, map[elem]Precision{float32s: Float32, float16s: Float16}[c.act])
-	}
-	c.narrow = bfloat16s
-	return nil
-}
-
 // WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update], which applies them, or drops
 // them where they are not finite. Without it Update applies those of the last run. After an error of a run drop what is gathered:
 // [Machine.DropGradients].

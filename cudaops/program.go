@@ -321,6 +321,15 @@ func (c *compiler) zeros(bytes int) *array {
 	return z
 }
 
+// zero sets to zero what tasks expect to be so: in what is captured, since that alone can do without other work for it.
+func (m *Machine) zero() error {
+	z := m.program.zeroed
+	if z == nil || !m.capturing {
+		return nil
+	}
+	return m.device.ctx.Memset8(z.ptr(), 0, z.extent(), m.stream)
+}
+
 // do adds a task that reads and writes the given arrays. The first is written: if it comes again, it is read too.
 func (c *compiler) do(n *gorgonia.Node, run func() error, touched ...*array) {
 	c.settle(touched)
