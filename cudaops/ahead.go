@@ -87,6 +87,9 @@ func (m *Machine) abandon() error {
 	if !m.begun {
 		return nil
 	}
+	if err := m.complete(); err != nil { // what attendants wait for
+		return err
+	}
 	m.begun = false
 	m.profiler.again()
 	for _, a := range m.attendants {

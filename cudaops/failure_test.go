@@ -42,7 +42,11 @@ func (l *lifetime) open(device *Device, opts ...MachineOption) (err error) {
 	if l.machine, err = NewMachine(device, l.batch.G, append(opts, WithParams(l.batch.Params...), WithOutputs(l.batch.Loss))...); err != nil {
 		return err
 	}
-	return l.machine.SetOptimizer(l.optimizer, 1)
+	maxNorm := 1.0
+	if l.machine.config.early {
+		maxNorm = 0
+	}
+	return l.machine.SetOptimizer(l.optimizer, maxNorm)
 }
 
 func (l *lifetime) step() error {

@@ -506,10 +506,7 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 			if chunk > 0 && t.TensorOf(chunk-1) == i {
 				continue
 			}
-			p := k.tables[t][i]
-			for _, g := range gradientAt(l, p, p.Size) {
-				out[chunk] += g * g
-			}
+			out[chunk] = squaresOf(l, k.tables[t][i])
 		}
 	})
 }
@@ -587,8 +584,39 @@ func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table, ch
 	})
 }
 
-func (k *fakeKernels) AdamWLate(s driver.Stream, at driver.Ptr, t *kernels.Table, from, to int) error {
-	return k.launch(s, func(l *fake.Launch) { k.updateChunks(l, at, t, from, to) })
+// AdamWSquares leaves all of a tensor's in its first sum.
+func (k *fakeKernels) AdamWSquares(s driver.Stream, at driver.Ptr, t *kernels.Table, chunks int, squares driver.Ptr) error {
+	return k.launch(s, func(l *fake.Launch) {
+		out := floatsAt(l, squares, kernels.RoundsOf(chunks))
+		clear(out)
+		k.updateChunks(l, at, t, 0, chunks)
+		for i, p := range k.tables[t] {
+			if first, last := t.ChunksOf(i); last <= chunks {
+				out[kernels.RoundsOf(first)] = squaresOf(l, p)
+			}
+		}
+	})
+}
+
+// AdamWLate leaves all of a tensor's in its first sum.
+func (k *fakeKernels) AdamWLate(s driver.Stream, at driver.Ptr, t *kernels.Table, from, to int, squares driver.Ptr) error {
+	return k.launch(s, func(l *fake.Launch) {
+		k.updateChunks(l, at, t, from, to)
+		for i, p := range k.tables[t] {
+			if first, last := t.ChunksOf(i); squares != 0 && first >= from && last <= to {
+				out := floatsAt(l, squares.Offset(4*kernels.LateMultiprocessors*i), kernels.LateMultiprocessors)
+				clear(out)
+				out[0] = squaresOf(l, p)
+			}
+		}
+	})
+}
+
+func squaresOf(l *fake.Launch, p kernels.OptimTensor) (sum float32) {
+	for _, g := range gradientAt(l, p, p.Size) {
+		sum += g * g
+	}
+	return sum
 }
 
 func (k *fakeKernels) updateChunks(l *fake.Launch, at driver.Ptr, t *kernels.Table, from, to int) {

@@ -18,6 +18,7 @@ type kasminaReports struct {
 	arrived [2]driver.Event // when the host has them
 	opened  bool
 	runs    int
+	flight  int // of the run under way, among the two
 }
 
 // Where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped rows, and of what a
@@ -68,6 +69,7 @@ func (l *kasminaLayer) place(word int) int {
 
 // before takes what the machine has not allocated. After an error it goes on with what is lacking.
 func (r *kasminaReports) before() (err error) {
+	r.flight = r.runs % 2
 	if r.opened {
 		return nil
 	}
@@ -87,8 +89,9 @@ func (r *kasminaReports) before() (err error) {
 	return err
 }
 
-func (r *kasminaReports) after() error {
-	ctx, i, words := r.m.device.ctx, r.runs%2, kasminaHealth
+// bring copies the report of a run to where the layers expect it, which before or behind after is the same place.
+func (r *kasminaReports) bring() error {
+	ctx, i, words := r.m.device.ctx, r.flight, kasminaHealth
 	for _, l := range r.layers {
 		if l.mode.telemetry {
 			words = max(words, kasminaBins)
@@ -97,12 +100,10 @@ func (r *kasminaReports) after() error {
 			words = kasminaWords
 		}
 	}
-	if err := ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.ptr(), r.m.stream); err != nil {
-		return err
-	}
-	if err := ctx.Record(r.arrived[i], r.m.stream); err != nil {
-		return err
-	}
+	return joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.ptr(), r.m.stream), ctx.Record(r.arrived[i], r.m.stream))
+}
+
+func (r *kasminaReports) after() error {
 	r.runs++
 	return nil
 }

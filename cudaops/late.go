@@ -26,24 +26,54 @@ const (
 )
 
 // lateRule says when an update is worth it: from so many bytes of parameters on, of which the pass waits for so many together, while
-// so many bytes are moved in a second.
+// so many bytes are moved in a second, and beside a backward pass so many.
 type lateRule struct {
-	least, group int
-	bandwidth    float64
+	least, group     int
+	bandwidth, early float64
 }
 
-var usualLate = lateRule{least: 64 << 20, group: 16 << 20, bandwidth: lateBandwidth}
+var usualLate = lateRule{least: 64 << 20, group: 16 << 20, bandwidth: lateBandwidth, early: earlyBandwidth}
 
 // latePlan is what an update leaves for later.
 type latePlan struct {
-	groups []lateParams // as they are needed
+	groups []paramGroup // as they are needed
 	end    int          // the task that needs the last of them
 }
 
-// lateParams is parameters that are updated together, before a task needs them.
-type lateParams struct {
+// paramGroup is parameters that are updated together, before a task that needs them or behind one.
+type paramGroup struct {
 	task   int
 	params []*input
+}
+
+// regroup sorts the optimiser's parameters: those of no group, then those of each.
+func (x *optimizer) regroup(groups []paramGroup) {
+	at := map[*input]int{}
+	for i, g := range groups {
+		for _, in := range g.params {
+			at[in] = i + 1
+		}
+	}
+	slices.SortStableFunc(x.states, func(a, b *paramState) int { return cmp.Compare(at[a.input], at[b.input]) })
+}
+
+// chunksOf is where each group, the last parameters of the optimiser's table, begins there, and where the last one ends.
+func (x *optimizer) chunksOf(groups []paramGroup) (chunks []int) {
+	at := len(x.states)
+	for _, g := range groups {
+		at -= len(g.params)
+	}
+	for _, g := range groups {
+		from, _ := x.adamw.ChunksOf(at)
+		chunks = append(chunks, from)
+		at += len(g.params)
+	}
+	return append(chunks, x.adamw.Chunks)
+}
+
+// onlyAdamW reports whether all parameters are updated by that.
+func (x *optimizer) onlyAdamW() bool {
+	return !slices.ContainsFunc(x.states, func(p *paramState) bool { return p.rule.Muon })
 }
 
 // planLate chooses the parameters that may be updated beside the next run, from those on that it needs last, as many as there is time
@@ -64,9 +94,9 @@ func (c *compiler) planLate() {
 	}
 	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(needed[b], needed[a]) })
 	starts, crowded := c.starts()
-	group, bytes, total, moved := lateParams{}, 0, 0, 0
+	group, bytes, total, moved := paramGroup{}, 0, 0, 0
 	deadline := starts[len(starts)-1]
-	var groups []lateParams
+	var groups []paramGroup
 	for _, in := range all {
 		if needed[in] > crowded {
 			continue
@@ -80,7 +110,7 @@ func (c *compiler) planLate() {
 			break
 		}
 		groups, total = append(groups, group), total+bytes
-		group, bytes, moved = lateParams{}, 0, 0
+		group, bytes, moved = paramGroup{}, 0, 0
 	}
 	if len(groups) == 0 || total < c.m.config.late.least {
 		return
@@ -101,7 +131,7 @@ const lateMoved = 2*3*4 + 2
 // lateLeft is the multiprocessors that must be left: with fewer than 64 pairs products take more turns than with all.
 const lateLeft = 2 * 64
 
-// mayPlanLate reports whether updates of the machine may go on beside its next run. There must be multiprocessors to spare, and nothing
+// mayPlanLate reports whether updates of the machine may go on beside its runs. There must be multiprocessors to spare, and nothing
 // else behind an update.
 func (m *Machine) mayPlanLate() bool {
 	c, d := &m.config, m.device.info
@@ -157,33 +187,17 @@ type lateUpdate struct {
 
 // lateOrder sorts parameters as they are updated, the groups of the plan last, and reports whether there is anything for later.
 func (x *optimizer) lateOrder(plan *latePlan) bool {
-	if plan == nil || slices.ContainsFunc(x.states, func(p *paramState) bool { return p.rule.Muon }) {
+	if plan == nil || !x.onlyAdamW() {
 		return false
 	}
-	group := map[*input]int{}
-	for i, g := range plan.groups {
-		for _, in := range g.params {
-			group[in] = i + 1
-		}
-	}
-	slices.SortStableFunc(x.states, func(a, b *paramState) int { return cmp.Compare(group[a.input], group[b.input]) })
+	x.regroup(plan.groups)
 	return true
 }
 
 // newLate makes what the update needs to leave the plan's groups, the last ones of the table, for later.
 func (x *optimizer) newLate(m *Machine) (err error) {
 	ctx := m.device.ctx
-	x.late = &lateUpdate{latePlan: m.program.late}
-	at := len(x.states)
-	for _, g := range x.late.groups {
-		at -= len(g.params)
-	}
-	for _, g := range x.late.groups {
-		from, _ := x.adamw.ChunksOf(at)
-		x.late.chunks = append(x.late.chunks, from)
-		at += len(g.params)
-	}
-	x.late.chunks = append(x.late.chunks, x.adamw.Chunks)
+	x.late = &lateUpdate{latePlan: m.program.late, chunks: x.chunksOf(m.program.late.groups)}
 	if x.late.stream, err = ctx.NewStreamAhead(); err != nil {
 		return err
 	}
@@ -230,7 +244,7 @@ func (m *Machine) sendLate(x *optimizer) error {
 		return err
 	}
 	for i, done := range l.done {
-		if err := joined(m.k.AdamWLate(l.stream, x.control, x.adamw, l.chunks[i], l.chunks[i+1]), ctx.Record(done, l.stream)); err != nil {
+		if err := joined(m.k.AdamWLate(l.stream, x.control, x.adamw, l.chunks[i], l.chunks[i+1], 0), ctx.Record(done, l.stream)); err != nil {
 			return joined(err, ctx.SyncStream(l.stream))
 		}
 	}
@@ -238,10 +252,13 @@ func (m *Machine) sendLate(x *optimizer) error {
 	return nil
 }
 
-// join has the machine's stream wait for what the last update has left for later, also that of a machine with whose parameters this one
-// works: there a run that has waited for it has done so on that machine's stream alone.
+// join completes the run under way, and has the machine's stream wait for what the last update has left for later, also that of a machine
+// with whose parameters this one works: there a run that has waited for it has done so on that machine's stream alone.
 func (m *Machine) join() error {
 	ctx := m.device.ctx
+	if err := m.complete(); err != nil {
+		return err
+	}
 	if x := m.optimizer; x != nil && x.late != nil && x.late.running {
 		if err := ctx.Wait(m.stream, x.late.last()); err != nil {
 			return err
@@ -274,7 +291,7 @@ func (m *Machine) awaitLate(i int) error {
 // all compute the same bits.
 func (m *Machine) leave(i int) {
 	n := 0
-	if m.optimizer != nil && m.optimizer.late != nil && i < m.optimizer.late.end {
+	if x := m.optimizer; x != nil && (x.late != nil && i < x.late.end || x.early != nil && x.early.split <= i && i < len(m.program.tasks)) {
 		n = kernels.LateMultiprocessors
 	}
 	if n != m.left {

@@ -29,9 +29,9 @@ type lateSeen struct {
 	left                     int
 }
 
-func (k lateKernels) AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int) error {
+func (k lateKernels) AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int, squares driver.Ptr) error {
 	k.seen.updates++
-	return k.kernelSet.AdamWLate(s, control, t, from, to)
+	return k.kernelSet.AdamWLate(s, control, t, from, to, squares)
 }
 
 func (k lateKernels) Leave(n int) {

@@ -68,7 +68,8 @@ type kernelSet interface {
 	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
 	GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error
 	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table, chunks int) error
-	AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int) error
+	AdamWSquares(s driver.Stream, control driver.Ptr, t *kernels.Table, chunks int, squares driver.Ptr) error
+	AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int, squares driver.Ptr) error
 	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
 	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	KasminaForward(s driver.Stream, f kernels.KasminaForward) error

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -42,6 +43,7 @@ type Machine struct {
 	read      bool // the stream has been waited for since the last run
 	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
 
+	pending    bool // only the beginning of the run has been sent
 	bound      bool // values lie in memory of the program's
 	begun      bool // by Start, and RunAll has not asked for it yet
 	runs, lost int  // calls of RunAll; runs begun in vain
@@ -74,7 +76,8 @@ type attendant interface {
 	// appendMode adds to b what tells this run's work from that of other runs, which are captured apart.
 	appendMode(b []byte) []byte
 	before() error // ahead of a run, when the last one's inputs have left their staging memory
-	after() error  // behind a run's work
+	after() error  // when a run's work, or the beginning of it, is on its way
+	bring() error  // behind all of a run's work: once, and before anything else is asked for
 	// Of a run that Start has begun: unchanged reports whether it does the work that a run would do now, and then take makes
 	// it a run like others, or abandon one that nobody has asked for.
 	unchanged() (bool, error)
@@ -345,8 +348,11 @@ func (m *Machine) run() error {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
 	m.runs++
-	if m.optimizer != nil {
-		m.optimizer.looked = false
+	if x := m.optimizer; x != nil {
+		x.looked = false
+		if x.early != nil {
+			x.early.looked = false
+		}
 	}
 	if m.begun {
 		if taken, err := m.take(); taken || err != nil {
@@ -356,8 +362,11 @@ func (m *Machine) run() error {
 	return m.begin("RunAll")
 }
 
-// begin enqueues a run.
+// begin enqueues a run, or the beginning of one.
 func (m *Machine) begin(call string) error {
+	if err := m.complete(); err != nil { // of the run before
+		return err
+	}
 	if m.ran {
 		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
 			return err
@@ -391,6 +400,11 @@ func (m *Machine) begin(call string) error {
 	if err := m.compute(); err != nil {
 		return err
 	}
+	if !m.pending {
+		if err := m.bring(); err != nil {
+			return err
+		}
+	}
 	for _, a := range m.attendants {
 		if err := a.after(); err != nil {
 			return err
@@ -402,11 +416,28 @@ func (m *Machine) begin(call string) error {
 	return nil
 }
 
+// bring has the attendants bring back what a run has left for them.
+func (m *Machine) bring() error {
+	for _, a := range m.attendants {
+		if err := a.bring(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // recording is what was captured of runs that do the same work.
 type recording struct {
 	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
 	graph     *driver.Graph
 	monitored *driver.Graph // with the monitor's marks
+
+	head, rest *driver.Graph                // the run in two
+	steps      map[driver.Ptr]*driver.Graph // the rest with updates, by the loss
+}
+
+func (r *recording) graphs() []*driver.Graph {
+	return slices.AppendSeq([]*driver.Graph{r.graph, r.monitored, r.head, r.rest}, maps.Values(r.steps))
 }
 
 // recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change them together.
@@ -459,10 +490,13 @@ func (p *program) onHost() bool {
 	return slices.ContainsFunc(p.tasks, func(t task) bool { return t.host })
 }
 
-// replay enqueues the program, which has been loaded.
+// replay enqueues the program, which has been loaded, or its beginning.
 func (m *Machine) replay() error {
 	if m.onHost() {
 		return m.enqueue()
+	}
+	if m.splits() {
+		return m.sendHead()
 	}
 	if m.now.graph == nil {
 		var err error
@@ -477,13 +511,19 @@ func (m *Machine) replay() error {
 	return err
 }
 
-func (m *Machine) enqueue() error {
+func (m *Machine) enqueue() error { return m.enqueueTasks(0, len(m.program.tasks), nil) }
+
+// enqueueTasks enqueues the tasks from ≤ i < to, and behind each what is given, unless that is nil.
+func (m *Machine) enqueueTasks(from, to int, behind func(task int) error) error {
 	m.tuner.used = m.tuner.used[:0]
-	if err := m.zero(); err != nil {
-		return err
+	if from == 0 {
+		if err := m.zero(); err != nil {
+			return err
+		}
 	}
 	defer m.leave(len(m.program.tasks))
-	for i, t := range m.program.tasks {
+	for i := from; i < to; i++ {
+		t := m.program.tasks[i]
 		m.leave(i)
 		if m.capturing {
 			if err := m.awaitLate(i); err != nil {
@@ -492,6 +532,11 @@ func (m *Machine) enqueue() error {
 		}
 		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
+		}
+		if behind != nil {
+			if err := behind(i); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
@@ -521,14 +566,14 @@ func (m *Machine) forget() error {
 	if len(m.recorded) == 0 {
 		return nil
 	}
-	return errors.Join(m.device.ctx.SyncStream(m.stream), m.dropRecordings())
+	return errors.Join(m.complete(), m.device.ctx.SyncStream(m.stream), m.dropRecordings())
 }
 
 // dropRecordings is forget while the stream is idle.
 func (m *Machine) dropRecordings() error {
 	var errs []error
 	for _, r := range m.recorded {
-		for _, g := range []*driver.Graph{r.graph, r.monitored} {
+		for _, g := range r.graphs() {
 			if g != nil {
 				errs = append(errs, m.device.ctx.DestroyGraph(g))
 			}
@@ -648,7 +693,7 @@ func (m *Machine) Close() error {
 		in.sharers--
 	}
 	ctx := m.device.ctx
-	var errs []error
+	errs := []error{m.complete()}
 	if m.stream != 0 {
 		errs = append(errs, ctx.SyncStream(m.stream))
 	}

@@ -73,6 +73,9 @@ func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 	if err != nil {
 		return nil, err
 	}
+	if b.m.mayUpdateEarly() {
+		spec.Multiprocessors = earlyLeft
+	}
 	own := b.own(spec)
 	switch {
 	case len(own) == 0:
@@ -119,7 +122,8 @@ var productUnits = []string{"gemm_hopper_plain"}
 // own lists the ways that this module has for a product, not a scaled one, which is worth timing, or for which a rule asks for one.
 func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 	shape := productShape(m)
-	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
+	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align,
+		Multiprocessors: m.Multiprocessors}
 	if shape.Float8 {
 		whole.A, whole.B, whole.Scaling, whole.FastAccumulation = driver.Float8E4M3, driver.Float8E4M3, driver.ScaledRows, true
 	}

@@ -25,12 +25,25 @@ func (m *Machine) nonFinite() (*gorgonia.Node, error) {
 	if err := m.updatable(); err != nil {
 		return nil, err
 	}
+	bad := map[*gorgonia.Node]bool{}
+	first := func() *gorgonia.Node {
+		if i := slices.IndexFunc(m.config.params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
+			return m.config.params[i]
+		}
+		return nil
+	}
+	if x.early != nil && x.early.looked {
+		err := x.early.nonFinite(m, x, func(p *paramState) { bad[p.input.node] = true })
+		return first(), err
+	}
 	if !x.looked {
+		if err := m.complete(); err != nil {
+			return nil, err
+		}
 		if _, err := m.launchSquares(x); err != nil {
 			return nil, err
 		}
 	}
-	bad := map[*gorgonia.Node]bool{}
 	at := x.squares
 	for _, t := range x.tables() {
 		squares := make([]float32, t.Chunks)
@@ -45,8 +58,5 @@ func (m *Machine) nonFinite() (*gorgonia.Node, error) {
 			}
 		}
 	}
-	if i := slices.IndexFunc(m.config.params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
-		return m.config.params[i], nil
-	}
-	return nil, nil
+	return first(), nil
 }

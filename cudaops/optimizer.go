@@ -44,7 +44,8 @@ type optimizer struct {
 	ran      driver.Event // the run before the update is done
 
 	recorded map[updateKey]*recording
-	late     *lateUpdate // nil where updates are over when the next run begins
+	late     *lateUpdate  // nil where updates are over when the next run begins
+	early    *earlyUpdate // nil where they begin behind the run
 
 	newtonSchulz []func() error
 	muonSquares  *array         // which all iterations work in
@@ -53,8 +54,9 @@ type optimizer struct {
 
 // updateKey tells updates apart.
 type updateKey struct {
-	loss driver.Ptr // that it looks at; 0 for none
-	late bool       // it leaves something for later
+	loss  driver.Ptr // that it looks at; 0 for none
+	late  bool       // it leaves something for later
+	early bool       // it has begun in the run
 }
 
 // paramState is a parameter and what the optimiser remembers of it, on the device.
@@ -87,10 +89,12 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
+	case maxNorm > 0 && m.config.early:
+		return fmt.Errorf("maxNorm is %v, and WithEarlyUpdates no norm is known before the first update: want 0, or a machine without that option", maxNorm)
 	}
 	defer func() { m.expect(m.momentsToCome()) }()
 	var errs []error
-	if m.program.late != nil { // what was captured waits for events of the optimiser before, or for none
+	if m.program.late != nil || m.program.early != nil { // what was captured waits for events of the optimiser before, or for none
 		errs = append(errs, m.forget())
 	}
 	if old := m.optimizer; old != nil {
@@ -120,7 +124,10 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if len(x.states) == 0 {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
 	}
-	late := x.lateOrder(m.program.late)
+	late, early := x.lateOrder(m.program.late), m.program.early != nil && x.onlyAdamW()
+	if early {
+		x.regroup(m.program.early.groups)
+	}
 	if err := m.loadState(x); err != nil {
 		return err
 	}
@@ -129,6 +136,11 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	}
 	if late {
 		if err := x.newLate(m); err != nil {
+			return err
+		}
+	}
+	if early {
+		if err := x.newEarly(m); err != nil {
 			return err
 		}
 	}
@@ -358,10 +370,20 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 	if by != nil && m.optimizer != nil {
 		value = float64(driver.View[float32](m.optimizer.loss)[0])
 	}
-	if refused && value-value == 0 {
+	switch {
+	case !refused || value-value != 0:
+	case m.optimizer != nil && m.optimizer.early != nil && m.optimizer.early.looked:
+		err = joined(refusedLate(norm), err)
+	default:
 		err = joined(refusal(norm), err)
 	}
 	return value, norm, err
+}
+
+// finiteLoss reports whether the loss that has come back is.
+func (x *optimizer) finiteLoss() bool {
+	v := driver.View[float32](x.loss)[0]
+	return v-v == 0
 }
 
 func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
@@ -419,7 +441,11 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 	if m.program.scale != nil {
 		m.scale = done.Next
 	}
-	if !done.Skipped {
+	e := x.early
+	if e != nil && done.Skipped && loss != nil && !x.finiteLoss() {
+		e.looked = false // nothing has been updated, nor looked at
+	}
+	if !done.Skipped || e != nil && e.looked {
 		x.steps++
 	}
 	return float64(done.Norm), done.Skipped && !(m.carried > 1), settled
@@ -429,12 +455,9 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	defer m.profiler.finish()
 	defer m.profiler.call("Update")()
-	ctx, late := m.device.ctx, m.leavesLate()
-	if err := m.join(); err != nil {
-		return err
-	}
-	if loss != nil {
-		if err := ctx.Record(x.ran, m.stream); err != nil {
+	ctx, late, early := m.device.ctx, m.leavesLate(), m.updatesEarly(loss)
+	if !early {
+		if err := m.join(); err != nil {
 			return err
 		}
 	}
@@ -446,10 +469,23 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 			return err
 		}
 	}
-	if err := m.enqueueUpdate(x, loss, late); err != nil {
+	if early {
+		if err := m.sendRest(x, loss); err != nil {
+			return err
+		}
+	}
+	if loss != nil {
+		if err := ctx.Record(x.ran, m.stream); err != nil {
+			return err
+		}
+	}
+	if err := m.enqueueUpdate(x, loss, updateKey{late: late, early: early}); err != nil {
 		return err
 	}
-	m.gathered, x.looked = false, true // also where launchUpdate was captured before
+	m.gathered, x.looked = false, !early // also where launchUpdate was captured before
+	if x.early != nil {
+		x.early.looked = early
+	}
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
 		return err
 	}
@@ -466,12 +502,10 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 
 // enqueueUpdate launches the update, but for what it leaves for later: as it is the first time, which loads the kernels, and then as a
 // graph.
-func (m *Machine) enqueueUpdate(x *optimizer, loss *array, late bool) error {
-	var at driver.Ptr
+func (m *Machine) enqueueUpdate(x *optimizer, loss *array, key updateKey) error {
 	if loss != nil {
-		at = loss.ptr()
+		key.loss = loss.ptr()
 	}
-	key := updateKey{at, late}
 	r := x.recorded[key]
 	if r == nil {
 		r = new(recording)
@@ -501,6 +535,9 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array, late bool) error {
 // launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
 // leaves their sum as it is, or NaN, at which the update is not made.
 func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
+	if key.early {
+		return inTurn(func() error { return m.launchEnd(x) }, x.renewAll)
+	}
 	at, err := m.launchSquares(x)
 	if err != nil {
 		return err
@@ -532,16 +569,11 @@ func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
 			return err
 		}
 	}
-	for _, run := range x.renew {
-		if err := run(); err != nil {
-			return err
-		}
-	}
-	if err := m.quantizeAgain(x.updates); err != nil {
-		return err
-	}
-	return m.clearSums()
+	return inTurn(x.renewAll, func() error { return m.quantizeAgain(x.updates) }, m.clearSums)
 }
+
+// renewAll makes the copies of parameters that the update does not write.
+func (x *optimizer) renewAll() error { return inTurn(x.renew...) }
 
 // launchSquares launches the sums of the gradients' squares, and returns how many there are.
 func (m *Machine) launchSquares(x *optimizer) (n int, err error) {
@@ -645,7 +677,7 @@ func (x *optimizer) nesterov() bool {
 
 func (x *optimizer) close(m *Machine) error {
 	ctx := m.device.ctx
-	errs := []error{x.late.close(m)}
+	errs := []error{x.late.close(m), x.early.close(m)}
 	for _, p := range x.owned {
 		errs = append(errs, m.free(p))
 	}

@@ -36,6 +36,7 @@ type machineConfig struct {
 
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
 	late         lateRule
+	early        bool // updates are to begin beside the backward pass
 }
 
 // MachineOption is an option of NewMachine.

@@ -118,6 +118,8 @@ type program struct {
 	arena  int                       // bytes
 	spent  bool                      // some memory saves time, and could be done without
 	late   *latePlan                 // nil for updates that are over before the next run
+	early  *earlyPlan                // nil for updates that begin behind the run
+	last   map[*block]int            // the last task that needs a block, whether or not its values are kept
 
 	weights []*quantizedWeight
 
@@ -197,7 +199,7 @@ type compiler struct {
 // compile lowers every node of the graph that the kept nodes depend on, and plans the memory. If roomy, the program takes more
 // memory than it needs where that saves time, and says so (spent).
 func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
-	c := &compiler{m: m, roomy: roomy, used: map[*block]int{}, program: &program{values: map[*gorgonia.Node]*array{}}, saved: map[gorgonia.Op]any{},
+	c := &compiler{m: m, roomy: roomy, used: map[*block]int{}, program: &program{values: map[*gorgonia.Node]*array{}, last: map[*block]int{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
 		products: map[*array]computed{}, copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},
@@ -231,7 +233,9 @@ func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
 	}
-	c.planLate()
+	if !c.planEarly() {
+		c.planLate()
+	}
 	c.plan()
 	return c.program, nil
 }
@@ -361,6 +365,9 @@ func (c *compiler) touch(a *array, step int) {
 	}
 	if a.block == nil {
 		return
+	}
+	if step < len(c.tasks) {
+		c.last[a.block] = step
 	}
 	if a.resident {
 		if _, known := c.used[a.block]; !known {

@@ -41,17 +41,20 @@ type variant struct {
 	how           []llm.GraphOption
 	float8        bool              // whatever the precision that is asked for
 	gradients     cudaops.Precision // of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
+	early         bool              // updates begin beside the backward pass
 	seeds         int               // of a Kasmina layer behind each block, half of which blend; 0 for none
 	telemetry     state.Telemetry
 }
 
-// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with what is inside its blocks
-// computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step
+// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with updates that begin beside the
+// backward pass, and with both of these; with what is inside its blocks computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step
 // without such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},
 	{group: "train-bf16-gradients", suffix: "_bf16_gradients", gradients: cudaops.BFloat16},
+	{group: "train-early-updates", suffix: "_early_updates", early: true},
+	{group: "train-early-updates", suffix: "_bf16_gradients_early_updates", gradients: cudaops.BFloat16, early: true},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: inTurns, suffix: "_without_kasmina", model: "llama124M"},
 	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
@@ -148,6 +151,9 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 		cudaops.WithGradientPrecision(v.gradients), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))
+	}
+	if v.early {
+		opts = append(opts, cudaops.WithEarlyUpdates())
 	}
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {

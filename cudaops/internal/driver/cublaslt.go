@@ -110,6 +110,7 @@ var blasTypes = [...]uintptr{Float32: 0, Float16: 2, BFloat16: 14, Float8E4M3: 2
 // Attributes of cuBLASLt's descriptors.
 const (
 	descTransA, descTransB, descEpilogue, descBiasPointer = 3, 4, 7, 8
+	descMultiprocessors                                   = 15
 	descScalePointerA, descScalePointerB, descFastAccum   = 17, 18, 25
 	descScaleModeA, descScaleModeB                        = 31, 32
 	layoutBatchCount, layoutBatchStride                   = 5, 6
@@ -146,7 +147,8 @@ func (p *blasPlan) describe() error {
 	for _, a := range []struct {
 		attribute int
 		value     uint32
-	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)}} {
+	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)},
+		{descMultiprocessors, uint32(m.Multiprocessors)}} {
 		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute), uintptr(unsafe.Pointer(&a.value)), 4)
 		if err != nil {
 			return err

@@ -256,7 +256,7 @@ func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
 		l.reset()
 		g.must(g.AdamW(g.stream, control, l.table, cuts[0]))
 		for i := range cuts[1:] {
-			g.must(g.AdamWLate(g.stream, control, l.table, cuts[i], cuts[i+1]))
+			g.must(g.AdamWLate(g.stream, control, l.table, cuts[i], cuts[i+1], 0))
 		}
 		for i, got := range l.bits() {
 			if !bytes.Equal(got, want[i]) {
@@ -269,7 +269,7 @@ func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
 		to := from + g.rand.IntN(all-from) + 1
 		l.reset()
 		g.must(g.AdamW(g.stream, control, l.table, 0))
-		g.must(g.AdamWLate(g.stream, control, l.table, from, to))
+		g.must(g.AdamWLate(g.stream, control, l.table, from, to, 0))
 		got := l.bits()
 		for i, q := range l.qs {
 			first, last := l.table.ChunksOf(i)
@@ -289,7 +289,7 @@ func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
 	g.must(g.GradNorm(g.stream, bad, nan.Ptr, 1, 0))
 	l.reset()
 	g.must(g.AdamW(g.stream, bad, l.table, 0))
-	g.must(g.AdamWLate(g.stream, bad, l.table, 0, all))
+	g.must(g.AdamWLate(g.stream, bad, l.table, 0, all, 0))
 	for i, got := range l.bits() {
 		if !bytes.Equal(got, l.original[i]) {
 			g.Errorf("a step that is skipped has changed array %d of tensor %d", i%4, i/4)
@@ -307,7 +307,7 @@ func TestAdamWLateLaunches(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.ClearTrace()
-		err = k.AdamWLate(0, p, table, 1, 4)
+		err = k.AdamWLate(0, p, table, 1, 4, 0)
 		if capability != 90 {
 			if want := fmt.Sprintf("kernels.AdamWLate: compute capability %.1f, want 9.0", float64(capability)/10); err == nil || err.Error() != want {
 				t.Errorf("capability %d: %v", capability, err)
@@ -324,14 +324,14 @@ func TestAdamWLateLaunches(t *testing.T) {
 		}
 		c.ClearTrace()
 		for _, at := range []int{0, 2, 4} {
-			if err := k.AdamWLate(0, p, table, at, at); err != nil || len(c.Trace()) > 0 {
+			if err := k.AdamWLate(0, p, table, at, at, 0); err != nil || len(c.Trace()) > 0 {
 				t.Errorf("no chunks: error %v, launched %v", err, c.Trace())
 			}
 		}
 		for want, err := range map[string]error{
-			"kernels.AdamWLate: chunks -1 to 2 of a table of 4":  k.AdamWLate(0, p, table, -1, 2),
-			"kernels.AdamWLate: chunks 2 to 1 of a table of 4":   k.AdamWLate(0, p, table, 2, 1),
-			"kernels.AdamWLate: chunks 0 to 5 of a table of 4":   k.AdamWLate(0, p, table, 0, 5),
+			"kernels.AdamWLate: chunks -1 to 2 of a table of 4":  k.AdamWLate(0, p, table, -1, 2, 0),
+			"kernels.AdamWLate: chunks 2 to 1 of a table of 4":   k.AdamWLate(0, p, table, 2, 1, 0),
+			"kernels.AdamWLate: chunks 0 to 5 of a table of 4":   k.AdamWLate(0, p, table, 0, 5, 0),
 			"kernels.AdamW: the first 5 chunks of a table of 4":  k.AdamW(0, p, table, 5),
 			"kernels.AdamW: the first -1 chunks of a table of 4": k.AdamW(0, p, table, -1),
 		} {
@@ -511,7 +511,7 @@ func TestAdamWSpeed(t *testing.T) {
 		show = func(what string, took time.Duration) {
 			g.Logf("%-26s gradients of %v: %8.1f µs %6.0f GB/s", what, grads.GradType, took.Seconds()*1e6, moved*n/took.Seconds()/1e9)
 		}
-		late = func(s driver.Stream) { g.must(g.AdamWLate(s, control, table, 0, table.Chunks)) }
+		late = func(s driver.Stream) { g.must(g.AdamWLate(s, control, table, 0, table.Chunks, 0)) }
 		show("all multiprocessors", g.time([]func(){func() { g.must(g.AdamW(g.stream, control, table, table.Chunks)) }}))
 		show(few, g.time([]func(){func() { late(g.stream) }}))
 	}
