@@ -1,12 +1,19 @@
 package cudaops
 
 import (
+	"errors"
+	"fmt"
 	"math"
+	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
+
+	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // updateEarly has machines update in runs what they can, however little there is of it.
@@ -39,11 +46,10 @@ func TestEarlyBits(t *testing.T) {
 		w.batch += 1000 // of which the run that has begun knows nothing
 		w.steps("a step with another batch", false)
 		w.same("several steps")
-		newEarlyTwins(t, device, opts...).testStart()
+		w.testStart()
 	}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		check(t, device, fakeOption)
 		check(t, device, fakeOption, narrowGradients)
 	})
 	t.Run("GPU", func(t *testing.T) {
@@ -56,3 +62,255 @@ func TestEarlyBits(t *testing.T) {
 	})
 }
 
+// TestEarlyBetween wants the same bits whatever is asked of a machine between a run and its update, when a part of the run has not been
+// sent yet.
+func TestEarlyBetween(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for what, ask := range map[string]func(*lifetime) error{
+		"nothing":      func(*lifetime) error { return nil },
+		"the loss":     func(l *lifetime) error { _, err := l.machine.Peek(l.batch.Loss); return err },
+		"a gradient":   func(l *lifetime) error { _, err := l.machine.Value(l.batch.Params[3].Deriv()); return err },
+		"parameters":   func(l *lifetime) error { return l.machine.Download() },
+		"moments":      func(l *lifetime) error { return l.machine.Forget(l.batch.Params[2], 1, 3) },
+		"not finite":   func(l *lifetime) error { _, err := l.machine.NonFinite(); return err },
+		"another run":  func(l *lifetime) error { return l.machine.RunAll() },
+		"a new Muon":   func(l *lifetime) error { return setNew(l, newMuon) },
+		"a new AdamW":  func(l *lifetime) error { return setNew(l, newAdamW) },
+		"an address":   func(l *lifetime) error { _, _, err := l.machine.Address(l.batch.Params[0]); return err },
+		"the stream":   func(l *lifetime) error { l.machine.Stream(); return nil },
+		"a profile":    func(l *lifetime) error { return l.machine.StartProfile() },
+		"a run begun":  func(l *lifetime) error { return errors.Join(l.begin(), l.machine.RunAll()) },
+		"a vain start": func(l *lifetime) error { return errors.Join(l.begin(), l.machine.DropGradients(), l.machine.RunAll()) },
+	} {
+		w := newEarlyTwins(t, device, fakeOption)
+		w.steps("the first step", false)
+		for range 2 {
+			var losses []float64
+			w.each(func(l *lifetime) error {
+				l.batch.draw(t, w.batch)
+				if err := errors.Join(l.machine.RunAll(), ask(l)); err != nil {
+					return err
+				}
+				if l == w.plain {
+					v, err := l.machine.Value(l.batch.Loss)
+					if err != nil {
+						return err
+					}
+					losses = append(losses, float64(flat(t, v)[0]))
+					_, err = l.machine.Update()
+					return err
+				}
+				loss, _, err := l.machine.StepWhile(l.batch.Loss, nil)
+				losses = append(losses, loss)
+				return err
+			})
+			if losses[0] != losses[1] {
+				t.Errorf("%s: losses %v", what, losses)
+			}
+			w.batch++
+		}
+		w.same(what)
+	}
+}
+
+// begin begins a run that is as the one before.
+func (l *lifetime) begin() error {
+	_, err := l.machine.Start()
+	return err
+}
+
+// setNew gives a machine another optimiser.
+func setNew(l *lifetime, newOptimizer func() (optim.Optimizer, error)) error {
+	o, err := newOptimizer()
+	if err != nil {
+		return err
+	}
+	if err := o.Declare(gorgonia.NodesToValueGrads(l.batch.Params)); err != nil {
+		return err
+	}
+	l.optimizer = o
+	return l.machine.SetOptimizer(o, 0)
+}
+
+// overflow gives a block of the model weights with which the squares of a gradient are too large for float32, and the loss is not.
+func (l *lifetime) overflow(block int) (gradient string, err error) {
+	if err := l.machine.Download(); err != nil {
+		return "", err
+	}
+	prefix := fmt.Sprintf("model.layers.%d.mlp.", block)
+	for i, p := range l.model.Params {
+		v := p.Value.Float32s()
+		switch strings.TrimPrefix(p.Name, prefix) {
+		case "gate_proj.weight", "up_proj.weight":
+			for j := range v {
+				v[j] = 1e12 * float32(rand.NormFloat64())
+			}
+		case "down_proj.weight":
+			gradient = p.Name
+			clear(v)
+		default:
+			continue
+		}
+		if err := l.machine.Upload(l.batch.Params[i]); err != nil {
+			return "", err
+		}
+	}
+	return gradient, nil
+}
+
+// TestEarlyNonFinite wants a step whose gradients are not finite to say that parameters have been updated, where that shows first, and to
+// count; and one whose loss is not finite to change nothing.
+func TestEarlyNonFinite(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for _, early := range []bool{true, false} {
+		for _, bandwidth := range []float64{math.Inf(1), 1e13} { // with which some parameters are updated behind the run
+			l := newWideLifetime(t)
+			opts := []MachineOption{fakeOption, updateEarly, func(c *machineConfig) error { c.late.early = bandwidth; return nil }}
+			if err := l.open(device, opts...); err != nil {
+				t.Fatal(err)
+			}
+			x := l.machine.optimizer
+			if behind := x.early.chunks[0]; (behind > 0) == math.IsInf(bandwidth, 1) || behind == x.adamw.Chunks {
+				t.Fatalf("%d of %d chunks are updated behind the run", behind, x.adamw.Chunks)
+			}
+			for range 3 {
+				if err := l.step(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			block := 2 * rand.IntN(2) // the last one is updated first
+			want, err := l.overflow(block)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !early {
+				if err := l.poke(18*l.batch.ids[0], float32(math.NaN())); err != nil {
+					t.Fatal(err)
+				}
+			}
+			steps := x.steps
+			if err := l.machine.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			loss, norm, err := l.machine.StepWhile(l.batch.Loss, nil)
+			at, lookErr := l.machine.NonFinite()
+			if lookErr != nil {
+				t.Fatal(lookErr)
+			}
+			before := slices.Clone(l.model.Params[5].Value.Float32s())
+			if err := l.machine.Download(); err != nil {
+				t.Fatal(err)
+			}
+			changed := !slices.Equal(before, l.model.Params[5].Value.Float32s())
+			switch {
+			case early && (loss-loss != 0 || norm-norm == 0 || !errors.Is(err, ErrNonFinite) || !errors.Is(err, ErrUpdated) || x.steps != steps+1 || !changed):
+				t.Errorf("loss %v, norm %v, error %v, %d steps behind %d, parameters changed: %v", loss, norm, err, x.steps, steps, changed)
+			case early && (at == nil || at.Name() != want):
+				t.Errorf("the first gradient that is not finite is %v, want that of %s", at, want)
+			case !early && (loss-loss == 0 || norm-norm == 0 || err != nil || x.steps != steps || changed):
+				t.Errorf("a loss of %v: norm %v, error %v, %d steps behind %d, parameters changed: %v", loss, norm, err, x.steps, steps, changed)
+			case !early && at == nil:
+				t.Error("with a loss that is not finite, all gradients are")
+			}
+			if err := l.machine.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// TestEarlyWhere wants parameters updated in runs only where there are multiprocessors to spare, and nothing else between a gradient and
+// its update.
+func TestEarlyWhere(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	of := func(major, sms int) fake.Config {
+		info := smallCache("Card")
+		info[0].Major, info[0].SMs = major, sms
+		return fake.Config{Devices: info}
+	}
+	for _, c := range []struct {
+		what       string
+		major, sms int
+		opt        MachineOption
+		optimizer  func() (optim.Optimizer, error)
+
+		planned, early bool
+	}{
+		{"a Hopper", 9, 132, nil, newAdamW, true, true},
+		{"another GPU", 8, 132, nil, newAdamW, false, false},
+		{"a smaller Hopper", 9, 114, nil, newAdamW, false, false},
+		{"Muon", 9, 132, nil, newMuon, true, false},
+		{"sums of gradients", 9, 132, WithAccumulation(), newAdamW, false, false},
+		{"a loss scale", 9, 132, scaledGradients, newAdamW, false, false},
+		{"runs of which every other one is timed", 9, 132, WithMonitor(2), newAdamW, true, false},
+		{"too little to do", 9, 132, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, newAdamW, false, false},
+		{"too little time", 9, 132, func(c *machineConfig) error { c.late.early = 1; return nil }, newAdamW, false, false},
+	} {
+		device, _, fakeOption := openFake(t, of(c.major, c.sms))
+		l := newWideLifetime(t)
+		var err error
+		if l.optimizer, err = c.optimizer(); err != nil {
+			t.Fatal(err)
+		}
+		opts := []MachineOption{fakeOption, updateEarly}
+		if c.opt != nil {
+			opts = append(opts, c.opt)
+		}
+		if err := l.open(device, opts...); err != nil {
+			t.Fatalf("%s: %v", c.what, err)
+		}
+		for range 3 {
+			if err := l.step(); err != nil {
+				t.Fatalf("%s: %v", c.what, err)
+			}
+		}
+		x := l.machine.optimizer
+		if early := x.early != nil && x.early.looked; l.machine.program.early != nil != c.planned || early != c.early || x.late != nil {
+			t.Errorf("%s: planned: %v, done: %v", c.what, l.machine.program.early != nil, early)
+		}
+		if err := l.machine.Close(); err != nil {
+			t.Errorf("%s: %v", c.what, err)
+		}
+	}
+}
+
+// TestEarlyLimit wants a limit of the norm refused, with what to do, and the machine to go on without.
+func TestEarlyLimit(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newWideLifetime(t)
+	if err := l.open(device, fakeOption, updateEarly); err != nil {
+		t.Fatal(err)
+	}
+	err := l.machine.SetOptimizer(l.optimizer, 1)
+	if err == nil || !strings.Contains(err.Error(), "maxNorm is 1") || !strings.Contains(err.Error(), "WithEarlyUpdates") {
+		t.Errorf("a limit: %v", err)
+	}
+	if err := errors.Join(l.machine.SetOptimizer(l.optimizer, 0), l.step(), l.step(), l.machine.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestEarlyLossTooLate wants no update in a run whose loss is known only behind the first of them.
+func TestEarlyLossTooLate(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newWideLifetime(t)
+	if err := l.open(device, fakeOption, updateEarly); err != nil {
+		t.Fatal(err)
+	}
+	m := l.machine
+	m.program.last[m.program.values[l.batch.Loss].block] = m.optimizer.early.split
+	for range 3 {
+		if err := l.step(); err != nil {
+			t.Fatal(err)
+		}
+		if m.optimizer.early.looked {
+			t.Error("parameters were updated before the loss was known")
+		}
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}

@@ -53,6 +53,10 @@ func (l *lifetime) step() error {
 	if err := l.machine.RunAll(); err != nil {
 		return err
 	}
+	if l.machine.config.early {
+		_, _, err := l.machine.StepWhile(l.batch.Loss, nil)
+		return err
+	}
 	if _, err := l.machine.Value(l.batch.Loss); err != nil {
 		return err
 	}
@@ -111,8 +115,11 @@ func TestEveryCallFails(t *testing.T) {
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
 				l, opts := newLifetime(t, newMuon), []MachineOption{fakeOption, withCeilingBytes(1 << 12)}
-				if nth%2 == 0 {
+				switch {
+				case nth%2 == 0:
 					l, opts = newWideLifetime(t), append(opts, ownAlone(t, false), new(lateSeen).late)
+				case nth%3 == 0:
+					l, opts = newWideLifetime(t), append(opts, updateEarly)
 				}
 				cuda.Fail(call, nth, status)
 				err := l.open(device, opts...)
@@ -183,10 +190,13 @@ func TestRetry(t *testing.T) {
 	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuModuleGetFunction",
 		"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD32Async", "cuLaunchKernel", "cuStreamSynchronize", "cuStreamBeginCapture",
 		"cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cublasLtMatmul"} {
-		for _, nth := range []int{1, 2 + r.IntN(8)} {
+		for i, nth := range []int{1, 2 + r.IntN(8), 1, 2 + r.IntN(8)} {
 			device, cuda, fakeOption := openFake(t, fake.Config{})
-			l := newLifetime(t, newAdamW)
-			if err := l.open(device, fakeOption, WithMonitor(2)); err != nil {
+			l, opt := newLifetime(t, newAdamW), WithMonitor(2)
+			if i > 1 {
+				opt = updateEarly
+			}
+			if err := l.open(device, fakeOption, opt); err != nil {
 				t.Fatal(err)
 			}
 			cuda.Fail(call, nth, driver.OutOfMemory)

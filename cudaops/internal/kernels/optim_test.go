@@ -284,6 +284,7 @@ func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
 			}
 		}
 	}
+	testAdamWSums(g, l, control, want)
 	bad := g.control(Control{LR: 1, GradScale: 1, SkipNonFinite: true})
 	nan := g.alloc(1, f32, 0)
 	g.must(g.GradNorm(g.stream, bad, nan.Ptr, 1, 0))
@@ -293,6 +294,50 @@ func testAdamWLate(g *rig, gradType, copyType driver.DType, copied bool) {
 	for i, got := range l.bits() {
 		if !bytes.Equal(got, l.original[i]) {
 			g.Errorf("a step that is skipped has changed array %d of tensor %d", i%4, i/4)
+		}
+	}
+}
+
+// testAdamWSums wants the same bits where squares are added up in passing, and their sums right to the rounding of float32.
+func testAdamWSums(g *rig, l *latePart, control driver.Ptr, want [][]byte) {
+	g.Helper()
+	for _, tensor := range []int{0, 4, len(l.qs) - 1, len(l.qs)} { // from which on it is on a few multiprocessors
+		cut := l.table.Chunks
+		if tensor < len(l.qs) {
+			cut, _ = l.table.ChunksOf(tensor)
+		}
+		l.reset()
+		late, rounds := g.alloc(LateMultiprocessors*len(l.qs), f32, 0), g.alloc(max(1, RoundsOf(cut)), f32, 0)
+		g.must(g.AdamW(g.stream, control, l.table, 0))
+		g.must(g.AdamWSquares(g.stream, control, l.table, cut, rounds.Ptr))
+		g.must(g.AdamWLate(g.stream, control, l.table, cut, l.table.Chunks, late.Ptr))
+		for i, got := range l.bits() {
+			if !bytes.Equal(got, want[i]) {
+				g.Errorf("with sums from tensor %d on, array %d of tensor %d is not what one kernel makes", tensor, i%4, i/4)
+			}
+		}
+		few, many := g.read(late), g.read(rounds)
+		for i, q := range l.qs {
+			right, got := 0.0, 0.0
+			for _, v := range q.rg {
+				right += v * v
+			}
+			parts := few[LateMultiprocessors*i:][:LateMultiprocessors]
+			if i < tensor {
+				first, last := l.table.ChunksOf(i)
+				for _, v := range parts {
+					if v == v {
+						g.Errorf("tensor %d, of other kernels, has a sum of %v", i, v)
+					}
+				}
+				parts = many[RoundsOf(first):RoundsOf(last)]
+			}
+			for _, v := range parts {
+				got += v
+			}
+			if !(math.Abs(got-right) <= 1e-5*right) {
+				g.Errorf("with sums from tensor %d on, the squares of tensor %d add up to %v, want %v", tensor, i, got, right)
+			}
 		}
 	}
 }
@@ -334,6 +379,9 @@ func TestAdamWLateLaunches(t *testing.T) {
 			"kernels.AdamWLate: chunks 0 to 5 of a table of 4":   k.AdamWLate(0, p, table, 0, 5, 0),
 			"kernels.AdamW: the first 5 chunks of a table of 4":  k.AdamW(0, p, table, 5),
 			"kernels.AdamW: the first -1 chunks of a table of 4": k.AdamW(0, p, table, -1),
+
+			"kernels.AdamWSquares: the first 5 chunks of a table of 4":  k.AdamWSquares(0, p, table, 5, p),
+			"kernels.AdamWSquares: the first -1 chunks of a table of 4": k.AdamWSquares(0, p, table, -1, p),
 		} {
 			if err == nil || err.Error() != want {
 				t.Errorf("error %v, want %s", err, want)
