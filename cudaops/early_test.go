@@ -46,7 +46,7 @@ func TestEarlyBits(t *testing.T) {
 		w.batch += 1000 // of which the run that has begun knows nothing
 		w.steps("a step with another batch", false)
 		w.same("several steps")
-		w.testStart()
+		newEarlyTwins(t, device, opts...).testStart()
 	}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
