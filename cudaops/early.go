@@ -31,9 +31,9 @@ var ErrUpdated = errors.New("parameters have been updated with them")
 // A loss that is not finite prevents an update as ever. Whether the gradients are finite is known only behind the last of them, and
 // parameters have been updated by then: the error wraps [ErrNonFinite] and [ErrUpdated], and what was saved before is to be loaded.
 //
-// It does nothing, so that updates are as they are without it, on GPUs but those of compute capability 9.0 with 132 multiprocessors, with the
-// precisions Float16 and Float8, with Muon, with [WithAccumulation], [WithParamsOf] and [WithStream], and in runs that are profiled or
-// timed ([Machine.StartProfile], [WithMonitor]).
+// It does nothing, so that updates are as they are without it, where less than a GiB of parameters could be updated early, on GPUs but those
+// of compute capability 9.0 with 132 multiprocessors, with the precisions Float16 and Float8, with Muon, with [WithAccumulation],
+// [WithParamsOf] and [WithStream], and in runs that are profiled or timed ([Machine.StartProfile], [WithMonitor]).
 func WithEarlyUpdates() MachineOption {
 	return func(c *machineConfig) error {
 		c.early = true
@@ -44,7 +44,7 @@ func WithEarlyUpdates() MachineOption {
 const (
 	// earlyBandwidth is what updates beside a backward pass move in a second: what they would not get done in time with that is updated behind
 	// the run, by all multiprocessors.
-	earlyBandwidth = kernels.LateMultiprocessors * 60e9
+	earlyBandwidth = kernels.LateMultiprocessors * 66e9
 	// earlyLeft is the multiprocessors that products are planned for.
 	earlyLeft = lateLeft
 )
@@ -87,14 +87,14 @@ func (c *compiler) planEarly() bool {
 		if bytes < c.m.config.late.group {
 			continue
 		}
-		done := max(free, starts[group.task+1]) + float64(moved)/c.m.config.late.early
+		done := max(free, starts[group.task+1]) + float64(moved)/c.m.config.late.earlyBandwidth
 		if done > end {
 			break
 		}
 		groups, free, total = append(groups, group), done, total+bytes
 		group, bytes, moved = paramGroup{}, 0, 0
 	}
-	if len(groups) == 0 || total < c.m.config.late.least {
+	if len(groups) == 0 || total < c.m.config.late.leastEarly {
 		return false
 	}
 	c.early = &earlyPlan{groups, groups[0].task + 1}

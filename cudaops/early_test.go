@@ -18,7 +18,7 @@ import (
 
 // updateEarly has machines update in runs what they can, however little there is of it.
 func updateEarly(c *machineConfig) error {
-	c.late = lateRule{least: 1, group: 1, early: math.Inf(1)}
+	c.late = lateRule{leastEarly: 1, group: 1, earlyBandwidth: math.Inf(1)}
 	return WithEarlyUpdates()(c)
 }
 
@@ -167,7 +167,7 @@ func TestEarlyNonFinite(t *testing.T) {
 	for _, early := range []bool{true, false} {
 		for _, bandwidth := range []float64{math.Inf(1), 1e13} { // with which some parameters are updated behind the run
 			l := newWideLifetime(t)
-			opts := []MachineOption{fakeOption, updateEarly, func(c *machineConfig) error { c.late.early = bandwidth; return nil }}
+			opts := []MachineOption{fakeOption, updateEarly, func(c *machineConfig) error { c.late.earlyBandwidth = bandwidth; return nil }}
 			if err := l.open(device, opts...); err != nil {
 				t.Fatal(err)
 			}
@@ -245,8 +245,8 @@ func TestEarlyWhere(t *testing.T) {
 		{"sums of gradients", 9, 132, WithAccumulation(), newAdamW, false, false},
 		{"a loss scale", 9, 132, scaledGradients, newAdamW, false, false},
 		{"runs of which every other one is timed", 9, 132, WithMonitor(2), newAdamW, true, false},
-		{"too little to do", 9, 132, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, newAdamW, false, false},
-		{"too little time", 9, 132, func(c *machineConfig) error { c.late.early = 1; return nil }, newAdamW, false, false},
+		{"too little to do", 9, 132, func(c *machineConfig) error { c.late.leastEarly = 1 << 30; return nil }, newAdamW, false, false},
+		{"too little time", 9, 132, func(c *machineConfig) error { c.late.earlyBandwidth = 1; return nil }, newAdamW, false, false},
 	} {
 		device, _, fakeOption := openFake(t, of(c.major, c.sms))
 		l := newWideLifetime(t)

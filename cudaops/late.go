@@ -25,14 +25,14 @@ const (
 	lateBytes     = 3.8e12
 )
 
-// lateRule says when an update is worth it: from so many bytes of parameters on, of which the pass waits for so many together, while
-// so many bytes are moved in a second, and beside a backward pass so many.
+// lateRule says when updates beside a forward or a backward pass are worth it: from so many bytes of parameters on, updated in groups of
+// so many, while so many bytes are moved in a second.
 type lateRule struct {
-	least, group     int
-	bandwidth, early float64
+	least, leastEarly, group  int
+	bandwidth, earlyBandwidth float64
 }
 
-var usualLate = lateRule{least: 64 << 20, group: 16 << 20, bandwidth: lateBandwidth, early: earlyBandwidth}
+var usualLate = lateRule{least: 64 << 20, leastEarly: 1 << 30, group: 16 << 20, bandwidth: lateBandwidth, earlyBandwidth: earlyBandwidth}
 
 // latePlan is what an update leaves for later.
 type latePlan struct {
