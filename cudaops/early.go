@@ -26,7 +26,8 @@ var ErrUpdated = errors.New("parameters have been updated with them")
 // nothing reads the parameter any more, beside the rest of the backward pass, on a few multiprocessors that the products leave free.
 // The parameters get the same bits as otherwise, in less time. It goes with AdamW and without a limit of the gradients' norm, for which
 // all of them must be there before the first is applied: [Machine.SetOptimizer] with another maxNorm than 0 is an error. Updates are early in
-// [Machine.StepWhile], if the loss is there before the first of them; those of [Machine.Update] are not.
+// [Machine.StepWhile], if the loss is there before the first of them; those of [Machine.Update] are not. [Machine.RunAll] and [Machine.Start]
+// send the device only the beginning of a run, about its forward pass, and the rest goes with whatever is asked for next.
 //
 // A loss that is not finite prevents an update as ever. Whether the gradients are finite is known only behind the last of them, and
 // parameters have been updated by then: the error wraps [ErrNonFinite] and [ErrUpdated], and what was saved before is to be loaded.
