@@ -294,7 +294,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	loadModel()
-	t.Model.trainer, t.learning = t, nil
+	t.Model.trainer, t.learning, t.spoiled = t, nil, nil
 	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
 	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	if t.apart = t.engine.Push(); t.apart != nil {

@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math"
 	"path/filepath"
 	"strings"
@@ -74,6 +75,71 @@ func TestDivergedIsNotSaved(t *testing.T) {
 			if err := again.Resume(path, WithNewSettings(nil)); err != nil || again.Step() != 4 {
 				t.Errorf("the checkpoint gives step %d, %v, want 4", again.Step(), err)
 			}
+		})
+	}
+}
+
+// unchecked is an engine whose fifth step makes its update before it finds that the gradients are not finite.
+type unchecked struct {
+	Engine
+	steps  int
+	poison func() // what the update does to the parameters
+}
+
+func (u *unchecked) Step(b Batch, _ func() (Batch, bool)) (loss, norm float64, err error) {
+	if loss, err = u.Gradients(b); err != nil {
+		return loss, 0, err
+	}
+	norm, err = u.Update()
+	if u.steps++; err == nil && u.steps == 5 {
+		u.poison()
+		norm, err = math.Inf(1), fmt.Errorf("%w: the norm was +Inf", ErrOverflow)
+	}
+	return loss, norm, err
+}
+
+// TestUpdatedTooEarly wants a run to end as one that has diverged where parameters have been updated with gradients that are not finite, the
+// checkpoint before to stay, and the trainer to do nothing with these parameters, also if they are all finite, until it goes on from the
+// checkpoint.
+func TestUpdatedTooEarly(t *testing.T) {
+	for what, value := range map[string]float32{"a parameter that is not finite": float32(math.NaN()), "finite parameters": 0.5} {
+		t.Run(what, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+			tr.engine = &unchecked{tr.engine, 0, func() { tr.Model.Param(normName).Float32s()[2] = value }}
+			tr.On(Checkpoint(tr, path, 2))
+			err := tr.Run(t.Context())
+			if !errors.Is(err, ErrDiverged) || tr.Step() != 4 {
+				t.Fatalf("got %v at step %d, want ErrDiverged at 4", err, tr.Step())
+			}
+			for _, word := range []string{"step 5", "the update overflowed: the norm was +Inf", "resume from the last checkpoint"} {
+				if !strings.Contains(err.Error(), word) {
+					t.Errorf("error %q does not say %q", err, word)
+				}
+			}
+			if named := strings.Contains(err.Error(), normName); named != (value != value) {
+				t.Errorf("error %q names the parameter: %v", err, named)
+			}
+			for name, f := range map[string]func() error{
+				"Run":      func() error { return tr.Run(t.Context()) },
+				"Save":     func() error { return tr.Save(path) },
+				"Evaluate": func() error { _, _, err := tr.Evaluate(heldOut(t, 50, 1)); return err },
+			} {
+				if err := f(); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "before a Resume") {
+					t.Errorf("%s: got %v, want ErrDiverged and what to do", name, err)
+				}
+			}
+			if err := tr.Resume(path); err != nil || tr.Step() != 4 {
+				t.Fatalf("the checkpoint gives step %d, %v, want 4", tr.Step(), err)
+			}
+			if err := tr.Run(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			straight := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+			if err := straight.Run(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			checkSame(t, straight, tr)
 		})
 	}
 }

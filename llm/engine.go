@@ -22,8 +22,8 @@ type Engine interface {
 	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
 	Gradients(b Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
-	// ErrGradients nothing has changed; after ErrOverflow a parameter is no longer finite. A [Scaler] may make no update, without
-	// an error, and return a norm that is not finite.
+	// ErrGradients nothing has changed; after ErrOverflow parameters have, and one is no longer finite or the norm was not. A [Scaler] may
+	// make no update, without an error, and return a norm that is not finite.
 	Update() (norm float64, err error)
 	// Drop forgets the gradients gathered so far.
 	Drop() error
@@ -75,7 +75,8 @@ type LossScale struct {
 
 // Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite after every update; that of
 // llm/gpu does not, where it would take another pass over all parameters: there the next loss shows it, and ends the run with
-// ErrDiverged too. Such parameters are saved by neither.
+// ErrDiverged too. An update that llm/gpu makes before all gradients are known to be finite (see cudaops.WithEarlyUpdates) overflows where
+// they are not. What such an update has left is saved by neither.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")

@@ -12,7 +12,7 @@ import (
 )
 
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer finite. Parameters are
-// those before the step that failed, unless its update overflowed; such ones are never saved.
+// those before the step that failed, unless its update overflowed; such ones are never saved, and the trainer refuses to go on from them.
 var ErrDiverged = errors.New("training diverged")
 
 // TrainConfig says how a model is trained.
@@ -75,6 +75,7 @@ type Trainer struct {
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
 	apart     error           // why the engine's parameters are not the model's, after a Resume that failed
+	spoiled   error           // of the update that overflowed, until a Resume: its parameters may be finite, but are of no step
 	closed    bool
 }
 
@@ -154,6 +155,8 @@ func (t *Trainer) usable() error {
 	case t.apart != nil:
 		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
 			t.engine.Name(), t.apart)
+	case t.spoiled != nil:
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update failed: %w", t.spoiled)
 	}
 	return nil
 }
@@ -169,7 +172,7 @@ func (t *Trainer) takeOver() error {
 	if err := t.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the model: %w", t.engine.Name(), err)
 	}
-	t.Model.trainer, t.apart = t, nil
+	t.Model.trainer, t.apart, t.spoiled = t, nil, nil
 	return nil
 }
 
@@ -267,7 +270,11 @@ func (t *Trainer) step() error {
 		}
 		u.norm, u.err = t.engine.Update()
 	}
-	if errors.Is(u.err, ErrGradients) || errors.Is(u.err, ErrOverflow) {
+	switch {
+	case errors.Is(u.err, ErrOverflow):
+		t.spoiled = t.diverged(u.err.Error())
+		return fail(t.spoiled)
+	case errors.Is(u.err, ErrGradients):
 		return fail(t.diverged(u.err.Error()))
 	}
 	if u.err != nil {
@@ -289,7 +296,7 @@ type update struct {
 	rate, before float64 // the learning rate, and that of the step before
 	made         bool
 	norm         float64
-	err          error // ErrGradients alone, where finish has made it
+	err          error // ErrGradients or ErrOverflow alone, where finish has made it
 }
 
 // prepare makes the optimiser ready for an update.
@@ -314,7 +321,7 @@ func (t *Trainer) finish(e Starter, b Batch, u *update) (loss float64, err error
 		return t.Loader.upcoming()
 	})
 	u.made = true
-	if errors.Is(err, ErrGradients) {
+	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
 		u.err, err = err, nil
 	}
 	return loss, err

@@ -24,7 +24,8 @@ import (
 
 // Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
 // float32 whatever the precision, and come back when a checkpoint is saved, when another trainer has the model, and when the trainer is
-// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
+// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes. With
+// cudaops.WithEarlyUpdates TrainConfig.Clip must be 0, and gradients that are not finite are an llm.ErrOverflow.
 func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
@@ -79,6 +80,9 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 		return nil, err
 	}
 	if err := machine.SetOptimizer(o, c.Clip); err != nil {
+		if c.Clip > 0 { // which may be what is wrong: see cudaops.WithEarlyUpdates
+			err = fmt.Errorf("with TrainConfig.Clip for maxNorm: %w", err)
+		}
 		return nil, errors.Join(err, machine.Close())
 	}
 	beside := func(g *llm.Graph) (llm.Machine, error) {
@@ -109,10 +113,14 @@ func (m ahead) Value(n *gorgonia.Node) (gorgonia.Value, error) { return m.Peek(n
 func (e *engine) Update() (float64, error) { return e.updated(e.machine.Update()) }
 
 func (e *engine) updated(norm float64, err error) (float64, error) {
-	if errors.Is(err, cudaops.ErrNonFinite) {
+	late := errors.Is(err, cudaops.ErrUpdated)
+	if errors.Is(err, cudaops.ErrNonFinite) && !late {
 		return norm, llm.ErrGradients
 	}
 	e.changed = true // whatever the error: some come after the update
+	if late {
+		return norm, fmt.Errorf("%w: it began before the norm of its gradients, %v, was known", llm.ErrOverflow, float32(norm))
+	}
 	return norm, err
 }
 
