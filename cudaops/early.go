@@ -112,6 +112,7 @@ type earlyUpdate struct {
 	rounds  int          // where these begin
 	sums    int          // how many there are
 	looked  bool         // they are those of the last update's gradients, and no run has been asked for since
+	updated bool         // the last update went on in a run; a run that is asked for while it goes on changes nothing about that
 }
 
 // newEarly makes what the update needs.

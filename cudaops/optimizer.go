@@ -372,7 +372,7 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 	}
 	switch {
 	case !refused || value-value != 0:
-	case m.optimizer != nil && m.optimizer.early != nil && m.optimizer.early.looked:
+	case m.optimizer != nil && m.optimizer.early != nil && m.optimizer.early.updated:
 		err = joined(refusedLate(norm), err)
 	default:
 		err = joined(refusal(norm), err)
@@ -443,9 +443,9 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 	}
 	e := x.early
 	if e != nil && done.Skipped && loss != nil && !x.finiteLoss() {
-		e.looked = false // nothing has been updated, nor looked at
+		e.looked, e.updated = false, false // nothing has been updated, nor looked at
 	}
-	if !done.Skipped || e != nil && e.looked {
+	if !done.Skipped || e != nil && e.updated {
 		x.steps++
 	}
 	return float64(done.Norm), done.Skipped && !(m.carried > 1), settled
@@ -484,7 +484,7 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	}
 	m.gathered, x.looked = false, !early // also where launchUpdate was captured before
 	if x.early != nil {
-		x.early.looked = early
+		x.early.looked, x.early.updated = early, early
 	}
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
 		return err
