@@ -87,13 +87,11 @@ func (m *Machine) abandon() error {
 	if !m.begun {
 		return nil
 	}
-	if err := m.complete(); err != nil { // what attendants wait for
-		return err
-	}
-	m.begun = false
+	err := m.complete() // what attendants wait for
+	m.begun = false     // also after an error, as Start says
 	m.profiler.again()
 	for _, a := range m.attendants {
 		a.abandon()
 	}
-	return m.clearSums()
+	return joined(err, m.clearSums())
 }
