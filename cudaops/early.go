@@ -23,17 +23,19 @@ import (
 var ErrUpdated = errors.New("parameters have been updated with them")
 
 // WithEarlyUpdates has updates begin while gradients are still computed: a parameter is updated as soon as its gradient is there and
-// nothing reads the parameter any more, beside the rest of the backward pass, on a few multiprocessors that the products leave free.
-// The parameters get the same bits as otherwise, in less time. It goes with AdamW and without a limit of the gradients' norm, for which
+// nothing reads the parameter any more, beside the rest of the backward pass, on a few multiprocessors that the products leave free. A step
+// of a large model takes less time. The machine's parameters get the same bits as by updates behind its runs; without the option some products may
+// be computed in other ways (see [Tuning]). It goes with AdamW and without a limit of the gradients' norm, for which
 // all of them must be there before the first is applied: [Machine.SetOptimizer] with another maxNorm than 0 is an error. Updates are early in
-// [Machine.StepWhile], if the loss is there before the first of them; those of [Machine.Update] are not. [Machine.RunAll] and [Machine.Start]
+// [Machine.StepWhile], if the loss is there before the first of them; those of [Machine.Update] are not, nor do they go on beside the next
+// run. [Machine.RunAll] and [Machine.Start]
 // send the device only the beginning of a run, about its forward pass, and the rest goes with whatever is asked for next.
 //
 // A loss that is not finite prevents an update as ever. Whether the gradients are finite is known only behind the last of them, and
 // parameters have been updated by then: the error wraps [ErrNonFinite] and [ErrUpdated], and what was saved before is to be loaded.
 //
-// It does nothing, so that updates are as they are without it, where less than a GiB of parameters could be updated early, on GPUs but those
-// of compute capability 9.0 with 132 multiprocessors, with the precisions Float16 and Float8, with Muon, with [WithAccumulation],
+// It does nothing, so that updates are as they are without it, where the parameters take less than a GiB in float32, on GPUs but those of
+// compute capability 9.0 with 132 multiprocessors, with the precisions Float16 and Float8, with Muon, with [WithAccumulation],
 // [WithParamsOf] and [WithStream], and in runs that are profiled or timed ([Machine.StartProfile], [WithMonitor]).
 func WithEarlyUpdates() MachineOption {
 	return func(c *machineConfig) error {
@@ -56,9 +58,19 @@ type earlyPlan struct {
 	split  int          // the tasks from here on are sent when it is known whether an update follows
 }
 
-// mayUpdateEarly reports whether updates of the machine may go on in its runs.
+// mayUpdateEarly reports whether updates of the machine may go on in its runs, if these give them the time.
 func (m *Machine) mayUpdateEarly() bool {
-	return m.config.early && !m.config.scaled && m.mayPlanLate()
+	return m.config.early && !m.config.scaled && m.mayPlanLate() && m.trained() >= m.config.late.leastEarly
+}
+
+// trained is the bytes of the parameters that have gradients.
+func (m *Machine) trained() (bytes int) {
+	for _, p := range m.config.params {
+		if p.Deriv() != nil {
+			bytes += float32s.size() * p.Shape().TotalSize()
+		}
+	}
+	return bytes
 }
 
 // planEarly chooses the parameters that may be updated in a run, in the order of their gradients, as many as there is time for.
@@ -80,7 +92,7 @@ func (c *compiler) planEarly() bool {
 	slices.SortStableFunc(all, func(a, b *input) int { return cmp.Compare(ready[a], ready[b]) })
 	starts, _ := c.starts()
 	free, end := 0.0, starts[len(c.tasks)]
-	group, bytes, total, moved := paramGroup{}, 0, 0, 0
+	group, bytes, moved := paramGroup{}, 0, 0
 	var groups []paramGroup
 	for _, in := range all {
 		group.task, group.params, bytes = ready[in], append(group.params, in), bytes+in.array.extent()
@@ -92,10 +104,10 @@ func (c *compiler) planEarly() bool {
 		if done > end {
 			break
 		}
-		groups, free, total = append(groups, group), done, total+bytes
+		groups, free = append(groups, group), done
 		group, bytes, moved = paramGroup{}, 0, 0
 	}
-	if len(groups) == 0 || total < c.m.config.late.leastEarly {
+	if len(groups) == 0 {
 		return false
 	}
 	c.early = &earlyPlan{groups, groups[0].task + 1}
@@ -172,7 +184,7 @@ func (m *Machine) sendHead() (err error) {
 // complete enqueues the rest of the run of which only the beginning has been sent, if there is one, without updates.
 func (m *Machine) complete() (err error) {
 	if !m.pending {
-		return nil
+		return m.bringRest()
 	}
 	if m.now.rest == nil {
 		rest := func() error { return m.enqueueTasks(m.program.early.split, len(m.program.tasks), nil) }
@@ -188,8 +200,18 @@ func (m *Machine) finishRun(rest *driver.Graph) error {
 	if err := m.device.ctx.LaunchGraph(rest, m.stream); err != nil {
 		return err
 	}
-	m.pending = false
-	return m.bring()
+	m.pending, m.unbrought = false, true
+	return m.bringRest()
+}
+
+// bringRest has the attendants bring back what a run in two pieces has left, unless they have: after an error they are asked again.
+func (m *Machine) bringRest() error {
+	if !m.unbrought {
+		return nil
+	}
+	err := m.bring()
+	m.unbrought = err != nil
+	return err
 }
 
 // updatesEarly reports whether the update with a loss may go on in the run under way, where the loss is known before anything is updated.

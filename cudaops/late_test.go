@@ -96,14 +96,14 @@ func newLateTwins(t *testing.T, device *Device, seen *lateSeen, opts ...MachineO
 }
 
 // newWideLifetime trains a model whose products kernels of this module take.
-func newWideLifetime(t *testing.T) *lifetime {
+func newWideLifetime(t *testing.T, how ...llm.GraphOption) *lifetime {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136, Kasmina: []int{1}, Seeds: 6}.Default()
 	model, err := llm.NewModel(c, gorgonia.Float32, 2, state.WithoutGates())
 	if err != nil {
 		t.Fatal(err)
 	}
-	g, err := model.Graph(llm.ForTraining, 3)
+	g, err := model.Graph(llm.ForTraining, 3, how...)
 	if err != nil {
 		t.Fatal(err)
 	}

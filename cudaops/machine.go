@@ -44,6 +44,7 @@ type Machine struct {
 	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
 
 	pending    bool // only the beginning of the run has been sent
+	unbrought  bool // what the attendants wait for has not been, though the rest of the run has
 	bound      bool // values lie in memory of the program's
 	begun      bool // by Start, and RunAll has not asked for it yet
 	runs, lost int  // calls of RunAll; runs begun in vain

@@ -16,7 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing.
+// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing, unless the error wraps
+// [ErrUpdated] too.
 var ErrNonFinite = errors.New("the gradients are not finite")
 
 // ruled is an optimiser that says what it does with each parameter, as those of the package optim do.
@@ -340,7 +341,8 @@ func refusal(norm float64) error {
 
 // StepWhile is [Machine.Peek] of a loss, a node of one float32 that is kept, and [Machine.UpdateWhile] in one, without a wait of the
 // device between the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not
-// finite either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Peek and UpdateWhile.
+// finite either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Peek and UpdateWhile, and
+// that of [ErrUpdated].
 func (m *Machine) StepWhile(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
 	if value, norm, err = m.step(loss, meanwhile); err != nil {
 		return value, norm, fmt.Errorf("cudaops.Machine.StepWhile: %w", err)

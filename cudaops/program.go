@@ -367,7 +367,7 @@ func (c *compiler) touch(a *array, step int) {
 		return
 	}
 	if step < len(c.tasks) {
-		c.last[a.block] = step
+		c.last[a.block] = max(c.last[a.block], step)
 	}
 	if a.resident {
 		if _, known := c.used[a.block]; !known {
