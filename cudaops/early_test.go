@@ -60,7 +60,9 @@ func TestEarlyBits(t *testing.T) {
 		w.batch += 1000 // of which the run that has begun knows nothing
 		w.steps("a step with another batch", false)
 		w.same("several steps")
-		newEarlyTwins(t, device, opts...).testStart()
+		if !testing.Short() {
+			newEarlyTwins(t, device, opts...).testStart()
+		}
 	}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -191,7 +193,7 @@ func TestEarlyNonFinite(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for _, early := range []bool{true, false} {
-		for i := range 4 {
+		for i := range few(4, 1) {
 			bandwidth, again := math.Inf(1), i%2 == 1 // another run is asked for meanwhile
 			if i > 1 {
 				bandwidth = 1e13 // with which some parameters are updated behind the run
@@ -266,7 +268,7 @@ func TestEarlyWhere(t *testing.T) {
 		info[0].Major, info[0].SMs = major, sms
 		return fake.Config{Devices: info}
 	}
-	for _, c := range []struct {
+	cases := []struct {
 		what       string
 		major, sms int
 		opt        MachineOption
@@ -283,7 +285,8 @@ func TestEarlyWhere(t *testing.T) {
 		{"runs of which every other one is timed", 9, 132, WithMonitor(2), newAdamW, true, false},
 		{"too little to do", 9, 132, func(c *machineConfig) error { c.late.leastEarly = 1 << 30; return nil }, newAdamW, false, false},
 		{"too little time", 9, 132, func(c *machineConfig) error { c.late.earlyBandwidth = 1; return nil }, newAdamW, false, false},
-	} {
+	}
+	for _, c := range cases[:few(len(cases), 4)] {
 		device, _, fakeOption := openFake(t, of(c.major, c.sms))
 		l := newWideLifetime(t)
 		var err error
