@@ -214,9 +214,14 @@ func (m *Machine) bringRest() error {
 	return err
 }
 
-// updatesEarly reports whether the update with a loss may go on in the run under way, where the loss is known before anything is updated.
+// updatesEarly reports whether the update with a loss may go on in the run under way, where the loss is known before anything is updated, and
+// an update behind a run has loaded the kernels, which a capture does not allow.
 func (m *Machine) updatesEarly(loss *array) bool {
-	return m.pending && m.early() && loss != nil && m.program.last[loss.block] < m.optimizer.early.split
+	if !m.pending || !m.early() || loss == nil || m.program.last[loss.block] >= m.optimizer.early.split {
+		return false
+	}
+	behind := m.optimizer.recorded[updateKey{loss: loss.ptr()}]
+	return behind != nil && behind.loaded
 }
 
 // sendRest is complete with updates.
