@@ -27,9 +27,9 @@ var ErrUpdated = errors.New("parameters have been updated with them")
 // of a large model takes less time. The machine's parameters get the same bits as by updates behind its runs; without the option some products may
 // be computed in other ways (see [Tuning]). It goes with AdamW and without a limit of the gradients' norm, for which
 // all of them must be there before the first is applied: [Machine.SetOptimizer] with another maxNorm than 0 is an error. Updates are early in
-// [Machine.StepWhile], if the loss is there before the first of them; those of [Machine.Update] are not, nor do they go on beside the next
-// run. [Machine.RunAll] and [Machine.Start]
-// send the device only the beginning of a run, about its forward pass, and the rest goes with whatever is asked for next.
+// [Machine.StepWhile], from its second call with an optimiser on, if the loss is there before any parameter is updated; those of
+// [Machine.Update] are not, nor do they go on beside the next run. [Machine.RunAll] and [Machine.Start] send the device only the beginning
+// of a run, about its forward pass, and the rest goes with whatever is asked for next.
 //
 // A loss that is not finite prevents an update as ever. Whether the gradients are finite is known only behind the last of them, and
 // parameters have been updated by then: the error wraps [ErrNonFinite] and [ErrUpdated], and what was saved before is to be loaded.
@@ -214,9 +214,14 @@ func (m *Machine) bringRest() error {
 	return err
 }
 
-// updatesEarly reports whether the update with a loss may go on in the run under way, where the loss is known before anything is updated.
+// updatesEarly reports whether the update with a loss may go on in the run under way, where the loss is known before anything is updated, and
+// an update behind a run has loaded the kernels, which a capture does not allow.
 func (m *Machine) updatesEarly(loss *array) bool {
-	return m.pending && m.early() && loss != nil && m.program.last[loss.block] < m.optimizer.early.split
+	if !m.pending || !m.early() || loss == nil || m.program.last[loss.block] >= m.optimizer.early.split {
+		return false
+	}
+	behind := m.optimizer.recorded[updateKey{loss: loss.ptr()}]
+	return behind != nil && behind.loaded
 }
 
 // sendRest is complete with updates.

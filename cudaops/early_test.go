@@ -11,6 +11,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -351,5 +352,62 @@ func TestEarlyLossTooLate(t *testing.T) {
 	}
 	if err := m.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestEarlyFirst wants the first update of an optimiser to be behind its run, also where that is in two pieces, since it loads kernels.
+func TestEarlyFirst(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newWideLifetime(t)
+	if err := l.open(device, fakeOption, updateEarly); err != nil {
+		t.Fatal(err)
+	}
+	m := l.machine
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 2 {
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if !m.pending {
+			t.Errorf("run %d is not in two pieces", i)
+		}
+		if _, _, err := m.StepWhile(l.batch.Loss, nil); err != nil {
+			t.Fatal(err)
+		}
+		if early := m.optimizer.early.looked; early != (i > 0) {
+			t.Errorf("update %d was early: %v", i, early)
+		}
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestEarlyForgetFails wants a machine that cannot send the rest of a run before it takes another optimiser to send it when it is asked again.
+func TestEarlyForgetFails(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	for _, call := range []string{"cuStreamBeginCapture", "cuGraphLaunch"} {
+		device, cuda, fakeOption := openFake(t, fake.Config{})
+		l := newWideLifetime(t)
+		if err := l.open(device, fakeOption, updateEarly); err != nil {
+			t.Fatal(err)
+		}
+		m := l.machine
+		if err := errors.Join(l.step(), l.step(), m.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		cuda.Fail(call, 1, driver.OutOfMemory)
+		if err := setNew(l, newAdamW); !errors.Is(err, driver.OutOfMemory) {
+			t.Errorf("%s: %v", call, err)
+		}
+		if _, err := m.Value(l.batch.Loss); err != nil || m.pending {
+			t.Errorf("%s: the loss behind it: %v", call, err)
+		}
+		if err := errors.Join(m.RunAll(), setNew(l, newAdamW), l.step(), l.step(), m.Close()); err != nil {
+			t.Errorf("%s: %v", call, err)
+		}
 	}
 }

@@ -567,7 +567,10 @@ func (m *Machine) forget() error {
 	if len(m.recorded) == 0 {
 		return nil
 	}
-	return errors.Join(m.complete(), m.device.ctx.SyncStream(m.stream), m.dropRecordings())
+	if err := m.complete(); err != nil { // for which they are needed when it is asked for again
+		return errors.Join(err, m.device.ctx.SyncStream(m.stream))
+	}
+	return errors.Join(m.device.ctx.SyncStream(m.stream), m.dropRecordings())
 }
 
 // dropRecordings is forget while the stream is idle.

@@ -150,6 +150,9 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 	if err := m.pull(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
+	if t := m.trainer; t != nil && t.spoiled != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w", t.spoiled)
+	}
 	config, err := json.Marshal(m.Config)
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)

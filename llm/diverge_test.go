@@ -129,6 +129,9 @@ func TestUpdatedTooEarly(t *testing.T) {
 					t.Errorf("%s: got %v, want ErrDiverged and what to do", name, err)
 				}
 			}
+			if err := tr.Model.Save(path); !errors.Is(err, ErrDiverged) {
+				t.Errorf("Model.Save: got %v, want ErrDiverged", err)
+			}
 			if err := tr.Resume(path); err != nil || tr.Step() != 4 {
 				t.Fatalf("the checkpoint gives step %d, %v, want 4", tr.Step(), err)
 			}
