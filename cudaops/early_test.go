@@ -264,11 +264,6 @@ func TestEarlyNonFinite(t *testing.T) {
 // its update.
 func TestEarlyWhere(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	of := func(major, sms int) fake.Config {
-		info := smallCache("Card")
-		info[0].Major, info[0].SMs = major, sms
-		return fake.Config{Devices: info}
-	}
 	cases := []struct {
 		what       string
 		major, sms int
@@ -288,7 +283,7 @@ func TestEarlyWhere(t *testing.T) {
 		{"too little time", 9, 132, func(c *machineConfig) error { c.late.earlyBandwidth = 1; return nil }, newAdamW, false, false},
 	}
 	for _, c := range cases[:few(len(cases), 4)] {
-		device, _, fakeOption := openFake(t, of(c.major, c.sms))
+		device, _, fakeOption := openFake(t, gpuOf(c.major, c.sms))
 		l := newWideLifetime(t)
 		var err error
 		if l.optimizer, err = c.optimizer(); err != nil {

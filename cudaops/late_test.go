@@ -376,14 +376,16 @@ func TestLateSetOptimizerFails(t *testing.T) {
 	}
 }
 
+// gpuOf is a GPU of a compute capability with so many multiprocessors.
+func gpuOf(major, sms int) fake.Config {
+	info := smallCache("Card")
+	info[0].Major, info[0].SMs = major, sms
+	return fake.Config{Devices: info}
+}
+
 // TestLateWhere wants updates left for later only where there are multiprocessors to spare, and nothing behind an update needs them.
 func TestLateWhere(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	of := func(major, sms int) fake.Config {
-		info := smallCache("Card")
-		info[0].Major, info[0].SMs = major, sms
-		return fake.Config{Devices: info}
-	}
 	for _, c := range []struct {
 		what  string
 		major int
@@ -401,7 +403,7 @@ func TestLateWhere(t *testing.T) {
 		{"too little to do", 9, func(c *machineConfig) error { c.late.least = 1 << 30; return nil }, 0, false, false, false},
 		{"too little time", 9, func(c *machineConfig) error { c.late.bandwidth = 1; return nil }, 0, false, false, false},
 	} {
-		device, _, fakeOption := openFake(t, of(c.major, cmp.Or(c.sms, 132)))
+		device, _, fakeOption := openFake(t, gpuOf(c.major, cmp.Or(c.sms, 132)))
 		l := newWideLifetime(t)
 		var seen lateSeen
 		opts := []MachineOption{fakeOption, ownAlone(t, false), seen.late}
