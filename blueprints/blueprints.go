@@ -22,7 +22,9 @@ package blueprints
 import (
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"math/rand/v2"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 )
@@ -31,7 +33,7 @@ import (
 type Float interface{ float32 | float64 }
 
 // Kind identifies a registered blueprint. Built-in kinds have fixed numbers; registered ones are numbered in the order of
-// registration, so a program that stores kinds should store their names with them.
+// registration, so a program that stores kinds should store their names, as lattices do, and find them again by [ByName].
 type Kind uint8
 
 // The built-in kinds.
@@ -81,8 +83,8 @@ type Blueprint struct {
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if they are too few for it,
 	// how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
-	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold them. When nil, they are
-	// one vector, "weights".
+	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold them. Their names
+	// differ, none is "" or "scale", and they have n elements in all. When nil, they are one vector, "weights".
 	Parts func(c, n int) []Part
 	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the transform of a chunk of
 	// c features is the identity, or as near to it as the kind can be. Weights that must not all start alike come from r.
@@ -98,27 +100,53 @@ type Part struct {
 	Shape []int
 }
 
-// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n.
+// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n for chunks of c features. It
+// returns an error wrapping [ErrInvalid] when c or n is out of range or the blueprint's Parts are not as [Blueprint] says.
 func Parts(k Kind, c, n int) ([]Part, error) {
 	b, err := Lookup(k)
 	if err != nil {
 		return nil, err
 	}
+	if c < 1 || n < 0 {
+		return nil, fmt.Errorf("%w %q: %d weights for chunks of %d features, want at least 0 for at least 1", ErrInvalid, b.Name, n, c)
+	}
 	if b.Parts == nil {
 		return []Part{{"weights", []int{n}}}, nil
 	}
-	parts, sum := b.Parts(c, n), 0
-	for _, p := range parts {
-		size := 1
-		for _, d := range p.Shape {
-			size *= d
-		}
-		sum += size
+	var parts []Part
+	if err := guard(b, "Parts", func() { parts = b.Parts(c, n) }); err != nil {
+		return nil, err
 	}
-	if sum != n {
-		return nil, fmt.Errorf("%w %q: Parts(%d, %d) have %d elements", ErrInvalid, b.Name, c, n, sum)
+	if err := checkParts(parts, n); err != nil {
+		return nil, fmt.Errorf("%w %q: Parts(%d, %d): %w", ErrInvalid, b.Name, c, n, err)
 	}
 	return parts, nil
+}
+
+// scaleName is what files call the scale, beside the parts of the weights.
+const scaleName = "scale"
+
+func checkParts(parts []Part, n int) error {
+	left := n
+	names := map[string]bool{"": true, scaleName: true}
+	for i, p := range parts {
+		if names[p.Name] {
+			return fmt.Errorf("the name of part %d is %q, want names that differ, and none of them \"\" or %q", i, p.Name, scaleName)
+		}
+		names[p.Name] = true
+		size := 1
+		for _, d := range p.Shape {
+			if d < 0 || d > 0 && size > n/d {
+				return fmt.Errorf("part %q has shape %v, want at most %d elements", p.Name, p.Shape, n)
+			}
+			size *= d
+		}
+		left -= size
+	}
+	if left != 0 {
+		return fmt.Errorf("they have %d elements, want %d", n-left, n)
+	}
+	return nil
 }
 
 // Errors that callers can test for with [errors.Is].
@@ -127,7 +155,19 @@ var (
 	ErrInvalid     = errors.New("invalid blueprint")
 	ErrSlot        = errors.New("slot out of range")
 	ErrWidth       = errors.New("slots are too narrow for the blueprint")
+	ErrPanic       = errors.New("panic") // in a function of a registered blueprint
 )
+
+// guard calls a function of a blueprint. When it panics, guard returns an error wrapping [ErrPanic] that says where.
+func guard(b *Blueprint, function string, f func()) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("%w in %s of blueprint %q: %v\n\n%s", ErrPanic, function, b.Name, r, debug.Stack())
+		}
+	}()
+	f()
+	return nil
+}
 
 // maxKinds is how many kinds a Kind can number.
 const maxKinds = 256
@@ -212,8 +252,11 @@ func (k Kind) String() string {
 	return fmt.Sprintf("Kind(%d)", uint8(k))
 }
 
-// For returns b's arithmetic in the element type T.
+// For returns b's arithmetic in the element type T, nil if b is nil.
 func For[T Float](b *Blueprint) *Arithmetic[T] {
+	if b == nil {
+		return nil
+	}
 	var a any = &b.F64
 	if _, single := any(T(0)).(float32); single {
 		a = &b.F32
@@ -222,15 +265,21 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 }
 
 // Size returns how many weights a kind uses of rows of the given width, for chunks of c features: the first ones. It returns
-// an error wrapping [ErrWidth], which says how many it needs, when the rows are too narrow, or [ErrUnknownKind].
+// an error wrapping [ErrWidth], which says how many it needs, when the rows are too narrow, [ErrInvalid] when c is below 1, or
+// [ErrUnknownKind].
 func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
 		return 0, err
 	}
+	if c < 1 {
+		return 0, fmt.Errorf("%w %q: chunks of %d features, want at least 1", ErrInvalid, b.Name, c)
+	}
 	n := c
 	if b.Size != nil {
-		n = b.Size(c, width)
+		if err := guard(b, "Size", func() { n = b.Size(c, max(0, width)) }); err != nil {
+			return 0, err
+		}
 	}
 	if n < 0 {
 		return 0, fmt.Errorf("%w %q: Size(%d, %d) is %d", ErrInvalid, b.Name, c, width, n)
@@ -244,12 +293,9 @@ func Size(k Kind, c, width int) (int, error) {
 // Identity makes a slot the identity start of a kind for chunks of c features. weights is [slots, W] row by row and scales is
 // [slots]; both are the parameters of a Kasmina layer. Slot 0 means "none", so slot must be in 1 … slots−1. Kinds that start
 // from random weights draw them by seed: the same one gives the same weights. Weights that the kind does not use become 0.
-// On an error nothing has changed; it wraps [ErrWidth] when W is too small for the kind.
+// On an error nothing has changed. It wraps [ErrWidth] when W is too small for the kind, and [ErrInvalid] when what the kind's
+// Identity gives is not finite or its Parts are not as [Blueprint] says.
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
-	b, err := Lookup(k)
-	if err != nil {
-		return fmt.Errorf("blueprints.Identity: %w", err)
-	}
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
 		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for chunks of %d features, "+
@@ -259,27 +305,65 @@ func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) er
 		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)", ErrSlot, slot, slots-1)
 	}
 	width := len(weights) / slots
-	n, err := Size(k, c, width)
+	w, scale, err := start[T](k, c, width, seed)
 	if err != nil {
 		return fmt.Errorf("blueprints.Identity: %w", err)
 	}
-	w := make([]float64, width)
-	scales[slot] = T(b.Identity(w[:n], c, rand.New(rand.NewPCG(seed, uint64(k)))))
-	for i, v := range w {
-		weights[slot*width+i] = T(v)
-	}
+	scales[slot] = scale
+	copy(weights[slot*width:], w)
 	return nil
 }
 
-// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y have one length; w may
-// have more elements than the kind uses.
+// start returns the identity start of a slot of the given width.
+func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, err error) {
+	n, err := Size(k, c, width)
+	if err != nil {
+		return nil, 0, err
+	}
+	if _, err := Parts(k, c, n); err != nil { // which nobody could save
+		return nil, 0, err
+	}
+	b, err := Lookup(k)
+	if err != nil {
+		return nil, 0, err
+	}
+	w := make([]float64, width)
+	var a float64
+	if err := guard(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) }); err != nil {
+		return nil, 0, err
+	}
+	weights = make([]T, width)
+	for i, v := range append(w, a) {
+		if t := float64(T(v)); t-t != 0 {
+			return nil, 0, fmt.Errorf("%w %q: parameter %d of Identity is %v, want a finite number", ErrInvalid, b.Name, i, v)
+		}
+	}
+	for i, v := range w {
+		weights[i] = T(v)
+	}
+	return weights, T(a), nil
+}
+
+// random returns what Identity draws from: the same numbers in every program, whatever number it has for a registered kind.
+func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
+	stream := uint64(k)
+	if int(k) >= len(builtin) {
+		h := fnv.New64a()
+		h.Write([]byte(b.Name))
+		stream = h.Sum64()
+	}
+	return rand.New(rand.NewPCG(seed, stream))
+}
+
+// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y have one length, which is
+// not 0; w may have more elements than the kind uses. What y holds after an error means nothing.
 func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	b, err := Lookup(k)
 	if err != nil {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
-	if len(y) != len(x) {
-		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length", len(x), len(y))
+	if len(y) != len(x) || len(x) == 0 {
+		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at least 1", len(x), len(y))
 	}
 	n, err := Size(k, len(x), len(w))
 	if err != nil {
@@ -287,10 +371,15 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	}
 	w = w[:n]
 	f, p := For[T](b), w
-	if f.Prepare != nil {
-		p = make([]T, len(w))
-		f.Prepare(p, w)
+	err = guard(b, "its arithmetic", func() {
+		if f.Prepare != nil {
+			p = make([]T, len(w))
+			f.Prepare(p, w)
+		}
+		f.Forward(y, x, p, a)
+	})
+	if err != nil {
+		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
-	f.Forward(y, x, p, a)
 	return nil
 }

@@ -364,7 +364,7 @@ func TestErrors(t *testing.T) {
 		{blueprints.Identity(blueprints.Residual, 1, 0, 0, w, s), nil, "chunks of 0 features"},
 		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth, "LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
 		{unknownParts, blueprints.ErrUnknownKind, "99"},
-		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5) have 4 elements`},
+		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5): they have 4 elements`},
 		{blueprints.Apply(99, w, w, w, 1), blueprints.ErrUnknownKind, "99"},
 		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth, "Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
 		{blueprints.Apply(blueprints.Residual, w[:5], w, w, 1), nil, "x has 6 elements and y 5"},

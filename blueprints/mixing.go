@@ -6,8 +6,13 @@ import (
 )
 
 // Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features, for chunks of c features
-// and rows of the given width: a kind of size 2·m·c.
-func Mixing(c, width int) (m int) { return width / (2 * c) }
+// and rows of the given width: a kind of size 2·m·c. It is 0 where either is not positive.
+func Mixing(c, width int) (m int) {
+	if c < 1 || width < 1 {
+		return 0
+	}
+	return width / 2 / c
+}
 
 // mixingSize asks for m = 1 at least.
 func mixingSize(c, width int) int { return 2 * c * max(1, Mixing(c, width)) }
@@ -15,7 +20,7 @@ func mixingSize(c, width int) int { return 2 * c * max(1, Mixing(c, width)) }
 // mixingParts gives the matrices [m, c] and [c, m] names.
 func mixingParts(v, u string) func(c, n int) []Part {
 	return func(c, n int) []Part {
-		m := n / (2 * c)
+		m := Mixing(c, n)
 		return []Part{{v, []int{m, c}}, {u, []int{c, m}}}
 	}
 }
