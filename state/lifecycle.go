@@ -43,7 +43,11 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	if l.config.Width > 0 {
 		width = l.config.Width
 	}
-	if _, err := blueprints.Size(r.Kind, l.hidden/l.n, width); err != nil {
+	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
+	if err == nil && l.config.Width > 0 {
+		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
+	}
+	if err != nil {
 		return fmt.Errorf("state.%s: %w: seed %d: Kind: %w", method, ErrArgument, seed, err)
 	}
 	if r.Strategy == nil {

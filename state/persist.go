@@ -116,7 +116,8 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 }
 
 // UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that has seeds already must have
-// as many seeds and features. It returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is
+// as many seeds and features. Kinds of blueprints and strategies are found by their names: a program registers those that it
+// uses before it loads, in any order. It returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is
 // damaged, or [ErrSchema] when a later version of this package wrote it; then nothing has changed.
 // It implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
@@ -272,10 +273,14 @@ func (h *header) image(stored []column) (*image, error) {
 		}
 		img.strategies = append(img.strategies, strategy)
 	}
-	if err := img.check(h.Kinds); err != nil {
+	if err := img.check(); err != nil {
 		return nil, err
 	}
-	if h.Schema < Schema || len(found) > 0 {
+	renumbered, err := img.renumber(h.Kinds)
+	if err != nil {
+		return nil, err
+	}
+	if h.Schema < Schema || len(found) > 0 || renumbered {
 		sums := newChecksummer(img.seeds.columns(), Schema)
 		sums.each(0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
 	}
@@ -302,12 +307,34 @@ func (c config) check() error {
 	return nil
 }
 
-// check returns an error unless the fields that others index with are in range, and the kinds in use mean the same to this
-// program as to the one that saved them, which had the given names for them.
-func (img *image) check(kinds []string) error {
+// renumber gives the kinds of the seeds the numbers that this program has for them, and reports whether one has changed. names
+// are those that the program which saved them had for its numbers. A kind that is in use and not registered is an error.
+func (img *image) renumber(names []string) (changed bool, err error) {
+	s := img.seeds
+	for i, number := range s.kind {
+		active := Stage(s.stage[i]) != Dormant && s.slot[i] != 0
+		var kind blueprints.Kind
+		known := int(number) < len(names)
+		if known {
+			kind, known = blueprints.ByName(names[number])
+		}
+		switch {
+		case active && int(number) >= len(names):
+			return false, fmt.Errorf("%w: seed %d: kind is %d of %d", ErrCorrupt, i, number, len(names))
+		case active && !known:
+			return false, fmt.Errorf("%w: seed %d: %w %q: register it under this name with blueprints.Register before the lattice is loaded",
+				ErrArgument, i, blueprints.ErrUnknownKind, names[number])
+		}
+		changed = changed || s.kind[i] != uint8(kind)
+		s.kind[i] = uint8(kind)
+	}
+	return changed, nil
+}
+
+// check returns an error unless the fields that others index with are in range.
+func (img *image) check() error {
 	s := img.seeds
 	for i, stage := range s.stage {
-		active := Stage(stage) != Dormant && s.slot[i] != 0
 		switch {
 		case Stage(stage) >= stages:
 			return fmt.Errorf("%w: seed %d: stage is %d", ErrCorrupt, i, stage)
@@ -317,13 +344,6 @@ func (img *image) check(kinds []string) error {
 			return fmt.Errorf("%w: seed %d: α is %v", ErrCorrupt, i, s.alpha[i])
 		case s.schema[i] != Schema:
 			return fmt.Errorf("%w: seed %d: schema version is %d, want %d", ErrCorrupt, i, s.schema[i], Schema)
-		case active && (int(s.kind[i]) >= len(kinds) || blueprints.Kind(s.kind[i]).String() != kinds[s.kind[i]]):
-			name := "unnamed"
-			if int(s.kind[i]) < len(kinds) {
-				name = kinds[s.kind[i]]
-			}
-			return fmt.Errorf("%w: seed %d: its kind %d was %s when it was saved, and is %v now: register kinds in the same order",
-				ErrArgument, i, s.kind[i], name, blueprints.Kind(s.kind[i]))
 		}
 	}
 	return nil

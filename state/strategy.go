@@ -6,7 +6,10 @@ import (
 	"fmt"
 	"math"
 	"reflect"
+	"runtime/debug"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/blueprints"
 )
 
 // Graft is what a strategy knows of a seed in stage Grafting when an epoch ends.
@@ -101,7 +104,10 @@ func RegisterStrategy[S Strategy]() error {
 		return fmt.Errorf("state.RegisterStrategy: %v is a %v, want a type that holds its parameters itself", t, t.Kind())
 	}
 	var s S
-	name := s.Name()
+	var name string
+	if err := guard("Name", func() error { name = s.Name(); return nil }); err != nil {
+		return fmt.Errorf("state.RegisterStrategy: %T: %w", s, err)
+	}
 	strategyMu.Lock()
 	defer strategyMu.Unlock()
 	if _, taken := strategies[name]; name == "" || taken {
@@ -125,7 +131,15 @@ type tableStrategy struct {
 
 // newTableStrategy returns an error unless s can be stored and loaded. The strategy in the result is what would be loaded,
 // which the caller of s cannot change.
-func newTableStrategy(s Strategy) (tableStrategy, error) {
+func newTableStrategy(s Strategy) (entry tableStrategy, err error) {
+	err = guard("a method of the strategy", func() (err error) {
+		entry, err = storedStrategy(s)
+		return err
+	})
+	return entry, err
+}
+
+func storedStrategy(s Strategy) (tableStrategy, error) {
 	if v := reflect.ValueOf(s); v.Kind() == reflect.Pointer {
 		if v.IsNil() {
 			return tableStrategy{}, fmt.Errorf("it is a nil %T", s)
@@ -161,10 +175,13 @@ func (s savedStrategy) load() (tableStrategy, error) {
 		return tableStrategy{}, fmt.Errorf("strategy %q is %w: register it with RegisterStrategy, so that lattices with it can be loaded",
 			s.Name, errUnknown)
 	}
-	strategy, err := decode(s.Params)
-	if err == nil {
-		err = strategy.Check()
-	}
+	var strategy Strategy
+	err := guard("decoding or Check", func() (err error) {
+		if strategy, err = decode(s.Params); err == nil {
+			err = strategy.Check()
+		}
+		return err
+	})
 	if err != nil {
 		return tableStrategy{}, fmt.Errorf("strategy %q: %w", s.Name, err)
 	}
@@ -172,3 +189,14 @@ func (s savedStrategy) load() (tableStrategy, error) {
 }
 
 var errUnknown = errors.New("not known")
+
+// guard returns f's error, or one wrapping [blueprints.ErrPanic] that says where f has panicked: what a user's functions do must
+// leave nothing half done.
+func guard(where string, f func() error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("%w in %s: %v\n\n%s", blueprints.ErrPanic, where, r, debug.Stack())
+		}
+	}()
+	return f()
+}

@@ -37,9 +37,16 @@ func (n *Network) Apply() {
 func (n *Network) Do(commands ...Command) error {
 	defer n.lock()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
+	err := guard("a method of the slots or the strategy", func() error { return t.doAll(commands) })
+	if err != nil {
+		t.rollback()
+	}
+	return err
+}
+
+func (t *transaction) doAll(commands []Command) error {
 	for i, c := range commands {
 		if err := t.do(c); err != nil {
-			t.rollback()
 			if len(commands) > 1 {
 				err = fmt.Errorf("command %d of %d, %v: %w", i+1, len(commands), c, err)
 			}
@@ -47,7 +54,6 @@ func (n *Network) Do(commands ...Command) error {
 		}
 	}
 	if err := t.commit(); err != nil {
-		t.rollback()
 		return fmt.Errorf("state.Network: writing the slots: %w", err)
 	}
 	return nil
