@@ -1,13 +1,27 @@
 package driver
 
-import "syscall"
+import (
+	"fmt"
+	"path/filepath"
 
-// openLibrary loads a DLL: a path, or a name that the system's loader looks up.
+	"golang.org/x/sys/windows"
+)
+
+// openLibrary loads a DLL: an absolute path, or a name that is looked for in System32 alone. What it needs in turn comes from
+// its own folder and System32. The working folder and PATH, where others may plant a DLL, are never searched.
 func openLibrary(path string) (uintptr, error) {
-	h, err := syscall.LoadLibrary(path)
+	flags := uintptr(windows.LOAD_LIBRARY_SEARCH_SYSTEM32)
+	switch {
+	case filepath.IsAbs(path):
+		path = filepath.Clean(path) // the loader takes no forward slashes
+		flags |= windows.LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR
+	case filepath.Base(path) != path || filepath.VolumeName(path) != "":
+		return 0, fmt.Errorf("%s: want an absolute path, or a name in System32", path)
+	}
+	h, err := windows.LoadLibraryEx(path, 0, flags)
 	return uintptr(h), err
 }
 
 func lookup(library uintptr, symbol string) (uintptr, error) {
-	return syscall.GetProcAddress(syscall.Handle(library), symbol)
+	return windows.GetProcAddress(windows.Handle(library), symbol)
 }

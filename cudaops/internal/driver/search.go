@@ -31,8 +31,8 @@ func hostFinder() finder {
 	return finder{runtime.GOOS, runtime.GOARCH, os.Getenv, exec.LookPath, filepath.Glob}
 }
 
-// A place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (PATH on Windows), or, if
-// it has a folder in it, a pattern of files.
+// A place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (on Windows the folder
+// System32 alone), or, if it has a folder in it, a pattern of files.
 type place string
 
 func (p place) isName() bool { return !strings.ContainsAny(string(p), `/\`) }
@@ -46,6 +46,16 @@ func (f finder) override(value, pattern string) place {
 		return p
 	}
 	return place("." + string(filepath.Separator) + value)
+}
+
+// trusts reports whether a place may be loaded from. On Windows whoever can write to the working folder, or to one of
+// PATH, could plant a DLL there: a path must be absolute, and openLibrary finds names in System32 alone.
+func (f finder) trusts(p place) bool {
+	if f.goos != "windows" || p.isName() {
+		return true
+	}
+	slash := func(i int) bool { return len(p) > i && (p[i] == '\\' || p[i] == '/') }
+	return slash(0) && slash(1) || len(p) > 1 && p[1] == ':' && slash(2)
 }
 
 func (f finder) files(p place) []string {
@@ -122,7 +132,7 @@ func (f finder) nvrtc(major int) []place {
 
 // toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that the loader is asked for:
 // the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits, the system's packages, and Python's packages of the
-// environment in use.
+// environment in use. On Windows every place but System32 is below an absolute path that a variable gives.
 func (f finder) toolkit(variable, pattern string, names ...place) []place {
 	sub, pip := []string{"lib64", "lib"}, "lib"
 	if f.goos == "windows" {
@@ -136,12 +146,15 @@ func (f finder) toolkit(variable, pattern string, names ...place) []place {
 	}
 	var places []place
 	in := func(elem ...string) {
-		if p := place(filepath.Join(append(elem, pattern)...)); elem[0] != "" && !slices.Contains(places, p) {
+		p := place(filepath.Join(append(elem, pattern)...))
+		if elem[0] != "" && f.trusts(p) && !slices.Contains(places, p) {
 			places = append(places, p)
 		}
 	}
-	for _, dir := range filepath.SplitList(f.getenv("LD_LIBRARY_PATH")) {
-		in(dir)
+	if f.goos == "linux" {
+		for _, dir := range filepath.SplitList(f.getenv("LD_LIBRARY_PATH")) {
+			in(dir)
+		}
 	}
 	for _, root := range []string{f.getenv("CUDA_HOME"), f.getenv("CUDA_PATH"), f.getenv("CONDA_PREFIX")} {
 		for _, s := range sub {
@@ -155,8 +168,9 @@ func (f finder) toolkit(variable, pattern string, names ...place) []place {
 			in(dir)
 		}
 	} else {
-		in(`C:\Program Files\NVIDIA GPU Computing Toolkit\CUDA\v*`, "bin", "x64")
-		in(`C:\Program Files\NVIDIA GPU Computing Toolkit\CUDA\v*`, "bin")
+		toolkits := filepath.Join("NVIDIA GPU Computing Toolkit", "CUDA", "v*", "bin")
+		in(f.getenv("ProgramFiles"), toolkits, "x64")
+		in(f.getenv("ProgramFiles"), toolkits)
 	}
 	for _, site := range f.sitePackages() {
 		in(site, "nvidia", "cu*", pip) // nvidia/cublas/lib or nvidia/cudnn/lib, and nvidia/cu13/lib since CUDA 13
@@ -170,21 +184,16 @@ func (f finder) toolkit(variable, pattern string, names ...place) []place {
 // The majors of CUDA whose cuBLASLt has the calls used here.
 const newestCUDA, oldestCUDA = 13, 12
 
-// sitePackages lists the folders of Python packages: those of the environment that is active or first in PATH, then the
-// user's, then the system's.
+// sitePackages lists the folders of Python packages: those of the environment that is active or (but not on Windows) first
+// in PATH, then the user's, then the system's.
 func (f finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.getenv("PYTHONPATH"))
-	lib, python := filepath.Join("lib", "python3*"), "python3"
-	if f.goos == "windows" {
-		lib, python = "Lib", "python"
-	}
+	lib := filepath.Join("lib", "python3*")
 	roots := []string{f.getenv("VIRTUAL_ENV"), f.getenv("CONDA_PREFIX")}
-	if exe, err := f.lookPath(python); err == nil {
-		root := filepath.Dir(exe)
-		if f.goos != "windows" || filepath.Base(root) == "Scripts" {
-			root = filepath.Dir(root)
-		}
-		roots = append(roots, root)
+	if f.goos == "windows" {
+		lib = "Lib"
+	} else if exe, err := f.lookPath("python3"); err == nil {
+		roots = append(roots, filepath.Dir(filepath.Dir(exe)))
 	}
 	if home := f.getenv("HOME"); home != "" {
 		roots = append(roots, filepath.Join(home, ".local"))
@@ -211,7 +220,9 @@ func load[T any](f finder, places []place, newest int, accept func(path string) 
 	seen := map[string]bool{}
 	for _, p := range places {
 		files := f.files(p)
-		if len(files) == 0 {
+		if !f.trusts(p) {
+			files, tried = nil, append(tried, Attempt{string(p), "not an absolute path, which Windows needs"})
+		} else if len(files) == 0 {
 			tried = append(tried, Attempt{string(p), "no such file"})
 		}
 		slices.SortStableFunc(files, func(a, b string) int { return cmp.Compare(major(b), major(a)) })

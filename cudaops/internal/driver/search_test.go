@@ -127,6 +127,42 @@ func TestSearchSystems(t *testing.T) {
 	}
 }
 
+// TestSearchWindows wants no DLL from the working folder or from what PATH leads to: names, which the loader finds in System32
+// alone, and absolute paths of variables.
+func TestSearchWindows(t *testing.T) {
+	env := map[string]string{
+		"ProgramFiles": `C:\Program Files`, "CUDA_PATH": `D:\cuda`, "CONDA_PREFIX": `\\server\conda`,
+		"LD_LIBRARY_PATH": `C:\planted`, "CUDA_HOME": `planted`, "VIRTUAL_ENV": `C:planted`, "PYTHONPATH": `planted`,
+		"HOME": `\planted`,
+	}
+	f, _ := finderAt(t, env)
+	f.goos = "windows"
+	f.lookPath = func(string) (string, error) { return `C:\planted\Scripts\python.exe`, nil }
+	places := slices.Concat(f.cuda(), f.cublasLt())
+	for _, p := range places {
+		if strings.Contains(string(p), "planted") || !f.trusts(p) {
+			t.Errorf("%s is searched", p)
+		}
+	}
+	for _, want := range []string{`C:\Program Files`, `D:\cuda`, `\\server\conda`} {
+		if !slices.ContainsFunc(places, func(p place) bool { return strings.HasPrefix(string(p), want) }) {
+			t.Errorf("nothing of %s in %q", want, places)
+		}
+	}
+	accept := func(path string) (string, error) { return path, nil }
+	f.glob = func(pattern string) ([]string, error) { return []string{pattern}, nil } // all of them exist
+	for value, loads := range map[string]bool{
+		`nvcuda.dll`: false, `.\nvcuda.dll`: false, `C:nvcuda.dll`: false, `\nvcuda.dll`: false, `own/nvcuda.dll`: false,
+		`C:\own\nvcuda.dll`: true, `C:/own/nvcuda.dll`: true, `\\server\own\nvcuda.dll`: true,
+	} {
+		env[cudaVariable] = value
+		got, tried := load(f, f.cuda(), 0, accept)
+		if (got != "") != loads || !loads && !strings.Contains(tried[0].Reason, "not an absolute path") {
+			t.Errorf("%s=%s: loaded %q after %v", cudaVariable, value, got, tried)
+		}
+	}
+}
+
 // TestSearchDnn wants cuDNN in the places of cuBLASLt, the compiler of one version of CUDA only, and both on Linux only.
 func TestSearchDnn(t *testing.T) {
 	env := map[string]string{"LD_LIBRARY_PATH": "~/ld", "VIRTUAL_ENV": "~/env"}
