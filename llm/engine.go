@@ -124,8 +124,16 @@ func (t *host) Update() (float64, error) {
 	if err != nil {
 		return 0, ErrGradients
 	}
-	if err := t.optimizer.Step(t.grads); err != nil {
+	err = t.optimizer.Step(t.grads)
+	if errors.Is(err, optim.ErrOverflow) {
+		return norm, ErrOverflow
+	}
+	if err != nil {
 		return norm, err
+	}
+	switch t.optimizer.(type) {
+	case *optim.AdamW, *optim.Muon: // which have looked
+		return norm, nil
 	}
 	if _, _, found := t.FirstNonFinite(); found {
 		return norm, ErrOverflow

@@ -310,6 +310,9 @@ func (s *LoaderState) windows(tokens int64) (n, shift int64) {
 // key returns the key of the epoch's order.
 func (s *LoaderState) key() uint64 { return mix(mix(s.Seed) + uint64(s.Epoch)) }
 
+// maxEpoch is the largest epoch that a state may be in. No run gets there, and counting on from it cannot overflow.
+const maxEpoch = 1 << 62
+
 // State returns the loader's place: a loader set to it continues with the batch that Next returns next.
 func (l *Loader) State() LoaderState { return l.state }
 
@@ -323,9 +326,9 @@ func (l *Loader) SetState(s LoaderState) error {
 	if s.Seq != l.config.Seq {
 		return fmt.Errorf("llm: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
 	}
-	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Next < 0 || s.Next > windows {
-		return fmt.Errorf("llm: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch from 0 on", s.Next,
-			s.Epoch, windows)
+	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 || s.Next > windows {
+		return fmt.Errorf("llm: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch of 0 to %d", s.Next,
+			s.Epoch, windows, int64(maxEpoch))
 	}
 	if l.ahead != nil {
 		l.spare = (<-l.ahead).batch

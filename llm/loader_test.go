@@ -217,6 +217,7 @@ func TestLoaderRefusesStates(t *testing.T) {
 		"data":     {func(s *LoaderState) { s.Data = "other" }, `"other"`},
 		"seq":      {func(s *LoaderState) { s.Seq = 8 }, "sequences of 8 tokens, the loader's have 9"},
 		"epoch":    {func(s *LoaderState) { s.Epoch = -1 }, "epoch -1"},
+		"overflow": {func(s *LoaderState) { s.Epoch = math.MaxInt64 }, "epoch 9223372036854775807, want"},
 		"negative": {func(s *LoaderState) { s.Next = -1 }, "window -1"},
 		"beyond":   {func(s *LoaderState) { s.Next = 1 << 40 }, "window 1099511627776"},
 		"zero":     {func(s *LoaderState) { *s = LoaderState{} }, "fingerprint"},

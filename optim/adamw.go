@@ -66,7 +66,8 @@ func (a *AdamW) SetLR(lr float64) error {
 }
 
 // Step updates every parameter in model from its gradient, and leaves the gradients zero. On an error (a parameter without
-// a name, a value or a gradient, of another shape than before, or with a gradient that is not finite) nothing changes.
+// a name, a value or a gradient, of another shape than before, or with a gradient that is not finite) nothing changes, but
+// for [ErrOverflow].
 func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
 	ps, err := a.store.readModel(model)
 	if err != nil {
@@ -78,6 +79,9 @@ func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
 		}
 	}
 	a.update(ps)
+	if err := overflowed(ps); err != nil {
+		return fmt.Errorf("optim.AdamW: Step: %w", err)
+	}
 	return nil
 }
 

@@ -164,6 +164,9 @@ func (m *Muon) Step(model []gorgonia.ValueGrad) error {
 	m.own, m.others = own, rest
 	m.update(own)
 	m.rest.update(rest)
+	if err := overflowed(ps); err != nil {
+		return fmt.Errorf("optim.Muon: Step: %w", err)
+	}
 	return nil
 }
 

@@ -2,20 +2,32 @@ package optim
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
+	"math"
+	"reflect"
 	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
 // stepField is the suffix of the tensor that counts a parameter's steps.
 const stepField = "step"
+
+// maxSteps is the last count of steps up to which float64, in which bias correction computes, has all whole numbers. A step a
+// nanosecond takes more than 100 days to get there.
+const maxSteps = min(1<<53, math.MaxInt-1)
+
+// ErrOverflow is wrapped by the error of a step whose update made a parameter NaN or infinite. Unlike after other errors
+// the parameters have changed then, and what the optimiser remembers of them: go on from a checkpoint.
+var ErrOverflow = errors.New("the update overflowed")
 
 // What the update rules keep of a parameter beside its count of steps.
 var (
@@ -56,6 +68,27 @@ func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 		}
 	}
 	return ps, nil
+}
+
+// overflowed returns an ErrOverflow if a step has made one of the parameters NaN or infinite.
+func overflowed(ps []params.Param) error {
+	for _, p := range ps {
+		if at := nonFinite(p.Value); at >= 0 {
+			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v", ErrOverflow, p.Name, at, p.Shape)
+		}
+	}
+	return nil
+}
+
+// nonFinite returns the index of the first NaN or infinity in a slice of floats, and −1 if there is none.
+func nonFinite(data any) int {
+	switch d := data.(type) {
+	case []float32:
+		return cpu.FirstNonFinite(d)
+	case []float64:
+		return cpu.FirstNonFinite(d)
+	}
+	return -1
 }
 
 // declarations returns an empty entry for each parameter of a model, by name. Gradients need not be there yet.
@@ -205,8 +238,8 @@ func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (ma
 
 func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*entry, error) {
 	steps, ok := parts[stepField].Data.([]int64)
-	if !ok || len(steps) != 1 || steps[0] < 1 {
-		return nil, fmt.Errorf("%s is %v, want one int64 of at least 1", stepField, parts[stepField].Data)
+	if !ok || len(steps) != 1 || steps[0] < 1 || steps[0] > maxSteps {
+		return nil, fmt.Errorf("%s is %v, want one int64 of 1 to %d", stepField, shortened(parts[stepField].Data), int64(maxSteps))
 	}
 	e := &entry{step: int(steps[0])}
 	for field, t := range parts {
@@ -229,10 +262,15 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 			return nil, fmt.Errorf("there is no %s", f)
 		case n < 0:
 			return nil, fmt.Errorf("%s holds a %T, want []float32 or []float64", f, t.Data)
-		case n != opbase.Size(t.Shape):
-			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, opbase.Size(t.Shape), t.Shape)
+		case elements(t.Shape) < 0:
+			return nil, fmt.Errorf("%s has shape %v, which no tensor has", f, t.Shape)
+		case n != elements(t.Shape):
+			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, elements(t.Shape), t.Shape)
 		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
 			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f, dtype, t.Shape)
+		}
+		if err := checkMoment(f, t.Data); err != nil {
+			return nil, err
 		}
 		e.dtype = dtype
 		e.moments = append(e.moments, clone(t.Data))
@@ -243,6 +281,51 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		}
 	}
 	return e, nil
+}
+
+// checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and means of squares not
+// negative. A step would make others NaN weights.
+func checkMoment(field string, data any) error {
+	at, want := nonFinite(data), "a finite number"
+	if at < 0 && field == "exp_avg_sq" {
+		at, want = negative(data), "a mean of squares, which is at least 0"
+	}
+	if at < 0 {
+		return nil
+	}
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that diverged; "+
+		"go on from an older checkpoint", field, reflect.ValueOf(data).Index(at), at, want)
+}
+
+// negative returns the index of the first element below zero, and −1 if there is none.
+func negative(data any) int {
+	switch d := data.(type) {
+	case []float32:
+		return slices.IndexFunc(d, func(x float32) bool { return x < 0 })
+	case []float64:
+		return slices.IndexFunc(d, func(x float64) bool { return x < 0 })
+	}
+	return -1
+}
+
+// elements returns the number of elements of a shape that comes from outside, and −1 if it has none that an int can hold.
+func elements(shape []int) int {
+	n := 1
+	for _, d := range shape {
+		if d < 0 || d > 0 && n > math.MaxInt/d {
+			return -1
+		}
+		n *= d
+	}
+	return n
+}
+
+// shortened is a value for messages: a long slice would fill them.
+func shortened(data any) any {
+	if v := reflect.ValueOf(data); v.Kind() == reflect.Slice && v.Len() > 8 {
+		return fmt.Sprintf("a %T of %d elements", data, v.Len())
+	}
+	return data
 }
 
 // dtypeOf returns type and length of a slice of floats, and −1 for anything else.
