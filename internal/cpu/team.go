@@ -55,30 +55,53 @@ const rounds = 1000
 
 var (
 	teams    = sync.Pool{New: func() any { return &team{wake: make(chan struct{}, 1)} }}
-	lookouts atomic.Int32               // helpers who look out and are nobody's yet
-	offers   = make(chan *team, coming) // to them
-	idle     = make(chan *team)         // to a helper who sleeps
-	onTheWay atomic.Int32               // helpers who are recruited and not there yet
+	hired    atomic.Int32                   // helpers there are
+	lookouts atomic.Int32                   // helpers who look out and are nobody's yet
+	offers   = make(chan *team, maxHelpers) // to them
+	idle     = make(chan *team)             // to a helper who sleeps
+	queue    = make(chan *team, queued)     // to the next helper who has done with another team
 )
 
-// coming is how many helpers are on the way at most: where other processes have the cores, calls end before their helpers are
-// there.
-const coming = 1024
+const (
+	maxHelpers = 1024
+	// Where other processes have the cores, calls end before helpers come to what is queued for them.
+	queued = 64
+)
 
-// recruit finds t a helper: one who looks out, one who sleeps, or a new one.
+// recruit finds t a helper: one who looks out, one who sleeps, or a new one. When there are as many as cores and all are at
+// work, t waits for the next who is not.
 func (t *team) recruit() {
-	if onTheWay.Add(1) > coming {
-		onTheWay.Add(-1)
-		return
-	}
 	if claim() {
 		offers <- t
 		return
 	}
 	select {
 	case idle <- t:
+		return
 	default:
+	}
+	if hire() {
 		go help(t)
+		return
+	}
+	select {
+	case queue <- t:
+	default:
+	}
+}
+
+// hire reports whether there may be one helper more, and counts it. There are as many as cores at most, whatever number of
+// goroutines call Parallel. They stay.
+func hire() bool {
+	most := int32(min(runtime.GOMAXPROCS(0), maxHelpers))
+	for {
+		n := hired.Load()
+		if n >= most {
+			return false
+		}
+		if hired.CompareAndSwap(n, n+1) {
+			return true
+		}
 	}
 }
 
@@ -97,8 +120,9 @@ func claim() bool {
 
 // await returns the next team that a helper works for.
 func await() *team {
-	if int(lookouts.Add(1)) < runtime.GOMAXPROCS(0) {
-		for range rounds {
+	for looked := 0; ; {
+		looks := int(lookouts.Add(1)) < runtime.GOMAXPROCS(0)
+		for ; looks && looked < rounds && len(queue) == 0; looked++ {
 			select {
 			case t := <-offers:
 				return t
@@ -106,11 +130,23 @@ func await() *team {
 				pause()
 			}
 		}
+		if !claim() {
+			return <-offers // as many are on their way as there are helpers here
+		}
+		if !looks || looked == rounds {
+			select {
+			case t := <-queue:
+				return t
+			case t := <-idle:
+				return t
+			}
+		}
+		select {
+		case t := <-queue:
+			return t
+		default: // another helper was there first
+		}
 	}
-	if claim() {
-		return <-idle
-	}
-	return <-offers // as many are on their way as there are helpers here
 }
 
 // work runs spans, those of part w first; w may be any number, as the helpers of an earlier call may join.
@@ -173,8 +209,8 @@ func (t *team) join() bool {
 
 // help works for t and then for whoever calls next.
 func help(t *team) {
+	defer hired.Add(-1) // for runtime.Goexit
 	for {
-		onTheWay.Add(-1)
 		if t.join() {
 			t.help()
 		}
