@@ -7,9 +7,11 @@ import (
 	"math/rand/v2"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -138,6 +140,40 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, 
 		}
 	}
 	return seen
+}
+
+// Gorgonia's LispMachine differentiates through what is recomputed: its gradients are the tape machine's.
+func TestRecomputeOnTheLispMachine(t *testing.T) {
+	seed := freshRand(t).Uint64()
+	var grads [2][][]float64
+	for i, lisp := range []bool{false, true} {
+		r := rand.New(rand.NewPCG(seed, 1))
+		g := gorgonia.NewGraph()
+		input := func(name string, shape ...int) *gorgonia.Node {
+			value := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(normals(r, opbase.Size(shape))))
+			return gorgonia.NodeFromAny(g, value, gorgonia.WithName(name))
+		}
+		ids := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{1, 0, 1})), gorgonia.WithName("ids"))
+		params := gorgonia.Nodes{input("x", 3, 4), input("norm", 4), input("gate", 5, 4), input("up", 5, 4), input("down", 4, 5), input("table", 2, 4)}
+		y := must(autodiff.Recompute(append(slices.Clone(params), ids), block))
+		loss := must(gorgonia.Sum(must(gorgonia.HadamardProd(y, input("weighting", 3, 4)))))
+		var vm gorgonia.VM
+		if lisp {
+			vm = gorgonia.NewLispMachine(g)
+		} else {
+			_, err := gorgonia.Grad(loss, params...)
+			require.NoError(t, err)
+			vm = gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
+		}
+		require.NoError(t, vm.RunAll())
+		require.NoError(t, vm.Close())
+		for _, p := range params {
+			grad, err := p.Grad()
+			require.NoError(t, err)
+			grads[i] = append(grads[i], slices.Clone(grad.Data().([]float64)))
+		}
+	}
+	require.Equal(t, grads[0], grads[1])
 }
 
 type named struct {

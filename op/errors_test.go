@@ -3,9 +3,12 @@ package op_test
 import (
 	"errors"
 	"fmt"
+	"math"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -180,10 +183,41 @@ func TestErrNoTargets(t *testing.T) {
 	machine := gorgonia.NewTapeMachine(g)
 	defer machine.Close()
 	err := machine.RunAll()
-	var inner interface{ Err() error } // as the package documentation has it
-	if !errors.As(err, &inner) || !errors.Is(inner.Err(), op.ErrNoTargets) {
-		t.Errorf("got %v from the tape machine, want ErrNoTargets in it", err)
+	require.ErrorIs(t, op.RunError(err), op.ErrNoTargets)
+}
+
+// What ops wrap is found in the errors of all machines, and Gorgonia's own methods of them too.
+func TestRunError(t *testing.T) {
+	build := func() *gorgonia.ExprGraph {
+		g := gorgonia.NewGraph()
+		input := func(name string, v float64, shape ...int) *gorgonia.Node {
+			values := slices.Repeat([]float64{v}, tensor.Shape(shape).TotalSize())
+			return gorgonia.NodeFromAny(g, dense(tensor.Float64, values, shape...), gorgonia.WithName(name))
+		}
+		y := must(t)(op.Kasmina(input("x", math.NaN(), 2, 4), input("w", 1, 2, 2), input("a", 1, 2), newLattice(t, 4, []seedSetting{{"Dormant", "Residual", 0, 0}, {"Dormant", "Residual", 0, 0}}),
+			op.StopOnNonFinite()))
+		must(t)(gorgonia.Sum(y))
+		return g
 	}
+	for name, newMachine := range map[string]func(*gorgonia.ExprGraph) gorgonia.VM{
+		"tape": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewTapeMachine(g) },
+		"lisp": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewLispMachine(g) },
+	} {
+		machine := newMachine(build())
+		err := machine.RunAll()
+		require.NoError(t, machine.Close())
+		found := op.RunError(err)
+		require.ErrorIs(t, found, op.ErrNonFinite, name)
+		require.EqualError(t, found, err.Error())
+		var context interface{ Node() *gorgonia.Node }
+		require.ErrorAs(t, found, &context, name)
+		require.NotNil(t, context.Node(), name)
+		require.ErrorIs(t, op.RunError(fmt.Errorf("a step: %w", err)), op.ErrNonFinite, name)
+		require.ErrorIs(t, op.RunError(found), op.ErrNonFinite, name)
+	}
+	plain := errors.New("plain")
+	require.Same(t, plain, op.RunError(plain))
+	require.NoError(t, op.RunError(nil))
 }
 
 // TestHashes wants ops that differ in configuration to stay different nodes.
@@ -287,4 +321,20 @@ func TestViews(t *testing.T) {
 			t.Errorf("%s: differs by %.2g", name, d)
 		}
 	}
+}
+
+// Tables are nil where RoPE would refuse the config, and take the base that RoPE takes.
+func TestRoPETables(t *testing.T) {
+	for _, c := range []op.RoPEConfig{{Seq: -1, Heads: 1, HeadDim: 4}, {Seq: 4, Heads: 1, HeadDim: -4}, {Seq: -2, HeadDim: -2}, {Seq: 4, HeadDim: 3},
+		{Seq: 4}, {HeadDim: 4}, {}, {Seq: math.MaxInt, HeadDim: math.MaxInt - 1}, {Seq: 1 << 40, HeadDim: 2}, {Seq: 4, HeadDim: 4, Base: -3},
+		{Seq: 4, HeadDim: 4, Base: math.NaN()}, {Seq: 4, HeadDim: 4, Scaling: &op.RoPEScaling{}}} {
+		cos, sin := c.Tables()
+		require.Nil(t, cos, "%+v", c)
+		require.Nil(t, sin, "%+v", c)
+	}
+	cos, sin := op.RoPEConfig{Seq: 3, Heads: -1, HeadDim: 4}.Tables()
+	explicitCos, explicitSin := op.RoPEConfig{Seq: 3, HeadDim: 4, Base: 10000}.Tables()
+	require.Len(t, cos, 6)
+	require.Equal(t, explicitCos, cos)
+	require.Equal(t, explicitSin, sin)
 }

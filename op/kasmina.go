@@ -7,16 +7,18 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets NaN or Inf.
+// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets NaN or Inf. See [RunError] for
+// the errors of Gorgonia's own machines.
 var ErrNonFinite = errors.New("NaN or Inf")
 
-// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked. The error names the seed
-// and the kind, and shows the stack.
-var ErrBlueprint = errors.New("panic")
+// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked: blueprints.ErrPanic. The error
+// names the seed and the kind, and shows the stack. See [RunError] for the errors of Gorgonia's own machines.
+var ErrBlueprint = blueprints.ErrPanic
 
 // Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint computes.
 type Stability uint8
@@ -93,7 +95,8 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 }
 
 // StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when x or the output's
-// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport].
+// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport]. What Gorgonia's own machines
+// return does not unwrap by itself; see [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.StopOnNonFinite = true

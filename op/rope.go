@@ -56,9 +56,7 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	if err := checkDims(name, ax, 2, "[rows, Heads·HeadDim]"); err != nil {
 		return nil, err
 	}
-	if c.Base == 0 {
-		c.Base = 10000
-	}
+	c.Base = c.base()
 	if c.Scaling != nil { // the gradient is built later: what the caller does with his in between must not matter
 		s := *c.Scaling
 		c.Scaling = &s
@@ -72,10 +70,20 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	return newRoPE(x, c, false)
 }
 
+// base returns Base, or what 0 means.
+func (c RoPEConfig) base() float64 {
+	if c.Base == 0 {
+		return 10000
+	}
+	return c.Base
+}
+
 func (c RoPEConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.HeadDim < 1:
 		return fmt.Errorf("config: Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
+	case c.Seq > maxAngles/c.HeadDim:
+		return fmt.Errorf("config: Seq %d × HeadDim %d are too many angles, want at most %d", c.Seq, c.HeadDim, maxAngles)
 	case c.HeadDim%2 != 0:
 		return fmt.Errorf("config: HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
@@ -140,8 +148,16 @@ func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 	}
 }
 
-// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each.
+// maxAngles is the largest Seq × HeadDim: 4 GiB for each table of float64.
+const maxAngles = 1 << 30
+
+// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each, whatever Heads is. They are nil where [RoPE]
+// would refuse the config.
 func (c RoPEConfig) Tables() (cos, sin []float64) {
+	c.Base, c.Heads = c.base(), 1
+	if c.check() != nil {
+		return nil, nil
+	}
 	cos, sin = make([]float64, c.Seq*c.HeadDim/2), make([]float64, c.Seq*c.HeadDim/2)
 	c.fill(func(i int, x, y float64) { cos[i], sin[i] = x, y })
 	return cos, sin

@@ -39,6 +39,8 @@ type Base struct {
 	out          operand
 	aux          []*Aux
 	forward      *Base // of a backward op
+	self         gorgonia.Op
+	derivative   *derivative
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }
@@ -55,6 +57,7 @@ type operand struct {
 func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
 	b.place(op)
+	b.self, b.derivative = op, &derivative{}
 	b.name, b.config = name, config
 	for _, n := range inputs {
 		b.in = append(b.in, operand{n.Type(), n.Dtype(), n.Shape().Clone()})

@@ -76,3 +76,40 @@ func copyPart[T cpu.Float](p *PartOp, out []T, in Args) error {
 	copy(out, part(p, Slice[T](in, 0)))
 	return nil
 }
+
+// DoDiff adds the part's gradient to its place in that of the packed vector; see [Base.DoDiff].
+func (p *PartOp) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+	if err := p.addPart(ctx, inputs, output); err != nil {
+		return fmt.Errorf("%s: gradient: %w", p, err)
+	}
+	return nil
+}
+
+func (p *PartOp) addPart(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+	if ctx.Device != gorgonia.CPU || len(inputs) != 1 {
+		return fmt.Errorf("%d inputs on %v, want one on the CPU", len(inputs), ctx.Device)
+	}
+	grad, err := output.Grad()
+	if err != nil {
+		return err
+	}
+	from, err := Flat(grad)
+	if err != nil {
+		return err
+	}
+	sum, err := inputs[0].Grad()
+	if err != nil {
+		return err
+	}
+	to, err := Flat(sum)
+	if err != nil {
+		return err
+	}
+	switch x := from.(type) {
+	case []float32:
+		return add(part(p, to.([]float32)), x)
+	case []float64:
+		return add(part(p, to.([]float64)), x)
+	}
+	return fmt.Errorf("the gradient is a %T", grad)
+}
