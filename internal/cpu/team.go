@@ -91,7 +91,7 @@ func (t *team) recruit() {
 }
 
 // hire reports whether there may be one helper more, and counts it. There are as many as cores at most, whatever number of
-// goroutines call Parallel. They stay.
+// goroutines call Parallel. They stay, also when GOMAXPROCS becomes less.
 func hire() bool {
 	most := int32(min(runtime.GOMAXPROCS(0), maxHelpers))
 	for {
