@@ -1,15 +1,20 @@
 package safetensors
 
 import (
+	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
 	"maps"
-	"os"
+	"math"
 	"reflect"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/internal/memory"
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // File is an open safetensors file whose header has been checked. Its methods may be called concurrently.
@@ -19,26 +24,19 @@ type File struct {
 	close     func() error
 	dataStart int64
 	entries   []entry // in data order
-	index     map[string]int
+	byName    []int32 // the entries in order of their names
 	metadata  map[string]string
 	sums      []uint32 // of the entries, nil when the file has none
 }
 
-// Open opens the file at path and checks its header: what is wrong with it comes as an ErrCorrupt. Close it after use.
+// Open opens the file at path and checks its header: what is wrong with it comes as an ErrCorrupt. Anything but a regular
+// file is refused without waiting for it. Close it after use.
 func Open(path string) (*File, error) {
-	f, err := os.Open(path)
+	f, size, err := regular.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("safetensors: %w", err)
 	}
-	info, err := f.Stat()
-	if err == nil && !info.Mode().IsRegular() {
-		err = fmt.Errorf("%s is not a regular file", path)
-	}
-	if err != nil {
-		f.Close()
-		return nil, fmt.Errorf("safetensors: %w", err)
-	}
-	file, err := NewFile(path, f, info.Size())
+	file, err := NewFile(path, f, size)
 	if err != nil {
 		f.Close()
 		return nil, err
@@ -76,14 +74,38 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	if f.sums, err = takeSums(head, f.metadata, len(f.entries)); err != nil {
 		return nil, f.corrupt("%v", err)
 	}
-	f.index = make(map[string]int, len(f.entries))
-	for i, e := range f.entries {
-		f.index[e.name] = i
+	if err := f.sortNames(); err != nil {
+		return nil, f.corrupt("header: %v", err)
 	}
 	return f, nil
 }
 
-// Load reads a whole file, checksums included: the tensors in data order and the metadata.
+// sortNames makes the index. Beside a map of names it takes a tenth of the memory.
+func (f *File) sortNames() error {
+	f.byName = make([]int32, len(f.entries)) // a header has room for some millions
+	for i := range f.byName {
+		f.byName[i] = int32(i)
+	}
+	slices.SortFunc(f.byName, func(a, b int32) int { return cmp.Compare(f.entries[a].name, f.entries[b].name) })
+	for i := range f.byName[:max(0, len(f.byName)-1)] {
+		if name := f.entries[f.byName[i]].name; name == f.entries[f.byName[i+1]].name {
+			return fmt.Errorf("duplicate key %.100q", name)
+		}
+	}
+	return nil
+}
+
+// find returns the entry of a tensor.
+func (f *File) find(name string) (int, error) {
+	i, ok := slices.BinarySearchFunc(f.byName, name, func(i int32, name string) int { return cmp.Compare(f.entries[i].name, name) })
+	if !ok {
+		return 0, fmt.Errorf("safetensors: %s: tensor %.100q: %w", f.name, name, ErrNotFound)
+	}
+	return int(f.byName[i]), nil
+}
+
+// Load reads a whole file, checksums included: the tensors in data order and the metadata. It takes as much memory as the
+// file says; where files may be anybody's, open them and ask for what is wanted.
 func Load(path string) ([]Tensor, map[string]string, error) {
 	f, err := Open(path)
 	if err != nil {
@@ -92,7 +114,7 @@ func Load(path string) ([]Tensor, map[string]string, error) {
 	defer f.Close()
 	tensors := make([]Tensor, len(f.entries))
 	for i := range tensors {
-		if tensors[i], err = f.tensor(i); err != nil {
+		if tensors[i], err = f.tensor(context.Background(), i); err != nil {
 			return nil, nil, err
 		}
 	}
@@ -119,66 +141,121 @@ func (f *File) Names() []string {
 
 // Info returns the type and shape of a tensor without reading its data.
 func (f *File) Info(name string) (DType, []int, error) {
-	i, ok := f.index[name]
-	if !ok {
-		return "", nil, f.missing(name)
+	i, err := f.find(name)
+	if err != nil {
+		return "", nil, err
 	}
 	return f.entries[i].dtype, slices.Clone(f.entries[i].shape), nil
 }
 
-// Tensor reads one tensor and checks its checksum, if the file has checksums.
-func (f *File) Tensor(name string) (Tensor, error) {
-	i, ok := f.index[name]
-	if !ok {
-		return Tensor{}, f.missing(name)
+// Bytes returns the size of a tensor's data, 0 for one that the file does not have.
+func (f *File) Bytes(name string) int64 {
+	i, err := f.find(name)
+	if err != nil {
+		return 0
 	}
-	return f.tensor(i)
+	return f.entries[i].end - f.entries[i].begin
 }
 
-// Verify reads the whole file and checks all checksums, holding one chunk at a time.
-func (f *File) Verify() error {
-	scratch := make([]byte, chunk)
-	for i := range f.entries {
-		if err := f.read(i, func(_, n int64) []byte { return scratch[:n] }); err != nil {
+// Tensor reads one tensor and checks its checksum, if the file has checksums. It takes as much memory as Bytes says.
+func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
+	i, err := f.find(name)
+	if err != nil {
+		return Tensor{}, err
+	}
+	return f.tensor(ctx, i)
+}
+
+// Read is Tensor into data, a slice of the tensor's type and size. On an error data may hold a part of it.
+func (f *File) Read(ctx context.Context, name string, data any) error {
+	i, err := f.find(name)
+	if err != nil {
+		return err
+	}
+	e := f.entries[i]
+	n := int((e.end - e.begin) / int64(e.dtype.Size()))
+	if reflect.TypeOf(data) != e.dtype.sliceType() || reflect.ValueOf(data).Len() != n {
+		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, which do not fit a %T of %d: %w", f.name, name, n,
+			e.dtype, data, reflect.ValueOf(data).Len(), ErrInvalid)
+	}
+	return f.fill(ctx, i, data)
+}
+
+// Verify reads the data of the named tensors, holding one chunk at a time, and checks their checksums.
+func (f *File) Verify(ctx context.Context, names ...string) error {
+	scratch := make([]byte, min(chunk, f.dataSize()))
+	for _, name := range names {
+		i, err := f.find(name)
+		if err == nil {
+			err = f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] })
+		}
+		if err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (f *File) tensor(i int) (Tensor, error) {
-	e := f.entries[i]
-	n := int(e.end-e.begin) / e.dtype.Size()
-	data := reflect.MakeSlice(e.dtype.sliceType(), n, n).Interface()
-	b := bytesOf(data)
-	if err := f.read(i, func(at, n int64) []byte { return b[at : at+n] }); err != nil {
-		return Tensor{}, err
+// dataSize is the size of all data.
+func (f *File) dataSize() int64 {
+	if len(f.entries) == 0 {
+		return 0
 	}
-	if !hostIsLittleEndian {
-		swapBytes(b, e.dtype.Size())
+	return f.entries[len(f.entries)-1].end
+}
+
+func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
+	e := f.entries[i]
+	size := e.end - e.begin
+	err := memory.Check("its data take", uint64(size))
+	if err == nil && size > math.MaxInt {
+		err = fmt.Errorf("its data take %d bytes, more than this computer can address", size)
+	}
+	if err != nil {
+		return Tensor{}, fmt.Errorf("safetensors: %s: tensor %.100q: %w", f.name, e.name, err)
+	}
+	n := int(size) / e.dtype.Size()
+	data := reflect.MakeSlice(e.dtype.sliceType(), n, n).Interface()
+	if err := f.fill(ctx, i, data); err != nil {
+		return Tensor{}, err
 	}
 	return Tensor{e.name, e.dtype, slices.Clone(e.shape), data}, nil
 }
 
+// fill reads the data of entry i into a slice that fits it.
+func (f *File) fill(ctx context.Context, i int, data any) error {
+	b := bytesOf(data)
+	if err := f.read(ctx, i, func(at, n int64) []byte { return b[at : at+n] }); err != nil {
+		return err
+	}
+	if !hostIsLittleEndian {
+		swapBytes(b, f.entries[i].dtype.Size())
+	}
+	return nil
+}
+
 // read reads the data of entry i, chunk by chunk, into what buffer returns for an offset into the entry and a length,
 // and checks it.
-func (f *File) read(i int, buffer func(at, n int64) []byte) error {
+func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte) error {
 	e := f.entries[i]
 	var sum uint32
 	for at := int64(0); at < e.end-e.begin; at += chunk {
+		if ctx.Err() != nil {
+			return fmt.Errorf("safetensors: %s: reading tensor %.100q: %w", f.name, e.name, context.Cause(ctx))
+		}
 		part := buffer(at, min(chunk, e.end-e.begin-at))
 		if err := f.readAt(part, f.dataStart+e.begin+at); err != nil {
-			return fmt.Errorf("tensor %q: %w", e.name, err)
+			return fmt.Errorf("tensor %.100q: %w", e.name, err)
 		}
 		sum = crc32.Update(sum, castagnoli, part)
 		if e.dtype == Bool {
 			if j := slices.IndexFunc(part, func(b byte) bool { return b > 1 }); j >= 0 {
-				return f.corrupt("tensor %q: element %d is %#x, expected a bool", e.name, at+int64(j), part[j])
+				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name, at+int64(j), part[j])
 			}
 		}
 	}
 	if f.sums != nil && sum != f.sums[i] {
-		return f.corrupt("tensor %q: data checksum %08x, expected %08x (file bytes %d to %d)",
+		return f.corrupt("tensor %.100q: data checksum %08x, expected %08x (file bytes %d to %d)",
 			e.name, sum, f.sums[i], f.dataStart+e.begin, f.dataStart+e.end)
 	}
 	return nil
@@ -198,8 +275,4 @@ func (f *File) readAt(b []byte, at int64) error {
 
 func (f *File) corrupt(format string, args ...any) error {
 	return fmt.Errorf("safetensors: %s: %s: %w", f.name, fmt.Sprintf(format, args...), ErrCorrupt)
-}
-
-func (f *File) missing(name string) error {
-	return fmt.Errorf("safetensors: %s: tensor %q: %w", f.name, name, ErrNotFound)
 }

@@ -97,11 +97,11 @@ func TestRoundTrip(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	if err := f.Verify(); err != nil || !f.HasDigest() {
+	if err := f.Verify(t.Context(), f.Names()...); err != nil || !f.HasDigest() {
 		t.Errorf("Verify: %v, HasDigest %v", err, f.HasDigest())
 	}
 	for i, want := range tensors {
-		got, err := f.Tensor(want.Name)
+		got, err := f.Tensor(t.Context(), want.Name)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -120,7 +120,7 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("tensor %q of %s starts at byte %d", e.name, e.dtype, at)
 		}
 	}
-	if _, err := f.Tensor("absent"); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "absent") {
+	if _, err := f.Tensor(t.Context(), "absent"); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "absent") {
 		t.Errorf("Tensor of an absent name: %v", err)
 	}
 	if _, _, err := f.Info("absent"); !errors.Is(err, ErrNotFound) {

@@ -1,0 +1,23 @@
+//go:build unix && !aix && !solaris && !illumos
+
+package regular
+
+import (
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestPipe opens a named pipe that nobody writes to, also where it takes a file's place at the last moment.
+func TestPipe(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "pipe")
+	require.NoError(t, syscall.Mkfifo(path, 0o666))
+	_, _, err := Open(path)
+	require.ErrorContains(t, err, "is a named pipe, want a regular file")
+	f, err := os.OpenFile(path, os.O_RDONLY|nonBlocking, 0)
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+}

@@ -1,0 +1,210 @@
+package safetensors
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+// scanner reads JSON from a text from left to right: objects, arrays of whole numbers, and strings, which is all that
+// headers have.
+type scanner struct {
+	text string
+	at   int
+}
+
+var errNotJSON = errors.New("not valid JSON")
+
+func (s *scanner) skipSpace() {
+	for s.at < len(s.text) {
+		switch s.text[s.at] {
+		case ' ', '\t', '\n', '\r':
+			s.at++
+		default:
+			return
+		}
+	}
+}
+
+// accept reads c if it comes next.
+func (s *scanner) accept(c byte) bool {
+	s.skipSpace()
+	if s.at == len(s.text) || s.text[s.at] != c {
+		return false
+	}
+	s.at++
+	return true
+}
+
+func (s *scanner) expect(c byte) error {
+	if s.accept(c) {
+		return nil
+	}
+	return s.found(string(c))
+}
+
+// found is the error of what comes next where something else should.
+func (s *scanner) found(want string) error {
+	if s.at == len(s.text) {
+		return fmt.Errorf("%w: it ends where %s is expected", errNotJSON, want)
+	}
+	next := s.text[s.at:min(s.at+20, len(s.text))]
+	if end := strings.IndexAny(next[1:], ",:{}[] "); end >= 0 {
+		next = next[:1+end]
+	}
+	return fmt.Errorf("%w: found %.20s at byte %d, expected %s", errNotJSON, next, s.at, want)
+}
+
+// end is an error unless the text ends here.
+func (s *scanner) end() error {
+	if s.skipSpace(); s.at < len(s.text) {
+		return s.found("the end")
+	}
+	return nil
+}
+
+// key reads the next key of an object and the colon behind it; before the first it reads the brace. At the object's end more is
+// false.
+func (s *scanner) key(first bool) (key string, more bool, err error) {
+	if more, err = s.next(first, '{', '}'); err != nil || !more {
+		return "", false, err
+	}
+	if key, err = s.string(); err == nil {
+		err = s.expect(':')
+	}
+	return key, true, err
+}
+
+// next reads what stands before an element: open before the first, commas between them, or close behind the last.
+func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
+	if first {
+		if err := s.expect(open); err != nil {
+			return false, err
+		}
+	}
+	if s.accept(close) {
+		return false, nil
+	}
+	if first {
+		return true, nil
+	}
+	return true, s.expect(',')
+}
+
+// array reads an array of whole numbers of at most limit into numbers, and returns how many there are.
+func (s *scanner) array(numbers []int64, limit uint64) (int, error) {
+	for n := 0; ; n++ {
+		more, err := s.next(n == 0, '[', ']')
+		if err != nil || !more {
+			return n, err
+		}
+		if n == len(numbers) {
+			return n, fmt.Errorf("an array of more than %d numbers", len(numbers))
+		}
+		if numbers[n], err = s.number(limit); err != nil {
+			return n, err
+		}
+	}
+}
+
+func (s *scanner) number(limit uint64) (int64, error) {
+	s.skipSpace()
+	start := s.at
+	for s.at < len(s.text) && strings.IndexByte("0123456789+-.eE", s.text[s.at]) >= 0 {
+		s.at++
+	}
+	digits := s.text[start:s.at]
+	if digits == "" {
+		return 0, s.found("a number")
+	}
+	v, err := strconv.ParseUint(digits, 10, 64)
+	if err != nil || v > limit || digits[0] == '0' && digits != "0" {
+		return 0, fmt.Errorf("found %.40s, expected a whole number of at most %d", digits, limit)
+	}
+	return int64(v), nil
+}
+
+// string reads a string. Without escapes it shares the text's memory.
+func (s *scanner) string() (string, error) {
+	if !s.accept('"') {
+		return "", s.found("a string")
+	}
+	start, escaped := s.at, false
+	for ; s.at < len(s.text); s.at++ {
+		switch c := s.text[s.at]; {
+		case c == '"':
+			raw := s.text[start:s.at]
+			s.at++
+			if escaped {
+				return unescape(raw)
+			}
+			return raw, nil
+		case c == '\\':
+			escaped = true
+			s.at++ // what is escaped does not end the string
+		case c < ' ':
+			return "", fmt.Errorf("%w: control character %#x in a string", errNotJSON, c)
+		}
+	}
+	s.at = len(s.text)
+	return "", s.found(`"`)
+}
+
+// unescape returns the meaning of what stands between the quotes of a JSON string.
+func unescape(raw string) (string, error) {
+	b := make([]byte, 0, len(raw))
+	for len(raw) > 0 {
+		if raw[0] != '\\' {
+			n := strings.IndexByte(raw, '\\')
+			if n < 0 {
+				n = len(raw)
+			}
+			b, raw = append(b, raw[:n]...), raw[n:]
+			continue
+		}
+		if raw[1] == 'u' {
+			r, n := escapedRune(raw)
+			if n == 0 {
+				return "", fmt.Errorf("%w: escape %.12q in a string", errNotJSON, raw)
+			}
+			b, raw = utf8.AppendRune(b, r), raw[n:]
+			continue
+		}
+		i := strings.IndexByte(`"\/bfnrt`, raw[1])
+		if i < 0 {
+			return "", fmt.Errorf("%w: escape %.2q in a string", errNotJSON, raw)
+		}
+		b, raw = append(b, "\"\\/\b\f\n\r\t"[i]), raw[2:]
+	}
+	return string(b), nil
+}
+
+// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and the length of these; 0 if it is
+// none. Half a pair is U+FFFD, as encoding/json has it.
+func escapedRune(text string) (rune, int) {
+	first, ok := hex4(text)
+	if !ok {
+		return 0, 0
+	}
+	if !utf16.IsSurrogate(first) {
+		return first, 6
+	}
+	if second, ok := hex4(text[6:]); ok {
+		if r := utf16.DecodeRune(first, second); r != utf8.RuneError {
+			return r, 12
+		}
+	}
+	return utf8.RuneError, 6
+}
+
+// hex4 reads \uXXXX at the beginning of a text.
+func hex4(text string) (rune, bool) {
+	if len(text) < 6 || text[:2] != `\u` {
+		return 0, false
+	}
+	v, err := strconv.ParseUint(text[2:6], 16, 16)
+	return rune(v), err == nil
+}
