@@ -35,7 +35,9 @@ func (m *Machine) start() (bool, error) {
 		return false, nil
 	}
 	m.begun = true
-	if err := m.begin("Start"); err != nil {
+	if err := m.begin("Start"); errors.Is(err, errNotAhead) {
+		return false, m.abandon()
+	} else if err != nil {
 		return false, joined(err, m.abandon())
 	}
 	return true, nil

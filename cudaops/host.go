@@ -139,14 +139,9 @@ func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, er
 	c.do(n, func() error {
 		values := make([]gorgonia.Value, len(in))
 		for i, a := range in {
-			v, err := m.fetch(a, nodes[i].Dtype())
+			v, err := m.hostOperand(n, i, a)
 			if err != nil {
 				return err
-			}
-			if m.program.scaling.carries(n, i) {
-				if v, err = divided(v, m.carried); err != nil {
-					return err
-				}
 			}
 			values[i] = v
 		}
@@ -154,8 +149,8 @@ func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, er
 		if err != nil {
 			return err
 		}
-		if s := m.program.scaling; s != nil && s.carried[n] {
-			if v, err = divided(v, 1/m.carried); err != nil {
+		if scale := m.carriedBy(n); scale != 1 {
+			if v, err = divided(v, 1/scale); err != nil {
 				return err
 			}
 		}
@@ -167,6 +162,23 @@ func (c *compiler) hosted(n *gorgonia.Node, in []*array, why string) (*array, er
 	}, append(slices.Clone(in), out)...)
 	c.tasks[len(c.tasks)-1].host = true
 	return out, nil
+}
+
+// hostOperand is what the host is given of input i of a node, which is a: without the loss scale.
+func (m *Machine) hostOperand(n *gorgonia.Node, i int, a *array) (gorgonia.Value, error) {
+	v, err := m.fetch(a, opbase.Children(n)[i].Dtype())
+	if err == nil && m.program.scaling.carries(n, i) {
+		v, err = divided(v, m.carried)
+	}
+	return v, err
+}
+
+// carriedBy is the scale that the value of a node carries, 1 where it carries none.
+func (m *Machine) carriedBy(n *gorgonia.Node) float32 {
+	if s := m.program.scaling; s != nil && s.carried[n] {
+		return m.carried
+	}
+	return 1
 }
 
 // elemOf is how values of a Gorgonia type are stored.

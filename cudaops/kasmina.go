@@ -33,6 +33,7 @@ type kasminaLayer struct {
 	forward    bool // the graph has the op itself, not replays or the backward op alone
 	backward   bool // the graph has the backward op
 	mode       kasminaMode
+	hosted     bool   // the run under way computes the layer on the host: see choose
 	next, last []byte // the state as encoded for the run, and as the device has it
 	staging    []byte
 	opened     bool // all that the machine has not allocated is there
@@ -106,12 +107,7 @@ func (l *kasminaLayer) shape() kernels.KasminaLayer {
 
 func (l *kasminaLayer) clips() bool { return l.op.Config.GradClip > 0 || l.op.Config.AdaptiveClip > 0 }
 
-// noKernel is why a layer must be computed on the host: a blueprint that somebody registered has no kernel.
-type noKernel struct{ why string }
-
-func (e noKernel) Error() string { return e.why }
-
-// kasminaLayerOf returns the layer that o belongs to; the error may be noKernel.
+// kasminaLayerOf returns the layer that o belongs to.
 func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	for _, a := range c.m.attendants {
 		if l, ok := a.(*kasminaLayer); ok && l.op.SharesRun(o) {
@@ -128,9 +124,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	l.next = driver.Bytes(make([]uint32, bytes/4))
 	pass := o.NewPass()
 	pass.Begin()
-	if err := l.encode(pass); errors.Is(err, kernels.ErrKasminaKind) {
-		return nil, noKernel{err.Error()}
-	} else if err != nil {
+	if err := l.choose(l.encode(pass)); err != nil {
 		return nil, err
 	}
 	l.state = c.newResident(float32s, len(l.next)/4)
@@ -143,7 +137,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*op.KasminaOp)
 	l, err := c.kasminaLayerOf(o)
 	if err != nil {
-		return hostOr(c, n, in, err)
+		return nil, err
 	}
 	if l.forward && !o.Replaying { // whose figures this pass replaces
 		c.figureEnds.flush(c)
@@ -163,12 +157,14 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 			Bad: l.at(kasminaIgnored)})
 	}
 	touched := []*array{x, weights, scales, y, workspace, wide}
+	onHost := func() error { return m.passOnHost(n, []*array{x, weights, scales}, y) }
 	if o.Replaying {
-		c.do(n, bare, touched...)
+		c.do(n, l.either(bare, onHost), touched...)
+		c.tasks[len(c.tasks)-1].layer = l
 		return y, nil
 	}
 	left := new(kernels.KasminaRecords)
-	c.do(n, func() error {
+	c.do(n, l.either(func() error {
 		f := kernels.KasminaForward{KasminaLayer: l.layer(x, weights, scales), Y: y.ptr(), Workspace: workspace.ptr(), Leave: later(m, left)}
 		f.Bad, f.Figures = l.at(kasminaBadX), l.at(kasminaHealth)
 		f.Telemetry, f.Reduction = l.mode.telemetry, l.mode.reduction
@@ -176,7 +172,10 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 			f.Histogram = l.at(kasminaBins)
 		}
 		return launch(f)
-	}, touched...)
+	}, func() error {
+		*left = kernels.KasminaRecords{}
+		return onHost()
+	}), touched...)
 	c.tasks[len(c.tasks)-1].layer, c.tasks[len(c.tasks)-1].bare = l, bare
 	leave(c, &c.figureEnds, left, n, nil, []*array{workspace}) // the figures are read behind the run
 	return y, nil
@@ -185,7 +184,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	l, err := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
 	if err != nil {
-		return hostOr(c, n, in, err)
+		return nil, err
 	}
 	if l.backward { // likewise
 		c.gradientEnds.flush(c)
@@ -214,10 +213,13 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 		return m.k.KasminaBackward(m.stream, b)
 	}
 	left := new(kernels.KasminaParts)
-	c.do(n, func() error {
+	c.do(n, l.either(func() error {
 		return launch(kernels.KasminaBackward{Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Figures: l.at(kasminaGradient),
 			Bad: l.at(kasminaBadG), Clipped: l.at(kasminaClipped), Leave: later(m, left)}, dx, g)
-	}, x, weights, scales, g, dx, dw, ds, workspace, wide)
+	}, func() error {
+		*left = kernels.KasminaParts{}
+		return m.passOnHost(n, []*array{x, weights, scales, nil, g}, dx, dw, ds)
+	}), x, weights, scales, g, dx, dw, ds, workspace, wide)
 	t := &c.tasks[len(c.tasks)-1]
 	t.layer, t.inPlace = l, dx == g
 	bareDX, bareG := dx, g
@@ -256,15 +258,6 @@ func (l *kasminaLayer) moving(inPlace bool) (reads, writes int) {
 		}
 	}
 	return reads, writes
-}
-
-// hostOr computes a node on the host if that is what the error says.
-func hostOr(c *compiler, n *gorgonia.Node, in []*array, err error) (*array, error) {
-	var missing noKernel
-	if errors.As(err, &missing) {
-		return c.hosted(n, in, missing.why)
-	}
-	return nil, err
 }
 
 // encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
@@ -336,8 +329,13 @@ func (l *kasminaLayer) before() error {
 	if err := l.begin(f.pass); err != nil {
 		return fmt.Errorf("%v: %w", l.op, err)
 	}
-	if err := l.encode(f.pass); err != nil {
-		return fmt.Errorf("%v: %w; a new machine can compute the layer", l.op, err)
+	if err := l.choose(l.encode(f.pass)); err != nil {
+		return fmt.Errorf("%v: %w", l.op, err)
+	}
+	f.scale, f.ahead, f.vain = l.m.scale.Scale, false, false
+	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
+		f.mode, l.mode = kasminaMode{}, kasminaMode{}
+		return l.receive(l.flight(), true)
 	}
 	ctx := l.m.device.ctx
 	if !bytes.Equal(l.next, l.last) {
@@ -347,7 +345,6 @@ func (l *kasminaLayer) before() error {
 		}
 		l.last = append(l.last[:0], l.next...)
 	}
-	f.scale, f.ahead, f.vain = l.m.scale.Scale, false, false
 	f.mode = modeOf(f.pass)
 	l.mode = f.mode
 	return nil
@@ -399,13 +396,16 @@ func (l *kasminaLayer) appendMode(b []byte) []byte {
 	if l.mode.histogram {
 		mode |= 2
 	}
+	if l.hosted {
+		mode |= 1 << 4
+	}
 	return append(b, mode)
 }
 
 // after comes behind that of the reports.
 func (l *kasminaLayer) after() error {
 	f := l.flight()
-	f.busy, f.ahead = true, l.m.begun
+	f.busy, f.ahead = !l.hosted, l.m.begun
 	return nil
 }
 
@@ -473,11 +473,8 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 	if !l.backward {
 		return err
 	}
-	return errors.Join(err, f.pass.RecordGradient(func(seed int) state.GradientSample {
+	gradient := func(seed int) state.GradientSample {
 		g := state.GradientSample{NonFinite: count(kasminaBadG, seed), Clipped: count(kasminaClipped, seed)}
-		if f.scale > 1 { // the scale may have made them so, and the step is skipped
-			g.NonFinite = 0
-		}
 		if !f.mode.telemetry {
 			return g
 		}
@@ -486,7 +483,17 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 		g.Gradient = state.Gradient{Norm: v(0) / s, Variance: v(1) / s / s, Max: v(2) / s}
 		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms) / s, Variance: v(kernels.KasminaNorms+1) / s / s}
 		return g
-	}))
+	}
+	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
+}
+
+// unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a loss scale above 1: it may have
+// made them so. They count all the same, and the step is skipped. At a scale of 1 nothing else can be the cause.
+func unlessScaled(err error, scale float32) error {
+	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
+		return nil
+	}
+	return err
 }
 
 func (l *kasminaLayer) close() error {

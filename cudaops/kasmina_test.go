@@ -487,7 +487,8 @@ var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	return blueprints.Register(own)
 })
 
-// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered before.
+// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered before, and must not be computed on
+// the host.
 func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	kind, err := ownKind()
@@ -512,7 +513,7 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 }
 
 // TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph whose other ops are on the
-// device, as right and as well reported as there, with a warning for its op and one for its gradient.
+// device, as right and as well reported as there, with one warning.
 func TestKasminaOnHost(t *testing.T) {
 	clipped := []op.KasminaOption{op.WithGradClip(0.05)}
 	t.Run("fake", func(t *testing.T) {
@@ -577,9 +578,8 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		}
 	}
 	text := log.String()
-	if n := strings.Count(text, "computed on the host"); n != 2 || strings.Count(text, "\n") != 2 || strings.Count(text, "the kind has no kernel") != 2 ||
-		strings.Count(text, "KasminaGrad") != 1 {
-		t.Errorf("%d warnings, want one each that names the op, its gradient and why: %s", n, text)
+	if n := strings.Count(text, "computed on the host"); n != 1 || strings.Count(text, "\n") != 1 || !strings.Contains(text, "machine test's own") {
+		t.Errorf("%d warnings, want one that names the kind: %s", n, text)
 	}
 	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
 	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(), "the kind has no kernel, and WithStrict forbids") {

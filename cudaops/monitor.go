@@ -88,7 +88,7 @@ func newMonitor(m *Machine) (*monitor, error) {
 		events = append(events, &o.marks[i])
 	}
 	for i, t := range m.program.tasks {
-		if t.layer != nil {
+		if t.bare != nil {
 			b := &o.tasks[i].bare
 			events = append(events, &b.from, &b.to)
 		}
@@ -147,7 +147,7 @@ func (o *monitor) sample() error {
 		return err
 	}
 	for i, t := range o.m.program.tasks {
-		o.tasks[i].bare.on = t.layer != nil && t.layer.mode.telemetry
+		o.tasks[i].bare.on = t.bare != nil && t.layer.mode.telemetry
 	}
 	if o.m.onHost() {
 		return o.enqueue(ctx.Record)

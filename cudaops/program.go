@@ -101,10 +101,10 @@ type task struct {
 	float8 bool    // of which these are
 	crowds bool    // its blocks stay on all multiprocessors, see Leave of the kernels
 
-	layer   *kasminaLayer // whose pass it is, unless it is a replay
+	layer   *kasminaLayer // whose pass it is
 	inPlace bool          // what it writes replaces what it reads
 	spare   func() error  // copies that for bare, which must not replace it; nil where there is no need
-	bare    func() error  // the pass without telemetry
+	bare    func() error  // the pass without telemetry; nil for a replay, which has none
 }
 
 // program is a graph as a list of tasks over blocks of memory.

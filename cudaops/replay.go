@@ -45,7 +45,7 @@ func (m *Machine) compute() error {
 		m.now = new(recording)
 		m.recorded[string(mode)] = m.now
 	}
-	if !m.now.loaded || m.profiler.busy() || m.config.share != nil {
+	if !m.now.loaded || m.profiler.busy() || m.config.share != nil || m.onHost() {
 		if err := m.join(); err != nil {
 			return err
 		}
@@ -70,9 +70,9 @@ func (m *Machine) load() error {
 
 func (m *Machine) onHost() bool { return m.program.onHost() }
 
-// onHost reports whether the program computes something on the host, so that it cannot be captured.
+// onHost reports whether the run under way computes something on the host, so that it cannot be captured.
 func (p *program) onHost() bool {
-	return slices.ContainsFunc(p.tasks, func(t task) bool { return t.host })
+	return slices.ContainsFunc(p.tasks, func(t task) bool { return t.host || t.layer != nil && t.layer.hosted })
 }
 
 // replay enqueues the program, which has been loaded, or its beginning.

@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -200,17 +201,26 @@ func TestScaledOutputLayer(t *testing.T) {
 	}
 }
 
-// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its scale has made infinite.
+// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its scale has made infinite, but to
+// count it all the same: on the device and, with a blueprint that has no kernel, on the host.
 func TestOverflowInKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
-	for _, scale := range []float64{1, 0x1p127} {
+	own, err := ownKind()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 4 {
+		scale, kind := []float64{1, 0x1p127}[i%2], []blueprints.Kind{blueprints.Residual, own}[i/2]
 		g := gorgonia.NewGraph()
 		input := func(name string, values ...float32) *gorgonia.Node {
 			shape := tensor.Shape{len(values) / 2, 2}
 			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(values)), gorgonia.WithName(name))
 		}
-		lattice, err := state.NewLattice(1, 2)
+		lattice, err := state.NewLattice(1, 2, state.WithoutGates())
 		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: kind}), lattice.Transition(0, state.Training)); err != nil {
 			t.Fatal(err)
 		}
 		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
@@ -239,6 +249,9 @@ func TestOverflowInKasmina(t *testing.T) {
 		}
 		if finite := flat(t, v)[0]-flat(t, v)[0] == 0; finite != (scale == 1) {
 			t.Errorf("scale %v: the gradient is %v", scale, v)
+		}
+		if counted := lattice.Report().Seeds[0].NonFiniteG; (counted > 0) != (scale > 1) {
+			t.Errorf("scale %v, %v: %d elements of g are counted as not finite", scale, kind, counted)
 		}
 	}
 }

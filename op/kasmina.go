@@ -95,8 +95,9 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 }
 
 // StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when x or the output's
-// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport]. What Gorgonia's own machines
-// return does not unwrap by itself; see [RunError].
+// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport]. So are those of a gradient
+// that carries a loss scale above 1 (precision Float16 on a GPU): the scale may be to blame, and the step is skipped.
+// What Gorgonia's own machines return does not unwrap by itself; see [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.StopOnNonFinite = true

@@ -26,7 +26,7 @@ type SeedReport struct {
 	Health        Health
 	Gradient      Gradient
 	NonFiniteX    int        // NaN and Inf seen in the activations since the lattice was made
-	NonFiniteG    int        // likewise in the gradient
+	NonFiniteG    int        // likewise in the gradient, also where a loss scale made it overflow
 	Clips         int        // rows whose gradient was clipped since the lattice was made
 	Histogram     *Histogram // in mode Debug, in reports of History; otherwise nil
 }

@@ -12,6 +12,19 @@ import (
 // ErrKasminaKind is what [KasminaState.Encode] fails with for a kind of blueprint that the kernels do not know.
 var ErrKasminaKind = errors.New("the kind has no kernel")
 
+// KasminaKindError is [ErrKasminaKind] of a seed.
+type KasminaKindError struct {
+	Seed int
+	Kind uint8
+}
+
+func (e *KasminaKindError) Error() string {
+	return fmt.Sprintf("seed %d has kind %d: %v", e.Seed, e.Kind, ErrKasminaKind)
+}
+
+// Unwrap is ErrKasminaKind.
+func (e *KasminaKindError) Unwrap() error { return ErrKasminaKind }
+
 // kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
 const kasminaKinds = 4
 
@@ -74,8 +87,8 @@ func (k KasminaState) field(i int) driver.Ptr { return k.Ptr.Offset(4 * i * k.Se
 func (k KasminaState) heads() driver.Ptr      { return k.field(kasminaFields) }
 func (k KasminaState) order() driver.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
-// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error wraps
-// [ErrKasminaKind]) and for a slot that does not exist.
+// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error is a
+// [*KasminaKindError]) and for a slot that does not exist.
 func (k KasminaState) Encode(dst []byte, seed func(i int) KasminaSeed) error {
 	words := driver.View[uint32](dst[:k.Bytes()])
 	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
@@ -92,7 +105,7 @@ func (k KasminaState) Encode(dst []byte, seed func(i int) KasminaSeed) error {
 			continue
 		}
 		if s.Kind >= kasminaKinds {
-			return fmt.Errorf("seed %d has kind %d: %w", i, s.Kind, ErrKasminaKind)
+			return &KasminaKindError{i, s.Kind}
 		}
 		if int(s.Slot) >= k.Slots {
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)

@@ -1,0 +1,86 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel. While a seed of a layer works
+// with such a kind, the op itself computes the layer's passes, between two copies, and tells the lattice what it measures.
+// Ahead of each run the layer's state decides: with the last such seed gone, the layer is back on the device. What was
+// captured of runs there waits for that, since runs that the host takes part in cannot be captured.
+
+// errNotAhead is why a run cannot begin before it is asked for: on the host the lattice would hear of it at once.
+var errNotAhead = errors.New("a Kasmina layer is computed on the host")
+
+// choose decides where the run under way computes the layer, by what became of encoding its state.
+func (l *kasminaLayer) choose(err error) error {
+	var kind *kernels.KasminaKindError
+	switch m := l.m; {
+	case err == nil:
+		l.hosted = false
+		return nil
+	case !errors.As(err, &kind):
+		return err
+	case m.begun:
+		return errNotAhead
+	case m.config.strict:
+		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
+	}
+	l.hosted = true
+	l.m.warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed works with it are computed on "+
+		"the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
+	return nil
+}
+
+// either is the work of a pass, on the device or on the host.
+func (l *kasminaLayer) either(device, host func() error) func() error {
+	return func() error {
+		if l.hosted {
+			return host()
+		}
+		return device()
+	}
+}
+
+// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes behind that) to the parts of its
+// result. As all that is computed on the host it sees gradients without the loss scale.
+func (m *Machine) passOnHost(n *gorgonia.Node, in []*array, out ...*array) error {
+	args := make(opbase.Args, len(in))
+	for i, a := range in {
+		if a == nil {
+			continue
+		}
+		v, err := m.hostOperand(n, i, a)
+		if err != nil {
+			return err
+		}
+		if args[i], err = opbase.Flat(v); err != nil {
+			return err
+		}
+	}
+	result := make([]float32, size(n.Shape()))
+	scale := m.carriedBy(n)
+	err := n.Op().(interface{ Shared() *opbase.Base }).Shared().Run(result, args)
+	if err := unlessScaled(err, scale); err != nil {
+		return err
+	}
+	for i := range result {
+		result[i] *= scale
+	}
+	for _, a := range out {
+		raw := make([]byte, a.extent())
+		encodeFloats(raw, a.elem, result[:a.len()])
+		if err := m.device.ctx.CopyToDevice(a.ptr(), raw, m.stream); err != nil {
+			return err
+		}
+		result = result[a.len():]
+	}
+	return nil
+}
