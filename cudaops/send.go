@@ -167,7 +167,10 @@ func (m *Machine) download() error {
 		}
 	}
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	return x.rules.SetState(state)
+	if err := x.rules.SetState(state); err != nil { // which refuses nothing else of what these kernels leave
+		return fmt.Errorf("%w: %w", ErrNonFinite, err)
+	}
+	return nil
 }
 
 // copyBack copies a parameter into the memory of its node's value.

@@ -283,7 +283,7 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	}
 	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
 	// back.
-	if err := t.Model.pull(); err != nil {
+	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) { // which is what a checkpoint is for
 		return f.errorf("%w", err)
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()

@@ -183,11 +183,10 @@ func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the step.
+// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the step. Pulling may fail for
+// moments that are not finite either: values come before these.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
-	if err := e.Pull(); err != nil {
-		return "", "", false
-	}
+	_ = e.Pull()
 	for i, p := range e.graph.Params {
 		if !finite(e.Model.Params[i].Value) {
 			return p.Name(), "value", true
@@ -212,7 +211,9 @@ func (e *engine) Pull(names ...string) error {
 	if len(names) > 0 {
 		return nil
 	}
-	if err := e.machine.Download(); err != nil {
+	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) { // moments: parameters have come before them
+		return fmt.Errorf("%w: %w", llm.ErrDiverged, err)
+	} else if err != nil {
 		return err
 	}
 	e.changed = false
