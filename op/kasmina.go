@@ -149,6 +149,10 @@ type KasminaOp struct {
 // wrapping [blueprints.ErrWidth]: here, if a seed already has it; from [state.Lattice.RequestGermination], if the lattice
 // knows W by [state.WithWidth]; or when the graph runs.
 //
+// A slot whose weights and scale are all 0 has not been written. The first pass that computes with it writes the identity start
+// of the seed's kind there, as [blueprints.Identity] has it, so that weights and scales may begin as gorgonia.Zeroes. A slot that
+// holds anything else stays as it is: one that is used again starts anew by [blueprints.Identity], or by a [state.Network].
+//
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
 // and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
 //

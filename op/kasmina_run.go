@@ -3,11 +3,15 @@ package op
 import (
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"math"
+	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
@@ -60,8 +64,11 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	if err != nil {
 		return err
 	}
-	x := opbase.Slice[T](in, 0)
-	run := func() { k.Forward(y, x, opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)) }
+	x, weights, scales := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
+	if err := startSlots(o, k, weights, scales); err != nil {
+		return err
+	}
+	run := func() { k.Forward(y, x, weights, scales) }
 	if o.Replaying {
 		run()
 		return nil
@@ -102,6 +109,9 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	}
 	k.Limit = gradLimits(o, k.Limit)
 	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 4)
+	if err := startSlots(o, k, weights, scales); err != nil { // of copies, where a machine has given some to the forward pass
+		return err
+	}
 	dx, rest := out[:len(x)], out[len(x):]
 	dweights, dscales := rest[:len(weights)], rest[len(weights):]
 	run := func() { k.Backward(dx, dweights, dscales, g, x, weights, scales) }
@@ -187,6 +197,28 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 		}
 	}
 	return k, nil
+}
+
+// startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has written them yet.
+func startSlots[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], weights, scales []T) error {
+	for i := range k.Active {
+		s := &k.Active[i]
+		row := weights[s.Slot*k.Width:][:k.Width]
+		if scales[s.Slot] != 0 || slices.ContainsFunc(row, func(w T) bool { return w != 0 }) {
+			continue
+		}
+		if err := blueprints.Identity(s.Kind, s.Slot, k.Chunk, o.draw(s.Seed, s.Slot), weights, scales); err != nil {
+			return fmt.Errorf("seed %d: %w", s.Seed, err)
+		}
+	}
+	return nil
+}
+
+// draw returns the random seed of a slot's identity start: the same in every run of a program, another one in every layer.
+func (o *KasminaOp) draw(seed, slot int) uint64 {
+	h := fnv.New64a()
+	fmt.Fprint(h, o.inputs[1].Name())
+	return rand.NewPCG(h.Sum64(), uint64(seed)<<32|uint64(slot)).Uint64()
 }
 
 // clampLimits returns mean ± 6σ, or ±Inf when nothing has been measured.

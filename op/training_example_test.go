@@ -22,7 +22,7 @@ func ExampleKasmina_training() {
 			log.Fatal(err)
 		}
 	}
-	const hidden, seeds, slots, chunk, width = 8, 2, 3, 4, 8 // width is enough for a rank of 1
+	const hidden, seeds, slots, width = 8, 2, 3, 8 // width is enough for a rank of 1
 	lattice, err := state.NewLattice(seeds, hidden, state.WithSlots(slots), state.WithWidth(width), state.WithoutGates())
 	check(err)
 
@@ -41,8 +41,8 @@ func ExampleKasmina_training() {
 	x := input("x", []float64{0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1}, 4, 3) // two features and a constant
 	target := input("target", []float64{0, 1, 1, 0}, 4, 1)
 	in, out := input("in", start(3*hidden), 3, hidden), input("out", start(hidden), hidden, 1)
-	w, a := make([]float64, slots*width), make([]float64, slots)
-	weights, scales := input("weights", w, slots, width), input("scales", a, slots)
+	weights := input("weights", make([]float64, slots*width), slots, width) // zeros: slots that a seed starts to use start as its identity
+	scales := input("scales", make([]float64, slots), slots)
 	params := gorgonia.Nodes{in, out, weights, scales}
 
 	h := gorgonia.Must(gorgonia.Tanh(gorgonia.Must(gorgonia.Mul(x, in))))
@@ -69,7 +69,6 @@ func ExampleKasmina_training() {
 		case seed.Stage == state.Dormant && epoch == 4: // it has watched for long enough
 			check(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP,
 				Strategy: state.FixedRamp{Ramp: state.Linear, Epochs: 4, Target: 1}}))
-			check(blueprints.Identity(blueprints.ChunkMLP, 1, chunk, 7, w, a)) // a lattice leaves parameters alone
 		case seed.Stage == state.Dormant || seed.Stage == state.Grafting && !seed.RampFinished || seed.Stage == state.Fossilized:
 			continue
 		default:

@@ -16,8 +16,8 @@ type GerminationRequest struct {
 
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
 // the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed. The parameters of the
-// slot stay as they are: blueprints.Identity makes them the kind's identity start, and a [Network] that is given its [Slots] does
-// all of this.
+// slot stay as they are. Those that are all 0 become the kind's identity start when the layer next runs; blueprints.Identity makes
+// any others so, and a [Network] that is given its [Slots] does all of this.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
