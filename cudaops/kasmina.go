@@ -136,6 +136,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*array) (*array, error) {
 	o := n.Op().(*op.KasminaOp)
 	l, err := c.kasminaLayerOf(o)
+	c.startsSlots(o, in[1], in[2])
 	if err != nil {
 		return nil, err
 	}

@@ -62,6 +62,21 @@ func copyPass(dst, src *state.Pass) {
 // Snapshot is what Begin has found. It is not to be changed.
 func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
 
+// Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all are 0: nobody has written
+// them yet. It reports whether it has.
+func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights, scale []float32) (started bool, err error) {
+	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool { return w != 0 }) {
+		return false, nil
+	}
+	w, a := make([]float32, 2*len(weights)), make([]float32, 2) // as the rows of slots 0 and 1
+	if err := blueprints.Identity(kind, 1, o.Chunk(), o.draw(seed, slot), w, a); err != nil {
+		return false, err
+	}
+	copy(weights, w[len(weights):])
+	scale[0] = a[1]
+	return true, nil
+}
+
 // KasminaSeed is a seed as a pass finds it.
 type KasminaSeed struct {
 	Kind         blueprints.Kind
