@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"encoding/binary"
-	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -329,12 +328,6 @@ func (k *fakeKernels) AddRMSNormParts(s driver.Stream, left []kernels.RMSNormPar
 			copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
 		}
 	})
-}
-
-func (k *fakeKernels) DnnVersion() int { return 0 }
-
-func (k *fakeKernels) PlanDnnAttention(_ kernels.AttentionShape, _ driver.DType, _, _, _, _ kernels.Rows) error {
-	return errors.New("there is no cuDNN")
 }
 
 func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DType) int {

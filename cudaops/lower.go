@@ -33,8 +33,6 @@ type kernelSet interface {
 	AddRMSNormParts(s driver.Stream, left []kernels.RMSNormParts) error
 	RMSNormWorkspace(d int, t driver.DType) int
 	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
-	DnnVersion() int
-	PlanDnnAttention(a kernels.AttentionShape, t driver.DType, y, q, key, value kernels.Rows) error
 	RoPE(s driver.Stream, a kernels.RoPE) error
 	Quantize(s driver.Stream, a kernels.Quantize) error
 	QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error

@@ -143,9 +143,6 @@ func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants
 	j := job{op: op, build: k.Build(attentionUnits...), ways: names(variants), computes: true,
 		plain: slices.Index(variants, kernels.AttentionPlain),
 		shape: fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)}
-	if slices.Contains(variants, kernels.AttentionCuDNN) {
-		j.build += fmt.Sprintf(" cuDNN %d", k.DnnVersion())
-	}
 	j.shape += plural(a.Causal, "causal") + plural(a.Cos != 0, "turned") + plural(a.Documents != 0, "documents") +
 		plural(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
 	for i, m := range matrices {
@@ -157,7 +154,9 @@ func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants
 
 func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, value kernels.Rows,
 	t driver.DType) error {
-	variants := k.forwardVariants(a, t, y, q, key, value)
+	variants := slices.DeleteFunc(k.AttentionVariants(a, t, y, q, key, value), func(v kernels.AttentionVariant) bool {
+		return v == kernels.AttentionHopperFused // whose forward pass is AttentionHopper's
+	})
 	if len(variants) < 2 || a.Variant != kernels.AttentionAuto || a.Batch*a.Seq == 0 {
 		return k.kernelSet.Attention(s, a, y, lse, q, key, value, t)
 	}

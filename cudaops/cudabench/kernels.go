@@ -153,8 +153,7 @@ func embedding(b *bench) {
 	})
 }
 
-// attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones. Where
-// there is a cuDNN, its forward pass is measured beside ours, under names that end in by_cudnn.
+// attention counts the half of the scores that a causal mask leaves; a backward pass is two and a half forward ones.
 func attention(b *bench) {
 	for _, s := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}} {
 		width := s.heads * s.dim
@@ -172,17 +171,12 @@ func attention(b *bench) {
 		name := func(pass string) string {
 			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
 		}
-		forward := func(name string, shape kernels.AttentionShape) {
-			b.time(Measurement{Name: name, FLOPs: flops}, func() error { return b.Attention(b.stream, shape, y, lse, q, k, v, bf16) })
-		}
-		forward(name("fwd"), shape)
+		b.time(Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
+			return b.Attention(b.stream, shape, y, lse, q, k, v, bf16)
+		})
 		b.time(Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
 			return b.AttentionBackward(b.stream, shape, dq, dk, dv, stats, g, q, k, v, y, lse, bf16)
 		})
-		if b.DnnVersion() > 0 && b.PlanDnnAttention(shape, bf16, y, q, k, v) == nil {
-			shape.Variant = kernels.AttentionCuDNN
-			forward(name("fwd")+"_by_cudnn", shape)
-		}
 		b.free()
 	}
 }

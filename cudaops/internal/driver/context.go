@@ -21,10 +21,6 @@ type context struct {
 
 	blasLock sync.Mutex
 	blas     *cublasLt
-
-	dnnLock sync.Mutex
-	dnn     *cudnn
-	dnnErr  error // why there is none
 }
 
 // on runs f with the context current. The goroutine is locked to its thread meanwhile, since the current context
@@ -69,11 +65,8 @@ func (c *context) Close() error {
 		return nil
 	}
 	var err error
-	if c.dnn != nil {
-		err = c.dnn.close()
-	}
 	if c.blas != nil {
-		err = errors.Join(err, c.blas.close())
+		err = c.blas.close()
 	}
 	c.closed.Store(true)
 	return errors.Join(err, c.release())

@@ -82,9 +82,6 @@ type Context interface {
 	Stats() Stats
 	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a *NotFoundError when it is missing.
 	Blas() (Blas, error)
-	// Dnn returns cuDNN on this context, loaded at the first call. The error is a *NotFoundError when it, or what it needs, is
-	// missing.
-	Dnn() (Dnn, error)
 	// Close lets go of the context. Device memory and other objects still alive are gone once nobody else holds it.
 	Close() error
 

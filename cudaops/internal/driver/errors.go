@@ -109,33 +109,10 @@ func (s BlasStatus) Error() string {
 	return fmt.Sprintf("cublasStatus_t %d", int32(s))
 }
 
-// DnnStatus is a cudnnStatus_t.
-type DnnStatus int32
-
-// The statuses of cuDNN that code asks for by name.
-const (
-	DnnBadParam     DnnStatus = 2000
-	DnnNotSupported DnnStatus = 3000
-)
-
-// NotSupported reports whether the status is one of those that mean that there is nothing to compute something with.
-func (s DnnStatus) NotSupported() bool { return s/1000 == DnnNotSupported/1000 }
-
-// Error is cuDNN's name of the status, as far as this package knows it.
-func (s DnnStatus) Error() string {
-	switch s {
-	case DnnBadParam:
-		return "CUDNN_STATUS_BAD_PARAM"
-	case DnnNotSupported:
-		return "CUDNN_STATUS_NOT_SUPPORTED"
-	}
-	return fmt.Sprintf("cudnnStatus_t %d", int32(s))
-}
-
-// Error is a failed call of CUDA, cuBLASLt or cuDNN.
+// Error is a failed call of CUDA or cuBLASLt.
 type Error struct {
 	Call   string // the C function, as CUDA's manual names it
-	Code   error  // a Status, a BlasStatus or a DnnStatus
+	Code   error  // a Status or a BlasStatus
 	Name   string // the library's name of the code, like CUDA_ERROR_OUT_OF_MEMORY
 	Text   string // the library's description of it
 	Detail string // what was asked for, the compiler's log, or what to do
@@ -151,11 +128,6 @@ func NewBlasError(call string, s BlasStatus, detail string) *Error {
 	return &Error{Call: call, Code: s, Name: s.Error(), Detail: detail}
 }
 
-// NewDnnError is a failed call of cuDNN.
-func NewDnnError(call string, s DnnStatus, detail string) *Error {
-	return &Error{Call: call, Code: s, Name: s.Error(), Detail: detail}
-}
-
 // NewOutOfMemory is the error of an allocation that did not fit.
 func NewOutOfMemory(asked int, free, total uint64) *Error {
 	return NewError("cuMemAlloc", OutOfMemory, "out of memory",
@@ -168,8 +140,6 @@ func (e *Error) Error() string {
 	case Status:
 		number = int32(c)
 	case BlasStatus:
-		number = int32(c)
-	case DnnStatus:
 		number = int32(c)
 	}
 	msg := fmt.Sprintf("%s: %s (%d)", e.Call, e.Name, number)

@@ -88,37 +88,6 @@ func (c *Observed) Blas() (Blas, error) {
 	return observedBlas{b, c}, nil
 }
 
-// Dnn is the context's.
-func (c *Observed) Dnn() (Dnn, error) {
-	d, err := c.Context.Dnn()
-	if err != nil {
-		return nil, err
-	}
-	return observedDnn{d, c}, nil
-}
-
-type observedDnn struct {
-	Dnn
-	c *Observed
-}
-
-func (d observedDnn) PlanAttention(a AttentionSpec) (AttentionPlan, error) {
-	p, err := d.Dnn.PlanAttention(a)
-	if err != nil {
-		return nil, err
-	}
-	return observedAttention{p, d.c}, nil
-}
-
-type observedAttention struct {
-	AttentionPlan
-	c *Observed
-}
-
-func (p observedAttention) Run(a AttentionArgs, s Stream) error {
-	return p.c.watch("cudnn attention", s, 0, func() error { return p.AttentionPlan.Run(a, s) })
-}
-
 type observedBlas struct {
 	Blas
 	c *Observed

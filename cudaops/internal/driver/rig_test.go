@@ -57,7 +57,7 @@ func each(t *testing.T, f func(t *testing.T, r *rig)) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		fk := fake.New(fake.Config{Kernels: fakeKernels, Dnn: true})
+		fk := fake.New(fake.Config{Kernels: fakeKernels})
 		run(t, fk, fk)
 	})
 	t.Run("gpu", func(t *testing.T) { run(t, needGPU(t), nil) })

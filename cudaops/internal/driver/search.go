@@ -16,7 +16,6 @@ import (
 const (
 	cudaVariable = "KASMINA_LIBCUDA"
 	blasVariable = "KASMINA_LIBCUBLASLT"
-	dnnVariable  = "KASMINA_LIBCUDNN"
 )
 
 // finder lists the places where a library may be, best first, on one system.
@@ -113,23 +112,6 @@ func (f finder) cublasLt() []place {
 	return f.toolkit(blasVariable, pattern, names...)
 }
 
-// cudnn lists where cuDNN 9 may be, which is looked for on Linux only: elsewhere its parts do not find each other.
-func (f finder) cudnn() []place {
-	if f.goos != "linux" {
-		return nil
-	}
-	return f.toolkit(dnnVariable, "libcudnn.so.9", "libcudnn.so.9")
-}
-
-// nvrtc lists where the compiler of a major version of CUDA may be.
-func (f finder) nvrtc(major int) []place {
-	if f.goos != "linux" {
-		return nil
-	}
-	name := "libnvrtc.so." + strconv.Itoa(major)
-	return f.toolkit("", name, place(name))
-}
-
 // toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that the loader is asked for:
 // the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits, the system's packages, and Python's packages of the
 // environment in use. On Windows every place but System32 is below an absolute path that a variable gives.
@@ -173,7 +155,7 @@ func (f finder) toolkit(variable, pattern string, names ...place) []place {
 		in(f.getenv("ProgramFiles"), toolkits)
 	}
 	for _, site := range f.sitePackages() {
-		in(site, "nvidia", "cu*", pip) // nvidia/cublas/lib or nvidia/cudnn/lib, and nvidia/cu13/lib since CUDA 13
+		in(site, "nvidia", "cu*", pip) // nvidia/cublas/lib, and nvidia/cu13/lib since CUDA 13
 		if f.goos == "windows" {
 			in(site, "nvidia", "cu*", "bin", "x86_64")
 		}

@@ -163,51 +163,6 @@ func TestSearchWindows(t *testing.T) {
 	}
 }
 
-// TestSearchDnn wants cuDNN in the places of cuBLASLt, the compiler of one version of CUDA only, and both on Linux only.
-func TestSearchDnn(t *testing.T) {
-	env := map[string]string{"LD_LIBRARY_PATH": "~/ld", "VIRTUAL_ENV": "~/env"}
-	f, root := finderAt(t, env, "ld/libnvrtc.so.12", "env/lib/python3.12/site-packages/nvidia/cudnn/lib/libcudnn.so.9",
-		"usr/lib/x86_64-linux-gnu/libcudnn.so.9", "usr/lib/x86_64-linux-gnu/libcudnn.so.8",
-		"env/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13")
-	files := func(places []place) (names []string) {
-		for _, p := range places {
-			for _, file := range f.files(p) {
-				rel, err := filepath.Rel(root, file)
-				if err != nil {
-					rel = file
-				}
-				names = append(names, filepath.ToSlash(rel))
-			}
-		}
-		return names
-	}
-	if got, want := files(f.cudnn()), []string{"libcudnn.so.9", "usr/lib/x86_64-linux-gnu/libcudnn.so.9",
-		"env/lib/python3.12/site-packages/nvidia/cudnn/lib/libcudnn.so.9"}; !slices.Equal(got, want) {
-		t.Errorf("cuDNN: %q, want %q", got, want)
-	}
-	if got, want := files(f.nvrtc(13)), []string{"libnvrtc.so.13", "env/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"}; !slices.Equal(got, want) {
-		t.Errorf("the compiler: %q, want %q", got, want)
-	}
-	env[dnnVariable] = "~/env/lib/python3.12/site-packages/nvidia/cudnn/lib"
-	if got := files(f.cudnn()); len(got) != 1 || !strings.HasPrefix(got[0], "env/") {
-		t.Errorf("with %s: %q", dnnVariable, got)
-	}
-	f.goos = "windows"
-	if got := append(f.cudnn(), f.nvrtc(13)...); len(got) != 0 {
-		t.Errorf("Windows: %q", got)
-	}
-}
-
-// TestOpenDnn wants errors that say what is missing.
-func TestOpenDnn(t *testing.T) {
-	f, _ := finderAt(t, map[string]string{dnnVariable: "~/own"}, "own/libcudnn.so.9")
-	_, err := openDnn(f, 99)
-	var missing *NotFoundError
-	if !errors.As(err, &missing) || !strings.Contains(err.Error(), "libnvrtc) of CUDA 99") {
-		t.Errorf("without the compiler: %v", err)
-	}
-}
-
 // TestLoadStops takes the first library that is accepted.
 func TestLoadStops(t *testing.T) {
 	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12", "b/libcublasLt.so.12")

@@ -41,7 +41,6 @@ const (
 	AttentionMMA                          // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	AttentionHopper                       // the same on compute capability 9.0 with its own instructions
 	AttentionHopperFused                  // the same, with a backward pass in one kernel at any HeadDim
-	AttentionCuDNN                        // cuDNN's forward pass, which takes what the tensor cores do, but no documents
 	attentionVariants
 )
 
@@ -49,7 +48,7 @@ func (v AttentionVariant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused", "cudnn"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused"}[v]
 }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
@@ -101,9 +100,6 @@ func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse drive
 	p.set(&p.v, &p.vStride, value)
 	p.set(&p.y, &p.yStride, y)
 	p.lse = lse
-	if c.Variant == AttentionCuDNN {
-		return c.launchDnn(k, s)
-	}
 	return c.launch(k, s, attentionForward)
 }
 
@@ -132,9 +128,6 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
 	if c == nil || err != nil {
 		return err
-	}
-	if c.Variant == AttentionCuDNN {
-		return fmt.Errorf("kernels.AttentionBackward: the variant %v has a forward pass only", c.Variant)
 	}
 	p := c.params
 	p.set(&p.q, &p.qStride, q)

@@ -133,9 +133,6 @@ func (c attentionCase) compare(g *rig, both bool) {
 	}
 	a.Documents = c.documents(g)
 	g.must(g.Attention(g.stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
-	if a.Variant == AttentionCuDNN { // which has no backward pass
-		a.Variant = AttentionAuto
-	}
 	if both {
 		g.must(g.AttentionBackward(g.stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, out.Rows, lse.Ptr, c.dtype))

@@ -29,7 +29,6 @@ type Kernels struct {
 	kernels map[key]*kernel
 	// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
 	sections map[sectionKey]int
-	dnn      dnnPlans
 }
 
 type key struct{ unit, name string }
@@ -49,7 +48,7 @@ func New(ctx driver.Context) *Kernels {
 
 // Close unloads them. No kernel may be running.
 func (k *Kernels) Close() error {
-	errs := []error{k.dnn.close(k.ctx)}
+	var errs []error
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for unit, m := range k.modules {

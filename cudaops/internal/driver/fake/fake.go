@@ -21,7 +21,6 @@ type Config struct {
 	AnyKernel bool // kernels that are not registered exist and do nothing
 	NoBlas    bool // cuBLASLt is missing
 	Ways      [3]Way
-	Dnn       bool // cuDNN is there
 
 	BlasVersion int // of cuBLASLt, default 13.0.0
 }
