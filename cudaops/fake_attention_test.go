@@ -23,9 +23,6 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 	lse driver.Ptr, _ driver.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
-		if !a.HasStatistics || !a.Fused() {
-			fakeStatistics(l, a, stats, rows(a.Heads, g), rows(a.Heads, y), lse)
-		}
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
 		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
@@ -45,26 +42,6 @@ func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShap
 		spreadRows(l, a, a.Heads, dq, outQ)
 		spreadRows(l, a, a.KVHeads, dk, outK)
 		spreadRows(l, a, a.KVHeads, dv, outV)
-	})
-}
-
-func (k *fakeKernels) AttentionStatistics(s driver.Stream, a kernels.AttentionShape, stats driver.Ptr, g, y kernels.Rows, lse driver.Ptr,
-	_ driver.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		fakeStatistics(l, a, stats, denseRows(l, a, a.Heads, g), denseRows(l, a, a.Heads, y), lse)
-	})
-}
-
-func (k *fakeKernels) AttentionGradProductWays(kernels.AttentionShape, int, driver.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused"}}
-}
-
-func (k *fakeKernels) AttentionGradProduct(s driver.Stream, a kernels.AttentionGradProduct) error {
-	return k.launch(s, func(l *fake.Launch) {
-		rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
-		g := floatsAt(l, a.G, rows*columns)
-		cpu.Gemm(false, false, rows, columns, a.D, 1, floatsAt(l, a.X, rows*a.D), a.D, floatsAt(l, a.W, a.D*columns), columns, 0, g, columns)
-		fakeStatistics(l, a.AttentionShape, a.Stats, g, floatsAt(l, a.Y, rows*columns), a.LSE)
 	})
 }
 

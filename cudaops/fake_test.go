@@ -308,10 +308,6 @@ func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, driver.DType, ..
 	return nil
 }
 
-func (k *fakeKernels) AttentionBackwardVariant(kernels.AttentionShape, driver.DType, ...kernels.Rows) (kernels.AttentionVariant, error) {
-	return kernels.AttentionHopperFused, nil
-}
-
 func (k *fakeKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...driver.Ptr) []kernels.KasminaFamily {
 	return nil
 }

@@ -17,7 +17,6 @@ import (
 //   - a sum and a norm of it: one kernel writes both;
 //   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
 //   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
-//   - the product that is the gradient of an attention's result, and what the attention's gradient begins with: see statistics.go;
 //   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
 //
 // A value is left out only if the nodes that it is for are all lowered with it and nobody asked for it. Such a value is

@@ -197,7 +197,6 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 	if l.inPlace(c, n, x, g) {
 		of := opbase.Children(n)[4]
 		c.values[of] = folded(of) // for nobody to be given dx in its place
-		delete(c.products, g)     // nor to take dx for a product
 		if m.config.monitor > 0 {
 			spare = c.like(g)
 		}

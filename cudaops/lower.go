@@ -23,8 +23,6 @@ type kernelSet interface {
 	Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, k, v kernels.Rows, t driver.DType) error
 	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
 		lse driver.Ptr, t driver.DType) error
-	AttentionStatistics(s driver.Stream, a kernels.AttentionShape, stats driver.Ptr, g, y kernels.Rows, lse driver.Ptr, t driver.DType) error
-	AttentionGradProduct(s driver.Stream, a kernels.AttentionGradProduct) error
 	AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error
 	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
 	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
@@ -82,8 +80,6 @@ type kernelSet interface {
 	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
 	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
-	AttentionBackwardVariant(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) (kernels.AttentionVariant, error)
-	AttentionGradProductWays(a kernels.AttentionShape, d int, t driver.DType) []kernels.Way
 	SiLUProductWays(rows, f, d int, t driver.DType) []kernels.Way
 	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way

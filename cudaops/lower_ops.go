@@ -302,19 +302,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*array, dq, dk, dv *arra
 	}
 	s := attentionShape(o, q.shape[0])
 	stats := c.bytes(m.k.AttentionStatsBytes(s, t))
-	formed, err := c.formStatistics(s, g, y, lse, stats, func() (bool, error) {
-		s := shape()
-		variant, err := m.k.AttentionBackwardVariant(s, t, rowsOf(dq), rowsOf(dk), rowsOf(dv), rowsOf(g), rowsOf(q), rowsOf(k), rowsOf(v), rowsOf(y))
-		s.Variant = variant
-		return s.Fused(), err
-	})
-	if err != nil {
-		return err
-	}
 	c.do(n, func() error {
-		s := shape()
-		s.HasStatistics = formed
-		return m.k.AttentionBackward(m.stream, s, rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
+		return m.k.AttentionBackward(m.stream, shape(), rowsOf(dq), rowsOf(dk), rowsOf(dv), stats.ptr(), rowsOf(g), rowsOf(q), rowsOf(k),
 			rowsOf(v), rowsOf(y), lse.ptr(), t)
 	}, q, k, v, y, g, lse, dq, dk, dv, stats, documents)
 	if documents == nil {

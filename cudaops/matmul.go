@@ -335,12 +335,6 @@ func (p product) spec() driver.MatmulSpec {
 	return spec
 }
 
-// computed is a product and its task.
-type computed struct {
-	product
-	task int
-}
-
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 	run, own, err := c.m.blas.product(p, c.zeros)
@@ -349,7 +343,6 @@ func (c *compiler) matmul(n *gorgonia.Node, p product) error {
 		c.computes(p.flops())
 		t := &c.tasks[len(c.tasks)-1]
 		t.float8, t.crowds = p.scaleA != nil, !own
-		c.products[p.d] = computed{p, len(c.tasks) - 1}
 	}
 	return err
 }

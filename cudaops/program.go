@@ -179,7 +179,6 @@ type compiler struct {
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
 	inputOf   map[*block]*input
-	products  map[*array]computed // by result
 	copies    map[converted]*array
 	quantized map[quantizedKey]quantized
 	sources   map[*block][]*input // what parameters and constants, and copies and stacks of them, are made of
@@ -201,7 +200,7 @@ type compiler struct {
 func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 	c := &compiler{m: m, roomy: roomy, used: map[*block]int{}, program: &program{values: map[*gorgonia.Node]*array{}, last: map[*block]int{}}, saved: map[gorgonia.Op]any{},
 		kept: map[*gorgonia.Node]bool{}, users: map[*gorgonia.Node]gorgonia.Nodes{}, inputOf: map[*block]*input{},
-		products: map[*array]computed{}, copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
+		copies: map[converted]*array{}, quantized: map[quantizedKey]quantized{}, sources: map[*block][]*input{},
 		stacks: map[stacked]*array{}, rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*array{}, gradients: map[gorgonia.Op]int{}, layers: map[*gorgonia.Node]place{}}
 	c.newEnds()

@@ -178,31 +178,27 @@ func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 
 func (k tunedKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr,
 	g, q, key, value, y kernels.Rows, lse driver.Ptr, t driver.DType) error {
-	var err error
-	if a.Variant, err = k.AttentionBackwardVariant(a, t, dq, dk, dv, g, q, key, value, y); err != nil {
-		return err
-	}
-	return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
-}
-
-// AttentionBackwardVariant chooses for dq, dk, dv, g, q, k, v and y.
-func (k tunedKernels) AttentionBackwardVariant(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) (kernels.AttentionVariant, error) {
+	rows := []kernels.Rows{dq, dk, dv, g, q, key, value, y}
 	variants := k.AttentionVariants(a, t, rows...)
 	if len(variants) < 2 || a.Variant != kernels.AttentionAuto || a.Batch*a.Seq == 0 {
-		return k.kernelSet.AttentionBackwardVariant(a, t, rows...)
+		return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
 	}
 	j := k.attentionJob("AttentionBackward", a, variants, t, rows, []role{writes, writes, writes, reads, reads, reads, reads, reads})
 	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, driver.Float32),
 		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
 	j.run = func(way int, m []driver.Ptr) error {
 		b := a
-		b.Variant, b.Documents, b.HasStatistics = variants[way], 0, false
+		b.Variant, b.Documents = variants[way], 0
 		r := slices.Clone(rows)
 		for i := range r {
 			r[i].Ptr = m[i]
 		}
-		return k.kernelSet.AttentionBackward(k.t.m.stream, b, r[0], r[1], r[2], m[9], r[3], r[4], r[5], r[6], r[7], m[8], t)
+		return k.kernelSet.AttentionBackward(s, b, r[0], r[1], r[2], m[9], r[3], r[4], r[5], r[6], r[7], m[8], t)
 	}
 	way, err := k.t.choose(j)
-	return variants[way], err
+	if err != nil {
+		return err
+	}
+	a.Variant = variants[way]
+	return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
 }

@@ -26,9 +26,6 @@ type AttentionShape struct {
 	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
 	Documents driver.Ptr
-	// HasStatistics says that AttentionGradProduct has left in the backward pass's workspace what that begins with otherwise. Variants that are
-	// not Fused take no notice.
-	HasStatistics bool
 }
 
 // AttentionVariant is an implementation of attention.
@@ -139,7 +136,7 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if !c.hopper() || c.Fused() && !c.HasStatistics { // otherwise the first kernel forms the statistics, or they are there
+	if !c.hopper() || c.Fused() { // otherwise the first kernel forms the statistics
 		if err := c.launchStatistics(k, s); err != nil {
 			return err
 		}
@@ -155,19 +152,6 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 		return err
 	}
 	return turn(dk, a.KVHeads)
-}
-
-// AttentionStatistics writes what AttentionBackward begins with to its workspace, as AttentionGradProduct does, where the variant is Fused.
-func (k *Kernels) AttentionStatistics(s driver.Stream, a AttentionShape, stats driver.Ptr, g, y Rows, lse driver.Ptr, t driver.DType) error {
-	c, err := k.attention("AttentionStatistics", a, t, a.queryRows(g, y), nil)
-	if c == nil || err != nil {
-		return err
-	}
-	p := c.params
-	p.set(&p.y, &p.yStride, y)
-	p.set(&p.g, &p.gStride, g)
-	p.lse, p.stats = lse, stats
-	return c.launchStatistics(k, s)
 }
 
 func (c *attentionCall) launchStatistics(k *Kernels, s driver.Stream) error {

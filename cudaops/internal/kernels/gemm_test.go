@@ -155,8 +155,6 @@ func TestFiguresMatchSources(t *testing.T) {
 			fmt.Sprintf("kLossRows = %d;", lossRows), fmt.Sprintf("kLossWarps = %d;", lossWarps)},
 		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,", plainColumns, plainStages),
 			"Memory<kColumns, kStages, 2 * kPanel>;"},
-		"gemm_hopper_stats.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,", statsColumns, statsStages),
-			"Memory<kColumns, kStages, 2 * kPanel>;", fmt.Sprintf("kCounted = %d;", fusedShapes[128].loop)},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
 			fmt.Sprintf("kPanelRows = %d,", turnedRows),

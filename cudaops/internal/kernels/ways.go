@@ -49,14 +49,6 @@ func (k *Kernels) AttentionVariants(a AttentionShape, t driver.DType, rows ...Ro
 	return variants
 }
 
-// AttentionBackwardVariant returns the variant in which AttentionBackward computes the gradients.
-func (k *Kernels) AttentionBackwardVariant(a AttentionShape, t driver.DType, rows ...Rows) (AttentionVariant, error) {
-	if a.Variant != AttentionAuto {
-		return a.Variant, nil
-	}
-	return k.AttentionVariants(a, t, rows...)[0], nil
-}
-
 // tensorCores reports whether the variants that use these take the arguments.
 func (a AttentionShape) tensorCores(t driver.DType, rows []Rows) bool {
 	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
