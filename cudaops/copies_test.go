@@ -1,7 +1,6 @@
 package cudaops
 
 import (
-	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -112,51 +111,5 @@ func TestModesAreCapturedApart(t *testing.T) {
 	}
 	if n := len(l.machine.recorded); n != 2 {
 		t.Errorf("%d kinds of runs are captured, want 2", n)
-	}
-}
-
-// TestPeek wants what a run has measured to reach the lattice in Update, and not in Peek, which gives the same value as Value.
-func TestPeek(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	l := newLifetime(t, newAdamW)
-	if err := l.open(device, fakeOption); err != nil {
-		t.Fatal(err)
-	}
-	defer l.machine.Close()
-	layer := l.machine.attendants[1].(*kasminaLayer)
-	busy := func() (n int) {
-		for _, f := range layer.flights {
-			if f.busy {
-				n++
-			}
-		}
-		return n
-	}
-	for i := range 4 {
-		l.batch.draw(t, uint64(i))
-		if err := l.machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		peeked, err := l.machine.Peek(l.batch.Loss)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if n := busy(); n != 1 {
-			t.Errorf("step %d: after Peek %d reports are on their way, want 1", i, n)
-		}
-		if i == 3 {
-			if v, err := l.machine.Value(l.batch.Loss); err != nil || v.Data() != peeked.Data() || busy() != 0 {
-				t.Errorf("the loss is %v, %v, and was %v; %d reports are on their way", v, err, peeked, busy())
-			}
-		}
-		if _, err := l.machine.Update(); err != nil {
-			t.Fatal(err)
-		}
-		if n := busy(); n != 0 {
-			t.Errorf("step %d: after Update %d reports are on their way", i, n)
-		}
-	}
-	if _, err := l.machine.Peek(nil); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.Peek") {
-		t.Errorf("of no node: %v", err)
 	}
 }

@@ -13,9 +13,6 @@ func OpenFake(t testing.TB) (*Device, MachineOption) {
 	return device, option
 }
 
-// UpdateEarly is updateEarly for them.
-var UpdateEarly MachineOption = updateEarly
-
 // Wrap puts something around a device's context.
 func Wrap(d *Device, around func(driver.Context) driver.Context) {
 	d.ctx.Context = around(d.ctx.Context)

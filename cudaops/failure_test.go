@@ -26,7 +26,6 @@ type lifetime struct {
 	batch     *batch
 	optimizer optim.Optimizer
 	machine   *Machine
-	unlimited bool // the norm of gradients, as it is with early updates in any case
 }
 
 func newLifetime(t *testing.T, newOptimizer func() (optim.Optimizer, error)) *lifetime {
@@ -43,19 +42,11 @@ func (l *lifetime) open(device *Device, opts ...MachineOption) (err error) {
 	if l.machine, err = NewMachine(device, l.batch.G, append(opts, WithParams(l.batch.Params...), WithOutputs(l.batch.Loss))...); err != nil {
 		return err
 	}
-	maxNorm := 1.0
-	if l.unlimited || l.machine.config.early {
-		maxNorm = 0
-	}
-	return l.machine.SetOptimizer(l.optimizer, maxNorm)
+	return l.machine.SetOptimizer(l.optimizer, 1)
 }
 
 func (l *lifetime) step() error {
 	if err := l.machine.RunAll(); err != nil {
-		return err
-	}
-	if l.machine.config.early {
-		_, _, err := l.machine.StepWhile(l.batch.Loss, nil)
 		return err
 	}
 	if _, err := l.machine.Value(l.batch.Loss); err != nil {
@@ -116,12 +107,6 @@ func TestEveryCallFails(t *testing.T) {
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
 				l, opts := newLifetime(t, newMuon), []MachineOption{fakeOption, withCeilingBytes(1 << 12)}
-				switch {
-				case nth%2 == 0:
-					l, opts = newWideLifetime(t), append(opts, ownAlone(t, false), new(lateSeen).late)
-				case nth%3 == 0:
-					l, opts = newWideLifetime(t), append(opts, updateEarly)
-				}
 				cuda.Fail(call, nth, status)
 				err := l.open(device, opts...)
 				for i := 0; i < 3 && err == nil; i++ {
@@ -191,13 +176,10 @@ func TestRetry(t *testing.T) {
 	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuModuleGetFunction",
 		"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD32Async", "cuLaunchKernel", "cuStreamSynchronize", "cuStreamBeginCapture",
 		"cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cublasLtMatmul"} {
-		for i, nth := range []int{1, 2 + r.IntN(8), 1, 2 + r.IntN(8)} {
+		for _, nth := range []int{1, 2 + r.IntN(8)} {
 			device, cuda, fakeOption := openFake(t, fake.Config{})
-			l, opt := newLifetime(t, newAdamW), WithMonitor(2)
-			if i > 1 {
-				opt = updateEarly
-			}
-			if err := l.open(device, fakeOption, opt); err != nil {
+			l := newLifetime(t, newAdamW)
+			if err := l.open(device, fakeOption, WithMonitor(2)); err != nil {
 				t.Fatal(err)
 			}
 			cuda.Fail(call, nth, driver.OutOfMemory)

@@ -312,8 +312,6 @@ func (k *fakeKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...drive
 	return nil
 }
 
-func (k *fakeKernels) Leave(int) {}
-
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
 func (k *fakeKernels) RMSNormWorkspace(d int, _ driver.DType) int { return 4 * d }
@@ -495,7 +493,10 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 			if chunk > 0 && t.TensorOf(chunk-1) == i {
 				continue
 			}
-			out[chunk] = squaresOf(l, k.tables[t][i])
+			p := k.tables[t][i]
+			for _, g := range gradientAt(l, p, p.Size) {
+				out[chunk] += g * g
+			}
 		}
 	})
 }
@@ -561,74 +562,25 @@ func moveOn(at []byte, skipped bool) []byte {
 
 func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
-func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table, chunks int) error {
+func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
-		_, c, _ := control(l, at)
+		_, c, scale := control(l, at)
+		if c.Skipped {
+			return
+		}
 		for i := range k.tables[t] {
-			if !c.Skipped {
-				k.tables[t][i].Step++
-			}
-		}
-		k.updateChunks(l, at, t, 0, chunks)
-	})
-}
-
-// AdamWSquares leaves all of a tensor's in its first sum.
-func (k *fakeKernels) AdamWSquares(s driver.Stream, at driver.Ptr, t *kernels.Table, chunks int, squares driver.Ptr) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out := floatsAt(l, squares, kernels.RoundsOf(chunks))
-		clear(out)
-		k.updateChunks(l, at, t, 0, chunks)
-		for i, p := range k.tables[t] {
-			if first, last := t.ChunksOf(i); last <= chunks {
-				out[kernels.RoundsOf(first)] = squaresOf(l, p)
+			p := &k.tables[t][i]
+			p.Step++
+			of := func(x driver.Ptr) []float32 { return floatsAt(l, x, p.Size) }
+			g := slices.Clone(gradientAt(l, *p, p.Size))
+			cpu.ScaleBy(g, scale)
+			cpu.AdamW(of(p.Param), g, of(p.First), of(p.Second),
+				cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+			if p.Copy != 0 {
+				copy(of(p.Copy), of(p.Param))
 			}
 		}
 	})
-}
-
-// AdamWLate leaves all of a tensor's in its first sum.
-func (k *fakeKernels) AdamWLate(s driver.Stream, at driver.Ptr, t *kernels.Table, from, to int, squares driver.Ptr) error {
-	return k.launch(s, func(l *fake.Launch) {
-		k.updateChunks(l, at, t, from, to)
-		for i, p := range k.tables[t] {
-			if first, last := t.ChunksOf(i); squares != 0 && first >= from && last <= to {
-				out := floatsAt(l, squares.Offset(4*kernels.LateMultiprocessors*i), kernels.LateMultiprocessors)
-				clear(out)
-				out[0] = squaresOf(l, p)
-			}
-		}
-	})
-}
-
-func squaresOf(l *fake.Launch, p kernels.OptimTensor) (sum float32) {
-	for _, g := range gradientAt(l, p, p.Size) {
-		sum += g * g
-	}
-	return sum
-}
-
-func (k *fakeKernels) updateChunks(l *fake.Launch, at driver.Ptr, t *kernels.Table, from, to int) {
-	_, c, scale := control(l, at)
-	if c.Skipped {
-		return
-	}
-	for i, p := range k.tables[t] {
-		first, last := t.ChunksOf(i)
-		begin := min(p.Size, max(from-first, 0)*kernels.OptimChunk)
-		end := min(p.Size, max(min(to, last)-first, 0)*kernels.OptimChunk)
-		if begin >= end {
-			continue
-		}
-		part := func(p driver.Ptr) []float32 { return floatsAt(l, p, end)[begin:] }
-		g := slices.Clone(gradientAt(l, p, end)[begin:])
-		cpu.ScaleBy(g, scale)
-		cpu.AdamW(part(p.Param), g, part(p.First), part(p.Second),
-			cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
-		if p.Copy != 0 {
-			copy(part(p.Copy), part(p.Param))
-		}
-	}
 }
 
 func writeCopy(l *fake.Launch, p kernels.OptimTensor) {

@@ -497,7 +497,7 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 		if err := m.RunAll(); err != nil {
 			t.Fatal(err)
 		}
-		loss, _, err := m.StepWhile(b.Loss, nil)
+		loss, _, err := m.Step(b.Loss)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -47,36 +47,19 @@ func WithStream(handle uintptr) MachineOption {
 }
 
 // Stream is the CUstream that the machine's work is on. Another library that uses the machine's memory must order its work
-// by it: on the stream itself, with an event, or by waiting. It is valid until Close, if the machine made it. From the first call on,
-// an update is on the stream as a whole, and none of it goes on beside the next run.
-func (m *Machine) Stream() uintptr {
-	m.expose()
-	return uintptr(m.stream)
-}
-
-// expose keeps all that the machine does on its stream from now on, since others go by that, and what a machine with whose parameters
-// it works does on its own. It says of no error, which is one of the device and comes back from whatever follows.
-func (m *Machine) expose() {
-	if !m.exposed && !m.closed {
-		m.exposed = true
-		_ = m.join()
-		if m.config.share != nil {
-			m.config.share.expose()
-		}
-	}
-}
+// by it: on the stream itself, with an event, or by waiting. It is valid until Close, if the machine made it.
+func (m *Machine) Stream() uintptr { return uintptr(m.stream) }
 
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
-// [Precision] and [WithGradientPrecision] have it, integers as int64, in row-major order. The node must be one that [Machine.Value] takes. The memory
-// remains the machine's. It is valid until Close, or the next [Machine.Bind] of the node, and holds what the last run left
-// once the machine's stream has come to its end: from the first call on, updates are on the stream as [Machine.Stream] has it. With
-// [Float16], gradients lie there multiplied by the loss scale.
+// [Precision] and [WithGradientPrecision] have it, integers as int64, in row-major order. The node must be one that
+// [Machine.Value] takes. The memory remains the machine's. It is valid until Close, or the next [Machine.Bind] of the node, and
+// holds what the last run left once the machine's stream has come to its end. With [Float16], gradients lie there multiplied by
+// the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	a, err := m.lasting(n)
 	if err != nil {
 		return 0, 0, fmt.Errorf("cudaops.Machine.Address: %w", err)
 	}
-	m.expose()
 	return uintptr(a.ptr()), a.extent(), nil
 }
 
@@ -143,12 +126,8 @@ func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr driver.Ptr) error {
 	return m.move(a.block, ptr, func() {})
 }
 
-// move puts a block elsewhere, and gives back what the machine has allocated for it alone. A run that Start has begun knows
-// only the old place.
+// move puts a block elsewhere, and gives back what the machine has allocated for it alone.
 func (m *Machine) move(b *block, ptr driver.Ptr, done func()) error {
-	if err := m.abandon(); err != nil {
-		return err
-	}
 	m.bound = true
 	if b.base == ptr {
 		done()

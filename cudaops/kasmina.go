@@ -55,8 +55,6 @@ type kasminaFlight struct {
 	report  []byte       // of all layers, of which the memory belongs to kasminaReports
 	arrived driver.Event // likewise
 	busy    bool
-	ahead   bool // begun by Start, and not asked for yet: the lattice is not to hear of it
-	vain    bool // begun by Start, and abandoned: its counts are not to be taken for those of later runs
 }
 
 func (l *kasminaLayer) seeds() int { return len(l.counts) / kasminaHealth }
@@ -332,7 +330,7 @@ func (l *kasminaLayer) before() error {
 	if err := l.choose(l.encode(f.pass)); err != nil {
 		return fmt.Errorf("%v: %w", l.op, err)
 	}
-	f.scale, f.ahead, f.vain = l.m.scale.Scale, false, false
+	f.scale = l.m.scale.Scale
 	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
 		f.mode, l.mode = kasminaMode{}, kasminaMode{}
 		return l.receive(l.flight(), true)
@@ -365,29 +363,6 @@ func modeOf(pass *op.KasminaPass) (m kasminaMode) {
 // flight is that of the last run.
 func (l *kasminaLayer) flight() *kasminaFlight { return &l.flights[(l.reports.runs+1)%2] }
 
-// unchanged takes the snapshot anew, which is as it would be if the run were begun now.
-func (l *kasminaLayer) unchanged() (bool, error) {
-	f := l.flight()
-	if err := l.receive(&l.flights[l.reports.runs%2], f.pass.NeedsLast()); err != nil {
-		return false, err
-	}
-	if err := l.begin(f.pass); err != nil {
-		return false, fmt.Errorf("%v: %w", l.op, err)
-	}
-	if l.encode(f.pass) != nil { // which another run meets again
-		return false, nil
-	}
-	return bytes.Equal(l.next, l.last) && modeOf(f.pass) == f.mode, nil
-}
-
-func (l *kasminaLayer) take() { l.flight().ahead = false }
-
-func (l *kasminaLayer) abandon() {
-	if f := l.flight(); f.ahead {
-		f.ahead, f.vain = false, true
-	}
-}
-
 func (l *kasminaLayer) appendMode(b []byte) []byte {
 	mode := byte(l.mode.reduction) << 2
 	if l.mode.telemetry {
@@ -404,12 +379,9 @@ func (l *kasminaLayer) appendMode(b []byte) []byte {
 
 // after comes behind that of the reports.
 func (l *kasminaLayer) after() error {
-	f := l.flight()
-	f.busy, f.ahead = !l.hosted, l.m.begun
+	l.flight().busy = !l.hosted
 	return nil
 }
-
-func (l *kasminaLayer) bring() error { return nil } // the reports do
 
 func (l *kasminaLayer) settle() error {
 	return errors.Join(l.receive(&l.flights[l.reports.runs%2], true), l.receive(l.flight(), true))
@@ -419,7 +391,7 @@ func (l *kasminaLayer) settle() error {
 func (l *kasminaLayer) receive(f *kasminaFlight, wait bool) error {
 	ctx := l.m.device.ctx
 	switch {
-	case !f.busy || f.ahead:
+	case !f.busy:
 		return nil
 	case wait:
 		if err := ctx.SyncEvent(f.arrived); err != nil {
@@ -446,9 +418,6 @@ func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 		counted[i] -= v
 	}
 	copy(l.counts, counts)
-	if f.vain {
-		return nil
-	}
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
 	figure := func(what, i, seed int) float64 { return float64(figures[l.place(what+i)+seed]) }
 	elements := float64(l.rows * l.chunk)

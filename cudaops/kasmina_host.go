@@ -16,9 +16,6 @@ import (
 // Ahead of each run the layer's state decides: with the last such seed gone, the layer is back on the device. What was
 // captured of runs there waits for that, since runs that the host takes part in cannot be captured.
 
-// errNotAhead is why a run cannot begin before it is asked for: on the host the lattice would hear of it at once.
-var errNotAhead = errors.New("a Kasmina layer is computed on the host")
-
 // choose decides where the run under way computes the layer, by what became of encoding its state.
 func (l *kasminaLayer) choose(err error) error {
 	var kind *kernels.KasminaKindError
@@ -28,8 +25,6 @@ func (l *kasminaLayer) choose(err error) error {
 		return nil
 	case !errors.As(err, &kind):
 		return err
-	case m.begun:
-		return errNotAhead
 	case m.config.strict:
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}

@@ -14,7 +14,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
-	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -98,44 +97,4 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 	require.Equal(t, 1, strings.Count(log.String(), "has no kernel"), log.String())
 	require.Contains(t, log.String(), `machine test's own`)
-}
-
-// TestKasminaMovesToHostBetweenSteps wants the same bits of steps whose runs begin early, with updates late, early and neither,
-// when a registered kind comes to a layer and goes again. No run begins early while the host takes part in it.
-func TestKasminaMovesToHostBetweenSteps(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
-	kind, err := ownKind()
-	require.NoError(t, err)
-	device, _, fakeOption := openFake(t, fake.Config{})
-	var seen lateSeen
-	for name, w := range map[string]*twins{
-		"start":       newTwins(t, device, 1, fakeOption),
-		"gathered":    newTwins(t, device, 2, fakeOption),
-		"late":        newLateTwins(t, device, &seen, fakeOption, ownAlone(t, false)),
-		"early":       newEarlyTwins(t, device, fakeOption),
-		"recomputing": newEarlyTwinsOf(t, device, []llm.GraphOption{llm.WithRecompute()}, fakeOption),
-	} {
-		w.t = t
-		w.steps(name+", the first step", false)
-		w.steps(name+", the second step", true)
-		for _, c := range ownLife[1:] {
-			w.ahead.machine.lost = 0
-			var late bool
-			w.each(func(l *lifetime) error {
-				if l == w.ahead {
-					late = l.machine.begun
-				}
-				return live(l.model.Kasmina.Lattice(0), 0, c.to, kind)
-			})
-			at := fmt.Sprintf("%s, %v", name, c.to)
-			// A seed that germinates changes nothing that a run does. Of the last host step nothing has begun.
-			w.steps(at, c.to == state.Germinated)
-			require.Equal(t, c.to == state.Germinated || c.to == state.Training, late, at)
-			for i := range 2 {
-				w.both(fmt.Sprintf("%s, step %d", at, i), !c.onHost, nil)
-			}
-			require.Equal(t, c.onHost, w.ahead.machine.onHost(), at)
-		}
-	}
-	require.NotZero(t, seen.updates)
 }

@@ -89,8 +89,8 @@ func (r *kasminaReports) before() (err error) {
 	return err
 }
 
-// bring copies the report of a run to where the layers expect it, which before or behind after is the same place.
-func (r *kasminaReports) bring() error {
+// after copies the report of a run to where the layers expect it.
+func (r *kasminaReports) after() error {
 	ctx, i, words := r.m.device.ctx, r.flight, kasminaHealth
 	for _, l := range r.layers {
 		if l.mode.telemetry {
@@ -100,18 +100,11 @@ func (r *kasminaReports) bring() error {
 			words = kasminaWords
 		}
 	}
+	r.runs++
 	return joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.ptr(), r.m.stream), ctx.Record(r.arrived[i], r.m.stream))
 }
 
-func (r *kasminaReports) after() error {
-	r.runs++
-	return nil
-}
-
 func (r *kasminaReports) appendMode(b []byte) []byte { return b }
-func (r *kasminaReports) unchanged() (bool, error)   { return true, nil }
-func (r *kasminaReports) take()                      {}
-func (r *kasminaReports) abandon()                   {}
 func (r *kasminaReports) settle() error              { return nil }
 
 func (r *kasminaReports) close() error {

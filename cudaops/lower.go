@@ -63,9 +63,7 @@ type kernelSet interface {
 	NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error)
 	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
 	GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error
-	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table, chunks int) error
-	AdamWSquares(s driver.Stream, control driver.Ptr, t *kernels.Table, chunks int, squares driver.Ptr) error
-	AdamWLate(s driver.Stream, control driver.Ptr, t *kernels.Table, from, to int, squares driver.Ptr) error
+	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
 	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
 	KasminaForward(s driver.Stream, f kernels.KasminaForward) error
@@ -87,7 +85,6 @@ type kernelSet interface {
 	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
 	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
-	Leave(multiprocessors int)
 	Close() error
 }
 

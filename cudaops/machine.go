@@ -42,12 +42,7 @@ type Machine struct {
 	read      bool // the stream has been waited for since the last run
 	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
 
-	pending    bool // only the beginning of the run has been sent
-	unbrought  bool // what the attendants wait for has not been, though the rest of the run has
-	bound      bool // values lie in memory of the program's
-	begun      bool // by Start, and RunAll has not asked for it yet
-	runs, lost int  // calls of RunAll; runs begun in vain
-	compared   []byte
+	bound bool // values lie in memory of the program's
 
 	returned  []byte                // pinned, for values that come back
 	recorded  map[string]*recording // by what the attendants measure
@@ -58,8 +53,6 @@ type Machine struct {
 	monitor   *monitor  // nil without WithMonitor
 	profiler  *profiler // nil but during a profile
 	capturing bool
-	exposed   bool // others may go by the machine's stream
-	left      int  // multiprocessors that kernels leave to an update
 	apart     bool // the passes of Kasmina layers make their ends, for the time of a pass to hold all that the layer takes
 	closed    bool
 
@@ -76,13 +69,7 @@ type attendant interface {
 	// appendMode adds to b what tells this run's work from that of other runs, which are captured apart.
 	appendMode(b []byte) []byte
 	before() error // ahead of a run, when the last one's inputs have left their staging memory
-	after() error  // when a run's work, or the beginning of it, is on its way
-	bring() error  // behind all of a run's work: once, and before anything else is asked for
-	// Of a run that Start has begun: unchanged reports whether it does the work that a run would do now, and then take makes
-	// it a run like others, or abandon one that nobody has asked for.
-	unchanged() (bool, error)
-	take()
-	abandon()
+	after() error  // when a run's work is on its way, to bring back what it leaves
 	settle() error // all that was asked for is done: take in what came back
 	close() error
 }
@@ -101,7 +88,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d.ctx == nil {
 		return nil, errNotOpened
 	}
-	config := machineConfig{kernels: realKernels, late: usualLate}
+	config := machineConfig{kernels: realKernels}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("an option is nil")
@@ -148,7 +135,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && len(m.borrowed) == 0 {
 		return nil, errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
 	}
-	if err := joined(m.allocate(), m.join()); err != nil {
+	if err := m.allocate(); err != nil {
 		return nil, err
 	}
 	m.expect(m.momentsToCome())
@@ -347,25 +334,8 @@ func (m *Machine) run() error {
 	if s := m.config.share; s != nil && s.closed {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
-	m.runs++
 	if x := m.optimizer; x != nil {
 		x.looked = false
-		if x.early != nil {
-			x.early.looked = false
-		}
-	}
-	if m.begun {
-		if taken, err := m.take(); taken || err != nil {
-			return err
-		}
-	}
-	return m.begin("RunAll")
-}
-
-// begin enqueues a run, or the beginning of one.
-func (m *Machine) begin(call string) error {
-	if err := m.complete(); err != nil { // of the run before
-		return err
 	}
 	if m.ran {
 		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
@@ -375,7 +345,7 @@ func (m *Machine) begin(call string) error {
 	if err := m.profiler.start(); err != nil {
 		return err
 	}
-	defer m.profiler.call(call)()
+	defer m.profiler.call("RunAll")()
 	for _, a := range m.attendants {
 		if err := a.before(); err != nil {
 			return err
@@ -400,11 +370,6 @@ func (m *Machine) begin(call string) error {
 	if err := m.compute(); err != nil {
 		return err
 	}
-	if !m.pending {
-		if err := m.bring(); err != nil {
-			return err
-		}
-	}
 	for _, a := range m.attendants {
 		if err := a.after(); err != nil {
 			return err
@@ -412,16 +377,6 @@ func (m *Machine) begin(call string) error {
 	}
 	if m.optimizer == nil {
 		m.profiler.finish()
-	}
-	return nil
-}
-
-// bring has the attendants bring back what a run has left for them.
-func (m *Machine) bring() error {
-	for _, a := range m.attendants {
-		if err := a.bring(); err != nil {
-			return err
-		}
 	}
 	return nil
 }
@@ -468,17 +423,6 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	return v, nil
 }
 
-// Peek is [Machine.Value] for a loss ahead of [Machine.Update]: what the run has measured in Kasmina layers does not reach their
-// lattices yet, but in Update, while the device works, instead of making it wait. So the error of a layer made with
-// [op.StopOnNonFinite] comes from Update too, whose update has then been made unless the gradients' norm was not finite.
-func (m *Machine) Peek(n *gorgonia.Node) (gorgonia.Value, error) {
-	v, err := m.value(n)
-	if err != nil {
-		return nil, fmt.Errorf("cudaops.Machine.Peek: %w", err)
-	}
-	return v, nil
-}
-
 func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
 	defer m.profiler.call("Value")()
 	a, err := m.lasting(n)
@@ -511,7 +455,7 @@ func (m *Machine) fetch(a *array, dt tensor.Dtype) (gorgonia.Value, error) {
 	} else {
 		raw = make([]byte, n)
 	}
-	if err := joined(m.join(), m.device.ctx.CopyToHost(raw, a.ptr(), m.stream)); err != nil {
+	if err := m.device.ctx.CopyToHost(raw, a.ptr(), m.stream); err != nil {
 		return nil, err
 	}
 	if err := m.device.ctx.SyncStream(m.stream); err != nil {
@@ -535,7 +479,7 @@ func (m *Machine) Close() error {
 		in.sharers--
 	}
 	ctx := m.device.ctx
-	errs := []error{m.complete()}
+	var errs []error
 	if m.stream != 0 {
 		errs = append(errs, ctx.SyncStream(m.stream))
 	}

@@ -73,9 +73,6 @@ func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	if b.m.mayUpdateEarly() {
-		spec.Multiprocessors = earlyLeft
-	}
 	own := b.own(spec)
 	switch {
 	case len(own) == 0:
@@ -122,8 +119,7 @@ var productUnits = []string{"gemm_hopper_plain"}
 // own lists the ways that this module has for a product, not a scaled one, which is worth timing, or for which a rule asks for one.
 func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 	shape := productShape(m)
-	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align,
-		Multiprocessors: m.Multiprocessors}
+	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
 	if shape.Float8 {
 		whole.A, whole.B, whole.Scaling, whole.FastAccumulation = driver.Float8E4M3, driver.Float8E4M3, driver.ScaledRows, true
 	}
@@ -194,19 +190,6 @@ func (p *planned) workspace() int {
 	return p.Algos()[p.way].Workspace
 }
 
-// ownGain is what cuBLASLt must save of a product in a forward pass to take the place of a kernel of this module, which in training
-// leaves multiprocessors to an update (late.go).
-const ownGain = 0.04
-
-// favoursOwn reports whether that counts: where updates may go on beside a run, and in a machine that works with the parameters of one such
-// and so takes its ways, of which nothing is timed twice.
-func (m *Machine) favoursOwn() bool {
-	if of := m.config.share; of != nil {
-		return of.favoursOwn()
-	}
-	return m.mayPlanLate() && slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() != nil })
-}
-
 // job is the product as the tuner sees it.
 func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	spec := p.Spec()
@@ -215,9 +198,6 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 		build: fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), workspaceBytes)}
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
-		if spec.TransB && b.m.favoursOwn() { // as in a forward pass
-			j.favoured, j.gain = len(p.ways), ownGain
-		}
 	}
 	types := []driver.DType{spec.A, spec.B, spec.D}
 	for i, bytes := range operandBytes(spec) {
@@ -337,19 +317,19 @@ func (p product) spec() driver.MatmulSpec {
 
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p product) error {
-	run, own, err := c.m.blas.product(p, c.zeros)
+	run, err := c.m.blas.product(p, c.zeros)
 	if err == nil {
 		c.do(n, run, p.d, p.a, p.b, p.c, p.scaleA, p.scaleB)
 		c.computes(p.flops())
 		t := &c.tasks[len(c.tasks)-1]
-		t.float8, t.crowds = p.scaleA != nil, !own
+		t.float8 = p.scaleA != nil
 	}
 	return err
 }
 
-// product plans a product and returns what enqueues it, and whether that is a kernel of this module. Where cuBLASLt needs only a little
-// workspace, that is a piece of what zeros gives, unless this is nil: what is returned then is for a single place in a run.
-func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() error, own bool, err error) {
+// product plans a product and returns what enqueues it. Where cuBLASLt needs only a little workspace,
+// that is a piece of what zeros gives, unless this is nil: what is returned then is for a single place in a run.
+func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() error, err error) {
 	if p.alpha == 0 {
 		p.alpha = 1
 	}
@@ -358,7 +338,7 @@ func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() e
 	}
 	plan, err := b.plan(p.spec(), addendOf(p.alpha, p.beta))
 	if err != nil {
-		return nil, false, err
+		return nil, err
 	}
 	var little *array
 	if bytes := plan.workspace(); bytes > 0 && bytes <= littleWorkspace && zeros != nil {
@@ -375,5 +355,5 @@ func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() e
 			a.ScaleA, a.ScaleB = p.scaleA.ptr(), p.scaleB.ptr()
 		}
 		return plan.run(a, b.m.stream)
-	}, plan.way >= len(plan.ways), nil
+	}, nil
 }

@@ -110,11 +110,10 @@ func TestProductTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
 	for _, c := range []struct {
-		least   float64
-		blas    time.Duration // of each of three ways
-		own     bool
-		forward bool // also where that is no faster
-	}{{1, time.Second, true, true}, {1, 0, false, true}, {1e9, time.Second, false, false}} {
+		least float64
+		blas  time.Duration // of each of three ways
+		own   bool
+	}{{1, time.Second, true}, {1, 0, false}, {1e9, time.Second, false}} {
 		way := fake.Way{Took: c.blas}
 		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{way, way, way}, Devices: smallCache("GPU")})
 		g, params, keep := residualGraph(t, 1, 6, 7, 5)
@@ -134,10 +133,10 @@ func TestProductTuned(t *testing.T) {
 				all++
 			}
 		}
-		if own[false] != c.own || own[true] != c.forward || all < 3 {
+		if own[false] != c.own || own[true] != c.own || all < 3 {
 			t.Errorf("%+v: of %d products of this module's own are: %v; %s", c, all, own, log.String())
 		}
-		if plain, adding = 0, 0; m.RunAll() != nil || (plain > 0) != c.forward || (adding > 0) != c.forward {
+		if plain, adding = 0, 0; m.RunAll() != nil || (plain > 0) != c.own || (adding > 0) != c.own {
 			t.Errorf("%+v: run in this way %d times, and %d times with a matrix added", c, plain, adding)
 		}
 	}
@@ -223,56 +222,6 @@ func TestProductCounters(t *testing.T) {
 	})
 }
 
-// TestProductFavoured wants kernels that leave multiprocessors to an update to have an advantage over cuBLASLt's only where there may be
-// one beside, and the same choices in a machine that evaluates beside one that trains.
-func TestProductFavoured(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
-	fewer := smallCache("GPU")
-	fewer[0].SMs = 114
-	none := func(*machineConfig) error { return nil }
-	for _, c := range []struct {
-		what   string
-		info   []driver.DeviceInfo
-		opt    MachineOption
-		trains bool
-		want   bool
-	}{
-		{"training", smallCache("GPU"), none, true, true},
-		{"evaluation", smallCache("GPU"), none, false, false},
-		{"training on a smaller GPU", fewer, none, true, false},
-		{"sums of gradients", smallCache("GPU"), WithAccumulation(), true, false},
-	} {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: c.info}) // all ways take the same time
-		path := filepath.Join(t.TempDir(), "tune.json")
-		private := func(m *machineConfig) error { m.tuneLeast, m.tunePath = 1, path; return nil }
-		opts := []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private, c.opt, WithTuning(TuneCached)}
-		g, params, keep := residualGraph(t, 1, 6, 7, 5)
-		if !c.trains {
-			g, params, keep = linearGraph(t)
-		}
-		m := newFuseMachine(t, device, g, params, keep, opts)
-		machines := map[string]*Machine{c.what: m}
-		if c.trains {
-			g, _, keep := linearGraph(t)
-			machines[c.what+", beside"] = newFuseMachine(t, device, g, nil, keep, append(opts, WithParamsOf(m)))
-		}
-		for what, m := range machines {
-			products := 0
-			for _, choice := range m.Choices() {
-				if choice.Op != productOp || !strings.Contains(choice.Shape, "TransB:true") {
-					continue
-				}
-				if products++; choice.Way == "hopper-256" != c.want || what != c.what && choice.Source != Stored {
-					t.Errorf("%s: %+v", what, choice)
-				}
-			}
-			if products == 0 {
-				t.Errorf("%s: no product of a forward pass", what)
-			}
-		}
-	}
-}
 
 // linearGraph is x·vᵀ with the matrices of residualGraph.
 func linearGraph(t *testing.T) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {

@@ -143,9 +143,6 @@ func (o *monitor) compute() error {
 // sample enqueues a run with marks.
 func (o *monitor) sample() error {
 	ctx, s := o.m.device.ctx, o.m.stream
-	if err := o.m.join(); err != nil {
-		return err
-	}
 	for i, t := range o.m.program.tasks {
 		o.tasks[i].bare.on = t.bare != nil && t.layer.mode.telemetry
 	}
@@ -172,9 +169,7 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 	if err := errors.Join(o.m.zero(), mark(o.marks[0], s)); err != nil {
 		return err
 	}
-	defer o.m.leave(len(o.m.program.tasks))
 	for i, task := range o.m.program.tasks {
-		o.m.leave(i)
 		if err := o.runBare(i, mark); err != nil {
 			return err
 		}

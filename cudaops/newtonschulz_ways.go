@@ -150,7 +150,7 @@ func (it *iteration) bindProducts(x, y, squares *array) (run func() error, resul
 	var runs []func() error
 	for range it.Steps {
 		for _, p := range s.step(y, x) {
-			run, _, err := it.m.blas.product(p.repeated(it.Batch), nil)
+			run, err := it.m.blas.product(p.repeated(it.Batch), nil)
 			if err != nil {
 				return nil, nil, err
 			}

@@ -32,14 +32,7 @@ func (m *Machine) nonFinite() (*gorgonia.Node, error) {
 		}
 		return nil
 	}
-	if x.early != nil && x.early.looked {
-		err := x.early.nonFinite(m, x, func(p *paramState) { bad[p.input.node] = true })
-		return first(), err
-	}
 	if !x.looked {
-		if err := m.complete(); err != nil {
-			return nil, err
-		}
 		if _, err := m.launchSquares(x); err != nil {
 			return nil, err
 		}

@@ -16,8 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing, unless the error wraps
-// [ErrUpdated] too.
+// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing.
 var ErrNonFinite = errors.New("the gradients are not finite")
 
 // ruled is an optimiser that says what it does with each parameter, as those of the package optim do.
@@ -38,26 +37,16 @@ type optimizer struct {
 	looked   bool       // they are those of the last update's gradients, and no run has been asked for since
 	settings kernels.Control
 	done     driver.Event // the control block is back
-	busy     bool         // an update is under way
 	steps    int          // updates on the device
 	owned    []driver.Ptr
 	loss     []byte       // pinned, of a step
 	ran      driver.Event // the run before the update is done
 
-	recorded map[updateKey]*recording
-	late     *lateUpdate  // nil where updates are over when the next run begins
-	early    *earlyUpdate // nil where they begin behind the run
+	recorded map[driver.Ptr]*recording // by the loss that the update looks at; 0 for none
 
 	newtonSchulz []func() error
 	muonSquares  *array         // which all iterations work in
 	renew        []func() error // copies of parameters that the update does not write
-}
-
-// updateKey tells updates apart.
-type updateKey struct {
-	loss  driver.Ptr // that it looks at; 0 for none
-	late  bool       // it leaves something for later
-	early bool       // it has begun in the run
 }
 
 // paramState is a parameter and what the optimiser remembers of it, on the device.
@@ -90,22 +79,15 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
-	case maxNorm > 0 && m.config.early:
-		return fmt.Errorf("maxNorm is %v, and WithEarlyUpdates no norm is known before the first update: want 0, or a machine without that option", maxNorm)
 	}
 	defer func() { m.expect(m.momentsToCome()) }()
-	var errs []error
-	if m.program.late != nil || m.program.early != nil { // what was captured waits for events of the optimiser before, or for none
-		errs = append(errs, m.forget())
-	}
 	if old := m.optimizer; old != nil {
 		m.optimizer = nil
-		errs = append(errs, m.device.ctx.SyncStream(m.stream), old.close(m))
+		if err := joined(m.device.ctx.SyncStream(m.stream), old.close(m)); err != nil {
+			return err
+		}
 	}
-	if err := joined(errs...); err != nil {
-		return err
-	}
-	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[updateKey]*recording{}}
+	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[driver.Ptr]*recording{}}
 	m.optimizer = x
 	defer func() {
 		if err != nil {
@@ -125,25 +107,11 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if len(x.states) == 0 {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
 	}
-	late, early := x.lateOrder(m.program.late), m.program.early != nil && x.onlyAdamW()
-	if early {
-		x.regroup(m.program.early.groups)
-	}
 	if err := m.loadState(x); err != nil {
 		return err
 	}
 	if err := m.buildTables(x); err != nil {
 		return err
-	}
-	if late {
-		if err := x.newLate(m); err != nil {
-			return err
-		}
-	}
-	if early {
-		if err := x.newEarly(m); err != nil {
-			return err
-		}
 	}
 	if x.control, err = x.alloc(m, kernels.ControlBytes, "the optimiser"); err != nil {
 		return err
@@ -311,20 +279,12 @@ func (m *Machine) buildTables(x *optimizer) error {
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
-// for the device and returns the global norm of the gradients before clipping. Where that saves time, a part of the update goes on
-// beside the next run: whatever the machine does waits for what it needs of that. If the norm is not finite, no parameter changes
-// and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no error
-// while the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After an error of the device the
-// update may have been made in part.
+// for the device and returns the global norm of the gradients before clipping. If the norm is not finite, no parameter changes
+// and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no
+// error while the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After an error of the
+// device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
-	return m.UpdateWhile(nil)
-}
-
-// UpdateWhile is Update, and calls meanwhile while the device works, unless there is an error before. A call of [Machine.Start]
-// there keeps the device from waiting for the next run. It must not update, close the machine or give it another optimiser; nil
-// does nothing.
-func (m *Machine) UpdateWhile(meanwhile func()) (norm float64, err error) {
-	norm, refused, err := m.update(nil, meanwhile)
+	norm, refused, err := m.update(nil)
 	if refused {
 		err = joined(refusal(norm), err)
 	}
@@ -339,18 +299,17 @@ func refusal(norm float64) error {
 	return fmt.Errorf("%w: their norm is %v", ErrNonFinite, float32(norm))
 }
 
-// StepWhile is [Machine.Peek] of a loss, a node of one float32 that is kept, and [Machine.UpdateWhile] in one, without a wait of the
-// device between the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not
-// finite either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Peek and UpdateWhile, and
-// that of [ErrUpdated].
-func (m *Machine) StepWhile(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
-	if value, norm, err = m.step(loss, meanwhile); err != nil {
-		return value, norm, fmt.Errorf("cudaops.Machine.StepWhile: %w", err)
+// Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in one: the device does not wait
+// between the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not finite
+// either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
+func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
+	if value, norm, err = m.step(loss); err != nil {
+		return value, norm, fmt.Errorf("cudaops.Machine.Step: %w", err)
 	}
 	return value, norm, nil
 }
 
-func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float64, err error) {
+func (m *Machine) step(loss *gorgonia.Node) (value, norm float64, err error) {
 	a, err := m.lasting(loss)
 	if err != nil {
 		return 0, 0, err
@@ -360,7 +319,7 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 	}
 	by := a
 	if m.program.scale != nil { // which is not to change for a loss that is not finite
-		if value, err = m.peekLoss(loss); err != nil {
+		if value, err = m.lossValue(loss); err != nil {
 			return 0, 0, err
 		}
 		if value-value != 0 {
@@ -368,27 +327,17 @@ func (m *Machine) step(loss *gorgonia.Node, meanwhile func()) (value, norm float
 		}
 		by = nil
 	}
-	norm, refused, err := m.update(by, meanwhile)
+	norm, refused, err := m.update(by)
 	if by != nil && m.optimizer != nil {
 		value = float64(driver.View[float32](m.optimizer.loss)[0])
 	}
-	switch {
-	case !refused || value-value != 0:
-	case m.optimizer != nil && m.optimizer.early != nil && m.optimizer.early.updated:
-		err = joined(refusedLate(norm), err)
-	default:
+	if refused && value-value == 0 {
 		err = joined(refusal(norm), err)
 	}
 	return value, norm, err
 }
 
-// finiteLoss reports whether the loss that has come back is.
-func (x *optimizer) finiteLoss() bool {
-	v := driver.View[float32](x.loss)[0]
-	return v-v == 0
-}
-
-func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
+func (m *Machine) lossValue(loss *gorgonia.Node) (float64, error) {
 	v, err := m.value(loss)
 	if err != nil {
 		return 0, err
@@ -400,19 +349,14 @@ func (m *Machine) peekLoss(loss *gorgonia.Node) (float64, error) {
 	return float64(x.([]float32)[0]), nil
 }
 
-// update is that of UpdateWhile, and with a loss that of StepWhile. It was refused if a gradient or the loss is not finite, of
+// update is Update, and with a loss Step. It was refused if a gradient or the loss is not finite, of
 // which err says nothing.
-func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused bool, err error) {
+func (m *Machine) update(loss *array) (norm float64, refused bool, err error) {
 	if err := m.updatable(); err != nil {
 		return 0, false, err
 	}
 	x := m.optimizer
-	switch {
-	case x.busy:
-		return 0, false, errors.New("an update is under way")
-	case m.begun:
-		return 0, false, errors.New("Start has begun another run, which RunAll is to ask for before")
-	case m.program.scale != nil && m.carried != m.scale.Scale:
+	if m.program.scale != nil && m.carried != m.scale.Scale {
 		return 0, false, errors.New("the loss scale is not that of the last run: run the machine again")
 	}
 	if err := m.sendUpdate(x, loss); err != nil {
@@ -428,14 +372,6 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 	if m.read { // else a later run settles
 		settled = m.settle()
 	}
-	if settled == nil && meanwhile != nil {
-		x.busy = true
-		defer func() { x.busy = false }()
-		meanwhile()
-		if m.closed || m.optimizer != x {
-			return 0, false, errors.New("the machine was closed or got another optimiser meanwhile")
-		}
-	}
 	if err := m.device.ctx.SyncEvent(x.done); err != nil {
 		return 0, false, err
 	}
@@ -443,11 +379,7 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 	if m.program.scale != nil {
 		m.scale = done.Next
 	}
-	e := x.early
-	if e != nil && done.Skipped && loss != nil && !x.finiteLoss() {
-		e.looked, e.updated = false, false // nothing has been updated, nor looked at
-	}
-	if !done.Skipped || e != nil && e.updated {
+	if !done.Skipped {
 		x.steps++
 	}
 	return float64(done.Norm), done.Skipped && !(m.carried > 1), settled
@@ -457,12 +389,7 @@ func (m *Machine) update(loss *array, meanwhile func()) (norm float64, refused b
 func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 	defer m.profiler.finish()
 	defer m.profiler.call("Update")()
-	ctx, late, early := m.device.ctx, m.leavesLate(), m.updatesEarly(loss)
-	if !early {
-		if err := m.join(); err != nil {
-			return err
-		}
-	}
+	ctx := m.device.ctx
 	x.settings.LR = x.rules.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
 		copy(x.staging, want)
@@ -471,23 +398,15 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 			return err
 		}
 	}
-	if early {
-		if err := m.sendRest(x, loss); err != nil {
-			return err
-		}
-	}
 	if loss != nil {
 		if err := ctx.Record(x.ran, m.stream); err != nil {
 			return err
 		}
 	}
-	if err := m.enqueueUpdate(x, loss, updateKey{late: late, early: early}); err != nil {
+	if err := m.enqueueUpdate(x, loss); err != nil {
 		return err
 	}
-	m.gathered, x.looked = false, !early // also where launchUpdate was captured before
-	if x.early != nil {
-		x.early.looked, x.early.updated = early, early
-	}
+	m.gathered, x.looked = false, true // also where launchUpdate was captured before
 	if err := ctx.CopyToHost(x.staging, x.control, m.stream); err != nil {
 		return err
 	}
@@ -496,17 +415,14 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 			return err
 		}
 	}
-	if err := ctx.Record(x.done, m.stream); err != nil || !late {
-		return err
-	}
-	return m.sendLate(x)
+	return ctx.Record(x.done, m.stream)
 }
 
-// enqueueUpdate launches the update, but for what it leaves for later: as it is the first time, which loads the kernels, and then as a
-// graph.
-func (m *Machine) enqueueUpdate(x *optimizer, loss *array, key updateKey) error {
+// enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
+func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
+	var key driver.Ptr
 	if loss != nil {
-		key.loss = loss.ptr()
+		key = loss.ptr()
 	}
 	r := x.recorded[key]
 	if r == nil {
@@ -536,16 +452,13 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array, key updateKey) error 
 
 // launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
 // leaves their sum as it is, or NaN, at which the update is not made.
-func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
-	if key.early {
-		return inTurn(func() error { return m.launchEnd(x) }, x.renewAll)
-	}
+func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
 	at, err := m.launchSquares(x)
 	if err != nil {
 		return err
 	}
-	if key.loss != 0 {
-		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), key.loss, 0, 1, driver.Float32); err != nil {
+	if loss != 0 {
+		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, driver.Float32); err != nil {
 			return err
 		}
 		at++
@@ -558,11 +471,7 @@ func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
 		return err
 	}
 	if x.adamw != nil {
-		chunks := x.adamw.Chunks
-		if key.late {
-			chunks = x.late.chunks[0]
-		}
-		if err := m.k.AdamW(m.stream, x.control, x.adamw, chunks); err != nil {
+		if err := m.k.AdamW(m.stream, x.control, x.adamw); err != nil {
 			return err
 		}
 	}
@@ -571,11 +480,8 @@ func (m *Machine) launchUpdate(x *optimizer, key updateKey) error {
 			return err
 		}
 	}
-	return inTurn(x.renewAll, func() error { return m.quantizeAgain(x.updates) }, m.clearSums)
+	return inTurn(func() error { return inTurn(x.renew...) }, func() error { return m.quantizeAgain(x.updates) }, m.clearSums)
 }
-
-// renewAll makes the copies of parameters that the update does not write.
-func (x *optimizer) renewAll() error { return inTurn(x.renew...) }
 
 // launchSquares launches the sums of the gradients' squares, and returns how many there are.
 func (m *Machine) launchSquares(x *optimizer) (n int, err error) {
@@ -624,9 +530,6 @@ func (m *Machine) forgetMoments(param *gorgonia.Node, from, to int) error {
 	if i < 0 {
 		return fmt.Errorf("the optimiser has no parameter %s", describe(param))
 	}
-	if err := m.join(); err != nil {
-		return err
-	}
 	for _, a := range m.optimizer.states[i].moments {
 		if from < 0 || to < from || to > a.len() {
 			return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, describe(param), a.len())
@@ -642,7 +545,7 @@ func (m *Machine) forgetMoments(param *gorgonia.Node, from, to int) error {
 func (m *Machine) DropGradients() error {
 	err := errClosed
 	if !m.closed {
-		err = joined(m.abandon(), m.clearSums())
+		err = m.clearSums()
 	}
 	if err != nil {
 		return fmt.Errorf("cudaops.Machine.DropGradients: %w", err)
@@ -679,7 +582,7 @@ func (x *optimizer) nesterov() bool {
 
 func (x *optimizer) close(m *Machine) error {
 	ctx := m.device.ctx
-	errs := []error{x.late.close(m), x.early.close(m)}
+	var errs []error
 	for _, p := range x.owned {
 		errs = append(errs, m.free(p))
 	}

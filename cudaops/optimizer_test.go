@@ -392,3 +392,60 @@ func TestMemory(t *testing.T) {
 		}
 	}
 }
+
+// TestStepLoss wants a step whose loss is infinite to change nothing, though its gradients are finite, and that after it to be made.
+func TestStepLoss(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) { testStepLoss(t, device, fakeOption) })
+	t.Run("scaled", func(t *testing.T) { testStepLoss(t, device, fakeOption, scaledGradients) })
+	t.Run("GPU", func(t *testing.T) { testStepLoss(t, openGPU(t)) })
+}
+
+func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
+	g := gorgonia.NewGraph()
+	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(3),
+		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{3e38, 1, 2}))))
+	x := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(3))
+	loss := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w, x))))
+	vector := gorgonia.Must(gorgonia.Reshape(loss, tensor.Shape{1}))
+	if _, err := gorgonia.Grad(loss, w); err != nil {
+		t.Fatal(err)
+	}
+	m, err := NewMachine(device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	o, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.SetOptimizer(o, 0); err != nil {
+		t.Fatal(err)
+	}
+	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} { // steps are launched one by one at first, and replayed later
+		before, err := m.Value(w)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(gorgonia.Let(x, tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		value, norm, err := m.Step(gorgonia.Nodes{loss, vector}[i/2%2])
+		after, fetched := m.Value(w)
+		if err != nil || fetched != nil {
+			t.Fatal(err, fetched)
+		}
+		finite := first*3e38-first*3e38 == 0
+		if moved := !slices.Equal(flat(t, before), flat(t, after)); moved != finite || (value-value == 0) != finite || (norm-norm == 0) != finite {
+			t.Errorf("step %d: loss %v, norm %v, and the parameters change: %v", i, value, norm, moved)
+		}
+		v, err := m.Value(loss)
+		if err != nil || math.Float32bits(flat(t, v)[0]) != math.Float32bits(float32(value)) && value == value {
+			t.Errorf("step %d: loss %v, want %v, %v", i, value, v, err)
+		}
+	}
+	if _, _, err := m.Step(w); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.Step: ") {
+		t.Errorf("of something that is no loss: %v", err)
+	}
+}

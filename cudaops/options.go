@@ -35,8 +35,6 @@ type machineConfig struct {
 	tunePath  string  // of the stored choices; "" for the user's
 
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
-	late         lateRule
-	early        bool // updates are to begin beside the backward pass
 }
 
 // MachineOption is an option of NewMachine.

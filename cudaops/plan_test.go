@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from the forward pass.
@@ -364,4 +365,25 @@ func TestRoomRecomputed(t *testing.T) {
 		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d", arena[true], arena[false], h)
 	}
 	t.Log(arena)
+}
+
+// newWideLifetime trains a model whose products kernels of this module take.
+func newWideLifetime(t *testing.T, how ...llm.GraphOption) *lifetime {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136, Kasmina: []int{1}, Seeds: 6}.Default()
+	model, err := llm.NewModel(c, gorgonia.Float32, 2, state.WithoutGates())
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := model.Graph(llm.ForTraining, 3, how...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := newAdamW()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lifetime{model: model, batch: &batch{Graph: g}, optimizer: o}
+	l.batch.draw(t, 2)
+	return l
 }

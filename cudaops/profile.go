@@ -25,8 +25,7 @@ const plainSteps, markedSteps = 7, 4
 const ProfileSteps = 1 + plainSteps + markedSteps
 
 // StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last ones run with a time stamp after
-// every kernel; all compute the same bits as ever. None of their updates goes on beside the next run, so where others do (see
-// [Machine.Update]) a step takes longer. A step ends with [Machine.Update], in a machine without an optimiser with
+// every kernel; all compute the same bits as ever. A step ends with [Machine.Update], in a machine without an optimiser with
 // [Machine.RunAll]. The machine must have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() error {
 	err := errClosed
@@ -35,7 +34,7 @@ func (m *Machine) StartProfile() error {
 	case !m.ran:
 		err = errors.New("the machine has not run: profile it after a few steps")
 	default:
-		if err = joined(m.abandon(), m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
+		if err = joined(m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
 			m.profiler = &profiler{m: m, pieces: map[pieceKey]*markedPiece{}}
 		}
 	}

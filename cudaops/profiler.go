@@ -119,18 +119,6 @@ func (p *profiler) finish() {
 	}
 }
 
-// again begins the step anew that is open, since what was enqueued of it is not part of it.
-func (p *profiler) again() {
-	switch {
-	case p == nil || !p.open:
-	case p.marked:
-		p.spans, p.whole = nil, nil
-	default:
-		s := p.plain[len(p.plain)-1]
-		s.pieces, s.calls = nil, nil
-	}
-}
-
 // call notes a call of the program, from now until what it returns is called.
 func (p *profiler) call(name string) func() {
 	if p == nil || !p.open || p.marked {
@@ -237,9 +225,7 @@ func (p *profiler) run() error {
 			return err
 		}
 	}
-	defer p.m.leave(len(p.m.program.tasks))
-	for i, t := range p.m.program.tasks {
-		p.m.leave(i)
+	for _, t := range p.m.program.tasks {
 		p.doing(markedTask{op: opName(t), layer: t.place, bytes: t.bytes, flops: t.flops, float8: t.float8})
 		tuner.used = tuner.used[:0]
 		if err := t.run(); err != nil {

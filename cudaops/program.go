@@ -99,7 +99,6 @@ type task struct {
 	bytes  float64 // of the arrays that it reads or writes
 	flops  float64 // of matrix products
 	float8 bool    // of which these are
-	crowds bool    // its blocks stay on all multiprocessors, see Leave of the kernels
 
 	layer   *kasminaLayer // whose pass it is
 	inPlace bool          // what it writes replaces what it reads
@@ -117,8 +116,6 @@ type program struct {
 	sums   map[*gorgonia.Node]*array // of the gradients of parameters, with WithAccumulation
 	arena  int                       // bytes
 	spent  bool                      // some memory saves time, and could be done without
-	late   *latePlan                 // nil for updates that are over before the next run
-	early  *earlyPlan                // nil for updates that begin behind the run
 	last   map[*block]int            // the last task that needs a block, whether or not its values are kept
 
 	weights []*quantizedWeight
@@ -231,9 +228,6 @@ func compile(m *Machine, kept gorgonia.Nodes, roomy bool) (*program, error) {
 	c.settleAll()
 	for n := range c.kept {
 		c.touch(c.values[n], len(c.tasks))
-	}
-	if !c.planEarly() {
-		c.planLate()
 	}
 	c.plan()
 	return c.program, nil

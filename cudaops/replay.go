@@ -3,7 +3,6 @@ package cudaops
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
@@ -16,13 +15,6 @@ type recording struct {
 	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
 	graph     *driver.Graph
 	monitored *driver.Graph // with the monitor's marks
-
-	head, rest *driver.Graph                // the run in two
-	steps      map[driver.Ptr]*driver.Graph // the rest with updates, by the loss
-}
-
-func (r *recording) graphs() []*driver.Graph {
-	return slices.AppendSeq([]*driver.Graph{r.graph, r.monitored, r.head, r.rest}, maps.Values(r.steps))
 }
 
 // recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change them together.
@@ -44,11 +36,6 @@ func (m *Machine) compute() error {
 		}
 		m.now = new(recording)
 		m.recorded[string(mode)] = m.now
-	}
-	if !m.now.loaded || m.profiler.busy() || m.config.share != nil || m.onHost() {
-		if err := m.join(); err != nil {
-			return err
-		}
 	}
 	// The first run loads modules, which a capture does not allow; the second is recorded, and later ones replay it.
 	run, capture := m.replay, !m.onHost()
@@ -75,13 +62,10 @@ func (p *program) onHost() bool {
 	return slices.ContainsFunc(p.tasks, func(t task) bool { return t.host || t.layer != nil && t.layer.hosted })
 }
 
-// replay enqueues the program, which has been loaded, or its beginning.
+// replay enqueues the program, which has been loaded.
 func (m *Machine) replay() error {
 	if m.onHost() {
 		return m.enqueue()
-	}
-	if m.splits() {
-		return m.sendHead()
 	}
 	if m.now.graph == nil {
 		var err error
@@ -89,39 +73,17 @@ func (m *Machine) replay() error {
 			return err
 		}
 	}
-	err := m.device.ctx.LaunchGraph(m.now.graph, m.stream)
-	if x := m.optimizer; err == nil && x != nil && x.late != nil {
-		x.late.running = false // for what comes behind the graph, which has waited
-	}
-	return err
+	return m.device.ctx.LaunchGraph(m.now.graph, m.stream)
 }
 
-func (m *Machine) enqueue() error { return m.enqueueTasks(0, len(m.program.tasks), nil) }
-
-// enqueueTasks enqueues the tasks from ≤ i < to, and behind each what is given, unless that is nil.
-func (m *Machine) enqueueTasks(from, to int, behind func(task int) error) error {
+func (m *Machine) enqueue() error {
 	m.tuner.used = m.tuner.used[:0]
-	if from == 0 {
-		if err := m.zero(); err != nil {
-			return err
-		}
+	if err := m.zero(); err != nil {
+		return err
 	}
-	defer m.leave(len(m.program.tasks))
-	for i := from; i < to; i++ {
-		t := m.program.tasks[i]
-		m.leave(i)
-		if m.capturing {
-			if err := m.awaitLate(i); err != nil {
-				return err
-			}
-		}
+	for _, t := range m.program.tasks {
 		if err := t.run(); err != nil {
 			return fmt.Errorf("%s: %w", describe(t.node), err)
-		}
-		if behind != nil {
-			if err := behind(i); err != nil {
-				return err
-			}
 		}
 	}
 	return nil
@@ -151,9 +113,6 @@ func (m *Machine) forget() error {
 	if len(m.recorded) == 0 {
 		return nil
 	}
-	if err := m.complete(); err != nil { // for which they are needed when it is asked for again
-		return errors.Join(err, m.device.ctx.SyncStream(m.stream))
-	}
 	return errors.Join(m.device.ctx.SyncStream(m.stream), m.dropRecordings())
 }
 
@@ -161,7 +120,7 @@ func (m *Machine) forget() error {
 func (m *Machine) dropRecordings() error {
 	var errs []error
 	for _, r := range m.recorded {
-		for _, g := range r.graphs() {
+		for _, g := range []*driver.Graph{r.graph, r.monitored} {
 			if g != nil {
 				errs = append(errs, m.device.ctx.DestroyGraph(g))
 			}

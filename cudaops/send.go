@@ -95,10 +95,7 @@ func (m *Machine) upload(params gorgonia.Nodes) error {
 	if m.closed {
 		return errClosed
 	}
-	if m.begun { // with other parameters
-		m.lost++
-	}
-	if err := joined(m.abandon(), m.join(), m.device.ctx.SyncStream(m.stream)); err != nil {
+	if err := m.device.ctx.SyncStream(m.stream); err != nil {
 		return err
 	}
 	var inputs []*input

@@ -133,12 +133,11 @@ func lowerBatched(c *compiler, n *gorgonia.Node, in []*array, p linalg) (*array,
 	last := len(y.shape) - 2
 	first := func(x *array) *array { return x.view(0, x.shape[last:]...) }
 	all := product{d: first(y), a: first(a), b: first(b), transA: p.transA, transB: p.transB}.repeated(size(y.shape[:last]))
-	run, own, err := c.m.blas.product(all, c.zeros)
+	run, err := c.m.blas.product(all, c.zeros)
 	if err != nil {
 		return nil, err
 	}
 	c.do(n, run, y, a, b)
 	c.computes(all.flops())
-	c.tasks[len(c.tasks)-1].crowds = !own
 	return y, nil
 }

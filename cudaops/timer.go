@@ -161,13 +161,7 @@ func (x *timer) fastest(ways []int) (int, error) {
 			return 0, err
 		}
 	}
-	favoured := x.j.favoured
-	if !slices.Contains(ways, favoured) {
-		favoured = ways[0]
-	}
-	return slices.MinFunc(live, func(i, j int) int {
-		return cmp.Compare(x.key(i, favoured), x.key(j, favoured))
-	}), nil
+	return slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0])) }), nil
 }
 
 // underLoad returns the ways that come near the best, having timed them as a long computation would have them run, where that may
@@ -224,9 +218,9 @@ func (x *timer) timeLoaded(way int) (time.Duration, error) {
 	return d / time.Duration(n), err
 }
 
-// key is what a way is chosen by: its time, where the one that is favoured has a little advance.
-func (x *timer) key(way, favoured int) float64 {
-	if way == favoured {
+// key is what a way is chosen by: its time, where the first has a little advance.
+func (x *timer) key(way, first int) float64 {
+	if way == first {
 		return (1 - cmp.Or(x.j.gain, tuneGain)) * float64(x.took(way))
 	}
 	return float64(x.took(way))

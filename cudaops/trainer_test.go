@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"gorgonia.org/tensor"
 
@@ -21,30 +20,18 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// waiting is an engine that begins nothing before it is asked for it.
+// waiting is an engine that is not known to be an llm.Stepper.
 type waiting struct{ llm.Engine }
 
-// watched is an engine that notes how often it begins early.
+// watched is an engine that counts the steps that it makes in one call.
 type watched struct {
-	llm.Starter
-	starts int
+	llm.Stepper
+	steps int
 }
 
-// Step leaves the loader time to read the next batch, as a GPU would, and ahead of the first step that begins early as much as it
-// takes on a computer that is busy.
-func (w *watched) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
-	return w.Starter.Step(b, func() (llm.Batch, bool) {
-		time.Sleep(3 * time.Millisecond)
-		b, ok := next()
-		for wait := 0; w.starts == 0 && !ok && wait < 5000; wait++ {
-			time.Sleep(time.Millisecond)
-			b, ok = next()
-		}
-		if ok {
-			w.starts++
-		}
-		return b, ok
-	})
+func (w *watched) Step(b llm.Batch) (loss, norm float64, err error) {
+	w.steps++
+	return w.Stepper.Step(b)
 }
 
 // stumbling is tokens that cannot be read at one time.
@@ -117,7 +104,7 @@ func newRun(t *testing.T, path string, fails int) (*llm.Model, *llm.Loader, opti
 }
 
 // train runs a scenario on a device of the fake driver.
-func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
+func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	t.Helper()
 	r = &run{t: t, folder: t.TempDir()}
 	model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), s.fails)
@@ -134,7 +121,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
 		if err != nil || !ahead {
 			return waiting{e}, err
 		}
-		seen = &watched{Starter: e.(llm.Starter)}
+		seen = &watched{Stepper: e.(llm.Stepper)}
 		return seen, nil
 	}
 	var err error
@@ -169,9 +156,9 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, starts int) {
 	}
 	r.finish()
 	if seen != nil {
-		starts = seen.starts
+		steps = seen.steps
 	}
-	return r, starts
+	return r, steps
 }
 
 // finish notes what is left of the run.
@@ -226,9 +213,9 @@ func overflowAt(token int) func(*llm.Model) {
 	}
 }
 
-// TestTrainerStarts wants a trainer whose steps begin early to do, to tell and to leave behind the same as one that waits, bit for
-// bit, whatever happens in the run.
-func TestTrainerStarts(t *testing.T) {
+// TestTrainerSteps wants a trainer whose engine makes a step in one call to do, to tell and to leave behind the same as one that
+// waits in between, bit for bit, whatever happens in the run.
+func TestTrainerSteps(t *testing.T) {
 	after := func(step int, f func(r *run) error) func(*run, llm.Event) error {
 		return func(r *run, e llm.Event) error {
 			if e.Kind != llm.StepEnd || e.Step != step {
@@ -288,9 +275,9 @@ func TestTrainerStarts(t *testing.T) {
 	for name, s := range scenarios {
 		t.Run(name, func(t *testing.T) {
 			want, _ := s.train(t, false)
-			got, starts := s.train(t, true)
-			if starts == 0 {
-				t.Errorf("no step begins early: %.200s", want.log)
+			got, steps := s.train(t, true)
+			if steps == 0 {
+				t.Errorf("no step is made in one call: %.200s", want.log)
 			}
 			for i, line := range want.log {
 				if i >= len(got.log) || strings.ReplaceAll(got.log[i], got.folder, "") != strings.ReplaceAll(line, want.folder, "") {

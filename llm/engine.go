@@ -54,16 +54,12 @@ type Scaler interface {
 	SetLossScale(LossScale) error
 }
 
-// Starter is an engine that can begin with a batch before it is asked for its gradients, so that what computes does not wait
-// for what happens between two steps.
-type Starter interface {
+// Stepper is an engine that can compute the last batch of a step and update without a wait in between.
+type Stepper interface {
 	Engine
-	// Step is Gradients of the last batch of a step and Update in one, and meanwhile begins with the batch that Gradients or Step is
-	// expected to be asked for next; next, which is called when that is about to begin, may know of none. If the engine is asked
-	// for another batch, or the model or its lattices have changed by then, it is as if nothing had been begun: apart from their
-	// time, all calls have the results that they have after Gradients and Update. Its errors are theirs. Without one there has been
-	// an update unless the loss is not finite, or a [Scaler] has skipped it.
-	Step(b Batch, next func() (Batch, bool)) (loss, norm float64, err error)
+	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an update unless the loss is not
+	// finite, or a [Scaler] has skipped it.
+	Step(b Batch) (loss, norm float64, err error)
 }
 
 // LossScale is a loss scale, and how it fared.
@@ -75,8 +71,7 @@ type LossScale struct {
 
 // Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite after every update; that of
 // llm/gpu does not, where it would take another pass over all parameters: there the next loss shows it, and ends the run with
-// ErrDiverged too. An update that llm/gpu makes before all gradients are known to be finite (see cudaops.WithEarlyUpdates) overflows where
-// they are not. What such an update has left is saved by neither.
+// ErrDiverged too.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")

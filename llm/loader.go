@@ -252,17 +252,6 @@ func (l *Loader) Next() (Batch, error) {
 	return l.inUse, nil
 }
 
-// upcoming returns the batch that Next returns next, if it has been read. It changes nothing.
-func (l *Loader) upcoming() (b Batch, ok bool) {
-	select {
-	case r := <-l.ahead:
-		l.ahead <- r // for which there is room again
-		return r.batch, r.err == nil
-	default:
-		return b, false
-	}
-}
-
 // readAhead starts to read the batch at l.state into l.spare. The channel has room for the result, so that the goroutine
 // ends even when nobody asks for it.
 func (l *Loader) readAhead() {

@@ -251,7 +251,7 @@ func (t *Trainer) step() error {
 			return fail(err)
 		}
 		var l float64
-		if e, ok := t.engine.(Starter); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
+		if e, ok := t.engine.(Stepper); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
 			l, err = t.finish(e, batch, &u)
 		} else {
 			l, err = t.engine.Gradients(batch)
@@ -307,19 +307,12 @@ func (t *Trainer) prepare(rate float64) error {
 	return t.forgetFrozen()
 }
 
-// finish computes the last batch of a step and makes its update. Meanwhile the engine begins with the next step, unless an epoch
-// of the lattices ends before.
-func (t *Trainer) finish(e Starter, b Batch, u *update) (loss float64, err error) {
+// finish computes the last batch of a step and makes its update.
+func (t *Trainer) finish(e Stepper, b Batch, u *update) (loss float64, err error) {
 	if err := t.prepare(u.rate); err != nil {
 		return 0, err
 	}
-	step := t.last.Step + 1
-	loss, u.norm, err = e.Step(b, func() (Batch, bool) {
-		if step == t.Config.Steps || step%t.Config.Epoch == 0 && t.Model.Kasmina.Layers() > 0 {
-			return Batch{}, false
-		}
-		return t.Loader.upcoming()
-	})
+	loss, u.norm, err = e.Step(b)
 	u.made = true
 	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
 		u.err, err = err, nil

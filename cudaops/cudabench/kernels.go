@@ -278,6 +278,6 @@ func (b *bench) optimizer(tensors []kernels.OptimTensor, total int, gradients dr
 	})
 	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
 	b.time(Measurement{Name: "adamw_llama350M" + suffix, Bytes: float64((2*3*4 + 2 + gradients.Size()) * total)}, func() error {
-		return b.AdamW(b.stream, control, table, table.Chunks)
+		return b.AdamW(b.stream, control, table)
 	})
 }

@@ -1,12 +1,11 @@
-// AdamW over all parameters in one launch, or over a part of them on a few multiprocessors, while others compute something else.
+// AdamW over all parameters in one launch.
 //
 //   m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
 // (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is PyTorch's.) Parameters
 // and moments are float32; a narrower copy of the parameter is written in the same pass. The gradient is multiplied by the
-// control block's multiplier, which clips it, on its way. Where the gradients' norm is known only afterwards, since there is no clipping,
-// the squares of gradients are added up in the same pass.
+// control block's multiplier, which clips it, on its way.
 #include "optim.cuh"
 
 // Counts the step and works out what follows from it for each tensor, in float64: 1 − β2ᵗ loses its digits otherwise.
@@ -30,8 +29,7 @@ struct Step {
   __device__ __forceinline__ Step(const Control* control, const Update* updates, const Tensor* tensors, int tensor)
       : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(control->multiplier), eps(control->eps) {}
 
-  // Both kernels make the same bits of the same numbers: which products are rounded before they are added is written out, not left to
-  // the compiler. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
+  // Which products are rounded before they are added is written out, so that a new compiler makes the same bits. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
     g = __fmul_rn(g, multiplier);
     m = __fmaf_rn(u.gain1, g - m, m);
@@ -40,9 +38,8 @@ struct Step {
   }
 
   // An element of a ragged end.
-  __device__ __forceinline__ void one(int64_t i, float& squares) const {
+  __device__ __forceinline__ void one(int64_t i) const {
     const float g = loadOneAs(t.grad, t.gradType, i);
-    squares += g * g;
     update(t.param[i], g, t.first[i], t.second[i]);
     if (t.copy) storeOneAs(t.copy, t.copyType, i, t.param[i]);
   }
@@ -55,13 +52,10 @@ struct Step {
   __device__ __forceinline__ Four load(int64_t i) const {
     return {::load<4>(t.param + i), ::load<4>(t.first + i), ::load<4>(t.second + i), loadStored(t.grad, t.gradType, i)};
   }
-  __device__ __forceinline__ void finish(int64_t i, Four& x, float& squares) const {
+  __device__ __forceinline__ void finish(int64_t i, Four& x) const {
     const Pack<float, 4> g = widened(x.g, t.gradType);
 #pragma unroll
-    for (int j = 0; j < kPerAccess; j++) {
-      squares += g.v[j] * g.v[j];
-      update(x.p.v[j], g.v[j], x.m.v[j], x.v.v[j]);
-    }
+    for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], g.v[j], x.m.v[j], x.v.v[j]);
     store(t.param + i, x.p);
     store(t.first + i, x.m);
     store(t.second + i, x.v);
@@ -71,70 +65,17 @@ struct Step {
 
 // Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
 // for longer.
-__device__ __forceinline__ void updateRound(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks,
-                                            float& sum) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
+  if (control->skipped) return;
   Chunk c = chunks[blockIdx.x / kRounds];
   const Step step(control, updates, tensors, c.tensor);
   int64_t size = step.t.size, round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
   int64_t i = (round * kThreads + threadIdx.x) * kPerAccess;
   if (i + kPerAccess <= size) {
     auto x = step.load(i);
-    step.finish(i, x, sum);
+    step.finish(i, x);
   } else {
-    for (; i < size; i++) step.one(i, sum);
-  }
-}
-extern "C" __global__ void __launch_bounds__(kThreads)
-    adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
-  if (control->skipped) return;
-  float sum = 0;
-  updateRound(control, updates, tensors, chunks, sum);
-}
-
-// adamw, and squares[block] = Σ g² of its elements.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    adamw_squares(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks, float* squares) {
-  if (control->skipped) return;
-  float sum = 0;
-  updateRound(control, updates, tensors, chunks, sum);
-  sum = blockReduce<Sum>(sum);
-  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
-}
-
-// The chunks from ≤ i < to, on a few multiprocessors. A block takes as many chunks as any other, one behind the other, and so has few
-// tensors: the time in which it looks them up does not show. Unless squares is null, squares[tensor][block] = Σ g² of what the block
-// has of a tensor, for all that lie in the chunks. Launch: blocks of kLateThreads threads, whose registers are all that a
-// multiprocessor has.
-constexpr int kLateThreads = 1024;
-extern "C" __global__ void __launch_bounds__(kLateThreads, 1)
-    adamw_late(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks, int from, int to,
-               float* squares) {
-  if (control->skipped) return;
-  if (squares) {
-    for (int i = chunks[from].tensor + threadIdx.x; i <= chunks[to - 1].tensor; i += kLateThreads)
-      squares[i * gridDim.x + blockIdx.x] = 0;
-  }
-  int64_t count = to - from;
-  int chunk = from + int(count * blockIdx.x / gridDim.x), end = from + int(count * (blockIdx.x + 1) / gridDim.x);
-  while (chunk < end) {
-    const int tensor = chunks[chunk].tensor;
-    const Step step(control, updates, tensors, tensor);
-    float sum = 0;
-    int firstChunk = step.t.firstChunk, next = min(end, firstChunk + step.t.chunks);
-    int64_t last = min(step.t.size, int64_t(next - firstChunk) * kChunk), whole = last / kPerAccess * kPerAccess;
-    constexpr int stride = kLateThreads * kPerAccess;
-    for (int64_t i = int64_t(chunk - firstChunk) * kChunk + threadIdx.x * kPerAccess; i < whole; i += 2 * stride) {
-      bool both = i + stride < whole;
-      Step::Four x = step.load(i), y;
-      if (both) y = step.load(i + stride);
-      step.finish(i, x, sum);
-      if (both) step.finish(i + stride, y, sum);
-    }
-    if (whole + threadIdx.x < last) step.one(whole + threadIdx.x, sum);
-    if (squares) {
-      sum = blockReduce<Sum>(sum);  // behind the zeros of all threads
-      if (threadIdx.x == 0) squares[tensor * gridDim.x + blockIdx.x] = sum;
-    }
-    chunk = next;
+    for (; i < size; i++) step.one(i);
   }
 }

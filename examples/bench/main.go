@@ -114,7 +114,7 @@ func main() {
 
 // gpuGroups are cudabench's, then what is measured through the public machine.
 func gpuGroups() []string {
-	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients", "train-early-updates", "recompute", "train-kasmina")
+	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients", "recompute", "train-kasmina")
 }
 
 func modelNames() (names []string) {

@@ -41,20 +41,17 @@ type variant struct {
 	how           []llm.GraphOption
 	float8        bool              // whatever the precision that is asked for
 	gradients     cudaops.Precision // of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
-	early         bool              // updates begin beside the backward pass
 	seeds         int               // of a Kasmina layer behind each block, half of which blend; 0 for none
 	telemetry     state.Telemetry
 }
 
-// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with updates that begin beside the
-// backward pass, and with both of these; with what is inside its blocks computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step, beside a step
-// without such layers.
+// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with what is inside its
+// blocks computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step,
+// beside a step without such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},
 	{group: "train-bf16-gradients", suffix: "_bf16_gradients", gradients: cudaops.BFloat16},
-	{group: "train-early-updates", suffix: "_early_updates", early: true},
-	{group: "train-early-updates", suffix: "_bf16_gradients_early_updates", gradients: cudaops.BFloat16, early: true},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: inTurns, suffix: "_without_kasmina", model: "llama124M"},
 	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
@@ -152,9 +149,6 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))
 	}
-	if v.early {
-		opts = append(opts, cudaops.WithEarlyUpdates())
-	}
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
 		return nil, err
@@ -172,9 +166,6 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 		return nil, err
 	}
 	t = &training{size: s, name: s.name + v.suffix, params: m.NumParams(), machine: machine, loss: g.Loss, next: s.batches(g)}
-	if err := t.next(); err != nil {
-		return nil, err
-	}
 	for range warmUp {
 		if err := t.step(); err != nil {
 			return nil, err
@@ -183,20 +174,13 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	return t, nil
 }
 
-// step computes loss and gradients, updates the parameters and waits for the loss. Meanwhile it begins with the next batch, as
-// llm.Trainer does.
-func (t *training) step() error {
-	if err := t.machine.RunAll(); err != nil {
+// step computes loss and gradients of the next batch, updates the parameters and waits for the loss.
+func (t *training) step() (err error) {
+	if err := errors.Join(t.next(), t.machine.RunAll()); err != nil {
 		return err
 	}
-	var failed error
-	value, _, err := t.machine.StepWhile(t.loss, func() {
-		if failed = t.next(); failed == nil {
-			_, failed = t.machine.Start()
-		}
-	})
-	t.last = value
-	return errors.Join(err, failed)
+	t.last, _, err = t.machine.Step(t.loss)
+	return err
 }
 
 // time takes steps and their times.

@@ -128,10 +128,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if o.monitor > 0 {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
-		if o.early {
-			opts = append(opts, cudaops.WithEarlyUpdates())
-			o.explainEarly(stderr, device)
-		}
 		o.train.Engine = gpu.Engine(device, o.onGPU(), opts...)
 	} else if o.profile != "" {
 		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
@@ -363,22 +359,10 @@ func (o options) onGPU() cudaops.Precision {
 	return p
 }
 
-// explainEarly says why updates will not be early although -early-updates asks for that.
-func (o options) explainEarly(stderr io.Writer, device interface{ ComputeCapability() (major, minor int) }) {
-	if o.train.Accumulate > 1 {
-		fmt.Fprintf(stderr, "early     -early-updates changes nothing with -accumulate %d\n", o.train.Accumulate)
-	} else if major, minor := device.ComputeCapability(); major != 9 || minor != 0 {
-		fmt.Fprintf(stderr, "early     -early-updates changes nothing on this GPU: it is for compute capability 9.0, not %d.%d\n", major, minor)
-	}
-}
-
 // onCPU sets how a CPU multiplies.
 func (o options) onCPU(stderr io.Writer) error {
 	if o.gradients != cudaops.Float32 {
 		return fmt.Errorf("-grad-precision %v is for a GPU; a CPU takes f32", o.gradients)
-	}
-	if o.early {
-		return errors.New("-early-updates is for a GPU; a CPU takes -early-updates=false")
 	}
 	switch o.precision {
 	case "f16", "f8":

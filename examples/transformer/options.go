@@ -22,7 +22,6 @@ type options struct {
 	optimizer, prompt        string
 	device, precision        string
 	gradients                cudaops.Precision // of weights
-	early                    bool              // updates
 	tune                     cudaops.Tuning
 	monitor                  int
 	profile                  string
@@ -111,9 +110,6 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f8, f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
 	f.TextVar(&o.gradients, "grad-precision", cudaops.Float32, "how a GPU keeps the gradients of weights for the update: f32, or bf16, which takes less memory and, of large models, less time,\n"+
 		"with -precision bf16 or f8; with -accumulate they are f32")
-	f.BoolVar(&o.early, "early-updates", false, "have a GPU with 132 multiprocessors of compute capability 9.0 update the parameters of large models while gradients are\n"+
-		"still computed: the same results in less time, with -optimizer adamw, -clip 0 and -precision bf16 or f32; with -accumulate\n"+
-		"updates are not early")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
@@ -234,9 +230,6 @@ func (o *options) finish() error {
 		{o.gradients == cudaops.Float32 || o.gradients == cudaops.BFloat16, "grad-precision", "f32 or bf16", o.gradients},
 		{o.gradients == cudaops.Float32 || slices.Contains([]string{"", "bf16", "f8"}, o.precision), "grad-precision", "f32 with -precision " + o.precision, o.gradients},
 		{o.optimizer == "adamw" || o.optimizer == "muon", "optimizer", "adamw or muon", strconv.Quote(o.optimizer)},
-		{!o.early || slices.Contains([]string{"", "bf16", "f32"}, o.precision), "early-updates", "false with -precision " + o.precision, o.early},
-		{!o.early || o.optimizer == "adamw", "early-updates", "false with -optimizer " + o.optimizer + ", or -optimizer adamw", o.early},
-		{!o.early || o.train.Clip == 0, "early-updates", fmt.Sprintf("false with -clip %v, or -clip 0: it does not wait for the norm of all gradients", o.train.Clip), o.early},
 	} {
 		if !c.ok {
 			return fmt.Errorf("-%s is %v, want %s", c.name, c.value, c.want)

@@ -68,11 +68,6 @@ func TestPresets(t *testing.T) {
 		"-preset 124M -precision":             "precision",
 		"-grad-precision f8":                  "-grad-precision is f8, want f32 or bf16",
 		"-precision f16 -grad-precision bf16": "-grad-precision is bf16, want f32 with -precision f16",
-		"-early-updates":                      "-early-updates is true, want false with -optimizer muon, or -optimizer adamw",
-		"-early-updates -optimizer adamw":     "-early-updates is true, want false with -clip 1, or -clip 0",
-		"-early-updates -preset 925M":         "-early-updates is true, want false with -clip 1, or -clip 0",
-		"-early-updates -precision f8":        "-early-updates is true, want false with -precision f8",
-		"-early-updates -precision f16":       "-early-updates is true, want false with -precision f16",
 	} {
 		if _, err := parse(strings.Fields(args), io.Discard); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got %v, want %q", args, err, want)
@@ -191,40 +186,6 @@ func TestTellPace(t *testing.T) {
 }
 
 // capability is that of a GPU.
-type capability [2]int
-
-func (c capability) ComputeCapability() (major, minor int) { return c[0], c[1] }
-
-// TestEarlyUpdates wants -early-updates to be refused on a CPU, and the user to hear where it changes nothing.
-func TestEarlyUpdates(t *testing.T) {
-	early := []string{"-early-updates", "-optimizer", "adamw", "-clip", "0"}
-	err := run(context.Background(), small(textFolder(t), filepath.Join(t.TempDir(), "out"), append(early, "-device", "cpu")...), io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "-early-updates is for a GPU") {
-		t.Errorf("on a CPU: %v", err)
-	}
-	for _, c := range []struct {
-		more, want string
-		gpu        capability
-	}{
-		{"-accumulate 1", "", capability{9, 0}},
-		{"-precision f32", "", capability{9, 0}},
-		{"-accumulate 2", "nothing with -accumulate 2\n", capability{9, 0}},
-		{"-accumulate 2", "nothing with -accumulate 2\n", capability{8, 0}},
-		{"-accumulate 1", "nothing on this GPU: it is for compute capability 9.0, not 8.9\n", capability{8, 9}},
-		{"-accumulate 1", "not 10.0\n", capability{10, 0}},
-	} {
-		o, err := parse(append(strings.Fields(c.more), early...), io.Discard)
-		if err != nil || !o.early || o.train.Notes["early-updates"] != "true" {
-			t.Fatalf("%s: %v, noted as %q, %v", c.more, o.early, o.train.Notes["early-updates"], err)
-		}
-		var told bytes.Buffer
-		o.explainEarly(&told, c.gpu)
-		if got := told.String(); !strings.HasSuffix(got, c.want) || strings.Count(got, "\n") > 1 || (got == "") != (c.want == "") {
-			t.Errorf("%s on %v: told %q, want %q", c.more, c.gpu, got, c.want)
-		}
-	}
-}
-
 func TestHint(t *testing.T) {
 	memory := withHint(fmt.Errorf("the graph needs 2 GiB: %w", cudaops.ErrOutOfMemory))
 	if !errors.Is(memory, cudaops.ErrOutOfMemory) || !strings.Contains(memory.Error(), "-batch") {

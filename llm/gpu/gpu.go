@@ -10,7 +10,6 @@ package gpu
 import (
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -24,8 +23,7 @@ import (
 
 // Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
 // float32 whatever the precision, and come back when a checkpoint is saved, when another trainer has the model, and when the trainer is
-// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes. With
-// cudaops.WithEarlyUpdates TrainConfig.Clip must be 0, and gradients that are not finite are an llm.ErrOverflow.
+// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
 func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
@@ -48,7 +46,6 @@ type engine struct {
 	graph         *llm.Graph
 	machine       *cudaops.Machine
 	changed       bool // the device is ahead of the host
-	started       bool // with a batch whose gradients have not been asked for
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -80,9 +77,6 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 		return nil, err
 	}
 	if err := machine.SetOptimizer(o, c.Clip); err != nil {
-		if c.Clip > 0 { // which may be what is wrong: see cudaops.WithEarlyUpdates
-			err = fmt.Errorf("with TrainConfig.Clip for maxNorm: %w", err)
-		}
 		return nil, errors.Join(err, machine.Close())
 	}
 	beside := func(g *llm.Graph) (llm.Machine, error) {
@@ -91,87 +85,36 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
 		name += ", gradients " + p.String()
 	}
-	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false, false}, nil
+	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false}, nil
 }
 
 func (e *engine) Name() string { return e.name }
 
 func (e *engine) Gradients(b llm.Batch) (float64, error) {
-	e.started = false
-	loss, err := llm.Runner{Graph: e.graph, Machine: ahead{e.machine}}.Run(b)
-	if err == nil && (math.IsNaN(loss) || math.IsInf(loss, 0)) { // no update follows
-		_, err = e.machine.Value(e.graph.Loss) // tells the lattices in which seeds that shows
-	}
-	return loss, err
+	return llm.Runner{Graph: e.graph, Machine: e.machine}.Run(b)
 }
-
-// ahead is a machine whose update follows.
-type ahead struct{ *cudaops.Machine }
-
-func (m ahead) Value(n *gorgonia.Node) (gorgonia.Value, error) { return m.Peek(n) }
 
 func (e *engine) Update() (float64, error) { return e.updated(e.machine.Update()) }
 
 func (e *engine) updated(norm float64, err error) (float64, error) {
-	late := errors.Is(err, cudaops.ErrUpdated)
-	if errors.Is(err, cudaops.ErrNonFinite) && !late {
+	if errors.Is(err, cudaops.ErrNonFinite) {
 		return norm, llm.ErrGradients
 	}
 	e.changed = true // whatever the error: some come after the update
-	if late {
-		return norm, fmt.Errorf("%w: it began before the norm of its gradients, %v, was known", llm.ErrOverflow, float32(norm))
-	}
 	return norm, err
 }
 
-// Step is that of [llm.Starter].
-func (e *engine) Step(b llm.Batch, next func() (llm.Batch, bool)) (loss, norm float64, err error) {
-	e.started = false
+// Step is that of [llm.Stepper].
+func (e *engine) Step(b llm.Batch) (loss, norm float64, err error) {
 	if err := e.graph.Let(b); err != nil {
 		return 0, 0, err
 	}
 	if err := e.machine.RunAll(); err != nil {
 		return 0, 0, err
 	}
-	loss, norm, err = e.machine.StepWhile(e.graph.Loss, func() {
-		if b, ok := next(); ok {
-			e.start(b)
-		}
-	})
+	loss, norm, err = e.machine.Step(e.graph.Loss)
 	norm, err = e.updated(norm, err)
 	return loss, norm, err
-}
-
-// start begins with a batch. An error of that is not one of the step before: Gradients meets it again.
-func (e *engine) start(b llm.Batch) {
-	if e.graph.Let(b) == nil {
-		e.started, _ = e.machine.Start()
-	}
-}
-
-// wait waits for what has been begun: no other machine may run beside it.
-func (e *engine) wait() error {
-	if !e.started {
-		return nil
-	}
-	_, err := e.machine.Peek(e.graph.Loss)
-	return err
-}
-
-// Loss is that of [llm.Engine].
-func (e *engine) Loss(b llm.Batch) (float64, error) {
-	if err := e.wait(); err != nil {
-		return 0, err
-	}
-	return e.Inference.Loss(b)
-}
-
-// Decoder is that of [llm.Engine].
-func (e *engine) Decoder() (func(tokens []int) (any, error), error) {
-	if err := e.wait(); err != nil {
-		return nil, err
-	}
-	return e.Inference.Decoder()
 }
 
 // OpTimes needs the option cudaops.WithMonitor.

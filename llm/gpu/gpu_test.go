@@ -334,24 +334,6 @@ func TestResumeGradientPrecision(t *testing.T) {
 	resume(wide, narrow, 2, "")
 }
 
-// TestClipWithEarlyUpdates wants an engine whose updates are early not to be made with a limit of the norm, and the error to name what sets
-// that.
-func TestClipWithEarlyUpdates(t *testing.T) {
-	device := open(t)
-	p := planned()
-	model := must[*llm.Model](t)(llm.NewModel(llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, Seq: 32}.Default(), tensor.Float32, 3))
-	optimizer := must[*optim.AdamW](t)(optim.NewAdamW())
-	for clip, want := range map[float64]string{1: "TrainConfig.Clip", 0: ""} {
-		e, err := gpu.Engine(device, cudaops.BFloat16, cudaops.WithEarlyUpdates())(model, optimizer, llm.TrainConfig{Batch: p.batch, Accumulate: 1, Clip: clip})
-		if err == nil {
-			err = e.Close()
-		}
-		if (err == nil) != (want == "") || err != nil && (!strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "WithEarlyUpdates")) {
-			t.Errorf("Clip %v: %v, want %q", clip, err, want)
-		}
-	}
-}
-
 // TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In short mode, where a tool may watch
 // each launch, it only wants the profile, since that alone takes steps enough.
 func TestProfileStep(t *testing.T) {

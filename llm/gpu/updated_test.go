@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops"
@@ -21,9 +20,6 @@ func TestUpdated(t *testing.T) {
 	}{
 		"an update":                                   {nil, nil, true},
 		"none, of gradients that are not finite":      {fmt.Errorf("machine: %w", cudaops.ErrNonFinite), llm.ErrGradients, false},
-		"an early one, of gradients that turn out so": {fmt.Errorf("machine: %w: %w", cudaops.ErrNonFinite, cudaops.ErrUpdated), llm.ErrOverflow, true},
-		"an early one, and another error": {errors.Join(fmt.Errorf("%w: %w", cudaops.ErrNonFinite, cudaops.ErrUpdated), errDevice),
-			llm.ErrOverflow, true},
 		"another error": {errDevice, errDevice, true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -31,9 +27,6 @@ func TestUpdated(t *testing.T) {
 			norm, err := e.updated(math.Inf(1), c.from)
 			if !errors.Is(err, c.want) || c.want != llm.ErrGradients && errors.Is(err, llm.ErrGradients) || !math.IsInf(norm, 1) || e.changed != c.changed {
 				t.Errorf("norm %v, changed %v, %v; want %v and %v", norm, e.changed, err, c.changed, c.want)
-			}
-			if c.want == llm.ErrOverflow && !strings.Contains(err.Error(), "+Inf") {
-				t.Errorf("%q does not say the norm", err)
 			}
 			e.changed = true // by an update before
 			if e.updated(math.Inf(1), c.from); !e.changed {

@@ -199,16 +199,6 @@ func (c *context) NewStream() (Stream, error) {
 	return s, err
 }
 
-func (c *context) NewStreamAhead() (Stream, error) {
-	var least, greatest int32
-	if err := c.call(&c.StreamPriorities, uintptr(unsafe.Pointer(&least)), uintptr(unsafe.Pointer(&greatest))); err != nil {
-		return 0, err
-	}
-	var s Stream
-	err := c.call(&c.StreamCreateAhead, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(greatest))
-	return s, err
-}
-
 func (c *context) DestroyStream(s Stream) error      { return c.call(&c.StreamDestroy, uintptr(s)) }
 func (c *context) SyncStream(s Stream) error         { return c.call(&c.StreamSynchronize, uintptr(s)) }
 func (c *context) StreamDone(s Stream) (bool, error) { return c.done(&c.StreamQuery, uintptr(s)) }
@@ -247,11 +237,6 @@ func (c *context) Wait(s Stream, e Event) error {
 		c.ledger.Waited(s, e)
 	}
 	return err
-}
-
-func (c *context) Await(s Stream, e Event) error {
-	const external = 1
-	return c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), external)
 }
 
 func (c *context) Elapsed(start, end Event) (time.Duration, error) {

@@ -110,7 +110,6 @@ var blasTypes = [...]uintptr{Float32: 0, Float16: 2, BFloat16: 14, Float8E4M3: 2
 // Attributes of cuBLASLt's descriptors.
 const (
 	descTransA, descTransB, descEpilogue, descBiasPointer = 3, 4, 7, 8
-	descMultiprocessors                                   = 15
 	descScalePointerA, descScalePointerB, descFastAccum   = 17, 18, 25
 	descScaleModeA, descScaleModeB                        = 31, 32
 	layoutBatchCount, layoutBatchStride                   = 5, 6
@@ -147,8 +146,7 @@ func (p *blasPlan) describe() error {
 	for _, a := range []struct {
 		attribute int
 		value     uint32
-	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)},
-		{descMultiprocessors, uint32(m.Multiprocessors)}} {
+	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)}} {
 		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute), uintptr(unsafe.Pointer(&a.value)), 4)
 		if err != nil {
 			return err

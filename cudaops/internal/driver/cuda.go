@@ -49,8 +49,6 @@ type cudaAPI struct {
 	MemsetD32Async     proc `c:"cuMemsetD32Async"`
 	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async" since:"3.2"`
 	StreamCreate       proc `c:"cuStreamCreate"`
-	StreamCreateAhead  proc `c:"cuStreamCreateWithPriority"`
-	StreamPriorities   proc `c:"cuCtxGetStreamPriorityRange"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
 	StreamSynchronize  proc `c:"cuStreamSynchronize"`
 	StreamQuery        proc `c:"cuStreamQuery"`

@@ -113,8 +113,6 @@ type Memory interface {
 // Ordering is streams, which run their work in order, and events, which order work between streams and time it.
 type Ordering interface {
 	NewStream() (Stream, error)
-	// NewStreamAhead is NewStream for work whose blocks find room on the GPU before those of other streams.
-	NewStreamAhead() (Stream, error)
 	DestroyStream(s Stream) error
 	// SyncStream waits for all work of a stream, StreamDone asks whether it is done, Synchronize waits for everything.
 	SyncStream(s Stream) error
@@ -129,9 +127,6 @@ type Ordering interface {
 	Wait(s Stream, e Event) error
 	// Mark is Record inside a capture, such that every launch of the graph records the event anew.
 	Mark(e Event, s Stream) error
-	// Await is Wait inside a capture, such that every launch of the graph waits for what is the event's latest mark then; one that
-	// was never recorded holds nothing back.
-	Await(s Stream, e Event) error
 	SyncEvent(e Event) error
 	EventDone(e Event) (bool, error)
 	// Elapsed is the time between two recorded events that have both passed, to about a microsecond.

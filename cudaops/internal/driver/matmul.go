@@ -65,8 +65,6 @@ type MatmulSpec struct {
 	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that takes less time.
 	FastAccumulation bool
 	Align            int // bytes that every pointer is a multiple of
-	// Multiprocessors is how many cuBLASLt's ways are for, where others are busy; 0 for all.
-	Multiprocessors int
 }
 
 // Normal fills in what zero values mean and refuses what makes no sense.
@@ -109,8 +107,6 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 		return bad("alignment of %d bytes", m.Align)
 	case (m.Scaling != Unscaled || m.FastAccumulation) && (m.A.Size() > 1 || m.B.Size() > 1):
 		return bad("operands of %v and %v, want float8 where they are scaled or added up fast", m.A, m.B)
-	case m.Multiprocessors < 0:
-		return bad("%d multiprocessors", m.Multiprocessors)
 	case m.Scaling != Unscaled && m.Batch > 1:
 		return bad("batch of %d products with scales", m.Batch)
 	}

@@ -77,7 +77,7 @@ func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attention
 	if pass != attentionForward {
 		c.addAngles(a)
 	}
-	l := line(k.free(), 128*(h.workers+1))
+	l := line(k.sms, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
@@ -94,7 +94,7 @@ func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out ha
 	}
 	sms := k.sms
 	if out == inTurns { // of launchHopper's blocks
-		sms = k.free()
+		sms = k.sms
 	}
 	key := sectionKey{heads, tiles, limit, sms, out}
 	k.mu.Lock()

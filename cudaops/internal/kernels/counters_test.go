@@ -115,5 +115,5 @@ func (g *rig) countAdamW() {
 	control, squares := g.control(Control{LR: 1e-3, Eps: 1e-8, GradScale: 1}), g.alloc(table.Chunks, f32, 0)
 	g.must(g.GradSquares(g.stream, squares.Ptr, table))
 	g.must(g.GradNorm(g.stream, control, squares.Ptr, table.Chunks, 0))
-	g.must(g.AdamW(g.stream, control, table, table.Chunks))
+	g.must(g.AdamW(g.stream, control, table))
 }

@@ -321,7 +321,7 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use k
 	if l.Blocks > 0 {
 		blocks = min(blocks, l.Blocks)
 	}
-	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.sms)*k.free()/k.sms))
+	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.sms)))
 	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
 	p.layer = l.bytes(p.gates, use.clip)
 	if p.gates != 0 {

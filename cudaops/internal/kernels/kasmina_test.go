@@ -6,7 +6,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -189,36 +188,6 @@ func TestKasminaLateBlocks(t *testing.T) {
 				}
 				r.check()
 			})
-		}
-	}
-}
-
-// TestKasminaLeaves needs no GPU: of a layer that all multiprocessors could take part in, those that are left have no block.
-func TestKasminaLeaves(t *testing.T) {
-	k, c, p := fakeAttention(t, 90, 227<<10)
-	l := KasminaLayer{X: p, Weights: p, Scales: p, State: KasminaState{Ptr: p, Seeds: 4, Slots: 5}, Rows: 4096, Chunk: 64, Type: bf16,
-		Family: KasminaRing}
-	for _, each := range []int{0, 1} { // blocks of a multiprocessor; 0 for as many as fit
-		l.Blocks = each * k.sms
-		all := 0
-		for _, left := range []int{0, 4, 6, 50} {
-			k.Leave(left)
-			c.ClearTrace()
-			if err := k.KasminaForward(0, KasminaForward{KasminaLayer: l, Y: p, Telemetry: true, Figures: p, Bad: p, Workspace: p}); err != nil {
-				t.Fatal(err)
-			}
-			blocks := 0
-			for _, op := range c.Trace() {
-				if strings.HasPrefix(op.Name, "kasmina_forward") {
-					blocks = op.Config.Grid.Count()
-				}
-			}
-			if left == 0 {
-				all = blocks
-			}
-			if want := all / k.sms * (k.sms - left); all%k.sms != 0 || blocks != want {
-				t.Errorf("%d blocks each, %d multiprocessors left: %d blocks, want %d of %d", each, left, blocks, want, all)
-			}
 		}
 	}
 }

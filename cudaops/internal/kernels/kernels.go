@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"math"
 	"sync"
-	"sync/atomic"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/kernels"
@@ -21,8 +20,6 @@ import (
 type Kernels struct {
 	ctx driver.Context
 	sms int
-	// left is of Leave.
-	left atomic.Int32
 
 	mu      sync.Mutex
 	modules map[string]driver.Module // by unit; a unit is loaded when its first kernel is asked for
@@ -123,15 +120,6 @@ func (k *Kernels) poison(s driver.Stream, p driver.Ptr, bytes int) error {
 	return k.ctx.Memset8(p, 0xff, bytes, s)
 }
 
-// Leave has launches leave n multiprocessors, an even number, to kernels of other streams from now on, where a kernel's blocks would
-// else stay on all of them: products on Hopper, attention there but for the backward pass of one kernel, and Kasmina layers. Results
-// have the same bits, but for figures of Kasmina layers, whose records are then of other rows. Blocks of other kernels go where there is
-// room, some of them later than on the whole GPU.
-func (k *Kernels) Leave(n int) { k.left.Store(int32(n)) }
-
-// free is the multiprocessors that are not left to others.
-func (k *Kernels) free() int { return max(1, k.sms-int(k.left.Load())) }
-
 // resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that works in a loop.
 func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) {
 	f, err := k.kernel(unit, name, shared)
@@ -151,7 +139,7 @@ func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) 
 	return n, nil
 }
 
-// clusters is how many clusters of a launch run at once on the multiprocessors that are not left to others.
+// clusters is how many clusters of a launch run at once on the whole GPU.
 func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error) {
 	f, err := k.kernel(unit, name, c.Shared)
 	if err != nil {
@@ -167,7 +155,7 @@ func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error
 		}
 		f.resident[key] = n
 	}
-	return max(1, n-ceilDiv(int(k.left.Load()), c.Cluster.X)), nil
+	return max(1, n), nil
 }
 
 // overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
@@ -113,13 +112,6 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 // TensorOf is the number of the tensor that a chunk is a part of.
 func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
 
-// ChunksOf is the range of chunks, from ≤ i < to, that a tensor is cut into.
-func (t *Table) ChunksOf(tensor int) (from, to int) {
-	from, _ = slices.BinarySearch(t.of, tensor)
-	to, _ = slices.BinarySearch(t.of, tensor+1)
-	return from, to
-}
-
 // Free gives the table's memory back.
 func (t *Table) Free() error {
 	err := errors.Join(t.ctx.Free(t.tensors), t.ctx.Free(t.updates), t.ctx.Free(t.chunks))
@@ -213,58 +205,13 @@ func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count i
 	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count).Ptr(scale))
 }
 
-// AdamW counts a step of all of the table's tensors and works out their figures of this step, by a control block that GradNorm
-// has finished, and updates the parameters, moments and copies of the first chunks: one kernel for each. AdamWLate and AdamWSquares
-// update the others.
-func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table, chunks int) error {
-	if chunks < 0 || chunks > t.Chunks {
-		return fmt.Errorf("kernels.AdamW: the first %d chunks of a table of %d", chunks, t.Chunks)
-	}
-	if err := k.begin(s, "adamw", control, t); err != nil || chunks == 0 {
+// AdamW counts a step of all of the table's tensors, works out their figures of this step, by a control block that GradNorm has
+// finished, and updates parameters, moments and copies. Two kernels.
+func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table) error {
+	if err := k.begin(s, "adamw", control, t); err != nil {
 		return err
 	}
-	return k.launch(s, "adamw", "adamw", line(RoundsOf(chunks), optimThreads), t.args(control))
-}
-
-// AdamWSquares is AdamW for a step that has been counted, and to the same bits. It leaves sums of the gradients' squares, RoundsOf(chunks)
-// numbers of float32, unless the step is skipped.
-func (k *Kernels) AdamWSquares(s driver.Stream, control driver.Ptr, t *Table, chunks int, squares driver.Ptr) error {
-	if chunks < 0 || chunks > t.Chunks {
-		return fmt.Errorf("kernels.AdamWSquares: the first %d chunks of a table of %d", chunks, t.Chunks)
-	}
-	if chunks == 0 {
-		return nil
-	}
-	return k.launch(s, "adamw", "adamw_squares", line(RoundsOf(chunks), optimThreads), t.args(control).Ptr(squares))
-}
-
-// RoundsOf is the sums that AdamWSquares leaves of so many chunks.
-func RoundsOf(chunks int) int { return chunks * optimRounds }
-
-// LateMultiprocessors is how many multiprocessors AdamWLate takes.
-const LateMultiprocessors = 4
-
-// lateThreads is the threads of adamw_late's blocks.
-const lateThreads = 1024
-
-// AdamWLate updates the parameters, moments and copies of the chunks from ≤ i < to, after AdamW has counted the step, to the same
-// bits. It takes LateMultiprocessors multiprocessors, all of each, and so runs beside kernels that leave these free. Unless the step is
-// skipped it leaves sums of the gradients' squares for each tensor of which the range has all chunks: LateMultiprocessors numbers of float32 a
-// tensor, in the table's order, from squares on, which is for all of the table; null leaves none. Compute capability 9.0 has it.
-func (k *Kernels) AdamWLate(s driver.Stream, control driver.Ptr, t *Table, from, to int, squares driver.Ptr) error {
-	const op = "AdamWLate"
-	if from < 0 || from > to || to > t.Chunks {
-		return fmt.Errorf("kernels.%s: chunks %d to %d of a table of %d", op, from, to, t.Chunks)
-	}
-	if c := k.ctx.Device().Capability(); c != 90 {
-		return fmt.Errorf("kernels.%s: compute capability %.1f, want 9.0", op, float64(c)/10)
-	}
-	if from == to {
-		return nil
-	}
-	l := line(LateMultiprocessors, lateThreads)
-	l.Cluster.X = gemmCluster // they take the place of such clusters
-	return k.launch(s, "adamw", "adamw_late", l, t.args(control).Int32(from).Int32(to).Ptr(squares))
+	return k.launch(s, "adamw", "adamw", line(t.Chunks*optimRounds, optimThreads), t.args(control))
 }
 
 func (k *Kernels) begin(s driver.Stream, unit string, control driver.Ptr, t *Table) error {

@@ -165,34 +165,6 @@ func TestReplayAfterFree(t *testing.T) {
 	}
 }
 
-// TestAwait wants a graph to wait for the event's latest mark when it is launched, and none to be launched whose event is gone.
-func TestAwait(t *testing.T) {
-	_, c := open(t, Config{})
-	s, other := get[driver.Stream](t)(c.NewStream()), get[driver.Stream](t)(c.NewStreamAhead())
-	e := get[driver.Event](t)(c.NewEvent(false))
-	p := get[driver.Ptr](t)(c.Alloc(4))
-	got := get[[]byte](t)(c.AllocHost(4))
-	if err := c.Await(s, e); !errors.Is(err, driver.InvalidValue) {
-		t.Errorf("outside of a capture: %v", err)
-	}
-	check(t, c.Memset8(p, 1, 4, s), c.BeginCapture(s), c.Await(s, e), c.CopyToHost(got, p, s))
-	g := get[*driver.Graph](t)(c.EndCapture(s))
-	for i := range byte(3) {
-		if i > 0 {
-			check(t, c.Memset8(p, 1+i, 4, other), c.Record(e, other))
-		}
-		check(t, c.LaunchGraph(g, s), c.Memset8(p, 9, 4, other), c.SyncStream(s))
-		if got[0] != 1+i {
-			t.Errorf("launch %d: got %d, want %d", i, got[0], 1+i)
-		}
-		check(t, c.SyncStream(other))
-	}
-	check(t, c.DestroyEvent(e))
-	if err := c.LaunchGraph(g, s); !errors.Is(err, driver.InvalidHandle) {
-		t.Errorf("without the event: %v", err)
-	}
-}
-
 func TestTraceAndClock(t *testing.T) {
 	_, c := open(t, Config{AnyKernel: true, Kernels: map[string]Kernel{
 		"slow": func(l *Launch) { l.Took = time.Millisecond },

@@ -23,15 +23,7 @@ type capture struct {
 	origin  *stream
 	ops     []op
 	before  map[*stream]map[int]bool // of each stream: the ops that come before whatever it does next
-	awaits  []*await
 	invalid bool
-}
-
-// await is an event that a graph waits for, and its latest marks at the graph's launches that have not run yet.
-type await struct {
-	event driver.Event
-	of    *event
-	marks []*mark
 }
 
 // event points to the mark of its last recording.
@@ -141,9 +133,6 @@ func (c *Context) NewStream() (driver.Stream, error) {
 	c.streams[s] = &stream{c: c}
 	return s, nil
 }
-
-// NewStreamAhead makes a stream like any other.
-func (c *Context) NewStreamAhead() (driver.Stream, error) { return c.NewStream() }
 
 // asked is the common part of the calls about one stream; those that would wait spoil a capture.
 func (c *Context) asked(call string, s driver.Stream) (*stream, error) {
@@ -323,26 +312,6 @@ func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 	return nil
 }
 
-// Await has every launch of the graph that is being captured wait for the event's latest mark.
-func (c *Context) Await(s driver.Stream, e driver.Event) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	ev, st, err := c.captured("cuStreamWaitEvent", e, s)
-	if err != nil {
-		return err
-	}
-	a := &await{event: e, of: ev}
-	st.capture.awaits = append(st.capture.awaits, a)
-	st.push(func() error {
-		m := a.marks[0]
-		if a.marks = a.marks[1:]; m != nil && m.capture == nil {
-			c.pass(m)
-		}
-		return nil
-	})
-	return nil
-}
-
 // marked is the mark of an event that may be waited for; nil if it was never recorded.
 func (c *Context) marked(call string, e driver.Event) (*mark, error) {
 	ev, err := c.event(call, e)
@@ -470,14 +439,6 @@ func (c *Context) LaunchGraph(g *driver.Graph, s driver.Stream) error {
 	k, ok := c.graphs[g.Handle]
 	if !ok {
 		return driver.NewError(call, driver.InvalidHandle, "", "no such graph")
-	}
-	for _, a := range k.awaits {
-		if _, err := c.event(call, a.event); err != nil {
-			return err
-		}
-	}
-	for _, a := range k.awaits {
-		a.marks = append(a.marks, a.of.mark)
 	}
 	return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
 		for _, do := range k.ops {
