@@ -308,10 +308,6 @@ func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, driver.DType, ..
 	return nil
 }
 
-func (k *fakeKernels) KasminaFamilies(kernels.KasminaLayer, bool, bool, ...driver.Ptr) []kernels.KasminaFamily {
-	return nil
-}
-
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
 func (k *fakeKernels) RMSNormWorkspace(d int, _ driver.DType) int { return 4 * d }

@@ -83,7 +83,6 @@ type kernelSet interface {
 	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
 	ProductWays(a kernels.ProductShape, t driver.DType) []kernels.Way
 	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
-	KasminaFamilies(l kernels.KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []kernels.KasminaFamily
 	Build(units ...string) string
 	Close() error
 }

@@ -222,7 +222,6 @@ func TestProductCounters(t *testing.T) {
 	})
 }
 
-
 // linearGraph is x·vᵀ with the matrices of residualGraph.
 func linearGraph(t *testing.T) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()

@@ -184,7 +184,7 @@ func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
 			if c.Of > 1 {
 				known.ways = append(known.ways, c.Way)
 			}
-			known.tuned += max(c.Cold, c.Warm, c.Loaded)
+			known.tuned += max(c.Cold, c.Warm)
 		}
 	}
 	return nil

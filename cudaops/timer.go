@@ -22,13 +22,6 @@ const (
 	tuneHopeless = 1.5
 	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to gain.
 	tuneFloor = 0.95
-	// tuneNear is the multiple of the best time within which ways are timed under load too, tuneMost of them at most.
-	tuneNear, tuneMost = 1.08, 6
-	// tuneLong is the time from which on a job is worth that.
-	tuneLong = 30 * time.Microsecond
-	// tuneSettle is for how long a way runs before it is timed under load, and tuneSpan for how long it is timed, twice. An H200
-	// takes 37 ms of products to lower its clock to what its power allows.
-	tuneSettle, tuneSpan = 50 * time.Millisecond, 30 * time.Millisecond
 )
 
 // argument is memory that a job works on.
@@ -69,7 +62,6 @@ type timer struct {
 	flushBytes int
 	events     []driver.Event
 	cold, warm []time.Duration
-	loaded     []time.Duration // 0 of a way that has not been timed under load
 }
 
 // newTimer allocates a job's arguments, and fills those that are read with random numbers: zeros cost less power, and so less
@@ -77,7 +69,7 @@ type timer struct {
 func newTimer(t *tuner, j job) (*timer, error) {
 	ctx, s := t.m.device.ctx, t.m.stream
 	x := &timer{tuner: t, j: j, flushBytes: plan.Align(2*t.m.device.info.L2, alignment), cold: make([]time.Duration, len(j.ways)),
-		warm: make([]time.Duration, len(j.ways)), loaded: make([]time.Duration, len(j.ways))}
+		warm: make([]time.Duration, len(j.ways))}
 	total := x.flushBytes
 	for _, o := range j.arguments {
 		total += plan.Align(o.bytes, alignment)
@@ -157,71 +149,14 @@ func (x *timer) fastest(ways []int) (int, error) {
 		if err := x.time(live, tuneRounds); err != nil {
 			return 0, err
 		}
-		if live, err = x.underLoad(live); err != nil {
-			return 0, err
-		}
 	}
 	return slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0])) }), nil
-}
-
-// underLoad returns the ways that come near the best, having timed them as a long computation would have them run, where that may
-// tell them apart: what a card computes is bound by the power that it may draw, and the way that is the fastest for a moment may be
-// one that draws more than others.
-func (x *timer) underLoad(live []int) ([]int, error) {
-	if !x.j.computes {
-		return live, nil
-	}
-	near := slices.Clone(live)
-	slices.SortFunc(near, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) })
-	best := x.took(near[0])
-	near = slices.DeleteFunc(near, func(i int) bool { return float64(x.took(i)) > tuneNear*float64(best) })
-	near = near[:min(len(near), tuneMost)]
-	if len(near) < 2 || best < tuneLong {
-		return live, nil
-	}
-	x.announce()
-	// There and back, so that a card that grows warm treats all alike.
-	turns := slices.Clone(near)
-	slices.Reverse(turns)
-	for _, way := range slices.Concat(near, turns) {
-		took, err := x.timeLoaded(way)
-		if err != nil {
-			return nil, err
-		}
-		x.loaded[way] += took / 2
-	}
-	return near, nil
-}
-
-// timeLoaded returns what a run of a way takes behind others.
-func (x *timer) timeLoaded(way int) (time.Duration, error) {
-	ctx, s := x.m.device.ctx, x.m.stream
-	repeat := func(n int) func() error {
-		return func() error {
-			for range n {
-				if err := x.run(way); err != nil {
-					return err
-				}
-			}
-			return nil
-		}
-	}
-	mark := func(i int) func() error { return func() error { return ctx.Record(x.events[i], s) } }
-	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
-	n := runs(tuneSpan)
-	x.store.Timed(n)
-	err := inTurn(repeat(runs(tuneSettle)), mark(0), repeat(n), mark(1), func() error { return ctx.SyncStream(s) })
-	if err != nil {
-		return 0, err
-	}
-	d, err := ctx.Elapsed(x.events[0], x.events[1])
-	return d / time.Duration(n), err
 }
 
 // key is what a way is chosen by: its time, where the first has a little advance.
 func (x *timer) key(way, first int) float64 {
 	if way == first {
-		return (1 - cmp.Or(x.j.gain, tuneGain)) * float64(x.took(way))
+		return (1 - tuneGain) * float64(x.took(way))
 	}
 	return float64(x.took(way))
 }
@@ -258,9 +193,6 @@ func (x *timer) right(ways []int) ([]int, error) {
 
 // took is the time by which ways are compared.
 func (x *timer) took(way int) time.Duration {
-	if x.loaded[way] > 0 {
-		return x.loaded[way]
-	}
 	if x.j.warm {
 		return x.warm[way]
 	}

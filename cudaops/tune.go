@@ -116,8 +116,6 @@ type Choice struct {
 	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it reads there. 0 if it was
 	// not timed.
 	Cold, Warm time.Duration
-	// Loaded is what it took behind many others, at the clock that the card's power allows; 0 if that was not timed.
-	Loaded time.Duration
 }
 
 // Source says why a way was chosen.
@@ -144,7 +142,6 @@ type tuner struct {
 	known map[string]int // positions in made
 	older []Choice       // of a program that is not made use of
 	used  []int          // positions, of one task when the monitor looks
-	told  bool           // that timing takes a while
 	full  bool           // has been told: there was no memory to time in
 }
 
@@ -188,14 +185,6 @@ func (t *tuner) again() {
 
 // use notes that a choice is made use of.
 func (t *tuner) use(choice int) { t.used = append(t.used, choice) }
-
-// announce tells once that timing takes a while.
-func (t *tuner) announce() {
-	if !t.told {
-		t.m.config.logger.Info("cudaops: timing kernels under load for shapes that are new here; this may take a quarter of a minute, once")
-	}
-	t.told = true
-}
 
 // cannot tells why a job is not timed; of a card that is full, which does no harm, once for all jobs.
 func (t *tuner) cannot(j job, err error) {
@@ -262,10 +251,9 @@ func (t *tuner) asks(op, way string) bool {
 
 // stored is a choice in the store.
 type stored struct {
-	Way    string        `json:"way"`
-	Cold   time.Duration `json:"cold_ns"`
-	Warm   time.Duration `json:"warm_ns"`
-	Loaded time.Duration `json:"loaded_ns,omitempty"`
+	Way  string        `json:"way"`
+	Cold time.Duration `json:"cold_ns"`
+	Warm time.Duration `json:"warm_ns"`
 }
 
 // job is something that can be computed in several ways.
@@ -275,11 +263,9 @@ type job struct {
 	ways      []string // names, that of the rule of thumb first
 	plain     int      // the way whose result counts as right
 	arguments []argument
-	warm      bool    // what it reads is in the cache when it runs, as what is small is
-	computes  bool    // memory does not bound it
-	tiny      bool    // too little to be timed: what the rules leave is chosen by rule of thumb
-	favoured  int     // the way that another must be faster than by a gain, if the rules allow it
-	gain      float64 // in place of tuneGain, unless 0
+	warm      bool // what it reads is in the cache when it runs, as what is small is
+	computes  bool // memory does not bound it
+	tiny      bool // too little to be timed: what the rules leave is chosen by rule of thumb
 	run       func(way int, memory []driver.Ptr) error
 }
 
@@ -330,19 +316,13 @@ func (t *tuner) note(key string, c Choice) {
 func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 	d := t.m.device
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", d.info.Name, d.version, j.build, j.op, j.shape)
-	if j.computes {
-		key += ", under load"
-	}
-	if j.gain > 0 {
-		key += fmt.Sprintf(", %s by %g", j.ways[j.favoured], j.gain)
-	}
 	if len(left) < len(j.ways) {
 		key += fmt.Sprintf(", of %v", left)
 	}
 	var s stored
 	if t.mode == tune.Cached && t.store.Get(key, &s, t.m.warn) {
 		if way := slices.Index(j.ways, s.Way); slices.Contains(left, way) {
-			c.Source, c.Cold, c.Warm, c.Loaded = Stored, s.Cold, s.Warm, s.Loaded
+			c.Source, c.Cold, c.Warm = Stored, s.Cold, s.Warm
 			return way, nil
 		}
 	}
@@ -362,8 +342,8 @@ func (t *tuner) timed(j job, left []int, c *Choice) (int, error) {
 		t.m.warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random numbers", j.op, j.shape, j.ways))
 		return left[0], nil
 	}
-	c.Source, c.Cold, c.Warm, c.Loaded = Measured, x.cold[way], x.warm[way], x.loaded[way]
-	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm, c.Loaded}}); err != nil {
+	c.Source, c.Cold, c.Warm = Measured, x.cold[way], x.warm[way]
+	if err := t.store.Put(map[string]any{key: stored{j.ways[way], c.Cold, c.Warm}}); err != nil {
 		t.m.warn(err.Error())
 	}
 	return way, nil

@@ -111,33 +111,6 @@ func TestTuning(t *testing.T) {
 	}
 }
 
-// TestTuningUnderLoad wants the way that is the fastest once it has run for a while, of those that begin nearly as fast as the best.
-func TestTuningUnderLoad(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	const ms = time.Millisecond
-	for _, c := range []struct {
-		name string
-		ways [3]fake.Way
-		want int
-		told bool
-	}{
-		{"the first tires", [3]fake.Way{{Took: 5 * ms, Tired: 8 * ms}, {Took: 9 * ms}, {Took: 5*ms + ms/5, Tired: 6 * ms}}, 2, true},
-		{"both tire", [3]fake.Way{{Took: 5 * ms, Tired: 6 * ms}, {Took: 9 * ms}, {Took: 5*ms + ms/5, Tired: 7 * ms}}, 0, true},
-		{"none comes near", [3]fake.Way{{Took: 5 * ms, Tired: 8 * ms}, {Took: 9 * ms}, {Took: 6 * ms}}, 0, false},
-		{"too short", [3]fake.Way{{Took: 20 * time.Microsecond, Tired: ms}, {Took: 9 * ms}, {Took: 21 * time.Microsecond}}, 0, false},
-	} {
-		path := filepath.Join(t.TempDir(), "tune.json")
-		r := tuneProduct(t, path, c.ways, "Some GPU", WithTuning(TuneCached))
-		if told := strings.Contains(r.log, "under load"); r.way != c.want || told != c.told {
-			t.Errorf("%s: way %d, told %v, want way %d, told %v\n%s", c.name, r.way, told, c.want, c.told, r.log)
-		}
-		if again := tuneProduct(t, path, c.ways, "Some GPU", WithTuning(TuneCached)); again.way != c.want || again.timings != r.timings || again.log != "" {
-			t.Errorf("%s, the second time: way %d, %d timings, want way %d as it is stored\n%s", c.name, again.way, again.timings-r.timings, c.want,
-				again.log)
-		}
-	}
-}
-
 // TestChoiceWithdrawn wants another way where the one chosen before, for a call of the same shape, does not take the arguments.
 func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")

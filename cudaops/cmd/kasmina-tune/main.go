@@ -84,15 +84,14 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 			continue
 		}
 		var c struct {
-			Way    string        `json:"way"`
-			Cold   time.Duration `json:"cold_ns"`
-			Warm   time.Duration `json:"warm_ns"`
-			Loaded time.Duration `json:"loaded_ns"`
+			Way  string        `json:"way"`
+			Cold time.Duration `json:"cold_ns"`
+			Warm time.Duration `json:"warm_ns"`
 		}
 		if json.Unmarshal(all[key], &c) != nil {
 			continue
 		}
-		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  loaded %8v  %s\n", c.Way, c.Cold, c.Warm, c.Loaded, key); err != nil {
+		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  %s\n", c.Way, c.Cold, c.Warm, key); err != nil {
 			return err
 		}
 		listed++
