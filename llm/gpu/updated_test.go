@@ -18,9 +18,9 @@ func TestUpdated(t *testing.T) {
 		from, want error
 		changed    bool
 	}{
-		"an update":                                   {nil, nil, true},
-		"none, of gradients that are not finite":      {fmt.Errorf("machine: %w", cudaops.ErrNonFinite), llm.ErrGradients, false},
-		"another error": {errDevice, errDevice, true},
+		"an update":                              {nil, nil, true},
+		"none, of gradients that are not finite": {fmt.Errorf("machine: %w", cudaops.ErrNonFinite), llm.ErrGradients, false},
+		"another error":                          {errDevice, errDevice, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := &engine{}
