@@ -92,7 +92,7 @@ func (s *kasminaStart) read(in *input, a *array, from, n int) ([]float32, error)
 		return x, nil
 	}
 	ctx := s.m.device.ctx
-	if err := joined(s.m.join(), ctx.CopyToHost(driver.Bytes(x), a.ptr().Offset(4*from), s.m.stream)); err != nil {
+	if err := ctx.CopyToHost(driver.Bytes(x), a.ptr().Offset(4*from), s.m.stream); err != nil {
 		return nil, err
 	}
 	return x, ctx.SyncStream(s.m.stream)
