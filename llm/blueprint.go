@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"slices"
@@ -94,59 +95,80 @@ func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 // ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a seed's slot to it, for
 // m.Kasmina.Submit, alone or behind the command that germinates the seed, while training runs.
 func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
-	tensors, metadata, err := safetensors.Load(path)
+	f, err := safetensors.Open(path)
 	if err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
+	defer f.Close()
 	fail := func(format string, args ...any) (state.Command, error) {
 		return state.Command{}, fmt.Errorf("llm: ReadBlueprint: %s: "+format, append([]any{path}, args...)...)
 	}
+	metadata := f.Metadata()
 	kind, ok := blueprints.ByName(metadata[kindKey])
 	if !ok {
-		return fail("%w: its metadata have %q for %s, want the name of a kind", blueprints.ErrUnknownKind, metadata[kindKey], kindKey)
+		return fail("%w: its metadata have %.100q for %s, want the name of a kind", blueprints.ErrUnknownKind, metadata[kindKey], kindKey)
 	}
 	if len(m.Config.Kasmina) == 0 {
 		return fail("the model has no Kasmina layers")
 	}
 	if chunk := m.Config.Dim / m.Config.Seeds; metadata[chunkKey] != strconv.Itoa(chunk) {
-		return fail("%w: it is for chunks of %q features, and the model's have %d", ErrArchitecture, metadata[chunkKey], chunk)
+		return fail("%w: it is for chunks of %.100q features, and the model's have %d", ErrArchitecture, metadata[chunkKey], chunk)
 	}
 	parts, err := m.parts(kind)
 	if err != nil {
 		return fail("%w", err)
 	}
-	if len(tensors) != len(parts)+1 {
-		return fail("%w: it has %d tensors, want %d for a %v", ErrArchitecture, len(tensors), len(parts)+1, kind)
-	}
-	var all []float64
-	for _, part := range append(parts, blueprints.Part{Name: scaleName, Shape: []int{1}}) {
-		i := slices.IndexFunc(tensors, func(x safetensors.Tensor) bool { return x.Name == part.Name })
-		if i < 0 {
-			return fail("%w: a %v has a tensor %q, which is missing", ErrArchitecture, kind, part.Name)
-		}
-		x := tensors[i]
-		if !slices.Equal(x.Shape, part.Shape) {
-			return fail("%w: tensor %q has shape %v, want %v, as slots of %d weights hold", ErrArchitecture, part.Name, x.Shape,
-				part.Shape, m.Config.slotWidth())
-		}
-		switch data := x.Data.(type) {
-		case []float64:
-			all = append(all, data...)
-		case []float32:
-			for _, v := range data {
-				all = append(all, float64(v))
-			}
-		default:
-			return fail("%w: tensor %q is of type %s, want F32 or F64", ErrArchitecture, part.Name, x.DType)
-		}
-	}
-	if m.Dtype() == tensor.Float32 {
-		for i, v := range all {
-			if math.Abs(v) > math.MaxFloat32 {
-				return fail("number %d is %v, which the model's float32 cannot hold", i, v)
-			}
-		}
+	all, err := m.readParts(f, kind, append(parts, blueprints.Part{Name: scaleName, Shape: []int{1}}))
+	if err != nil {
+		return fail("%w", err)
 	}
 	n := len(all) - 1
 	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: state.SlotParams{Weights: all[:n], Scale: all[n]}}, nil
+}
+
+// readParts returns the numbers of the parts of a blueprint's file, one behind the other. It reads none before all are known to fit.
+func (m *Model) readParts(f *safetensors.File, kind blueprints.Kind, parts []blueprints.Part) (all []float64, err error) {
+	if n := len(f.Names()); n != len(parts) {
+		return nil, fmt.Errorf("%w: it has %d tensors, want %d for a %v", ErrArchitecture, n, len(parts), kind)
+	}
+	for _, part := range parts {
+		switch dtype, shape, err := f.Info(part.Name); {
+		case err != nil:
+			return nil, fmt.Errorf("%w: a %v has a tensor %q, which is missing", ErrArchitecture, kind, part.Name)
+		case !slices.Equal(shape, part.Shape):
+			return nil, fmt.Errorf("%w: tensor %q has shape %v, want %v, as slots of %d weights hold", ErrArchitecture, part.Name, shape,
+				part.Shape, m.Config.slotWidth())
+		case dtype != safetensors.F32 && dtype != safetensors.F64:
+			return nil, fmt.Errorf("%w: tensor %q is of type %s, want F32 or F64", ErrArchitecture, part.Name, dtype)
+		}
+	}
+	largest := math.MaxFloat64
+	if m.Dtype() == tensor.Float32 {
+		largest = math.MaxFloat32
+	}
+	for _, part := range parts {
+		x, err := f.Tensor(context.Background(), part.Name) // which is small
+		if err != nil {
+			return nil, err
+		}
+		data, ok := x.Data.([]float64)
+		if !ok {
+			data = widened(x.Data.([]float32))
+		}
+		for i, v := range data {
+			if !(math.Abs(v) <= largest) {
+				return nil, fmt.Errorf("element %d of tensor %q is %v, want a number that the model's %v holds", i, part.Name, v, m.Dtype())
+			}
+		}
+		all = append(all, data...)
+	}
+	return all, nil
+}
+
+func widened(x []float32) []float64 {
+	y := make([]float64, len(x))
+	for i, v := range x {
+		y[i] = float64(v)
+	}
+	return y
 }

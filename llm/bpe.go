@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with
@@ -227,10 +229,13 @@ func (b *BPE) lines() []byte {
 	return text
 }
 
+// maxBPEFile is the size of a file with as many merges as there can be, none longer than "1048575 1048575\n".
+const maxBPEFile = 16*maxVocab + 256
+
 // LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something else says what is wrong
 // with it.
 func LoadBPE(path string) (*BPE, error) {
-	text, err := os.ReadFile(path)
+	text, err := regular.Read(path, maxBPEFile, "a byte-pair encoding has")
 	if err != nil {
 		return nil, fmt.Errorf("llm: LoadBPE: %w", err)
 	}

@@ -1,6 +1,7 @@
 package llm_test
 
 import (
+	"context"
 	"fmt"
 	"log"
 	"path/filepath"
@@ -41,7 +42,7 @@ func ExampleCacheTokens() {
 		if err != nil {
 			log.Fatal(err)
 		}
-		tokens, err := llm.CacheTokens(filepath.Join(filepath.Dir(path), "cache", "tokens"), corpus.Train, bpe, nil)
+		tokens, err := llm.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache", "tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)
 		}

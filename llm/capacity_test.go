@@ -48,7 +48,7 @@ func TestCapacityResumes(t *testing.T) {
 		t.Fatal("the first run was not interrupted")
 	}
 	second := newTrainer(t, o)
-	if err := second.Resume(path); err != nil {
+	if err := second.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
 	if err := second.Run(t.Context()); err != nil {
@@ -56,7 +56,7 @@ func TestCapacityResumes(t *testing.T) {
 	}
 	checkSame(t, second, whole)
 	narrow := newTrainer(t, trainerOptions{config: tiny(), steps: 30})
-	if err := narrow.Resume(path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "SlotWidth is 0 here and 18 there") {
+	if err := narrow.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "SlotWidth is 0 here and 18 there") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -154,7 +154,7 @@ func TestCapacityOfLattices(t *testing.T) {
 		if err := safetensors.Save(path, tensors, metadata); err != nil {
 			t.Fatal(err)
 		}
-		m, err := LoadModel(path)
+		m, err := LoadModel(t.Context(), path)
 		if !errors.Is(err, c.is) {
 			t.Errorf("%s: got %v, want %v", name, err, c.is)
 		}

@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is loaded into.
@@ -117,19 +117,17 @@ func copyTensors(tensors []safetensors.Tensor) {
 
 // ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads the file's header alone.
 func ReadNotes(path string) (map[string]string, error) {
-	file, err := safetensors.Open(path)
+	f, err := openCheckpoint(path)
 	if err != nil {
-		return nil, fmt.Errorf("llm: %w", err)
+		return nil, err
 	}
-	defer file.Close()
-	f := checkpoint{path: path, metadata: file.Metadata()}
-	var notes map[string]string
-	text, ok := f.metadata[notesKey]
-	if !ok {
+	defer f.Close()
+	if _, ok := f.metadata[notesKey]; !ok {
 		return nil, f.errorf("it has no notes of a run, which Trainer.Save writes: a model alone cannot go on")
 	}
-	if err := json.Unmarshal([]byte(text), &notes); err != nil {
-		return nil, f.errorf("the notes: %w", err)
+	var notes map[string]string
+	if err := f.decode(notesKey, "the notes", maxNotes, &notes); err != nil {
+		return nil, err
 	}
 	return notes, nil
 }
@@ -183,37 +181,46 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 }
 
 // LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included: what they were made
-// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where.
-func LoadModel(path string) (*Model, error) {
-	f, err := readCheckpoint(path)
+// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where, and so is one with a
+// parameter that is not finite (ErrDiverged) or with tensors that such a model does not have (ErrArchitecture). Whatever the
+// file says, memory is taken for what it holds. When the context ends, so does the reading.
+func LoadModel(ctx context.Context, path string) (*Model, error) {
+	f, err := openCheckpoint(path)
 	if err != nil {
 		return nil, err
 	}
+	defer f.Close()
 	c, err := f.config()
 	if err != nil {
 		return nil, err
 	}
-	embed, ok := f.tensors[embedName]
-	if !ok {
-		return nil, f.errorf("%w: tensor %s is missing", ErrArchitecture, embedName)
-	}
 	dt := tensor.Float32
-	if embed.DType == safetensors.F64 {
+	if d, _, err := f.Info(embedName); err == nil && d == safetensors.F64 {
 		dt = tensor.Float64
 	}
 	// Before memory for a model is taken, the file must hold one: a configuration can ask for any amount.
 	if err := f.fits(c, dt); err != nil {
 		return nil, err
 	}
-	m, err := NewModel(c, dt, 0)
+	m, err := newModel(c, dt, nil)
 	if err != nil {
 		return nil, f.errorf("%w", err)
 	}
-	load, err := f.model(m)
+	for _, p := range m.Params {
+		if err := f.parameter(ctx, p.Name, p.Value.Data()); err != nil {
+			return nil, err
+		}
+	}
+	install, err := f.lattices(ctx, m)
 	if err != nil {
 		return nil, err
 	}
-	load()
+	for name := range f.with(optimizerPrefix) {
+		if err := f.Verify(ctx, name); err != nil {
+			return nil, f.errorf("%w", err)
+		}
+	}
+	install()
 	return m, nil
 }
 
@@ -223,8 +230,8 @@ func LoadModel(path string) (*Model, error) {
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
 // engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
-// refuse until a Resume succeeds.
-func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
+// refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed either.
+func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
 	var r resumption
 	for _, opt := range opts {
 		if opt == nil {
@@ -235,10 +242,11 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	if t.closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
-	f, err := readCheckpoint(path)
+	f, err := openCheckpoint(path)
 	if err != nil {
 		return err
 	}
+	defer f.Close()
 	c, err := f.config()
 	if err != nil {
 		return err
@@ -247,12 +255,11 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown} // null in the file
-	text, ok := f.metadata[trainingKey]
-	if !ok {
+	if _, ok := f.metadata[trainingKey]; !ok {
 		return f.errorf("it holds a model alone, without the state of a run: load it with LoadModel")
 	}
-	if err := json.Unmarshal([]byte(text), &run); err != nil {
-		return f.errorf("the state of the run: %w", err)
+	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule, &run); err != nil {
+		return err
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of more steps goes on from there",
@@ -271,15 +278,18 @@ func (t *Trainer) Resume(path string, opts ...ResumeOption) error {
 	if err := f.fits(t.Model.Config, t.Model.Dtype()); err != nil {
 		return err
 	}
-	loadModel, err := f.model(t.Model)
+	loadModel, err := f.model(ctx, t.Model)
 	if err != nil {
 		return err
 	}
 	var optimizer []optim.Tensor
-	for name, x := range f.tensors {
-		if own, ok := strings.CutPrefix(name, optimizerPrefix); ok {
-			optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
+	for name := range f.with(optimizerPrefix) {
+		x, err := f.Tensor(ctx, name)
+		if err != nil {
+			return f.errorf("%w", err)
 		}
+		own := strings.TrimPrefix(name, optimizerPrefix)
+		optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
 	}
 	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
 	// back.
@@ -328,88 +338,3 @@ func (t *Trainer) setLossScale(s *LossScale) error {
 }
 
 var unknown = number(math.NaN())
-
-// checkpoint is what a file holds, checked against its checksums.
-type checkpoint struct {
-	path     string
-	tensors  map[string]safetensors.Tensor
-	metadata map[string]string
-}
-
-func readCheckpoint(path string) (*checkpoint, error) {
-	tensors, metadata, err := safetensors.Load(path)
-	if err != nil {
-		return nil, fmt.Errorf("llm: %w", err)
-	}
-	f := &checkpoint{path, make(map[string]safetensors.Tensor, len(tensors)), metadata}
-	for _, t := range tensors {
-		f.tensors[t.Name] = t
-	}
-	return f, nil
-}
-
-func (f *checkpoint) errorf(format string, args ...any) error {
-	return fmt.Errorf("llm: checkpoint %s: "+format, append([]any{f.path}, args...)...)
-}
-
-func (f *checkpoint) config() (Config, error) {
-	var c Config
-	text, ok := f.metadata[configKey]
-	if !ok {
-		return c, f.errorf("%w: it has no %q in its metadata, as this package's model files do", ErrArchitecture, configKey)
-	}
-	if err := json.Unmarshal([]byte(text), &c); err != nil {
-		return c, f.errorf("the configuration: %w", err)
-	}
-	if err := c.Check(); err != nil {
-		return c, f.errorf("%w", err)
-	}
-	return c, nil
-}
-
-// fits checks that the file holds the parameters of a model.
-func (f *checkpoint) fits(c Config, dt tensor.Dtype) error {
-	want := safetensors.F32
-	if dt == tensor.Float64 {
-		want = safetensors.F64
-	}
-	for p := range c.params() {
-		x, ok := f.tensors[p.name]
-		if !ok {
-			return f.errorf("%w: tensor %s is missing", ErrArchitecture, p.name)
-		}
-		if !slices.Equal(x.Shape, p.shape) || x.DType != want {
-			return f.errorf("%w: tensor %s is %s of shape %v, the model's is %s of shape %v",
-				ErrArchitecture, p.name, x.DType, x.Shape, want, p.shape)
-		}
-	}
-	return nil
-}
-
-// model checks the lattices of a file that fits m, and returns what copies its parameters and lattices into m.
-func (f *checkpoint) model(m *Model) (load func(), err error) {
-	var arrays []state.Array
-	for name, x := range f.tensors {
-		if own, ok := strings.CutPrefix(name, latticePrefix); ok {
-			arrays = append(arrays, state.Array{Name: own, Shape: x.Shape, Data: x.Data})
-		}
-	}
-	install, err := m.Kasmina.Load(arrays)
-	if errors.Is(err, state.ErrShape) {
-		err = fmt.Errorf("%w: %w", ErrArchitecture, err)
-	}
-	if err != nil {
-		return nil, f.errorf("%w", err)
-	}
-	return func() {
-		for _, p := range m.Params {
-			switch x := f.tensors[p.Name].Data.(type) {
-			case []float32:
-				copy(p.Value.Float32s(), x)
-			case []float64:
-				copy(p.Value.Float64s(), x)
-			}
-		}
-		install()
-	}, nil
-}

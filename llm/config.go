@@ -106,7 +106,7 @@ func (c Config) Check() error {
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}
-	seen := map[int]bool{}
+	seen := make(map[int]bool, min(len(c.Kasmina), c.Layers))
 	for _, b := range c.Kasmina {
 		if b < 0 || b >= c.Layers {
 			return fmt.Errorf("llm: Config.Kasmina names block %d, want 0 to %d", b, c.Layers-1)

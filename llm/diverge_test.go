@@ -69,7 +69,7 @@ func TestDivergedIsNotSaved(t *testing.T) {
 				}
 			}
 			again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
-			if err := again.Resume(path, WithNewSettings(nil)); err != nil || again.Step() != 4 {
+			if err := again.Resume(t.Context(), path, WithNewSettings(nil)); err != nil || again.Step() != 4 {
 				t.Errorf("the checkpoint gives step %d, %v, want 4", again.Step(), err)
 			}
 		})
@@ -145,7 +145,7 @@ func TestUpdatedTooEarly(t *testing.T) {
 			if err := tr.Model.Save(path); !errors.Is(err, ErrDiverged) {
 				t.Errorf("Model.Save: got %v, want ErrDiverged", err)
 			}
-			if err := tr.Resume(path); err != nil || tr.Step() != 4 {
+			if err := tr.Resume(t.Context(), path); err != nil || tr.Step() != 4 {
 				t.Fatalf("the checkpoint gives step %d, %v, want 4", tr.Step(), err)
 			}
 			if err := tr.Run(t.Context()); err != nil {

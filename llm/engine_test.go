@@ -148,7 +148,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		"Save":     func() error { return tr.Save(path) },
 		"Evaluate": func() error { _, _, err := tr.Evaluate(eval); return err },
 	} {
-		if err := tr.Resume(path); !errors.Is(err, e.fail) {
+		if err := tr.Resume(t.Context(), path); !errors.Is(err, e.fail) {
 			t.Fatalf("Resume: error %v", err)
 		}
 		if err := f(); !errors.Is(err, e.fail) || !strings.Contains(err.Error(), "another Resume") {
@@ -156,7 +156,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		}
 	}
 	e.pull = func() { t.Error("the model is asked for where it is not") }
-	if err := tr.Resume(path + "x"); err == nil {
+	if err := tr.Resume(t.Context(), path+"x"); err == nil {
 		t.Error("a checkpoint that is not there is resumed from")
 	}
 	model := filepath.Join(t.TempDir(), "model")
@@ -164,7 +164,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, p := range []string{path, model} {
-		m, err := LoadModel(p)
+		m, err := LoadModel(t.Context(), p)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -175,7 +175,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		}
 	}
 	e.fail, e.pull, tr.callbacks = nil, nil, nil
-	if err := tr.Resume(path); err != nil {
+	if err := tr.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
 	if err := tr.Run(t.Context()); err != nil {
@@ -222,7 +222,7 @@ func TestAnotherTrainer(t *testing.T) {
 		t.Errorf("the second trainer has lost the model: error %v", err)
 	}
 	e.fail, e.pull, e.pushed = nil, nil, nil
-	if err := errors.Join(first.Run(t.Context()), second.Resume(path)); err != nil || len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
+	if err := errors.Join(first.Run(t.Context()), second.Resume(t.Context(), path)); err != nil || len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
 		t.Errorf("the first engine takes %v and is at step %d, error %v", e.pushed, first.Step(), err)
 	}
 	e.pull = func() { t.Error("the model is asked for where it is no more after a Resume") }
@@ -230,7 +230,7 @@ func TestAnotherTrainer(t *testing.T) {
 		t.Errorf("the first engine is closed %d times, error %v", e.closed, err)
 	}
 	for name, f := range map[string]func() error{
-		"Run": func() error { return first.Run(t.Context()) }, "Save": save, "Resume": func() error { return first.Resume(path) },
+		"Run": func() error { return first.Run(t.Context()) }, "Save": save, "Resume": func() error { return first.Resume(t.Context(), path) },
 	} {
 		if err := f(); !errors.Is(err, errClosed) {
 			t.Errorf("%s: error %v, want %v", name, err, errClosed)

@@ -52,7 +52,7 @@ func TestFrozenSlots(t *testing.T) {
 				}
 			}
 			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: steps, optimizer: optimizer})
-			if err := resumed.Resume(path); err != nil {
+			if err := resumed.Resume(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
 			checkSame(t, straight, run(resumed))

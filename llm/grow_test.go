@@ -56,7 +56,7 @@ func TestGrowResumes(t *testing.T) {
 	for k, until := range []int{7, 16, 22, 31, steps} {
 		broken = fresh()
 		if k > 0 {
-			if err := broken.Resume(path); err != nil {
+			if err := broken.Resume(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -35,7 +35,7 @@ func TestNil(t *testing.T) {
 		"NewLoader":            func() error { return second(NewLoader(nil, LoaderConfig{Batch: 1, Seq: 1})) },
 		"NewModel option":      func() error { return second(NewModel(tiny(), tensor.Float32, 1, nil)) },
 		"Graph option":         func() error { return second(tr.Model.Graph(ForLoss, 1, nil)) },
-		"Resume option":        func() error { return tr.Resume("nowhere", nil) },
+		"Resume option":        func() error { return tr.Resume(t.Context(), "nowhere", nil) },
 		"OpenCorpus option":    func() error { return second(OpenCorpus(".", nil)) },
 		"Tokenize text":        func() error { return second(Tokenize(nil, ByteTokenizer{})) },
 		"Tokenize tokenizer":   func() error { return second(Tokenize(&Text{}, nil)) },
@@ -214,7 +214,7 @@ func TestHostileConfig(t *testing.T) {
 			if err := safetensors.Save(path, tensors, metadata); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := LoadModel(path); err == nil {
+			if _, err := LoadModel(t.Context(), path); err == nil {
 				t.Error("no error")
 			}
 		})
@@ -242,7 +242,7 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadModel(path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
+	if _, err := LoadModel(t.Context(), path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -267,7 +267,7 @@ func FuzzLoad(f *testing.F) {
 		if err := safetensors.Save(path, altered, map[string]string{configKey: config, trainingKey: training, notesKey: notes}); err != nil {
 			return // no JSON string
 		}
-		if m, err := LoadModel(path); err == nil {
+		if m, err := LoadModel(t.Context(), path); err == nil {
 			if err := m.Save(path + "2"); err != nil && !errors.Is(err, ErrDiverged) {
 				t.Error(err)
 			}
@@ -275,7 +275,7 @@ func FuzzLoad(f *testing.F) {
 		}
 		_, _ = ReadNotes(path)
 		tr := smallTrainer(t, c)
-		if err := tr.Resume(path, WithNewSettings(nil)); err == nil {
+		if err := tr.Resume(t.Context(), path, WithNewSettings(nil)); err == nil {
 			if err := tr.Run(context.Background()); err != nil {
 				t.Log(err)
 			}

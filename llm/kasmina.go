@@ -38,6 +38,15 @@ func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 	return l, err
 }
 
+// loadLattices checks arrays of the lattices, and returns what makes them the model's.
+func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
+	install, err = m.Kasmina.Load(arrays)
+	if errors.Is(err, state.ErrShape) {
+		err = fmt.Errorf("%w: %w", ErrArchitecture, err)
+	}
+	return install, err
+}
+
 // Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
 // identity start, unless a living seed has it too, and requests germination. Random weights follow from the layer, the seed,
 // the slot and the lattice's epoch. On an error nothing has changed. It is m.Kasmina.Do with one command.

@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // JSONLog writes a line with one JSON object to the file at path, whose folders it makes, for every event. Each has "time",
@@ -147,10 +149,13 @@ func (n number) MarshalJSON() ([]byte, error) {
 	return json.Marshal(float64(n))
 }
 
+// maxRecord is the longest line that is read as a record, in bytes. Those of steps have some hundreds.
+const maxRecord = 1 << 20
+
 // readLog calls f with each record of the log at path, in order. Lines that are no records are passed over, and a file
 // that does not exist has none.
 func readLog(path string, f func(logRecord)) error {
-	file, err := os.Open(path)
+	file, _, err := regular.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -158,9 +163,12 @@ func readLog(path string, f func(logRecord)) error {
 		return err
 	}
 	defer file.Close()
-	lines := bufio.NewReader(file)
+	lines := bufio.NewReaderSize(file, maxRecord)
 	for {
-		line, err := lines.ReadBytes('\n')
+		line, err := lines.ReadSlice('\n')
+		if errors.Is(err, bufio.ErrBufferFull) { // no record has so long a line
+			line, err = nil, skipLine(lines)
+		}
 		var r logRecord
 		if json.Unmarshal(line, &r) == nil {
 			f(r)
@@ -169,6 +177,15 @@ func readLog(path string, f func(logRecord)) error {
 			return nil
 		}
 		if err != nil {
+			return err
+		}
+	}
+}
+
+// skipLine reads on to the end of a line.
+func skipLine(lines *bufio.Reader) error {
+	for {
+		if _, err := lines.ReadSlice('\n'); !errors.Is(err, bufio.ErrBufferFull) {
 			return err
 		}
 	}

@@ -36,6 +36,15 @@ type Model struct {
 // Learners", 2019), norms at 1, and Kasmina slots at the Residual kind's identity. The same seed gives the same parameters.
 // The lattices get the given options; Config.Slots is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
+	// Each parameter has a stream of its own, so that adding one does not change the others.
+	return newModel(c, dt, func(i int, p paramSpec) func() float64 {
+		r := rand.New(rand.NewPCG(seed, uint64(i)))
+		return func() float64 { return p.start + p.deviation*r.NormFloat64() }
+	}, lattice...)
+}
+
+// newModel returns a model whose i-th parameter has the numbers that start gives one after the other; zeros if start is nil.
+func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() float64, lattice ...state.Option) (*Model, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
@@ -57,9 +66,11 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 	}
 	cpu.Parallel(len(specs), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
-			// Each parameter has a stream of its own, so that adding one does not change the others.
-			p, r := specs[i], rand.New(rand.NewPCG(seed, uint64(i)))
-			m.Params[i] = Param{p.name, newParam(dt, p.shape, func() float64 { return p.start + p.deviation*r.NormFloat64() })}
+			var next func() float64
+			if start != nil {
+				next = start(i, specs[i])
+			}
+			m.Params[i] = Param{specs[i].name, newParam(dt, specs[i].shape, next)}
 		}
 	})
 	var err error
@@ -144,20 +155,23 @@ const (
 
 func blockPrefix(i int) string { return fmt.Sprintf("model.layers.%d.", i) }
 
+// newParam returns a tensor of the numbers that next gives, of zeros if next is nil.
 func newParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
 	n := tensor.Shape(shape).TotalSize()
 	if dt == tensor.Float32 {
-		data := make([]float32, n)
-		for i := range data {
-			data[i] = float32(next())
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float32](n, next)))
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float64](n, next)))
+}
+
+func numbers[T float32 | float64](n int, next func() float64) []T {
+	x := make([]T, n)
+	if next != nil {
+		for i := range x {
+			x[i] = T(next())
 		}
-		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
 	}
-	data := make([]float64, n)
-	for i := range data {
-		data[i] = next()
-	}
-	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
+	return x
 }
 
 // Param returns the parameter with the given name, or nil.

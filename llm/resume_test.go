@@ -49,7 +49,7 @@ func TestChild(t *testing.T) {
 		})
 	case "save": // goes on from where the last child was killed, saving all the time
 		if _, err := os.Stat(path); err == nil {
-			if err := tr.Resume(path); err != nil {
+			if err := tr.Resume(t.Context(), path); err != nil {
 				fmt.Println("refused:", err)
 				return
 			}
@@ -117,7 +117,7 @@ func TestResume(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "model.safetensors")
 			kill(t, startChild(t, "train "+name+" "+path, "saved"))
 			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 40, optimizer: optimizer})
-			if err := resumed.Resume(path); err != nil {
+			if err := resumed.Resume(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
 			if resumed.Step() != 20 {
@@ -170,7 +170,7 @@ func TestKillWhileSaving(t *testing.T) {
 			during++
 		}
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30, optimizer: adamW})
-		if err := tr.Resume(path); err != nil {
+		if err := tr.Resume(t.Context(), path); err != nil {
 			t.Fatalf("kill %d: %v", i, err)
 		}
 		if tr.Step() <= last {
@@ -290,7 +290,7 @@ func TestResumeErrors(t *testing.T) {
 		for range 200 {
 			at, bit := r.IntN(len(whole)), byte(1)<<r.IntN(8)
 			p := damaged(func(b []byte) []byte { b[at] ^= bit; return b })
-			if _, err := LoadModel(p); !errors.Is(err, safetensors.ErrCorrupt) {
+			if _, err := LoadModel(t.Context(), p); !errors.Is(err, safetensors.ErrCorrupt) {
 				t.Fatalf("byte %d, bit %08b: got %v, want ErrCorrupt", at, bit, err)
 			}
 		}
@@ -311,7 +311,7 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 		}
 	}
 	tr.Config.Steps = 100 // for a checkpoint of a later step than both are at
-	err := tr.Resume(path)
+	err := tr.Resume(t.Context(), path)
 	if err == nil {
 		t.Fatal("no error")
 	}
@@ -340,7 +340,7 @@ func TestLoadModelKeepsLatticeOptions(t *testing.T) {
 		if err := m.Save(path); err != nil {
 			t.Fatal(err)
 		}
-		if m, err = LoadModel(path); err != nil {
+		if m, err = LoadModel(t.Context(), path); err != nil {
 			t.Fatal(err)
 		}
 		if err := m.Germinate(0, 0, state.GerminationRequest{Slot: 1}); err != nil {
@@ -364,7 +364,7 @@ func TestLoadModel(t *testing.T) {
 		if err := tr.Run(context.Background()); err != nil {
 			t.Fatal(err)
 		}
-		m, err := LoadModel(path)
+		m, err := LoadModel(t.Context(), path)
 		if err != nil {
 			t.Fatal(err)
 		}

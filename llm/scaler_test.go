@@ -57,7 +57,7 @@ func TestScaler(t *testing.T) {
 	}
 	resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	into := scale(resumed)
-	if err := resumed.Resume(path); err != nil || into.scale != s.scale {
+	if err := resumed.Resume(t.Context(), path); err != nil || into.scale != s.scale {
 		t.Errorf("the scale is resumed as %+v, %v, want %+v", into.scale, err, s.scale)
 	}
 	s.scale.Scale = 0.5
@@ -66,12 +66,12 @@ func TestScaler(t *testing.T) {
 	}
 	other := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	into = scale(other)
-	if err := other.Resume(path); !errors.Is(err, errScale) || other.Step() != 0 || into.scale.Scale != 1024 {
+	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 || into.scale.Scale != 1024 {
 		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err, other.Step(), into.scale)
 	}
 	// The CPU has no scale, whatever the file says.
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
-	if err := plain.Resume(path); err != nil || plain.Step() != 7 {
+	if err := plain.Resume(t.Context(), path); err != nil || plain.Step() != 7 {
 		t.Errorf("resumed at step %d on the CPU: %v", plain.Step(), err)
 	}
 }

@@ -77,7 +77,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		t.Run(want, func(t *testing.T) {
 			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 			change(t, tr)
-			err := tr.Resume(path)
+			err := tr.Resume(t.Context(), path)
 			if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
 				t.Fatalf("got %v, want ErrSettings with %q", err, want)
 			}
@@ -85,7 +85,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 				t.Errorf("the refused trainer is at step %d", tr.Step())
 			}
 			var told []string
-			if err := tr.Resume(path, WithNewSettings(func(d []string) { told = d })); err != nil {
+			if err := tr.Resume(t.Context(), path, WithNewSettings(func(d []string) { told = d })); err != nil {
 				t.Fatal(err)
 			}
 			if tr.Step() != 5 || !strings.Contains(strings.Join(told, "; "), want) {
@@ -121,12 +121,12 @@ func TestResumeWithMoreSteps(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		err := more.Resume(path)
+		err := more.Resume(t.Context(), path)
 		if errors.Is(err, ErrSettings) != planned || (err != nil) != planned {
 			t.Fatalf("the schedule follows Steps: %v; got %v", planned, err)
 		}
 		if planned {
-			if err := more.Resume(path, WithNewSettings(nil)); err != nil {
+			if err := more.Resume(t.Context(), path, WithNewSettings(nil)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -138,7 +138,7 @@ func TestResumeWithMoreSteps(t *testing.T) {
 		}
 	}
 	less := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
-	if err := less.Resume(path); err == nil || !strings.Contains(err.Error(), "step 5, want 0 to TrainConfig.Steps, which is 4") {
+	if err := less.Resume(t.Context(), path); err == nil || !strings.Contains(err.Error(), "step 5, want 0 to TrainConfig.Steps, which is 4") {
 		t.Errorf("a run of 4 steps resumed at step 5: %v", err)
 	}
 }
@@ -149,7 +149,7 @@ func TestNotes(t *testing.T) {
 	if want := map[string]string{"flag": "a \"value\""}; err != nil || !maps.Equal(notes, want) {
 		t.Errorf("notes %v, %v, want %v", notes, err, want)
 	}
-	m, err := LoadModel(path)
+	m, err := LoadModel(t.Context(), path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +171,7 @@ func TestResumeOfACompleteRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
-	if err := again.Resume(path); err != nil {
+	if err := again.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
 	var kinds []EventKind
@@ -219,7 +219,7 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		}
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2, optimizer: muon})
 		tr.Optimizer = o
-		if err := tr.Resume(path); !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
+		if err := tr.Resume(t.Context(), path); !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %.200v, want ErrSettings with %q", err, want)
 		}
 	}
@@ -238,7 +238,7 @@ func TestResumeWithoutEngine(t *testing.T) {
 	if err := old.Save(path); err != nil {
 		t.Fatal(err)
 	}
-	if err := newTrainer(t, trainerOptions{config: tiny(), steps: 2}).Resume(path); err != nil {
+	if err := newTrainer(t, trainerOptions{config: tiny(), steps: 2}).Resume(t.Context(), path); err != nil {
 		t.Error(err)
 	}
 }

@@ -3,6 +3,7 @@ package llm
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
@@ -16,6 +17,7 @@ import (
 	"runtime"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // A TokenFile is text that was encoded once and for all: token ids in a file, read where they are asked for. It implements
@@ -73,25 +75,25 @@ func newTokenHeader(text *Text, tok Tokenizer) tokenHeader {
 // CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
 // another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
 // it is not overwritten.
-func CacheTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) (*TokenFile, error) {
-	t, err := OpenTokens(path, text, tok)
+func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) (*TokenFile, error) {
+	t, err := OpenTokens(ctx, path, text, tok)
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrDataChanged) {
 		return t, err
 	}
-	if err := WriteTokens(path, text, tok, progress); err != nil {
+	if err := WriteTokens(ctx, path, text, tok, progress); err != nil {
 		return nil, err
 	}
-	return OpenTokens(path, text, tok)
+	return OpenTokens(ctx, path, text, tok)
 }
 
 // OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text, of
 // text that has changed since, going by the times at which its files were modified, or by another tokenizer is an
-// ErrDataChanged. Close it after use.
-func OpenTokens(path string, text *Text, tok Tokenizer) (*TokenFile, error) {
+// ErrDataChanged. When the context ends, so does the reading. Close it after use.
+func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*TokenFile, error) {
 	if text == nil || tok == nil {
 		return nil, errors.New("llm: OpenTokens: text and tokenizer must not be nil")
 	}
-	f, err := os.Open(path)
+	f, size, err := regular.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
 	}
@@ -104,7 +106,7 @@ func OpenTokens(path string, text *Text, tok Tokenizer) (*TokenFile, error) {
 		err = t.header.check(newTokenHeader(text, tok))
 	}
 	if err == nil {
-		err = t.verify()
+		err = t.verify(ctx, size)
 	}
 	if err != nil {
 		f.Close()
@@ -152,13 +154,9 @@ func (h tokenHeader) check(want tokenHeader) error {
 }
 
 // verify reads all ids and compares them with the header.
-func (t *TokenFile) verify() error {
-	info, err := t.f.Stat()
-	if err != nil {
-		return err
-	}
+func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	h := t.header
-	size := info.Size() - tokenDataStart
+	size -= tokenDataStart
 	if size%int64(h.Width) != 0 || size/int64(h.Width) != h.Count {
 		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count, h.Width)
 	}
@@ -166,6 +164,9 @@ func (t *TokenFile) verify() error {
 	raw := make([]byte, min(portionSize, size))
 	ids := make([]int, len(raw)/h.Width)
 	for at := int64(0); at < h.Count; {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		n := int(min(int64(len(ids)), h.Count-at))
 		if err := t.read(ids[:n], raw[:n*h.Width], at); err != nil {
 			return err
@@ -236,8 +237,8 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // cores. Memory for some portions is all that it takes.
 //
 // The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
-// there are. An error of it ends the work.
-func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) error {
+// there are. An error of it ends the work, and so does the context.
+func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) error {
 	if text == nil || tok == nil {
 		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
 	}
@@ -250,6 +251,9 @@ func WriteTokens(path string, text *Text, tok Tokenizer, progress func(bytes, of
 		w := bufio.NewWriterSize(f, portionSize)
 		var done int64
 		err := encodeDocuments(text, tok, header.Width, func(p portion) error {
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
 			header.Count += int64(len(p.ids) / header.Width)
 			header.CRC = crc32.Update(header.CRC, castagnoli, p.ids)
 			if _, err := w.Write(p.ids); err != nil {

@@ -53,7 +53,7 @@ func (wide) Decode([]int) ([]byte, error) { return nil, errors.New("one-way") }
 
 func mustCache(t testing.TB, path string, text *Text, tok Tokenizer) *TokenFile {
 	t.Helper()
-	f, err := CacheTokens(path, text, tok, nil)
+	f, err := CacheTokens(t.Context(), path, text, tok, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -122,7 +122,7 @@ func TestTokenFileIsTheSameOnAnyNumberOfCores(t *testing.T) {
 		func() {
 			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(cores))
 			var last int64
-			err := WriteTokens(path, text, bpe, func(done, of int64) error {
+			err := WriteTokens(t.Context(), path, text, bpe, func(done, of int64) error {
 				if done <= last || done > of || of != text.Size() {
 					t.Errorf("progress(%d, %d) after %d", done, of, last)
 				}
@@ -170,7 +170,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 	dir := writeFiles(t, numbered(30))
 	path := filepath.Join(t.TempDir(), "cache", "tokens")
 	text := mustOpen(t, dir).Train
-	if _, err := OpenTokens(path, text, ByteTokenizer{}); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := OpenTokens(t.Context(), path, text, ByteTokenizer{}); !errors.Is(err, fs.ErrNotExist) {
 		t.Fatalf("no file: %v", err)
 	}
 	mustCache(t, path, text, ByteTokenizer{}).Close() // Windows does not replace open files
@@ -190,7 +190,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		text := mustOpen(t, dir).Train
-		if _, err := OpenTokens(path, text, wide{}); !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), c.want) {
+		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
 		f := mustCache(t, path, text, wide{})
@@ -199,7 +199,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		}
 		called := false
 		f.Close()
-		again, err := CacheTokens(path, text, wide{}, func(int64, int64) error { called = true; return nil })
+		again, err := CacheTokens(t.Context(), path, text, wide{}, func(int64, int64) error { called = true; return nil })
 		if err != nil || called {
 			t.Fatalf("%s: the new tokens are not used: %v", c.name, err)
 		}
@@ -218,7 +218,7 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := WriteTokens(path, text, wide{broken: true}, nil); err == nil ||
+	if err := WriteTokens(t.Context(), path, text, wide{broken: true}, nil); err == nil ||
 		!strings.Contains(err.Error(), "tokenizer wide made id 16777216, outside its vocabulary [0, 16777216)") {
 		t.Errorf("an id outside the vocabulary: %v", err)
 	}
@@ -226,7 +226,7 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{}, time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}
-	if err := WriteTokens(path, text, ByteTokenizer{}, nil); !errors.Is(err, ErrDataChanged) {
+	if err := WriteTokens(t.Context(), path, text, ByteTokenizer{}, nil); !errors.Is(err, ErrDataChanged) {
 		t.Errorf("a file that changed: %v", err)
 	}
 	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, before) {
@@ -293,7 +293,7 @@ func TestOpenTokensErrors(t *testing.T) {
 		if err := os.WriteFile(path, c.file, 0o666); err != nil {
 			t.Fatal(err)
 		}
-		_, err := CacheTokens(path, text, wide{}, nil)
+		_, err := CacheTokens(t.Context(), path, text, wide{}, nil)
 		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
 			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
 		}
@@ -305,14 +305,14 @@ func TestOpenTokensErrors(t *testing.T) {
 		t.Error("a name that does not fit the header is no error")
 	}
 	for _, err := range []error{
-		WriteTokens(path, nil, wide{}, nil),
-		WriteTokens(path, text, nil, nil),
+		WriteTokens(t.Context(), path, nil, wide{}, nil),
+		WriteTokens(t.Context(), path, text, nil, nil),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "must not be nil") {
 			t.Errorf("nil: %v", err)
 		}
 	}
-	if _, err := OpenTokens(path, nil, nil); err == nil || !strings.Contains(err.Error(), "must not be nil") {
+	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil || !strings.Contains(err.Error(), "must not be nil") {
 		t.Errorf("nil: %v", err)
 	}
 }
@@ -352,7 +352,7 @@ func FuzzOpenTokens(f *testing.F) {
 		if err := os.WriteFile(path, file, 0o666); err != nil {
 			t.Fatal(err)
 		}
-		tokens, err := OpenTokens(path, text, ByteTokenizer{})
+		tokens, err := OpenTokens(t.Context(), path, text, ByteTokenizer{})
 		if err != nil {
 			return
 		}
@@ -372,7 +372,7 @@ func BenchmarkWriteTokens(b *testing.B) {
 	path := filepath.Join(b.TempDir(), "tokens")
 	b.SetBytes(text.Size())
 	for b.Loop() {
-		if err := WriteTokens(path, text, bpe, nil); err != nil {
+		if err := WriteTokens(b.Context(), path, text, bpe, nil); err != nil {
 			b.Fatal(err)
 		}
 	}

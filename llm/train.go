@@ -3,6 +3,7 @@ package llm
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -28,7 +29,7 @@ type TrainConfig struct {
 	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its defaults filled in.
 	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
-	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption
+	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption, up to 256 KiB
 }
 
 func (c *TrainConfig) check() error {
@@ -51,6 +52,9 @@ func (c *TrainConfig) check() error {
 		return fmt.Errorf("llm: TrainConfig.Clip is %v, want a finite number of at least 0", c.Clip)
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
+	}
+	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > maxNotes {
+		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep long texts in files of their own", len(notes), maxNotes)
 	}
 	return nil
 }

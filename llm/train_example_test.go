@@ -48,7 +48,7 @@ func ExampleTrainer() {
 		log.Fatal(err)
 	}
 
-	generator := must(llm.NewGenerator(must(llm.LoadModel(checkpoint))))
+	generator := must(llm.NewGenerator(must(llm.LoadModel(context.Background(), checkpoint))))
 	defer generator.Close()
 	greedy := must(llm.NewSampler(llm.SamplerConfig{}))
 	next := must(generator.Generate(bytes.Encode([]byte(strings.Repeat("0123456789", 2))), 10, greedy))

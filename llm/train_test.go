@@ -312,7 +312,7 @@ func TestNaN(t *testing.T) {
 		t.Errorf("the trainer is at step %d, want 5", tr.Step())
 	}
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
-	if err := again.Resume(path); err != nil || again.Step() != 4 {
+	if err := again.Resume(t.Context(), path); err != nil || again.Step() != 4 {
 		t.Errorf("the checkpoint of step 4 gives step %d, %v", again.Step(), err)
 	}
 	if err := again.Run(context.Background()); err != nil {
@@ -359,7 +359,7 @@ func TestInterrupt(t *testing.T) {
 		t.Fatalf("got %v, want context.Canceled", err)
 	}
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
-	if err := again.Resume(path); err != nil || again.Step() != 3 {
+	if err := again.Resume(t.Context(), path); err != nil || again.Step() != 3 {
 		t.Errorf("resumed at step %d, %v, want 3", again.Step(), err)
 	}
 }
@@ -398,7 +398,7 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 			t.Errorf("a sample was written after the interrupt: %v", err)
 		}
 		again := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
-		if err := again.Resume(filepath.Join(dir, "m")); err != nil || again.Step() != at {
+		if err := again.Resume(t.Context(), filepath.Join(dir, "m")); err != nil || again.Step() != at {
 			t.Errorf("resumed at step %d, %v, want %d", again.Step(), err, at)
 		}
 	}

@@ -107,7 +107,7 @@ func TestOtherTokenizer(t *testing.T) {
 		t.Fatal(err)
 	}
 	other := paddedTrainer(t, mustTrainBPE(t, words(2, 3000), 268), text, 320)
-	err := other.Resume(path, WithNewSettings(nil))
+	err := other.Resume(t.Context(), path, WithNewSettings(nil))
 	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), "those of bpe-270-") || !strings.Contains(err.Error(), "those of bpe-268-") {
 		t.Errorf("got %v, want ErrSettings and both tokenizers", err)
 	}
@@ -156,7 +156,7 @@ func TestProgressStops(t *testing.T) {
 	if !errors.Is(err, stop) || calls != 1 {
 		t.Errorf("training went on for %d merges: %v", calls, err)
 	}
-	_, err = CacheTokens(filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64, int64) error { calls++; return stop })
+	_, err = CacheTokens(t.Context(), filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64, int64) error { calls++; return stop })
 	if !errors.Is(err, stop) || calls != 2 {
 		t.Errorf("encoding went on for %d portions: %v", calls-1, err)
 	}

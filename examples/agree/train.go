@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -44,7 +45,7 @@ func (h training) train(dir string, out io.Writer) (err error) {
 	} else if err != nil {
 		return err
 	}
-	m, err := llm.LoadModel(filepath.Join(dir, modelFile))
+	m, err := llm.LoadModel(context.Background(), filepath.Join(dir, modelFile))
 	if err != nil {
 		return err
 	}

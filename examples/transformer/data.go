@@ -69,7 +69,7 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 	d.tokenizer = bpe
 	path := filepath.Join(o.cache, fmt.Sprintf("%s-%s.tokens", d.train.Fingerprint(), bpe.Name()))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
-	file, err := llm.CacheTokens(path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
+	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
 	if err != nil {
 		return withRemedy(ctx, err, path)
 	}

@@ -155,7 +155,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	defer release()
 	if o.resume.set { // after the claim, or another run might go on from here meanwhile
 		var settings []string
-		if err := t.Resume(o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
+		if err := t.Resume(ctx, o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
 			return resumeHint(err)
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))

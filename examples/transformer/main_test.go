@@ -98,7 +98,7 @@ func TestRun(t *testing.T) {
 		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) || bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
 			t.Error("no loss curve or log")
 		}
-		if m, err := llm.LoadModel(filepath.Join(out, checkpointName)); err != nil || m.Config.Documents == kasmina {
+		if m, err := llm.LoadModel(context.Background(), filepath.Join(out, checkpointName)); err != nil || m.Config.Documents == kasmina {
 			t.Errorf("the model is %+v, %v", m, err)
 		}
 	}
@@ -171,7 +171,7 @@ func TestShortRunsGrow(t *testing.T) {
 	for _, steps := range []string{"1", "5", "21"} {
 		out := filepath.Join(t.TempDir(), "out")
 		train(t, small(data, out, "-steps", steps)...)
-		m, err := llm.LoadModel(filepath.Join(out, checkpointName))
+		m, err := llm.LoadModel(context.Background(), filepath.Join(out, checkpointName))
 		if err != nil {
 			t.Fatal(err)
 		}

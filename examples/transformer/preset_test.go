@@ -88,7 +88,7 @@ func TestSubwords(t *testing.T) {
 	if bpb, ok := result["val_bpb"].(float64); !ok || bpb <= 0 || bpb > 8 {
 		t.Errorf("val_bpb is %v", result["val_bpb"])
 	}
-	m, err := llm.LoadModel(filepath.Join(straight, checkpointName))
+	m, err := llm.LoadModel(context.Background(), filepath.Join(straight, checkpointName))
 	if err != nil || m.Config.Vocab != 576 {
 		t.Fatalf("%v, want a vocabulary of 576", err)
 	}

@@ -259,7 +259,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	})
 	losses(t, straight)
 	resumed := newTrainer(t, device, precision, 1, false)
-	if err := resumed.Resume(path); err != nil {
+	if err := resumed.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
 	losses(t, resumed)
@@ -282,10 +282,10 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		return
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
-	if err := onCPU.Resume(path); !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
+	if err := onCPU.Resume(t.Context(), path); !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
 		t.Errorf("a run of the GPU on the CPU: %v", err)
 	}
-	if err := onCPU.Resume(path, llm.WithNewSettings(nil)); err != nil {
+	if err := onCPU.Resume(t.Context(), path, llm.WithNewSettings(nil)); err != nil {
 		t.Fatal(err)
 	}
 	losses(t, onCPU)
@@ -312,12 +312,12 @@ func TestResumeGradientPrecision(t *testing.T) {
 		})
 		all := losses(t, first)
 		second := to.trainer(t, device, cudaops.BFloat16, accumulate, false)
-		err := second.Resume(path)
+		err := second.Resume(t.Context(), path)
 		if want != "" {
 			if !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), want) {
 				t.Errorf("%v, want %q", err, want)
 			}
-			err = second.Resume(path, llm.WithNewSettings(nil))
+			err = second.Resume(t.Context(), path, llm.WithNewSettings(nil))
 		}
 		if err != nil {
 			t.Fatal(err)
