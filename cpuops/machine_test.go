@@ -13,6 +13,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/allocs"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -375,7 +376,7 @@ func TestFailedRun(t *testing.T) {
 // TestAllocations wants the number of allocations of a steady training step not to grow with the model.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
-		t.Skip("counting allocations needs a quiet process")
+		t.Skip("counting allocations needs a process without the race detector")
 	}
 	for _, layers := range []int{1, 6} {
 		config := llm.Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32, Kasmina: []int{0}, Seeds: 4}.Default()
@@ -384,7 +385,7 @@ func TestAllocations(t *testing.T) {
 		machine := check[*cpuops.Machine](t)(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...)))
 		ids := make([]int, 2*config.Seq)
 		batch := llm.Batch{Inputs: ids, Targets: ids}
-		n := testing.AllocsPerRun(20, func() {
+		n := allocs.PerRun(20, func() {
 			if err := g.Let(batch); err != nil {
 				t.Fatal(err)
 			}

@@ -11,6 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/allocs"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -51,7 +52,7 @@ func TestAllocations(t *testing.T) {
 			for range 20 { // until a layer's history holds as many reports as it keeps
 				step()
 			}
-			n := testing.AllocsPerRun(10, step)
+			n := allocs.PerRun(10, step)
 			t.Logf("%s, %d layers: %v allocations", name, layers, n)
 			if n > 50 {
 				t.Errorf("a step of a model of %d layers with %s makes %v allocations, want at most 50", layers, name, n)

@@ -2,7 +2,11 @@
 
 package cpu
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/allocs"
+)
 
 // Under the race detector sync.Pool drops what it is given at random, so these tests are not built there.
 func TestGemmAllocatesNothing(t *testing.T) {
@@ -11,7 +15,7 @@ func TestGemmAllocatesNothing(t *testing.T) {
 		newProduct[float32](r, false, true, 64, 64, 64, 1, 0),
 		newProduct[float32](r, false, false, 1, 13, 200, 1, 0), // with B in place
 	} {
-		if n := testing.AllocsPerRun(100, func() { p.run(GemmSerial[float32]) }); n >= 1 {
+		if n := allocs.PerRun(100, func() { p.run(GemmSerial[float32]) }); n >= 1 {
 			t.Errorf("%d×%d×%d: %v allocations a call", p.m, p.n, p.k, n)
 		}
 	}
@@ -20,7 +24,7 @@ func TestGemmAllocatesNothing(t *testing.T) {
 // A pass allocates nothing once it has run.
 func TestKasminaAllocations(t *testing.T) {
 	p, _ := newKasminaRun(t, newRand(t), 300, 64, 16, 0, 1)
-	if n := testing.AllocsPerRun(20, func() {
+	if n := allocs.PerRun(20, func() {
 		p.Forward(p.y, p.x, p.weights, p.scales)
 		p.Backward(p.dx, p.dw, p.da, p.g, p.x, p.weights, p.scales)
 	}); n > 1 {
@@ -35,7 +39,7 @@ func TestRoundedProductsAllocate(t *testing.T) {
 	defer UseBFloat16(false)
 	const n = 256
 	a, c := make([]float32, n*n), make([]float32, n*n)
-	if got := testing.AllocsPerRun(50, func() { Gemm(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
+	if got := allocs.PerRun(50, func() { Gemm(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
 		t.Errorf("a product allocates %v times", got)
 	}
 }

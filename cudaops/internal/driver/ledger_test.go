@@ -4,6 +4,8 @@ import (
 	"errors"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/allocs"
 )
 
 func TestArgs(t *testing.T) {
@@ -32,7 +34,7 @@ func TestArgs(t *testing.T) {
 	if err := f.Check(a.Reset()); err != nil {
 		t.Error(err)
 	}
-	n := testing.AllocsPerRun(100, func() { a.Reset().Ptr(1).Int32(2).Float32(3) })
+	n := allocs.PerRun(100, func() { a.Reset().Ptr(1).Int32(2).Float32(3) })
 	if n != 0 {
 		t.Errorf("%v allocations for reused arguments", n)
 	}

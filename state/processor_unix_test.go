@@ -1,0 +1,19 @@
+//go:build unix
+
+package state_test
+
+import (
+	"syscall"
+	"testing"
+	"time"
+)
+
+// processorTime returns what the process has used of all processors, on which other programs have no part.
+func processorTime(t testing.TB) time.Duration {
+	t.Helper()
+	var r syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &r); err != nil {
+		t.Fatal(err)
+	}
+	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
+}
