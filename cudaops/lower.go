@@ -145,7 +145,7 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 	f := ownOps[reflect.TypeOf(n.Op())].lower
 	if f == nil {
 		f = stock(n)
-		if f != nil && c.m.tuner.onHost(fmt.Sprint(n.Op())) {
+		if f != nil && c.m.tuner.rules.OnHost(fmt.Sprint(n.Op())) {
 			f = (*compiler).onHostByRule
 		}
 	}

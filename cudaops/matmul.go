@@ -127,7 +127,7 @@ func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 		return nil
 	}
 	ways := b.m.k.ProductWays(shape, m.D)
-	if !b.worthTiming(m) && !slices.ContainsFunc(names(ways), func(way string) bool { return b.m.tuner.asks(productOp, way) }) {
+	if !b.worthTiming(m) && !slices.ContainsFunc(names(ways), func(way string) bool { return b.m.tuner.rules.Ask(productOp, way) }) {
 		return nil
 	}
 	return ways

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 type machineConfig struct {
@@ -29,7 +30,7 @@ type machineConfig struct {
 	kernels func(driver.Context) (kernelSet, error)
 
 	tuning    tune.Mode
-	rules     []wayRule
+	rules     wayrule.Rules
 	monitor   int
 	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
 	tunePath  string  // of the stored choices; "" for the user's

@@ -61,7 +61,7 @@ func stock(n *gorgonia.Node) lowering {
 
 // hasKernel reports whether one of Gorgonia's own ops is computed by kernels: it has a lowering, and no rule wants it on the host.
 func (c *compiler) hasKernel(n *gorgonia.Node) bool {
-	return stock(n) != nil && !c.m.tuner.onHost(fmt.Sprint(n.Op()))
+	return stock(n) != nil && !c.m.tuner.rules.OnHost(fmt.Sprint(n.Op()))
 }
 
 // floats reports whether a node and its inputs hold floats.

@@ -3,14 +3,13 @@ package cudaops
 import (
 	"errors"
 	"fmt"
-	"os"
-	"path"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 // Tuning says how a machine finds the fastest of several ways to compute something: those that cuBLASLt has for a matrix
@@ -63,7 +62,7 @@ func WithTuning(t Tuning) MachineOption {
 // it. The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
 func WithWays(rules ...string) MachineOption {
 	return func(c *machineConfig) error {
-		parsed, err := parseRules(rules)
+		parsed, err := wayrule.Parse(rules)
 		if err != nil {
 			return fmt.Errorf("WithWays: %w", err)
 		}
@@ -72,61 +71,18 @@ func WithWays(rules ...string) MachineOption {
 	}
 }
 
-// waysVariable is the environment variable with further rules.
-const waysVariable = "KASMINA_WAYS"
-
-// hostWay is the way to compute an op on the CPU.
-const hostWay = "host"
-
-// wayRule forces a way upon an op, or forbids it.
-type wayRule struct {
-	op, way string
-	forbid  bool
-}
-
-func parseRules(texts []string) ([]wayRule, error) {
-	var rules []wayRule
-	for _, text := range texts {
-		op, way, ok := strings.Cut(text, "=")
-		r := wayRule{op: strings.TrimSpace(op), way: strings.TrimSpace(way)}
-		if strings.HasSuffix(r.op, "!") {
-			r.op, r.forbid = strings.TrimSpace(strings.TrimSuffix(r.op, "!")), true
-		}
-		_, opErr := path.Match(r.op, "")
-		_, wayErr := path.Match(r.way, "")
-		if !ok || r.op == "" || r.way == "" || opErr != nil || wayErr != nil {
-			return nil, fmt.Errorf("the rule is %q, want OP=WAY or OP!=WAY", text)
-		}
-		rules = append(rules, r)
-	}
-	return rules, nil
-}
-
-func matches(pattern, name string) bool {
-	ok, _ := path.Match(pattern, name)
-	return ok
-}
-
 // Choice is the way in which a machine computes an op of some shape.
-type Choice struct {
-	Op, Shape string // as in RMSNorm, "4096x1024 bfloat16"
-	Way       string // as in rows-4; of a matrix product what cuBLASLt calls it
-	Of        int    // how many ways there were
-	Source    Source
-	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it reads there. 0 if it was
-	// not timed.
-	Cold, Warm time.Duration
-}
+type Choice = optime.Choice
 
 // Source says why a way was chosen.
-type Source string
+type Source = optime.Source
 
 // The sources of a choice.
 const (
-	ByRule   Source = "rule"   // by rule of thumb
-	Stored   Source = "stored" // timed before
-	Measured Source = "timed"  // in this process
-	Forced   Source = "forced" // by WithWays or KASMINA_WAYS
+	ByRule   = optime.ByRule   // by rule of thumb
+	Stored   = optime.Stored   // timed before
+	Measured = optime.Measured // in this process
+	Forced   = optime.Forced   // by WithWays or KASMINA_WAYS
 )
 
 // Choices returns what the machine has chosen so far, in that order.
@@ -136,7 +92,7 @@ func (m *Machine) Choices() []Choice { return slices.Clone(m.tuner.made) }
 type tuner struct {
 	m     *Machine
 	mode  tune.Mode
-	rules []wayRule
+	rules wayrule.Rules
 	store *tune.Store // nil with TuneOff
 	made  []Choice
 	known map[string]int // positions in made
@@ -148,19 +104,15 @@ type tuner struct {
 func newTuner(m *Machine) (*tuner, error) {
 	c := &m.config
 	t := &tuner{m: m, mode: c.tuning, rules: slices.Clone(c.rules), known: map[string]int{}}
-	if v := os.Getenv(waysVariable); v != "" {
-		more, err := parseRules(strings.Split(v, ","))
-		if err != nil {
-			return nil, fmt.Errorf("the environment variable %s: %w", waysVariable, err)
-		}
-		t.rules = append(t.rules, more...)
+	var err error
+	if t.rules, err = t.rules.WithEnvironment(); err != nil {
+		return nil, err
 	}
 	if t.mode == tune.Default {
 		if t.mode = tune.Cached; c.act == float32s {
 			t.mode = tune.Off
 		}
 	}
-	var err error
 	if t.mode, err = tune.Override(t.mode); err != nil || t.mode == tune.Off {
 		return t, err
 	}
@@ -207,46 +159,7 @@ func (t *tuner) on() bool { return t.store != nil }
 
 // allowed returns the ways that the rules leave, and whether they force one. Later rules have precedence.
 func (t *tuner) allowed(op string, ways []string) (left []int, forced bool) {
-	for i := range ways {
-		left = append(left, i)
-	}
-	for _, r := range t.rules {
-		if !matches(r.op, op) || r.way == hostWay {
-			continue
-		}
-		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool { return matches(r.way, ways[i]) == r.forbid })
-		if len(kept) == 0 {
-			if !r.forbid { // it overrules those before
-				for i := range ways {
-					if matches(r.way, ways[i]) {
-						kept = append(kept, i)
-					}
-				}
-			}
-			if len(kept) == 0 {
-				t.m.warn(fmt.Sprintf("%s: a rule about %s leaves none of the ways %v, and is ignored", op, r.way, ways))
-				continue
-			}
-		}
-		left, forced = kept, forced || len(kept) < len(ways)
-	}
-	return left, forced
-}
-
-// onHost reports whether the rules want an op on the CPU.
-func (t *tuner) onHost(op string) bool {
-	host := false
-	for _, r := range t.rules {
-		if matches(r.op, op) && r.way == hostWay {
-			host = !r.forbid
-		}
-	}
-	return host
-}
-
-// asks reports whether a rule asks for a way.
-func (t *tuner) asks(op, way string) bool {
-	return slices.ContainsFunc(t.rules, func(r wayRule) bool { return !r.forbid && matches(r.op, op) && matches(r.way, way) })
+	return t.rules.Allowed(op, ways, func(s string) { t.m.warn(s) })
 }
 
 // stored is a choice in the store.
@@ -284,7 +197,7 @@ func (t *tuner) choose(j job) (int, error) {
 			return way, nil
 		}
 	}
-	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Source: ByRule}
+	c := Choice{Op: j.op, Shape: j.shape, Of: len(j.ways), Ways: j.ways, Source: ByRule}
 	left, forced := t.allowed(j.op, j.ways)
 	way := left[0]
 	if forced {
