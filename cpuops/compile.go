@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 // alignment of everything in an arena: a cache line, so that no two goroutines write to one.
@@ -54,6 +55,10 @@ type step struct {
 	run  func(s *step) error
 
 	inPlace bool // the result may take an operand's place
+
+	way   string // that was chosen, of several
+	ways  []string
+	fused bool // LinearAdd
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -84,11 +89,13 @@ type program struct {
 // compiler turns a graph into a program.
 type compiler struct {
 	*program
-	keep map[*gorgonia.Node]bool
+	keep   map[*gorgonia.Node]bool
+	rules  wayrule.Rules
+	warned map[string]bool // of rules
 }
 
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
-	c := &compiler{keep: map[*gorgonia.Node]bool{},
+	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, warned: map[string]bool{},
 		program: &program{values: map[*gorgonia.Node]*value{}, sums: map[*gorgonia.Node]gorgonia.Value{}}}
 	roots := c.roots(g, config)
 	if len(roots) == 0 {
@@ -173,7 +180,7 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		c.views = append(c.views, v)
 	} else {
 		s := step{node: n, in: in, out: v, args: make(opbase.Args, len(in))}
-		choose(&s)
+		c.choose(&s)
 		c.reserve(v)
 		c.push(s)
 	}

@@ -9,6 +9,11 @@ import (
 // is the step's, since d may be computed after the product. Unlike another sum's its result needs a place of its own, where
 // the product forms before d is added.
 func (c *compiler) fuse() {
+	ways := []string{fusedWay, separateWay}
+	way := c.way(linearAddOp, ways...)
+	if way == separateWay {
+		return
+	}
 	readers := map[*value]int{}
 	read := func(v *value) {
 		for ; v != nil; v = v.from {
@@ -29,7 +34,7 @@ func (c *compiler) fuse() {
 	}
 	for i := range c.steps {
 		s := &c.steps[i]
-		if f, ok := sumOf(s); !ok || f != cpu.Add {
+		if f, ok := sumOf(s); !ok || f != cpu.Add || s.way == gorgoniaWay {
 			continue
 		}
 		for k, v := range s.in {
@@ -39,7 +44,8 @@ func (c *compiler) fuse() {
 			}
 			product := &c.steps[at]
 			x, w, d := product.in[0], product.in[1], s.in[1-k]
-			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3), run: linearAdd}
+			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3), run: linearAdd, way: way, ways: ways,
+				fused: true}
 			c.read(s.in, i)
 			v.room = nil
 			*product = step{node: product.node, run: func(*step) error { return nil }}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -16,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 // Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have cpuops.NewMachine(g).
@@ -31,8 +33,9 @@ type Machine struct {
 	config  config
 	program *program
 	params  []gorgonia.ValueGrad
-	planned bool // what ops keep for their gradients
-	ran     bool // kept values are there, all of one run
+	monitor *monitor // nil without WithMonitor
+	planned bool     // what ops keep for their gradients
+	ran     bool     // kept values are there, all of one run
 	closed  bool
 }
 
@@ -40,6 +43,8 @@ type config struct {
 	params  gorgonia.Nodes
 	outputs gorgonia.Nodes
 	eval    bool
+	monitor int
+	rules   wayrule.Rules
 }
 
 // Option is an option of NewMachine.
@@ -94,6 +99,10 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 		}
 	}
+	var err error
+	if m.config.rules, err = m.config.rules.WithEnvironment(); err != nil {
+		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
+	}
 	all := g.AllNodes()
 	for _, n := range slices.Concat(m.config.params, m.config.outputs) {
 		if !all.Contains(n) {
@@ -107,7 +116,6 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			}
 		}
 	}
-	var err error
 	if m.program, err = compile(g, m.config); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
@@ -116,6 +124,9 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	}
 	for _, p := range m.config.params {
 		m.params = append(m.params, &param{p, m.program.sums[p]})
+	}
+	if every := m.config.monitor; every > 0 {
+		m.monitor = newMonitor(every, len(m.program.steps))
 	}
 	return m, nil
 }
@@ -152,11 +163,22 @@ func (m *Machine) run() error {
 	m.ran = false
 	p.lendAux()
 	defer p.takeAux()
+	sampling := m.monitor.due()
 	for i := range p.steps {
 		s := &p.steps[i]
+		var from time.Time
+		if sampling {
+			from = time.Now()
+		}
 		if err := s.run(s); err != nil {
 			return fmt.Errorf("%s: %w", describe(s.node), err)
 		}
+		if sampling {
+			m.monitor.latest[i] = time.Since(from)
+		}
+	}
+	if sampling {
+		m.monitor.take()
 	}
 	if !m.planned {
 		p.adoptAux()

@@ -25,12 +25,18 @@ func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 }
 
 // choose sets how a step computes.
-func choose(s *step) {
+func (c *compiler) choose(s *step) {
 	if base := baseOf(s.node); base != nil {
 		s.run = func(s *step) error { return base.Run(s.out.flat, s.args) }
 		return
 	}
-	if f, ok := arithmetic(s); ok {
+	s.run = (*step).do
+	f, ok := arithmetic(s)
+	if !ok {
+		return
+	}
+	s.ways = []string{cpu.ISA(), gorgoniaWay}
+	if s.way = c.way(s.name(), s.ways...); s.way != gorgoniaWay {
 		s.inPlace = true
 		s.run = func(s *step) error {
 			switch y := s.out.flat.(type) {
@@ -41,9 +47,7 @@ func choose(s *step) {
 			}
 			return nil
 		}
-		return
 	}
-	s.run = (*step).do
 }
 
 var symbols = map[string]cpu.ArithmeticOp{"+": cpu.Add, "-": cpu.Sub, "⊙": cpu.Mul, "÷": cpu.Div}

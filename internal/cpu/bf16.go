@@ -35,10 +35,15 @@ var gemmBF16 *gemmKernels[float32]
 // roundedLeast is the least number of multiplications for which rounding pays: it is work for each element of both operands.
 const roundedLeast = 1 << 20
 
+// Rounds reports whether [Gemm] rounds the operands of a product of float32 matrices, m×k by k×n.
+func Rounds(m, n, k int) bool {
+	return RoundsToBFloat16() && m >= 16 && n >= 16 && m*n*k >= roundedLeast
+}
+
 // rounded computes g with rounded operands, if that is asked for, possible and worth it.
 func rounded[T Float](g *gemmArgs[T]) bool {
 	f, ok := any(g).(*gemmArgs[float32])
-	if !ok || !rounding.Load() || level != avx512 || f.m < 16 || f.n < 16 || f.m*f.n*f.k < roundedLeast {
+	if !ok || !Rounds(f.m, f.n, f.k) {
 		return false
 	}
 	run(gemm32.take(gemmBF16), *f, true)

@@ -17,6 +17,9 @@ const (
 
 func (l isa) String() string { return [...]string{"generic", "avx2", "avx512", "neon"}[l] }
 
+// ISA is the name of the vector instructions that kernels use.
+func ISA() string { return level.String() }
+
 // level is what the kernels of this process use: the best the CPU and the system support, or less if the environment
 // variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else counts as unset). It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())

@@ -1,0 +1,207 @@
+package cpuops
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Choice is the way in which a machine computes an op of some shape.
+type Choice = optime.Choice
+
+// The ways that there is a choice between.
+const (
+	gorgoniaWay = "gorgonia" // the op's own Do, which allocates its result
+	fusedWay    = "fused"    // a product and the sum behind it in one pass
+	separateWay = "separate"
+)
+
+// linearAddOp is the name of that product and sum.
+const linearAddOp = "LinearAdd"
+
+// WithWays forces or forbids ways to compute ops. A rule is OP=WAY or OP!=WAY, with names as in [Machine.Choices] and with the
+// wildcards of [path.Match]:
+//
+//	cpuops.WithWays("LinearAdd=separate", "+*=gorgonia")
+//
+// Gorgonia's elementwise arithmetic is computed with vector instructions or in the way gorgonia, and a product with its sum fused
+// or separate: all give the same bits. Every other op has one way, which follows from the processor (see KASMINA_CPU and
+// [UseBFloat16]). The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
+// Nothing is timed to choose: within the sizes of training steps no other way was faster by 1 %.
+func WithWays(rules ...string) Option {
+	return func(c *config) error {
+		parsed, err := wayrule.Parse(rules)
+		if err != nil {
+			return fmt.Errorf("WithWays: %w", err)
+		}
+		c.rules = append(c.rules, parsed...)
+		return nil
+	}
+}
+
+// way is what the rules leave of an op's ways, the first of which is the rule of thumb's.
+func (c *compiler) way(op string, ways ...string) string {
+	left, _ := c.rules.Allowed(op, ways, func(message string) {
+		if !c.warned[message] {
+			c.warned[message] = true
+			slog.Warn("cpuops: " + message)
+		}
+	})
+	return ways[left[0]]
+}
+
+// Choices returns how the machine computes its ops, each shape once, in the order in which they run.
+func (m *Machine) Choices() []Choice {
+	var choices []Choice
+	seen := map[string]bool{}
+	for i := range m.program.steps {
+		s := &m.program.steps[i]
+		if s.idle() {
+			continue
+		}
+		c := Choice{Op: s.name(), Shape: s.shapes(), Source: optime.ByRule}
+		if seen[c.Op+" "+c.Shape] {
+			continue
+		}
+		seen[c.Op+" "+c.Shape] = true
+		if c.Ways = s.ways; len(s.ways) == 0 {
+			c.Ways = []string{s.only()}
+		}
+		c.Of, c.Way = len(c.Ways), c.Ways[0]
+		if s.way != "" {
+			c.Way = s.way
+		}
+		if _, forced := m.config.rules.Allowed(c.Op, c.Ways, func(string) {}); forced {
+			c.Source = optime.Forced
+		}
+		choices = append(choices, c)
+	}
+	return choices
+}
+
+// idle reports whether a step has become a part of another one.
+func (s *step) idle() bool { return s.args == nil }
+
+// name is that of this module's ops, and the description of others.
+func (s *step) name() string {
+	base := baseOf(s.node)
+	switch {
+	case s.out == nil:
+		return "Accumulate"
+	case s.fused:
+		return linearAddOp
+	case base != nil:
+		return base.Name()
+	}
+	return fmt.Sprint(s.node.Op())
+}
+
+// shapes is what a step reads, and the type of the first of that.
+func (s *step) shapes() string {
+	var b strings.Builder
+	for i, v := range s.in {
+		if i > 0 {
+			b.WriteString(", ")
+		}
+		if len(v.shape) == 0 {
+			b.WriteString("scalar")
+		}
+		for k, n := range v.shape {
+			if k > 0 {
+				b.WriteByte('x')
+			}
+			fmt.Fprint(&b, n)
+		}
+	}
+	if len(s.in) > 0 {
+		fmt.Fprintf(&b, " %v", s.in[0].dt)
+	}
+	return b.String()
+}
+
+// only is the way of a step that has one: the vector instructions, and what they round to.
+func (s *step) only() string {
+	if baseOf(s.node) == nil && s.out != nil {
+		return gorgoniaWay
+	}
+	way := cpu.ISA()
+	if m, n, k := s.product(); s.in[0].dt == tensor.Float32 && cpu.Rounds(m, n, k) {
+		way += " bf16"
+	}
+	return way
+}
+
+// product is the size of a step's forward products, m×k by k×n; 0 for one that has none.
+func (s *step) product() (m, n, k int) {
+	shape := func(i int) tensor.Shape { return s.in[i].shape }
+	if s.out == nil {
+		return 0, 0, 0
+	}
+	switch s.node.Op().(type) {
+	case *op.LinearOp, *op.LinearGradOp:
+		return shape(0)[0], shape(1)[0], shape(0)[1]
+	case *op.SiLUMLPOp, *op.SiLUMLPGradOp:
+		return shape(0)[0], shape(1)[0], shape(0)[1]
+	case *op.LinearCrossEntropyOp, *op.LinearCrossEntropyGradOp:
+		return shape(0)[0], shape(1)[0], shape(0)[1]
+	}
+	return 0, 0, 0
+}
+
+// flops is the multiplications and additions of a step's matrix products and attention, which has them among its operands'
+// sizes.
+func (s *step) flops() float64 {
+	if s.out == nil {
+		return 0
+	}
+	m, n, k := s.product()
+	one := 2 * float64(m) * float64(n) * float64(k)
+	if s.fused {
+		x, w := s.in[1].shape, s.in[2].shape
+		return 2 * float64(x[0]) * float64(x[1]) * float64(w[0])
+	}
+	switch o := s.node.Op().(type) {
+	case *op.LinearOp, *op.LinearCrossEntropyOp:
+		return one
+	case *op.LinearGradOp:
+		return 2 * one
+	case *op.SiLUMLPOp, *op.LinearCrossEntropyGradOp: // which forms the logits again
+		return 3 * one
+	case *op.SiLUMLPGradOp:
+		return 6 * one
+	case *op.AttentionOp:
+		return attentionFLOPs(o, 2)
+	case *op.AttentionGradOp:
+		return attentionFLOPs(o.Forward, 5)
+	}
+	return 0
+}
+
+// attentionFLOPs is the operations of so many products, of which a causal mask leaves half.
+func attentionFLOPs(o *op.AttentionOp, products int) float64 {
+	c := o.Config
+	n := 2 * float64(products) * float64(o.InputShape(0)[0]) * float64(c.Heads) * float64(c.Seq) * float64(c.HeadDim)
+	if c.Causal {
+		n /= 2
+	}
+	return n
+}
+
+// bytes is everything that a step reads or writes, once.
+func (s *step) bytes() (n int) {
+	for _, v := range s.in {
+		n += elementSize(v.dt) * opbase.Size(v.shape)
+	}
+	if s.out != nil {
+		n += elementSize(s.out.dt) * opbase.Size(s.out.shape)
+	}
+	return n
+}
