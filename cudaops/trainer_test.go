@@ -337,3 +337,27 @@ func TestTrainersInTurn(t *testing.T) {
 		}
 	}
 }
+
+// TestTrainerTellsWays wants the log of a run on a GPU to say how its ops are computed.
+func TestTrainerTellsWays(t *testing.T) {
+	device, fakes := cudaops.OpenFake(t)
+	folder := t.TempDir()
+	model, loader, optimizer := newRun(t, filepath.Join(folder, "text"), 0)
+	c := llm.TrainConfig{Steps: 2, Batch: batch, Epoch: 5, Schedule: optim.Constant(0), Engine: gpu.Engine(device, cudaops.Float32, fakes)}
+	tr, err := llm.NewTrainer(model, loader, optimizer, c)
+	check(t, err)
+	defer tr.Close()
+	var told [][]llm.Choice
+	tr.On(llm.JSONLog(filepath.Join(folder, "log.jsonl")), func(e llm.Event) error {
+		if e.Kind == llm.Chosen {
+			told = append(told, e.Choices)
+		}
+		return nil
+	})
+	check(t, tr.Run(t.Context()))
+	log, err := os.ReadFile(filepath.Join(folder, "log.jsonl"))
+	check(t, err)
+	if len(told) != 1 || len(told[0]) == 0 || strings.Count(string(log), `"source":"rule"`) != len(told[0]) {
+		t.Errorf("told %v\n%s", told, log)
+	}
+}

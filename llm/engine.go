@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
+	"time"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -11,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -83,19 +86,30 @@ type host struct {
 	optimizer optim.Optimizer
 	limit     float64
 	train     Runner
+	machine   *cpuops.Machine // train's
 	grads     []gorgonia.ValueGrad
+
+	updates int           // so far
+	took    time.Duration // all of them
 }
 
-func newHost(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+// CPUEngine returns what makes the engine of a trainer on the CPU, as TrainConfig.Engine does where it is nil, with options for the
+// machine that trains, such as cpuops.WithMonitor.
+func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig) (Engine, error) {
+	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) { return newHost(m, o, c, opts...) }
+}
+
+func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) (Engine, error) {
 	g, err := c.Graph(m)
 	if err != nil {
 		return nil, err
 	}
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))...)
 	if err != nil {
 		return nil, err
 	}
-	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip, train: Runner{g, machine}, grads: machine.ValueGrads()}
+	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip, train: Runner{g, machine}, machine: machine,
+		grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
@@ -114,7 +128,21 @@ func (t *host) Name() string {
 
 func (t *host) Gradients(b Batch) (float64, error) { return t.train.Run(b) }
 
+// OpTimes needs the option cpuops.WithMonitor.
+func (t *host) OpTimes() ([]OpTime, error) {
+	times := t.machine.Monitor()
+	if len(times) > 0 && t.updates > 0 {
+		times = append(times, OpTime{Op: "Update", Tasks: 1, Time: t.took / time.Duration(t.updates)})
+		optime.SortTimes(times)
+	}
+	return times, nil
+}
+
+// Choices is that of [Chooser].
+func (t *host) Choices() []Choice { return t.machine.Choices() }
+
 func (t *host) Update() (float64, error) {
+	defer func(from time.Time) { t.updates, t.took = t.updates+1, t.took+time.Since(from) }(time.Now())
 	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
 	if err != nil {
 		return 0, ErrGradients

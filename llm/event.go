@@ -17,6 +17,7 @@ const (
 	Profiled                         // the engine has timed its ops: Ops is set
 	Interrupted                      // the run was asked to stop and does so between steps: a last chance to save
 	RunEnd                           // after the last step, or after the failure in Err
+	Chosen                           // before the first StepEnd of a run: Choices is set
 )
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so that a callback needs
@@ -36,6 +37,7 @@ type Event struct {
 	Path         string        // Saved: the checkpoint's file
 	Text         string        // Sampled: prompt and continuation
 	Ops          []OpTime      // Profiled: what the engine's ops take
+	Choices      []Choice      // Chosen: the ways in which they are computed
 	Params       int           // trainable parameters of the model
 	Seeds        int           // seeds of its Kasmina layers
 	Err          error         // RunEnd: why the run stopped early, nil after success

@@ -19,6 +19,7 @@ import (
 // "event", "step" and "elapsed_s", the seconds since this process started the run, and by event:
 //
 //	start   steps, params, seeds
+//	ways    choices: how each op is computed (op, shape, way, of: how many ways there were, source: why, times), before the first step
 //	complete
 //	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
@@ -103,6 +104,7 @@ type logRecord struct {
 	Path           string    `json:"path,omitempty"`
 	Text           string    `json:"text,omitempty"`
 	Ops            []OpTime  `json:"ops,omitempty"`
+	Choices        []Choice  `json:"choices,omitempty"`
 	Error          string    `json:"error,omitempty"`
 }
 
@@ -127,6 +129,8 @@ func newLogRecord(e Event) logRecord {
 		r.Event, r.Text = "sample", e.Text
 	case Profiled:
 		r.Event, r.Ops = "profile", e.Ops
+	case Chosen:
+		r.Event, r.Choices = "ways", e.Choices
 	case Interrupted:
 		r.Event = "interrupted"
 	case RunEnd:

@@ -18,9 +18,19 @@ type Profiler interface {
 	OpTimes() ([]OpTime, error)
 }
 
+// Choice is the way in which an op of some shape is computed.
+type Choice = optime.Choice
+
+// Chooser is an engine that tells the ways in which it computes ops; see the Choices of cudaops.Machine and cpuops.Machine.
+type Chooser interface {
+	Engine
+	// Choices returns those made so far. The last ones are made in the first step.
+	Choices() []Choice
+}
+
 // Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the ops of the trainer's engine
 // take, as a Profiled event, and at the end of the run prints them as a table. It does nothing for an engine that is no
-// [Profiler].
+// [Profiler] or has timed nothing: engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	if t == nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")

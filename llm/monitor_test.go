@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -62,6 +65,38 @@ func TestMonitor(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil || out.Len() > 0 {
 		t.Errorf("on the CPU: %v, %q", err, out.String())
 	}
+}
+
+// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update, and the ways once a run.
+func TestMonitorOnCPU(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
+	tr.Config.Steps = 4
+	e, err := CPUEngine(cpuops.WithMonitor(2))(tr.Model, tr.Optimizer, tr.Config)
+	require.NoError(t, err)
+	tr.engine = e
+	path := filepath.Join(t.TempDir(), "log.jsonl")
+	var out strings.Builder
+	tr.On(JSONLog(path), Monitor(tr, &out, 2))
+	require.NoError(t, tr.Run(context.Background()))
+	tr.Config.Steps++
+	require.NoError(t, tr.Run(context.Background()))
+	for _, name := range []string{"LinearGrad", "SiLUMLP", "Update"} {
+		require.Contains(t, out.String(), name)
+	}
+	var events []string
+	require.NoError(t, readLog(path, func(r logRecord) {
+		events = append(events, r.Event)
+		switch r.Event {
+		case "ways":
+			i := slices.IndexFunc(r.Choices, func(c Choice) bool { return c.Op == "LinearAdd" })
+			require.GreaterOrEqual(t, i, 0, "%v", r.Choices)
+			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{r.Choices[i].Way, r.Choices[i].Of, r.Choices[i].Source})
+		case "profile":
+			require.Contains(t, out.String(), r.Ops[0].Op)
+		}
+	}))
+	require.Equal(t, "start ways step step profile step step profile end start ways step end", strings.Join(events, " "))
 }
 
 // traced is an engine whose profile is there after some steps.

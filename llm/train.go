@@ -110,7 +110,7 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {
-		c.Engine = newHost
+		c.Engine = CPUEngine()
 	}
 	if err := m.pull(); err != nil { // from the trainer whose turn it was
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
@@ -219,7 +219,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	for err == nil && t.stopped() == nil && t.last.Step < t.Config.Steps {
 		if err = t.step(); err == nil {
-			err = t.emit(StepEnd, nil)
+			err = errors.Join(t.tellChoices(), t.emit(StepEnd, nil))
 		}
 	}
 	if err == nil && t.stopped() != nil {
@@ -227,6 +227,19 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	t.Model.Kasmina.Apply()
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
+}
+
+// tellChoices tells the callbacks, behind the first step of a run, which makes the last choices, how ops are computed.
+func (t *Trainer) tellChoices() error {
+	c, ok := t.engine.(Chooser)
+	if !ok || t.last.RunTokens != int64(t.last.StepTokens) {
+		return nil
+	}
+	choices := c.Choices()
+	if len(choices) == 0 {
+		return nil
+	}
+	return t.emit(Chosen, func(e *Event) { e.Choices = choices })
 }
 
 // stopped returns why the run's context has ended, if it has.

@@ -32,8 +32,8 @@ func onCPU(o options) error {
 	if err := o.check(cpuGroups()); err != nil {
 		return err
 	}
-	if o.profile != "" || o.monitor != 0 {
-		return errors.New("-profile and -monitor are for a GPU: the steps of a CPU are not traced")
+	if o.profile != "" {
+		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
 	}
 	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")
 	fmt.Fprintln(os.Stderr, line.Card)
@@ -195,7 +195,11 @@ func cpuTrain(o options) error {
 	if err != nil {
 		return err
 	}
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	opts := []cpuops.Option{cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss)}
+	if o.monitor > 0 {
+		opts = append(opts, cpuops.WithMonitor(o.monitor))
+	}
+	machine, err := cpuops.NewMachine(g.G, opts...)
 	if err != nil {
 		return err
 	}
@@ -203,6 +207,9 @@ func cpuTrain(o options) error {
 	took, err := cpuSteps(o.steps, s, machine, machine.ValueGrads(), g.Let)
 	if err != nil {
 		return err
+	}
+	if o.monitor > 0 {
+		fmt.Fprint(os.Stderr, cpuops.Table(machine.Monitor()))
 	}
 	line := s.trained("train_"+s.name, took, m.NumParams())
 	line.PeakGiB = peakGiB()

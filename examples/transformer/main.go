@@ -134,7 +134,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	} else if err := o.onCPU(stderr); err != nil {
 		return err
 	} else if o.monitor > 0 {
-		fmt.Fprintln(stderr, "monitor   no table: -monitor times the ops of a GPU, and this run is on the CPU")
+		o.train.Engine = llm.CPUEngine(cpuops.WithMonitor(o.monitor))
 	}
 	if err := data.tokenize(ctx, o, stderr); err != nil {
 		return err

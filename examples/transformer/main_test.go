@@ -74,8 +74,11 @@ func TestRun(t *testing.T) {
 		out := filepath.Join(t.TempDir(), "a", "b")
 		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina),
 			fmt.Sprint("-documents=", !kasmina), "-monitor=3")...)
-		if !strings.Contains(told, "no table: -monitor times the ops of a GPU") {
-			t.Errorf("nothing is said about -monitor:\n%s", told)
+		if !strings.Contains(told, "LinearCrossEntropyGrad") || !strings.Contains(told, "Update") {
+			t.Errorf("-monitor prints no table:\n%s", told)
+		}
+		if log := string(read(t, out, "log.jsonl")); !strings.Contains(log, `"event":"profile"`) || strings.Count(log, `"event":"ways"`) != 1 {
+			t.Errorf("the log lacks the times of ops, or the ways:\n%s", log)
 		}
 		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb", "gzip_bpb", "params"} {
 			if v, ok := result[key].(float64); !ok || v <= 0 {

@@ -116,7 +116,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
 	f.IntVar(&o.train.Steps, "steps", 1040, "optimiser steps in all; learning rate and growth follow them")
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
-	f.IntVar(&o.monitor, "monitor", 0, "time the ops of one step in so many on a GPU, at less than 0.5 % of the time: for the log, and a table at the end; "+
+	f.IntVar(&o.monitor, "monitor", 0, "time the ops of one step in so many, at less than 0.5 % of the time: for the log, and a table at the end; "+
 		"0 for none")
 	f.StringVar(&o.profile, "profile", "", "write a trace of one step on a GPU, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing), and\n"+
 		"print a summary")

@@ -120,6 +120,9 @@ func (e *engine) Step(b llm.Batch) (loss, norm float64, err error) {
 // OpTimes needs the option cudaops.WithMonitor.
 func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 
+// Choices is that of [llm.Chooser].
+func (e *engine) Choices() []llm.Choice { return e.machine.Choices() }
+
 // StartProfile and Profile are the machine's.
 func (e *engine) StartProfile() error            { return e.machine.StartProfile() }
 func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
