@@ -6,6 +6,7 @@
 package cpuops
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -145,14 +146,17 @@ func (p *param) Grad() (gorgonia.Value, error) { return p.grad, nil }
 func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.params) }
 
 // RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
-func (m *Machine) RunAll() error {
-	if err := m.run(); err != nil {
+func (m *Machine) RunAll() error { return m.Run(context.Background()) }
+
+// Run is RunAll that ends between two ops when the context does, with its cause as the error. The machine can run again then.
+func (m *Machine) Run(ctx context.Context) error {
+	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
 	}
 	return nil
 }
 
-func (m *Machine) run() error {
+func (m *Machine) run(ctx context.Context) error {
 	if m.closed {
 		return errors.New("the machine is closed")
 	}
@@ -166,6 +170,9 @@ func (m *Machine) run() error {
 	sampling := m.monitor.due()
 	for i := range p.steps {
 		s := &p.steps[i]
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		var from time.Time
 		if sampling {
 			from = time.Now()

@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -256,10 +257,17 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 	if err != nil {
 		return "", err
 	}
-	g := &Generator{seq: t.Model.Config.Seq, decoder: t.engine.Decoder}
-	tokens, err := g.generate(promptTokens(tok, prompt), n, s, t.stopped)
-	if err != nil {
-		return "", err
+	ctx := t.ctx
+	if ctx == nil {
+		ctx = context.Background()
+	}
+	g := &Generator{config: t.Model.Config, decoder: t.engine.Decoder}
+	var tokens []int
+	for token, err := range g.Generate(ctx, promptTokens(tok, prompt), n, s) {
+		if err != nil {
+			return "", err
+		}
+		tokens = append(tokens, token)
 	}
 	text, err := tok.Decode(tokens)
 	return prompt + string(text), err

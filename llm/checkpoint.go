@@ -185,6 +185,9 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 // parameter that is not finite (ErrDiverged) or with tensors that such a model does not have (ErrArchitecture). Whatever the
 // file says, memory is taken for what it holds. When the context ends, so does the reading.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
+	if ctx == nil {
+		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
+	}
 	f, err := openCheckpoint(path)
 	if err != nil {
 		return nil, err
@@ -232,6 +235,9 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
 // refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed either.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
+	if ctx == nil {
+		return fmt.Errorf("llm: Resume: %w", errNoContext)
+	}
 	var r resumption
 	for _, opt := range opts {
 		if opt == nil {

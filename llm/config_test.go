@@ -85,7 +85,7 @@ func otherError(t *testing.T, want string) error {
 		}
 		s, err := NewSampler(c)
 		if err == nil {
-			_, err = g.Generate(prompt, 3, s)
+			_, err = collect(g.Generate(t.Context(), prompt, 3, s))
 		}
 		return err
 	}

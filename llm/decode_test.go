@@ -2,6 +2,7 @@ package llm
 
 import (
 	"context"
+	"iter"
 	"math"
 	"testing"
 
@@ -57,11 +58,11 @@ func TestDecoding(t *testing.T) {
 			d := tr.engine.(*host).decoding
 			for range seq + 3 {
 				window := all[max(0, len(all)-seq):]
-				got, err := next(window)
+				got, err := next(t.Context(), window)
 				if err != nil {
 					t.Fatal(err)
 				}
-				want, err := whole.Next(window)
+				want, err := whole.Next(t.Context(), window)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -81,11 +82,11 @@ func TestDecoding(t *testing.T) {
 				t.Fatal(err)
 			}
 			tokens := []int{5, 6, 7, 8}[:3+i]
-			got, err := next(tokens)
+			got, err := next(t.Context(), tokens)
 			if err != nil {
 				t.Fatal(err)
 			}
-			want, err := whole.Next(tokens)
+			want, err := whole.Next(t.Context(), tokens)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -117,12 +118,12 @@ func TestDecodingRefusals(t *testing.T) {
 			t.Fatal(err)
 		}
 		for n := 1; n == 1 || n < len(wrong); n++ {
-			if _, err := next(all[:n]); err != nil {
+			if _, err := next(t.Context(), all[:n]); err != nil {
 				t.Fatal(err)
 			}
 		}
 		kept := len(i.decoding.tokens)
-		if _, err := next(wrong); err == nil || kept == 0 {
+		if _, err := next(t.Context(), wrong); err == nil || kept == 0 {
 			t.Errorf("%s, after %d tokens that are kept: no error", name, kept)
 		}
 		if n := len(i.decoding.tokens); n > kept {
@@ -148,9 +149,20 @@ func BenchmarkDecoding(b *testing.B) {
 		b.Fatal(err)
 	}
 	for b.Loop() {
-		if _, err := g.Generate([]int{1}, c.Seq, s); err != nil {
+		if _, err := collect(g.Generate(b.Context(), []int{1}, c.Seq, s)); err != nil {
 			b.Fatal(err)
 		}
 	}
 	b.ReportMetric(float64(b.Elapsed().Microseconds())/float64(b.N*c.Seq), "µs/token")
+}
+
+// collect returns all tokens that are generated.
+func collect(tokens iter.Seq2[int, error]) (all []int, err error) {
+	for token, err := range tokens {
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, token)
+	}
+	return all, nil
 }

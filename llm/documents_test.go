@@ -297,7 +297,7 @@ func TestDocumentsDecode(t *testing.T) {
 			t.Fatal(err)
 		}
 		for n := 1; n <= c.Seq; n++ {
-			x, err := next([]int{7, 10, 3, 10, 10, 1, 2, 3, 4, 5, 6, 7}[:n])
+			x, err := next(t.Context(), []int{7, 10, 3, 10, 10, 1, 2, 3, 4, 5, 6, 7}[:n])
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -1,17 +1,21 @@
 package llm
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 )
+
+var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
 // Generator draws text from a model, token by token, on the CPU. Each token sees as many of the tokens before it as the model's
 // training sequences were long. Up to that length a token takes a pass over one row, since keys and values are kept; beyond it
 // every token moves the others to other positions, and takes a pass over the whole window.
 type Generator struct {
-	seq     int
-	decoder func() (func(tokens []int) (any, error), error)
+	config  Config
+	decoder func() (func(ctx context.Context, tokens []int) (any, error), error)
 	close   func() error
 }
 
@@ -24,48 +28,70 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config.Seq, i.Decoder, i.Close}, nil
+	return &Generator{m.Config, i.Decoder, i.Close}, nil
 }
 
 // Close frees the generator's machine.
 func (g *Generator) Close() error { return g.close() }
 
-// Generate returns n tokens that s draws to continue the prompt, which needs at least one token.
-func (g *Generator) Generate(prompt []int, n int, s *Sampler) ([]int, error) {
-	return g.generate(prompt, n, s, func() error { return nil })
+// Generate yields n tokens that s draws to continue the prompt, which needs at least one token, each as soon as it is drawn:
+//
+//	for token, err := range generator.Generate(ctx, prompt, 100, sampler) {
+//		if err != nil {
+//			return err
+//		}
+//		...
+//	}
+//
+// An error is the last that it yields, and so is the end of the context, which it looks for within the passes over the model too.
+// A Generator is not safe for use by several goroutines at once, and what it yields must be taken before the model changes.
+func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sampler) iter.Seq2[int, error] {
+	return func(yield func(int, error) bool) {
+		if err := g.generate(ctx, prompt, n, s, func(token int) bool { return yield(token, nil) }); err != nil {
+			yield(0, fmt.Errorf("llm: Generate: %w", err))
+		}
+	}
 }
 
-// generate asks stopped before each token whether to go on.
-func (g *Generator) generate(prompt []int, n int, s *Sampler, stopped func() error) ([]int, error) {
+// generate calls yield with each token until that returns false.
+func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sampler, yield func(token int) bool) error {
 	switch {
+	case ctx == nil:
+		return errNoContext
 	case len(prompt) == 0:
-		return nil, errors.New("llm: Generate: the prompt is empty, want at least one token")
+		return errors.New("the prompt is empty, want at least one token")
 	case n < 0:
-		return nil, fmt.Errorf("llm: Generate: asked for %d tokens, want at least 0", n)
+		return fmt.Errorf("asked for %d tokens, want at least 0", n)
 	case s == nil:
-		return nil, errors.New("llm: Generate: the sampler is nil")
+		return errors.New("the sampler is nil")
 	}
 	logits, err := g.decoder()
 	if err != nil {
-		return nil, fmt.Errorf("llm: Generate: %w", err)
+		return err
 	}
-	all := slices.Clone(prompt)
-	for range n {
-		if err := stopped(); err != nil {
-			return nil, err
+	window := slices.Clone(prompt[max(0, len(prompt)-g.config.Seq):])
+	for i := range n {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
 		}
-		next, err := drawFrom(logits, all[max(0, len(all)-g.seq):], s)
+		next, err := drawFrom(ctx, logits, window, s)
 		if err != nil {
-			return nil, fmt.Errorf("llm: Generate: token %d: %w", len(all)-len(prompt)+1, err)
+			return fmt.Errorf("token %d: %w", i+1, err)
 		}
-		all = append(all, next)
+		if !yield(next) {
+			return nil
+		}
+		if len(window) == g.config.Seq {
+			window = slices.Delete(window, 0, 1)
+		}
+		window = append(window, next)
 	}
-	return all[len(prompt):], nil
+	return nil
 }
 
 // drawFrom draws the token that follows.
-func drawFrom(logits func(tokens []int) (any, error), tokens []int, s *Sampler) (int, error) {
-	v, err := logits(tokens)
+func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error), tokens []int, s *Sampler) (int, error) {
+	v, err := logits(ctx, tokens)
 	if err != nil {
 		return 0, err
 	}

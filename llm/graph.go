@@ -53,7 +53,7 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
 	}
-	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, nodes: map[string]*gorgonia.Node{}}
+	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, seq: m.Config.Seq, nodes: map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("llm: Graph: an option is nil")
@@ -73,13 +73,14 @@ type graphBuilder struct {
 	kind      GraphKind
 	recompute bool
 	shares    int
+	seq       int        // positions of a sequence, up to Config.Seq
 	cache     *keyValues // ForLogits: of the positions before the only one that the graph computes
 	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
-	c, rows := b.Config, batch*b.Config.Seq
+	c, rows := b.Config, batch*b.seq
 	if b.cache != nil {
 		rows = 1
 	}
@@ -235,7 +236,7 @@ func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node, starts ...*gorgon
 		return nil, err
 	}
 	b.out.keys, b.out.values = append(b.out.keys, k), append(b.out.values, v)
-	a := op.AttentionConfig{Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
+	a := op.AttentionConfig{Seq: b.seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
 	if len(starts) > 0 {
 		return op.DocumentAttention(q, k, v, starts[0], a)
 	}
@@ -249,5 +250,5 @@ func (b *graphBuilder) project(h, w *gorgonia.Node, heads int) (*gorgonia.Node, 
 		return nil, err
 	}
 	c := b.Config
-	return op.RoPE(y, op.RoPEConfig{Seq: c.Seq, Heads: heads, HeadDim: c.HeadDim, Base: c.Base})
+	return op.RoPE(y, op.RoPEConfig{Seq: b.seq, Heads: heads, HeadDim: c.HeadDim, Base: c.Base})
 }

@@ -60,7 +60,7 @@ func TestNil(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer g.Close()
-			return second(g.Generate([]int{1}, 1, nil))
+			return second(collect(g.Generate(t.Context(), []int{1}, 1, nil)))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -27,7 +28,7 @@ func (r Runner) Run(b Batch) (float64, error) {
 	if err := r.Let(b); err != nil {
 		return 0, err
 	}
-	data, err := r.compute(r.Loss)
+	data, err := r.compute(context.Background(), r.Loss)
 	if err != nil {
 		return 0, err
 	}
@@ -41,15 +42,20 @@ func (r Runner) Run(b Batch) (float64, error) {
 }
 
 // Next computes a graph for logits, and returns those for the token that follows the given ones: a []float32 or a []float64.
-func (r Runner) Next(tokens []int) (any, error) {
+// On a cpuops.Machine it ends with the context.
+func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 	if err := r.LetTokens(tokens); err != nil {
 		return nil, err
 	}
-	return r.compute(r.Logits)
+	return r.compute(ctx, r.Logits)
 }
 
-func (r Runner) compute(n *gorgonia.Node) (any, error) {
-	if err := r.Machine.RunAll(); err != nil {
+func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+	run := r.Machine.RunAll
+	if m, ok := r.Machine.(*cpuops.Machine); ok {
+		run = func() error { return m.Run(ctx) }
+	}
+	if err := run(); err != nil {
 		return nil, err
 	}
 	v, err := r.Machine.Value(n)
@@ -111,7 +117,7 @@ func (i *Inference) Loss(b Batch) (float64, error) {
 }
 
 // Decoder is that of [Engine].
-func (i *Inference) Decoder() (func(tokens []int) (any, error), error) {
+func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	if i.Make == nil {
 		if i.decoding == nil {
 			var err error

@@ -90,6 +90,9 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 // text that has changed since, going by the times at which its files were modified, or by another tokenizer is an
 // ErrDataChanged. When the context ends, so does the reading. Close it after use.
 func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*TokenFile, error) {
+	if ctx == nil {
+		return nil, fmt.Errorf("llm: OpenTokens: %w", errNoContext)
+	}
 	if text == nil || tok == nil {
 		return nil, errors.New("llm: OpenTokens: text and tokenizer must not be nil")
 	}
@@ -239,6 +242,9 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
 // there are. An error of it ends the work, and so does the context.
 func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) error {
+	if ctx == nil {
+		return fmt.Errorf("llm: WriteTokens: %w", errNoContext)
+	}
 	if text == nil || tok == nil {
 		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
 	}

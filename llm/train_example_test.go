@@ -51,8 +51,13 @@ func ExampleTrainer() {
 	generator := must(llm.NewGenerator(must(llm.LoadModel(context.Background(), checkpoint))))
 	defer generator.Close()
 	greedy := must(llm.NewSampler(llm.SamplerConfig{}))
-	next := must(generator.Generate(bytes.Encode([]byte(strings.Repeat("0123456789", 2))), 10, greedy))
-	fmt.Println(string(must(bytes.Decode(next))))
+	prompt := bytes.Encode([]byte(strings.Repeat("0123456789", 2)))
+	for token, err := range generator.Generate(context.Background(), prompt, 10, greedy) {
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Printf("%s", must(bytes.Decode([]int{token})))
+	}
 	// Output:
 	// saved at step 60
 	// 0123456789

@@ -404,30 +404,6 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 	}
 }
 
-// TestGenerateStops wants a sample to end within a token once its run has ended.
-func TestGenerateStops(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	g, err := NewGenerator(tr.Model)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer g.Close()
-	s, err := NewSampler(SamplerConfig{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	asked, stop := 0, errors.New("stop")
-	_, err = g.generate([]int{1}, math.MaxInt, s, func() error {
-		if asked++; asked == 4 {
-			return stop
-		}
-		return nil
-	})
-	if err != stop || asked != 4 {
-		t.Errorf("asked %d times, %v, want 4 and the error", asked, err)
-	}
-}
-
 // TestRunEndReachesAll wants a callback that fails at the end, or when the run is interrupted, to hide that from no other.
 func TestRunEndReachesAll(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
@@ -656,7 +632,7 @@ func TestGenerateWindow(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		out, err := g.Generate(prompt, 9, s)
+		out, err := collect(g.Generate(t.Context(), prompt, 9, s))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -130,7 +130,7 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := logitsOf(b.Inputs[:n])
+		got, err := logitsOf(t.Context(), b.Inputs[:n])
 		if err != nil {
 			t.Fatal(err)
 		}
