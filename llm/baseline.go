@@ -2,6 +2,7 @@ package llm
 
 import (
 	"compress/gzip"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -105,6 +106,9 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 // BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first, which is only ever a context, as it
 // is for a language model. The second byte is predicted as if the first had come twice.
 func (m *Order2) BitsPerByte(text []byte) (float64, error) {
+	if m == nil || m.totals[2] == nil {
+		return 0, errors.New("llm: Order2.BitsPerByte: nothing has been counted: TrainOrder2 makes an Order2")
+	}
 	if len(text) < 2 {
 		return 0, fmt.Errorf("llm: Order2.BitsPerByte: the text has %d bytes, want at least 2", len(text))
 	}

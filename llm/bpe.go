@@ -27,7 +27,7 @@ import (
 //	id  256+merges         the end of a document: Encode never makes it, it decodes to nothing
 //
 // A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond VocabSize then stand for
-// nothing.
+// nothing. The zero BPE has no merges: its tokens are the bytes and the end of a document.
 type BPE struct {
 	name   string
 	merges []pair
@@ -71,9 +71,22 @@ func newBPE(merges []pair) (*BPE, error) {
 	}
 	b.ends = append(b.ends, int32(len(b.text))) // the end of a document
 	sum := sha256.Sum256(b.lines())
-	b.name = fmt.Sprintf("bpe-%d-%x", b.VocabSize(), sum[:8])
+	b.name = fmt.Sprintf("bpe-%d-%x", len(b.ends), sum[:8])
 	b.encoders.New = func() any { return &bpeEncoder{bpe: b, cache: map[string]span{}} }
 	return b, nil
+}
+
+var withoutMerges = sync.OnceValue(func() *BPE {
+	b, _ := newBPE(nil) // in which nothing can be wrong
+	return b
+})
+
+// made returns b, or what the zero value stands for.
+func (b *BPE) made() *BPE {
+	if b == nil || len(b.ends) == 0 {
+		return withoutMerges()
+	}
+	return b
 }
 
 // token returns the bytes of a token.
@@ -86,16 +99,17 @@ func (b *BPE) token(id int32) []byte {
 }
 
 // Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the merges.
-func (b *BPE) Name() string { return b.name }
+func (b *BPE) Name() string { return b.made().name }
 
 // VocabSize returns 257 and the number of merges.
-func (b *BPE) VocabSize() int { return len(b.ends) }
+func (b *BPE) VocabSize() int { return len(b.made().ends) }
 
 // EndOfDocument returns the id of the token that stands between documents, the last of the vocabulary.
-func (b *BPE) EndOfDocument() int { return len(b.ends) - 1 }
+func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
 
 // Encode returns the tokens of the text. The time it takes is proportional to the text's length, whatever the text.
 func (b *BPE) Encode(text []byte) []int {
+	b = b.made()
 	e := b.encoders.Get().(*bpeEncoder)
 	defer b.encoders.Put(e)
 	ids := make([]int, 0, len(text)/3)
@@ -109,6 +123,7 @@ func (b *BPE) Encode(text []byte) []int {
 
 // Decode returns the bytes of the tokens. The end of a document has none.
 func (b *BPE) Decode(ids []int) ([]byte, error) {
+	b = b.made()
 	var text []byte
 	for i, id := range ids {
 		if id < 0 || id >= b.VocabSize() {
@@ -208,7 +223,7 @@ const bpeHeader = "kasmina bpe 1\n"
 //	LEFT RIGHT           N lines: merge i makes id 256+i of these
 //	sha256 HEX           of all lines above
 func (b *BPE) Save(path string) error {
-	lines := b.lines()
+	lines := b.made().lines()
 	err := replaceFile(path, func(f *os.File) error {
 		_, err := fmt.Fprintf(f, "%ssha256 %x\n", lines, sha256.Sum256(lines))
 		return err

@@ -32,7 +32,12 @@ func NewGenerator(m *Model) (*Generator, error) {
 }
 
 // Close frees the generator's machine.
-func (g *Generator) Close() error { return g.close() }
+func (g *Generator) Close() error {
+	if g == nil || g.close == nil {
+		return nil
+	}
+	return g.close()
+}
 
 // Generate yields n tokens that s draws to continue the prompt, which needs at least one token, each as soon as it is drawn:
 //
@@ -56,6 +61,8 @@ func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sample
 // generate calls yield with each token until that returns false.
 func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sampler, yield func(token int) bool) error {
 	switch {
+	case g == nil || g.decoder == nil:
+		return errors.New("the generator is nil or its zero value: NewGenerator makes one")
 	case ctx == nil:
 		return errNoContext
 	case len(prompt) == 0:

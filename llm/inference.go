@@ -23,8 +23,13 @@ type Runner struct {
 	Machine Machine
 }
 
+var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
+
 // Run computes a graph with a loss on a batch, and returns the loss.
 func (r Runner) Run(b Batch) (float64, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return 0, errNoRunner
+	}
 	if err := r.Let(b); err != nil {
 		return 0, err
 	}
@@ -44,6 +49,9 @@ func (r Runner) Run(b Batch) (float64, error) {
 // Next computes a graph for logits, and returns those for the token that follows the given ones: a []float32 or a []float64.
 // On a cpuops.Machine it ends with the context.
 func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return nil, errNoRunner
+	}
 	if err := r.LetTokens(tokens); err != nil {
 		return nil, err
 	}
@@ -75,6 +83,8 @@ type Inference struct {
 	decoding  *decoding // in the place of a generator on the CPU
 }
 
+var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
+
 func (i *Inference) runner(kind GraphKind, sequences int) (Runner, error) {
 	g, err := i.Model.Graph(kind, sequences)
 	if err != nil {
@@ -101,6 +111,9 @@ func onCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 
 // Loss is that of [Engine].
 func (i *Inference) Loss(b Batch) (float64, error) {
+	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
+		return 0, errNoModel
+	}
 	sequences := len(b.Inputs) / i.Model.Config.Seq
 	r, ok := i.losses[sequences]
 	if !ok {
@@ -118,6 +131,9 @@ func (i *Inference) Loss(b Batch) (float64, error) {
 
 // Decoder is that of [Engine].
 func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
+		return nil, errNoModel
+	}
 	if i.Make == nil {
 		if i.decoding == nil {
 			var err error

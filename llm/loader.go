@@ -3,6 +3,7 @@ package llm
 import (
 	"bytes"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -235,9 +236,14 @@ func startsOf(t Tokens) documentStarts {
 	}
 }
 
+var errNoLoader = errors.New("the loader is nil or its zero value: NewLoader makes one")
+
 // Next returns the next batch. Its memory is used again after the following call. After an error the same batch is tried
 // again.
 func (l *Loader) Next() (Batch, error) {
+	if l == nil || l.tokens == nil {
+		return Batch{}, fmt.Errorf("llm: Loader.Next: %w", errNoLoader)
+	}
 	if l.ahead == nil {
 		l.readAhead()
 	}
@@ -308,6 +314,9 @@ func (l *Loader) State() LoaderState { return l.state }
 // SetState moves the loader to a place that State returned, its seed included; the batch size may differ. A state of
 // other data is an ErrDataChanged, and a state that is refused changes nothing.
 func (l *Loader) SetState(s LoaderState) error {
+	if l == nil || l.tokens == nil {
+		return fmt.Errorf("llm: Loader.SetState: %w", errNoLoader)
+	}
 	if s.Data != l.state.Data {
 		return fmt.Errorf("llm: Loader.SetState: %w: the state's fingerprint is %q, that of the tokens is %q", ErrDataChanged,
 			s.Data, l.state.Data)

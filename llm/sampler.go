@@ -2,6 +2,7 @@ package llm
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -129,10 +130,18 @@ func (s *Sampler) draw(kept []choice) int {
 }
 
 // State returns the state of the random numbers, to be kept with a checkpoint.
-func (s *Sampler) State() ([]byte, error) { return s.source.MarshalBinary() }
+func (s *Sampler) State() ([]byte, error) {
+	if s == nil || s.source == nil {
+		return nil, errors.New("llm: Sampler.State: the sampler is nil or its zero value: NewSampler makes one")
+	}
+	return s.source.MarshalBinary()
+}
 
 // SetState continues with the random numbers of a state that State returned.
 func (s *Sampler) SetState(state []byte) error {
+	if s == nil {
+		return errors.New("llm: Sampler.SetState: the sampler is nil: NewSampler makes one")
+	}
 	restored := new(rand.PCG)
 	if err := restored.UnmarshalBinary(state); err != nil {
 		return fmt.Errorf("llm: Sampler.SetState: %w", err)

@@ -42,6 +42,9 @@ func NewAdamW(opts ...AdamWOption) (*AdamW, error) {
 
 // Declare implements [Optimizer].
 func (a *AdamW) Declare(model []gorgonia.ValueGrad) error {
+	if a == nil || a.store.entries == nil {
+		return fmt.Errorf("optim.AdamW: Declare: %w", errZero)
+	}
 	decls, err := declarations(model)
 	if err == nil {
 		err = a.store.allFit(decls, false)
@@ -69,6 +72,9 @@ func (a *AdamW) SetLR(lr float64) error {
 // a name, a value or a gradient, of another shape than before, or with a gradient that is not finite) nothing changes, but
 // for [ErrOverflow].
 func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
+	if a == nil || a.store.entries == nil {
+		return fmt.Errorf("optim.AdamW: Step: %w", errZero)
+	}
 	ps, err := a.store.readModel(model)
 	if err != nil {
 		return fmt.Errorf("optim.AdamW: Step: %w", err)
@@ -112,6 +118,9 @@ func (a *AdamW) State() []Tensor { return a.store.state() }
 
 // SetState implements [Optimizer].
 func (a *AdamW) SetState(state []Tensor) error {
+	if a == nil || a.store.entries == nil {
+		return fmt.Errorf("optim.AdamW: SetState: %w", errZero)
+	}
 	entries, err := parse(state, func(string, []int) []string { return a.store.fields })
 	if err == nil {
 		err = a.store.allFit(entries, len(a.store.entries) > 0)

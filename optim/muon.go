@@ -79,6 +79,9 @@ func (m *Muon) LR() float64 { return m.lr }
 
 // SetLR sets the learning rate of the next steps for matrices, and AdamW's in proportion to what both were at first.
 func (m *Muon) SetLR(lr float64) error {
+	if m == nil || m.rest == nil {
+		return fmt.Errorf("optim.Muon: SetLR: %w", errZero)
+	}
 	if err := notNegative("SetLR", lr); err != nil {
 		return fmt.Errorf("optim.Muon: %w", err)
 	}
@@ -131,6 +134,9 @@ func (m *Muon) fits(name string, shape []int, dtype tensor.Dtype) error {
 
 // Declare implements [Optimizer].
 func (m *Muon) Declare(model []gorgonia.ValueGrad) error {
+	if m == nil || m.rest == nil {
+		return fmt.Errorf("optim.Muon: Declare: %w", errZero)
+	}
 	decls, err := declarations(model)
 	if err != nil {
 		return fmt.Errorf("optim.Muon: Declare: %w", err)
@@ -146,6 +152,9 @@ func (m *Muon) Declare(model []gorgonia.ValueGrad) error {
 
 // Step updates every parameter in model from its gradient, and leaves the gradients zero. Errors are as for [AdamW.Step].
 func (m *Muon) Step(model []gorgonia.ValueGrad) error {
+	if m == nil || m.rest == nil {
+		return fmt.Errorf("optim.Muon: Step: %w", errZero)
+	}
 	ps, err := m.store.readModel(model)
 	if err != nil {
 		return fmt.Errorf("optim.Muon: Step: %w", err)
@@ -195,6 +204,9 @@ func (s Scale) of(rows, cols int) float64 {
 
 // Forget implements [Optimizer].
 func (m *Muon) Forget(name string, from, to int) error {
+	if m == nil || m.rest == nil {
+		return fmt.Errorf("optim.Muon: Forget: %w", errZero)
+	}
 	for _, s := range []*store{&m.store, &m.rest.store} { // one of them knows the parameter
 		if err := s.forget(name, from, to); err != nil {
 			return fmt.Errorf("optim.Muon: Forget: %w", err)
@@ -205,6 +217,9 @@ func (m *Muon) Forget(name string, from, to int) error {
 
 // State returns each matrix's "NAME.momentum_buffer" and "NAME.step", and AdamW's state of the other parameters.
 func (m *Muon) State() []Tensor {
+	if m.rest == nil {
+		return nil
+	}
 	state := append(m.store.state(), m.rest.store.state()...)
 	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
 	return state
@@ -212,6 +227,9 @@ func (m *Muon) State() []Tensor {
 
 // SetState implements [Optimizer].
 func (m *Muon) SetState(state []Tensor) error {
+	if m == nil || m.rest == nil {
+		return fmt.Errorf("optim.Muon: SetState: %w", errZero)
+	}
 	entries, err := parse(state, func(name string, shape []int) []string { return m.storeOf(name, shape).fields })
 	if err != nil {
 		return fmt.Errorf("optim.Muon: SetState: %w", err)

@@ -22,6 +22,9 @@ func (a *AdamW) Rule(name string, shape []int) Rule {
 
 // Rule returns what m does with the parameter of that name and shape.
 func (m *Muon) Rule(name string, shape []int) Rule {
+	if m.rest == nil {
+		return Rule{}
+	}
 	if m.usesAdamW(name, shape) {
 		r := m.rest.Rule(name, shape)
 		r.LRScale *= m.restShare

@@ -274,3 +274,20 @@ func TestForget(t *testing.T) {
 		}
 	}
 }
+
+// Optimisers that nobody has made say so, and panic nowhere.
+func TestZeroValues(t *testing.T) {
+	for _, o := range []optim.Optimizer{&optim.AdamW{}, &optim.Muon{}} {
+		for _, err := range []error{o.Step(model(small()...)), o.Declare(model(small()...)), o.SetState(nil)} {
+			require.ErrorContains(t, err, "NewAdamW and NewMuon make optimisers", "%T", o)
+		}
+		require.Empty(t, o.State())
+		require.Zero(t, o.LR())
+		_, _ = o.SetLR(1), o.Forget("w", 0, 1)
+		o.(interface {
+			Rule(name string, shape []int) optim.Rule
+		}).Rule("w", []int{2, 2})
+	}
+	require.Error(t, (*optim.AdamW)(nil).Step(nil))
+	require.Error(t, (*optim.Muon)(nil).Step(nil))
+}

@@ -29,6 +29,8 @@ const maxSteps = min(1<<53, math.MaxInt-1)
 // the parameters have changed then, and what the optimiser remembers of them: go on from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
+var errZero = errors.New("the optimiser is nil or its zero value: NewAdamW and NewMuon make optimisers")
+
 // What the update rules keep of a parameter beside its count of steps.
 var (
 	adamWFields = []string{"exp_avg", "exp_avg_sq"}
