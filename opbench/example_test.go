@@ -1,0 +1,23 @@
+package opbench_test
+
+import (
+	"fmt"
+	"log"
+	"time"
+
+	"github.com/kasmina-go/kasmina/opbench"
+)
+
+// RMSNorm of 256 rows of 512 features, beside the same made of Gorgonia's own ops. opbench.Table would print the figures.
+func ExampleTime() {
+	figures, err := opbench.Time("RMSNorm", []int{256, 512}, opbench.Float32, opbench.WithSpan(20*time.Millisecond))
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, f := range figures {
+		fmt.Println(f.Peer, "timed:", f.Forward > 0, "same result:", f.Distance < 1e-5)
+	}
+	// Output:
+	// cpu timed: true same result: true
+	// gorgonia timed: true same result: true
+}

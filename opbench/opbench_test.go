@@ -1,0 +1,115 @@
+package opbench_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/opbench"
+)
+
+// small is a shape of each op.
+var small = map[string][]int{"RMSNorm": {64, 96}, "Linear": {64, 96, 32}, "LinearAdd": {64, 96, 32}, "SiLUMLP": {64, 32, 48},
+	"RoPE": {2, 16, 3, 8}, "Attention": {2, 16, 3, 3, 8}, "Embedding": {64, 20, 32}, "CrossEntropy": {64, 50},
+	"LinearCrossEntropy": {64, 32, 50}, "NewtonSchulz": {32, 48}, "Kasmina": {64, 32, 8}, "MatMul": {32, 48, 64}, "Add": {64, 48},
+	"Tanh": {64, 48}, "SoftMax": {64, 48}}
+
+// without is the ops that Gorgonia has nothing for.
+var without = []string{"Embedding", "Kasmina", "NewtonSchulz", "RoPE"}
+
+// TestTime wants every op timed by every peer, whose results are the same.
+func TestTime(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	for _, dtype := range []opbench.Dtype{opbench.Float32, opbench.Float64} {
+		tolerance := map[opbench.Dtype]float64{opbench.Float32: 1e-5, opbench.Float64: 1e-12}[dtype]
+		for _, o := range opbench.Ops() {
+			figures, err := opbench.Time(o.Name, small[o.Name], dtype, opbench.WithSpan(0))
+			require.NoError(t, err, o.Name)
+			at := fmt.Sprintf("%s %s\n%s", o.Name, dtype, opbench.Table(figures))
+			last := figures[len(figures)-1]
+			require.Equal(t, "cpu", figures[0].Peer, at)
+			require.Equal(t, "gorgonia", last.Peer, at)
+			for _, name := range without {
+				if name == o.Name {
+					require.ErrorContains(t, last.Err, "Gorgonia has no ops", at)
+					figures = figures[:len(figures)-1]
+				}
+			}
+			for _, f := range figures {
+				require.NoError(t, f.Err, at)
+				require.Positive(t, f.Forward, at)
+				require.Positive(t, f.Training, at)
+				require.LessOrEqual(t, f.Distance, tolerance, at)
+				require.Equal(t, figures[0].Bytes, f.Bytes, at)
+				require.Positive(t, f.Bandwidth(), at)
+			}
+		}
+	}
+}
+
+// TestWays wants every way that a machine chose among to be timed.
+func TestWays(t *testing.T) {
+	t.Setenv("KASMINA_WAYS", "")
+	figures, err := opbench.Time("LinearAdd", small["LinearAdd"], opbench.Float32, opbench.WithSpan(0))
+	require.NoError(t, err)
+	require.Len(t, figures, 3)
+	require.Equal(t, "LinearAdd=fused", figures[0].Way)
+	require.Contains(t, figures[1].Way, "+ false=")
+	require.Equal(t, 2.0*64*96*32, figures[0].FLOPs)
+	require.Equal(t, 4.0*(64*96+96*32+2*64*32), figures[0].Bytes)
+}
+
+func TestTypes(t *testing.T) {
+	figures, err := opbench.Time("Add", []int{4, 4}, opbench.Float16, opbench.WithSpan(0))
+	require.NoError(t, err)
+	require.Len(t, figures, 2)
+	require.ErrorContains(t, figures[0].Err, "no float16")
+	require.Contains(t, opbench.Table(figures), "no float16")
+	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.BFloat16, opbench.WithSpan(0))
+	require.NoError(t, err)
+	require.ErrorContains(t, figures[0].Err, "cpuops.UseBFloat16(true)")
+	if cpuops.UseBFloat16(true) != nil {
+		t.Skip("no AVX512-BF16")
+	}
+	defer cpuops.UseBFloat16(false)
+	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.BFloat16, opbench.WithSpan(0))
+	require.NoError(t, err)
+	require.NoError(t, figures[0].Err)
+	require.Contains(t, figures[0].Way, "bf16")
+	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.Float32, opbench.WithSpan(0))
+	require.NoError(t, err)
+	require.ErrorContains(t, figures[0].Err, "UseBFloat16(false)")
+}
+
+func TestRefusals(t *testing.T) {
+	for _, c := range []struct {
+		op    string
+		shape []int
+		dtype opbench.Dtype
+		opt   opbench.Option
+		want  string
+	}{
+		{"Norm", []int{1}, opbench.Float32, nil, "want one of Add, Attention"},
+		{"Add", []int{1}, opbench.Float32, nil, "want 2 numbers: rows, features"},
+		{"Add", nil, opbench.Float32, nil, "want 2 numbers"},
+		{"Add", []int{0, 3}, opbench.Float32, nil, "at least 1"},
+		{"Add", []int{1 << 62, 1 << 62}, opbench.Float32, nil, "inputs and result take"},
+		{"Add", []int{2, 2}, "int8", nil, "there is no type"},
+		{"RoPE", []int{1, 2, 1, 3}, opbench.Float32, nil, "even head size"},
+		{"Attention", []int{1, 2, 3, 2, 4}, opbench.Float32, nil, "multiple of the key-value heads"},
+		{"Kasmina", []int{4, 10, 3}, opbench.Float32, nil, "multiple of the seeds"},
+		{"Add", []int{2, 2}, opbench.Float32, opbench.OnGPU(nil), "the device is nil"},
+		{"Add", []int{2, 2}, opbench.Float32, opbench.WithSpan(-1), "want at least 0"},
+	} {
+		opts := []opbench.Option{c.opt}
+		if c.opt == nil {
+			opts = nil
+		}
+		_, err := opbench.Time(c.op, c.shape, c.dtype, opts...)
+		require.ErrorContains(t, err, c.want)
+	}
+	_, err := opbench.Time("Add", []int{2, 2}, opbench.Float32, nil)
+	require.ErrorContains(t, err, "an option is nil")
+}

@@ -1,0 +1,139 @@
+package opbench
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// The names of peers.
+const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
+
+// peer returns the name of what computes, "" where it is not asked for, and why it cannot compute with the bench's type.
+type peer func(b *bench) (name string, err error)
+
+func onCPU(b *bench) (string, error) {
+	switch rounds := cpu.RoundsToBFloat16(); b.dtype {
+	case Float64:
+		return cpuPeer, nil
+	case Float32:
+		if rounds {
+			return cpuPeer, errors.New("products round to bfloat16: cpuops.UseBFloat16(false) ends that")
+		}
+		return cpuPeer, nil
+	case BFloat16:
+		if !rounds {
+			return cpuPeer, errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them do so, where the CPU can")
+		}
+		return cpuPeer, nil
+	}
+	return cpuPeer, fmt.Errorf("a CPU has no %s", b.dtype)
+}
+
+// precisions are a GPU's types.
+var precisions = map[Dtype]cudaops.Precision{Float32: cudaops.Float32, BFloat16: cudaops.BFloat16, Float16: cudaops.Float16, Float8: cudaops.Float8}
+
+func onGPU(b *bench) (string, error) {
+	if b.device == nil {
+		return "", nil
+	}
+	if _, ok := precisions[b.dtype]; !ok {
+		return gpuPeer, fmt.Errorf("a GPU has no %s here", b.dtype)
+	}
+	return gpuPeer, nil
+}
+
+func onTape(b *bench) (string, error) {
+	if b.dtype != Float32 && b.dtype != Float64 {
+		return tapePeer, fmt.Errorf("Gorgonia's own ops have no %s", b.dtype)
+	}
+	return tapePeer, nil
+}
+
+// timed runs a graph on a peer, and returns what a run takes, the choices that were made, and the result.
+func (b *bench) timed(peer string, g *graph, rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
+	defer func() {
+		if cause := recover(); cause != nil { // of an op of Gorgonia's
+			err = fmt.Errorf("running the graph: %v", cause)
+		}
+	}()
+	switch peer {
+	case gpuPeer:
+		return b.timedOnGPU(g, rules)
+	case cpuPeer:
+		m, err := cpuops.NewMachine(g.g, cpuops.WithOutputs(g.y), cpuops.WithWays(rules...))
+		if err != nil {
+			return 0, nil, nil, err
+		}
+		took, err := b.byTheClock(m.RunAll)
+		choices = m.Choices()
+		if err == nil {
+			y, err = m.Value(g.y)
+		}
+		return took, choices, y, errors.Join(err, m.Close())
+	}
+	tape := gorgonia.NewTapeMachine(g.g)
+	took, err = b.byTheClock(func() error {
+		tape.Reset()
+		return tape.RunAll()
+	})
+	return took, nil, g.y.Value(), errors.Join(err, tape.Close())
+}
+
+// leastRuns is how often a pass is timed at least.
+const leastRuns = 5
+
+// byTheClock is the median time of a run, after one that does not count.
+func (b *bench) byTheClock(run func() error) (time.Duration, error) {
+	var times []time.Duration
+	for begin := time.Now(); len(times) <= leastRuns || time.Since(begin) < b.span; {
+		start := time.Now()
+		if err := run(); err != nil {
+			return 0, err
+		}
+		times = append(times, time.Since(start))
+	}
+	times = times[1:]
+	slices.Sort(times)
+	return times[len(times)/2], nil
+}
+
+// timedOnGPU is the mean time on the device, by the marks of the machine's monitor.
+func (b *bench) timedOnGPU(g *graph, rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
+	opts := slices.Concat([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine, []cudaops.MachineOption{
+		cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...), cudaops.WithOutputs(g.y), cudaops.WithMonitor(2),
+		cudaops.WithWays(rules...)})
+	m, err := cudaops.NewMachine(b.device, g.g, opts...)
+	if err != nil {
+		return 0, nil, nil, err
+	}
+	defer func() { err = errors.Join(err, m.Close()) }()
+	begin := time.Now()
+	for runs := 0; took == 0 || runs <= 2*leastRuns || time.Since(begin) < b.span; runs++ {
+		if err := m.RunAll(); err != nil {
+			return 0, nil, nil, err
+		}
+		if y, err = m.Value(g.y); err != nil { // which waits
+			return 0, nil, nil, err
+		}
+		times, err := m.Monitor()
+		if err != nil {
+			return 0, nil, nil, err
+		}
+		took = 0
+		for _, t := range times {
+			took += t.Time
+		}
+		if took == 0 && time.Since(begin) > b.span+time.Minute {
+			return 0, nil, nil, errors.New("no run was timed in a minute")
+		}
+	}
+	return took, m.Choices(), y, nil
+}
