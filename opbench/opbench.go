@@ -272,13 +272,11 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			f.Err = err
 			return f, nil
 		}
-		if training {
+		if choices, f.Way = made, wayOf(made); training { // which has the backward pass's too
 			f.Training = took
 			continue
 		}
-		f.Forward, choices, f.Way = took, made, wayOf(made)
-		f.Bytes, f.FLOPs = g.bytes(b.dtype), b.spec.flops(b.shape)
-		f.Distance = b.distance(y)
+		f.Forward, f.Bytes, f.FLOPs, f.Distance = took, g.bytes(b.dtype), b.spec.flops(b.shape), b.distance(y)
 	}
 	return f, choices
 }
