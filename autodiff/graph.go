@@ -3,6 +3,7 @@ package autodiff
 import (
 	"cmp"
 	"fmt"
+	"runtime/debug"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -106,11 +107,11 @@ func isRandom(n *gorgonia.Node) bool {
 }
 
 // guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it cannot differentiate
-// or compile.
+// or compile. A function of the user's that f calls counts too.
 func guard(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
-			err = fmt.Errorf("gorgonia panicked: %v", r)
+			err = fmt.Errorf("panic: %v\n\n%s", r, debug.Stack())
 		}
 	}()
 	return f()

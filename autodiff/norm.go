@@ -108,12 +108,12 @@ func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) 
 		return "", "", false
 	}
 	for i, p := range model {
-		if p != nil && nonFiniteValue(p.Value()) != nil {
+		if !params.Missing(p) && nonFiniteValue(p.Value()) != nil {
 			return params.Label(params.Name(p), i), "value", true
 		}
 	}
 	for i, p := range model {
-		if p == nil {
+		if params.Missing(p) {
 			continue
 		}
 		if g, err := p.Grad(); err == nil && nonFiniteValue(g) != nil {

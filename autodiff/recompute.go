@@ -1,6 +1,7 @@
 package autodiff
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -58,7 +59,11 @@ func recompute(inputs gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node
 		}
 		within[i] = newInput(g, n, i)
 	}
-	out, err := build(slices.Clone(within))
+	var out *gorgonia.Node
+	err := guard(func() (err error) {
+		out, err = build(slices.Clone(within))
+		return err
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -140,6 +145,9 @@ func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) erro
 
 // SetTraining passes the machine's mode on to the ops within.
 func (o *RecomputeOp) SetTraining(training bool) error {
+	if o.Output == nil {
+		return errors.New("autodiff.RecomputeOp: the op is a zero value: make one with autodiff.Recompute")
+	}
 	o.eval = !training
 	return o.run.setTraining(training)
 }

@@ -157,8 +157,8 @@ func (m *Machine) Run(ctx context.Context) error {
 }
 
 func (m *Machine) run(ctx context.Context) error {
-	if m.closed {
-		return errors.New("the machine is closed")
+	if err := m.open(); err != nil {
+		return err
 	}
 	p := m.program
 	if err := m.link(p.allocate()); err != nil {
@@ -193,6 +193,17 @@ func (m *Machine) run(ctx context.Context) error {
 	}
 	m.ran = true
 	return m.publish()
+}
+
+// open returns an error if the machine cannot run.
+func (m *Machine) open() error {
+	switch {
+	case m.program == nil:
+		return errors.New("the machine is a zero value: make one with cpuops.NewMachine")
+	case m.closed:
+		return errors.New("the machine is closed")
+	}
+	return nil
 }
 
 // link points steps and views at the memory of inputs, where that has changed since the last run, and of values, where those
@@ -254,6 +265,9 @@ func (m *Machine) publish() error {
 // Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]), or one that no other
 // node needs: other values give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
+	if m.program == nil {
+		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
+	}
 	v, ok := m.program.values[n]
 	switch {
 	case n == nil || !ok:
@@ -274,12 +288,19 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 
 // Memory returns the bytes that runs need beside the inputs: values, what ops keep for their gradients, and the sums of
 // gradients. What ops keep is known after the first run.
-func (m *Machine) Memory() int { return m.program.memory() }
+func (m *Machine) Memory() int {
+	if m.program == nil {
+		return 0
+	}
+	return m.program.memory()
+}
 
 // Release gives the memory of runs up, for other machines' runs, until the next run takes some again: a graph that is
 // computed within another one's needs none in between. Kept values are no longer valid then.
 func (m *Machine) Release() {
-	m.program.release()
+	if m.program != nil {
+		m.program.release()
+	}
 	m.ran = false
 }
 
@@ -301,7 +322,7 @@ func (m *Machine) Reset() {}
 
 // Close gives the memory up. Values bound to nodes stay as they are.
 func (m *Machine) Close() error {
-	if !m.closed {
+	if !m.closed && m.program != nil {
 		m.closed = true
 		giveArena(m.program.auxArena) // and not the other, whose memory nodes are still bound to
 		*m.program = program{}

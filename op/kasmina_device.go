@@ -21,7 +21,7 @@ func (o *KasminaOp) NewPass() *KasminaPass {
 }
 
 // SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a third.
-func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return o.run == p.run }
+func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p.run }
 
 // Begin takes the snapshot.
 func (p *KasminaPass) Begin() {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/optim"
@@ -287,6 +288,15 @@ func TestZeroValues(t *testing.T) {
 		o.(interface {
 			Rule(name string, shape []int) optim.Rule
 		}).Rule("w", []int{2, 2})
+	}
+	adamw, err := optim.NewAdamW()
+	require.NoError(t, err)
+	muon, err := optim.NewMuon()
+	require.NoError(t, err)
+	for _, o := range []optim.Optimizer{adamw, muon} { // of a node that is nil
+		var missing *gorgonia.Node
+		require.ErrorContains(t, o.Step([]gorgonia.ValueGrad{missing}), "nil", "%T", o)
+		require.ErrorContains(t, o.Declare([]gorgonia.ValueGrad{missing}), "nil", "%T", o)
 	}
 	require.Error(t, (*optim.AdamW)(nil).Step(nil))
 	require.Error(t, (*optim.Muon)(nil).Step(nil))

@@ -97,7 +97,7 @@ func nonFinite(data any) int {
 func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	decls := make(map[string]*entry, len(model))
 	for i, vg := range model {
-		if vg == nil {
+		if params.Missing(vg) {
 			return nil, fmt.Errorf("parameter #%d is nil", i)
 		}
 		name, v := params.Name(vg), vg.Value()

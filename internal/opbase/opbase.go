@@ -7,6 +7,7 @@
 package opbase
 
 import (
+	"errors"
 	"fmt"
 	"hash"
 	"hash/fnv"
@@ -234,6 +235,9 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gor
 }
 
 func (b *Base) args(in []gorgonia.Value) (Args, error) {
+	if b.self == nil {
+		return nil, errors.New("the op is a zero value: ops are made by the functions that add them to a graph")
+	}
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))
 	}

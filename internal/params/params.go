@@ -67,7 +67,7 @@ func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 		return false
 	}
 	for i, vg := range model {
-		if vg == nil {
+		if Missing(vg) {
 			return false
 		}
 		g, err := vg.Grad()
@@ -99,7 +99,7 @@ func same(v, read gorgonia.Value, p *Param, memory any) bool {
 }
 
 func read(vg gorgonia.ValueGrad) (Param, values, error) {
-	if vg == nil {
+	if Missing(vg) {
 		return Param{}, values{}, fmt.Errorf("is nil")
 	}
 	p, v := Param{Name: Name(vg)}, vg.Value()
@@ -156,10 +156,16 @@ func (p Param) NonFinite() int {
 	return cpu.FirstNonFinite(p.Grad.([]float64))
 }
 
+// Missing reports whether vg is nil or a node that is.
+func Missing(vg gorgonia.ValueGrad) bool {
+	n, isNode := vg.(*gorgonia.Node)
+	return vg == nil || isNode && n == nil
+}
+
 // Name returns the name that the user gave vg, and "" if there is none.
 func Name(vg gorgonia.ValueGrad) string {
 	nm, ok := vg.(gorgonia.Namer)
-	if !ok {
+	if !ok || Missing(vg) {
 		return ""
 	}
 	name := nm.Name()

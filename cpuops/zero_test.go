@@ -1,0 +1,22 @@
+package cpuops_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+)
+
+// A machine that nobody has made says so.
+func TestZeroMachine(t *testing.T) {
+	var m cpuops.Machine
+	require.ErrorContains(t, m.RunAll(), "cpuops.NewMachine")
+	_, err := m.Value(nil)
+	require.ErrorContains(t, err, "cpuops.NewMachine")
+	require.Zero(t, m.Memory())
+	require.Empty(t, m.ValueGrads())
+	m.Release()
+	require.NoError(t, m.Close())
+	require.ErrorContains(t, m.RunAll(), "cpuops.NewMachine")
+}
