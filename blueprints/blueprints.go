@@ -180,7 +180,8 @@ var (
 func init() { registry.Store(&builtin) }
 
 // Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] when the name is empty or
-// taken, a function is missing, or 256 kinds are registered already.
+// taken, a function is missing, or 256 kinds are registered already. A GPU has no kernel for it: while a seed works with it,
+// package cudaops computes that seed's layer on the host.
 func Register(b Blueprint) (Kind, error) {
 	if err := check(&b); err != nil {
 		return 0, err
