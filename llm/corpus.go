@@ -301,10 +301,13 @@ type document struct {
 	size     int64
 	fileSize int64 // with modified, as found by OpenCorpus
 	modified time.Time
+	identity string    // of the file, as far as the system tells
+	changed  time.Time // the last change of the file, its times included; zero where the system does not tell
 }
 
 func newDocument(name string, info fs.FileInfo) document {
-	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime()}
+	identity, changed := fileIdentity(info)
+	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime(), identity: identity, changed: changed}
 }
 
 // A Text is one part of a Corpus: its documents, one after the other without anything between them. It may be read by
@@ -313,6 +316,8 @@ type Text struct {
 	root string
 	docs []document
 	ends []int64 // ends[i] is the offset in the text at which docs[i] ends
+
+	known fingerprinted
 }
 
 func newText(root string, docs []document) *Text {
@@ -390,16 +395,6 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 		return fmt.Errorf("%w: %s was cut short", ErrDataChanged, name)
 	}
 	return err
-}
-
-// Fingerprint returns 16 hexadecimal digits that stand for the table of documents: their relative names, sizes and order,
-// not their contents.
-func (t *Text) Fingerprint() string {
-	h := sha256.New()
-	for _, d := range t.docs {
-		fmt.Fprintf(h, "%q %d %d\n", d.name, d.offset, d.size)
-	}
-	return fmt.Sprintf("%x", h.Sum(nil)[:8])
 }
 
 // sampleBlock is the size of the pieces that Sample puts together: twice gzip's window, so that what a seam costs gzip

@@ -2,6 +2,7 @@ package llm
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -32,11 +33,14 @@ func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
 	}
-	if _, ok := tok.(ByteTokenizer); ok {
-		return byteTokens{text: text}, nil
+	fingerprint, err := text.Fingerprint(context.Background())
+	if err != nil {
+		return nil, fmt.Errorf("llm: Tokenize: %w", err)
 	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s", tok.Name(), text.Fingerprint()))
-	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fmt.Sprintf("%x", sum[:8])}
+	if _, ok := tok.(ByteTokenizer); ok {
+		return byteTokens{text: text, fingerprint: fingerprint}, nil
+	}
+	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fingerprintOf(tok.Name(), fingerprint)}
 	piece := make([]byte, 1<<20)
 	for offset := int64(0); offset < text.Size(); {
 		n := int(min(int64(len(piece)), text.Size()-offset))
@@ -57,6 +61,11 @@ func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
 	return t, nil
 }
 
+// fingerprintOf stands for tokens by how they are made and the fingerprint of their text.
+func fingerprintOf(how, text string) string {
+	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
+}
+
 func checkID(id, vocabSize int) error {
 	if id < 0 || id >= vocabSize || int64(id) > math.MaxUint32 {
 		return fmt.Errorf("id %d, outside its vocabulary [0, %d)", id, vocabSize)
@@ -67,12 +76,13 @@ func checkID(id, vocabSize int) error {
 // byteTokens are the tokens of a ByteTokenizer.
 type byteTokens struct {
 	ByteTokenizer
-	text *Text
+	text        *Text
+	fingerprint string
 }
 
 func (b byteTokens) Tokenizer() string   { return b.Name() }
 func (b byteTokens) Len() int64          { return b.text.Size() }
-func (b byteTokens) Fingerprint() string { return b.text.Fingerprint() }
+func (b byteTokens) Fingerprint() string { return b.fingerprint }
 
 func (b byteTokens) ReadTokens(dst []int, offset int64) error {
 	raw := make([]byte, len(dst))

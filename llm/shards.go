@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -37,7 +36,6 @@ type tokenHeader struct {
 	Tokenizer   string `json:"tokenizer"`
 	VocabSize   int    `json:"vocab_size"`
 	Fingerprint string `json:"fingerprint"` // of the text and its tokenizer
-	Modified    string `json:"modified"`    // fingerprint of the times at which the text's files were modified
 	Width       int    `json:"width"`       // bytes of an id
 	Count       int64  `json:"count"`       // ids
 	CRC         uint32 `json:"crc32c"`      // of all ids
@@ -56,20 +54,15 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 type documentEnder interface{ EndOfDocument() int }
 
 // newTokenHeader returns what the header of the text's tokens says before they are counted.
-func newTokenHeader(text *Text, tok Tokenizer) tokenHeader {
+func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader, error) {
 	h := tokenHeader{Tokenizer: tok.Name(), VocabSize: tok.VocabSize(), Width: 4}
 	if h.VocabSize <= 1<<16 {
 		h.Width = 2
 	}
 	// Tokenize makes other tokens of the same text: it does not end documents.
-	sum := sha256.Sum256(fmt.Appendf(nil, "documents %s %s", tok.Name(), text.Fingerprint()))
-	h.Fingerprint = fmt.Sprintf("%x", sum[:8])
-	modified := sha256.New()
-	for _, d := range text.docs {
-		fmt.Fprintln(modified, d.fileSize, d.modified.UnixNano())
-	}
-	h.Modified = fmt.Sprintf("%x", modified.Sum(nil)[:8])
-	return h
+	fingerprint, err := text.Fingerprint(ctx)
+	h.Fingerprint = fingerprintOf("documents "+tok.Name(), fingerprint)
+	return h, err
 }
 
 // CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
@@ -86,9 +79,8 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 	return OpenTokens(ctx, path, text, tok)
 }
 
-// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text, of
-// text that has changed since, going by the times at which its files were modified, or by another tokenizer is an
-// ErrDataChanged. When the context ends, so does the reading. Close it after use.
+// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text (see
+// [Text.Fingerprint]) or by another tokenizer is an ErrDataChanged. When the context ends, so does the reading. Close it after use.
 func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*TokenFile, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: OpenTokens: %w", errNoContext)
@@ -100,13 +92,18 @@ func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*T
 	if err != nil {
 		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
 	}
+	want, err := newTokenHeader(ctx, text, tok)
+	if err != nil {
+		f.Close()
+		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
+	}
 	t := &TokenFile{f: f, end: -1}
 	if e, ok := tok.(documentEnder); ok {
 		t.end = e.EndOfDocument()
 	}
 	err = t.readHeader()
 	if err == nil {
-		err = t.header.check(newTokenHeader(text, tok))
+		err = t.header.check(want)
 	}
 	if err == nil {
 		err = t.verify(ctx, size)
@@ -148,8 +145,6 @@ func (h tokenHeader) check(want tokenHeader) error {
 			h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
 		return fmt.Errorf("%w: its tokens are of other text", ErrDataChanged)
-	case h.Modified != want.Modified:
-		return fmt.Errorf("%w: files of the text were modified since its tokens were made", ErrDataChanged)
 	case h.Width != want.Width:
 		return fmt.Errorf("its header says ids of %d bytes, want ids of %d", h.Width, want.Width)
 	}
@@ -248,8 +243,11 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 	if text == nil || tok == nil {
 		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
 	}
-	header := newTokenHeader(text, tok)
-	err := replaceFile(path, func(f *os.File) error {
+	header, err := newTokenHeader(ctx, text, tok)
+	if err != nil {
+		return fmt.Errorf("llm: WriteTokens: %w", err)
+	}
+	err = replaceFile(path, func(f *os.File) error {
 		// Count and checksum are known last, so the header goes in last, over the hole left for it.
 		if _, err := f.Seek(tokenDataStart, io.SeekStart); err != nil {
 			return err

@@ -1,0 +1,222 @@
+package llm
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"hash"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+)
+
+// fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file too.
+const fingerprintPiece = 16 << 20
+
+// fingerprinted is what a Text remembers of itself.
+type fingerprinted struct {
+	mu    sync.Mutex
+	value string
+}
+
+// Fingerprint returns 64 hexadecimal digits that stand for what the text says: a SHA-256 over the bytes of its documents, in
+// order, and where each ends. Names and folders do not count. It reads the whole text once, on all cores. The result is kept in
+// the user's cache folder, under the files' paths, sizes and times, so that it is known at once while they stay as they are.
+// The error is that of a file that cannot be read or has changed (ErrDataChanged), or why the context ended. It may be called
+// by several goroutines at once.
+func (t *Text) Fingerprint(ctx context.Context) (string, error) {
+	t.known.mu.Lock()
+	defer t.known.mu.Unlock()
+	if t.known.value != "" {
+		return t.known.value, nil
+	}
+	began, table := time.Now(), t.table()
+	cache := fingerprintCache()
+	if value, ok := cache.get(table); ok && t.unchanged() {
+		t.known.value = value
+		return value, nil
+	}
+	value, err := t.hash(ctx)
+	if err != nil {
+		return "", fmt.Errorf("llm: Text.Fingerprint: %w", err)
+	}
+	if t.settled(began) {
+		cache.put(table, value)
+	}
+	t.known.value = value
+	return value, nil
+}
+
+// hash reads the text.
+func (t *Text) hash(ctx context.Context) (string, error) {
+	type piece struct {
+		at, size int64
+		sum      [sha256.Size]byte
+	}
+	var pieces []piece
+	for i, end := range t.ends {
+		for at := end - t.docs[i].size; at < end; at += fingerprintPiece {
+			pieces = append(pieces, piece{at: at, size: min(fingerprintPiece, end-at)})
+		}
+	}
+	var (
+		all  sync.WaitGroup
+		next = make(chan *piece)
+		mu   sync.Mutex
+		fail error
+	)
+	for range min(runtime.GOMAXPROCS(0), len(pieces)) {
+		all.Go(func() {
+			buffer := make([]byte, 1<<20)
+			for p := range next {
+				h := sha256.New()
+				if err := t.hashPiece(ctx, h, p.at, p.size, buffer); err != nil {
+					mu.Lock()
+					fail = cmp.Or(fail, err)
+					mu.Unlock()
+				}
+				h.Sum(p.sum[:0])
+			}
+		})
+	}
+	for i := range pieces {
+		next <- &pieces[i]
+	}
+	close(next)
+	all.Wait()
+	if fail != nil {
+		return "", fail
+	}
+	whole, at := sha256.New(), 0
+	for _, d := range t.docs {
+		fmt.Fprintf(whole, "document of %d bytes\n", d.size)
+		for left := d.size; left > 0; left -= fingerprintPiece {
+			whole.Write(pieces[at].sum[:])
+			at++
+		}
+	}
+	return hex.EncodeToString(whole.Sum(nil)), nil
+}
+
+func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffer []byte) error {
+	for end := at + size; at < end; {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		b := buffer[:min(int64(len(buffer)), end-at)]
+		if _, err := t.ReadAt(b, at); err != nil && err != io.EOF {
+			return err
+		}
+		h.Write(b)
+		at += int64(len(b))
+	}
+	return nil
+}
+
+// table stands for the files that the text is read from: where they are, and when they were written.
+func (t *Text) table() string {
+	h := sha256.New()
+	for _, d := range t.docs {
+		fmt.Fprintf(h, "%q %d %d %d %d %s\n", t.file(d), d.offset, d.size, d.fileSize, d.modified.UnixNano(), d.identity)
+	}
+	return hex.EncodeToString(h.Sum(nil))
+}
+
+// file is the path of a document's file, absolute where the system tells it.
+func (t *Text) file(d document) string {
+	name := filepath.Join(t.root, filepath.FromSlash(d.name))
+	if abs, err := filepath.Abs(name); err == nil {
+		return abs
+	}
+	return name
+}
+
+// fingerprintSettle is how old a file must be for its times to tell that it has not been written again: file systems count in
+// steps of up to two seconds.
+var fingerprintSettle = 3 * time.Second
+
+// settled reports whether all files had their times long before the given moment.
+func (t *Text) settled(began time.Time) bool {
+	return !slices.ContainsFunc(t.docs, func(d document) bool {
+		return began.Sub(d.modified) < fingerprintSettle || began.Sub(d.changed) < fingerprintSettle
+	})
+}
+
+// unchanged reports whether all files are still those that OpenCorpus found.
+func (t *Text) unchanged() bool {
+	return !slices.ContainsFunc(t.docs, func(d document) bool {
+		info, err := os.Stat(t.file(d))
+		if err != nil {
+			return true
+		}
+		now := newDocument(d.name, info)
+		return now.fileSize != d.fileSize || !now.modified.Equal(d.modified) || now.identity != d.identity
+	})
+}
+
+// fingerprints is the file of known fingerprints in the user's cache folder, "" where there is no such folder. What cannot be
+// read or written there is computed again.
+type fingerprints string
+
+const (
+	fingerprintsMost  = 256     // texts that are remembered
+	fingerprintsBytes = 1 << 20 // of the file, at most
+)
+
+// knownText is an entry of the file, the latest last.
+type knownText struct {
+	Table       string `json:"table"`
+	Fingerprint string `json:"fingerprint"`
+}
+
+func fingerprintCache() fingerprints {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return ""
+	}
+	return fingerprints(filepath.Join(dir, "kasmina", "fingerprints.json"))
+}
+
+func (f fingerprints) read() (all []knownText) {
+	file, size, err := regular.Open(string(f))
+	if err != nil {
+		return nil
+	}
+	defer file.Close()
+	if size > fingerprintsBytes || json.NewDecoder(io.LimitReader(file, size)).Decode(&all) != nil {
+		return nil
+	}
+	return all
+}
+
+func (f fingerprints) get(table string) (string, bool) {
+	for _, k := range f.read() {
+		if sum, err := hex.DecodeString(k.Fingerprint); k.Table == table && err == nil && len(sum) == sha256.Size {
+			return k.Fingerprint, true
+		}
+	}
+	return "", false
+}
+
+func (f fingerprints) put(table, fingerprint string) {
+	if f == "" {
+		return
+	}
+	all := slices.DeleteFunc(f.read(), func(k knownText) bool { return k.Table == table })
+	all = append(all, knownText{table, fingerprint})
+	text, err := json.Marshal(all[max(0, len(all)-fingerprintsMost):])
+	if err != nil {
+		return
+	}
+	// Whoever cannot write here hashes again.
+	_ = replaceFile(string(f), func(w *os.File) error { _, err := w.Write(text); return err })
+}
