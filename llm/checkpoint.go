@@ -231,9 +231,11 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 // as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
 // architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
-// engine) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
+// engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
 // refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed either.
+//
+// Grow may be called before or after: where the run grew in another way, or not at all, Resume or Run returns the ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
 	if ctx == nil {
 		return fmt.Errorf("llm: Resume: %w", errNoContext)
@@ -267,6 +269,9 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule, &run); err != nil {
 		return err
 	}
+	if r.newData != nil {
+		run.begin(*r.newData, t.Loader)
+	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of more steps goes on from there",
 			run.Step, t.Config.Steps)
@@ -274,7 +279,14 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if here, there := t.Loader.tokens.Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
 		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s", ErrSettings, there, here)
 	}
+	if here := t.Loader.state.Data; run.Loader.Data != here {
+		return f.errorf("%w: the run learnt from other text than the trainer's loader has (fingerprint %.12s, not %.12s): give it the "+
+			"same text, or go on with this one by the option WithNewData", ErrDataChanged, run.Loader.Data, here)
+	}
 	diff := t.differs(run.Settings)
+	if t.growth != nil {
+		diff = append(diff, t.growsAs(run.Settings.Growth)...)
+	}
 	if len(diff) > 0 && !r.newSettings {
 		return f.errorf("%w: %s", ErrSettings, strings.Join(diff, "; "))
 	}
@@ -290,6 +302,9 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	}
 	var optimizer []optim.Tensor
 	for name := range f.with(optimizerPrefix) {
+		if r.newData != nil && !r.newData.Optimizer {
+			break
+		}
 		x, err := f.Tensor(ctx, name)
 		if err != nil {
 			return f.errorf("%w", err)
@@ -319,10 +334,25 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if t.apart = t.engine.Push(); t.apart != nil {
 		return f.errorf("%w", t.usable())
 	}
-	if len(diff) > 0 && r.report != nil {
-		r.report(diff)
+	t.grew = nil
+	if t.growth == nil && !r.newSettings { // Grow may still be called: Run looks again
+		t.grew = run.Settings.Growth
 	}
+	r.tell(diff)
 	return nil
+}
+
+// begin makes the state of a run that of one which begins with a loader's data.
+func (run *training) begin(keep Keep, l *Loader) {
+	run.Loader = LoaderState{Seed: l.config.Seed, Seq: l.config.Seq, Data: l.state.Data}
+	run.Settings.Seed = l.config.Seed
+	run.ValLoss, run.ValBPB = unknown, unknown
+	if !keep.Optimizer {
+		run.LossScale = nil
+	}
+	if !keep.Steps {
+		run.Step, run.Loss, run.GradNorm, run.LearningRate = 0, unknown, unknown, 0
+	}
 }
 
 // lossScale returns the loss scale of an engine that has one, nil of another.

@@ -11,6 +11,7 @@ import (
 	"math"
 	"math/bits"
 	"slices"
+	"sync"
 )
 
 // Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
@@ -380,6 +381,17 @@ type Evaluation struct {
 	bytes  int
 	batch  int
 	seq    int
+
+	hashed sync.Once
+	hash   string
+}
+
+// fingerprint stands for the tokens and how they are batched.
+func (e *Evaluation) fingerprint() string {
+	e.hashed.Do(func() {
+		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes), fmt.Sprint(e.ids, e.begins))
+	})
+	return e.hash
 }
 
 // NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least

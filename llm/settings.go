@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -20,6 +21,62 @@ type settings struct {
 	Rules map[string]optim.Rule `json:"rules,omitempty"` // what the optimiser does with each parameter
 	Steps int                   `json:"steps"`
 	Rates []number              `json:"rates"` // the schedule at step i·Steps/len(Rates)
+
+	Growth *growthSettings `json:"growth"` // nil in older checkpoints, where nobody knows
+}
+
+// growthSettings are what decides how a run grows. The zero value is a run that does not.
+type growthSettings struct {
+	Controller string          `json:"controller,omitempty"` // its type
+	Options    json.RawMessage `json:"options,omitempty"`    // the controller as JSON
+	Every      int             `json:"every,omitempty"`
+	Validation string          `json:"validation,omitempty"` // fingerprint of the text
+}
+
+// maxControllerOptions bounds what a checkpoint says of a controller; of more it has the fingerprint.
+const maxControllerOptions = 4 << 10
+
+// growthSettings are those of the trainer as it is now.
+func (t *Trainer) growthSettings() *growthSettings {
+	g := t.growth
+	if g == nil {
+		return &growthSettings{}
+	}
+	s := &growthSettings{Controller: fmt.Sprintf("%T", g.Controller), Every: g.Every, Validation: g.Validation.fingerprint()}
+	options, err := json.Marshal(g.Controller)
+	switch {
+	case err != nil: // its type has to do
+	case len(options) > maxControllerOptions:
+		s.Options = fmt.Appendf(nil, "%q", fingerprintOf("controller", string(options)))
+	default:
+		s.Options = options
+	}
+	return s
+}
+
+// growsAs says in what the trainer does not grow as a checkpoint's run did.
+func (t *Trainer) growsAs(there *growthSettings) []string {
+	here := t.growthSettings()
+	switch {
+	case there == nil:
+		return nil
+	case here.Controller == "" && there.Controller != "":
+		return []string{fmt.Sprintf("the run grew by a %s, and this trainer does not grow: call Grow", there.Controller)}
+	case here.Controller != "" && there.Controller == "":
+		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %s", here.Controller)}
+	}
+	var diff []string
+	for _, d := range []struct{ what, here, there string }{
+		{"the controller", here.Controller, there.Controller},
+		{"what the controller is set to", string(here.Options), string(there.Options)},
+		{"Growth.Every", fmt.Sprint(here.Every), fmt.Sprint(there.Every)},
+		{"the fingerprint of Growth.Validation", here.Validation, there.Validation},
+	} {
+		if d.here != d.there {
+			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", d.what, d.here, d.there))
+		}
+	}
+	return diff
 }
 
 type plainSettings struct {
@@ -44,7 +101,7 @@ func (t *Trainer) settings() settings {
 	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
 		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
 		Engine: t.engine.Name()},
-		Steps: c.Steps}
+		Steps: c.Steps, Growth: t.growthSettings()}
 	if o, ok := t.Optimizer.(interface {
 		Rule(name string, shape []int) optim.Rule
 	}); ok {
@@ -123,12 +180,33 @@ type ResumeOption func(*resumption)
 type resumption struct {
 	newSettings bool
 	report      func(differences []string)
+	newData     *Keep
+}
+
+// tell reports differences that were accepted.
+func (r *resumption) tell(differences []string) {
+	if len(differences) > 0 && r.report != nil {
+		r.report(differences)
+	}
 }
 
 // WithNewSettings goes on with the trainer's settings where they are not those of the run that wrote the checkpoint,
 // instead of refusing it with ErrSettings. If there are such, report, unless it is nil, is told of them once everything is
 // loaded. A loader of another seed begins its next epoch. Another tokenizer is refused all the same: to the model, its ids
-// would mean nothing.
+// would mean nothing. Other data is another matter: see [WithNewData].
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
+}
+
+// Keep says what a run keeps that goes on with other data. The model and its lattices it always keeps.
+type Keep struct {
+	Optimizer bool // what the optimiser remembers; else it starts anew
+	Steps     bool // the number of steps so far, and with it the place in the schedule; else the run is at step 0
+}
+
+// WithNewData goes on with the data of the trainer's loader, also where it is not that of the run that wrote the checkpoint,
+// instead of refusing it with ErrDataChanged. The loader begins at the start of that data, and losses on the text before are
+// forgotten. It goes with WithNewSettings, for a schedule of its own, say.
+func WithNewData(keep Keep) ResumeOption {
+	return func(r *resumption) { r.newData = &keep }
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/optim"
@@ -73,8 +74,9 @@ type Trainer struct {
 
 	engine    Engine
 	callbacks []Callback
-	growth    *Growth  // nil without a controller
-	learning  [][]bool // slots of each Kasmina layer that learned at the last step; nil before the first
+	growth    *Growth         // nil without a controller
+	grew      *growthSettings // of a run that was resumed before Grow; nil where there is nothing to compare
+	learning  [][]bool        // slots of each Kasmina layer that learned at the last step; nil before the first
 	last      Event
 	started   time.Time
 	ctx       context.Context // of Run; nil outside
@@ -208,6 +210,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	if err := t.usable(); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
+	}
+	if diff := t.growsAs(t.grew); len(diff) > 0 {
+		return fmt.Errorf("llm: Trainer.Run: %w: %s", ErrSettings, strings.Join(diff, "; "))
 	}
 	t.ctx = ctx
 	defer func() { t.ctx = nil }()

@@ -67,7 +67,11 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 		return err
 	}
 	d.tokenizer = bpe
-	path := filepath.Join(o.cache, fmt.Sprintf("%s-%s.tokens", d.train.Fingerprint(), bpe.Name()))
+	fingerprint, err := d.train.Fingerprint(ctx)
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, bpe.Name()))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
 	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
 	if err != nil {
@@ -91,7 +95,11 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 		}
 	}
 	sample := min(d.train.Size(), tokenizerText)
-	path := filepath.Join(o.cache, fmt.Sprintf("%s-%d-%d.bpe", d.train.Fingerprint(), o.vocab, sample))
+	fingerprint, err := d.train.Fingerprint(ctx)
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d-%d.bpe", fingerprint, o.vocab, sample))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
 	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)

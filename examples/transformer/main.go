@@ -155,7 +155,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	defer release()
 	if o.resume.set { // after the claim, or another run might go on from here meanwhile
 		var settings []string
-		if err := t.Resume(ctx, o.resume.path, llm.WithNewSettings(func(d []string) { settings = d })); err != nil {
+		how := []llm.ResumeOption{llm.WithNewSettings(func(d []string) { settings = d })}
+		if keep, _ := o.keep(); keep != nil { // checked with the other options
+			how = append(how, llm.WithNewData(*keep))
+		}
+		if err := t.Resume(ctx, o.resume.path, how...); err != nil {
 			return resumeHint(err)
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
@@ -190,7 +194,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return nil
 	})
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) && saved == t.Step() {
-		return fmt.Errorf("%w at step %d; -resume -out %s goes on from there", err, t.Step(), quoted(o.out))
+		return fmt.Errorf("%w at step %d; %s goes on from there", err, t.Step(), o.resumption(o.out))
 	} else if err != nil {
 		return o.afterFailure(withHint(err))
 	}
@@ -224,7 +228,15 @@ func (o options) afterFailure(err error) error {
 	case missing != nil || errors.Is(err, llm.ErrDiverged): // which has advice of its own
 		return err
 	}
-	return fmt.Errorf("%w; -resume -out %s goes on from the last checkpoint", err, quoted(o.out))
+	return fmt.Errorf("%w; %s goes on from the last checkpoint", err, o.resumption(o.out))
+}
+
+// resumption is the options with which the run in a folder goes on.
+func (o options) resumption(out string) string {
+	if o.data == "" {
+		return "-resume -out " + quoted(out)
+	}
+	return "-resume -out " + quoted(out) + " -data " + quoted(o.data)
 }
 
 // resumeHint says what to do about a checkpoint that does not fit.
@@ -233,7 +245,8 @@ func resumeHint(err error) error {
 	case errors.Is(err, llm.ErrArchitecture):
 		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume another run begins", err)
 	case errors.Is(err, llm.ErrDataChanged):
-		return fmt.Errorf("%w; a run goes on with the text that it began with, and without -resume another one begins", err)
+		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data all on this one, and without "+
+			"-resume another one begins", err)
 	}
 	return err
 }

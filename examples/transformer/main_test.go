@@ -19,6 +19,9 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -120,7 +123,7 @@ func (c endsAfter) Err() error {
 	return nil
 }
 
-// TestResume wants a run that is interrupted and resumed, with no option but -out repeated, to leave the same checkpoint as
+// TestResume wants a run that is interrupted and resumed, with no option but -out and -data repeated, to leave the same checkpoint as
 // one in which nothing happened, byte for byte, and to be complete after that.
 func TestResume(t *testing.T) {
 	data, dir := textFolder(t), t.TempDir()
@@ -132,7 +135,7 @@ func TestResume(t *testing.T) {
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "-resume") {
 		t.Fatalf("got %v, want context.Canceled and a hint", err)
 	}
-	result, told := train(t, "-resume", "-out", broken)
+	result, told := train(t, "-resume", "-out", broken, "-data", data)
 	if result["steps"] != 40.0 || strings.Contains(told, "changed") || strings.Contains(told, "settings") || !strings.Contains(told, "at step 2") {
 		t.Errorf("result %v\n%s", result, told)
 	}
@@ -142,7 +145,7 @@ func TestResume(t *testing.T) {
 	if a, b := read(t, straight, "sample.txt"), read(t, broken, "sample.txt"); !bytes.Equal(a, b) {
 		t.Errorf("samples %q and %q", a, b)
 	}
-	again, _ := train(t, "-resume="+filepath.Join(broken, checkpointName), "-out", filepath.Join(dir, "again"))
+	again, _ := train(t, "-resume="+filepath.Join(broken, checkpointName), "-data", data, "-out", filepath.Join(dir, "again"))
 	if again["val_bpb"] != result["val_bpb"] || again["steps"] != 40.0 {
 		t.Errorf("the complete run gives %v, want %v", again, result)
 	}
@@ -150,10 +153,10 @@ func TestResume(t *testing.T) {
 
 // TestResumeWithMoreSteps wants a run that has ended to go on by its new plan, and the user to hear what that means.
 func TestResumeWithMoreSteps(t *testing.T) {
-	out := filepath.Join(t.TempDir(), "out")
-	train(t, small(textFolder(t), out, "-steps", "20")...)
+	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	train(t, small(data, out, "-steps", "20")...)
 	checkpoint := filepath.Join(out, checkpointName)
-	result, told := train(t, "-out", out, "-resume", checkpoint, "-steps", "30")
+	result, told := train(t, "-out", out, "-resume", checkpoint, "-data", data, "-steps", "30")
 	for _, words := range []string{"at step 20", "-steps from 20 to 30", "another model", "learning rate of step"} {
 		if !strings.Contains(told, words) {
 			t.Errorf("the user does not hear %q:\n%s", words, told)
@@ -162,7 +165,7 @@ func TestResumeWithMoreSteps(t *testing.T) {
 	if result["steps"] != 30.0 {
 		t.Errorf("result %v", result)
 	}
-	err := run(context.Background(), []string{"-out", out, "-resume", "-steps", "10"}, io.Discard, io.Discard)
+	err := run(context.Background(), []string{"-out", out, "-resume", "-data", data, "-steps", "10"}, io.Discard, io.Discard)
 	if err == nil || !strings.Contains(err.Error(), "step 30, want 0 to TrainConfig.Steps, which is 10") {
 		t.Errorf("fewer steps than were done: %v", err)
 	}
@@ -290,10 +293,10 @@ func TestNothingIsLost(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(out, "before-3")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a run that does not begin moves the one before aside: %v", err)
 	}
-	if _, told := train(t, "-resume", "-out", filepath.Join(out, "before-1"), "-steps", "3"); strings.Contains(told, "kept") {
+	if _, told := train(t, "-resume", "-data", data, "-out", filepath.Join(out, "before-1"), "-steps", "3"); strings.Contains(told, "kept") {
 		t.Errorf("the run that goes on is set aside:\n%s", told)
 	}
-	if result, _ := train(t, "-resume", "-out", out); result["steps"] != 2.0 {
+	if result, _ := train(t, "-resume", "-data", data, "-out", out); result["steps"] != 2.0 {
 		t.Errorf("the last run goes on as %v", result)
 	}
 }
@@ -309,7 +312,7 @@ func TestOneRunAFolder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, args := range [][]string{small(data, out, "-steps", "1"), {"-resume", "-out", out}} {
+	for _, args := range [][]string{small(data, out, "-steps", "1"), {"-resume", "-data", data, "-out", out}} {
 		var told strings.Builder
 		err = run(context.Background(), args, io.Discard, &told)
 		if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
@@ -331,7 +334,7 @@ func TestResumeHints(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	train(t, small(data, out, "-steps", "1")...)
 	resume := func(args ...string) error {
-		return run(context.Background(), append([]string{"-resume", "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
+		return run(context.Background(), append([]string{"-resume", "-data", data, "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
 	}
 	if err := resume("-dim", "32"); !errors.Is(err, llm.ErrArchitecture) || !strings.Contains(err.Error(), "without the options that differ") {
 		t.Errorf("another model: %v", err)
@@ -344,6 +347,38 @@ func TestResumeHints(t *testing.T) {
 	if err := resume(); !errors.Is(err, llm.ErrDataChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
 		t.Errorf("other text: %v", err)
 	}
+	if result, _ := train(t, "-resume", "-data", data, "-out", out, "-steps", "3", "-new-data", "all"); result["steps"] != 3.0 {
+		t.Errorf("with -new-data all the run goes on as %v", result)
+	}
+}
+
+// TestForgedPaths wants nothing to be read from or written to where a checkpoint says, and the user to hear what it says.
+func TestForgedPaths(t *testing.T) {
+	data, dir := textFolder(t), t.TempDir()
+	out, trap := filepath.Join(dir, "out"), filepath.Join(dir, "trap")
+	train(t, small(data, out, "-steps", "1")...)
+	checkpoint := filepath.Join(out, checkpointName)
+	tensors, metadata, err := safetensors.Load(checkpoint)
+	require.NoError(t, err)
+	var notes map[string]string
+	require.NoError(t, json.Unmarshal([]byte(metadata["kasmina.notes"]), &notes))
+	for _, name := range []string{"out", "cache", "profile", "data", "resume"} {
+		notes[name] = filepath.Join(trap, name)
+	}
+	notes["new-data"] = "all"
+	forged, err := json.Marshal(notes)
+	require.NoError(t, err)
+	metadata["kasmina.notes"] = string(forged)
+	require.NoError(t, safetensors.Save(checkpoint, tensors, metadata))
+
+	err = run(t.Context(), []string{"-resume", "-out", out, "-steps", "2"}, io.Discard, io.Discard)
+	require.ErrorContains(t, err, "-data "+quoted(filepath.Join(trap, "data")))
+	o, err := parse([]string{"-resume", "-out", out, "-data", data}, io.Discard)
+	require.NoError(t, err)
+	require.Equal(t, []string{out, cacheFolder(), "", ""}, []string{o.out, o.cache, o.profile, o.newData})
+	result, told := train(t, "-resume", "-out", out, "-data", data, "-steps", "2")
+	require.Equal(t, 2.0, result["steps"], told)
+	require.NoDirExists(t, trap)
 }
 
 // TestFailureHint wants a user whose run fails to hear of the checkpoint that it goes on from, if there is one.
@@ -370,7 +405,8 @@ func TestFailureHint(t *testing.T) {
 	if err := fail(small(data, out, "-vocab", "300", "-cache", cache)...); err == nil || !strings.Contains(err.Error(), "-cache names another") {
 		t.Errorf("without a folder for the cache: %v", err)
 	}
-	if err := fail("-resume", "-steps", "2"); err == nil || !strings.Contains(err.Error(), "-resume -out "+quoted(out)+" goes on") {
+	hint := "-resume -out " + quoted(out) + " -data " + quoted(data) + " goes on"
+	if err := fail("-resume", "-data", data, "-steps", "2"); err == nil || !strings.Contains(err.Error(), hint) {
 		t.Errorf("with a checkpoint: %v", err)
 	}
 }

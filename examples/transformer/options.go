@@ -26,6 +26,7 @@ type options struct {
 	monitor                  int
 	profile                  string
 	resume                   resumeFlag
+	newData                  string // what a resumed run keeps with other text; "" where it must be the same
 	kasmina                  bool
 	model                    llm.Config
 	train                    llm.TrainConfig
@@ -95,7 +96,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
-		if !slices.Contains([]string{"out", "cache", "resume", "profile"}, f.Name) {
+		if !slices.Contains([]string{"out", "cache", "resume", "profile", "new-data"}, f.Name) {
 			o.train.Notes[f.Name] = f.Value.String()
 		}
 	})
@@ -113,6 +114,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
+	f.StringVar(&o.newData, "new-data", "", "let -resume go on with other text, and keep of the run: all, optimizer (steps begin at 0), steps "+
+		"(the optimiser\nbegins anew) or model (both begin anew)")
 	f.Var(&o.resume, "resume", "go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
 	f.IntVar(&o.train.Steps, "steps", 1040, "optimiser steps in all; learning rate and growth follow them")
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
@@ -178,6 +181,10 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		was, known := notes[fl.Name]
 		switch {
 		case !known:
+		case slices.Contains(pathOptions, fl.Name):
+			if err := o.checkPath(fl, was, given[fl.Name]); err != nil {
+				errs = append(errs, err)
+			}
 		case !given[fl.Name]:
 			if err := fl.Value.Set(was); err != nil {
 				errs = append(errs, fmt.Errorf("-%s of %s is %q: %w", fl.Name, o.resume.path, was, err))
@@ -187,6 +194,38 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		}
 	})
 	return errors.Join(errs...)
+}
+
+// pathOptions are the options that name files and folders. What a checkpoint says of them is never followed: whoever made the
+// file would choose what is read and written.
+var pathOptions = []string{"out", "data", "cache", "profile", "resume", "new-data"}
+
+// checkPath compares a path of the checkpoint with what the user gave. Text of one's own has to be named again.
+func (o *options) checkPath(fl *flag.Flag, was string, given bool) error {
+	switch {
+	case fl.Name != "data" || was == "" && !given:
+		return nil
+	case !given:
+		return fmt.Errorf("the run in %s learnt from %s: a path in a file is not followed, so name the text again, with -data %s",
+			o.resume.path, was, quoted(was))
+	case fl.Value.String() != was:
+		o.changed = append(o.changed, fmt.Sprintf("-data from %q to %q", was, fl.Value))
+	}
+	return nil
+}
+
+// keep is what -new-data asks for, nil where the text must be the same.
+func (o *options) keep() (*llm.Keep, error) {
+	keeps := map[string]*llm.Keep{"": nil, "all": {Optimizer: true, Steps: true}, "optimizer": {Optimizer: true}, "steps": {Steps: true},
+		"model": {}}
+	keep, ok := keeps[o.newData]
+	switch {
+	case !ok:
+		return nil, fmt.Errorf("-new-data is %q, want all, optimizer, steps or model", o.newData)
+	case keep != nil && !o.resume.set:
+		return nil, errors.New("-new-data is for -resume: a run that begins has no other text before")
+	}
+	return keep, nil
 }
 
 // finish derives what the options leave open, and refuses what would otherwise fail only after the training.
@@ -203,6 +242,9 @@ func (o *options) finish() error {
 		o.model.Seeds = 0
 	}
 	o.model = o.model.Default()
+	if _, err := o.keep(); err != nil {
+		return err
+	}
 	o.sampler.Seed = o.seed
 	if _, err := llm.NewSampler(o.sampler); err != nil {
 		return err

@@ -97,7 +97,7 @@ func TestSubwords(t *testing.T) {
 		t.Fatalf("the encoding beside the checkpoint: %v", err)
 	}
 
-	n := 12
+	n := 40
 	err = run(endsAfter{context.Background(), &n}, small(text, broken, options...), io.Discard, io.Discard)
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
@@ -105,7 +105,7 @@ func TestSubwords(t *testing.T) {
 	if err := os.RemoveAll(cache); err != nil {
 		t.Fatal(err)
 	}
-	_, told = train(t, "-resume", "-out", broken, "-cache", cache)
+	_, told = train(t, "-resume", "-out", broken, "-data", text, "-cache", cache)
 	if strings.Count(told, "made in") != 1 || !strings.Contains(told, "resuming") {
 		t.Errorf("not the tokens alone were made anew:\n%s", told)
 	}
@@ -140,7 +140,7 @@ func TestSubwords(t *testing.T) {
 	if err := os.Truncate(filepath.Join(broken, tokenizerName), 50); err != nil {
 		t.Fatal(err)
 	}
-	err = run(context.Background(), []string{"-resume", "-out", broken, "-cache", cache}, io.Discard, io.Discard)
+	err = run(context.Background(), []string{"-resume", "-data", text, "-out", broken, "-cache", cache}, io.Discard, io.Discard)
 	if err == nil || !strings.Contains(err.Error(), tokenizerName) || !strings.Contains(err.Error(), "remove the file") {
 		t.Errorf("a damaged encoding beside the checkpoint: %v", err)
 	}

@@ -1,0 +1,97 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// printOf is a text's fingerprint.
+func printOf(t *testing.T, text *Text) string {
+	t.Helper()
+	value, err := text.Fingerprint(t.Context())
+	require.NoError(t, err)
+	return value
+}
+
+// TestFingerprint wants it to be of what a text says and where its documents end: not of names, folders or times.
+func TestFingerprint(t *testing.T) {
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	of := func(files map[string]string) string { return printOf(t, mustOpen(t, writeFiles(t, files)).Train) }
+	text := of(map[string]string{"a": "the text of one file"})
+	require.Len(t, text, 64)
+	require.Equal(t, text, of(map[string]string{"b": "the text of one file"}), "another name")
+	require.NotEqual(t, text, of(map[string]string{"a": "the text of two file"}), "other text of the same size")
+	// The last bytes of each file are held out.
+	whole, parts := strings.Repeat("x", 40), strings.Repeat("x", 20)
+	require.NotEqual(t, of(map[string]string{"a": whole}), of(map[string]string{"a": parts, "b": parts}), "other ends of documents")
+}
+
+// TestFingerprintPieces wants a large file to have the same fingerprint on one core and on many, and a context to end the reading.
+func TestFingerprintPieces(t *testing.T) {
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	dir := t.TempDir()
+	big := make([]byte, 2*fingerprintPiece+12345)
+	for i := range big {
+		big[i] = byte(i*i>>7) | 1
+	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "big"), big, 0o666))
+	all := printOf(t, mustOpen(t, dir).Train)
+	big[fingerprintPiece+1] ^= 2
+	other := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(other, "big"), big, 0o666))
+	require.NotEqual(t, all, printOf(t, mustOpen(t, other).Train))
+	enough := errors.New("enough")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(enough)
+	_, err := mustOpen(t, other).Train.Fingerprint(ctx)
+	require.ErrorIs(t, err, enough)
+}
+
+// TestFingerprintKept wants a fingerprint to be kept for files that have rested, and never to be that of what a file said before.
+func TestFingerprintKept(t *testing.T) {
+	cache := t.TempDir()
+	t.Setenv("XDG_CACHE_HOME", cache)
+	defer func(d time.Duration) { fingerprintSettle = d }(fingerprintSettle)
+	dir := writeFiles(t, map[string]string{"a": strings.Repeat("one text. ", 100)})
+	known := fingerprintCache()
+	require.NotEmpty(t, known)
+
+	fingerprintSettle = time.Hour
+	first := printOf(t, mustOpen(t, dir).Train)
+	require.Empty(t, known.read(), "a file that was written a moment ago may be written again within one tick of its clock")
+	fingerprintSettle = -time.Hour
+	require.Equal(t, first, printOf(t, mustOpen(t, dir).Train))
+	require.Len(t, known.read(), 1)
+
+	// What is kept is used: it says so if it is another value.
+	table := mustOpen(t, dir).Train.table()
+	known.put(table, strings.Repeat("ab", 32))
+	require.Equal(t, strings.Repeat("ab", 32), printOf(t, mustOpen(t, dir).Train))
+	known.put(table, "no fingerprint")
+	require.Equal(t, first, printOf(t, mustOpen(t, dir).Train))
+
+	// Other text of the same name, size and time of modification.
+	name := filepath.Join(dir, "a")
+	info, err := os.Stat(name)
+	require.NoError(t, err)
+	time.Sleep(10 * time.Millisecond) // a tick of the clock that the system keeps of changes
+	require.NoError(t, os.WriteFile(name, []byte(strings.Repeat("two text. ", 100)), 0o666))
+	require.NoError(t, os.Chtimes(name, info.ModTime(), info.ModTime()))
+	if id, _ := fileIdentity(info); id != "" {
+		require.NotEqual(t, first, printOf(t, mustOpen(t, dir).Train))
+	}
+	for range fingerprintsMost + 5 {
+		known.put(time.Now().String(), first)
+	}
+	require.Len(t, known.read(), fingerprintsMost)
+	require.NoError(t, os.WriteFile(string(known), []byte("[{"), 0o666))
+	require.Empty(t, known.read())
+	require.NotEmpty(t, printOf(t, mustOpen(t, dir).Train), "a damaged cache is no cache")
+}

@@ -1,0 +1,160 @@
+package llm
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// onText is a trainer at its start on the text of a file.
+func onText(t *testing.T, name, text string) *Trainer {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), name)
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
+	corpus, err := OpenCorpus(path)
+	require.NoError(t, err)
+	tokens, err := Tokenize(corpus.Train, ByteTokenizer{})
+	require.NoError(t, err)
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
+	tr.Loader, err = NewLoader(tokens, LoaderConfig{Batch: tr.Config.Batch, Seq: tr.Model.Config.Seq, Seed: 5})
+	require.NoError(t, err)
+	return tr
+}
+
+// saved is a checkpoint of a run of four steps on a text.
+func savedOn(t *testing.T, text string) string {
+	t.Helper()
+	tr := onText(t, "text", text)
+	for range 4 {
+		require.NoError(t, tr.step())
+	}
+	path := filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, tr.Save(path))
+	return path
+}
+
+// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called, and other text of the same name and
+// size to be refused unless it is asked for; then as much of the run to be kept as is asked for.
+func TestResumeOnOtherText(t *testing.T) {
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)
+	path := savedOn(t, one)
+
+	renamed := onText(t, "renamed", one)
+	require.NoError(t, renamed.Resume(t.Context(), path))
+	require.Equal(t, 4, renamed.Step())
+
+	other := onText(t, "text", two)
+	before := other.Loader.State()
+	for _, opts := range [][]ResumeOption{nil, {WithNewSettings(nil)}} {
+		err := other.Resume(t.Context(), path, opts...)
+		require.ErrorIs(t, err, ErrDataChanged)
+		require.ErrorContains(t, err, "WithNewData")
+		require.Equal(t, before, other.Loader.State())
+		require.Zero(t, other.Step())
+	}
+	for _, keep := range []Keep{{}, {Optimizer: true}, {Steps: true}, {Optimizer: true, Steps: true}} {
+		tr := onText(t, "text", two)
+		require.NoError(t, tr.Resume(t.Context(), path, WithNewData(keep)), "%+v", keep)
+		require.Equal(t, before, tr.Loader.State(), "%+v", keep)
+		require.Equal(t, keep.Steps, tr.Step() == 4, "%+v: step %d", keep, tr.Step())
+		require.Equal(t, keep.Optimizer, updates(tr.Optimizer) == 4, "%+v: %d updates", keep, updates(tr.Optimizer))
+		require.NoError(t, tr.step())
+		again := filepath.Join(t.TempDir(), "again.safetensors")
+		require.NoError(t, tr.Save(again))
+		require.NoError(t, onText(t, "text", two).Resume(t.Context(), again), "%+v", keep)
+	}
+}
+
+// updates is how many an optimiser remembers of any parameter.
+func updates(o optim.Optimizer) (n int64) {
+	for _, s := range o.State() {
+		if steps, ok := s.Data.([]int64); ok {
+			n = max(n, steps[0])
+		}
+	}
+	return n
+}
+
+// TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other settings are asked for, whether Grow is
+// called before Resume or after.
+func TestResumeGrowth(t *testing.T) {
+	validation := func(text string, batch int) *Evaluation {
+		e, err := NewEvaluation([]byte(text), ByteTokenizer{}, batch, tiny().Seq)
+		require.NoError(t, err)
+		return e
+	}
+	controller := func(active int) state.Controller {
+		h := state.NewHeuristic(active, 1<<20)
+		h.RampEpochs = 2
+		return h
+	}
+	text := string(words(9, 120))
+	grown := Growth{Controller: controller(4), Validation: validation(text, 2), Every: 2}
+	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
+	growing := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
+	require.NoError(t, growing.Grow(grown))
+	paths := map[bool]string{}
+	for grows, tr := range map[bool]*Trainer{false: plain, true: growing} {
+		require.NoError(t, tr.step())
+		paths[grows] = filepath.Join(t.TempDir(), "run.safetensors")
+		require.NoError(t, tr.Save(paths[grows]))
+	}
+	with := func(change func(*Growth)) *Growth { g := grown; change(&g); return &g }
+	for name, c := range map[string]struct {
+		grew bool
+		now  *Growth
+		want string
+	}{
+		"the same":           {true, with(func(*Growth) {}), ""},
+		"never":              {false, nil, ""},
+		"no longer":          {true, nil, "this trainer does not grow"},
+		"only now":           {false, &grown, "the run did not grow"},
+		"another budget":     {true, with(func(g *Growth) { g.Controller = controller(5) }), `"MaxActive":5`},
+		"another interval":   {true, with(func(g *Growth) { g.Every = 1 }), "Growth.Every is 1 here and 2 there"},
+		"another text":       {true, with(func(g *Growth) { g.Validation = validation(text[1:], 2) }), "Growth.Validation"},
+		"another batch":      {true, with(func(g *Growth) { g.Validation = validation(text, 1) }), "Growth.Validation"},
+		"another controller": {true, with(func(g *Growth) { g.Controller = otherController{} }), "llm.otherController"},
+	} {
+		for _, first := range []bool{true, false} {
+			for _, accept := range []bool{false, true} {
+				tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+				grow := func() {
+					if c.now != nil {
+						require.NoError(t, tr.Grow(*c.now))
+					}
+				}
+				var opts []ResumeOption
+				if accept {
+					opts = append(opts, WithNewSettings(nil))
+				}
+				if first {
+					grow()
+				}
+				err := tr.Resume(t.Context(), paths[c.grew], opts...)
+				if err == nil {
+					if !first {
+						grow()
+					}
+					err = tr.Run(t.Context()) // which has no step to make
+				}
+				if accept || c.want == "" {
+					require.NoError(t, err, "%s, Grow first: %v", name, first)
+					continue
+				}
+				require.ErrorIs(t, err, ErrSettings, "%s, Grow first: %v", name, first)
+				require.ErrorContains(t, err, c.want, "%s, Grow first: %v", name, first)
+			}
+		}
+	}
+}
+
+type otherController struct{}
+
+func (otherController) Decide([]state.Report) []state.Command { return nil }
