@@ -99,7 +99,7 @@ type unchecked struct {
 	poison func() // what the update does to the parameters
 }
 
-func (u *unchecked) Step(b Batch, _ func() (Batch, bool)) (loss, norm float64, err error) {
+func (u *unchecked) Step(b Batch) (loss, norm float64, err error) {
 	if loss, err = u.Gradients(b); err != nil {
 		return loss, 0, err
 	}
@@ -111,10 +111,10 @@ func (u *unchecked) Step(b Batch, _ func() (Batch, bool)) (loss, norm float64, e
 	return loss, norm, err
 }
 
-// TestUpdatedTooEarly wants a run to end as one that has diverged where parameters have been updated with gradients that are not finite, the
+// TestUpdateOverflowed wants a run to end as one that has diverged where parameters have been updated with gradients that are not finite, the
 // checkpoint before to stay, and the trainer to do nothing with these parameters, also if they are all finite, until it goes on from the
 // checkpoint.
-func TestUpdatedTooEarly(t *testing.T) {
+func TestUpdateOverflowed(t *testing.T) {
 	for what, value := range map[string]float32{"a parameter that is not finite": float32(math.NaN()), "finite parameters": 0.5} {
 		t.Run(what, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "m.safetensors")

@@ -197,7 +197,7 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		}
 	}
 	checkSame(t, got[0], got[1])
-	want := []EventKind{RunStart, StepEnd, StepEnd, EvalEnd, StepEnd, Saved, StepEnd, StepEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
+	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EvalEnd, StepEnd, Saved, StepEnd, StepEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
 	if !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
