@@ -21,8 +21,10 @@ func TestHostileArguments(t *testing.T) {
 	_, _, found := autodiff.FirstNonFinite(model)
 	require.False(t, found)
 
-	x := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithShape(2, 2), gorgonia.WithName("x"))
-	_, err = autodiff.Recompute(gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { panic("boom") })
+	x := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithShape(2, 2),
+		gorgonia.WithName("x"))
+	_, err = autodiff.Recompute(gorgonia.Nodes{x},
+		func(gorgonia.Nodes) (*gorgonia.Node, error) { panic("boom") })
 	require.ErrorContains(t, err, "boom")
 	require.ErrorContains(t, err, "hostile_test.go")
 

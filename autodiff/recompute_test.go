@@ -142,7 +142,8 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, 
 	return seen
 }
 
-// Gorgonia's LispMachine differentiates through what is recomputed: its gradients are the tape machine's.
+// Gorgonia's LispMachine differentiates through what is recomputed: its gradients are the tape
+// machine's.
 func TestRecomputeOnTheLispMachine(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	var grads [2][][]float64
@@ -150,11 +151,14 @@ func TestRecomputeOnTheLispMachine(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		g := gorgonia.NewGraph()
 		input := func(name string, shape ...int) *gorgonia.Node {
-			value := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(normals(r, opbase.Size(shape))))
+			value := tensor.New(tensor.WithShape(shape...),
+				tensor.WithBacking(normals(r, opbase.Size(shape))))
 			return gorgonia.NodeFromAny(g, value, gorgonia.WithName(name))
 		}
-		ids := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{1, 0, 1})), gorgonia.WithName("ids"))
-		params := gorgonia.Nodes{input("x", 3, 4), input("norm", 4), input("gate", 5, 4), input("up", 5, 4), input("down", 4, 5), input("table", 2, 4)}
+		ids := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{1, 0, 1})),
+			gorgonia.WithName("ids"))
+		params := gorgonia.Nodes{input("x", 3, 4), input("norm", 4), input("gate", 5, 4),
+			input("up", 5, 4), input("down", 4, 5), input("table", 2, 4)}
 		y := must(autodiff.Recompute(append(slices.Clone(params), ids), block))
 		loss := must(gorgonia.Sum(must(gorgonia.HadamardProd(y, input("weighting", 3, 4)))))
 		var vm gorgonia.VM

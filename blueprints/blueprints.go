@@ -32,8 +32,9 @@ import (
 // Float is the element type of a transform's arithmetic.
 type Float interface{ float32 | float64 }
 
-// Kind identifies a registered blueprint. Built-in kinds have fixed numbers; registered ones are numbered in the order of
-// registration, so a program that stores kinds should store their names, as lattices do, and find them again by [ByName].
+// Kind identifies a registered blueprint. Built-in kinds have fixed numbers; registered ones are
+// numbered in the order of registration, so a program that stores kinds should store their names,
+// as lattices do, and find them again by [ByName].
 type Kind uint8
 
 // The built-in kinds.
@@ -83,8 +84,9 @@ type Blueprint struct {
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if they are too few for it,
 	// how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
-	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold them. Their names
-	// differ, none is "" or "scale", and they have n elements in all. When nil, they are one vector, "weights".
+	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold
+	// them. Their names differ, none is "" or "scale", and they have n elements in all. When nil, they
+	// are one vector, "weights".
 	Parts func(c, n int) []Part
 	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the transform of a chunk of
 	// c features is the identity, or as near to it as the kind can be. Weights that must not all start alike come from r.
@@ -100,15 +102,17 @@ type Part struct {
 	Shape []int
 }
 
-// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n for chunks of c features. It
-// returns an error wrapping [ErrInvalid] when c or n is out of range or the blueprint's Parts are not as [Blueprint] says.
+// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n for
+// chunks of c features. It returns an error wrapping [ErrInvalid] when c or n is out of range or
+// the blueprint's Parts are not as [Blueprint] says.
 func Parts(k Kind, c, n int) ([]Part, error) {
 	b, err := Lookup(k)
 	if err != nil {
 		return nil, err
 	}
 	if c < 1 || n < 0 {
-		return nil, fmt.Errorf("%w %q: %d weights for chunks of %d features, want at least 0 for at least 1", ErrInvalid, b.Name, n, c)
+		return nil, fmt.Errorf("%w %q: %d weights for chunks of %d features, "+
+			"want at least 0 for at least 1", ErrInvalid, b.Name, n, c)
 	}
 	if b.Parts == nil {
 		return []Part{{"weights", []int{n}}}, nil
@@ -131,7 +135,8 @@ func checkParts(parts []Part, n int) error {
 	names := map[string]bool{"": true, scaleName: true}
 	for i, p := range parts {
 		if names[p.Name] {
-			return fmt.Errorf("the name of part %d is %q, want names that differ, and none of them \"\" or %q", i, p.Name, scaleName)
+			return fmt.Errorf("the name of part %d is %q, want names that differ, "+
+				"and none of them \"\" or %q", i, p.Name, scaleName)
 		}
 		names[p.Name] = true
 		size := 1
@@ -158,11 +163,13 @@ var (
 	ErrPanic       = errors.New("panic") // in a function of a registered blueprint
 )
 
-// guard calls a function of a blueprint. When it panics, guard returns an error wrapping [ErrPanic] that says where.
+// guard calls a function of a blueprint. When it panics, guard returns an error wrapping [ErrPanic]
+// that says where.
 func guard(b *Blueprint, function string, f func()) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
-			err = fmt.Errorf("%w in %s of blueprint %q: %v\n\n%s", ErrPanic, function, b.Name, r, debug.Stack())
+			err = fmt.Errorf("%w in %s of blueprint %q: %v\n\n%s", ErrPanic, function, b.Name, r,
+				debug.Stack())
 		}
 	}()
 	f()
@@ -265,9 +272,9 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 	return a.(*Arithmetic[T])
 }
 
-// Size returns how many weights a kind uses of rows of the given width, for chunks of c features: the first ones. It returns
-// an error wrapping [ErrWidth], which says how many it needs, when the rows are too narrow, [ErrInvalid] when c is below 1, or
-// [ErrUnknownKind].
+// Size returns how many weights a kind uses of rows of the given width, for chunks of c features:
+// the first ones. It returns an error wrapping [ErrWidth], which says how many it needs, when the
+// rows are too narrow, [ErrInvalid] when c is below 1, or [ErrUnknownKind].
 func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -291,11 +298,12 @@ func Size(k Kind, c, width int) (int, error) {
 	return n, nil
 }
 
-// Identity makes a slot the identity start of a kind for chunks of c features. weights is [slots, W] row by row and scales is
-// [slots]; both are the parameters of a Kasmina layer. Slot 0 means "none", so slot must be in 1 … slots−1. Kinds that start
-// from random weights draw them by seed: the same one gives the same weights. Weights that the kind does not use become 0.
-// On an error nothing has changed. It wraps [ErrWidth] when W is too small for the kind, and [ErrInvalid] when what the kind's
-// Identity gives is not finite or its Parts are not as [Blueprint] says.
+// Identity makes a slot the identity start of a kind for chunks of c features. weights is [slots,
+// W] row by row and scales is [slots]; both are the parameters of a Kasmina layer. Slot 0 means
+// "none", so slot must be in 1 … slots−1. Kinds that start from random weights draw them by seed:
+// the same one gives the same weights. Weights that the kind does not use become 0. On an error
+// nothing has changed. It wraps [ErrWidth] when W is too small for the kind, and [ErrInvalid] when
+// what the kind's Identity gives is not finite or its Parts are not as [Blueprint] says.
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
@@ -330,13 +338,15 @@ func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, er
 	}
 	w := make([]float64, width)
 	var a float64
-	if err := guard(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) }); err != nil {
+	err = guard(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) })
+	if err != nil {
 		return nil, 0, err
 	}
 	weights = make([]T, width)
 	for i, v := range append(w, a) {
 		if t := float64(T(v)); t-t != 0 {
-			return nil, 0, fmt.Errorf("%w %q: parameter %d of Identity is %v, want a finite number", ErrInvalid, b.Name, i, v)
+			return nil, 0, fmt.Errorf("%w %q: parameter %d of Identity is %v, want a finite number",
+				ErrInvalid, b.Name, i, v)
 		}
 	}
 	for i, v := range w {
@@ -345,7 +355,8 @@ func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, er
 	return weights, T(a), nil
 }
 
-// random returns what Identity draws from: the same numbers in every program, whatever number it has for a registered kind.
+// random returns what Identity draws from: the same numbers in every program, whatever number it
+// has for a registered kind.
 func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 	stream := uint64(k)
 	if int(k) >= len(builtin) {
@@ -356,15 +367,17 @@ func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, stream))
 }
 
-// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y have one length, which is
-// not 0; w may have more elements than the kind uses. What y holds after an error means nothing.
+// Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y
+// have one length, which is not 0; w may have more elements than the kind uses. What y holds after
+// an error means nothing.
 func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	b, err := Lookup(k)
 	if err != nil {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
 	if len(y) != len(x) || len(x) == 0 {
-		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at least 1", len(x), len(y))
+		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at least 1",
+			len(x), len(y))
 	}
 	n, err := Size(k, len(x), len(w))
 	if err != nil {

@@ -20,7 +20,8 @@ func TestMeaninglessNumbers(t *testing.T) {
 				_, err := blueprints.Size(kind, c, width)
 				require.Error(t, err, "Size(%v, %d, %d)", kind, c, width)
 				if parts, err := blueprints.Parts(kind, c, width); err == nil { // a vector, whatever c is
-					require.Equal(t, []blueprints.Part{{Name: "weights", Shape: []int{width}}}, parts, "Parts(%v, %d, %d)", kind, c, width)
+					require.Equal(t, []blueprints.Part{{Name: "weights", Shape: []int{width}}}, parts,
+						"Parts(%v, %d, %d)", kind, c, width)
 				}
 			}
 		}
@@ -55,14 +56,21 @@ func pass[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-// What a registered kind's functions panic with is an error that names the kind and the function, and no parameter changes.
+// What a registered kind's functions panic with is an error that names the kind and the function,
+// and no parameter changes.
 func TestPanickingFunctions(t *testing.T) {
 	size := register(t, blueprints.Blueprint{Size: func(c, width int) int { panic("boom") }})
-	parts := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part { panic("boom") }})
-	identity := register(t, blueprints.Blueprint{Identity: func(w []float64, c int, r *rand.Rand) float64 { w[0] = 7; panic("boom") }})
+	parts := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part {
+		panic("boom")
+	}})
+	identity := register(t, blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
+		w[0] = 7
+		panic("boom")
+	}})
 	late := pass[float64]()
 	late.Forward = func([]float64, []float64, []float64, float64) { panic("boom") }
-	forward, err := blueprints.Register(blueprints.Blueprint{Name: t.Name(), F64: late, F32: pass[float32](),
+	forward, err := blueprints.Register(blueprints.Blueprint{Name: t.Name(), F64: late,
+		F32:      pass[float32](),
 		Identity: func([]float64, int, *rand.Rand) float64 { return 1 }})
 	require.NoError(t, err)
 
@@ -70,13 +78,15 @@ func TestPanickingFunctions(t *testing.T) {
 	checkPanic(t, err, size, "Size")
 	_, err = blueprints.Parts(parts, 2, 4)
 	checkPanic(t, err, parts, "Parts")
-	for kind, function := range map[blueprints.Kind]string{size: "Size", parts: "Parts", identity: "Identity"} {
+	for kind, function := range map[blueprints.Kind]string{size: "Size", parts: "Parts",
+		identity: "Identity"} {
 		w, a := []float64{1, 2, 3, 4}, []float64{5, 6}
 		checkPanic(t, blueprints.Identity(kind, 1, 2, 0, w, a), kind, function)
 		require.Equal(t, []float64{1, 2, 3, 4}, w)
 		require.Equal(t, []float64{5, 6}, a)
 	}
-	checkPanic(t, blueprints.Apply(forward, make([]float64, 2), make([]float64, 2), make([]float64, 2), 1), forward, "arithmetic")
+	err = blueprints.Apply(forward, make([]float64, 2), make([]float64, 2), make([]float64, 2), 1)
+	checkPanic(t, err, forward, "arithmetic")
 }
 
 func checkPanic(t *testing.T, err error, kind blueprints.Kind, function string) {
@@ -91,7 +101,9 @@ func checkPanic(t *testing.T, err error, kind blueprints.Kind, function string) 
 func TestClashingParts(t *testing.T) {
 	var parts []blueprints.Part
 	kind := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part { return parts }})
-	part := func(name string, shape ...int) blueprints.Part { return blueprints.Part{Name: name, Shape: shape} }
+	part := func(name string, shape ...int) blueprints.Part {
+		return blueprints.Part{Name: name, Shape: shape}
+	}
 	for what, clash := range map[string][]blueprints.Part{
 		"one name twice":       {part("w", 1), part("w", 1)},
 		"the scale's name":     {part("scale", 2)},
@@ -114,7 +126,10 @@ func TestClashingParts(t *testing.T) {
 // An identity start that no float holds is refused.
 func TestInfiniteIdentity(t *testing.T) {
 	v := 0.0
-	kind := register(t, blueprints.Blueprint{Identity: func(w []float64, c int, r *rand.Rand) float64 { w[1] = v; return 1 }})
+	kind := register(t, blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
+		w[1] = v
+		return 1
+	}})
 	for _, v = range []float64{math.NaN(), math.Inf(1), 1e300} {
 		w, a := make([]float32, 4), make([]float32, 2)
 		require.ErrorIs(t, blueprints.Identity(kind, 1, 2, 0, w, a), blueprints.ErrInvalid)

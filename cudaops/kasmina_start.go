@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaStart writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks at a slot when a seed begins
-// to compute with it.
+// kasminaStart writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks
+// at a slot when a seed begins to compute with it.
 type kasminaStart struct {
 	m               *Machine
 	op              *op.KasminaOp
@@ -21,14 +21,16 @@ type kasminaStart struct {
 	seen, used      []bool // of each slot: a seed computed with it before, and does so now
 }
 
-// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales are inputs of the graph.
+// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales
+// are inputs of the graph.
 func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *array) {
 	w, s := c.inputOf[weights.block], c.inputOf[scales.block]
 	if o.Replaying || w == nil || s == nil || weights.elem != float32s || scales.elem != float32s {
 		return
 	}
 	slots := o.InputShape(1)[0]
-	c.m.attendants = append(c.m.attendants, &kasminaStart{m: c.m, op: o, weights: weights, scales: scales, ofWeights: w, ofScales: s,
+	c.m.attendants = append(c.m.attendants, &kasminaStart{m: c.m, op: o, weights: weights,
+		scales: scales, ofWeights: w, ofScales: s,
 		seen: make([]bool, slots), used: make([]bool, slots)})
 }
 
@@ -125,7 +127,8 @@ func hostMemory(in *input) ([]float32, error) {
 	}
 	x, ok := memory.([]float32)
 	if !ok || len(x) != in.array.len() {
-		return nil, fmt.Errorf("%s has a value of type %v and shape %v", describe(in.node), in.node.Value().Dtype(), in.node.Value().Shape())
+		return nil, fmt.Errorf("%s has a value of type %v and shape %v", describe(in.node),
+			in.node.Value().Dtype(), in.node.Value().Shape())
 	}
 	return x, nil
 }

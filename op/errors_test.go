@@ -194,7 +194,8 @@ func TestRunError(t *testing.T) {
 			values := slices.Repeat([]float64{v}, tensor.Shape(shape).TotalSize())
 			return gorgonia.NodeFromAny(g, dense(tensor.Float64, values, shape...), gorgonia.WithName(name))
 		}
-		y := must(t)(op.Kasmina(input("x", math.NaN(), 2, 4), input("w", 1, 2, 2), input("a", 1, 2), newLattice(t, 4, []seedSetting{{"Dormant", "Residual", 0, 0}, {"Dormant", "Residual", 0, 0}}),
+		y := must(t)(op.Kasmina(input("x", math.NaN(), 2, 4), input("w", 1, 2, 2), input("a", 1, 2),
+			newLattice(t, 4, []seedSetting{{"Dormant", "Residual", 0, 0}, {"Dormant", "Residual", 0, 0}}),
 			op.StopOnNonFinite()))
 		must(t)(gorgonia.Sum(y))
 		return g
@@ -325,8 +326,10 @@ func TestViews(t *testing.T) {
 
 // Tables are nil where RoPE would refuse the config, and take the base that RoPE takes.
 func TestRoPETables(t *testing.T) {
-	for _, c := range []op.RoPEConfig{{Seq: -1, Heads: 1, HeadDim: 4}, {Seq: 4, Heads: 1, HeadDim: -4}, {Seq: -2, HeadDim: -2}, {Seq: 4, HeadDim: 3},
-		{Seq: 4}, {HeadDim: 4}, {}, {Seq: math.MaxInt, HeadDim: math.MaxInt - 1}, {Seq: 1 << 40, HeadDim: 2}, {Seq: 4, HeadDim: 4, Base: -3},
+	for _, c := range []op.RoPEConfig{{Seq: -1, Heads: 1, HeadDim: 4}, {Seq: 4, Heads: 1, HeadDim: -4},
+		{Seq: -2, HeadDim: -2}, {Seq: 4, HeadDim: 3},
+		{Seq: 4}, {HeadDim: 4}, {}, {Seq: math.MaxInt, HeadDim: math.MaxInt - 1},
+		{Seq: 1 << 40, HeadDim: 2}, {Seq: 4, HeadDim: 4, Base: -3},
 		{Seq: 4, HeadDim: 4, Base: math.NaN()}, {Seq: 4, HeadDim: 4, Scaling: &op.RoPEScaling{}}} {
 		cos, sin := c.Tables()
 		require.Nil(t, cos, "%+v", c)

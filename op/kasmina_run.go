@@ -109,7 +109,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	}
 	k.Limit = gradLimits(o, k.Limit)
 	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 4)
-	if err := startSlots(o, k, weights, scales); err != nil { // of copies, where a machine has given some to the forward pass
+	// Of copies, where a machine has given some to the forward pass.
+	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
 	}
 	dx, rest := out[:len(x)], out[len(x):]
@@ -199,7 +200,8 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpu.Kasmina[T], error) {
 	return k, nil
 }
 
-// startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has written them yet.
+// startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has
+// written them yet.
 func startSlots[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -207,14 +209,16 @@ func startSlots[T cpu.Float](o *KasminaOp, k *cpu.Kasmina[T], weights, scales []
 		if scales[s.Slot] != 0 || slices.ContainsFunc(row, func(w T) bool { return w != 0 }) {
 			continue
 		}
-		if err := blueprints.Identity(s.Kind, s.Slot, k.Chunk, o.draw(s.Seed, s.Slot), weights, scales); err != nil {
+		draw := o.draw(s.Seed, s.Slot)
+		if err := blueprints.Identity(s.Kind, s.Slot, k.Chunk, draw, weights, scales); err != nil {
 			return fmt.Errorf("seed %d: %w", s.Seed, err)
 		}
 	}
 	return nil
 }
 
-// draw returns the random seed of a slot's identity start: the same in every run of a program, another one in every layer.
+// draw returns the random seed of a slot's identity start: the same in every run of a program,
+// another one in every layer.
 func (o *KasminaOp) draw(seed, slot int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprint(h, o.inputs[1].Name())

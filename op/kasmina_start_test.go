@@ -17,7 +17,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// startLayer is a layer of two seeds over four positive features, whose three slots are zeros, and its gradients.
+// startLayer is a layer of two seeds over four positive features, whose three slots are zeros, and
+// its gradients.
 type startLayer struct {
 	lattice            *state.Lattice
 	x, weights, scales *gorgonia.Node
@@ -30,11 +31,15 @@ func newStartLayer(t *testing.T, dt tensor.Dtype, recompute bool) *startLayer {
 	l := &startLayer{lattice: lattice}
 	g := gorgonia.NewGraph()
 	input := func(name string, init gorgonia.InitWFn, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name), gorgonia.WithInit(init))
+		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name), gorgonia.WithInit(init))
 	}
 	l.x = input("x", gorgonia.Uniform(0.5, 2), 3, 4) // relu is the identity there
-	l.weights, l.scales = input("weights", gorgonia.Zeroes(), 3, 8), input("scales", gorgonia.Zeroes(), 3)
-	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Kasmina(in[0], in[1], in[2], l.lattice) }
+	l.weights = input("weights", gorgonia.Zeroes(), 3, 8)
+	l.scales = input("scales", gorgonia.Zeroes(), 3)
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return op.Kasmina(in[0], in[1], in[2], l.lattice)
+	}
 	in := gorgonia.Nodes{l.x, l.weights, l.scales}
 	if recompute {
 		l.y, err = autodiff.Recompute(in, build)
@@ -53,25 +58,29 @@ var machines = map[string]func(t *testing.T, l *startLayer) gorgonia.VM{
 		require.NoError(t, err)
 		return gorgonia.NewTapeMachine(l.x.Graph(), gorgonia.BindDualValues(l.weights, l.scales))
 	},
-	"lisp": func(t *testing.T, l *startLayer) gorgonia.VM { return gorgonia.NewLispMachine(l.x.Graph()) },
+	"lisp": func(t *testing.T, l *startLayer) gorgonia.VM {
+		return gorgonia.NewLispMachine(l.x.Graph())
+	},
 	"cpuops": func(t *testing.T, l *startLayer) gorgonia.VM {
 		_, err := gorgonia.Grad(l.cost, l.weights, l.scales)
 		require.NoError(t, err)
-		m, err := cpuops.NewMachine(l.x.Graph(), cpuops.WithParams(l.weights, l.scales), cpuops.WithOutputs(l.y))
+		m, err := cpuops.NewMachine(l.x.Graph(), cpuops.WithParams(l.weights, l.scales),
+			cpuops.WithOutputs(l.y))
 		require.NoError(t, err)
 		return m
 	},
 }
 
 func (l *startLayer) advance(t *testing.T, kind blueprints.Kind, slot int) {
-	require.NoError(t, l.lattice.RequestGermination(1, state.GerminationRequest{Slot: slot, Kind: kind}))
+	require.NoError(t, l.lattice.RequestGermination(1,
+		state.GerminationRequest{Slot: slot, Kind: kind}))
 	require.NoError(t, l.lattice.Transition(1, state.Training))
 	require.NoError(t, l.lattice.Transition(1, state.Grafting))
 	require.NoError(t, l.lattice.SetAlpha(1, 0.5))
 }
 
-// On weights of zeros, which nobody has written, every kind starts as the identity at the first pass that computes with it, and
-// it learns from there.
+// On weights of zeros, which nobody has written, every kind starts as the identity at the first
+// pass that computes with it, and it learns from there.
 func TestKasminaFreshWeights(t *testing.T) {
 	for name, newMachine := range machines {
 		for _, recompute := range []bool{false, true} {
@@ -106,7 +115,8 @@ func TestKasminaFreshWeights(t *testing.T) {
 	}
 }
 
-// The start is the same in every run, another one in another layer or slot, and comes once: what anybody has written stays.
+// The start is the same in every run, another one in another layer or slot, and comes once: what
+// anybody has written stays.
 func TestKasminaFreshWeightsOnce(t *testing.T) {
 	first := func(slot int, name string) []float64 {
 		l := newStartLayer(t, tensor.Float64, false)
@@ -135,7 +145,8 @@ func TestKasminaFreshWeightsPanic(t *testing.T) {
 	kind, ok := blueprints.ByName("FaultyStart")
 	if !ok {
 		var err error
-		kind, err = blueprints.Register(blueprints.Blueprint{Name: "FaultyStart", F32: faultyRule[float32](), F64: faultyRule[float64](),
+		kind, err = blueprints.Register(blueprints.Blueprint{Name: "FaultyStart",
+			F32: faultyRule[float32](), F64: faultyRule[float64](),
 			Identity: faultyIdentity})
 		require.NoError(t, err)
 	}

@@ -27,16 +27,20 @@ func kasminaCases(t *testing.T) (cases []opCase) {
 			settings[stage] = seedSetting{state.Stage(stage).String(), kind, 1 + stage%2, 0.375}
 		}
 		build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			return op.Kasmina(in[0], in[1], in[2], newLattice(t, stages*chunk, settings), op.WithStability(op.Stability(i%3)), op.WithGradClip(2))
+			return op.Kasmina(in[0], in[1], in[2], newLattice(t, stages*chunk, settings),
+				op.WithStability(op.Stability(i%3)), op.WithGradClip(2))
 		}
 		cases = append(cases, opCase{name: "Kasmina " + kind, build: build,
-			in: []input{randomInput(r, rows, stages*chunk), randomInput(r, slots, width), randomInput(r, slots)}})
+			in: []input{randomInput(r, rows, stages*chunk), randomInput(r, slots, width),
+				randomInput(r, slots)}})
 	}
 	return cases
 }
 
-// lispCost returns Σ c ⊙ y for a matrix, or y, of y = op(in), whose first input of floats is used a second time.
-func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes, dt tensor.Dtype) (y, cost *gorgonia.Node) {
+// lispCost returns Σ c ⊙ y for a matrix, or y, of y = op(in), whose first input of floats is used a
+// second time.
+func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
+	dt tensor.Dtype) (y, cost *gorgonia.Node) {
 	t.Helper()
 	y = must(t)(c.build(in))
 	cost = y
@@ -45,14 +49,16 @@ func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes, dt tensor.Dtype) (
 		for i := range weights {
 			weights[i] = float64(i%7) - 2.5
 		}
-		w := gorgonia.NodeFromAny(y.Graph(), dense(dt, weights, y.Shape()...), gorgonia.WithName("cost weights"))
+		w := gorgonia.NodeFromAny(y.Graph(), dense(dt, weights, y.Shape()...),
+			gorgonia.WithName("cost weights"))
 		cost = must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, w))))
 	}
 	return y, must(t)(gorgonia.Add(cost, must(t)(gorgonia.Sum(wrt[0]))))
 }
 
-// TestLispMachine wants the gradients of the tape machine from Gorgonia's LispMachine, but for the order in which those of
-// several uses are added. A second run of the graph adds to them, as with Gorgonia's own ops.
+// TestLispMachine wants the gradients of the tape machine from Gorgonia's LispMachine, but for the
+// order in which those of several uses are added. A second run of the graph adds to them, as with
+// Gorgonia's own ops.
 func TestLispMachine(t *testing.T) {
 	tested := map[string]bool{}
 	for _, c := range append(opCases(random(t)), kasminaCases(t)...) {
@@ -71,9 +77,11 @@ func TestLispMachine(t *testing.T) {
 				for i, n := range wrt {
 					grad, err := n.Grad()
 					require.NoError(t, err)
-					sum := mapped(floats(t, want[i].Value()), func(v float64) float64 { return v * float64(runs+1) })
+					sum := mapped(floats(t, want[i].Value()),
+						func(v float64) float64 { return v * float64(runs+1) })
 					tolerance := map[tensor.Dtype]float64{tensor.Float64: 1e-14, tensor.Float32: 1e-6}[dt]
-					require.LessOrEqual(t, distance(floats(t, grad), sum), tolerance, "%s %v: gradient %d, run %d", c.name, dt, i, runs)
+					require.LessOrEqual(t, distance(floats(t, grad), sum), tolerance, "%s %v: gradient %d, run %d",
+						c.name, dt, i, runs)
 				}
 			}
 		}
@@ -96,7 +104,8 @@ func TestLispMachineChain(t *testing.T) {
 	c := opCase{in: []input{x, w, v}, build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		h := must(t)(op.RMSNorm(in[0], in[2], 1e-5))
 		q := must(t)(op.RoPE(must(t)(op.Linear(h, in[1])), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}))
-		a := must(t)(op.Attention(q, h, h, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4, Causal: true}))
+		a := must(t)(op.Attention(q, h, h, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4,
+			Causal: true}))
 		return op.SiLUMLP(must(t)(gorgonia.Add(a, h)), in[1], in[1], in[1])
 	}}
 	in, wrt := c.nodes(tensor.Float64)
@@ -110,14 +119,16 @@ func TestLispMachineChain(t *testing.T) {
 	for i, n := range wrt {
 		grad, err := n.Grad()
 		require.NoError(t, err)
-		require.LessOrEqual(t, distance(floats(t, grad), floats(t, want[i].Value())), 1e-14, "gradient %d", i)
+		require.LessOrEqual(t, distance(floats(t, grad), floats(t, want[i].Value())), 1e-14,
+			"gradient %d", i)
 	}
 }
 
 // What has no second derivative says so instead of giving 0.
 func TestLispMachineSecondDerivatives(t *testing.T) {
 	g := gorgonia.NewGraph()
-	x := gorgonia.NodeFromAny(g, dense(tensor.Float64, []float64{1, 2, 3, 4}, 2, 2), gorgonia.WithName("x"))
+	x := gorgonia.NodeFromAny(g, dense(tensor.Float64, []float64{1, 2, 3, 4}, 2, 2),
+		gorgonia.WithName("x"))
 	w := gorgonia.NodeFromAny(g, dense(tensor.Float64, []float64{1, 2}, 2), gorgonia.WithName("w"))
 	cost := must(t)(gorgonia.Sum(must(t)(op.RMSNorm(x, w, 1e-5))))
 	grads, err := gorgonia.Grad(cost, x, w)
@@ -133,7 +144,8 @@ func differentiableOps(t *testing.T) (names []string) {
 	for _, file := range files {
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
-		for _, m := range regexp.MustCompile(`(?m)^func \(\w+ \*(\w+)\) SymDiff\(`).FindAllStringSubmatch(string(text), -1) {
+		method := regexp.MustCompile(`(?m)^func \(\w+ \*(\w+)\) SymDiff\(`)
+		for _, m := range method.FindAllStringSubmatch(string(text), -1) {
 			names = append(names, m[1])
 		}
 	}

@@ -83,7 +83,8 @@ func (c RoPEConfig) check() error {
 	case c.Seq < 1 || c.Heads < 1 || c.HeadDim < 1:
 		return fmt.Errorf("config: Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
 	case c.Seq > maxAngles/c.HeadDim:
-		return fmt.Errorf("config: Seq %d × HeadDim %d are too many angles, want at most %d", c.Seq, c.HeadDim, maxAngles)
+		return fmt.Errorf("config: Seq %d × HeadDim %d are too many angles, want at most %d", c.Seq,
+			c.HeadDim, maxAngles)
 	case c.HeadDim%2 != 0:
 		return fmt.Errorf("config: HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
@@ -151,8 +152,8 @@ func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 // maxAngles is the largest Seq × HeadDim: 4 GiB for each table of float64.
 const maxAngles = 1 << 30
 
-// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each, whatever Heads is. They are nil where [RoPE]
-// would refuse the config.
+// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each, whatever Heads is.
+// They are nil where [RoPE] would refuse the config.
 func (c RoPEConfig) Tables() (cos, sin []float64) {
 	c.Base, c.Heads = c.base(), 1
 	if c.check() != nil {

@@ -22,7 +22,8 @@ func arithmetic[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-// register adds a blueprint, whose Identity may be nil; under -count it finds the one that is there.
+// register adds a blueprint, whose Identity may be nil; under -count it finds the one that is
+// there.
 func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	t.Helper()
 	if k, ok := blueprints.ByName(b.Name); ok {
@@ -37,18 +38,22 @@ func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	return k
 }
 
-// otherProgram names, in the environment of this test's own program, the kinds to register, in order, and the lattice to load.
+// otherProgram names, in the environment of this test's own program, the kinds to register, in
+// order, and the lattice to load.
 const otherProgram = "KASMINA_TEST_OTHER_PROGRAM"
 
-// A lattice that one program has saved is loaded in others, which register their kinds in another order, more of them, or too few.
+// A lattice that one program has saved is loaded in others, which register their kinds in another
+// order, more of them, or too few.
 func TestKindsAcrossPrograms(t *testing.T) {
 	if kinds, path, ok := strings.Cut(os.Getenv(otherProgram), "|"); ok {
 		loadInOtherProgram(t, strings.Fields(kinds), path)
 		return
 	}
 	l := lattice(t, 4, 8, state.WithoutGates())
-	for seed, kind := range []blueprints.Kind{register(t, blueprints.Blueprint{Name: "Rose"}), register(t, blueprints.Blueprint{Name: "Tulip"}), blueprints.ConvFilter} {
-		require.NoError(t, l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed, Kind: kind}))
+	for seed, kind := range []blueprints.Kind{register(t, blueprints.Blueprint{Name: "Rose"}),
+		register(t, blueprints.Blueprint{Name: "Tulip"}), blueprints.ConvFilter} {
+		require.NoError(t, l.RequestGermination(seed,
+			state.GerminationRequest{Slot: 1 + seed, Kind: kind}))
 	}
 	data, err := l.MarshalBinary()
 	require.NoError(t, err)
@@ -59,7 +64,8 @@ func TestKindsAcrossPrograms(t *testing.T) {
 		"Tulip Daisy Rose": "loaded as Rose Tulip ConvFilter Residual",
 		"Tulip Daisy":      `seed 0: unknown blueprint kind "Rose"`,
 	} {
-		command := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestKindsAcrossPrograms$", "-test.v")
+		command := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestKindsAcrossPrograms$",
+			"-test.v")
 		command.Env = append(os.Environ(), otherProgram+"="+kinds+"|"+path)
 		out, err := command.CombinedOutput()
 		require.NoError(t, err, "%s", out)
@@ -131,14 +137,18 @@ func (p brittle) Write(w []state.SlotWrite) error {
 	return p.memory.Write(w)
 }
 
-// Whatever of a user's panics while a seed germinates, the command is refused, and nothing of it or of those beside it remains.
+// Whatever of a user's panics while a seed germinates, the command is refused, and nothing of it or
+// of those beside it remains.
 func TestPanicsDoNotGerminate(t *testing.T) {
 	require.NoError(t, errRegisterFaulty)
-	size := register(t, blueprints.Blueprint{Name: "PanicInSize", Size: func(c, width int) int { panic("boom") }})
-	parts := register(t, blueprints.Blueprint{Name: "PanicInParts", Parts: func(c, n int) []blueprints.Part { panic("boom") }})
-	clash := register(t, blueprints.Blueprint{Name: "ClashingParts", Parts: func(c, n int) []blueprints.Part {
-		return []blueprints.Part{{Name: "w", Shape: []int{1}}, {Name: "w", Shape: []int{n - 1}}}
-	}})
+	size := register(t, blueprints.Blueprint{Name: "PanicInSize",
+		Size: func(c, width int) int { panic("boom") }})
+	parts := register(t, blueprints.Blueprint{Name: "PanicInParts",
+		Parts: func(c, n int) []blueprints.Part { panic("boom") }})
+	clash := register(t, blueprints.Blueprint{Name: "ClashingParts",
+		Parts: func(c, n int) []blueprints.Part {
+			return []blueprints.Part{{Name: "w", Shape: []int{1}}, {Name: "w", Shape: []int{n - 1}}}
+		}})
 	for what, c := range map[string]struct {
 		method  string
 		request state.GerminationRequest
@@ -147,12 +157,14 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 		"Size":           {"", state.GerminationRequest{Slot: 2, Kind: size}, blueprints.ErrPanic},
 		"Parts":          {"", state.GerminationRequest{Slot: 2, Kind: parts}, blueprints.ErrPanic},
 		"clashing parts": {"", state.GerminationRequest{Slot: 2, Kind: clash}, blueprints.ErrInvalid},
-		"Check":          {"", state.GerminationRequest{Slot: 2, Strategy: faulty{true}}, blueprints.ErrPanic},
-		"Start":          {"Start", state.GerminationRequest{Slot: 2}, blueprints.ErrPanic},
-		"Write":          {"Write", state.GerminationRequest{Slot: 2}, blueprints.ErrPanic},
+		"Check": {"", state.GerminationRequest{Slot: 2, Strategy: faulty{true}},
+			blueprints.ErrPanic},
+		"Start": {"Start", state.GerminationRequest{Slot: 2}, blueprints.ErrPanic},
+		"Write": {"Write", state.GerminationRequest{Slot: 2}, blueprints.ErrPanic},
 	} {
 		m := &memory{slots: map[[2]int]state.SlotParams{}}
-		n, err := state.NewNetwork(brittle{m, c.method}, state.Layer{Name: "a", Lattice: lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))})
+		n, err := state.NewNetwork(brittle{m, c.method},
+			state.Layer{Name: "a", Lattice: lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))})
 		require.NoError(t, err)
 		before := fmt.Sprint(n.Arrays())
 		events := 0
@@ -168,8 +180,10 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 		require.NoError(t, n.Lattice(0).SetAlpha(0, 0.25), what) // nothing is left locked
 	}
 	l := lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))
-	require.ErrorIs(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: clash}), blueprints.ErrInvalid)
-	require.ErrorIs(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: nameless{}}), blueprints.ErrPanic)
+	require.ErrorIs(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: clash}),
+		blueprints.ErrInvalid)
+	require.ErrorIs(t, l.RequestGermination(0,
+		state.GerminationRequest{Slot: 1, Strategy: nameless{}}), blueprints.ErrPanic)
 	require.ErrorIs(t, state.RegisterStrategy[nameless](), blueprints.ErrPanic)
 	require.NoError(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: &faulty{}}))
 	require.NoError(t, l.Verify())

@@ -68,8 +68,8 @@ const (
 	queued = 64
 )
 
-// recruit finds t a helper: one who looks out, one who sleeps, or a new one. When there are as many as cores and all are at
-// work, t waits for the next who is not.
+// recruit finds t a helper: one who looks out, one who sleeps, or a new one. When there are as many
+// as cores and all are at work, t waits for the next who is not.
 func (t *team) recruit() {
 	if claim() {
 		offers <- t
@@ -90,8 +90,8 @@ func (t *team) recruit() {
 	}
 }
 
-// hire reports whether there may be one helper more, and counts it. There are as many as cores at most, whatever number of
-// goroutines call Parallel. They stay, also when GOMAXPROCS becomes less.
+// hire reports whether there may be one helper more, and counts it. There are as many as cores at
+// most, whatever number of goroutines call Parallel. They stay, also when GOMAXPROCS becomes less.
 func hire() bool {
 	most := int32(min(runtime.GOMAXPROCS(0), maxHelpers))
 	for {

@@ -8,7 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Helpers are no more than cores, however many goroutines call; those of tests with more cores have stayed.
+// Helpers are no more than cores, however many goroutines call; those of tests with more cores have
+// stayed.
 func TestHelpersAreBounded(t *testing.T) {
 	atLeastTwoCores(t)
 	stayed := helpersAlive()

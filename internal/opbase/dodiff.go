@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// derivative is what an op's SymDiff makes of it, in a graph of its own, for machines that differentiate while they run.
+// derivative is what an op's SymDiff makes of it, in a graph of its own, for machines that
+// differentiate while they run.
 type derivative struct {
 	once   sync.Once
 	err    error
@@ -20,19 +21,22 @@ type derivative struct {
 	grads  gorgonia.Nodes // of the inputs, nil where the op is not differentiable
 }
 
-// DoDiff adds, to the gradients of the inputs, what follows from that of the output: by the backward op, as SymDiff has it.
-// Gorgonia's LispMachine calls it. An op without SymDiff passes a gradient of 0 on, and fails at any other, as every op does
-// on a GPU.
-func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+// DoDiff adds, to the gradients of the inputs, what follows from that of the output: by the
+// backward op, as SymDiff has it. Gorgonia's LispMachine calls it. An op without SymDiff passes a
+// gradient of 0 on, and fails at any other, as every op does on a GPU.
+func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
+	output *gorgonia.Node) error {
 	if err := b.doDiff(ctx, inputs, output); err != nil {
 		return fmt.Errorf("%s: gradient: %w", b.name, err)
 	}
 	return nil
 }
 
-func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
+	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU {
-		return fmt.Errorf("the node is on %v: Gorgonia's LispMachine differentiates this op on the CPU only", ctx.Device)
+		return fmt.Errorf("the node is on %v, want %v: the LispMachine differentiates this op there only",
+			ctx.Device, gorgonia.CPU)
 	}
 	if len(inputs) != len(b.in) || output == nil {
 		return fmt.Errorf("got %d inputs, want %d and an output", len(inputs), len(b.in))
@@ -79,7 +83,8 @@ func (d *derivative) build(b *Base) error {
 	}
 	g := gorgonia.NewGraph()
 	node := func(o operand, name string) *gorgonia.Node {
-		return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(o.typ), gorgonia.WithShape(o.shape...), gorgonia.WithName(name))
+		return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(o.typ),
+			gorgonia.WithShape(o.shape...), gorgonia.WithName(name))
 	}
 	for i, in := range b.in {
 		d.inputs = append(d.inputs, node(in, fmt.Sprintf("input %d", i)))
@@ -90,7 +95,8 @@ func (d *derivative) build(b *Base) error {
 		return err
 	}
 	if len(d.grads) > len(d.inputs) {
-		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs", len(d.grads), len(d.inputs))
+		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs", len(d.grads),
+			len(d.inputs))
 	}
 	return nil
 }

@@ -78,14 +78,16 @@ func copyPart[T cpu.Float](p *PartOp, out []T, in Args) error {
 }
 
 // DoDiff adds the part's gradient to its place in that of the packed vector; see [Base.DoDiff].
-func (p *PartOp) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+func (p *PartOp) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
+	output *gorgonia.Node) error {
 	if err := p.addPart(ctx, inputs, output); err != nil {
 		return fmt.Errorf("%s: gradient: %w", p, err)
 	}
 	return nil
 }
 
-func (p *PartOp) addPart(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes, output *gorgonia.Node) error {
+func (p *PartOp) addPart(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
+	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU || len(inputs) != 1 {
 		return fmt.Errorf("%d inputs on %v, want one on the CPU", len(inputs), ctx.Device)
 	}
