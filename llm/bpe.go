@@ -1,12 +1,16 @@
 package llm
 
 import (
+	"bufio"
 	"bytes"
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"math"
+	"math/bits"
+	"math/rand/v2"
 	"os"
 	"slices"
 	"strconv"
@@ -31,9 +35,7 @@ import (
 type BPE struct {
 	name   string
 	merges []pair
-	merged map[pair]int32 // the id that a pair becomes
-	text   []byte         // the bytes of all tokens, one after the other
-	ends   []int32        // ends[id] is where those of id end
+	merged pairTable // the ids that pairs become
 
 	encoders sync.Pool // of *bpeEncoder, so that goroutines share no cache and need no lock
 }
@@ -48,30 +50,28 @@ const maxVocab = 1 << 20
 // newBPE returns the encoding with the given merges. It is an error when one of them names a token that does not yet exist,
 // makes one that is longer than any piece, or occurs twice: training never does that.
 func newBPE(merges []pair) (*BPE, error) {
-	b := &BPE{merges: merges, merged: make(map[pair]int32, len(merges)), ends: make([]int32, 0, len(merges)+257)}
+	b := &BPE{merges: merges, merged: newPairTable(merges)}
+	sizes := make([]uint8, 256+len(merges)) // of the tokens, in bytes
 	for i := range 256 {
-		b.text = append(b.text, byte(i))
-		b.ends = append(b.ends, int32(len(b.text)))
+		sizes[i] = 1
 	}
 	for i, m := range merges {
 		id := int32(256 + i)
 		if m.left < 0 || m.left >= id || m.right < 0 || m.right >= id {
 			return nil, fmt.Errorf("merge %d is of tokens %d and %d, want ids in [0, %d)", i, m.left, m.right, id)
 		}
-		if first, ok := b.merged[m]; ok {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right, first-256)
-		}
-		left, right := b.token(m.left), b.token(m.right)
-		if n := len(left) + len(right); n > maxPiece {
+		n := int(sizes[m.left]) + int(sizes[m.right])
+		if n > maxPiece {
 			return nil, fmt.Errorf("merge %d makes a token of %d bytes, want at most %d", i, n, maxPiece)
 		}
-		b.merged[m] = id
-		b.text = append(append(b.text, left...), right...)
-		b.ends = append(b.ends, int32(len(b.text)))
+		if first := b.merged.add(m, id); first != unmerged {
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right, first-256)
+		}
+		sizes[id] = uint8(n)
 	}
-	b.ends = append(b.ends, int32(len(b.text))) // the end of a document
-	sum := sha256.Sum256(b.lines())
-	b.name = fmt.Sprintf("bpe-%d-%x", len(b.ends), sum[:8])
+	sum := sha256.New()
+	b.writeLines(sum)
+	b.name = fmt.Sprintf("bpe-%d-%x", 257+len(merges), sum.Sum(nil)[:8])
 	b.encoders.New = func() any { return &bpeEncoder{bpe: b, cache: map[string]span{}} }
 	return b, nil
 }
@@ -83,26 +83,30 @@ var withoutMerges = sync.OnceValue(func() *BPE {
 
 // made returns b, or what the zero value stands for.
 func (b *BPE) made() *BPE {
-	if b == nil || len(b.ends) == 0 {
+	if b == nil || b.merged.ids == nil {
 		return withoutMerges()
 	}
 	return b
 }
 
-// token returns the bytes of a token.
-func (b *BPE) token(id int32) []byte {
-	start := int32(0)
-	if id > 0 {
-		start = b.ends[id-1]
+// appendToken appends the bytes of a token: those of the two that it was merged of. Each of them is shorter, so the calls go as
+// deep as a piece is long at most. A table of all bytes would be larger than the merges many times over.
+func (b *BPE) appendToken(text []byte, id int) []byte {
+	switch {
+	case id < 256:
+		return append(text, byte(id))
+	case id == b.EndOfDocument():
+		return text
 	}
-	return b.text[start:b.ends[id]:b.ends[id]]
+	m := b.merges[id-256]
+	return b.appendToken(b.appendToken(text, int(m.left)), int(m.right))
 }
 
 // Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the merges.
 func (b *BPE) Name() string { return b.made().name }
 
 // VocabSize returns 257 and the number of merges.
-func (b *BPE) VocabSize() int { return len(b.made().ends) }
+func (b *BPE) VocabSize() int { return 257 + len(b.made().merges) }
 
 // EndOfDocument returns the id of the token that stands between documents, the last of the vocabulary.
 func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
@@ -129,7 +133,7 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 		if id < 0 || id >= b.VocabSize() {
 			return nil, fmt.Errorf("llm: BPE.Decode: ids[%d] is %d, outside the vocabulary [0, %d)", i, id, b.VocabSize())
 		}
-		text = append(text, b.token(int32(id))...)
+		text = b.appendToken(text, id)
 	}
 	return text, nil
 }
@@ -204,11 +208,46 @@ func (e *bpeEncoder) merge(piece []byte) []int32 {
 }
 
 // becomes returns the id that parts[i] and parts[i+1] are merged to.
-func (e *bpeEncoder) becomes(i int) int32 {
-	if id, ok := e.bpe.merged[pair{e.parts[i], e.parts[i+1]}]; ok {
+func (e *bpeEncoder) becomes(i int) int32 { return e.bpe.merged.find(pair{e.parts[i], e.parts[i+1]}) }
+
+// A pairTable finds the id that a pair becomes, by open addressing. A map takes three times the memory. The key of its hash is
+// random, or a file could be made whose pairs all collide.
+type pairTable struct {
+	merges []pair
+	ids    []int32 // 0 where there is none; their number is a power of two, of which at most half are taken
+	key    uint64
+}
+
+func newPairTable(merges []pair) pairTable {
+	return pairTable{merges, make([]int32, 1<<bits.Len(uint(2*len(merges)))), rand.Uint64()}
+}
+
+// find returns the id that a pair becomes, or unmerged.
+func (t *pairTable) find(p pair) int32 {
+	if id := t.ids[t.slot(p)]; id > 0 {
 		return id
 	}
 	return unmerged
+}
+
+// add enters a pair, and returns its id if it was there before.
+func (t *pairTable) add(p pair, id int32) (before int32) {
+	at := t.slot(p)
+	if t.ids[at] > 0 {
+		return t.ids[at]
+	}
+	t.ids[at] = id
+	return unmerged
+}
+
+// slot returns where a pair is, or would be.
+func (t *pairTable) slot(p pair) uint64 {
+	mask := uint64(len(t.ids) - 1)
+	at := mix(uint64(uint32(p.left))<<32|uint64(uint32(p.right))^t.key) & mask
+	for t.ids[at] > 0 && t.merges[t.ids[at]-256] != p {
+		at = (at + 1) & mask
+	}
+	return at
 }
 
 // bpeHeader is the first line of a BPE's file. Its number grows when the format does, or the way in which text is cut into
@@ -223,10 +262,13 @@ const bpeHeader = "kasmina bpe 1\n"
 //	LEFT RIGHT           N lines: merge i makes id 256+i of these
 //	sha256 HEX           of all lines above
 func (b *BPE) Save(path string) error {
-	lines := b.made().lines()
+	b = b.made()
 	err := replaceFile(path, func(f *os.File) error {
-		_, err := fmt.Fprintf(f, "%ssha256 %x\n", lines, sha256.Sum256(lines))
-		return err
+		sum := sha256.New()
+		w := bufio.NewWriter(f)
+		b.writeLines(io.MultiWriter(w, sum))
+		fmt.Fprintf(w, "sha256 %x\n", sum.Sum(nil))
+		return w.Flush() // which knows of earlier errors too
 	})
 	if err != nil {
 		return fmt.Errorf("llm: BPE.Save: %w", err)
@@ -234,14 +276,15 @@ func (b *BPE) Save(path string) error {
 	return nil
 }
 
-// lines returns the file without its last line. Encodings are equal when these are.
-func (b *BPE) lines() []byte {
-	text := fmt.Appendf(nil, "%smerges %d\n", bpeHeader, len(b.merges))
+// writeLines writes the file without its last line. Encodings are equal when these are. An error of the writer is left to it.
+func (b *BPE) writeLines(w io.Writer) {
+	fmt.Fprintf(w, "%smerges %d\n", bpeHeader, len(b.merges))
+	var line []byte
 	for _, m := range b.merges {
-		text = append(strconv.AppendInt(text, int64(m.left), 10), ' ')
-		text = append(strconv.AppendInt(text, int64(m.right), 10), '\n')
+		line = append(strconv.AppendInt(line[:0], int64(m.left), 10), ' ')
+		line = append(strconv.AppendInt(line, int64(m.right), 10), '\n')
+		w.Write(line)
 	}
-	return text
 }
 
 // maxBPEFile is the size of a file with as many merges as there can be, none longer than "1048575 1048575\n".
@@ -271,18 +314,21 @@ func parseBPE(text []byte) (*BPE, error) {
 		return nil, fmt.Errorf("it is damaged: the last line is %.80q, want %q", text[end:], sum)
 	}
 	// The sum is right, so what is wrong from here on was so when it was written.
-	lines := strings.Split(string(text[len(bpeHeader):end]), "\n")
-	number, ok := strings.CutPrefix(lines[0], "merges ")
+	second, rest, _ := bytes.Cut(text[len(bpeHeader):end], []byte("\n"))
+	lines := bytes.Count(rest, []byte("\n"))
+	number, ok := strings.CutPrefix(string(second[:min(len(second), 40)]), "merges ")
 	n, err := strconv.Atoi(number)
-	if !ok || err != nil || n != len(lines)-2 || n > maxVocab-257 {
+	if !ok || err != nil || n != lines || n > maxVocab-257 {
 		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines below, and no more than %d",
-			lines[0], max(0, len(lines)-2), maxVocab-257)
+			second, lines, maxVocab-257)
 	}
 	merges := make([]pair, n)
-	for i, line := range lines[1 : n+1] {
-		left, right, _ := strings.Cut(line, " ")
-		l, errLeft := strconv.ParseInt(left, 10, 32)
-		r, errRight := strconv.ParseInt(right, 10, 32)
+	for i := range merges {
+		var line []byte
+		line, rest, _ = bytes.Cut(rest, []byte("\n"))
+		left, right, _ := bytes.Cut(line, []byte(" "))
+		l, errLeft := strconv.ParseInt(string(left), 10, 32)
+		r, errRight := strconv.ParseInt(string(right), 10, 32)
 		if errLeft != nil || errRight != nil {
 			return nil, fmt.Errorf("merge %d is %.80q, want two ids", i, line)
 		}

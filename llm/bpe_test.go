@@ -14,6 +14,8 @@ import (
 	"testing"
 	"testing/iotest"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
@@ -451,6 +453,35 @@ func TestLoadBPEErrors(t *testing.T) {
 	}
 }
 
+// TestHugeBPE reads files that are full of what takes memory to read.
+func TestHugeBPE(t *testing.T) {
+	for name, merges := range map[string]func(i int) pair{
+		"pairs of bytes": func(i int) pair { return pair{int32(i / 256), int32(i % 256)} },
+		"the same":       func(int) pair { return pair{97, 97} },
+	} {
+		for _, n := range []int{1000, 65536, maxVocab - 257} {
+			b := BPE{merged: newPairTable(nil)}
+			for i := range n {
+				b.merges = append(b.merges, merges(i))
+			}
+			var lines strings.Builder
+			b.writeLines(&lines)
+			file := signed(lines.String())
+			bounded.Run(t, int64(len(file)), func() {
+				if _, err := parseBPE(file); err != nil && name == "pairs of bytes" && n <= 65536 {
+					t.Error(name, n, err)
+				}
+			})
+		}
+	}
+	file := append([]byte(bpeHeader), bytes.Repeat([]byte("\n"), maxBPEFile-200)...)
+	bounded.Run(t, int64(len(file)), func() {
+		if _, err := parseBPE(file); err == nil {
+			t.Error("lines of nothing are merges")
+		}
+	})
+}
+
 // What is between header and checksum is arbitrary: a file is refused, or it is an encoding that works and keeps its name.
 func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 0\n", []byte("a"))
@@ -458,14 +489,19 @@ func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 1\n+1 02\n", []byte{1, 2})
 	f.Add("merges 1\n256 1\n", []byte("x"))
 	f.Fuzz(func(t *testing.T, lines string, text []byte) {
-		b, err := parseBPE(signed(bpeHeader + lines))
+		file := signed(bpeHeader + lines)
+		var b *BPE
+		var err error
+		bounded.Run(t, int64(len(file)), func() { b, err = parseBPE(file) })
 		if err != nil {
 			return
 		}
 		if back, err := b.Decode(b.Encode(text)); err != nil || !bytes.Equal(back, text) {
 			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
 		}
-		if again, err := parseBPE(signed(string(b.lines()))); err != nil || again.Name() != b.Name() {
+		var again strings.Builder
+		b.writeLines(&again)
+		if again, err := parseBPE(signed(again.String())); err != nil || again.Name() != b.Name() {
 			t.Fatalf("%q does not come back: %v", lines, err)
 		}
 	})
