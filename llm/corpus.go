@@ -18,6 +18,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // ErrDataChanged is wrapped by errors that report text that is no longer what it was: a file of a Corpus that changed or
@@ -231,7 +233,7 @@ func (s *search) found() string {
 
 // isBinary reports whether there is a zero byte among the file's first 8192.
 func isBinary(name string) (bool, error) {
-	f, err := os.Open(name)
+	f, _, err := regular.Open(name)
 	if err != nil {
 		return false, err
 	}
@@ -374,7 +376,7 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 // microseconds and leaves nothing to close, to run out of or to share between goroutines.
 func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
-	f, err := os.Open(name)
+	f, _, err := regular.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("%w: %s has vanished", ErrDataChanged, name)
 	}

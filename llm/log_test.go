@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 func TestJSONLog(t *testing.T) {
@@ -116,9 +118,11 @@ func FuzzReadLog(f *testing.F) {
 			t.Fatal(err)
 		}
 		var c lossCurve
-		if err := c.restore(path); err != nil {
-			t.Fatal(err)
-		}
+		bounded.Run(t, int64(len(content)), func() {
+			if err := c.restore(path); err != nil {
+				t.Fatal(err)
+			}
+		})
 		for _, points := range [][]float64{xs(c.train), xs(c.heldOut)} {
 			for _, x := range points {
 				if math.IsNaN(x) || math.IsInf(x, 0) {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"hash/crc32"
 	"io"
 	"io/fs"
@@ -15,6 +16,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 // tokenText returns a text of small documents, one of several portions and one without newlines.
@@ -344,7 +347,7 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 	}
 }
 
-// A header is refused, or its file has the ids that it says.
+// FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has the ids that it holds.
 func FuzzOpenTokens(f *testing.F) {
 	text := mustOpen(f, writeFiles(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	h, err := newTokenHeader(f.Context(), text, ByteTokenizer{})
@@ -353,15 +356,24 @@ func FuzzOpenTokens(f *testing.F) {
 	}
 	h.Count, h.CRC = 2, crc32.Checksum([]byte{1, 0, 2, 0}, castagnoli)
 	file := tokenFile(f, h, []byte{1, 0, 2, 0})
-	f.Add(file)
-	f.Add(file[:tokenDataStart])
-	f.Add([]byte(tokenMagic + "{}\n"))
-	f.Fuzz(func(t *testing.T, file []byte) {
-		path := filepath.Join(t.TempDir(), "tokens")
+	f.Add(file, false)
+	f.Add(file, true)
+	f.Add(file[:tokenDataStart], false)
+	f.Add([]byte(tokenMagic+"{}\n"), true)
+	path := filepath.Join(f.TempDir(), "tokens")
+	f.Fuzz(func(t *testing.T, file []byte, repair bool) {
+		if rest, ok := bytes.CutPrefix(file, []byte(tokenMagic)); ok && repair {
+			line, ids, _ := bytes.Cut(rest, []byte("\n"))
+			head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line, castagnoli))
+			head = append(head, bytes.Repeat([]byte(" "), max(0, tokenDataStart-len(head)))...)
+			file = append(head, ids[min(len(ids), max(0, tokenDataStart-len(tokenMagic)-len(line)-1)):]...)
+		}
 		if err := os.WriteFile(path, file, 0o666); err != nil {
 			t.Fatal(err)
 		}
-		tokens, err := OpenTokens(t.Context(), path, text, ByteTokenizer{})
+		var tokens *TokenFile
+		var err error
+		bounded.Run(t, int64(len(file)), func() { tokens, err = OpenTokens(t.Context(), path, text, ByteTokenizer{}) })
 		if err != nil {
 			return
 		}

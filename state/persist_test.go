@@ -9,12 +9,12 @@ import (
 	"math/rand/v2"
 	"os"
 	"reflect"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 // fill gives every field of every seed a random value that a lattice can have.
@@ -405,14 +405,9 @@ func FuzzUnmarshal(f *testing.F) {
 			head := min(size, int(binary.LittleEndian.Uint32(data[len(magic):])))
 			binary.LittleEndian.PutUint32(data[len(magic)+4:], crc32.ChecksumIEEE(data[prefix:][:head]))
 		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
 		var l Lattice
-		err := l.UnmarshalBinary(data)
-		runtime.ReadMemStats(&after)
-		if took := after.TotalAlloc - before.TotalAlloc; took > 1<<20+100*uint64(len(data)) {
-			t.Errorf("%d bytes took %d bytes of memory", len(data), took)
-		}
+		var err error
+		bounded.Run(t, int64(len(data)), func() { err = l.UnmarshalBinary(data) })
 		if err == nil && l.Verify() != nil {
 			t.Error("a lattice was loaded that does not match its checksums")
 		}

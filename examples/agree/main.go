@@ -34,6 +34,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -204,7 +205,7 @@ func writeJSON(path string, v any) error {
 }
 
 func readJSON(path string, v any) error {
-	text, err := os.ReadFile(path)
+	text, err := regular.Read(path, 16<<20, "a file of settings or losses has")
 	if err != nil {
 		return err
 	}
@@ -236,12 +237,13 @@ func writeTokens(path string, vocab, sequences, length int) error {
 // batches reads the run's tokens: a batch for each step.
 func batches(dir string, s settings) ([]llm.Batch, error) {
 	path := filepath.Join(dir, tokenFile)
-	raw, err := os.ReadFile(path)
+	length := s.Model.Seq + 1
+	want := 4 * len(s.Rates) * s.Batch * length
+	raw, err := regular.Read(path, int64(want), "the settings' tokens have")
 	if err != nil {
 		return nil, err
 	}
-	length := s.Model.Seq + 1
-	if want := 4 * len(s.Rates) * s.Batch * length; len(raw) != want {
+	if len(raw) != want {
 		return nil, fmt.Errorf("%s has %d bytes, want %d", path, len(raw), want)
 	}
 	all := make([]llm.Batch, len(s.Rates))

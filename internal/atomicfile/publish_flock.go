@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // claim marks f as a living writer's until f is closed, which the kernel does for a process that dies. It fails when a remover
@@ -18,8 +20,8 @@ func claim(f *os.File) bool {
 
 // removeUnclaimed removes the file unless a living writer has claimed it.
 func removeUnclaimed(name string) {
-	f, err := os.Open(name)
-	if err != nil {
+	f, _, err := regular.Open(name)
+	if err != nil { // a named pipe of that name is nobody's file either
 		return
 	}
 	defer f.Close()

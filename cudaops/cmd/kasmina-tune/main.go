@@ -23,6 +23,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 func main() {
@@ -120,11 +121,11 @@ func export(s *tune.Store, matches func(string) bool, w io.Writer) error {
 
 // load adds what was exported.
 func load(s *tune.Store, path string, matches func(string) bool, w io.Writer) error {
-	b, err := os.ReadFile(path)
+	b, err := regular.Read(path, tune.MaxFile, "a file of choices has")
 	if err != nil {
 		return err
 	}
-	var all map[string]json.RawMessage
+	var all tune.Choices
 	if err := json.Unmarshal(b, &all); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}

@@ -6,6 +6,7 @@
 package tune
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	"sync"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // Mode says what may be timed.
@@ -62,8 +64,8 @@ func Override(m Mode) (Mode, error) {
 const version = 1
 
 type file struct {
-	Version int                        `json:"version"`
-	Choices map[string]json.RawMessage `json:"choices"`
+	Version int     `json:"version"`
+	Choices Choices `json:"choices"`
 }
 
 // Store is remembered choices. All that a process opens for one path are the same, and may be used by several goroutines.
@@ -71,7 +73,7 @@ type Store struct {
 	path string // "" for one that lives in memory only
 
 	mu      sync.Mutex
-	choices map[string]json.RawMessage
+	choices Choices
 	timed   int
 }
 
@@ -97,7 +99,7 @@ func Open(path string, warn func(string)) *Store {
 	if s := opened[path]; s != nil {
 		return s
 	}
-	s := &Store{path: path, choices: map[string]json.RawMessage{}}
+	s := &Store{path: path, choices: Choices{}}
 	opened[path] = s
 	if path == "" {
 		return s
@@ -111,11 +113,44 @@ func Open(path string, warn func(string)) *Store {
 	return s
 }
 
+// Limits of a file, a hundred models' worth: a choice has some hundred bytes, and a model some dozens of them.
+const (
+	MaxFile    = 16 << 20 // bytes
+	maxChoices = 1 << 14
+)
+
+// Choices are choices by their keys, as JSON.
+type Choices map[string]json.RawMessage
+
+// UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may have.
+func (c *Choices) UnmarshalJSON(b []byte) error {
+	d := json.NewDecoder(bytes.NewReader(b))
+	if t, err := d.Token(); err != nil || t != json.Delim('{') {
+		return errors.Join(err, errors.New("the choices are no object"))
+	}
+	*c = Choices{}
+	for d.More() {
+		key, err := d.Token()
+		if err != nil {
+			return err
+		}
+		if len(*c) == maxChoices {
+			return fmt.Errorf("it has more than %d choices", maxChoices)
+		}
+		var choice json.RawMessage
+		if err := d.Decode(&choice); err != nil {
+			return err
+		}
+		(*c)[key.(string)] = choice
+	}
+	return nil
+}
+
 // read returns a file's choices, none where there is no file.
-func read(path string) (map[string]json.RawMessage, error) {
-	b, err := os.ReadFile(path)
+func read(path string) (Choices, error) {
+	b, err := regular.Read(path, MaxFile, "a file of choices has")
 	if errors.Is(err, fs.ErrNotExist) {
-		return map[string]json.RawMessage{}, nil
+		return Choices{}, nil
 	}
 	if err != nil {
 		return nil, err
@@ -128,7 +163,7 @@ func read(path string) (map[string]json.RawMessage, error) {
 		return nil, fmt.Errorf("it is of version %d, want %d", f.Version, version)
 	}
 	if f.Choices == nil {
-		f.Choices = map[string]json.RawMessage{}
+		f.Choices = Choices{}
 	}
 	return f.Choices, nil
 }
@@ -178,7 +213,7 @@ func (s *Store) Put(choices map[string]any) error {
 }
 
 // All returns every choice, as JSON, by its key.
-func (s *Store) All() map[string]json.RawMessage {
+func (s *Store) All() Choices {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return maps.Clone(s.choices)
@@ -203,6 +238,9 @@ func (s *Store) Clear(match func(key string) bool) (int, error) {
 
 // write replaces the file by one that is complete.
 func (s *Store) write() error {
+	if len(s.choices) > maxChoices {
+		return fmt.Errorf("there are %d choices, and a file has %d at most: clear those that are no longer asked for", len(s.choices), maxChoices)
+	}
 	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")
 	if err != nil {
 		return err

@@ -1,0 +1,70 @@
+package tune
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
+)
+
+// TestManyChoices wants files that hold too much to be as good as none, and no such file to be written.
+func TestManyChoices(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tune.json")
+	var b strings.Builder
+	b.WriteString(`{"version":1,"choices":{"":0`)
+	for i := range maxChoices - 1 {
+		fmt.Fprintf(&b, `,"%d":0`, i)
+	}
+	require.NoError(t, os.WriteFile(path, []byte(b.String()+"}}"), 0o666))
+	s := Open(path, func(why string) { t.Error(why) })
+	require.Len(t, s.All(), maxChoices)
+	require.ErrorContains(t, s.Put(map[string]any{"more": 1}), "a file has 16384 at most")
+	for b.Len() < MaxFile-100 {
+		fmt.Fprintf(&b, `,"%d":0`, b.Len())
+	}
+	content := []byte(b.String() + "}}")
+	require.NoError(t, os.WriteFile(path, content, 0o666))
+	bounded.Run(t, int64(len(content)), func() {
+		_, err := read(path)
+		require.ErrorContains(t, err, "more than 16384 choices")
+	})
+	require.NoError(t, os.Truncate(path, 40<<30))
+	_, err := read(path)
+	require.ErrorContains(t, err, "has 42949672960 bytes, and a file of choices has at most")
+	_, err = read(filepath.Dir(path))
+	require.ErrorContains(t, err, "is a folder")
+}
+
+// FuzzRead gives the store any file: it is as good as none, or what it holds is what comes back when it is written.
+func FuzzRead(f *testing.F) {
+	f.Add([]byte(`{"version":1,"choices":{"a":{"way":"x","cold_ns":1},"b":[1,2]}}`))
+	f.Add([]byte(`{"version":1,"choices":{"a":1,"a":2}}`))
+	f.Add([]byte(`{"version":2}`))
+	f.Add([]byte(`{"version":1,"choices":null}`))
+	path := filepath.Join(f.TempDir(), "tune.json")
+	f.Fuzz(func(t *testing.T, b []byte) {
+		require.NoError(t, os.WriteFile(path, b, 0o666))
+		var choices Choices
+		var err error
+		bounded.Run(t, int64(len(b)), func() { choices, err = read(path) })
+		if err != nil {
+			return
+		}
+		require.NoError(t, (&Store{path: path, choices: choices}).write())
+		again, err := read(path)
+		require.NoError(t, err)
+		require.Len(t, again, len(choices))
+		for key, choice := range choices {
+			var got, want any
+			require.NoError(t, json.Unmarshal(again[strings.ToValidUTF8(key, "\ufffd")], &got))
+			require.NoError(t, json.Unmarshal(choice, &want))
+			require.Equal(t, want, got)
+		}
+	})
+}
