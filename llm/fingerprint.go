@@ -192,8 +192,19 @@ func (f fingerprints) read() (all []knownText) {
 		return nil
 	}
 	defer file.Close()
-	if size > fingerprintsBytes || json.NewDecoder(io.LimitReader(file, size)).Decode(&all) != nil {
+	if size > fingerprintsBytes {
 		return nil
+	}
+	d := json.NewDecoder(io.LimitReader(file, size))
+	if t, err := d.Token(); err != nil || t != json.Delim('[') {
+		return nil
+	}
+	for d.More() && len(all) < fingerprintsMost {
+		var k knownText
+		if d.Decode(&k) != nil {
+			return nil
+		}
+		all = append(all, k)
 	}
 	return all
 }

@@ -4,9 +4,12 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 // FuzzLoaderState gives a loader any place: it is refused and nothing has changed, or batches follow whose tokens are the text's,
@@ -90,4 +93,31 @@ func FuzzCorpus(f *testing.F) {
 		}
 		require.LessOrEqual(t, c.Train.Size()+c.HeldOut.Size(), int64(len(text1)+len(text2)))
 	})
+}
+
+// FuzzFingerprints gives the cache of fingerprints any file: what it then remembers comes back, whatever was there.
+func FuzzFingerprints(f *testing.F) {
+	sum := strings.Repeat("ab", 32)
+	f.Add([]byte(`[{"table":"a","fingerprint":"` + sum + `"}]`))
+	f.Add([]byte(`[{"table":"a","fingerprint":"ab"},{},null,3]`))
+	f.Add([]byte("[" + strings.Repeat("{},", 1000) + "{}]"))
+	path := filepath.Join(f.TempDir(), "fingerprints.json")
+	f.Fuzz(func(t *testing.T, b []byte) {
+		require.NoError(t, os.WriteFile(path, b, 0o666))
+		cache := fingerprints(path)
+		bounded.Run(t, int64(len(b)), func() { cache.get("a") })
+		cache.put("b", sum)
+		got, ok := cache.get("b")
+		require.True(t, ok)
+		require.Equal(t, sum, got)
+		require.LessOrEqual(t, len(cache.read()), fingerprintsMost)
+	})
+}
+
+// TestManyFingerprints wants a file with more than is remembered to cost no more than that.
+func TestManyFingerprints(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "fingerprints.json")
+	b := []byte("[" + strings.Repeat("{},", fingerprintsBytes/3-2) + "{}]")
+	require.NoError(t, os.WriteFile(path, b, 0o666))
+	bounded.Run(t, int64(len(b)), func() { require.Len(t, fingerprints(path).read(), fingerprintsMost) })
 }
