@@ -258,7 +258,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 	}
 	stock := f.Peer == tapePeer
 	if b.spec.stock == nil && stock {
-		f.Err = errors.New("Gorgonia has no ops for it")
+		f.Err = errors.New("there is nothing for it among Gorgonia's ops")
 		return f, nil
 	}
 	for _, training := range []bool{false, true} {

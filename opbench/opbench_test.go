@@ -33,7 +33,7 @@ func TestTime(t *testing.T) {
 			require.Equal(t, "gorgonia", last.Peer, at)
 			for _, name := range without {
 				if name == o.Name {
-					require.ErrorContains(t, last.Err, "Gorgonia has no ops", at)
+					require.ErrorContains(t, last.Err, "nothing for it among Gorgonia's ops", at)
 					figures = figures[:len(figures)-1]
 				}
 			}

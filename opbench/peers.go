@@ -52,7 +52,7 @@ func onGPU(b *bench) (string, error) {
 
 func onTape(b *bench) (string, error) {
 	if b.dtype != Float32 && b.dtype != Float64 {
-		return tapePeer, fmt.Errorf("Gorgonia's own ops have no %s", b.dtype)
+		return tapePeer, fmt.Errorf("there is no %s among the types of Gorgonia's ops", b.dtype)
 	}
 	return tapePeer, nil
 }

@@ -95,7 +95,7 @@ func stockLoss(g *graph, logits *gorgonia.Node, vocab int) *gorgonia.Node {
 func stockAttention(g *graph) *gorgonia.Node {
 	batch, seq, heads, d := g.shape[0], g.shape[1], g.shape[2], g.shape[4]
 	if g.shape[3] != heads {
-		g.err = errors.New("Gorgonia has no ops for heads that share keys and values")
+		g.err = errors.New("there is nothing for heads that share keys and values among Gorgonia's ops")
 		return nil
 	}
 	if !g.room("scores of all heads take", 6*float64(batch)*float64(heads)*float64(seq)*float64(seq)) {
