@@ -14,9 +14,10 @@ type OpTime = optime.OpTime
 // Table is the times of ops for people: a line each, with their shares of the whole.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// WithMonitor makes the machine time its ops while it runs, in one run of every so many, which computes the same bits. The first
-// run, which meets new memory, is not timed. A sample reads the clock before and behind each op, which takes about a ten-millionth of
-// a second. [Machine.Monitor] returns the times.
+// WithMonitor makes the machine time its ops while it runs, in one run of every so many, which
+// computes the same bits. The first run, which meets new memory, is not timed. A sample reads the
+// clock before and behind each op, which takes about a ten-millionth of a second. [Machine.Monitor]
+// returns the times.
 func WithMonitor(every int) Option {
 	return func(c *config) error {
 		if every < 2 {
@@ -57,8 +58,8 @@ func (o *monitor) take() {
 	o.samples, o.runs = o.samples+1, 0
 }
 
-// Monitor returns what the ops of a run have taken so far on average, the longest first, with the ways in which they are
-// computed. It is empty before the first sample, and without [WithMonitor].
+// Monitor returns what the ops of a run have taken so far on average, the longest first, with the
+// ways in which they are computed. It is empty before the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() []OpTime {
 	o := m.monitor
 	if o == nil || o.samples == 0 || m.closed {

@@ -27,15 +27,16 @@ const (
 // linearAddOp is the name of that product and sum.
 const linearAddOp = "LinearAdd"
 
-// WithWays forces or forbids ways to compute ops. A rule is OP=WAY or OP!=WAY, with names as in [Machine.Choices] and with the
-// wildcards of [path.Match]:
+// WithWays forces or forbids ways to compute ops. A rule is OP=WAY or OP!=WAY, with names as in
+// [Machine.Choices] and with the wildcards of [path.Match]:
 //
 //	cpuops.WithWays("LinearAdd=separate", "+*=gorgonia")
 //
-// Gorgonia's elementwise arithmetic is computed with vector instructions or in the way gorgonia, and a product with its sum fused
-// or separate: all give the same bits. Every other op has one way, which follows from the processor (see KASMINA_CPU and
-// [UseBFloat16]). The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
-// Nothing is timed to choose: within the sizes of training steps no other way was faster by 1 %.
+// Gorgonia's elementwise arithmetic is computed with vector instructions or in the way gorgonia,
+// and a product with its sum fused or separate: all give the same bits. Every other op has one way,
+// which follows from the processor (see KASMINA_CPU and [UseBFloat16]). The environment variable
+// KASMINA_WAYS, rules with commas between them, adds to these and has precedence. Nothing is timed
+// to choose: within the sizes of training steps no other way was faster by 1 %.
 func WithWays(rules ...string) Option {
 	return func(c *config) error {
 		parsed, err := wayrule.Parse(rules)
@@ -58,7 +59,8 @@ func (c *compiler) way(op string, ways ...string) string {
 	return ways[left[0]]
 }
 
-// Choices returns how the machine computes its ops, each shape once, in the order in which they run.
+// Choices returns how the machine computes its ops, each shape once, in the order in which they
+// run.
 func (m *Machine) Choices() []Choice {
 	var choices []Choice
 	seen := map[string]bool{}
@@ -156,8 +158,8 @@ func (s *step) product() (m, n, k int) {
 	return 0, 0, 0
 }
 
-// flops is the multiplications and additions of a step's matrix products and attention, which has them among its operands'
-// sizes.
+// flops is the multiplications and additions of a step's matrix products and attention, which has
+// them among its operands' sizes.
 func (s *step) flops() float64 {
 	if s.out == nil {
 		return 0
@@ -188,7 +190,8 @@ func (s *step) flops() float64 {
 // attentionFLOPs is the operations of so many products, of which a causal mask leaves half.
 func attentionFLOPs(o *op.AttentionOp, products int) float64 {
 	c := o.Config
-	n := 2 * float64(products) * float64(o.InputShape(0)[0]) * float64(c.Heads) * float64(c.Seq) * float64(c.HeadDim)
+	rows := o.InputShape(0)[0]
+	n := 2 * float64(products) * float64(rows) * float64(c.Heads) * float64(c.Seq) * float64(c.HeadDim)
 	if c.Causal {
 		n /= 2
 	}

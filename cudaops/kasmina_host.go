@@ -11,10 +11,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel. While a seed of a layer works
-// with such a kind, the op itself computes the layer's passes, between two copies, and tells the lattice what it measures.
-// Ahead of each run the layer's state decides: with the last such seed gone, the layer is back on the device. What was
-// captured of runs there waits for that, since runs that the host takes part in cannot be captured.
+// A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel.
+// While a seed of a layer works with such a kind, the op itself computes the layer's passes,
+// between two copies, and tells the lattice what it measures. Ahead of each run the layer's state
+// decides: with the last such seed gone, the layer is back on the device. What was captured of runs
+// there waits for that, since runs that the host takes part in cannot be captured.
 
 // choose decides where the run under way computes the layer, by what became of encoding its state.
 func (l *kasminaLayer) choose(err error) error {
@@ -29,8 +30,8 @@ func (l *kasminaLayer) choose(err error) error {
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}
 	l.hosted = true
-	l.m.warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed works with it are computed on "+
-		"the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
+	l.m.warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed works "+
+		"with it are computed on the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
 	return nil
 }
 
@@ -44,8 +45,9 @@ func (l *kasminaLayer) either(device, host func() error) func() error {
 	}
 }
 
-// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes behind that) to the parts of its
-// result. As all that is computed on the host it sees gradients without the loss scale.
+// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes
+// behind that) to the parts of its result. As all that is computed on the host it sees gradients
+// without the loss scale.
 func (m *Machine) passOnHost(n *gorgonia.Node, in []*array, out ...*array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {

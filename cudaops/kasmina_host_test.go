@@ -40,9 +40,10 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 	return l.Transition(seed, to)
 }
 
-// TestKasminaMovesToHost wants a layer in which a registered kind starts to train in mid run to be computed on the host from then
-// on, after one warning that names the kind, and on the device again when the kind is gone: as right and as well reported as on
-// the CPU, with runs captured on the device before and after.
+// TestKasminaMovesToHost wants a layer in which a registered kind starts to train in mid run to be
+// computed on the host from then on, after one warning that names the kind, and on the device again
+// when the kind is gone: as right and as well reported as on the CPU, with runs captured on the
+// device before and after.
 func TestKasminaMovesToHost(t *testing.T) {
 	for _, width := range []int{3, 13} {
 		for name, layer := range map[string][]op.KasminaOption{

@@ -26,8 +26,8 @@ var trainersKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	return blueprints.Register(own)
 })
 
-// TestTrainerOwnKind wants a run in which a registered kind germinates, trains, grafts and goes to have the losses on a GPU that
-// it has on a CPU.
+// TestTrainerOwnKind wants a run in which a registered kind germinates, trains, grafts and goes to
+// have the losses on a GPU that it has on a CPU.
 func TestTrainerOwnKind(t *testing.T) {
 	kind, err := trainersKind()
 	require.NoError(t, err)

@@ -1,5 +1,6 @@
-// Package opbench times one op at one shape beside its peers: every way in which package cpuops can compute it, every way of package
-// cudaops if there is a GPU, and the same function made of Gorgonia's own ops on Gorgonia's own machine.
+// Package opbench times one op at one shape beside its peers: every way in which package cpuops can
+// compute it, every way of package cudaops if there is a GPU, and the same function made of
+// Gorgonia's own ops on Gorgonia's own machine.
 //
 //	figures, err := opbench.Time("RMSNorm", []int{4096, 1024}, opbench.Float32)
 //	fmt.Print(opbench.Table(figures))
@@ -24,8 +25,9 @@ import (
 // Dtype is what an op computes with.
 type Dtype string
 
-// The types. A CPU has float32 and float64, and where products round their operands (cpuops.UseBFloat16) bfloat16; a GPU has all
-// but float64, with weights of float32 (cudaops.WithPrecision). Gorgonia's own ops have float32 and float64.
+// The types. A CPU has float32 and float64, and where products round their operands
+// (cpuops.UseBFloat16) bfloat16; a GPU has all but float64, with weights of float32
+// (cudaops.WithPrecision). Gorgonia's own ops have float32 and float64.
 const (
 	Float64  Dtype = "float64"
 	Float32  Dtype = "float32"
@@ -43,13 +45,15 @@ func (d Dtype) size() int {
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
 	Way  string // as in RMSNorm=rows-4, of ops that have several ways; of a CPU's others the vector instructions
-	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an op without. On a CPU and of
-	// Gorgonia it is the median by the clock on the wall, on a GPU the mean of the device's time, without launches. What passes
-	// work on is in the cache if it fits.
+	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an
+	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall, on a GPU the
+	// mean of the device's time, without launches. What passes work on is in the cache if it fits.
 	Forward, Training time.Duration
-	// Bytes is the inputs of floats and the result of a forward pass, FLOPs the multiplications and additions of its products.
+	// Bytes is the inputs of floats and the result of a forward pass, FLOPs the multiplications and
+	// additions of its products.
 	Bytes, FLOPs float64
-	// Distance is ‖y − y₁‖/‖y₁‖ of the result y and that of the first figure with one: what rounding does, or a mistake.
+	// Distance is ‖y − y₁‖/‖y₁‖ of the result y and that of the first figure with one: what
+	// rounding does, or a mistake.
 	Distance float64
 	Err      error // why there is nothing else
 }
@@ -76,7 +80,8 @@ type config struct {
 	span    time.Duration
 }
 
-// OnGPU has a GPU take part. Options are for the machines there, which tune nothing unless cudaops.WithTuning is among them.
+// OnGPU has a GPU take part. Options are for the machines there, which tune nothing unless
+// cudaops.WithTuning is among them.
 func OnGPU(d *cudaops.Device, opts ...cudaops.MachineOption) Option {
 	return func(c *config) error {
 		if d == nil {
@@ -114,9 +119,11 @@ func Ops() []Op {
 	return all
 }
 
-// Time times an op of [Ops] at a shape on random numbers of a type, while nothing else should run. The first figure is that of the CPU as it computes without
-// rules, or of the GPU for types that a CPU has not; then come the others. A peer that cannot compute the op has a figure with an
-// Err; an error is an op, shape or type that there is not, or an option that does not fit. The rules of KASMINA_WAYS hold here too.
+// Time times an op of [Ops] at a shape on random numbers of a type, while nothing else should run.
+// The first figure is that of the CPU as it computes without rules, or of the GPU for types that a
+// CPU has not; then come the others. A peer that cannot compute the op has a figure with an Err; an
+// error is an op, shape or type that there is not, or an option that does not fit. The rules of
+// KASMINA_WAYS hold here too.
 func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure, err error) {
 	defer func() {
 		if err != nil {
@@ -201,7 +208,8 @@ func (b *bench) floats() tensor.Dtype {
 	return tensor.Float32
 }
 
-// build makes a graph of the op, with gradients if they are wanted. Its random numbers are the same every time.
+// build makes a graph of the op, with gradients if they are wanted. Its random numbers are the same
+// every time.
 func (b *bench) build(stock, training bool) (g *graph, err error) {
 	defer func() {
 		if cause := recover(); cause != nil { // Gorgonia has shapes that it panics at
@@ -250,7 +258,8 @@ func literally(name string) string {
 	return strings.NewReplacer(`\`, `\\`, "*", `\*`, "?", `\?`, "[", `\[`).Replace(name)
 }
 
-// figure measures a peer under rules, and returns the choices that it has. A figure without a peer means that there is none.
+// figure measures a peer under rules, and returns the choices that it has. A figure without a peer
+// means that there is none.
 func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choice) {
 	f.Peer, f.Err = p(b)
 	if f.Peer == "" || f.Err != nil {
@@ -276,7 +285,8 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			f.Training = took
 			continue
 		}
-		f.Forward, f.Bytes, f.FLOPs, f.Distance = took, g.bytes(b.dtype), b.spec.flops(b.shape), b.distance(y)
+		f.Forward, f.Distance = took, b.distance(y)
+		f.Bytes, f.FLOPs = g.bytes(b.dtype), b.spec.flops(b.shape)
 	}
 	return f, choices
 }
@@ -340,14 +350,15 @@ func numbers(v gorgonia.Value) []float64 {
 // Table is the figures for people: a line each.
 func Table(figures []Figure) string {
 	var s strings.Builder
-	fmt.Fprintf(&s, "%-9s %12s %12s %8s %9s %9s  %s\n", "peer", "forward us", "training us", "GB/s", "GFLOP/s", "distance", "way")
+	fmt.Fprintf(&s, "%-9s %12s %12s %8s %9s %9s  %s\n", "peer", "forward us", "training us", "GB/s",
+		"GFLOP/s", "distance", "way")
 	for _, f := range figures {
 		if f.Err != nil {
 			fmt.Fprintf(&s, "%-9s %v\n", f.Peer, f.Err)
 			continue
 		}
-		fmt.Fprintf(&s, "%-9s %12.1f %12.1f %8.1f %9.1f %9.1g  %s\n", f.Peer, f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9,
-			f.Rate()/1e9, f.Distance, f.Way)
+		fmt.Fprintf(&s, "%-9s %12.1f %12.1f %8.1f %9.1f %9.1g  %s\n", f.Peer,
+			f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9, f.Rate()/1e9, f.Distance, f.Way)
 	}
 	return s.String()
 }

@@ -57,7 +57,13 @@ func (g *graph) input(name string, next func() float64, shape ...int) *gorgonia.
 		}
 		data = x
 	}
-	return gorgonia.NodeFromAny(g.g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data)), gorgonia.WithName(name))
+	return g.holding(name, data, shape...)
+}
+
+// holding is an input that holds data.
+func (g *graph) holding(name string, data any, shape ...int) *gorgonia.Node {
+	value := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
+	return gorgonia.NodeFromAny(g.g, value, gorgonia.WithName(name))
 }
 
 // normal is a parameter of random numbers.
@@ -82,7 +88,7 @@ func (g *graph) draw(rows, n int) []int {
 
 // ids is an input of random ids below n.
 func (g *graph) ids(name string, rows, n int) *gorgonia.Node {
-	return gorgonia.NodeFromAny(g.g, tensor.New(tensor.WithShape(rows), tensor.WithBacking(g.draw(rows, n))), gorgonia.WithName(name))
+	return g.holding(name, g.draw(rows, n), rows)
 }
 
 // number is a constant.
@@ -112,7 +118,8 @@ type spec struct {
 	stock       func(g *graph) *gorgonia.Node // of Gorgonia's own ops, nil where it has none
 }
 
-// product returns the product of some numbers of a shape, times a factor: of elements, or operations.
+// product returns the product of some numbers of a shape, times a factor: of elements, or
+// operations.
 func product(factor float64, at ...int) func([]int) float64 {
 	return func(shape []int) float64 {
 		n := factor
@@ -155,14 +162,17 @@ var specs = []spec{
 			x, w := g.normal("x", g.shape...), g.normal("w", g.shape[1])
 			return g.do(func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, eps) })
 		}, stockRMSNorm},
-	{"Linear", "rows, in, out", nil, sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2),
+	{"Linear", "rows, in, out", nil,
+		sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2),
 		func(g *graph) *gorgonia.Node {
 			x, w := g.normal("x", g.shape[0], g.shape[1]), g.normal("w", g.shape[2], g.shape[1])
 			return g.do(func() (*gorgonia.Node, error) { return op.Linear(x, w) })
 		}, stockLinear},
-	{"LinearAdd", "rows, in, out", nil, sum(product(1, 0, 1), product(1, 1, 2), product(2, 0, 2)), product(2, 0, 1, 2),
+	{"LinearAdd", "rows, in, out", nil,
+		sum(product(1, 0, 1), product(1, 1, 2), product(2, 0, 2)), product(2, 0, 1, 2),
 		func(g *graph) *gorgonia.Node {
-			x, w, d := g.normal("x", g.shape[0], g.shape[1]), g.normal("w", g.shape[2], g.shape[1]), g.normal("d", g.shape[0], g.shape[2])
+			x, w := g.normal("x", g.shape[0], g.shape[1]), g.normal("w", g.shape[2], g.shape[1])
+			d := g.normal("d", g.shape[0], g.shape[2])
 			y := g.do(func() (*gorgonia.Node, error) { return op.Linear(x, w) })
 			return g.do(func() (*gorgonia.Node, error) { return gorgonia.Add(y, d) })
 		}, func(g *graph) *gorgonia.Node {
@@ -170,7 +180,8 @@ var specs = []spec{
 			d := g.normal("d", g.shape[0], g.shape[2])
 			return g.do(func() (*gorgonia.Node, error) { return gorgonia.Add(y, d) })
 		}},
-	{"SiLUMLP", "rows, features, hidden", nil, sum(product(2, 0, 1), product(3, 1, 2), product(3, 0, 2)), product(6, 0, 1, 2),
+	{"SiLUMLP", "rows, features, hidden", nil,
+		sum(product(2, 0, 1), product(3, 1, 2), product(3, 0, 2)), product(6, 0, 1, 2),
 		func(g *graph) *gorgonia.Node {
 			x, gate, up, down := mlpInputs(g)
 			return g.do(func() (*gorgonia.Node, error) { return op.SiLUMLP(x, gate, up, down) })
@@ -183,11 +194,14 @@ var specs = []spec{
 				return op.RoPE(x, op.RoPEConfig{Seq: s[1], Heads: s[2], HeadDim: s[3], Base: 10000})
 			})
 		}, nil},
-	{"Attention", "batch, positions, heads, key-value heads, head size", divides("a multiple of the key-value heads for heads", 2, 3),
-		sum(product(2, 0, 1, 2, 4), product(2, 0, 1, 3, 4)), product(2, 0, 1, 1, 2, 4), // 2 products of 2, of which the mask leaves half
+	{"Attention", "batch, positions, heads, key-value heads, head size",
+		divides("a multiple of the key-value heads for heads", 2, 3),
+		sum(product(2, 0, 1, 2, 4), product(2, 0, 1, 3, 4)),
+		product(2, 0, 1, 1, 2, 4), // 2 products of 2, of which the mask leaves half
 		func(g *graph) *gorgonia.Node {
 			q, k, v := attentionInputs(g)
-			c := op.AttentionConfig{Seq: g.shape[1], Heads: g.shape[2], KVHeads: g.shape[3], HeadDim: g.shape[4], Causal: true}
+			s := g.shape
+			c := op.AttentionConfig{Seq: s[1], Heads: s[2], KVHeads: s[3], HeadDim: s[4], Causal: true}
 			return g.do(func() (*gorgonia.Node, error) { return op.Attention(q, k, v, c) })
 		}, stockAttention},
 	{"Embedding", "rows, vocabulary, features", nil, sum(product(1, 0, 2), product(1, 1, 2)), none,
@@ -203,7 +217,8 @@ var specs = []spec{
 			x := g.normal("x", g.shape...)
 			return stockLoss(g, x, g.shape[1])
 		}},
-	{"LinearCrossEntropy", "rows, features, vocabulary", nil, sum(product(1, 0, 1), product(1, 1, 2)), product(2, 0, 1, 2),
+	{"LinearCrossEntropy", "rows, features, vocabulary", nil,
+		sum(product(1, 0, 1), product(1, 1, 2)), product(2, 0, 1, 2),
 		func(g *graph) *gorgonia.Node {
 			x, w := g.normal("x", g.shape[0], g.shape[1]), g.normal("w", g.shape[2], g.shape[1])
 			targets := g.ids("targets", g.shape[0], g.shape[2])
@@ -214,8 +229,10 @@ var specs = []spec{
 			x := g.normal("x", g.shape...)
 			return g.do(func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, newtonSchulzSteps) })
 		}, nil},
-	{"Kasmina", "rows, features, seeds", divides("a multiple of the seeds for features", 1, 2), product(3, 0, 1), none, kasmina, nil},
-	{"MatMul", "m, k, n", nil, sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2), stockMatMul, stockMatMul},
+	{"Kasmina", "rows, features, seeds",
+		divides("a multiple of the seeds for features", 1, 2), product(3, 0, 1), none, kasmina, nil},
+	{"MatMul", "m, k, n", nil,
+		sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2), stockMatMul, stockMatMul},
 	{"Add", "rows, features", nil, product(3, 0, 1), none, stockAdd, stockAdd},
 	{"Tanh", "rows, features", nil, product(2, 0, 1), none, stockTanh, stockTanh},
 	{"SoftMax", "rows, features", nil, product(2, 0, 1), none, stockSoftMax, stockSoftMax},
@@ -255,7 +272,8 @@ func attentionInputs(g *graph) (q, k, v *gorgonia.Node) {
 	return wide("q", s[2]), wide("k", s[3]), wide("v", s[3])
 }
 
-// kasmina is a layer whose seeds all graft with α ½, the four kinds with a weight a feature in turn.
+// kasmina is a layer whose seeds all graft with α ½, the four kinds with a weight a feature in
+// turn.
 func kasmina(g *graph) *gorgonia.Node {
 	rows, d, seeds := g.shape[0], g.shape[1], g.shape[2]
 	lattice, err := state.NewLattice(seeds, d, state.WithoutGates())
@@ -263,11 +281,12 @@ func kasmina(g *graph) *gorgonia.Node {
 		g.err = err
 		return nil
 	}
-	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion,
+		blueprints.ConvFilter}
 	for s := range seeds {
 		r := state.GerminationRequest{Slot: 1 + s, Kind: kinds[s%len(kinds)]}
-		g.err = errors.Join(g.err, lattice.RequestGermination(s, r), lattice.Transition(s, state.Training), lattice.Transition(s, state.Grafting),
-			lattice.SetAlpha(s, 0.5))
+		g.err = errors.Join(g.err, lattice.RequestGermination(s, r), lattice.Transition(s, state.Training),
+			lattice.Transition(s, state.Grafting), lattice.SetAlpha(s, 0.5))
 	}
 	x, w, a := g.normal("x", rows, d), g.normal("weights", seeds+1, d/seeds), g.normal("scales", seeds+1)
 	return g.do(func() (*gorgonia.Node, error) { return op.Kasmina(x, w, a, lattice) })

@@ -16,7 +16,8 @@ import (
 // The names of peers.
 const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 
-// peer returns the name of what computes, "" where it is not asked for, and why it cannot compute with the bench's type.
+// peer returns the name of what computes, "" where it is not asked for, and why it cannot compute
+// with the bench's type.
 type peer func(b *bench) (name string, err error)
 
 func onCPU(b *bench) (string, error) {
@@ -30,7 +31,8 @@ func onCPU(b *bench) (string, error) {
 		return cpuPeer, nil
 	case BFloat16:
 		if !rounds {
-			return cpuPeer, errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them do so, where the CPU can")
+			return cpuPeer, errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them " +
+				"do so, where the CPU can")
 		}
 		return cpuPeer, nil
 	}
@@ -38,7 +40,8 @@ func onCPU(b *bench) (string, error) {
 }
 
 // precisions are a GPU's types.
-var precisions = map[Dtype]cudaops.Precision{Float32: cudaops.Float32, BFloat16: cudaops.BFloat16, Float16: cudaops.Float16, Float8: cudaops.Float8}
+var precisions = map[Dtype]cudaops.Precision{Float32: cudaops.Float32, BFloat16: cudaops.BFloat16,
+	Float16: cudaops.Float16, Float8: cudaops.Float8}
 
 func onGPU(b *bench) (string, error) {
 	if b.device == nil {
@@ -57,8 +60,10 @@ func onTape(b *bench) (string, error) {
 	return tapePeer, nil
 }
 
-// timed runs a graph on a peer, and returns what a run takes, the choices that were made, and the result.
-func (b *bench) timed(peer string, g *graph, rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
+// timed runs a graph on a peer, and returns what a run takes, the choices that were made, and the
+// result.
+func (b *bench) timed(peer string, g *graph, rules []string) (took time.Duration,
+	choices []cudaops.Choice, y gorgonia.Value, err error) {
 	defer func() {
 		if cause := recover(); cause != nil { // of an op of Gorgonia's
 			err = fmt.Errorf("running the graph: %v", cause)
@@ -106,10 +111,11 @@ func (b *bench) byTheClock(run func() error) (time.Duration, error) {
 }
 
 // timedOnGPU is the mean time on the device, by the marks of the machine's monitor.
-func (b *bench) timedOnGPU(g *graph, rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
-	opts := slices.Concat([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine, []cudaops.MachineOption{
-		cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...), cudaops.WithOutputs(g.y), cudaops.WithMonitor(2),
-		cudaops.WithWays(rules...)})
+func (b *bench) timedOnGPU(g *graph, rules []string) (took time.Duration,
+	choices []cudaops.Choice, y gorgonia.Value, err error) {
+	opts := append([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine...)
+	opts = append(opts, cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...),
+		cudaops.WithOutputs(g.y), cudaops.WithMonitor(2), cudaops.WithWays(rules...))
 	m, err := cudaops.NewMachine(b.device, g.g, opts...)
 	if err != nil {
 		return 0, nil, nil, err

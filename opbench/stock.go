@@ -10,7 +10,8 @@ import (
 
 // The ops of this module made of Gorgonia's own.
 
-// room reports whether Gorgonia's machine, which keeps all values until a run ends, has room for so many numbers.
+// room reports whether Gorgonia's machine, which keeps all values until a run ends, has room for so
+// many numbers.
 func (g *graph) room(what string, elements float64) bool {
 	if err := fits(what, elements); g.err == nil && err != nil {
 		g.err = err
@@ -91,7 +92,8 @@ func stockLoss(g *graph, logits *gorgonia.Node, vocab int) *gorgonia.Node {
 	return g.do(func() (*gorgonia.Node, error) { return gorgonia.Mul(p, g.number(-1/float64(rows))) })
 }
 
-// stockAttention is softmax(q·kᵀ/√d + mask)·v for every head, which have keys and values of their own.
+// stockAttention is softmax(q·kᵀ/√d + mask)·v for every head, which have keys and values of their
+// own.
 func stockAttention(g *graph) *gorgonia.Node {
 	batch, seq, heads, d := g.shape[0], g.shape[1], g.shape[2], g.shape[4]
 	if g.shape[3] != heads {

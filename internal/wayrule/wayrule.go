@@ -1,5 +1,5 @@
-// Package wayrule holds the rules by which a user forces or forbids ways to compute ops, for the machines of packages cudaops
-// and cpuops.
+// Package wayrule holds the rules by which a user forces or forbids ways to compute ops, for the
+// machines of packages cudaops and cpuops.
 package wayrule
 
 import (
@@ -68,8 +68,8 @@ func matches(pattern, name string) bool {
 	return ok
 }
 
-// Allowed returns the ways that the rules leave of those of an op, by their numbers, and whether the rules force one. A rule that
-// would leave none is ignored, and warn is told so.
+// Allowed returns the ways that the rules leave of those of an op, by their numbers, and whether
+// the rules force one. A rule that would leave none is ignored, and warn is told so.
 func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []int, forced bool) {
 	for i := range ways {
 		left = append(left, i)
