@@ -202,7 +202,10 @@ func TestRunError(t *testing.T) {
 	}
 	for name, newMachine := range map[string]func(*gorgonia.ExprGraph) gorgonia.VM{
 		"tape": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewTapeMachine(g) },
-		"lisp": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewLispMachine(g) },
+		// Backwards too, it goes on after an error, on another goroutine than the one that it returns to.
+		"lisp": func(g *gorgonia.ExprGraph) gorgonia.VM {
+			return gorgonia.NewLispMachine(g, gorgonia.ExecuteFwdOnly())
+		},
 	} {
 		machine := newMachine(build())
 		err := machine.RunAll()
