@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// checkpoint is an open file. Its header is sound; whether it holds what a model needs, fits says, and only then is anything
-// read.
+// checkpoint is an open file. Its header is sound; whether it holds what a model needs, fits says,
+// and only then is anything read.
 type checkpoint struct {
 	*safetensors.File
 	path     string
@@ -25,7 +25,8 @@ type checkpoint struct {
 	metadata map[string]string
 }
 
-// Limits of the JSON in a file's metadata, in bytes. Decoded it takes up to forty times the memory, so it has to be small.
+// Limits of the JSON in a file's metadata, in bytes. Decoded it takes up to forty times the memory,
+// so it has to be small.
 const (
 	maxConfig = 512 << 10 // a Config with a Kasmina layer after each of maxLayers blocks has less
 	maxNotes  = 256 << 10 // TrainConfig.Notes; options of a program have some hundred bytes
@@ -37,8 +38,8 @@ const (
 const (
 	maxMoments     = 64      // of an optimiser, for each byte of a parameter; AdamW has two
 	maxMomentsMore = 1 << 20 // and for all: counts of steps
-	maxSeedData    = 1 << 10 // of a lattice, for each seed; it has some two hundred, and minSeedData at least
-	minSeedData    = 64
+	maxSeedData    = 1 << 10 // of a lattice, for each seed; it has some two hundred
+	minSeedData    = 64      // and at least these
 	maxLatticeMore = 1 << 20 // and for all: its header
 )
 
@@ -70,10 +71,12 @@ func (f *checkpoint) config() (Config, error) {
 	var c Config
 	text, ok := f.metadata[configKey]
 	if !ok {
-		return c, f.errorf("%w: it has no %q in its metadata, as this package's model files do", ErrArchitecture, configKey)
+		return c, f.errorf("%w: it has no %q in its metadata, as this package's model files do",
+			ErrArchitecture, configKey)
 	}
 	if len(text) <= maxConfig {
-		c.Kasmina = make([]int, 0, strings.Count(text, ",")) // to grow step by step would take several times as much
+		c.Kasmina = make([]int, 0, strings.Count(text,
+			",")) // to grow step by step would take several times as much
 	}
 	if err := f.decode(configKey, "the configuration", maxConfig, &c); err != nil {
 		return c, err
@@ -98,7 +101,8 @@ func (f *checkpoint) with(prefix string) iter.Seq[string] {
 	}
 }
 
-// fits checks that the file holds the parameters of a model, lattices of about its size, and nothing that is not a model's.
+// fits checks that the file holds the parameters of a model, lattices of about its size, and
+// nothing that is not a model's.
 func (f *checkpoint) fits(c Config, dt tensor.Dtype) error {
 	want := safetensors.F32
 	if dt == tensor.Float64 {
@@ -135,10 +139,12 @@ func (f *checkpoint) fitsRest(c Config, params int, bytes int64) error {
 		}
 	}
 	if params < 0 {
-		return f.errorf("%w: it has %d tensors that are none of the model's, such as %.100q", ErrArchitecture, -params, f.stranger(c))
+		return f.errorf("%w: it has %d tensors that are none of the model's, such as %.100q",
+			ErrArchitecture, -params, f.stranger(c))
 	}
 	if limit := maxMoments*bytes + maxMomentsMore; moments > limit {
-		return f.errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of parameters: want at most %d", ErrArchitecture,
+		return f.errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of parameters: "+
+			"want at most %d", ErrArchitecture,
 			moments, bytes, limit)
 	}
 	for _, block := range c.Kasmina {
@@ -146,7 +152,8 @@ func (f *checkpoint) fitsRest(c Config, params int, bytes int64) error {
 		// While a seed is grafted, what its slot had before is there too, as float64.
 		least, most := seeds*minSeedData, seeds*(maxSeedData+8*int64(c.slotWidth()+1))+maxLatticeMore
 		if n < least || n > most {
-			return f.errorf("%w: the lattice of layer %q has %d bytes, want %d to %d for %d seeds", ErrArchitecture,
+			return f.errorf("%w: the lattice of layer %q has %d bytes, want %d to %d for %d seeds",
+				ErrArchitecture,
 				strconv.Itoa(block), n, least, most, seeds)
 		}
 	}
@@ -160,7 +167,8 @@ func (f *checkpoint) stranger(c Config) string {
 		known[p.name] = true
 	}
 	for _, name := range f.names {
-		if !known[name] && !strings.HasPrefix(name, latticePrefix) && !strings.HasPrefix(name, optimizerPrefix) {
+		if !known[name] && !strings.HasPrefix(name, latticePrefix) && !strings.HasPrefix(name,
+			optimizerPrefix) {
 			return name
 		}
 	}
@@ -184,7 +192,8 @@ func (f *checkpoint) parameter(ctx context.Context, name string, data any) error
 		}
 	}
 	if at >= 0 {
-		return f.errorf("%w: parameter %s is %v at element %d: go on from an older checkpoint", ErrDiverged, name, value, at)
+		return f.errorf("%w: parameter %s is %v at element %d: go on from an older checkpoint",
+			ErrDiverged, name, value, at)
 	}
 	return nil
 }
@@ -197,7 +206,8 @@ func (f *checkpoint) lattices(ctx context.Context, m *Model) (install func(), er
 		if err != nil {
 			return nil, f.errorf("%w", err)
 		}
-		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, latticePrefix), Shape: x.Shape, Data: x.Data})
+		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, latticePrefix), Shape: x.Shape,
+			Data: x.Data})
 	}
 	if install, err = m.loadLattices(arrays); err != nil {
 		return nil, f.errorf("%w", err)

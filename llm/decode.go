@@ -14,10 +14,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// decoding computes logits on the CPU for a sequence that grows by one token at a time. It keeps the keys and values of the
-// tokens before, and so takes a pass over one row for another token. Where there are none to go on from, at first and when a
-// token has left the window, which moves all others to other positions, it takes a pass over a window that holds the tokens.
-// Time and memory are those of the tokens that there are: Config.Seq may be much larger.
+// decoding computes logits on the CPU for a sequence that grows by one token at a time. It keeps
+// the keys and values of the tokens before, and so takes a pass over one row for another token.
+// Where there are none to go on from, at first and when a token has left the window, which moves
+// all others to other positions, it takes a pass over a window that holds the tokens. Time and
+// memory are those of the tokens that there are: Config.Seq may be much larger.
 type decoding struct {
 	model        *Model
 	window, step Runner
@@ -46,7 +47,8 @@ func (d *decoding) close() (err error) {
 // minRows is how many rows there are at least: for fewer, a pass takes hardly less time.
 const minRows = 16
 
-// roomFor is the number of rows for so many tokens: a power of two, so that few windows are built as texts get longer.
+// roomFor is the number of rows for so many tokens: a power of two, so that few windows are built
+// as texts get longer.
 func (c Config) roomFor(tokens int) int {
 	rows := minRows
 	for rows < tokens {
@@ -105,7 +107,8 @@ func (d *decoding) next(ctx context.Context, tokens []int) (any, error) {
 	return logits, nil
 }
 
-// keyValues is the keys, turned by their positions, and the values of the positions so far, in each block.
+// keyValues is the keys, turned by their positions, and the values of the positions so far, in each
+// block.
 type keyValues struct {
 	config       Config
 	cos, sin     []float64    // of some positions, all that have been needed
@@ -116,7 +119,8 @@ type keyValues struct {
 }
 
 func newKeyValues(c Config) *keyValues {
-	return &keyValues{config: c, keys: make([]opbase.Aux, c.Layers), values: make([]opbase.Aux, c.Layers)}
+	return &keyValues{config: c, keys: make([]opbase.Aux, c.Layers), values: make([]opbase.Aux,
+		c.Layers)}
 }
 
 // angles returns cosine and sine of those by which features are turned at a position.
@@ -129,7 +133,8 @@ func (c *keyValues) angles(position int) (cos, sin []float64) {
 	return c.cos[position*half:][:half], c.sin[position*half:][:half]
 }
 
-// extended returns the memory of a with room for so many elements, the first of which are what it held.
+// extended returns the memory of a with room for so many elements, the first of which are what it
+// held.
 func extended[T cpu.Float](a *opbase.Aux, elements, room int) []T {
 	_, n := a.Len()
 	held := opbase.AuxSlice[T](a, n)
@@ -159,7 +164,8 @@ func (c *keyValues) fill(r Runner) error {
 	return nil
 }
 
-// cachedAttentionOp is the attention of one row to itself and to those in the cache, which it joins.
+// cachedAttentionOp is the attention of one row to itself and to those in the cache, which it
+// joins.
 type cachedAttentionOp struct {
 	opbase.Base
 	cache *keyValues
@@ -179,7 +185,8 @@ func (c *keyValues) attention(h, wq, wk, v *gorgonia.Node) (*gorgonia.Node, erro
 	o := &cachedAttentionOp{cache: c, block: c.blocks}
 	c.blocks++
 	in := gorgonia.Nodes{q, k, v}
-	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprint("block=", o.block), in, q.Dtype(), q.Shape(), attendCached[float32],
+	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprint("block=", o.block), in, q.Dtype(), q.Shape(),
+		attendCached[float32],
 		attendCached[float64])
 	return gorgonia.ApplyOp(o, in...)
 }
@@ -199,7 +206,8 @@ func attendCached[T cpu.Float](o *cachedAttentionOp, y []T, in opbase.Args) erro
 	cpu.RoPE(turned, q, cos, sin, 1, c.config.Heads, c.config.HeadDim, false)
 	cpu.RoPE(keys[p*len(k):][:len(k)], k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
 	copy(values[p*len(v):], v)
-	cpu.AttentionAt(y, turned, keys, values, p, cpu.AttentionShape{Heads: c.config.Heads, KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim,
+	cpu.AttentionAt(y, turned, keys, values, p, cpu.AttentionShape{Heads: c.config.Heads,
+		KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim,
 		Scale: 1 / math.Sqrt(float64(c.config.HeadDim))})
 	return nil
 }

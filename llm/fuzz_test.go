@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// FuzzLoaderState gives a loader any place: it is refused and nothing has changed, or batches follow whose tokens are the text's,
-// and the place after them is one that a loader takes.
+// FuzzLoaderState gives a loader any place: it is refused and nothing has changed, or batches
+// follow whose tokens are the text's, and the place after them is one that a loader takes.
 func FuzzLoaderState(f *testing.F) {
 	l := mustLoader(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
 	whole, err := json.Marshal(l.State())
@@ -66,7 +66,8 @@ func FuzzSamplerState(f *testing.F) {
 	})
 }
 
-// FuzzCorpus gives OpenCorpus files of any contents and names: it says what is wrong, or its two parts are all that they hold.
+// FuzzCorpus gives OpenCorpus files of any contents and names: it says what is wrong, or its two
+// parts are all that they hold.
 func FuzzCorpus(f *testing.F) {
 	f.Add("a.txt", []byte("some text"), "b", []byte{0, 1})
 	f.Add(".hidden", []byte("x"), "b/c", []byte("yy"))
@@ -95,7 +96,8 @@ func FuzzCorpus(f *testing.F) {
 	})
 }
 
-// FuzzFingerprints gives the cache of fingerprints any file: what it then remembers comes back, whatever was there.
+// FuzzFingerprints gives the cache of fingerprints any file: what it then remembers comes back,
+// whatever was there.
 func FuzzFingerprints(f *testing.F) {
 	sum := strings.Repeat("ab", 32)
 	f.Add([]byte(`[{"table":"a","fingerprint":"` + sum + `"}]`))
@@ -119,5 +121,8 @@ func TestManyFingerprints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "fingerprints.json")
 	b := []byte("[" + strings.Repeat("{},", fingerprintsBytes/3-2) + "{}]")
 	require.NoError(t, os.WriteFile(path, b, 0o666))
-	bounded.Run(t, int64(len(b)), func() { require.Len(t, fingerprints(path).read(), fingerprintsMost) })
+	bounded.Run(t, int64(len(b)), func() {
+		require.Len(t, fingerprints(path).read(),
+			fingerprintsMost)
+	})
 }

@@ -10,9 +10,10 @@ import (
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// Generator draws text from a model, token by token, on the CPU. Each token sees as many of the tokens before it as the model's
-// training sequences were long. Up to that length a token takes a pass over one row, since keys and values are kept; beyond it
-// every token moves the others to other positions, and takes a pass over the whole window.
+// Generator draws text from a model, token by token, on the CPU. Each token sees as many of the
+// tokens before it as the model's training sequences were long. Up to that length a token takes a
+// pass over one row, since keys and values are kept; beyond it every token moves the others to
+// other positions, and takes a pass over the whole window.
 type Generator struct {
 	config  Config
 	decoder func() (func(ctx context.Context, tokens []int) (any, error), error)
@@ -39,7 +40,8 @@ func (g *Generator) Close() error {
 	return g.close()
 }
 
-// Generate yields n tokens that s draws to continue the prompt, which needs at least one token, each as soon as it is drawn:
+// Generate yields n tokens that s draws to continue the prompt, which needs at least one token,
+// each as soon as it is drawn:
 //
 //	for token, err := range generator.Generate(ctx, prompt, 100, sampler) {
 //		if err != nil {
@@ -48,18 +50,24 @@ func (g *Generator) Close() error {
 //		...
 //	}
 //
-// An error is the last that it yields, and so is the end of the context, which it looks for within the passes over the model too.
-// A Generator is not safe for use by several goroutines at once, and what it yields must be taken before the model changes.
-func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sampler) iter.Seq2[int, error] {
+// An error is the last that it yields, and so is the end of the context, which it looks for within
+// the passes over the model too. A Generator is not safe for use by several goroutines at once, and
+// what it yields must be taken before the model changes.
+func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sampler) iter.Seq2[int,
+	error] {
 	return func(yield func(int, error) bool) {
-		if err := g.generate(ctx, prompt, n, s, func(token int) bool { return yield(token, nil) }); err != nil {
+		if err := g.generate(ctx, prompt, n, s, func(token int) bool {
+			return yield(token,
+				nil)
+		}); err != nil {
 			yield(0, fmt.Errorf("llm: Generate: %w", err))
 		}
 	}
 }
 
 // generate calls yield with each token until that returns false.
-func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sampler, yield func(token int) bool) error {
+func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sampler,
+	yield func(token int) bool) error {
 	switch {
 	case g == nil || g.decoder == nil:
 		return errors.New("the generator is nil or its zero value: NewGenerator makes one")
@@ -97,7 +105,8 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sample
 }
 
 // drawFrom draws the token that follows.
-func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error), tokens []int, s *Sampler) (int, error) {
+func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error),
+	tokens []int, s *Sampler) (int, error) {
 	v, err := logits(ctx, tokens)
 	if err != nil {
 		return 0, err

@@ -24,7 +24,8 @@ func newGenerator(t *testing.T, c Config) (*Generator, *Sampler) {
 	return g, s
 }
 
-// TestGenerateStreams wants tokens as they are drawn, no more after the caller has had enough, and the end with the context.
+// TestGenerateStreams wants tokens as they are drawn, no more after the caller has had enough, and
+// the end with the context.
 func TestGenerateStreams(t *testing.T) {
 	g, s := newGenerator(t, tiny())
 	taken := 0
@@ -53,8 +54,8 @@ func TestGenerateStreams(t *testing.T) {
 	require.ErrorContains(t, err, "the context is nil")
 }
 
-// TestGenerateStopsWithinAPass wants the context to end the pass over a prompt, which may take minutes, and the generator to be
-// as good as before.
+// TestGenerateStopsWithinAPass wants the context to end the pass over a prompt, which may take
+// minutes, and the generator to be as good as before.
 func TestGenerateStopsWithinAPass(t *testing.T) {
 	g, s := newGenerator(t, tiny())
 	enough := errors.New("enough")
@@ -80,8 +81,9 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.Len(t, tokens, 5)
 }
 
-// TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are: a file may name a window of 2²⁴
-// positions for a model of some bytes. Passes over such a window would take days.
+// TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are: a file may
+// name a window of 2²⁴ positions for a model of some bytes. Passes over such a window would take
+// days.
 func TestGenerateOfAWideWindow(t *testing.T) {
 	c := smallConfig()
 	c.Seq = 1 << 24
@@ -93,7 +95,8 @@ func TestGenerateOfAWideWindow(t *testing.T) {
 	})
 }
 
-// TestWindowsThatGrow wants the same logits from a window for the tokens as from one for all, over several sizes.
+// TestWindowsThatGrow wants the same logits from a window for the tokens as from one for all, over
+// several sizes.
 func TestWindowsThatGrow(t *testing.T) {
 	c := tiny()
 	c.Seq = 100

@@ -24,11 +24,13 @@ import (
 
 // smallConfig is that of smallCheckpoint.
 func smallConfig() Config {
-	return Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
+	return Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0},
+		Seeds: 2}.Default()
 }
 
 // rewritten saves a checkpoint of smallCheckpoint after a change, with checksums that are right.
-func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor, metadata map[string]string)) string {
+func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor,
+	metadata map[string]string)) string {
 	t.Helper()
 	tensors, metadata := trainedCheckpoint(t)
 	byName := map[string]safetensors.Tensor{}
@@ -37,7 +39,10 @@ func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor, 
 	}
 	change(byName, metadata)
 	path := filepath.Join(t.TempDir(), "m.safetensors")
-	all := slices.SortedFunc(maps.Values(byName), func(a, b safetensors.Tensor) int { return strings.Compare(a.Name, b.Name) })
+	all := slices.SortedFunc(maps.Values(byName), func(a,
+		b safetensors.Tensor) int {
+		return strings.Compare(a.Name, b.Name)
+	})
 	require.NoError(t, safetensors.Save(path, all, metadata))
 	return path
 }
@@ -71,12 +76,16 @@ func stateOf(t testing.TB, tr *Trainer) string {
 	return b.String()
 }
 
-// TestNumbersThatAreNone wants files whose numbers no run can have, under checksums that are right, to be refused with what and
-// where, and nothing to have changed.
+// TestNumbersThatAreNone wants files whose numbers no run can have, under checksums that are right,
+// to be refused with what and where, and nothing to have changed.
 func TestNumbersThatAreNone(t *testing.T) {
 	const weight = "model.layers.0.mlp.up_proj.weight"
-	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor, map[string]string) {
-		return func(x map[string]safetensors.Tensor, _ map[string]string) { x[name].Data.([]float32)[at] = v }
+	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor,
+		map[string]string) {
+		return func(x map[string]safetensors.Tensor,
+			_ map[string]string) {
+			x[name].Data.([]float32)[at] = v
+		}
 	}
 	inMetadata := func(old, now string) func(map[string]safetensors.Tensor, map[string]string) {
 		return func(_ map[string]safetensors.Tensor, m map[string]string) {
@@ -92,16 +101,23 @@ func TestNumbersThatAreNone(t *testing.T) {
 		model  bool // LoadModel refuses it too
 		is     error
 	}{
-		"NaN":             {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true, ErrDiverged},
-		"infinity":        {edit(normName, 3, inf), "parameter model.norm.weight is -Inf at element 3", true, ErrDiverged},
-		"moment of NaN":   {edit("optimizer."+weight+".exp_avg", 1, nan), weight + `": exp_avg is NaN at element 1`, false, nil},
-		"negative square": {edit("optimizer."+weight+".exp_avg_sq", 0, -1), weight + `": exp_avg_sq is -1 at element 0`, false, nil},
+		"NaN": {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true,
+			ErrDiverged},
+		"infinity": {edit(normName, 3, inf), "parameter model.norm.weight is -Inf at element 3",
+			true, ErrDiverged},
+		"moment of NaN": {edit("optimizer."+weight+".exp_avg", 1, nan), weight +
+			`": exp_avg is NaN at element 1`, false, nil},
+		"negative square": {edit("optimizer."+weight+".exp_avg_sq", 0, -1), weight +
+			`": exp_avg_sq is -1 at element 0`, false, nil},
 		"count of steps": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["optimizer."+weight+".step"].Data.([]int64)[0] = math.MaxInt64
 		}, "step is [9223372036854775807]", false, nil},
-		"epoch":           {inMetadata(`"epoch":0,"next"`, `"epoch":9223372036854775807,"next"`), "epoch 9223372036854775807", false, nil},
-		"window":          {inMetadata(`"next":1`, `"next":9223372036854775807`), "window 9223372036854775807", false, nil},
-		"step":            {inMetadata(`"step":1`, `"step":9223372036854775807`), "at step 9223372036854775807", false, nil},
+		"epoch": {inMetadata(`"epoch":0,"next"`, `"epoch":9223372036854775807,"next"`),
+			"epoch 9223372036854775807", false, nil},
+		"window": {inMetadata(`"next":1`, `"next":9223372036854775807`),
+			"window 9223372036854775807", false, nil},
+		"step": {inMetadata(`"step":1`, `"step":9223372036854775807`),
+			"at step 9223372036854775807", false, nil},
 		"step of a float": {inMetadata(`"step":1`, `"step":0.5`), "the state of the run", false, nil},
 		"a stranger": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["model.layers.1.w"] = zeros("model.layers.1.w", 1)
@@ -116,7 +132,8 @@ func TestNumbersThatAreNone(t *testing.T) {
 			m[trainingKey] += strings.Repeat(" ", 1<<20)
 		}, "bytes of JSON, want at most", false, nil},
 		"an endless config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[configKey] = strings.Replace(m[configKey], `"kasmina":[0`, `"kasmina":[0`+strings.Repeat(",0", 1<<19), 1)
+			m[configKey] = strings.Replace(m[configKey], `"kasmina":[0`, `"kasmina":[0`+strings.Repeat(",0",
+				1<<19), 1)
 		}, "the configuration: 1", true, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -138,7 +155,8 @@ func TestNumbersThatAreNone(t *testing.T) {
 }
 
 func zeros(name string, n int) safetensors.Tensor {
-	return safetensors.Tensor{Name: name, DType: safetensors.U8, Shape: []int{n}, Data: make([]uint8, n)}
+	return safetensors.Tensor{Name: name, DType: safetensors.U8, Shape: []int{n}, Data: make([]uint8,
+		n)}
 }
 
 // readers are all that read a file at a path that they are given.
@@ -152,8 +170,11 @@ func readers(t *testing.T) map[string]func(path string) error {
 		"ReadBlueprint": func(path string) error { return errorOf(tr.Model.ReadBlueprint(path, 0, 0)) },
 		"LoadBlueprint": func(path string) error { return tr.Model.LoadBlueprint(path, 0, 0) },
 		"LoadBPE":       func(path string) error { return errorOf(LoadBPE(path)) },
-		"OpenTokens":    func(path string) error { return errorOf(OpenTokens(t.Context(), path, text, ByteTokenizer{})) },
-		"readLog":       func(path string) error { return readLog(path, func(logRecord) {}) },
+		"OpenTokens": func(path string) error {
+			return errorOf(OpenTokens(t.Context(), path, text,
+				ByteTokenizer{}))
+		},
+		"readLog": func(path string) error { return readLog(path, func(logRecord) {}) },
 	}
 }
 
@@ -184,13 +205,18 @@ func TestHoles(t *testing.T) {
 	config, err := json.Marshal(metadata[configKey])
 	require.NoError(t, err)
 	one := func(name, config string) []byte {
-		return appendHeader(nil, fmt.Sprintf(`{"__metadata__":{"kasmina.config":%s,"kasmina.blueprint":"LowRank","kasmina.chunk":"2"},"%s":{"dtype":"F32","shape":[%d],`+
-			`"data_offsets":[0,%d]}}`, config, name, size/4, size))
+		return appendHeader(nil,
+			fmt.Sprintf(`{"__metadata__":{"kasmina.config":%s,"kasmina.blueprint":"LowRank","kasmina.chunk":"2"},`+
+				`"%s":{"dtype":"F32","shape":[%d],`+
+				`"data_offsets":[0,%d]}}`, config, name, size/4, size))
 	}
 	for what, content := range map[string][]byte{
-		"nothing": nil, "a parameter": one(embedName, string(config)), "a lattice": one("lattice.0.stage", string(config)),
-		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName, strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
-		"a scale": one("scale", string(config)), "an encoding": []byte(bpeHeader), "tokens": []byte(tokenMagic),
+		"nothing": nil, "a parameter": one(embedName, string(config)), "a lattice": one("lattice.0.stage",
+			string(config)),
+		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName,
+			strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
+		"a scale": one("scale",
+			string(config)), "an encoding": []byte(bpeHeader), "tokens": []byte(tokenMagic),
 	} {
 		require.NoError(t, os.WriteFile(path, content, 0o666))
 		if err := os.Truncate(path, size+int64(len(content))); err != nil {
@@ -214,19 +240,25 @@ func appendHeader(b []byte, header string) []byte {
 	return append(binary.LittleEndian.AppendUint64(b, uint64(len(header))), header...)
 }
 
-// TestLongLines wants lines that are too long for records to be passed over without being kept, also at the end of a log.
+// TestLongLines wants lines that are too long for records to be passed over without being kept,
+// also at the end of a log.
 func TestLongLines(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	long := `{"event":"step","step":1,"text":"` + strings.Repeat("x", 9*maxRecord) + `"}`
-	for _, log := range []string{long + "\n" + `{"step":7}` + "\n" + long, long + "\n" + `{"step":7}` + "\n" + long + "\n", `{"step":7}` + "\n" + long} {
+	for _, log := range []string{long + "\n" + `{"step":7}` + "\n" + long, long + "\n" + `{"step":7}` +
+		"\n" + long + "\n", `{"step":7}` + "\n" + long} {
 		require.NoError(t, os.WriteFile(path, []byte(log), 0o666))
 		var steps []int
-		bounded.Run(t, 0, func() { require.NoError(t, readLog(path, func(r logRecord) { steps = append(steps, r.Step) })) })
+		bounded.Run(t, 0, func() {
+			require.NoError(t, readLog(path,
+				func(r logRecord) { steps = append(steps, r.Step) }))
+		})
 		require.Equal(t, []int{7}, steps)
 	}
 }
 
-// TestReadingStops wants what reads large files to end with its context, and nothing to have changed.
+// TestReadingStops wants what reads large files to end with its context, and nothing to have
+// changed.
 func TestReadingStops(t *testing.T) {
 	path := rewritten(t, func(map[string]safetensors.Tensor, map[string]string) {})
 	tokens := filepath.Join(t.TempDir(), "tokens")
@@ -259,8 +291,10 @@ func TestNotesOfAnySize(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// withoutChecksums returns the bytes of a file whose header no longer has any, so that altered ones are not refused for them.
-func withoutChecksums(t testing.TB, tensors []safetensors.Tensor, metadata map[string]string) []byte {
+// withoutChecksums returns the bytes of a file whose header no longer has any, so that altered ones
+// are not refused for them.
+func withoutChecksums(t testing.TB, tensors []safetensors.Tensor,
+	metadata map[string]string) []byte {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	require.NoError(t, safetensors.Save(path, tensors, metadata))
@@ -276,8 +310,8 @@ func withoutChecksums(t testing.TB, tensors []safetensors.Tensor, metadata map[s
 	return append(appendHeader(nil, string(plain)), b[n:]...)
 }
 
-// FuzzCheckpoint gives LoadModel, ReadNotes and Resume any bytes, of which some are a checkpoint without checksums. What a
-// refused Resume leaves is what was there.
+// FuzzCheckpoint gives LoadModel, ReadNotes and Resume any bytes, of which some are a checkpoint
+// without checksums. What a refused Resume leaves is what was there.
 func FuzzCheckpoint(f *testing.F) {
 	tensors, metadata := trainedCheckpoint(f)
 	whole := withoutChecksums(f, tensors, metadata)
@@ -296,7 +330,8 @@ func FuzzCheckpoint(f *testing.F) {
 	})
 }
 
-// checkRefusal resumes from a file. If that is refused nothing has changed, and if not a step comes to an end.
+// checkRefusal resumes from a file. If that is refused nothing has changed, and if not a step comes
+// to an end.
 func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	before := stateOf(t, tr)
 	var err error

@@ -40,7 +40,8 @@ func TestZeroValues(t *testing.T) {
 	second := func(_ any, err error) error { return err }
 	var m Model
 	for name, err := range map[string]error{
-		"NewGenerator makes one":       second(collect(new(Generator).Generate(t.Context(), []int{1}, 1, nil))),
+		"NewGenerator makes one": second(collect(new(Generator).Generate(t.Context(), []int{1}, 1,
+			nil))),
 		"NewSampler makes one":         second(new(Sampler).State()),
 		"TrainOrder2 makes an Order2":  second(new(Order2).BitsPerByte([]byte("text"))),
 		"NewLoader makes one":          second(new(Loader).Next()),

@@ -14,8 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// FuzzNetworkLoad gives a network its own arrays with one of them altered, the header's checksum and the seeds' made right again
-// if repair says so. They are refused and nothing has changed, or the network holds them and goes on.
+// FuzzNetworkLoad gives a network its own arrays with one of them altered, the header's checksum
+// and the seeds' made right again if repair says so. They are refused and nothing has changed, or
+// the network holds them and goes on.
 func FuzzNetworkLoad(f *testing.F) {
 	for which := range uint8(6) {
 		f.Add(which, uint16(3), []byte{255}, which%2 == 0)

@@ -11,8 +11,10 @@ import (
 
 // FuzzTable gives -table any file: it is refused, or there is a table of it.
 func FuzzTable(f *testing.F) {
-	f.Add([]byte(`{"bench":"run","peer":"kasmina","card":"C"}` + "\n" + `{"bench":"copy_2GiB","peer":"kasmina","us":1,"gbps":4000}` + "\n"))
-	f.Add([]byte(`{"bench":"a","peer":"b","tok_s":1e308,"us":-1}` + "\n\n" + `{"bench":"a","peer":"kasmina"}`))
+	f.Add([]byte(`{"bench":"run","peer":"kasmina","card":"C"}` + "\n" +
+		`{"bench":"copy_2GiB","peer":"kasmina","us":1,"gbps":4000}` + "\n"))
+	f.Add([]byte(`{"bench":"a","peer":"b","tok_s":1e308,"us":-1}` + "\n\n" +
+		`{"bench":"a","peer":"kasmina"}`))
 	f.Add([]byte("null\n[]\n"))
 	path := filepath.Join(f.TempDir(), "results")
 	f.Fuzz(func(t *testing.T, content []byte) {

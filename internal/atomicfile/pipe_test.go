@@ -12,7 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipeOfAStaleName wants a named pipe, called as the temporary file of a dead writer is, not to stop the next one.
+// TestPipeOfAStaleName wants a named pipe, called as the temporary file of a dead writer is, not to
+// stop the next one.
 func TestPipeOfAStaleName(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")
 	pipe := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+strings.Repeat("d", randomDigits))

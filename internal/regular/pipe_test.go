@@ -11,7 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipe opens a named pipe that nobody writes to, also where it takes a file's place at the last moment.
+// TestPipe opens a named pipe that nobody writes to, also where it takes a file's place at the last
+// moment.
 func TestPipe(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "pipe")
 	require.NoError(t, syscall.Mkfifo(path, 0o666))

@@ -1,5 +1,5 @@
-// Package regular opens files that others may have made. What stands at a path need not be a file: opening a named pipe waits
-// for a writer, and a device such as /dev/zero never ends.
+// Package regular opens files that others may have made. What stands at a path need not be a file:
+// opening a named pipe waits for a writer, and a device such as /dev/zero never ends.
 package regular
 
 import (
@@ -10,9 +10,10 @@ import (
 	"os"
 )
 
-// Open opens the regular file at path, or a symbolic link to one, for reading, and returns its size. Anything else is an error
-// that says what it is. It never waits: the kind is looked at before opening, which some devices take for a command, and
-// again after, in case it was replaced between.
+// Open opens the regular file at path, or a symbolic link to one, for reading, and returns its
+// size. Anything else is an error that says what it is. It never waits: the kind is looked at
+// before opening, which some devices take for a command, and again after, in case it was replaced
+// between.
 func Open(path string) (*os.File, int64, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -35,8 +36,8 @@ func Open(path string) (*os.File, int64, error) {
 	return f, info.Size(), nil
 }
 
-// Read returns the contents of the regular file at path. A file of more than limit bytes is an error; what says how much there
-// ought to be, such as "a byte-pair encoding has".
+// Read returns the contents of the regular file at path. A file of more than limit bytes is an
+// error; what says how much there ought to be, such as "a byte-pair encoding has".
 func Read(path string, limit int64, what string) ([]byte, error) {
 	f, size, err := Open(path)
 	if err != nil {
@@ -44,7 +45,8 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	}
 	defer f.Close()
 	if size > limit {
-		return nil, fmt.Errorf("%s has %d bytes, and %s at most %d: it is another kind of file", path, size, what, limit)
+		return nil, fmt.Errorf("%s has %d bytes, and %s at most %d: it is another kind of file", path,
+			size, what, limit)
 	}
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)

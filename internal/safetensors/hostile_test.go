@@ -19,7 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// TestHugeHeaders opens files whose headers are as large as the format allows, and full of what takes memory to read.
+// TestHugeHeaders opens files whose headers are as large as the format allows, and full of what
+// takes memory to read.
 func TestHugeHeaders(t *testing.T) {
 	if testing.Short() {
 		t.Skip("headers of 99 MB")
@@ -33,16 +34,30 @@ func TestHugeHeaders(t *testing.T) {
 		file   func() []byte
 		faults string // "" if it is a good file
 	}{
-		"tensors":    {repeated("{", func(b *bytes.Buffer, i int) { fmt.Fprintf(b, `"%x%s`, i, empty) }, "}"), ""},
-		"dimensions": {repeated(`{"a":{"dtype":"U8","shape":[`, func(b *bytes.Buffer, _ int) { b.WriteByte('0') }, `],"data_offsets":[0,0]}}`), "more than 16"},
+		"tensors": {repeated("{", func(b *bytes.Buffer, i int) { fmt.Fprintf(b, `"%x%s`, i, empty) },
+			"}"), ""},
+		"dimensions": {repeated(`{"a":{"dtype":"U8","shape":[`, func(b *bytes.Buffer,
+			_ int) {
+			b.WriteByte('0')
+		}, `],"data_offsets":[0,0]}}`), "more than 16"},
 		"shapes": {repeated("{", func(b *bytes.Buffer, i int) {
-			fmt.Fprintf(b, `"%x":{"dtype":"U8","shape":[%s0],"data_offsets":[0,0]}`, i, strings.Repeat("0,", maxRank-1))
+			fmt.Fprintf(b, `"%x":{"dtype":"U8","shape":[%s0],"data_offsets":[0,0]}`, i, strings.Repeat("0,",
+				maxRank-1))
 		}, "}"), ""},
-		"metadata":             {repeated(`{"__metadata__":{`, func(b *bytes.Buffer, i int) { fmt.Fprintf(b, `"%x":""`, i) }, "}}"), "more than 1024 entries"},
-		"a long name":          {repeated(`{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`\u00e4`) }, empty[:len(empty)-1]), "JSON"},
-		"a long value":         {repeated(`{"__metadata__":{"a":"`, func(b *bytes.Buffer, _ int) { b.WriteString(`\"`) }, `"}}`), ""},
-		"no field":             {repeated(`{"a":{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`a`) }, `":0}}`), "unknown field"},
-		"names without fields": {repeated(`{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`"dtype"`) }, `}`), "JSON"},
+		"metadata": {repeated(`{"__metadata__":{`, func(b *bytes.Buffer,
+			i int) {
+			fmt.Fprintf(b, `"%x":""`, i)
+		}, "}}"), "more than 1024 entries"},
+		"a long name": {repeated(`{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`\u00e4`) },
+			empty[:len(empty)-1]), "JSON"},
+		"a long value": {repeated(`{"__metadata__":{"a":"`, func(b *bytes.Buffer,
+			_ int) {
+			b.WriteString(`\"`)
+		}, `"}}`), ""},
+		"no field": {repeated(`{"a":{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`a`) },
+			`":0}}`), "unknown field"},
+		"names without fields": {repeated(`{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`"dtype"`) },
+			`}`), "JSON"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := c.file()
@@ -166,7 +181,8 @@ func TestSaveWithinLimits(t *testing.T) {
 
 // FuzzScanner compares strings with what encoding/json makes of them.
 func FuzzScanner(f *testing.F) {
-	for _, s := range []string{`""`, `"a"`, `"\u0061\ud83d\ude00\ud83d\n\/"`, `"\`, `"\x"`, "\"\x01\"", `"a" `, `"\ude00\ud83d"`, `"\ud83d\u0061"`} {
+	for _, s := range []string{`""`, `"a"`, `"\u0061\ud83d\ude00\ud83d\n\/"`, `"\`, `"\x"`, "\"\x01\"",
+		`"a" `, `"\ude00\ud83d"`, `"\ud83d\u0061"`} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
@@ -179,13 +195,15 @@ func FuzzScanner(f *testing.F) {
 			err = s.end()
 		}
 		var want string
-		if wrong := json.Unmarshal([]byte(text), &want); (err == nil) != (wrong == nil) || err == nil && got != want {
+		if wrong := json.Unmarshal([]byte(text), &want); (err == nil) != (wrong == nil) || err == nil &&
+			got != want {
 			t.Errorf("%q is %q, %v; encoding/json makes it %q, %v", text, got, err, want, wrong)
 		}
 	})
 }
 
-// FuzzOpen gives files as they are, and behind a header's length. What is accepted is JSON, has sound tensors, and can be saved.
+// FuzzOpen gives files as they are, and behind a header's length. What is accepted is JSON, has
+// sound tensors, and can be saved.
 func FuzzOpen(f *testing.F) {
 	f.Add(small(f), false)
 	f.Add([]byte(plain+strings.Repeat("\x00", 9)), true)

@@ -11,12 +11,14 @@ import (
 	"unsafe"
 )
 
-// minEntry is the length of the shortest entry: `"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`.
+// minEntry is the length of the shortest entry:
+// `"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`.
 const minEntry = 49
 
-// parseHeader reads the header's JSON in one pass, in memory of about three times its size: that is why it does not decode
-// into maps, and names and values share the header's memory, which must not change any more. Entries come back in data
-// order. They are known to be sound, to have different names and to fill dataSize bytes exactly.
+// parseHeader reads the header's JSON in one pass, in memory of about three times its size: that is
+// why it does not decode into maps, and names and values share the header's memory, which must not
+// change any more. Entries come back in data order. They are known to be sound, to have different
+// names and to fill dataSize bytes exactly.
 func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, error) {
 	if len(header) == 0 || header[0] != '{' {
 		return nil, nil, errors.New("header does not start with {")
@@ -24,7 +26,8 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if !utf8.Valid(header) {
 		return nil, nil, errors.New("header is not valid UTF-8 JSON")
 	}
-	p := parser{scanner: scanner{text: unsafe.String(unsafe.SliceData(header), len(header))}, dataSize: dataSize}
+	p := parser{scanner: scanner{text: unsafe.String(unsafe.SliceData(header), len(header))},
+		dataSize: dataSize}
 	p.entries = make([]entry, 0, min(strings.Count(p.text, `"dtype"`), len(p.text)/minEntry))
 	if err := p.header(); err != nil {
 		return nil, nil, fmt.Errorf("header: %w", err)
@@ -38,8 +41,8 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	return p.entries, p.metadata, nil
 }
 
-// parser gathers what a header holds. What it reads is just what the format has: duplicate, misspelt and unknown keys are
-// errors, which decoding into structs would let pass.
+// parser gathers what a header holds. What it reads is just what the format has: duplicate,
+// misspelt and unknown keys are errors, which decoding into structs would let pass.
 type parser struct {
 	scanner
 	entries  []entry
@@ -171,29 +174,37 @@ func (e *entry) check() error {
 		return err
 	}
 	if want, got := int64(n)*int64(e.dtype.Size()), e.end-e.begin; got != want {
-		return fmt.Errorf("%s of shape %v takes %d bytes, data_offsets [%d,%d] hold %d", e.dtype, e.shape, want, e.begin,
+		return fmt.Errorf("%s of shape %v takes %d bytes, data_offsets [%d,%d] hold %d", e.dtype, e.shape,
+			want, e.begin,
 			e.end, got)
 	}
 	return nil
 }
 
-// inDataOrder sorts the entries by their places and checks that they fill data without gaps or overlaps.
+// inDataOrder sorts the entries by their places and checks that they fill data without gaps or
+// overlaps.
 func (p *parser) inDataOrder() error {
-	byPlace := func(a, b entry) int { return cmp.Or(cmp.Compare(a.begin, b.begin), cmp.Compare(a.end, b.end)) }
+	byPlace := func(a, b entry) int {
+		return cmp.Or(cmp.Compare(a.begin, b.begin), cmp.Compare(a.end,
+			b.end))
+	}
 	if !slices.IsSortedFunc(p.entries, byPlace) {
 		slices.SortStableFunc(p.entries, byPlace)
 	}
 	var end int64
 	for _, e := range p.entries {
 		if e.begin != end {
-			return fmt.Errorf("tensor %.100q: data begins at offset %d, expected %d: a gap or an overlap", e.name, e.begin, end)
+			return fmt.Errorf("tensor %.100q: data begins at offset %d, expected %d: a gap or an overlap",
+				e.name, e.begin, end)
 		}
 		if end = e.end; end > p.dataSize {
-			return fmt.Errorf("tensor %.100q: data ends at offset %d, but the file has %d bytes of data", e.name, end, p.dataSize)
+			return fmt.Errorf("tensor %.100q: data ends at offset %d, but the file has %d bytes of data",
+				e.name, end, p.dataSize)
 		}
 	}
 	if end != p.dataSize {
-		return fmt.Errorf("the tensors end at offset %d, but the file has %d bytes of data", end, p.dataSize)
+		return fmt.Errorf("the tensors end at offset %d, but the file has %d bytes of data", end,
+			p.dataSize)
 	}
 	return nil
 }

@@ -17,7 +17,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// File is an open safetensors file whose header has been checked. Its methods may be called concurrently.
+// File is an open safetensors file whose header has been checked. Its methods may be called
+// concurrently.
 type File struct {
 	name      string
 	r         io.ReaderAt
@@ -29,8 +30,8 @@ type File struct {
 	sums      []uint32 // of the entries, nil when the file has none
 }
 
-// Open opens the file at path and checks its header: what is wrong with it comes as an ErrCorrupt. Anything but a regular
-// file is refused without waiting for it. Close it after use.
+// Open opens the file at path and checks its header: what is wrong with it comes as an ErrCorrupt.
+// Anything but a regular file is refused without waiting for it. Close it after use.
 func Open(path string) (*File, error) {
 	f, size, err := regular.Open(path)
 	if err != nil {
@@ -45,7 +46,8 @@ func Open(path string) (*File, error) {
 	return file, nil
 }
 
-// NewFile reads the header of a safetensors file of size bytes from r; name stands for it in errors.
+// NewFile reads the header of a safetensors file of size bytes from r; name stands for it in
+// errors.
 func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	f := &File{name: name, r: r, close: func() error { return nil }}
 	if size < 8 {
@@ -57,7 +59,8 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	}
 	n := binary.LittleEndian.Uint64(length[:])
 	if n > maxHeader {
-		return nil, f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file", n, maxHeader)
+		return nil, f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file",
+			n, maxHeader)
 	}
 	if n > uint64(size-8) {
 		return nil, f.corrupt("header of %d bytes, but only %d follow its length", n, size-8)
@@ -86,7 +89,10 @@ func (f *File) sortNames() error {
 	for i := range f.byName {
 		f.byName[i] = int32(i)
 	}
-	slices.SortFunc(f.byName, func(a, b int32) int { return cmp.Compare(f.entries[a].name, f.entries[b].name) })
+	slices.SortFunc(f.byName, func(a, b int32) int {
+		return cmp.Compare(f.entries[a].name,
+			f.entries[b].name)
+	})
 	for i := range f.byName[:max(0, len(f.byName)-1)] {
 		if name := f.entries[f.byName[i]].name; name == f.entries[f.byName[i+1]].name {
 			return fmt.Errorf("duplicate key %.100q", name)
@@ -97,15 +103,19 @@ func (f *File) sortNames() error {
 
 // find returns the entry of a tensor.
 func (f *File) find(name string) (int, error) {
-	i, ok := slices.BinarySearchFunc(f.byName, name, func(i int32, name string) int { return cmp.Compare(f.entries[i].name, name) })
+	i, ok := slices.BinarySearchFunc(f.byName, name, func(i int32,
+		name string) int {
+		return cmp.Compare(f.entries[i].name, name)
+	})
 	if !ok {
 		return 0, fmt.Errorf("safetensors: %s: tensor %.100q: %w", f.name, name, ErrNotFound)
 	}
 	return int(f.byName[i]), nil
 }
 
-// Load reads a whole file, checksums included: the tensors in data order and the metadata. It takes as much memory as the
-// file says; where files may be anybody's, open them and ask for what is wanted.
+// Load reads a whole file, checksums included: the tensors in data order and the metadata. It takes
+// as much memory as the file says; where files may be anybody's, open them and ask for what is
+// wanted.
 func Load(path string) ([]Tensor, map[string]string, error) {
 	f, err := Open(path)
 	if err != nil {
@@ -157,7 +167,8 @@ func (f *File) Bytes(name string) int64 {
 	return f.entries[i].end - f.entries[i].begin
 }
 
-// Tensor reads one tensor and checks its checksum, if the file has checksums. It takes as much memory as Bytes says.
+// Tensor reads one tensor and checks its checksum, if the file has checksums. It takes as much
+// memory as Bytes says.
 func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
 	i, err := f.find(name)
 	if err != nil {
@@ -166,7 +177,8 @@ func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
 	return f.tensor(ctx, i)
 }
 
-// Read is Tensor into data, a slice of the tensor's type and size. On an error data may hold a part of it.
+// Read is Tensor into data, a slice of the tensor's type and size. On an error data may hold a part
+// of it.
 func (f *File) Read(ctx context.Context, name string, data any) error {
 	i, err := f.find(name)
 	if err != nil {
@@ -175,13 +187,15 @@ func (f *File) Read(ctx context.Context, name string, data any) error {
 	e := f.entries[i]
 	n := int((e.end - e.begin) / int64(e.dtype.Size()))
 	if reflect.TypeOf(data) != e.dtype.sliceType() || reflect.ValueOf(data).Len() != n {
-		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, which do not fit a %T of %d: %w", f.name, name, n,
+		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, "+
+			"which do not fit a %T of %d: %w", f.name, name, n,
 			e.dtype, data, reflect.ValueOf(data).Len(), ErrInvalid)
 	}
 	return f.fill(ctx, i, data)
 }
 
-// Verify reads the data of the named tensors, holding one chunk at a time, and checks their checksums.
+// Verify reads the data of the named tensors, holding one chunk at a time, and checks their
+// checksums.
 func (f *File) Verify(ctx context.Context, names ...string) error {
 	scratch := make([]byte, min(chunk, f.dataSize()))
 	for _, name := range names {
@@ -234,14 +248,15 @@ func (f *File) fill(ctx context.Context, i int, data any) error {
 	return nil
 }
 
-// read reads the data of entry i, chunk by chunk, into what buffer returns for an offset into the entry and a length,
-// and checks it.
+// read reads the data of entry i, chunk by chunk, into what buffer returns for an offset into the
+// entry and a length, and checks it.
 func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte) error {
 	e := f.entries[i]
 	var sum uint32
 	for at := int64(0); at < e.end-e.begin; at += chunk {
 		if ctx.Err() != nil {
-			return fmt.Errorf("safetensors: %s: reading tensor %.100q: %w", f.name, e.name, context.Cause(ctx))
+			return fmt.Errorf("safetensors: %s: reading tensor %.100q: %w", f.name, e.name,
+				context.Cause(ctx))
 		}
 		part := buffer(at, min(chunk, e.end-e.begin-at))
 		if err := f.readAt(part, f.dataStart+e.begin+at); err != nil {
@@ -250,7 +265,8 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte)
 		sum = crc32.Update(sum, castagnoli, part)
 		if e.dtype == Bool {
 			if j := slices.IndexFunc(part, func(b byte) bool { return b > 1 }); j >= 0 {
-				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name, at+int64(j), part[j])
+				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name, at+int64(j),
+					part[j])
 			}
 		}
 	}
@@ -261,7 +277,8 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte)
 	return nil
 }
 
-// readAt fills b from the given position. The sizes were checked, so an early end means that the file has shrunk.
+// readAt fills b from the given position. The sizes were checked, so an early end means that the
+// file has shrunk.
 func (f *File) readAt(b []byte, at int64) error {
 	n, err := f.r.ReadAt(b, at)
 	switch {

@@ -9,8 +9,8 @@ import (
 	"unicode/utf8"
 )
 
-// scanner reads JSON from a text from left to right: objects, arrays of whole numbers, and strings, which is all that
-// headers have.
+// scanner reads JSON from a text from left to right: objects, arrays of whole numbers, and strings,
+// which is all that headers have.
 type scanner struct {
 	text string
 	at   int
@@ -66,8 +66,8 @@ func (s *scanner) end() error {
 	return nil
 }
 
-// key reads the next key of an object and the colon behind it; before the first it reads the brace. At the object's end more is
-// false.
+// key reads the next key of an object and the colon behind it; before the first it reads the brace.
+// At the object's end more is false.
 func (s *scanner) key(first bool) (key string, more bool, err error) {
 	if more, err = s.next(first, '{', '}'); err != nil || !more {
 		return "", false, err
@@ -78,7 +78,8 @@ func (s *scanner) key(first bool) (key string, more bool, err error) {
 	return key, true, err
 }
 
-// next reads what stands before an element: open before the first, commas between them, or close behind the last.
+// next reads what stands before an element: open before the first, commas between them, or close
+// behind the last.
 func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	if first {
 		if err := s.expect(open); err != nil {
@@ -94,7 +95,8 @@ func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	return true, s.expect(',')
 }
 
-// array reads an array of whole numbers of at most limit into numbers, and returns how many there are.
+// array reads an array of whole numbers of at most limit into numbers, and returns how many there
+// are.
 func (s *scanner) array(numbers []int64, limit uint64) (int, error) {
 	for n := 0; ; n++ {
 		more, err := s.next(n == 0, '[', ']')
@@ -182,8 +184,8 @@ func unescape(raw string) (string, error) {
 	return string(b), nil
 }
 
-// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and the length of these; 0 if it is
-// none. Half a pair is U+FFFD, as encoding/json has it.
+// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and the
+// length of these; 0 if it is none. Half a pair is U+FFFD, as encoding/json has it.
 func escapedRune(text string) (rune, int) {
 	first, ok := hex4(text)
 	if !ok {

@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// TestManyChoices wants files that hold too much to be as good as none, and no such file to be written.
+// TestManyChoices wants files that hold too much to be as good as none, and no such file to be
+// written.
 func TestManyChoices(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	var b strings.Builder
@@ -41,7 +42,8 @@ func TestManyChoices(t *testing.T) {
 	require.ErrorContains(t, err, "is a folder")
 }
 
-// FuzzRead gives the store any file: it is as good as none, or what it holds is what comes back when it is written.
+// FuzzRead gives the store any file: it is as good as none, or what it holds is what comes back
+// when it is written.
 func FuzzRead(f *testing.F) {
 	f.Add([]byte(`{"version":1,"choices":{"a":{"way":"x","cold_ns":1},"b":[1,2]}}`))
 	f.Add([]byte(`{"version":1,"choices":{"a":1,"a":2}}`))
