@@ -148,7 +148,8 @@ func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.para
 // RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 
-// Run is RunAll that ends between two ops when the context does, with its cause as the error. The machine can run again then.
+// Run is RunAll that ends between two ops when the context does, with its cause as the error. The
+// machine can run again then.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)

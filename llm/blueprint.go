@@ -106,13 +106,15 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 	metadata := f.Metadata()
 	kind, ok := blueprints.ByName(metadata[kindKey])
 	if !ok {
-		return fail("%w: its metadata have %.100q for %s, want the name of a kind", blueprints.ErrUnknownKind, metadata[kindKey], kindKey)
+		return fail("%w: its metadata have %.100q for %s, want the name of a kind",
+			blueprints.ErrUnknownKind, metadata[kindKey], kindKey)
 	}
 	if len(m.Config.Kasmina) == 0 {
 		return fail("the model has no Kasmina layers")
 	}
 	if chunk := m.Config.Dim / m.Config.Seeds; metadata[chunkKey] != strconv.Itoa(chunk) {
-		return fail("%w: it is for chunks of %.100q features, and the model's have %d", ErrArchitecture, metadata[chunkKey], chunk)
+		return fail("%w: it is for chunks of %.100q features, and the model's have %d", ErrArchitecture,
+			metadata[chunkKey], chunk)
 	}
 	parts, err := m.parts(kind)
 	if err != nil {
@@ -123,23 +125,30 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 		return fail("%w", err)
 	}
 	n := len(all) - 1
-	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: state.SlotParams{Weights: all[:n], Scale: all[n]}}, nil
+	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind,
+		Params: state.SlotParams{Weights: all[:n], Scale: all[n]}}, nil
 }
 
-// readParts returns the numbers of the parts of a blueprint's file, one behind the other. It reads none before all are known to fit.
-func (m *Model) readParts(f *safetensors.File, kind blueprints.Kind, parts []blueprints.Part) (all []float64, err error) {
+// readParts returns the numbers of the parts of a blueprint's file, one behind the other. It reads
+// none before all are known to fit.
+func (m *Model) readParts(f *safetensors.File, kind blueprints.Kind,
+	parts []blueprints.Part) (all []float64, err error) {
 	if n := len(f.Names()); n != len(parts) {
-		return nil, fmt.Errorf("%w: it has %d tensors, want %d for a %v", ErrArchitecture, n, len(parts), kind)
+		return nil, fmt.Errorf("%w: it has %d tensors, want %d for a %v", ErrArchitecture, n, len(parts),
+			kind)
 	}
 	for _, part := range parts {
 		switch dtype, shape, err := f.Info(part.Name); {
 		case err != nil:
-			return nil, fmt.Errorf("%w: a %v has a tensor %q, which is missing", ErrArchitecture, kind, part.Name)
+			return nil, fmt.Errorf("%w: a %v has a tensor %q, which is missing", ErrArchitecture, kind,
+				part.Name)
 		case !slices.Equal(shape, part.Shape):
-			return nil, fmt.Errorf("%w: tensor %q has shape %v, want %v, as slots of %d weights hold", ErrArchitecture, part.Name, shape,
+			return nil, fmt.Errorf("%w: tensor %q has shape %v, want %v, as slots of %d weights hold",
+				ErrArchitecture, part.Name, shape,
 				part.Shape, m.Config.slotWidth())
 		case dtype != safetensors.F32 && dtype != safetensors.F64:
-			return nil, fmt.Errorf("%w: tensor %q is of type %s, want F32 or F64", ErrArchitecture, part.Name, dtype)
+			return nil, fmt.Errorf("%w: tensor %q is of type %s, want F32 or F64", ErrArchitecture,
+				part.Name, dtype)
 		}
 	}
 	largest := math.MaxFloat64
@@ -157,7 +166,8 @@ func (m *Model) readParts(f *safetensors.File, kind blueprints.Kind, parts []blu
 		}
 		for i, v := range data {
 			if !(math.Abs(v) <= largest) {
-				return nil, fmt.Errorf("element %d of tensor %q is %v, want a number that the model's %v holds", i, part.Name, v, m.Dtype())
+				return nil, fmt.Errorf("element %d of tensor %q is %v, want a number that the model's %v holds",
+					i, part.Name, v, m.Dtype())
 			}
 		}
 		all = append(all, data...)

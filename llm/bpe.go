@@ -65,7 +65,8 @@ func newBPE(merges []pair) (*BPE, error) {
 			return nil, fmt.Errorf("merge %d makes a token of %d bytes, want at most %d", i, n, maxPiece)
 		}
 		if first := b.merged.add(m, id); first != unmerged {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right, first-256)
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right,
+				first-256)
 		}
 		sizes[id] = uint8(n)
 	}
@@ -89,8 +90,9 @@ func (b *BPE) made() *BPE {
 	return b
 }
 
-// appendToken appends the bytes of a token: those of the two that it was merged of. Each of them is shorter, so the calls go as
-// deep as a piece is long at most. A table of all bytes would be larger than the merges many times over.
+// appendToken appends the bytes of a token: those of the two that it was merged of. Each of them is
+// shorter, so the calls go as deep as a piece is long at most. A table of all bytes would be larger
+// than the merges many times over.
 func (b *BPE) appendToken(text []byte, id int) []byte {
 	switch {
 	case id < 256:
@@ -208,10 +210,13 @@ func (e *bpeEncoder) merge(piece []byte) []int32 {
 }
 
 // becomes returns the id that parts[i] and parts[i+1] are merged to.
-func (e *bpeEncoder) becomes(i int) int32 { return e.bpe.merged.find(pair{e.parts[i], e.parts[i+1]}) }
+func (e *bpeEncoder) becomes(i int) int32 {
+	return e.bpe.merged.find(pair{e.parts[i],
+		e.parts[i+1]})
+}
 
-// A pairTable finds the id that a pair becomes, by open addressing. A map takes three times the memory. The key of its hash is
-// random, or a file could be made whose pairs all collide.
+// A pairTable finds the id that a pair becomes, by open addressing. A map takes three times the
+// memory. The key of its hash is random, or a file could be made whose pairs all collide.
 type pairTable struct {
 	merges []pair
 	ids    []int32 // 0 where there is none; their number is a power of two, of which at most half are taken
@@ -276,7 +281,8 @@ func (b *BPE) Save(path string) error {
 	return nil
 }
 
-// writeLines writes the file without its last line. Encodings are equal when these are. An error of the writer is left to it.
+// writeLines writes the file without its last line. Encodings are equal when these are. An error of
+// the writer is left to it.
 func (b *BPE) writeLines(w io.Writer) {
 	fmt.Fprintf(w, "%smerges %d\n", bpeHeader, len(b.merges))
 	var line []byte
@@ -287,7 +293,8 @@ func (b *BPE) writeLines(w io.Writer) {
 	}
 }
 
-// maxBPEFile is the size of a file with as many merges as there can be, none longer than "1048575 1048575\n".
+// maxBPEFile is the size of a file with as many merges as there can be, none longer than "1048575
+// 1048575\n".
 const maxBPEFile = 16*maxVocab + 256
 
 // LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something else says what is wrong

@@ -42,7 +42,8 @@ func ExampleCacheTokens() {
 		if err != nil {
 			log.Fatal(err)
 		}
-		tokens, err := llm.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache", "tokens"), corpus.Train, bpe, nil)
+		tokens, err := llm.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache",
+			"tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -56,7 +56,8 @@ func TestCapacityResumes(t *testing.T) {
 	}
 	checkSame(t, second, whole)
 	narrow := newTrainer(t, trainerOptions{config: tiny(), steps: 30})
-	if err := narrow.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "SlotWidth is 0 here and 18 there") {
+	if err := narrow.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
+		!strings.Contains(err.Error(), "SlotWidth is 0 here and 18 there") {
 		t.Errorf("got %v", err)
 	}
 }

@@ -181,9 +181,10 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 }
 
 // LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included: what they were made
-// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where, and so is one with a
-// parameter that is not finite (ErrDiverged) or with tensors that such a model does not have (ErrArchitecture). Whatever the
-// file says, memory is taken for what it holds. When the context ends, so does the reading.
+// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where,
+// and so is one with a parameter that is not finite (ErrDiverged) or with tensors that such a model
+// does not have (ErrArchitecture). Whatever the file says, memory is taken for what it holds. When
+// the context ends, so does the reading.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
@@ -233,7 +234,8 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
 // engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
-// refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed either.
+// refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed
+// either.
 //
 // Grow may be called before or after: where the run grew in another way, or not at all, Resume or Run returns the ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
@@ -266,7 +268,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if _, ok := f.metadata[trainingKey]; !ok {
 		return f.errorf("it holds a model alone, without the state of a run: load it with LoadModel")
 	}
-	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule, &run); err != nil {
+	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule,
+		&run); err != nil {
 		return err
 	}
 	if r.newData != nil {

@@ -69,14 +69,16 @@ func TestDivergedIsNotSaved(t *testing.T) {
 				}
 			}
 			again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
-			if err := again.Resume(t.Context(), path, WithNewSettings(nil)); err != nil || again.Step() != 4 {
+			if err := again.Resume(t.Context(), path, WithNewSettings(nil)); err != nil ||
+				again.Step() != 4 {
 				t.Errorf("the checkpoint gives step %d, %v, want 4", again.Step(), err)
 			}
 		})
 	}
 }
 
-// overflown is an optimiser in whose state an element has become infinite, as a square of a large gradient does.
+// overflown is an optimiser in whose state an element has become infinite, as a square of a large
+// gradient does.
 type overflown struct {
 	optim.Optimizer
 	moment string

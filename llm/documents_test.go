@@ -247,12 +247,14 @@ func TestResumeDocuments(t *testing.T) {
 	if err := straight.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(resumed.Resume(t.Context(), path), resumed.Run(context.Background())); err != nil {
+	if err := errors.Join(resumed.Resume(t.Context(), path),
+		resumed.Run(context.Background())); err != nil {
 		t.Fatal(err)
 	}
 	checkSame(t, straight, resumed)
 	other := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
-	if err := other.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "Documents is false here and true there") {
+	if err := other.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
+		!strings.Contains(err.Error(), "Documents is false here and true there") {
 		t.Errorf("resumed without documents: %v", err)
 	}
 	if m, err := LoadModel(t.Context(), path); err != nil || !m.Config.Documents {

@@ -34,8 +34,8 @@ type Engine interface {
 	// Loss returns the model's loss on a batch, without a trace in it.
 	Loss(b Batch) (float64, error)
 	// Decoder returns a function that returns the logits for what follows some tokens, which fit the model's window: a []float32
-	// or a []float64. It may remember the tokens of its last call, so it is no longer right once the model has changed. It may
-	// end with the context.
+	// or a []float64. It may remember the tokens of its last call, so it is no longer right once the
+	// model has changed. It may end with the context.
 	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
 	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
 	FirstNonFinite() (name, kind string, found bool)

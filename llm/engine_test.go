@@ -223,7 +223,8 @@ func TestAnotherTrainer(t *testing.T) {
 		t.Errorf("the second trainer has lost the model: error %v", err)
 	}
 	e.fail, e.pull, e.pushed = nil, nil, nil
-	if err := errors.Join(first.Run(t.Context()), second.Resume(t.Context(), path)); err != nil || len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
+	if err := errors.Join(first.Run(t.Context()), second.Resume(t.Context(), path)); err != nil ||
+		len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
 		t.Errorf("the first engine takes %v and is at step %d, error %v", e.pushed, first.Step(), err)
 	}
 	e.pull = func() { t.Error("the model is asked for where it is no more after a Resume") }

@@ -53,7 +53,8 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
 	}
-	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, seq: m.Config.Seq, nodes: map[string]*gorgonia.Node{}}
+	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, seq: m.Config.Seq,
+		nodes: map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("llm: Graph: an option is nil")
@@ -236,7 +237,8 @@ func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node, starts ...*gorgon
 		return nil, err
 	}
 	b.out.keys, b.out.values = append(b.out.keys, k), append(b.out.values, v)
-	a := op.AttentionConfig{Seq: b.seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true}
+	a := op.AttentionConfig{Seq: b.seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
+		Causal: true}
 	if len(starts) > 0 {
 		return op.DocumentAttention(q, k, v, starts[0], a)
 	}

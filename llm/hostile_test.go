@@ -244,7 +244,8 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadModel(t.Context(), path); !errors.Is(err, ErrArchitecture) || !strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
+	if _, err := LoadModel(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
+		!strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
 		t.Errorf("got %v", err)
 	}
 }

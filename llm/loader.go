@@ -316,7 +316,8 @@ func (s *LoaderState) windows(tokens int64) (n, shift int64) {
 // key returns the key of the epoch's order.
 func (s *LoaderState) key() uint64 { return mix(mix(s.Seed) + uint64(s.Epoch)) }
 
-// maxEpoch is the largest epoch that a state may be in. No run gets there, and counting on from it cannot overflow.
+// maxEpoch is the largest epoch that a state may be in. No run gets there, and counting on from it
+// cannot overflow.
 const maxEpoch = 1 << 62
 
 // State returns the loader's place: a loader set to it continues with the batch that Next returns next.
@@ -335,7 +336,8 @@ func (l *Loader) SetState(s LoaderState) error {
 	if s.Seq != l.config.Seq {
 		return fmt.Errorf("llm: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
 	}
-	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 || s.Next > windows {
+	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||
+		s.Next > windows {
 		return fmt.Errorf("llm: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch of 0 to %d", s.Next,
 			s.Epoch, windows, int64(maxEpoch))
 	}

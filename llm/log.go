@@ -153,7 +153,8 @@ func (n number) MarshalJSON() ([]byte, error) {
 	return json.Marshal(float64(n))
 }
 
-// maxRecord is the longest line that is read as a record, in bytes. Those of steps have some hundreds.
+// maxRecord is the longest line that is read as a record, in bytes. Those of steps have some
+// hundreds.
 const maxRecord = 1 << 20
 
 // readLog calls f with each record of the log at path, in order. Lines that are no records are passed over, and a file

@@ -43,8 +43,10 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 	}, lattice...)
 }
 
-// newModel returns a model whose i-th parameter has the numbers that start gives one after the other; zeros if start is nil.
-func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() float64, lattice ...state.Option) (*Model, error) {
+// newModel returns a model whose i-th parameter has the numbers that start gives one after the
+// other; zeros if start is nil.
+func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() float64,
+	lattice ...state.Option) (*Model, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}

@@ -66,7 +66,8 @@ func TestScaler(t *testing.T) {
 	}
 	other := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	into = scale(other)
-	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 || into.scale.Scale != 1024 {
+	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 ||
+		into.scale.Scale != 1024 {
 		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err, other.Step(), into.scale)
 	}
 	// The CPU has no scale, whatever the file says.

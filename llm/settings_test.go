@@ -85,7 +85,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 				t.Errorf("the refused trainer is at step %d", tr.Step())
 			}
 			var told []string
-			if err := tr.Resume(t.Context(), path, WithNewSettings(func(d []string) { told = d })); err != nil {
+			if err := tr.Resume(t.Context(), path,
+				WithNewSettings(func(d []string) { told = d })); err != nil {
 				t.Fatal(err)
 			}
 			if tr.Step() != 5 || !strings.Contains(strings.Join(told, "; "), want) {
@@ -138,7 +139,8 @@ func TestResumeWithMoreSteps(t *testing.T) {
 		}
 	}
 	less := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
-	if err := less.Resume(t.Context(), path); err == nil || !strings.Contains(err.Error(), "step 5, want 0 to TrainConfig.Steps, which is 4") {
+	if err := less.Resume(t.Context(), path); err == nil || !strings.Contains(err.Error(),
+		"step 5, want 0 to TrainConfig.Steps, which is 4") {
 		t.Errorf("a run of 4 steps resumed at step 5: %v", err)
 	}
 }
@@ -219,7 +221,8 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		}
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2, optimizer: muon})
 		tr.Optimizer = o
-		if err := tr.Resume(t.Context(), path); !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), want) {
+		if err := tr.Resume(t.Context(), path); !errors.Is(err, ErrSettings) ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("got %.200v, want ErrSettings with %q", err, want)
 		}
 	}
@@ -238,7 +241,8 @@ func TestResumeWithoutEngine(t *testing.T) {
 	if err := old.Save(path); err != nil {
 		t.Fatal(err)
 	}
-	if err := newTrainer(t, trainerOptions{config: tiny(), steps: 2}).Resume(t.Context(), path); err != nil {
+	if err := newTrainer(t, trainerOptions{config: tiny(), steps: 2}).Resume(t.Context(),
+		path); err != nil {
 		t.Error(err)
 	}
 }

@@ -68,7 +68,8 @@ func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader
 // CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
 // another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
 // it is not overwritten.
-func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) (*TokenFile, error) {
+func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes,
+	of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrDataChanged) {
 		return t, err
@@ -236,7 +237,8 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 //
 // The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
 // there are. An error of it ends the work, and so does the context.
-func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes, of int64) error) error {
+func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes,
+	of int64) error) error {
 	if ctx == nil {
 		return fmt.Errorf("llm: WriteTokens: %w", errNoContext)
 	}

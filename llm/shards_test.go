@@ -173,7 +173,8 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 	dir := writeFiles(t, numbered(30))
 	path := filepath.Join(t.TempDir(), "cache", "tokens")
 	text := mustOpen(t, dir).Train
-	if _, err := OpenTokens(t.Context(), path, text, ByteTokenizer{}); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := OpenTokens(t.Context(), path, text, ByteTokenizer{}); !errors.Is(err,
+		fs.ErrNotExist) {
 		t.Fatalf("no file: %v", err)
 	}
 	mustCache(t, path, text, ByteTokenizer{}).Close() // Windows does not replace open files
@@ -198,7 +199,8 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		text := mustOpen(t, dir).Train
-		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), c.want) {
+		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrDataChanged) ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
 		f := mustCache(t, path, text, wide{})
@@ -208,7 +210,11 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		}
 		called := false
 		f.Close()
-		again, err := CacheTokens(t.Context(), path, text, wide{}, func(int64, int64) error { called = true; return nil })
+		again, err := CacheTokens(t.Context(), path, text, wide{}, func(int64,
+			int64) error {
+			called = true
+			return nil
+		})
 		if err != nil || called {
 			t.Fatalf("%s: the new tokens are not used: %v", c.name, err)
 		}
@@ -235,7 +241,8 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{}, time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}
-	if err := WriteTokens(t.Context(), path, text, ByteTokenizer{}, nil); !errors.Is(err, ErrDataChanged) {
+	if err := WriteTokens(t.Context(), path, text, ByteTokenizer{}, nil); !errors.Is(err,
+		ErrDataChanged) {
 		t.Errorf("a file that changed: %v", err)
 	}
 	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, before) {
@@ -321,7 +328,8 @@ func TestOpenTokensErrors(t *testing.T) {
 			t.Errorf("nil: %v", err)
 		}
 	}
-	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil || !strings.Contains(err.Error(), "must not be nil") {
+	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil || !strings.Contains(err.Error(),
+		"must not be nil") {
 		t.Errorf("nil: %v", err)
 	}
 }
@@ -347,7 +355,8 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 	}
 }
 
-// FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has the ids that it holds.
+// FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has
+// the ids that it holds.
 func FuzzOpenTokens(f *testing.F) {
 	text := mustOpen(f, writeFiles(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	h, err := newTokenHeader(f.Context(), text, ByteTokenizer{})
@@ -364,7 +373,8 @@ func FuzzOpenTokens(f *testing.F) {
 	f.Fuzz(func(t *testing.T, file []byte, repair bool) {
 		if rest, ok := bytes.CutPrefix(file, []byte(tokenMagic)); ok && repair {
 			line, ids, _ := bytes.Cut(rest, []byte("\n"))
-			head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line, castagnoli))
+			head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line,
+				castagnoli))
 			head = append(head, bytes.Repeat([]byte(" "), max(0, tokenDataStart-len(head)))...)
 			file = append(head, ids[min(len(ids), max(0, tokenDataStart-len(tokenMagic)-len(line)-1)):]...)
 		}
@@ -373,7 +383,10 @@ func FuzzOpenTokens(f *testing.F) {
 		}
 		var tokens *TokenFile
 		var err error
-		bounded.Run(t, int64(len(file)), func() { tokens, err = OpenTokens(t.Context(), path, text, ByteTokenizer{}) })
+		bounded.Run(t, int64(len(file)), func() {
+			tokens, err = OpenTokens(t.Context(), path, text,
+				ByteTokenizer{})
+		})
 		if err != nil {
 			return
 		}

@@ -156,7 +156,11 @@ func TestProgressStops(t *testing.T) {
 	if !errors.Is(err, stop) || calls != 1 {
 		t.Errorf("training went on for %d merges: %v", calls, err)
 	}
-	_, err = CacheTokens(t.Context(), filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64, int64) error { calls++; return stop })
+	_, err = CacheTokens(t.Context(), filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64,
+		int64) error {
+		calls++
+		return stop
+	})
 	if !errors.Is(err, stop) || calls != 2 {
 		t.Errorf("encoding went on for %d portions: %v", calls-1, err)
 	}

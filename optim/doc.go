@@ -5,9 +5,10 @@
 // gradients zero, ready for the next run. Both keep what they know of a parameter under its node's name, so a rebuilt
 // graph goes on where the last one stopped, and [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
 //
-// A step is all or nothing: names, types, shapes and every gradient are checked before the first parameter changes. An update
-// that makes a parameter NaN or infinite all the same is an [ErrOverflow].
-// Optimisers are not safe for use by several goroutines at once; one step runs on all cores.
+// A step is all or nothing: names, types, shapes and every gradient are checked before the first
+// parameter changes. An update that makes a parameter NaN or infinite all the same is an
+// [ErrOverflow]. Optimisers are not safe for use by several goroutines at once; one step runs on
+// all cores.
 package optim
 
 import (
@@ -29,9 +30,10 @@ type Optimizer interface {
 	// State returns everything that Step remembers from one call to the next, in order of names. The tensors are copies.
 	State() []Tensor
 
-	// SetState replaces what Step remembers by a copy of state, which must be complete for each parameter in it, fit the
-	// parameters declared so far, if any, and be one that steps can lead to: moments are finite, means of squares not
-	// negative, counts of steps 1 to 2⁵³. On an error nothing changes.
+	// SetState replaces what Step remembers by a copy of state, which must be complete for each
+	// parameter in it, fit the parameters declared so far, if any, and be one that steps can lead to:
+	// moments are finite, means of squares not negative, counts of steps 1 to 2⁵³. On an error nothing
+	// changes.
 	SetState(state []Tensor) error
 
 	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the parameter with that

@@ -121,11 +121,16 @@ func TestSetStateRefuses(t *testing.T) {
 		{"count of zero", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{0} }), `parameter "w": step is`},
 		{"two counts", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{3, 4} }), `parameter "w": step is`},
 		{"count of floats", edit("w.step", func(t *optim.Tensor) { t.Data = []float64{3} }), `parameter "w": step is`},
-		{"count beyond whole numbers", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{math.MaxInt64} }), "step is [9223372036854775807]"},
-		{"many counts", edit("w.step", func(t *optim.Tensor) { t.Data = make([]int64, 99) }), "step is a []int64 of 99 elements"},
-		{"NaN", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data.([]float64)[1] = math.NaN() }), `"norm": exp_avg is NaN at element 1`},
-		{"infinity", edit("norm.exp_avg_sq", func(t *optim.Tensor) { t.Data.([]float64)[0] = math.Inf(1) }), "exp_avg_sq is +Inf at element 0"},
-		{"negative square", edit("norm.exp_avg_sq", func(t *optim.Tensor) { t.Data.([]float64)[1] = -1e-9 }), "exp_avg_sq is -1e-09 at element 1"},
+		{"count beyond whole numbers", edit("w.step",
+			func(t *optim.Tensor) { t.Data = []int64{math.MaxInt64} }), "step is [9223372036854775807]"},
+		{"many counts", edit("w.step", func(t *optim.Tensor) { t.Data = make([]int64, 99) }),
+			"step is a []int64 of 99 elements"},
+		{"NaN", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data.([]float64)[1] = math.NaN() }),
+			`"norm": exp_avg is NaN at element 1`},
+		{"infinity", edit("norm.exp_avg_sq",
+			func(t *optim.Tensor) { t.Data.([]float64)[0] = math.Inf(1) }), "exp_avg_sq is +Inf at element 0"},
+		{"negative square", edit("norm.exp_avg_sq",
+			func(t *optim.Tensor) { t.Data.([]float64)[1] = -1e-9 }), "exp_avg_sq is -1e-09 at element 1"},
 		{"NaN of a matrix", func(s []optim.Tensor) []optim.Tensor {
 			for _, t := range s {
 				if x, ok := t.Data.([]float32); ok && strings.HasPrefix(t.Name, "w.") {
@@ -134,7 +139,8 @@ func TestSetStateRefuses(t *testing.T) {
 			}
 			return s
 		}, `is NaN at element 7, want a finite number`},
-		{"negative shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{-1, -2} }), `parameter "norm"`},
+		{"negative shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{-1, -2} }),
+			`parameter "norm"`},
 		{"shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{2, 1} }), `parameter "norm"`},
 		{"length", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float64{1} }), "exp_avg has 1 elements, want 2"},
 		{"type", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float32{1, 2} }), `parameter "norm"`},
@@ -191,10 +197,12 @@ func TestSetStateRefuses(t *testing.T) {
 func TestSetStateOfImpossibleShapes(t *testing.T) {
 	for name, o := range both(t) {
 		for _, shape := range [][]int{{-1, -2}, {math.MaxInt, 2}, {1 << 32, 1 << 32, 0}} {
-			state := []optim.Tensor{{"norm.step", []int{1}, []int64{1}}, {"norm.exp_avg", shape, []float64{}},
+			state := []optim.Tensor{{"norm.step", []int{1}, []int64{1}}, {"norm.exp_avg", shape,
+				[]float64{}},
 				{"norm.exp_avg_sq", shape, []float64{}}}
 			if len(shape) == 2 && name == "Muon" {
-				state = []optim.Tensor{{"norm.step", []int{1}, []int64{1}}, {"norm.momentum_buffer", shape, []float64{}}}
+				state = []optim.Tensor{{"norm.step", []int{1}, []int64{1}}, {"norm.momentum_buffer", shape,
+					[]float64{}}}
 			}
 			err := o.SetState(state)
 			require.ErrorContains(t, err, "which no tensor has", "%s: %v", name, shape)
@@ -203,12 +211,13 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 	}
 }
 
-// A step that makes a parameter infinite says so: the state is finite, but the first moment is of gradients that the second
-// has never seen.
+// A step that makes a parameter infinite says so: the state is finite, but the first moment is of
+// gradients that the second has never seen.
 func TestStepOverflows(t *testing.T) {
 	for name, o := range both(t) {
 		require.NoError(t, o.SetState([]optim.Tensor{{"norm.step", []int{1}, []int64{1}},
-			{"norm.exp_avg", []int{2}, []float32{0, math.MaxFloat32}}, {"norm.exp_avg_sq", []int{2}, make([]float32, 2)}}))
+			{"norm.exp_avg", []int{2}, []float32{0, math.MaxFloat32}}, {"norm.exp_avg_sq", []int{2},
+				make([]float32, 2)}}))
 		p := newParam("norm", make([]float32, 2), 2)
 		err := o.Step(model(p))
 		require.ErrorIs(t, err, optim.ErrOverflow, name)
@@ -279,7 +288,8 @@ func TestForget(t *testing.T) {
 // Optimisers that nobody has made say so, and panic nowhere.
 func TestZeroValues(t *testing.T) {
 	for _, o := range []optim.Optimizer{&optim.AdamW{}, &optim.Muon{}} {
-		for _, err := range []error{o.Step(model(small()...)), o.Declare(model(small()...)), o.SetState(nil)} {
+		for _, err := range []error{o.Step(model(small()...)), o.Declare(model(small()...)),
+			o.SetState(nil)} {
 			require.ErrorContains(t, err, "NewAdamW and NewMuon make optimisers", "%T", o)
 		}
 		require.Empty(t, o.State())

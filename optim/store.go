@@ -21,12 +21,13 @@ import (
 // stepField is the suffix of the tensor that counts a parameter's steps.
 const stepField = "step"
 
-// maxSteps is the last count of steps up to which float64, in which bias correction computes, has all whole numbers. A step a
-// nanosecond takes more than 100 days to get there.
+// maxSteps is the last count of steps up to which float64, in which bias correction computes, has
+// all whole numbers. A step a nanosecond takes more than 100 days to get there.
 const maxSteps = min(1<<53, math.MaxInt-1)
 
-// ErrOverflow is wrapped by the error of a step whose update made a parameter NaN or infinite. Unlike after other errors
-// the parameters have changed then, and what the optimiser remembers of them: go on from a checkpoint.
+// ErrOverflow is wrapped by the error of a step whose update made a parameter NaN or infinite.
+// Unlike after other errors the parameters have changed then, and what the optimiser remembers of
+// them: go on from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
 var errZero = errors.New("the optimiser is nil or its zero value: NewAdamW and NewMuon make optimisers")
@@ -76,13 +77,15 @@ func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 func overflowed(ps []params.Param) error {
 	for _, p := range ps {
 		if at := nonFinite(p.Value); at >= 0 {
-			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v", ErrOverflow, p.Name, at, p.Shape)
+			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v", ErrOverflow,
+				p.Name, at, p.Shape)
 		}
 	}
 	return nil
 }
 
-// nonFinite returns the index of the first NaN or infinity in a slice of floats, and −1 if there is none.
+// nonFinite returns the index of the first NaN or infinity in a slice of floats, and −1 if there is
+// none.
 func nonFinite(data any) int {
 	switch d := data.(type) {
 	case []float32:
@@ -241,7 +244,8 @@ func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (ma
 func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*entry, error) {
 	steps, ok := parts[stepField].Data.([]int64)
 	if !ok || len(steps) != 1 || steps[0] < 1 || steps[0] > maxSteps {
-		return nil, fmt.Errorf("%s is %v, want one int64 of 1 to %d", stepField, shortened(parts[stepField].Data), int64(maxSteps))
+		return nil, fmt.Errorf("%s is %v, want one int64 of 1 to %d", stepField,
+			shortened(parts[stepField].Data), int64(maxSteps))
 	}
 	e := &entry{step: int(steps[0])}
 	for field, t := range parts {
@@ -267,7 +271,8 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		case elements(t.Shape) < 0:
 			return nil, fmt.Errorf("%s has shape %v, which no tensor has", f, t.Shape)
 		case n != elements(t.Shape):
-			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, elements(t.Shape), t.Shape)
+			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, elements(t.Shape),
+				t.Shape)
 		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
 			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f, dtype, t.Shape)
 		}
@@ -285,8 +290,8 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 	return e, nil
 }
 
-// checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and means of squares not
-// negative. A step would make others NaN weights.
+// checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and
+// means of squares not negative. A step would make others NaN weights.
 func checkMoment(field string, data any) error {
 	at, want := nonFinite(data), "a finite number"
 	if at < 0 && field == "exp_avg_sq" {
@@ -310,7 +315,8 @@ func negative(data any) int {
 	return -1
 }
 
-// elements returns the number of elements of a shape that comes from outside, and −1 if it has none that an int can hold.
+// elements returns the number of elements of a shape that comes from outside, and −1 if it has none
+// that an int can hold.
 func elements(shape []int) int {
 	n := 1
 	for _, d := range shape {

@@ -64,7 +64,8 @@ func TestRun(t *testing.T) {
 		if _, err := png.Decode(picture); err != nil {
 			t.Error(err)
 		}
-		if _, err := llm.LoadModel(context.Background(), filepath.Join(out, "grown-1.safetensors")); err != nil {
+		if _, err := llm.LoadModel(context.Background(), filepath.Join(out,
+			"grown-1.safetensors")); err != nil {
 			t.Error(err)
 		}
 	}

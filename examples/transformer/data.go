@@ -73,7 +73,10 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 	}
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, bpe.Name()))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
-	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done, of int64) error { return m.at(float64(done), float64(of)) })
+	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done,
+		of int64) error {
+		return m.at(float64(done), float64(of))
+	})
 	if err != nil {
 		return withRemedy(ctx, err, path)
 	}

@@ -104,7 +104,8 @@ func TestRun(t *testing.T) {
 		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) || bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
 			t.Error("no loss curve or log")
 		}
-		if m, err := llm.LoadModel(context.Background(), filepath.Join(out, checkpointName)); err != nil || m.Config.Documents == kasmina {
+		if m, err := llm.LoadModel(context.Background(), filepath.Join(out,
+			checkpointName)); err != nil || m.Config.Documents == kasmina {
 			t.Errorf("the model is %+v, %v", m, err)
 		}
 	}

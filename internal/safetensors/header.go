@@ -16,11 +16,11 @@ const (
 	metadataName = "__metadata__"
 	// maxHeader is the reference implementation's limit, in bytes: enough for a million tensors.
 	maxHeader = 100_000_000
-	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in space); what is above costs a
-	// reader more memory for shapes than the header itself.
+	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in space);
+	// what is above costs a reader more memory for shapes than the header itself.
 	maxRank = 16
-	// maxMetadata is how many entries the metadata has at most, as what they hold is in their values: writers that
-	// describe a whole training run have some dozens.
+	// maxMetadata is how many entries the metadata has at most, as what they hold is in their values:
+	// writers that describe a whole training run have some dozens.
 	maxMetadata = 1024
 	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so that no small damage
 	// hides both.

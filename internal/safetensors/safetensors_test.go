@@ -120,7 +120,8 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("tensor %q of %s starts at byte %d", e.name, e.dtype, at)
 		}
 	}
-	if _, err := f.Tensor(t.Context(), "absent"); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "absent") {
+	if _, err := f.Tensor(t.Context(), "absent"); !errors.Is(err, ErrNotFound) ||
+		!strings.Contains(err.Error(), "absent") {
 		t.Errorf("Tensor of an absent name: %v", err)
 	}
 	if _, _, err := f.Info("absent"); !errors.Is(err, ErrNotFound) {

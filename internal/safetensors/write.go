@@ -60,7 +60,8 @@ func save(path string, tensors []Tensor, metadata map[string]string) error {
 // layOut checks everything that can be wrong with the arguments and gives each tensor its place in data.
 func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, error) {
 	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
-		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata), most, ErrInvalid)
+		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata), most,
+			ErrInvalid)
 	}
 	for key, value := range metadata {
 		if key == digestKey || key == sumsKey {
@@ -83,7 +84,8 @@ func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, er
 		case t.Name == "" || t.Name == metadataName || !utf8.ValidString(t.Name):
 			return nil, nil, fmt.Errorf("tensor name %q: empty, reserved or not valid UTF-8: %w", t.Name, ErrInvalid)
 		case len(t.Shape) > maxRank:
-			return nil, nil, fmt.Errorf("tensor %q: %d dimensions, want at most %d: %w", t.Name, len(t.Shape), maxRank, ErrInvalid)
+			return nil, nil, fmt.Errorf("tensor %q: %d dimensions, want at most %d: %w", t.Name,
+				len(t.Shape), maxRank, ErrInvalid)
 		case seen[t.Name]:
 			return nil, nil, fmt.Errorf("two tensors are named %q: %w", t.Name, ErrInvalid)
 		}

@@ -282,7 +282,8 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		return
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
-	if err := onCPU.Resume(t.Context(), path); !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
+	if err := onCPU.Resume(t.Context(), path); !errors.Is(err, llm.ErrSettings) ||
+		!strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
 		t.Errorf("a run of the GPU on the CPU: %v", err)
 	}
 	if err := onCPU.Resume(t.Context(), path, llm.WithNewSettings(nil)); err != nil {

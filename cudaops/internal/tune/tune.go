@@ -113,7 +113,8 @@ func Open(path string, warn func(string)) *Store {
 	return s
 }
 
-// Limits of a file, a hundred models' worth: a choice has some hundred bytes, and a model some dozens of them.
+// Limits of a file, a hundred models' worth: a choice has some hundred bytes, and a model some
+// dozens of them.
 const (
 	MaxFile    = 16 << 20 // bytes
 	maxChoices = 1 << 14
@@ -122,7 +123,8 @@ const (
 // Choices are choices by their keys, as JSON.
 type Choices map[string]json.RawMessage
 
-// UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may have.
+// UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may
+// have.
 func (c *Choices) UnmarshalJSON(b []byte) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
