@@ -14,6 +14,7 @@ type Growth struct {
 	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance is minus the model's mean
 	// loss on it, and in Evaluating and FineTuning that is compared with the loss of the model without the seed. The stability
 	// of such a seed is the share of the text's batches in which the two differ in the direction in which their means do.
+	// A seed that trains is tried at full strength: by how much the loss rises with it is its training error.
 	Validation *Evaluation
 	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of the model over the text,
 	// and another for each seed that is compared.
@@ -72,13 +73,13 @@ func (t *Trainer) endEpoch(loss float64) error {
 	return nil
 }
 
-// judge measures the model with all seeds, and without each of those that are being evaluated, and adds what it finds to the
-// metrics of their layers.
+// judge measures the model with all seeds, with each of those that train, and without each of those that are being evaluated,
+// and adds what it finds to the metrics of their layers.
 func (t *Trainer) judge(metrics []state.Metrics) error {
 	var with []float64
 	for layer, l := range t.Model.Kasmina.Lattices() {
 		for _, s := range l.Report().Seeds {
-			if s.Stage < state.Grafting || s.Stage > state.FineTuning {
+			if s.Stage < state.Training || s.Stage > state.FineTuning {
 				continue
 			}
 			var err error
@@ -88,16 +89,37 @@ func (t *Trainer) judge(metrics []state.Metrics) error {
 				}
 			}
 			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with), Stability: s.Stability}
-			if s.Stage == state.Evaluating || s.Stage == state.FineTuning {
-				if err = t.compare(&m, l, with); err != nil {
-					return err
-				}
-			} else {
+			switch s.Stage {
+			case state.Training:
+				err = t.try(&m, l, with)
+			case state.Evaluating, state.FineTuning:
+				err = t.compare(&m, l, with)
+			default:
 				m.Performance, m.Errors = mean(with, with)
+			}
+			if err != nil {
+				return err
 			}
 			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
 		}
 	}
+	return nil
+}
+
+// try measures the model with the blueprint of a seed that trains, at full strength. with are the losses of the batches as
+// they are, without it.
+func (t *Trainer) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Probe(m.Seed, true); err != nil {
+		return err
+	}
+	tried, err := t.validate()
+	if err := errors.Join(err, l.Probe(m.Seed, false)); err != nil {
+		return err
+	}
+	m.Unscored = true
+	now, _ := mean(with, tried)
+	then, bad := mean(tried, with)
+	m.TrainingError, m.Errors = now-then, bad
 	return nil
 }
 

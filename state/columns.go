@@ -9,9 +9,9 @@ import (
 )
 
 // Schema is the version of the seed state's layout that this package writes; migrate.go says what became of earlier ones.
-const Schema = 3
+const Schema = 4
 
-// seedState holds all seeds, one array per field. Float16 figures are stored as their bits.
+// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits.
 type seedState struct {
 	stage         []uint8
 	slot          []uint16 // 0: none
@@ -25,16 +25,16 @@ type seedState struct {
 
 	// Health of the input chunk in the last pass that reported it.
 	variance  []float32
-	mean      []uint16 // Float16
-	lowest    []uint16 // Float16
-	highest   []uint16 // Float16
+	mean      []uint16 // bfloat16
+	lowest    []uint16 // bfloat16
+	highest   []uint16 // bfloat16
 	deadRatio []float32
-	snr       []uint16 // Float16
+	snr       []uint16 // bfloat16
 
 	// Gradient of the output chunk in the last pass that reported it.
 	gradNorm     []float32
-	gradVariance []uint16 // Float16
-	gradMax      []uint16 // Float16
+	gradVariance []uint16 // bfloat16
+	gradMax      []uint16 // bfloat16
 
 	// Moments of the input chunk, in full precision because clamps and drift depend on differences of them: of the last
 	// pass; merged over passes, with their weight in elements; and the merged ones as the last epoch ended.
@@ -54,10 +54,16 @@ type seedState struct {
 	memory0, memory1         []float32
 	finished                 []uint8   // 1 once the strategy has taken α to where it ends
 	trainingError            []float32 // NaN: not reported
+	entryTrainingError       []float32 // when first reported in this stage; NaN: not yet
+	slotSum                  []uint32  // of the blueprint's parameters as last reported; 0: not yet
+	learning                 []uint8   // what the last report says of them: see liveness
+	scored                   []uint32  // the epoch whose end had the latest score; 0: none
 	entryLoss                []float32 // the host's loss when first reported in this stage; NaN: not yet
 	entryPerformance         []float32 // performance when first reported in this stage, or without the seed; NaN: not yet
 	basePerformance          []float32 // performance when first reported after germination, or without the seed; NaN: not yet
 	stageErrors, stageTrials []uint32  // reported in this stage
+
+	sinceScore []uint32 // while an epoch ends: epochs from the score before to the new one; 0: there is no new one
 
 	past   [][]uint32 // the last transitions as packed by Transition.pack, the latest first; 0: none
 	schema []uint8
@@ -85,7 +91,8 @@ func (s *seedState) columns() []column {
 		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance}, {"norm_count", &s.normCount},
 		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG}, {"nonfinite_told", &s.nonFiniteTold},
 		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1}, {"finished", &s.finished},
-		{"training_error", &s.trainingError}, {"entry_loss", &s.entryLoss},
+		{"training_error", &s.trainingError}, {"entry_training_error", &s.entryTrainingError},
+		{"slot_sum", &s.slotSum}, {"learning", &s.learning}, {"scored", &s.scored}, {"entry_loss", &s.entryLoss},
 		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
 		{"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
 	}
@@ -98,7 +105,7 @@ func (s *seedState) columns() []column {
 // newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that remember the given number
 // of transitions.
 func newSeedState(n, transitions int) *seedState {
-	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions)}
+	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions), sinceScore: make([]uint32, n)}
 	for _, c := range s.columns() {
 		c.make(n)
 	}
@@ -111,7 +118,7 @@ func newSeedState(n, transitions int) *seedState {
 // begin sets what a new seed has other than zeros.
 func (s *seedState) begin(i int) {
 	s.schema[i] = Schema
-	for _, f := range [][]float32{s.trainingError, s.entryLoss, s.entryPerformance, s.basePerformance} {
+	for _, f := range [][]float32{s.trainingError, s.entryTrainingError, s.entryLoss, s.entryPerformance, s.basePerformance} {
 		f[i] = float32(math.NaN())
 	}
 }

@@ -20,7 +20,13 @@ type Controller interface {
 
 // DryRun returns a controller that writes what c would do to w, a line for each command, and does nothing. Since nothing comes
 // of what c decides, c decides the same again for as long as it sees the same.
-func DryRun(c Controller, w io.Writer) Controller { return dryRun{c, w} }
+// Without a controller there is nothing to say; a nil w says it to nobody.
+func DryRun(c Controller, w io.Writer) Controller {
+	if w == nil {
+		w = io.Discard
+	}
+	return dryRun{c, w}
+}
 
 type dryRun struct {
 	Controller
@@ -28,6 +34,9 @@ type dryRun struct {
 }
 
 func (d dryRun) Decide(reports []Report) []Command {
+	if d.Controller == nil {
+		return nil
+	}
 	for _, c := range d.Controller.Decide(reports) {
 		fmt.Fprintf(d.w, "would do: %v\n", c)
 	}

@@ -131,7 +131,7 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 	t.Helper()
 	thresholds := state.DefaultThresholds()
 	clear(thresholds.MinEpochs[:])
-	n, _ := networkOf(t, state.WithThresholds(thresholds), state.WithSlots(4), state.WithWidth(8))
+	n, m := networkOf(t, state.WithThresholds(thresholds), state.WithSlots(4), state.WithWidth(8))
 	h := state.NewHeuristic(3, 6*9)
 	h.Patience, h.RampEpochs = 20, 4
 	if _, err := n.Listen(func(e state.Event) { reached[e.To]++ }); err != nil {
@@ -151,6 +151,9 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 				metrics[layer].Seeds = append(metrics[layer].Seeds, state.SeedMetrics{Seed: s, TrainingError: math.NaN(), Performance: -1,
 					Compared: true, Without: -1 - 0.1*r.NormFloat64(), Stability: math.Sqrt(r.Float64())})
 			}
+		}
+		for at, p := range m.slots { // blueprints learn
+			m.slots[at] = state.SlotParams{Weights: p.Weights, Scale: p.Scale + 0.01}
 		}
 		if _, err := n.StepEpoch(metrics); err != nil {
 			t.Fatal(err)

@@ -1,7 +1,9 @@
 package state
 
 import (
+	"encoding/binary"
 	"fmt"
+	"hash/crc32"
 	"math"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -15,14 +17,20 @@ type Metrics struct {
 
 // SeedMetrics reports on one seed.
 type SeedMetrics struct {
-	Seed          int
-	TrainingError float64 // of the seed's own training objective; NaN when it has none
-	Performance   float64 // a score of the model with the seed in it, the higher the better
-	Compared      bool    // whether Without was measured
-	Without       float64 // the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is judged from now on
-	Stability     float64 // from 0 to 1: how little the seed's performance fluctuates
-	Trials        int     // evaluations in this epoch ...
-	Errors        int     // ... and how many of them failed
+	Seed int
+	// TrainingError is that of the seed's own objective, the lower the better: of a seed that trains, by how much the model's
+	// loss rises when its blueprint works at full strength (see [Lattice.Probe]). NaN leaves it as it was.
+	TrainingError float64
+	// Parameters are the blueprint's weights and scale as they are now, nil when they are not reported. A [Network] that is
+	// given its [Slots] fills them in for seeds that train.
+	Parameters  []float64
+	Unscored    bool    // Performance, Stability and Compared say nothing: the last score stays, and counts as old
+	Performance float64 // a score of the model with the seed in it, the higher the better
+	Compared    bool    // whether Without was measured
+	Without     float64 // the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is judged from now on
+	Stability   float64 // from 0 to 1: how little the seed's performance fluctuates
+	Trials      int     // evaluations in this epoch ...
+	Errors      int     // ... and how many of them failed
 }
 
 // StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed that is being grafted, and
@@ -69,6 +77,9 @@ func (l *Lattice) stepEpoch(m Metrics, found []fault) []Event {
 	for _, sm := range m.Seeds {
 		l.report(sm)
 	}
+	if l.seeds != nil {
+		defer clear(l.seeds.sinceScore)
+	}
 	events := make([][]Event, (l.n+grain-1)/grain)
 	renormalize := int(l.epoch)%max(1, l.config.Renormalize) == 0
 	cpu.Parallel(l.n, grain, func(lo, hi int) {
@@ -90,11 +101,18 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 	if !finite(m.Loss) {
 		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument, m.Loss)
 	}
+	seen := make(map[int]bool, len(m.Seeds))
 	for _, s := range m.Seeds {
 		if err := l.checkSeed("StepEpoch", s.Seed); err != nil {
 			return err
 		}
+		if seen[s.Seed] {
+			return fmt.Errorf("state.StepEpoch: %w: there are two metrics of seed %d", ErrArgument, s.Seed)
+		}
+		seen[s.Seed] = true
 		switch {
+		case s.Errors > s.Trials:
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: %d errors in %d trials", ErrArgument, s.Seed, s.Errors, s.Trials)
 		case math.IsInf(s.TrainingError, 0):
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: TrainingError is %v", ErrArgument, s.Seed, s.TrainingError)
 		case !(math.Abs(s.Performance) < 65520):
@@ -114,16 +132,54 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 // report takes in the metrics of one seed.
 func (l *Lattice) report(m SeedMetrics) {
 	s, i := l.seeds, m.Seed
-	s.performance[i] = float32(m.Performance)
-	s.stability[i] = half(m.Stability)
-	s.trainingError[i] = float32(m.TrainingError)
+	if !math.IsNaN(m.TrainingError) {
+		s.trainingError[i] = float32(m.TrainingError)
+		setOnce(&s.entryTrainingError[i], s.trainingError[i])
+	}
+	if m.Parameters != nil {
+		l.reportParameters(i, m.Parameters)
+	}
 	s.stageTrials[i] = addSaturating(s.stageTrials[i], m.Trials)
 	s.stageErrors[i] = addSaturating(s.stageErrors[i], m.Errors)
+	if m.Unscored {
+		return
+	}
+	s.performance[i], s.stability[i] = float32(m.Performance), half(m.Stability)
+	s.sinceScore[i], s.scored[i] = l.epoch-s.scored[i], l.epoch
 	if m.Compared {
 		s.entryPerformance[i], s.basePerformance[i] = float32(m.Without), float32(m.Without)
 	}
 	setOnce(&s.entryPerformance[i], s.performance[i])
 	setOnce(&s.basePerformance[i], s.performance[i])
+}
+
+// liveness is what is known of a blueprint's own parameters.
+type liveness uint8
+
+const (
+	unreported liveness = iota
+	resting             // not finite, all 0, or the same as in the report before
+	changing
+)
+
+// reportParameters compares the parameters of a seed's blueprint with those of the last report.
+func (l *Lattice) reportParameters(i int, p []float64) {
+	s, live, zero := l.seeds, changing, true
+	h := crc32.NewIEEE()
+	var word [8]byte
+	for _, v := range p {
+		if !finite(v) {
+			live = resting
+		}
+		zero = zero && v == 0
+		binary.LittleEndian.PutUint64(word[:], math.Float64bits(v))
+		h.Write(word[:])
+	}
+	sum := max(h.Sum32(), 1)
+	if zero || s.slotSum[i] == sum || s.slotSum[i] == 0 { // of a first report nothing is known yet
+		live = resting
+	}
+	s.slotSum[i], s.learning[i] = sum, uint8(live)
 }
 
 // setOnce sets *v unless it has been set since it was NaN.
@@ -206,6 +262,8 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),
 		Performance: float64(s.performance[i]),
+		Stale:       s.sinceScore[i] == 0,
+		Interval:    int(s.sinceScore[i]),
 		Drift:       float64(s.drift[i]),
 		GradNorm:    float64(s.gradNorm[i]),
 		Memory:      [2]float32{s.memory0[i], s.memory1[i]},

@@ -145,7 +145,7 @@ func (impatient) Decide(layers []state.Report) (commands []state.Command) {
 			if s.Stage == state.Dormant {
 				c.Action, c.Request = state.Germinate, state.GerminationRequest{Slot: s.Seed + 1, Kind: blueprints.ConvFilter}
 			}
-			if s.CanAdvance {
+			if s.CanAdvance || s.Stage == state.Dormant {
 				commands = append(commands, c)
 			}
 		}

@@ -8,7 +8,7 @@ import (
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
 	MinEpochs      [stages]int // by Stage: least epochs in it before it is left, other than by a rollback
-	TrainingError  float64     // Training → Grafting: largest training error of the seed
+	TrainingError  float64     // Training → Grafting: largest training error of the seed, if that does not fall
 	Stability      float64     // Evaluating → FineTuning: least stability
 	FossilStable   float64     // FineTuning → Fossilized: least stability
 	Improvement    float64     // FineTuning → Fossilized: least relative improvement of performance since germination
@@ -17,7 +17,16 @@ type Thresholds struct {
 	CullErrorCount int         // ... or number of errors above which it has
 }
 
-// DefaultThresholds returns the thresholds that a lattice has unless [WithThresholds] gives others.
+// DefaultThresholds returns the thresholds that a lattice has unless [WithThresholds] gives others:
+//
+//	MinEpochs       Training 100, Grafting 50, Stabilization 20, Evaluating 30, FineTuning 50, else 0
+//	TrainingError   0.01
+//	Stability       0.8
+//	FossilStable    0.95
+//	Improvement     0.01
+//	CullDelta       −0.05
+//	CullErrorRate   0.1
+//	CullErrorCount  5
 func DefaultThresholds() Thresholds {
 	return Thresholds{
 		MinEpochs:      [stages]int{Training: 100, Grafting: 50, Stabilization: 20, Evaluating: 30, FineTuning: 50},
@@ -56,8 +65,10 @@ func (t Thresholds) check() error {
 type Evidence struct {
 	Epochs        int     // epochs in the present stage
 	TrainingError float64 // of the seed, as last reported in Metrics
+	ErrorFalling  bool    // it is below the first one reported in this stage
 	LossFalling   bool    // the host's loss is below the first one measured in this stage
-	GradientsLive bool    // the last gradient norm of the seed's chunk is finite and not zero
+	Learning      bool    // the blueprint's parameters change; where they are not reported, its chunk's gradient is finite and not 0
+	Resting       bool    // they are reported, and not finite, all 0, or the same as in the report before
 	Delta         float64 // performance less that without the seed, or if never compared, that at the first report in this stage
 	Improvement   float64 // (performance − p)/|p|; p is that without the seed or else the first reported after germination
 	Stability     float64
@@ -92,7 +103,11 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	}
 	switch {
 	case from == Training && to == Grafting:
-		if atMost(e.TrainingError, t.TrainingError) || (e.LossFalling && e.GradientsLive) {
+		falling := e.ErrorFalling || math.IsNaN(e.TrainingError) && e.LossFalling
+		switch {
+		case e.Resting:
+			return Shortfall{"a blueprint whose own parameters change with training", 0, 1}, false
+		case atMost(e.TrainingError, t.TrainingError) || falling && e.Learning:
 			return Shortfall{}, true
 		}
 		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError, t.TrainingError}, false

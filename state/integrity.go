@@ -126,8 +126,11 @@ const scrubSpan = 1024
 
 // Scrub verifies all seeds once every period, a span at a time, until the context ends. It calls found, if that is not nil,
 // with an error as [Lattice.Verify] returns it whenever it meets corrupt seeds. It changes nothing; run it on a goroutine of
-// its own.
-func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) {
+// its own. Without a context, or with a period that is not above 0, it returns an error at once, else nil.
+func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) error {
+	if err := checkScrub(ctx, period); err != nil {
+		return err
+	}
 	ticker := time.NewTicker(max(period, time.Millisecond))
 	defer ticker.Stop()
 	for {
@@ -138,7 +141,7 @@ func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(er
 		}
 		select {
 		case <-ctx.Done():
-			return
+			return nil
 		case <-ticker.C:
 		}
 	}
@@ -152,6 +155,13 @@ func (l *Lattice) verifySpan(lo int) error {
 	}
 	if err := l.sums.faultError(l.sums.faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc), l.n); err != nil {
 		return fmt.Errorf("state.Scrub: %w", err)
+	}
+	return nil
+}
+
+func checkScrub(ctx context.Context, period time.Duration) error {
+	if ctx == nil || period <= 0 {
+		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a period above 0", ErrArgument, ctx, period)
 	}
 	return nil
 }

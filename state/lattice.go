@@ -54,9 +54,9 @@ type Lattice struct {
 	ring        ring
 	recorder    recorder
 	timing      timing
-	muted       map[int]bool
-	quarantined []Event // when the lattice was loaded, to be told with the next epoch's end
-	pending     []Event // what has happened under the lock
+	posed       map[int]Stage // what forward passes see in place of seeds' own stages
+	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
+	pending     []Event       // what has happened under the lock
 	outbox      outbox
 	users       map[uint16]int     // living seeds of each slot
 	kept        map[int]SlotParams // what a Network keeps of the slots of seeds that are being grafted
@@ -219,7 +219,7 @@ func (l *Lattice) install(img *image) {
 	l.sums = newChecksummer(l.seeds.columns(), Schema)
 	l.quarantined = img.quarantined
 	l.countUsers()
-	l.ring, l.timing, l.muted, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}
+	l.ring, l.timing, l.posed, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}
 }
 
 // ID returns a number that no other lattice of this process has. It is not saved.

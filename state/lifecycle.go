@@ -94,8 +94,8 @@ func (l *Lattice) intern(s Strategy) (uint8, error) {
 // Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the table of stages does not
 // allow it, or [ErrGate] when a threshold is not met; it names the seed and both stages, and nothing has changed.
 //
-// A seed that becomes Germinated this way, rather than by [Lattice.RequestGermination], has slot 0, "none": it passes
-// through every stage with t(x) = x.
+// Only [Lattice.RequestGermination] gives a seed a blueprint. [WithoutGates], a seed may become Germinated this way too: it has
+// slot 0, "none", and passes through every stage with t(x) = x. With gates it may not.
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -119,6 +119,10 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v", method, ErrTransition, seed, from, to)
 	}
 	if l.config.Gates {
+		if method == "Transition" && from == Dormant {
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs a blueprint: ask RequestGermination for one",
+				method, ErrGate, seed, from, to)
+		}
 		if s, open := l.config.Thresholds.Gate(from, to, l.evidence(seed)); !open {
 			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %v", method, ErrGate, seed, from, to, s)
 		}
@@ -154,7 +158,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 	s.stage[seed] = uint8(to)
 	s.epochsInStage[seed] = 0
 	s.lastUpdate[seed] = l.epoch
-	s.entryLoss[seed], s.entryPerformance[seed] = nan, nan
+	s.entryLoss[seed], s.entryPerformance[seed], s.entryTrainingError[seed] = nan, nan, nan
 	s.stageErrors[seed], s.stageTrials[seed] = 0, 0
 	s.finished[seed] = 0
 	switch {
@@ -163,6 +167,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 		s.trainingError[seed], s.basePerformance[seed] = nan, nan
 		s.performance[seed], s.stability[seed] = 0, 0
 		s.memory0[seed], s.memory1[seed] = 0, 0
+		s.slotSum[seed], s.learning[seed], s.scored[seed] = 0, 0, 0
 	case to == FineTuning:
 		s.alpha[seed] = 1
 	case to.Ended():
@@ -208,17 +213,27 @@ func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 
 // Mute takes a seed out of forward passes, or puts it back: while it is muted they see it as Dormant, whatever its stage. It
 // is for comparing what the model does with the seed and without it, is not saved, and no reason for an event.
-func (l *Lattice) Mute(seed int, muted bool) error {
+func (l *Lattice) Mute(seed int, muted bool) error { return l.pose("Mute", seed, Dormant, muted) }
+
+// Probe has forward passes see a seed that trains as if it were FineTuning, y = t(x), or ends that. It is for measuring what
+// the blueprint would do to the model, is not saved, and no reason for an event. A seed of any other stage is an error.
+func (l *Lattice) Probe(seed int, on bool) error { return l.pose("Probe", seed, FineTuning, on) }
+
+// pose has forward passes see a seed in another stage than it is in, or ends that.
+func (l *Lattice) pose(method string, seed int, as Stage, on bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.checkSeed("Mute", seed); err != nil {
+	if err := l.checkSeed(method, seed); err != nil {
 		return err
 	}
-	if l.muted == nil {
-		l.muted = map[int]bool{}
+	if stage := Stage(l.seeds.stage[seed]); on && as == FineTuning && stage != Training {
+		return fmt.Errorf("state.%s: %w: seed %d is %v, want Training", method, ErrArgument, seed, stage)
 	}
-	if delete(l.muted, seed); muted {
-		l.muted[seed] = true
+	if l.posed == nil {
+		l.posed = map[int]Stage{}
+	}
+	if delete(l.posed, seed); on {
+		l.posed[seed] = as
 	}
 	return nil
 }
@@ -277,8 +292,10 @@ func (l *Lattice) evidence(seed int) Evidence {
 	e := Evidence{
 		Epochs:        int(s.epochsInStage[seed]),
 		TrainingError: float64(s.trainingError[seed]),
+		ErrorFalling:  s.trainingError[seed] < s.entryTrainingError[seed],
 		LossFalling:   float32(l.loss) < s.entryLoss[seed],
-		GradientsLive: s.gradNorm[seed] > 0 && finite(float64(s.gradNorm[seed])),
+		Learning:      l.learns(seed),
+		Resting:       liveness(s.learning[seed]) == resting,
 		Delta:         float64(s.performance[seed]) - float64(s.entryPerformance[seed]),
 		Improvement:   (float64(s.performance[seed]) - base) / math.Abs(base),
 		Stability:     Float16(s.stability[seed]).Float64(),
@@ -288,4 +305,17 @@ func (l *Lattice) evidence(seed int) Evidence {
 		e.ErrorRate = float64(s.stageErrors[seed]) / float64(s.stageTrials[seed])
 	}
 	return e
+}
+
+// learns reports whether a seed's blueprint learns: by its own parameters where they have been reported, and else by the
+// gradient of its chunk.
+func (l *Lattice) learns(seed int) bool {
+	switch liveness(l.seeds.learning[seed]) {
+	case changing:
+		return true
+	case resting:
+		return false
+	}
+	norm := float64(l.seeds.gradNorm[seed])
+	return norm > 0 && finite(norm)
 }

@@ -11,6 +11,8 @@ import (
 //	3  keeps performance in single precision instead of as a Float16, and training_error, entry_loss, entry_performance and
 //	   base_performance in single instead of double precision; dropped delta and improvement, which follow from them; and
 //	   added the last transitions
+//	4  keeps normal figures as bfloat16 instead of Float16, which had neither small nor large ones; added "entry_training_error",
+//	   "slot_sum", "learning" and "scored"
 
 // emptySeeds returns new seeds to migrate the stored arrays to. Before memory is taken, enough must be stored to deserve it.
 func (h *header) emptySeeds(stored []column) (*seedState, error) {
@@ -44,6 +46,13 @@ func (h *header) migrate(s *seedState, stored []column) error {
 		case ok && h.Schema < 3 && c.narrow(from):
 		case ok || !old:
 			return fmt.Errorf("%w: field %q is missing or not %s", ErrCorrupt, c.name, c.typ())
+		}
+	}
+	if h.Schema < 4 {
+		for _, figures := range [][]uint16{s.mean, s.lowest, s.highest, s.snr, s.gradVariance, s.gradMax} {
+			for i, bits := range figures {
+				figures[i] = brain(Float16(bits).Float64())
+			}
 		}
 	}
 	if !old && moved != len(stored) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"iter"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -154,11 +155,15 @@ func (n *Network) Verify() error {
 // Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several goroutines at once; one
 // that shall put corrupt seeds into quarantine submits a Quarantine command, or leaves it to the end of the epoch of lattices
 // that are made [WithQuarantine].
-func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) {
+func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) error {
+	if err := checkScrub(ctx, period); err != nil {
+		return err
+	}
 	var wg sync.WaitGroup
 	for i, l := range n.layers {
 		wg.Go(func() {
-			l.Lattice.Scrub(ctx, period, func(err error) {
+			// Its error would be that of the arguments.
+			_ = l.Lattice.Scrub(ctx, period, func(err error) {
 				if found != nil {
 					found(i, err)
 				}
@@ -166,14 +171,20 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(la
 		})
 	}
 	wg.Wait()
+	return nil
 }
 
-// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. On an error nothing has changed.
+// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. It reads the parameters of the
+// blueprints that train and adds them to the metrics. On an error nothing has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	if len(m) != len(n.layers) {
 		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d", ErrArgument, len(m), len(n.layers))
 	}
 	defer n.lock()()
+	m, err := n.withParameters(m)
+	if err != nil {
+		return nil, err
+	}
 	found := make([][]fault, len(n.layers))
 	for i, l := range n.layers {
 		var err error
@@ -187,6 +198,44 @@ func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 			e.Layer = i
 			all = append(all, e)
 		}
+	}
+	return all, nil
+}
+
+// withParameters returns the metrics with the parameters of all blueprints that train, if the network has their slots.
+func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
+	if n.slots == nil {
+		return metrics, nil
+	}
+	all := slices.Clone(metrics)
+	for i, layer := range n.layers {
+		s := layer.Lattice.seeds
+		if s == nil {
+			continue
+		}
+		at := map[int]int{}
+		for k, sm := range all[i].Seeds {
+			at[sm.Seed] = k
+		}
+		own := slices.Clone(all[i].Seeds)
+		for seed, stage := range s.stage {
+			if Stage(stage) != Training || s.slot[seed] == 0 {
+				continue
+			}
+			p, err := n.slots.Read(i, int(s.slot[seed]))
+			if err != nil {
+				return nil, fmt.Errorf("state.StepEpoch: layer %d: the slot of seed %d: %w", i, seed, err)
+			}
+			k, ok := at[seed]
+			if !ok {
+				k = len(own)
+				own = append(own, SeedMetrics{Seed: seed, TrainingError: math.NaN(), Unscored: true})
+			}
+			if own[k].Parameters == nil {
+				own[k].Parameters = append(slices.Clone(p.Weights), p.Scale)
+			}
+		}
+		all[i].Seeds = own
 	}
 	return all, nil
 }

@@ -141,6 +141,8 @@ func checkKept(kept map[int]SlotParams, img *image) error {
 			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt, keptSeeds, seed, img.n)
 		case width > 0 && len(p.Weights) != width:
 			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt, keptWeights, len(p.Weights), seed, width)
+		case slices.ContainsFunc(append(p.Weights[:len(p.Weights):len(p.Weights)], p.Scale), func(v float64) bool { return !finite(v) }):
+			return fmt.Errorf("%w: what is kept of the slot of seed %d is not finite", ErrCorrupt, seed)
 		}
 	}
 	return nil

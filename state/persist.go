@@ -331,23 +331,60 @@ func (img *image) renumber(names []string) (changed bool, err error) {
 	return changed, nil
 }
 
-// check returns an error unless the fields that others index with are in range.
+// check returns an error unless the seeds are in a state that a lattice can be in: renewed checksums are no proof of that.
 func (img *image) check() error {
-	s := img.seeds
-	for i, stage := range s.stage {
-		switch {
-		case Stage(stage) >= stages:
-			return fmt.Errorf("%w: seed %d: stage is %d", ErrCorrupt, i, stage)
-		case int(s.strategy[i]) >= len(img.strategies):
-			return fmt.Errorf("%w: seed %d: strategy is %d of %d", ErrCorrupt, i, s.strategy[i], len(img.strategies))
-		case !(s.alpha[i] >= 0 && s.alpha[i] <= 1):
-			return fmt.Errorf("%w: seed %d: α is %v", ErrCorrupt, i, s.alpha[i])
-		case s.schema[i] != Schema:
-			return fmt.Errorf("%w: seed %d: schema version is %d, want %d", ErrCorrupt, i, s.schema[i], Schema)
+	for i := range img.n {
+		if err := img.checkSeed(i); err != nil {
+			return fmt.Errorf("%w: seed %d: %w", ErrCorrupt, i, err)
 		}
 	}
 	return nil
 }
+
+func (img *image) checkSeed(i int) error {
+	s, stage, slots := img.seeds, Stage(img.seeds.stage[i]), img.config.Slots
+	if slots == 0 {
+		slots = math.MaxUint16 + 1
+	}
+	switch {
+	case stage >= stages:
+		return fmt.Errorf("stage is %d", stage)
+	case int(s.slot[i]) >= slots:
+		return fmt.Errorf("slot is %d of %d", s.slot[i], slots)
+	case img.config.Gates && stage.alive() && s.slot[i] == 0:
+		return fmt.Errorf("it is %v and has no slot", stage)
+	case int(s.strategy[i]) >= len(img.strategies):
+		return fmt.Errorf("strategy is %d of %d", s.strategy[i], len(img.strategies))
+	case !(s.alpha[i] >= 0 && s.alpha[i] <= 1):
+		return fmt.Errorf("α is %v", s.alpha[i])
+	case s.schema[i] != Schema:
+		return fmt.Errorf("schema version is %d, want %d", s.schema[i], Schema)
+	case s.finished[i] > 1 || s.learning[i] > uint8(changing):
+		return fmt.Errorf("finished is %d and learning is %d", s.finished[i], s.learning[i])
+	case s.stageErrors[i] > s.stageTrials[i]:
+		return fmt.Errorf("%d errors in %d trials", s.stageErrors[i], s.stageTrials[i])
+	}
+	for _, f := range []struct {
+		name  string
+		value float64
+		least float64
+	}{
+		{"variance", float64(s.variance[i]), 0}, {"dead_ratio", float64(s.deadRatio[i]), 0}, {"grad_norm", float64(s.gradNorm[i]), 0},
+		{"step_mean", s.stepMean[i], anything}, {"step_variance", s.stepVariance[i], 0}, {"step_count", s.stepCount[i], 0},
+		{"run_mean", s.runMean[i], anything}, {"run_variance", s.runVariance[i], 0}, {"run_count", s.runCount[i], 0},
+		{"epoch_mean", s.epochMean[i], anything}, {"epoch_variance", s.epochVariance[i], 0}, {"drift", float64(s.drift[i]), 0},
+		{"norm_mean", s.normMean[i], 0}, {"norm_variance", s.normVariance[i], 0}, {"norm_count", s.normCount[i], 0},
+		{"performance", float64(s.performance[i]), anything},
+	} {
+		if !(f.value >= f.least) || math.IsInf(f.value, 0) {
+			return fmt.Errorf("%s is %v", f.name, f.value)
+		}
+	}
+	return nil
+}
+
+// anything is the least of a figure that may be any finite number.
+var anything = math.Inf(-1)
 
 // Array is one array of a lattice's state, for storage formats that hold named arrays.
 type Array struct {

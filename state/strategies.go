@@ -8,8 +8,9 @@ import (
 // The strategies of this file take α to Target in steps of Target/Epochs, and differ in when and how many they take. They go
 // on from whatever α is, so a seed whose α was set by hand is not taken back.
 
-// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: each epoch in which it is
-// above the last one multiplies the speed by 1 + Gain, to at most MaxSpeed steps; any other puts it back to one step.
+// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: a score above the last one
+// multiplies the speed by 1 + Gain for each epoch since that, to at most MaxSpeed steps; any other puts it back to one step.
+// Epochs without a new score keep the speed, so that it matters little how often one is measured.
 type PerformanceLinked struct {
 	Epochs   int     `json:"epochs"` // without an improvement
 	Target   float64 `json:"target"`
@@ -38,9 +39,13 @@ func (s PerformanceLinked) Check() error {
 // Advance remembers the last performance and the speed, which is 0 until there is a performance to compare with.
 func (s PerformanceLinked) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
 	last, speed := float64(g.Memory[0]), float64(g.Memory[1])
-	if speed > 0 && g.Performance > last {
-		speed = min(s.MaxSpeed, speed*(1+s.Gain))
-	} else {
+	switch {
+	case g.Stale:
+		alpha, done = step(g.Alpha, s.Target, max(speed, 1)/float64(s.Epochs))
+		return alpha, g.Memory, done
+	case speed > 0 && g.Performance > last:
+		speed = min(s.MaxSpeed, speed*math.Pow(1+s.Gain, float64(max(g.Interval, 1))))
+	default:
 		speed = 1
 	}
 	alpha, done = step(g.Alpha, s.Target, speed/float64(s.Epochs))

@@ -18,6 +18,8 @@ type Graft struct {
 	Alpha       float64    // so far
 	Epochs      int        // in Grafting, the epoch that ends included: 1, 2, ... up to 65535, where the count stops
 	Performance float64    // as last reported in Metrics
+	Stale       bool       // Performance has been seen before: nothing was scored in the epoch
+	Interval    int        // epochs from the score before to a new Performance; 0 counts as 1
 	Drift       float64    // relative change of the chunk's running moments over the epoch
 	GradNorm    float64    // last gradient norm of the seed's chunk
 	Memory      [2]float32 // what the strategy returned last; zero when grafting begins. It is saved with the seed.

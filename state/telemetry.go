@@ -3,6 +3,7 @@ package state
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -110,7 +111,7 @@ func (l *Lattice) Telemetry() Telemetry {
 }
 
 // Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are counted, not included.
-// In a [Report], Variance and DeadRatio have float32 precision and the others that of a [Float16].
+// In a [Report], Variance and DeadRatio have float32 precision and the others that of a bfloat16, 2⁻⁹, over the same range.
 type Health struct {
 	Variance  float64 // mean squared deviation from the mean
 	Mean      float64
@@ -120,7 +121,7 @@ type Health struct {
 }
 
 // Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In a [Report], Norm has
-// float32 precision and the others that of a [Float16].
+// float32 precision and the others that of a bfloat16, 2⁻⁹, over the same range.
 type Gradient struct {
 	Norm     float64 // square root of the sum of squares
 	Variance float64
@@ -199,8 +200,8 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step
 	for i := range n {
 		stage := Stage(s.stage[i])
-		if len(l.muted) > 0 && l.muted[i] {
-			stage = Dormant
+		if posed, ok := l.posed[i]; ok {
+			stage = posed
 		}
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
 		p.Alpha[i] = stage.weight(s.alpha[i])
@@ -222,7 +223,7 @@ func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) erro
 		l.step++
 	}
 	l.record(recorder{pass: p, health: sample})
-	if p.Record && p.Telemetry.Mode != Off {
+	if p.Record && p.Telemetry.Mode != Off && slices.Contains(p.Watch, true) {
 		l.ring.push(l, p, sample)
 	}
 	return nil
@@ -279,8 +280,8 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
 	if watched {
 		s.variance[i], s.deadRatio[i] = float32(h.Health.Variance), float32(h.Health.DeadRatio)
-		s.mean[i], s.snr[i] = half(h.Health.Mean), half(h.Health.SNR)
-		s.lowest[i], s.highest[i] = half(h.Health.Min), half(h.Health.Max)
+		s.mean[i], s.snr[i] = brain(h.Health.Mean), brain(h.Health.SNR)
+		s.lowest[i], s.highest[i] = brain(h.Health.Min), brain(h.Health.Max)
 	}
 }
 
@@ -304,7 +305,7 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
 	if watched && g.Norms.Count > 0 {
 		s.gradNorm[i] = float32(g.Gradient.Norm)
-		s.gradVariance[i], s.gradMax[i] = half(g.Gradient.Variance), half(g.Gradient.Max)
+		s.gradVariance[i], s.gradMax[i] = brain(g.Gradient.Variance), brain(g.Gradient.Max)
 	}
 }
 

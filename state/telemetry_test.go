@@ -33,13 +33,16 @@ func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
 	g := state.Gradient{Norm: 1.0 / 3, Variance: 1.0 / 3, Max: 2.0 / 3}
 	m := state.Moments{Count: 6, Mean: 1.0 / 3, Variance: 2}
 	pass(t, l, true, state.HealthSample{Health: h, Moments: m, NonFinite: 2}, state.GradientSample{Gradient: g, Norms: m, NonFinite: 3, Clipped: 4})
-	half := func(v float64) float64 { return state.NewFloat16(v).Float64() }
+	brain := func(v float64) float64 { // to eight significant bits
+		fraction, exponent := math.Frexp(v)
+		return math.Ldexp(math.RoundToEven(fraction*256)/256, exponent)
+	}
 	single := func(v float64) float64 { return float64(float32(v)) }
 	for _, s := range l.Report().Seeds {
-		if want := (state.Health{Variance: single(1.0 / 3), Mean: half(1.0 / 3), Min: half(-1.0 / 3), Max: half(2.0 / 3), DeadRatio: single(1.0 / 7), SNR: math.Inf(1)}); s.Health != want {
+		if want := (state.Health{Variance: single(1.0 / 3), Mean: brain(1.0 / 3), Min: brain(-1.0 / 3), Max: brain(2.0 / 3), DeadRatio: single(1.0 / 7), SNR: brain(1e5)}); s.Health != want {
 			t.Errorf("health is %+v, want %+v", s.Health, want)
 		}
-		if want := (state.Gradient{Norm: single(1.0 / 3), Variance: half(1.0 / 3), Max: half(2.0 / 3)}); s.Gradient != want {
+		if want := (state.Gradient{Norm: single(1.0 / 3), Variance: brain(1.0 / 3), Max: brain(2.0 / 3)}); s.Gradient != want {
 			t.Errorf("gradient is %+v, want %+v", s.Gradient, want)
 		}
 		if s.NonFiniteX != 2 || s.NonFiniteG != 3 || s.Clips != 4 {
