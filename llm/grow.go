@@ -119,7 +119,9 @@ func (t *Trainer) try(m *state.SeedMetrics, l *state.Lattice, with []float64) er
 	m.Unscored = true
 	now, _ := mean(with, tried)
 	then, bad := mean(tried, with)
-	m.TrainingError, m.Errors = now-then, bad
+	if m.TrainingError, m.Errors = now-then, bad; bad > 0 {
+		m.TrainingError = worst
+	}
 	return nil
 }
 

@@ -302,12 +302,18 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, m := range metrics[1].Seeds {
+			if m.Unscored { // a seed that trains
+				if finite := loss-loss == 0; m.TrainingError > 0 == finite {
+					t.Errorf("validation losses of %v: seed %d has the training error %v", loss, m.Seed, m.TrainingError)
+				}
+				continue
+			}
 			if m.Performance > -65503 || m.Compared != (m.Seed == 2) || m.Compared && m.Without != m.Performance {
 				t.Errorf("validation losses of %v: seed %d is judged %+v", loss, m.Seed, m)
 			}
 		}
-		if n := len(metrics[1].Seeds); n != 2 {
-			t.Errorf("validation losses of %v: %d seeds are judged, want 2", loss, n)
+		if n := len(metrics[1].Seeds); n != 3 {
+			t.Errorf("validation losses of %v: %d seeds are judged, want 3", loss, n)
 		}
 	}
 }
