@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -23,7 +24,8 @@ type Growth struct {
 	Refused func(state.Command, error)
 }
 
-// Grow makes the trainer follow a controller.
+// Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as state.Heuristic does, is
+// refused where the run has fewer.
 func (t *Trainer) Grow(g Growth) error {
 	if g.Every == 0 {
 		g.Every = 1
@@ -39,10 +41,33 @@ func (t *Trainer) Grow(g Growth) error {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
-	if err := t.canEvaluate(g.Validation); err != nil {
+	if err := cmp.Or(t.canEvaluate(g.Validation), t.hasTime(g)); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	t.growth = &g
+	return nil
+}
+
+// hasTime returns an error if no blueprint can be fossilized in the steps that are planned.
+func (t *Trainer) hasTime(g Growth) error {
+	planner, ok := g.Controller.(interface {
+		LeastEpochs(l *state.Lattice, every int) (int, error)
+	})
+	if !ok {
+		return nil
+	}
+	c := t.Config
+	for _, l := range t.Model.Kasmina.Lattices() {
+		least, err := planner.LeastEpochs(l, g.Every)
+		if err != nil {
+			return err
+		}
+		if have := c.Steps / c.Epoch; least > have {
+			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be fossilized: plan at least %d steps, or shorter "+
+				"epochs (TrainConfig.Epoch), or lattices with state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
+				"with fewer RampEpochs", c.Steps, have, c.Epoch, least, least*c.Epoch, have)
+		}
+	}
 	return nil
 }
 

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -316,4 +317,40 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Errorf("validation losses of %v: %d seeds are judged, want 3", loss, n)
 		}
 	}
+}
+
+// TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what would be needed, and a run that
+// follows the advice to graft a blueprint in no more steps.
+func TestGrowHasTime(t *testing.T) {
+	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	require.NoError(t, err)
+	trainer := func(opts ...state.Option) *Trainer {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 150})
+		tr.Model, err = NewModel(tiny(), tensor.Float32, 7, opts...)
+		require.NoError(t, err)
+		tr.engine, err = newHost(tr.Model, tr.Optimizer, tr.Config)
+		require.NoError(t, err)
+		tr.Model.trainer = tr
+		return tr
+	}
+	h := state.NewHeuristic(4, 1<<20)
+	h.Hunger = 0.01
+	err = trainer().Grow(Growth{Controller: h, Validation: text})
+	require.ErrorContains(t, err, "150 steps are 50 epochs of 3, and a blueprint needs 252 to be fossilized: plan at least 756 steps")
+	require.ErrorContains(t, err, "Within(50)")
+	thresholds := state.DefaultThresholds().Within(50)
+	tr := trainer(state.WithThresholds(thresholds))
+	h.RampEpochs = thresholds.MinEpochs[state.Grafting]
+	require.NoError(t, tr.Grow(Growth{Controller: h, Validation: text}))
+	grafted := 0
+	_, err = tr.Model.Kasmina.Listen(func(e state.Event) {
+		if e.Kind == state.StageChanged && e.To == state.Grafting {
+			grafted++
+		}
+	})
+	require.NoError(t, err)
+	require.NoError(t, tr.Run(t.Context()))
+	require.NotZero(t, grafted)
+	h.Patience = 3
+	require.ErrorContains(t, trainer(state.WithThresholds(thresholds)).Grow(Growth{Controller: h, Validation: text}), "raise Patience")
 }

@@ -102,6 +102,36 @@ func (h *Heuristic) Check() error {
 	return errors.Join(errs...)
 }
 
+// fastest is how many steps of its ramp a grafting takes in an epoch at most.
+const fastest = 4
+
+// LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be fossilized, when blueprints are
+// compared every so many epochs; 0 for a lattice [WithoutGates], which has no thresholds to meet. The error names a stage that h
+// gives up before its gate can open.
+func (h *Heuristic) LeastEpochs(l *Lattice, every int) (epochs int, err error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if !l.config.Gates {
+		return 0, nil
+	}
+	epochs = max(h.Begin, 0) + 1 // to be planted, and to begin to train
+	for stage := Training; stage <= FineTuning; stage++ {
+		least := max(1, l.config.Thresholds.MinEpochs[stage])
+		if stage >= Evaluating { // whose gates open with a comparison
+			least = max(least, every)
+		}
+		if least > h.Patience+1 {
+			return 0, fmt.Errorf("state.Heuristic: %w: its Patience of %d epochs ends before the gate out of %v can open, after %d: "+
+				"raise Patience, or lower MinEpochs in the lattices' Thresholds", ErrArgument, h.Patience, stage, least)
+		}
+		if stage == Grafting {
+			least = max(least, (h.RampEpochs+fastest-1)/fastest)
+		}
+		epochs += least
+	}
+	return epochs, nil
+}
+
 // Decide returns the commands for all layers, those on seeds that have a blueprint first.
 func (h *Heuristic) Decide(reports []Report) (commands []Command) {
 	active, parameters := 0, 0
@@ -279,7 +309,7 @@ func (h *Heuristic) remedy(r *Report, c candidate) (blueprints.Kind, Strategy) {
 	case c.ailment == hungry && c.severity > 2:
 		return kind, GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
 	}
-	return kind, PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: 4}
+	return kind, PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
 }
 
 // median returns the median of a figure of the seeds that have it; 0 and NaN do not count.

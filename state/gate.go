@@ -40,6 +40,22 @@ func DefaultThresholds() Thresholds {
 	}
 }
 
+// Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole life, from Training to
+// FineTuning, take at most half of the given epochs: a run of so many can then see blueprints become fossilized. Thresholds that
+// do so already stay as they are.
+func (t Thresholds) Within(epochs int) Thresholds {
+	all := 0
+	for stage := Training; stage <= FineTuning; stage++ {
+		all += t.MinEpochs[stage]
+	}
+	if most := max(epochs, 0) / 2; all > most {
+		for stage := Training; stage <= FineTuning; stage++ {
+			t.MinEpochs[stage] = t.MinEpochs[stage] * most / all
+		}
+	}
+	return t
+}
+
 func (t Thresholds) check() error {
 	for s, n := range t.MinEpochs {
 		if n < 0 || n > math.MaxUint16 {
