@@ -33,6 +33,17 @@ type dryRun struct {
 	w io.Writer
 }
 
+// Check is what a trainer's Grow asks before a run: it is the controller's own.
+func (d dryRun) Check() error {
+	if d.Controller == nil {
+		return fmt.Errorf("state.DryRun: %w: the controller is nil, want one such as NewHeuristic returns", ErrArgument)
+	}
+	if c, ok := d.Controller.(interface{ Check() error }); ok {
+		return c.Check()
+	}
+	return nil
+}
+
 func (d dryRun) Decide(reports []Report) []Command {
 	if d.Controller == nil {
 		return nil

@@ -25,6 +25,13 @@ func TestForged(t *testing.T) {
 		"run_variance is -1":             func(_ *Lattice, s *seedState) { s.runVariance[1] = -1 },
 		"norm_count is -3":               func(_ *Lattice, s *seedState) { s.normCount[1] = -3 },
 		"grad_norm is NaN":               func(_ *Lattice, s *seedState) { s.gradNorm[1] = nan },
+		"stability is NaN":               func(_ *Lattice, s *seedState) { s.stability[1] = half(math.NaN()) },
+		"variance is -1":                 func(_ *Lattice, s *seedState) { s.variance[1] = -1 },
+		"base_performance is -Inf":       func(_ *Lattice, s *seedState) { s.basePerformance[1] = float32(-inf) },
+		"training_error is +Inf":         func(_ *Lattice, s *seedState) { s.trainingError[1] = float32(inf) },
+		"told of 9 NaN and Inf":          func(_ *Lattice, s *seedState) { s.nonFiniteTold[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4 },
+		"epoch 4294967295 and step":      func(l *Lattice, _ *seedState) { l.epoch = math.MaxUint32 },
+		"and step 18446744073709551615":  func(l *Lattice, _ *seedState) { l.step = math.MaxUint64 },
 		"performance is NaN":             func(_ *Lattice, s *seedState) { s.performance[1] = nan },
 		"it is Grafting and has no slot": func(l *Lattice, s *seedState) { l.config.Gates = true; s.stage[1], s.slot[1] = uint8(Grafting), 0 },
 	} {
@@ -45,5 +52,29 @@ func TestForged(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, before, after)
 		})
+	}
+}
+
+// TestOverflowingFigures wants figures that overflow neither to become limits by which later passes go, nor to keep a lattice that has
+// met them from being loaded.
+func TestOverflowingFigures(t *testing.T) {
+	l, err := NewLattice(1, 4)
+	require.NoError(t, err)
+	var p Pass
+	for _, m := range []Moments{{8, 1, 2}, {8, math.MaxFloat64, math.Inf(1)}, {8, math.NaN(), 1}, {8, 1, 1e300}} {
+		l.Begin(&p, true)
+		require.NoError(t, l.RecordHealth(&p, func(int) HealthSample {
+			return HealthSample{Moments: m, Health: Health{Variance: m.Variance, Mean: m.Mean}}
+		}))
+		require.NoError(t, l.RecordGradient(&p, func(int) GradientSample {
+			return GradientSample{Norms: m, Gradient: Gradient{Norm: m.Variance}}
+		}))
+		_, err := l.StepEpoch(Metrics{})
+		require.NoError(t, err)
+		l.Begin(&p, true)
+		require.True(t, p.Input[0].ok() && p.Norms[0].ok())
+		data, err := l.MarshalBinary()
+		require.NoError(t, err)
+		require.NoError(t, new(Lattice).UnmarshalBinary(data), "after %+v", m)
 	}
 }

@@ -197,3 +197,29 @@ func TestEmptyArguments(t *testing.T) {
 	require.ErrorIs(t, l.Scrub(none, 1, nil), state.ErrArgument)
 	require.ErrorIs(t, l.Scrub(t.Context(), -1, nil), state.ErrArgument)
 }
+
+// TestZeroNetworkAnswers wants what is submitted to a network without layers, which nobody applies anything to, to be refused.
+func TestZeroNetworkAnswers(t *testing.T) {
+	var zero state.Network
+	done := zero.Submit(state.Command{Action: state.Recycle})
+	require.Len(t, done, 1, "it would never answer")
+	require.ErrorIs(t, <-done, state.ErrSeed)
+	require.NoError(t, <-zero.Submit())
+}
+
+// TestDryRunChecks wants a dry run to be refused where the controller itself would be.
+func TestDryRunChecks(t *testing.T) {
+	for _, c := range []state.Controller{nil, &state.Heuristic{}} {
+		check, ok := state.DryRun(c, nil).(interface{ Check() error })
+		require.True(t, ok)
+		require.ErrorIs(t, check.Check(), state.ErrArgument)
+	}
+}
+
+// TestCraftedPass wants a pass that no lattice has begun to be refused.
+func TestCraftedPass(t *testing.T) {
+	l := lattice(t, 2, 4)
+	p := state.Pass{Stage: make([]state.Stage, 2), Record: true}
+	require.ErrorIs(t, l.RecordHealth(&p, func(int) state.HealthSample { return state.HealthSample{} }), state.ErrArgument)
+	require.ErrorIs(t, l.RecordGradient(&p, func(int) state.GradientSample { return state.GradientSample{} }), state.ErrArgument)
+}

@@ -46,6 +46,12 @@ type savedField struct {
 
 const crcName = "crc32"
 
+// What no run comes near, so that a loaded lattice can go on counting.
+const (
+	maxEpoch = math.MaxInt32
+	maxStep  = 1 << 62
+)
+
 func (l *Lattice) header() header {
 	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Config: l.config}
 	for _, s := range l.strategies {
@@ -196,6 +202,10 @@ func parseHeader(head []byte) (*header, error) {
 	h := &header{}
 	if err := json.Unmarshal(head, h); err != nil {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
+	}
+	if h.Epoch > maxEpoch || h.Step > maxStep {
+		return nil, fmt.Errorf("%w: header: epoch %d and step %d, want at most %d and %d", ErrCorrupt, h.Epoch, h.Step,
+			maxEpoch, uint64(maxStep))
 	}
 	if h.Seeds < 1 || uint64(h.Seeds) > math.MaxUint32 || h.Hidden < 1 || h.Hidden%h.Seeds != 0 {
 		return nil, fmt.Errorf("%w: header: %d seeds over %d features", ErrCorrupt, h.Seeds, h.Hidden)
@@ -363,20 +373,44 @@ func (img *image) checkSeed(i int) error {
 		return fmt.Errorf("finished is %d and learning is %d", s.finished[i], s.learning[i])
 	case s.stageErrors[i] > s.stageTrials[i]:
 		return fmt.Errorf("%d errors in %d trials", s.stageErrors[i], s.stageTrials[i])
+	case s.nonFiniteTold[i] > addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])):
+		return fmt.Errorf("it has told of %d NaN and Inf, of %d and %d", s.nonFiniteTold[i], s.nonFiniteX[i], s.nonFiniteG[i])
 	}
 	for _, f := range []struct {
 		name  string
 		value float64
 		least float64
 	}{
-		{"variance", float64(s.variance[i]), 0}, {"dead_ratio", float64(s.deadRatio[i]), 0}, {"grad_norm", float64(s.gradNorm[i]), 0},
 		{"step_mean", s.stepMean[i], anything}, {"step_variance", s.stepVariance[i], 0}, {"step_count", s.stepCount[i], 0},
 		{"run_mean", s.runMean[i], anything}, {"run_variance", s.runVariance[i], 0}, {"run_count", s.runCount[i], 0},
-		{"epoch_mean", s.epochMean[i], anything}, {"epoch_variance", s.epochVariance[i], 0}, {"drift", float64(s.drift[i]), 0},
+		{"epoch_mean", s.epochMean[i], anything}, {"epoch_variance", s.epochVariance[i], 0},
 		{"norm_mean", s.normMean[i], 0}, {"norm_variance", s.normVariance[i], 0}, {"norm_count", s.normCount[i], 0},
-		{"performance", float64(s.performance[i]), anything},
+		{"performance", float64(s.performance[i]), anything}, {"stability", Float16(s.stability[i]).Float64(), 0},
 	} {
 		if !(f.value >= f.least) || math.IsInf(f.value, 0) {
+			return fmt.Errorf("%s is %v", f.name, f.value)
+		}
+	}
+	return s.checkOpen(i)
+}
+
+// checkOpen checks the figures of a seed that need not be finite: those that overflow in float32, and those that are NaN until
+// they are reported.
+func (s *seedState) checkOpen(i int) error {
+	for _, f := range []struct {
+		name  string
+		value float32
+	}{{"variance", s.variance[i]}, {"dead_ratio", s.deadRatio[i]}, {"grad_norm", s.gradNorm[i]}} {
+		if !(f.value >= 0) {
+			return fmt.Errorf("%s is %v", f.name, f.value)
+		}
+	}
+	for _, f := range []struct {
+		name  string
+		value float32
+	}{{"training_error", s.trainingError[i]}, {"entry_training_error", s.entryTrainingError[i]}, {"entry_loss", s.entryLoss[i]},
+		{"entry_performance", s.entryPerformance[i]}, {"base_performance", s.basePerformance[i]}} {
+		if math.IsInf(float64(f.value), 0) {
 			return fmt.Errorf("%s is %v", f.name, f.value)
 		}
 	}

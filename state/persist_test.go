@@ -41,8 +41,9 @@ func fill(t *testing.T, l *Lattice) {
 		l.seeds.schema[i] = Schema
 		l.seeds.finished[i], l.seeds.learning[i] = uint8(r.IntN(2)), uint8(r.IntN(3))
 		l.seeds.stageErrors[i] = uint32(r.IntN(1 + int(l.seeds.stageTrials[i])))
+		l.seeds.nonFiniteTold[i] = uint32(r.IntN(1 + int(l.seeds.nonFiniteX[i])))
 	}
-	l.epoch, l.step, l.loss = r.Uint32(), r.Uint64(), 1/r.Float64()
+	l.epoch, l.step, l.loss = r.Uint32N(maxEpoch), r.Uint64N(maxStep), 1/r.Float64()
 	l.seal(0, l.n)
 }
 

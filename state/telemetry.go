@@ -131,6 +131,11 @@ type Gradient struct {
 // Moments sum up numbers: how many, their mean, and the mean squared deviation from it.
 type Moments struct{ Count, Mean, Variance float64 }
 
+// ok reports whether numbers can have these moments.
+func (m Moments) ok() bool {
+	return m.Count >= 0 && m.Variance >= 0 && finite(m.Count) && finite(m.Mean) && finite(m.Variance)
+}
+
 // merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
 // Algorithm for Computing Sample Variances", 1979).
 func (m Moments) merge(n Moments) Moments {
@@ -183,6 +188,16 @@ type Pass struct {
 	Watch     []bool    // whether the figures of this pass are reported
 	Input     []Moments // of the chunk in the pass before this one; Count 0 when there was none
 	Norms     []Moments // running moments of the chunk's gradient norm over rows
+}
+
+// seeds returns of how many seeds the pass is, or -1 when its slices disagree.
+func (p *Pass) seeds() int {
+	for _, n := range []int{len(p.Slot), len(p.Kind), len(p.Alpha), len(p.Watch), len(p.Input), len(p.Norms)} {
+		if n != len(p.Stage) {
+			return -1
+		}
+	}
+	return len(p.Stage)
 }
 
 // Begin fills p for a forward pass that starts now, reusing p's memory. With record set, the passes will be given to
@@ -275,11 +290,13 @@ func (l *Lattice) recordSpan(lo, hi int) {
 
 func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	m := h.Moments
-	s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
 	run := Moments{s.runCount[i], s.runMean[i], s.runVariance[i]}.merge(m)
-	s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
+	if m.ok() && run.ok() { // limits are made of them, which must not be infinite
+		s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
+		s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
+	}
 	if watched {
-		s.variance[i], s.deadRatio[i] = float32(h.Health.Variance), float32(h.Health.DeadRatio)
+		s.variance[i], s.deadRatio[i] = critical(h.Health.Variance), critical(h.Health.DeadRatio)
 		s.mean[i], s.snr[i] = brain(h.Health.Mean), brain(h.Health.SNR)
 		s.lowest[i], s.highest[i] = brain(h.Health.Min), brain(h.Health.Max)
 	}
@@ -302,20 +319,30 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	s.clips[i] += uint64(g.Clipped)
 	m := Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}.merge(g.Norms)
-	s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
+	if m.ok() {
+		s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
+	}
 	if watched && g.Norms.Count > 0 {
-		s.gradNorm[i] = float32(g.Gradient.Norm)
+		s.gradNorm[i] = critical(g.Gradient.Norm)
 		s.gradVariance[i], s.gradMax[i] = brain(g.Gradient.Variance), brain(g.Gradient.Max)
 	}
 }
 
 func half(v float64) uint16 { return uint16(NewFloat16(v)) }
 
+// critical is a figure of critical quality as it is stored. One that is NaN has overflowed on its way.
+func critical(v float64) float32 {
+	if v != v {
+		return float32(math.Inf(1))
+	}
+	return float32(v)
+}
+
 func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 	if !sampled {
 		return fmt.Errorf("state.%s: %w: sample is nil, want a function", method, ErrArgument)
 	}
-	if p == nil || l.n == 0 || len(p.Stage) != l.n {
+	if p == nil || l.n == 0 || p.seeds() != l.n {
 		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds", method, ErrArgument, l.n)
 	}
 	return nil

@@ -12,9 +12,13 @@ type submission struct {
 }
 
 // Submit hands over commands that take effect together at the next [Network.Apply]. The channel, which need not be read, gets
-// nil then, or why they were refused. It may be called from any goroutine.
+// nil then, or why they were refused. It may be called from any goroutine. A network without layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
 	done := make(chan error, 1)
+	if len(n.layers) == 0 {
+		done <- n.Do(commands...)
+		return done
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.submitted = append(n.submitted, submission{slices.Clone(commands), done})
