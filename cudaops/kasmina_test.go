@@ -386,8 +386,8 @@ func sameReports(t testing.TB, at string, got, want any) {
 
 func differs(a, b reflect.Value, at string) string {
 	switch a.Kind() {
-	case reflect.Float32, reflect.Float64:
-		if x, y := a.Float(), b.Float(); !(math.Abs(x-y) <= 2e-3*math.Abs(y)+1e-6) {
+	case reflect.Float32, reflect.Float64: // one may be rounded up to a bfloat16, the other down
+		if x, y := a.Float(), b.Float(); !(math.Abs(x-y) <= 0x1.01p-7*math.Abs(y)+1e-6) {
 			return fmt.Sprintf("%s: %v, want %v", at, x, y)
 		}
 	case reflect.Struct:
