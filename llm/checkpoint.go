@@ -280,18 +280,25 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 			run.Step, t.Config.Steps)
 	}
 	if here, there := t.Loader.tokens.Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
-		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s", ErrSettings, there, here)
+		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s: "+
+			"encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
-	if here := t.Loader.state.Data; run.Loader.Data != here {
+	switch here := t.Loader.state.Data; {
+	case run.Loader.Data == here:
+	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
+		return f.errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
+			"(fingerprint %s), not by what it says: if yours is the same, go on with it, from its "+
+			"start, by the option WithNewData", ErrDataChanged, run.Loader.Data)
+	default:
 		return f.errorf("%w: the run learnt from other text than the trainer's loader has (fingerprint %.12s, not %.12s): give it the "+
 			"same text, or go on with this one by the option WithNewData", ErrDataChanged, run.Loader.Data, here)
 	}
 	diff := t.differs(run.Settings)
-	if t.growth != nil {
+	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
 		diff = append(diff, t.growsAs(run.Settings.Growth)...)
 	}
 	if len(diff) > 0 && !r.newSettings {
-		return f.errorf("%w: %s", ErrSettings, strings.Join(diff, "; "))
+		return f.errorf("%w: %s", ErrSettings, withRemedy(diff))
 	}
 	if seed := t.Loader.config.Seed; run.Settings.Seed != seed {
 		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
@@ -337,9 +344,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if t.apart = t.engine.Push(); t.apart != nil {
 		return f.errorf("%w", t.usable())
 	}
-	t.grew = nil
-	if t.growth == nil && !r.newSettings { // Grow may still be called: Run looks again
-		t.grew = run.Settings.Growth
+	if t.grew = run.Settings.Growth; r.newSettings {
+		t.grew = nil
 	}
 	r.tell(diff)
 	return nil

@@ -1,11 +1,11 @@
 package llm
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash"
 	"io"
@@ -28,12 +28,23 @@ type fingerprinted struct {
 	value string
 }
 
-// Fingerprint returns 64 hexadecimal digits that stand for what the text says: a SHA-256 over the bytes of its documents, in
-// order, and where each ends. Names and folders do not count. It reads the whole text once, on all cores. The result is kept in
-// the user's cache folder, under the files' paths, sizes and times, so that it is known at once while they stay as they are.
-// The error is that of a file that cannot be read or has changed (ErrDataChanged), or why the context ended. It may be called
-// by several goroutines at once.
-func (t *Text) Fingerprint(ctx context.Context) (string, error) {
+// Fingerprint returns 64 hexadecimal digits that stand for what the text says: a SHA-256 over the
+// bytes of its documents, in order, and where each ends. Names and folders do not count. It reads
+// the whole text once, on all cores. The result is kept in the user's cache folder, under the
+// files' paths, sizes and times, so that it is known at once while they stay as they are.
+//
+// The function progress is called, if it is not nil, with the number of bytes that are read and of
+// those there are; never where the fingerprint is known. An error of it ends the work. Other errors
+// are that of a file that cannot be read or has changed (ErrDataChanged), and why the context
+// ended. Fingerprint may be called by several goroutines at once.
+func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
+	string, error) {
+	if ctx == nil {
+		return "", fmt.Errorf("llm: Text.Fingerprint: %w", errNoContext)
+	}
+	if t == nil {
+		return "", errors.New("llm: Text.Fingerprint: the text is nil: OpenCorpus finds some")
+	}
 	t.known.mu.Lock()
 	defer t.known.mu.Unlock()
 	if t.known.value != "" {
@@ -45,7 +56,7 @@ func (t *Text) Fingerprint(ctx context.Context) (string, error) {
 		t.known.value = value
 		return value, nil
 	}
-	value, err := t.hash(ctx)
+	value, err := t.hash(ctx, progress)
 	if err != nil {
 		return "", fmt.Errorf("llm: Text.Fingerprint: %w", err)
 	}
@@ -57,7 +68,7 @@ func (t *Text) Fingerprint(ctx context.Context) (string, error) {
 }
 
 // hash reads the text.
-func (t *Text) hash(ctx context.Context) (string, error) {
+func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (string, error) {
 	type piece struct {
 		at, size int64
 		sum      [sha256.Size]byte
@@ -68,21 +79,29 @@ func (t *Text) hash(ctx context.Context) (string, error) {
 			pieces = append(pieces, piece{at: at, size: min(fingerprintPiece, end-at)})
 		}
 	}
+	ctx, fail := context.WithCancelCause(ctx) // the first error ends what the others do
+	defer fail(nil)
 	var (
 		all  sync.WaitGroup
 		next = make(chan *piece)
 		mu   sync.Mutex
-		fail error
+		done int64
 	)
+	read := func(n int) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if done += int64(n); progress == nil || ctx.Err() != nil {
+			return nil
+		}
+		return progress(done, t.Size())
+	}
 	for range min(runtime.GOMAXPROCS(0), len(pieces)) {
 		all.Go(func() {
 			buffer := make([]byte, 1<<20)
 			for p := range next {
 				h := sha256.New()
-				if err := t.hashPiece(ctx, h, p.at, p.size, buffer); err != nil {
-					mu.Lock()
-					fail = cmp.Or(fail, err)
-					mu.Unlock()
+				if err := t.hashPiece(ctx, h, p.at, p.size, buffer, read); err != nil {
+					fail(err)
 				}
 				h.Sum(p.sum[:0])
 			}
@@ -93,8 +112,8 @@ func (t *Text) hash(ctx context.Context) (string, error) {
 	}
 	close(next)
 	all.Wait()
-	if fail != nil {
-		return "", fail
+	if ctx.Err() != nil {
+		return "", context.Cause(ctx)
 	}
 	whole, at := sha256.New(), 0
 	for _, d := range t.docs {
@@ -107,7 +126,8 @@ func (t *Text) hash(ctx context.Context) (string, error) {
 	return hex.EncodeToString(whole.Sum(nil)), nil
 }
 
-func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffer []byte) error {
+func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffer []byte,
+	read func(n int) error) error {
 	for end := at + size; at < end; {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -118,6 +138,9 @@ func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffe
 		}
 		h.Write(b)
 		at += int64(len(b))
+		if err := read(len(b)); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -140,8 +163,8 @@ func (t *Text) file(d document) string {
 	return name
 }
 
-// fingerprintSettle is how old a file must be for its times to tell that it has not been written again: file systems count in
-// steps of up to two seconds.
+// fingerprintSettle is how old a file must be for its times to tell that it has not been written
+// again: file systems count in steps of up to two seconds.
 var fingerprintSettle = 3 * time.Second
 
 // settled reports whether all files had their times long before the given moment.
@@ -163,8 +186,8 @@ func (t *Text) unchanged() bool {
 	})
 }
 
-// fingerprints is the file of known fingerprints in the user's cache folder, "" where there is no such folder. What cannot be
-// read or written there is computed again.
+// fingerprints is the file of known fingerprints in the user's cache folder, "" where there is no
+// such folder. What cannot be read or written there is computed again.
 type fingerprints string
 
 const (

@@ -15,7 +15,7 @@ import (
 // printOf is a text's fingerprint.
 func printOf(t *testing.T, text *Text) string {
 	t.Helper()
-	value, err := text.Fingerprint(t.Context())
+	value, err := text.Fingerprint(t.Context(), nil)
 	require.NoError(t, err)
 	return value
 }
@@ -50,8 +50,32 @@ func TestFingerprintPieces(t *testing.T) {
 	enough := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(enough)
-	_, err := mustOpen(t, other).Train.Fingerprint(ctx)
+	_, err := mustOpen(t, other).Train.Fingerprint(ctx, nil)
 	require.ErrorIs(t, err, enough)
+}
+
+// TestFingerprintProgress wants to be told of every byte once, and an error of who is told to end
+// the work; and no panic of what is no text or no context.
+func TestFingerprintProgress(t *testing.T) {
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	text := mustOpen(t, writeFiles(t, numbered(30))).Train
+	enough, last := errors.New("enough"), int64(0)
+	_, err := text.Fingerprint(t.Context(), func(int64, int64) error { return enough })
+	require.ErrorIs(t, err, enough)
+	value, err := text.Fingerprint(t.Context(), func(done, of int64) error {
+		require.Greater(t, done, last)
+		require.Equal(t, text.Size(), of)
+		last = done
+		return nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, text.Size(), last)
+	require.Equal(t, value, printOf(t, text))
+
+	_, err = text.Fingerprint(nil, nil)
+	require.ErrorIs(t, err, errNoContext)
+	_, err = (*Text)(nil).Fingerprint(t.Context(), nil)
+	require.ErrorContains(t, err, "the text is nil")
 }
 
 // TestFingerprintKept wants a fingerprint to be kept for files that have rested, and never to be that of what a file said before.

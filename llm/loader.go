@@ -29,12 +29,13 @@ type Tokens interface {
 
 // Tokenize returns a text's tokens. With a ByteTokenizer they are read from the text's files when asked for. Any other
 // tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
-// tokens are kept in memory at four bytes each.
+// tokens are kept in memory at four bytes each. It takes the text's fingerprint, which after
+// [Text.Fingerprint] is known.
 func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
 	}
-	fingerprint, err := text.Fingerprint(context.Background())
+	fingerprint, err := text.Fingerprint(context.Background(), nil)
 	if err != nil {
 		return nil, fmt.Errorf("llm: Tokenize: %w", err)
 	}

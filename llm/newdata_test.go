@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
@@ -8,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -112,11 +114,12 @@ func TestResumeGrowth(t *testing.T) {
 		now  *Growth
 		want string
 	}{
-		"the same":           {true, with(func(*Growth) {}), ""},
-		"never":              {false, nil, ""},
-		"no longer":          {true, nil, "this trainer does not grow"},
-		"only now":           {false, &grown, "the run did not grow"},
-		"another budget":     {true, with(func(g *Growth) { g.Controller = controller(5) }), `"MaxActive":5`},
+		"the same":  {true, with(func(*Growth) {}), ""},
+		"never":     {false, nil, ""},
+		"no longer": {true, nil, "this trainer does not grow"},
+		"only now":  {false, &grown, "the run did not grow"},
+		"another budget": {true, with(func(g *Growth) { g.Controller = controller(5) }),
+			"the controller's MaxActive is 5 here and 4 there"},
 		"another interval":   {true, with(func(g *Growth) { g.Every = 1 }), "Growth.Every is 1 here and 2 there"},
 		"another text":       {true, with(func(g *Growth) { g.Validation = validation(text[1:], 2) }), "Growth.Validation"},
 		"another batch":      {true, with(func(g *Growth) { g.Validation = validation(text, 1) }), "Growth.Validation"},
@@ -131,8 +134,9 @@ func TestResumeGrowth(t *testing.T) {
 					}
 				}
 				var opts []ResumeOption
+				told := ""
 				if accept {
-					opts = append(opts, WithNewSettings(nil))
+					opts = append(opts, WithNewSettings(func(d []string) { told = strings.Join(d, "; ") }))
 				}
 				if first {
 					grow()
@@ -146,6 +150,9 @@ func TestResumeGrowth(t *testing.T) {
 				}
 				if accept || c.want == "" {
 					require.NoError(t, err, "%s, Grow first: %v", name, first)
+					if first || c.now == nil {
+						require.Contains(t, told, c.want, "%s, Grow first: %v", name, first)
+					}
 					continue
 				}
 				require.ErrorIs(t, err, ErrSettings, "%s, Grow first: %v", name, first)
@@ -153,6 +160,68 @@ func TestResumeGrowth(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestGrowthIsNotForgotten wants a run that was resumed to be told from one that grows in another
+// way, also where Grow is called a second time, and by what is saved before it has gone on.
+func TestGrowthIsNotForgotten(t *testing.T) {
+	validation, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	require.NoError(t, err)
+	grown := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 2}
+	other := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 3}
+	build := func(growths ...Growth) *Trainer {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+		for _, g := range growths {
+			require.NoError(t, tr.Grow(g))
+		}
+		return tr
+	}
+	dir := t.TempDir()
+	path, again := filepath.Join(dir, "run.safetensors"), filepath.Join(dir, "again.safetensors")
+	require.NoError(t, build(grown).Save(path))
+
+	twice := build(grown)
+	require.NoError(t, twice.Resume(t.Context(), path))
+	require.NoError(t, twice.Grow(other))
+	require.ErrorIs(t, twice.Run(t.Context()), ErrSettings)
+	require.NoError(t, twice.Grow(grown))
+	require.NoError(t, twice.Run(t.Context()))
+	require.NoError(t, twice.Grow(other), "a run may change as it goes on")
+	require.NoError(t, twice.Run(t.Context()))
+
+	idle := build()
+	require.NoError(t, idle.Resume(t.Context(), path))
+	require.NoError(t, idle.Save(again))
+	err = build(other).Resume(t.Context(), again)
+	require.ErrorIs(t, err, ErrSettings)
+	require.ErrorContains(t, err, "Growth.Every is 3 here and 2 there")
+	require.ErrorContains(t, err, "WithNewSettings")
+	require.NoError(t, build(grown).Resume(t.Context(), again))
+}
+
+// TestOldFingerprint wants the user of an older checkpoint, which knows names and sizes of files
+// alone, to hear how its run goes on.
+func TestOldFingerprint(t *testing.T) {
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	text := strings.Repeat("all of one text. ", 60)
+	path := savedOn(t, text)
+	tensors, metadata, err := safetensors.Load(path)
+	require.NoError(t, err)
+	var run map[string]any
+	require.NoError(t, json.Unmarshal([]byte(metadata[trainingKey]), &run))
+	run["loader"].(map[string]any)["data"] = "0123456789abcdef"
+	delete(run["settings"].(map[string]any), "growth")
+	old, err := json.Marshal(run)
+	require.NoError(t, err)
+	metadata[trainingKey] = string(old)
+	require.NoError(t, safetensors.Save(path, tensors, metadata))
+
+	err = onText(t, "text", text).Resume(t.Context(), path)
+	require.ErrorIs(t, err, ErrDataChanged)
+	require.ErrorContains(t, err, "names and sizes")
+	tr := onText(t, "text", text)
+	require.NoError(t, tr.Resume(t.Context(), path, WithNewData(Keep{Optimizer: true, Steps: true})))
+	require.Equal(t, 4, tr.Step())
 }
 
 type otherController struct{}

@@ -1,12 +1,15 @@
 package llm
 
 import (
+	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"reflect"
 	"slices"
+	"strings"
 
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -68,12 +71,38 @@ func (t *Trainer) growsAs(there *growthSettings) []string {
 	var diff []string
 	for _, d := range []struct{ what, here, there string }{
 		{"the controller", here.Controller, there.Controller},
-		{"what the controller is set to", string(here.Options), string(there.Options)},
 		{"Growth.Every", fmt.Sprint(here.Every), fmt.Sprint(there.Every)},
 		{"the fingerprint of Growth.Validation", here.Validation, there.Validation},
 	} {
 		if d.here != d.there {
 			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", d.what, d.here, d.there))
+		}
+	}
+	if here.Controller == there.Controller {
+		diff = append(diff, optionDifferences(here.Options, there.Options)...)
+	}
+	return diff
+}
+
+// optionDifferences names the fields in which the JSON of two controllers differs.
+func optionDifferences(here, there json.RawMessage) []string {
+	var fields [2]map[string]json.RawMessage
+	for i, options := range []json.RawMessage{here, there} {
+		if json.Unmarshal(options, &fields[i]) == nil {
+			continue
+		}
+		if bytes.Equal(here, there) {
+			return nil
+		}
+		return []string{fmt.Sprintf("the controller as JSON is %s here and %s there", here, there)}
+	}
+	all := maps.Clone(fields[0])
+	maps.Copy(all, fields[1])
+	var diff []string
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if x, y := fields[0][name], fields[1][name]; !bytes.Equal(x, y) {
+			diff = append(diff, fmt.Sprintf("the controller's %s is %s here and %s there",
+				name, cmp.Or(string(x), "none"), cmp.Or(string(y), "none")))
 		}
 	}
 	return diff
@@ -101,7 +130,7 @@ func (t *Trainer) settings() settings {
 	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
 		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
 		Engine: t.engine.Name()},
-		Steps: c.Steps, Growth: t.growthSettings()}
+		Steps: c.Steps, Growth: cmp.Or(t.grew, t.growthSettings())}
 	if o, ok := t.Optimizer.(interface {
 		Rule(name string, shape []int) optim.Rule
 	}); ok {
@@ -173,6 +202,15 @@ func differences(here, there any) []string {
 	}
 	return diff
 }
+
+// withRemedy lists differences and says what can be done about them.
+func withRemedy(differences []string) string {
+	return strings.Join(differences, "; ") +
+		": set up the trainer as that run was, or Resume with the option WithNewSettings"
+}
+
+// oldFingerprint is how long the fingerprint of a text was while it stood for names and sizes.
+const oldFingerprint = 16
 
 // A ResumeOption changes what Resume accepts.
 type ResumeOption func(*resumption)

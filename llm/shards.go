@@ -60,7 +60,7 @@ func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader
 		h.Width = 2
 	}
 	// Tokenize makes other tokens of the same text: it does not end documents.
-	fingerprint, err := text.Fingerprint(ctx)
+	fingerprint, err := text.Fingerprint(ctx, nil)
 	h.Fingerprint = fingerprintOf("documents "+tok.Name(), fingerprint)
 	return h, err
 }

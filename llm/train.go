@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/optim"
@@ -75,7 +74,7 @@ type Trainer struct {
 	engine    Engine
 	callbacks []Callback
 	growth    *Growth         // nil without a controller
-	grew      *growthSettings // of a run that was resumed before Grow; nil where there is nothing to compare
+	grew      *growthSettings // of the run that was resumed, until Run has compared it; or nil
 	learning  [][]bool        // slots of each Kasmina layer that learned at the last step; nil before the first
 	last      Event
 	started   time.Time
@@ -212,8 +211,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 	if diff := t.growsAs(t.grew); len(diff) > 0 {
-		return fmt.Errorf("llm: Trainer.Run: %w: %s", ErrSettings, strings.Join(diff, "; "))
+		return fmt.Errorf("llm: Trainer.Run: %w: %s", ErrSettings, withRemedy(diff))
 	}
+	t.grew = nil
 	t.ctx = ctx
 	defer func() { t.ctx = nil }()
 	t.started, t.last.RunTokens = time.Now(), 0

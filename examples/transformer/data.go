@@ -57,22 +57,24 @@ func openData(o options, stderr io.Writer) (d data, err error) {
 // tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on the text. Encoding and
 // tokens are kept on the disk, for the next run.
 func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
+	m := newMeter(ctx, stderr, fmt.Sprintf("data      reading %.1f MB", float64(d.train.Size())/1e6))
+	fingerprint, err := d.train.Fingerprint(ctx,
+		func(done, of int64) error { return m.at(float64(done), float64(of)) })
+	if err != nil {
+		return err
+	}
 	if o.vocab == 0 {
 		d.tokenizer = llm.ByteTokenizer{}
 		d.tokens, err = llm.Tokenize(d.train, d.tokenizer)
 		return err
 	}
-	bpe, err := d.trainTokenizer(ctx, o, stderr)
+	bpe, err := d.trainTokenizer(ctx, o, fingerprint, stderr)
 	if err != nil {
 		return err
 	}
 	d.tokenizer = bpe
-	fingerprint, err := d.train.Fingerprint(ctx)
-	if err != nil {
-		return err
-	}
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, bpe.Name()))
-	m := newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
+	m = newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
 	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done,
 		of int64) error {
 		return m.at(float64(done), float64(of))
@@ -86,7 +88,8 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 }
 
 // trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
-func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) (*llm.BPE, error) {
+func (d *data) trainTokenizer(ctx context.Context, o options, fingerprint string,
+	stderr io.Writer) (*llm.BPE, error) {
 	if o.resume.set {
 		path := filepath.Join(filepath.Dir(o.resume.path), tokenizerName)
 		bpe, err := llm.LoadBPE(path)
@@ -98,10 +101,6 @@ func (d *data) trainTokenizer(ctx context.Context, o options, stderr io.Writer) 
 		}
 	}
 	sample := min(d.train.Size(), tokenizerText)
-	fingerprint, err := d.train.Fingerprint(ctx)
-	if err != nil {
-		return nil, err
-	}
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d-%d.bpe", fingerprint, o.vocab, sample))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }

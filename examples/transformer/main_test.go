@@ -9,12 +9,15 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -124,6 +127,17 @@ func (c endsAfter) Err() error {
 	return nil
 }
 
+// endsInTraining is a context that ends once training has asked it n times, and where the run tells
+// that it begins to train.
+func endsInTraining(n int) (context.Context, io.Writer) {
+	left := math.MaxInt
+	return endsAfter{context.Background(), &left}, writerFunc(func(b []byte) {
+		if strings.HasPrefix(string(b), "to beat ") {
+			left = n
+		}
+	})
+}
+
 // TestResume wants a run that is interrupted and resumed, with no option but -out and -data repeated, to leave the same checkpoint as
 // one in which nothing happened, byte for byte, and to be complete after that.
 func TestResume(t *testing.T) {
@@ -131,8 +145,8 @@ func TestResume(t *testing.T) {
 	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
 	options := []string{"-steps", "40", "-optimizer", "adamw", "-clip", "0.5", "-accumulate", "2", "-seed", "9", "-prompt", "if"}
 	train(t, small(data, straight, options...)...)
-	n := 25
-	err := run(endsAfter{context.Background(), &n}, small(data, broken, options...), io.Discard, io.Discard)
+	ctx, stderr := endsInTraining(25)
+	err := run(ctx, small(data, broken, options...), io.Discard, stderr)
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "-resume") {
 		t.Fatalf("got %v, want context.Canceled and a hint", err)
 	}
@@ -373,13 +387,33 @@ func TestForgedPaths(t *testing.T) {
 	require.NoError(t, safetensors.Save(checkpoint, tensors, metadata))
 
 	err = run(t.Context(), []string{"-resume", "-out", out, "-steps", "2"}, io.Discard, io.Discard)
-	require.ErrorContains(t, err, "-data "+quoted(filepath.Join(trap, "data")))
+	require.ErrorContains(t, err, strconv.Quote(filepath.Join(trap, "data")))
+	require.ErrorContains(t, err, "with -data")
 	o, err := parse([]string{"-resume", "-out", out, "-data", data}, io.Discard)
 	require.NoError(t, err)
 	require.Equal(t, []string{out, cacheFolder(), "", ""}, []string{o.out, o.cache, o.profile, o.newData})
 	result, told := train(t, "-resume", "-out", out, "-data", data, "-steps", "2")
 	require.Equal(t, 2.0, result["steps"], told)
 	require.NoDirExists(t, trap)
+	t.Chdir(filepath.Dir(data)) // the checkpoint of this run has the whole path
+	_, again := train(t, "-resume", "-out", out, "-data", filepath.Base(data))
+	require.NotContains(t, again, "-data from")
+	for _, name := range []string{"cache", "profile"} {
+		require.Contains(t, told, fmt.Sprintf("-%s from %q", name, filepath.Join(trap, name)))
+	}
+}
+
+// TestEveryPathIsKnown wants an option with text for its value to be one that names no path, or to
+// be among those that no checkpoint sets.
+func TestEveryPathIsKnown(t *testing.T) {
+	noPath := []string{"preset", "device", "precision", "optimizer", "prompt"}
+	new(options).flags(io.Discard).VisitAll(func(f *flag.Flag) {
+		if value, ok := f.Value.(flag.Getter); ok {
+			if _, text := value.Get().(string); text && !slices.Contains(noPath, f.Name) {
+				require.Contains(t, pathOptions, f.Name)
+			}
+		}
+	})
 }
 
 // TestFailureHint wants a user whose run fails to hear of the checkpoint that it goes on from, if there is one.

@@ -78,6 +78,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	given := map[string]bool{}
 	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	if o.data != "" {
+		var err error
+		if o.data, err = filepath.Abs(o.data); err != nil { // a resumed run may start in another folder
+			return o, err
+		}
+	}
 	if o.resume.set {
 		if o.resume.path == "" {
 			o.resume.path = filepath.Join(o.out, checkpointName)
@@ -87,12 +93,6 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 	} else if err := o.apply(f, given); err != nil {
 		return o, err
-	}
-	if o.data != "" {
-		var err error
-		if o.data, err = filepath.Abs(o.data); err != nil { // a resumed run may start in another folder
-			return o, err
-		}
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
@@ -203,14 +203,19 @@ var pathOptions = []string{"out", "data", "cache", "profile", "resume", "new-dat
 // checkPath compares a path of the checkpoint with what the user gave. Text of one's own has to be named again.
 func (o *options) checkPath(fl *flag.Flag, was string, given bool) error {
 	switch {
-	case fl.Name != "data" || was == "" && !given:
+	case fl.Value.String() == was:
 		return nil
-	case !given:
-		return fmt.Errorf("the run in %s learnt from %s: a path in a file is not followed, so name the text again, with -data %s",
-			o.resume.path, was, quoted(was))
-	case fl.Value.String() != was:
-		o.changed = append(o.changed, fmt.Sprintf("-data from %q to %q", was, fl.Value))
+	case fl.Name == "data" && !given:
+		return fmt.Errorf("the run in %s learnt from %q: a path in a file is not followed, so name "+
+			"the text again, with -data", o.resume.path, was)
+	case fl.Name != "data" && !given:
+		o.changed = append(o.changed, fmt.Sprintf("-%s from %q to %q: what a file says of it is "+
+			"not followed, so give it with -%[1]s", fl.Name, was, fl.Value))
+		return nil
+	case fl.Name != "data":
+		return nil
 	}
+	o.changed = append(o.changed, fmt.Sprintf("-data from %q to %q", was, fl.Value))
 	return nil
 }
 

@@ -97,8 +97,8 @@ func TestSubwords(t *testing.T) {
 		t.Fatalf("the encoding beside the checkpoint: %v", err)
 	}
 
-	n := 40
-	err = run(endsAfter{context.Background(), &n}, small(text, broken, options...), io.Discard, io.Discard)
+	ctx, stderr := endsInTraining(20)
+	err = run(ctx, small(text, broken, options...), io.Discard, stderr)
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
