@@ -215,8 +215,8 @@ func TestGrowErrors(t *testing.T) {
 	}
 }
 
-// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and without it, and others, from
-// Grafting on, by the loss alone; and all seeds to be heard again afterwards.
+// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and without it, one that trains by how
+// much that rises with its blueprint at full strength, and others by the loss alone; and all seeds to be as before afterwards.
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
@@ -268,7 +268,17 @@ func TestJudge(t *testing.T) {
 	if m := judged[3]; m.Compared || math.Abs(m.Performance-on) > 1e-12 {
 		t.Errorf("seed 3, which is being grafted, is judged %+v, want %v", m, on)
 	}
-	if _, ok := judged[1]; ok || len(judged) != 2 || !slices.Equal(with, again) {
+	if err := l.Probe(1, true); err != nil {
+		t.Fatal(err)
+	}
+	_, tried := score(false)
+	if err := l.Probe(1, false); err != nil {
+		t.Fatal(err)
+	}
+	if m := judged[1]; !m.Unscored || math.Abs(m.TrainingError-(on-tried)) > 1e-12 || on == tried || m.Trials != len(with) {
+		t.Errorf("seed 1, which trains, is judged %+v, want the training error %v", m, on-tried)
+	}
+	if len(judged) != 3 || !slices.Equal(with, again) {
 		t.Errorf("judged are %v; the losses were %v and are %v", judged, with, again)
 	}
 }
