@@ -135,9 +135,5 @@ func hostMemory(in *input) ([]float32, error) {
 
 func (s *kasminaStart) appendMode(b []byte) []byte { return b }
 func (s *kasminaStart) after() error               { return nil }
-func (s *kasminaStart) bring() error               { return nil }
-func (s *kasminaStart) unchanged() (bool, error)   { return true, nil }
-func (s *kasminaStart) take()                      {}
-func (s *kasminaStart) abandon()                   {}
 func (s *kasminaStart) settle() error              { return nil }
 func (s *kasminaStart) close() error               { return nil }

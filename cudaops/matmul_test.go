@@ -222,15 +222,6 @@ func TestProductCounters(t *testing.T) {
 	})
 }
 
-// linearGraph is x·vᵀ with the matrices of residualGraph.
-func linearGraph(t *testing.T) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
-	t.Helper()
-	g := gorgonia.NewGraph()
-	matrix := randomMatrices(g, 1, 3, 1.0/8)
-	x, v := matrix("x", 6, 5), matrix("v", 5, 5)
-	return g, gorgonia.Nodes{v}, gorgonia.Nodes{gorgonia.Must(op.Linear(x, v))}
-}
-
 // TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others of their shape before.
 func TestProductScaled(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")

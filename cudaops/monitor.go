@@ -274,11 +274,6 @@ func (o *monitor) note(i int) {
 	}
 }
 
-// timing reports whether the run before an update has been timed, or the one behind it is to be.
-func (o *monitor) timing() bool {
-	return o != nil && (o.state == monitorSample || o.runs >= o.every-2)
-}
-
 // updating enqueues an update, and times it after a run that is timed.
 func (o *monitor) updating(enqueue func() error) error {
 	if o == nil || o.state != monitorSample || o.update.busy {

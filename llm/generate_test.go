@@ -50,7 +50,8 @@ func TestGenerateStreams(t *testing.T) {
 	}
 	require.ErrorIs(t, last, enough)
 	require.Equal(t, 4, taken)
-	_, err := collect(g.Generate(nil, []int{1}, 1, s))
+	var none context.Context
+	_, err := collect(g.Generate(none, []int{1}, 1, s))
 	require.ErrorContains(t, err, "the context is nil")
 }
 
