@@ -67,6 +67,7 @@ type outbox struct {
 	list    []*func(Event)
 	waiting []Event
 	busy    bool // a goroutine is delivering
+	held    int  // callers of HoldEvents
 	relays  []relay
 }
 
@@ -117,11 +118,17 @@ func (o *outbox) deliver() {
 	}
 }
 
+func (o *outbox) hold(more int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.held += more
+}
+
 // take hands over what waits now, and reports whether it did.
 func (o *outbox) take() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.busy || len(o.waiting) == 0 {
+	if o.busy || o.held > 0 || len(o.waiting) == 0 {
 		return false
 	}
 	events, list := o.waiting, o.list

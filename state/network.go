@@ -15,9 +15,12 @@ import (
 
 // Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer and its number in it.
 //
-// Commands come in two ways. [Network.Submit] may be called from any goroutine at any time; the commands wait until whoever
-// runs the model calls [Network.Apply], which a training loop does between its steps. [Network.Do] is for that goroutine
-// itself and acts at once. Either way all commands of one call take effect together, or, when one is refused, none.
+// Commands come in two ways. Those of [Network.Submit] wait until whoever runs the model calls [Network.Apply], which a
+// training loop does between its steps. [Network.Do] acts at once. Either way all commands of one call take effect together,
+// or, when one is refused, none.
+//
+// Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at any time. Do may be,
+// too, where the slots have a lock. Apply, StepEpoch, Load and what it returns are for whoever runs the model, between passes.
 //
 // The network also looks after the parameters behind the slots, if it is given them: germination sets a slot to the blueprint's
 // identity start, unless a living seed shares it; the beginning of a grafting keeps the slot's weights and scale, and a
@@ -28,8 +31,8 @@ type Network struct {
 	slots  Slots
 	outbox outbox
 
-	mu        sync.Mutex // held while commands are carried out, and taken before the lattices' locks
-	submitted []submission
+	mu    sync.Mutex // held while commands are carried out, and taken before the lattices' locks
+	queue queue
 }
 
 // Layer is a lattice under the name that it has in files.
@@ -39,6 +42,9 @@ type Layer struct {
 }
 
 // Slots are the parameters behind the slots of a network's layers. The network calls them between passes only.
+//
+// Slots that are a [sync.Locker] too are locked by each Do, before the network itself: it waits for the end of a pass that
+// holds their lock. Whoever calls Apply or StepEpoch holds it already.
 type Slots interface {
 	// Start returns the identity start of a blueprint. It changes nothing.
 	Start(Germination) (SlotParams, error)
@@ -242,6 +248,15 @@ func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 
 // lock locks the network and its lattices. It returns what unlocks them and then tells of what has happened.
 func (n *Network) lock() (unlock func()) {
+	release := n.lockQuietly()
+	return func() {
+		release()
+		n.deliver()
+	}
+}
+
+// lockQuietly is lock whose caller tells of what has happened.
+func (n *Network) lockQuietly() (unlock func()) {
 	n.mu.Lock()
 	for _, l := range n.layers {
 		l.Lattice.mu.Lock()
@@ -251,8 +266,29 @@ func (n *Network) lock() (unlock func()) {
 			l.Lattice.release()
 		}
 		n.mu.Unlock()
-		for _, l := range n.layers {
-			l.Lattice.outbox.deliver()
-		}
+	}
+}
+
+// deliver tells of what has happened, unless that is held back.
+func (n *Network) deliver() {
+	for _, l := range n.layers {
+		l.Lattice.outbox.deliver()
+	}
+}
+
+// HoldEvents keeps the events of the network and its lattices back until tell is called: a caller that holds a lock which
+// listeners may want, too, calls tell once it has unlocked it.
+func (n *Network) HoldEvents() (tell func()) {
+	n.hold(1)
+	return sync.OnceFunc(func() {
+		n.hold(-1)
+		n.deliver()
+	})
+}
+
+func (n *Network) hold(more int) {
+	n.outbox.hold(more)
+	for _, l := range n.layers {
+		l.Lattice.outbox.hold(more)
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -482,4 +484,66 @@ func TestNoSeeds(t *testing.T) {
 	if err := n.Do(state.Command{Action: state.Recycle}); !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), "there are no layers") {
 		t.Errorf("a network without layers: %v", err)
 	}
+}
+
+// TestSubmitAlwaysAnswers wants commands that nobody will carry out to be answered, before Close and after.
+func TestSubmitAlwaysAnswers(t *testing.T) {
+	n, _ := network(t)
+	before := n.Submit(germinate(0, 0, 1))
+	n.Close()
+	require.ErrorIs(t, <-before, state.ErrClosed)
+	require.ErrorIs(t, <-n.Submit(germinate(0, 0, 1)), state.ErrClosed)
+	n.Apply()
+	require.Equal(t, state.Dormant, n.Report()[0].Seeds[0].Stage)
+	n.Open()
+	after := n.Submit(germinate(0, 0, 1))
+	n.Apply()
+	require.NoError(t, <-after)
+	require.Equal(t, state.Germinated, n.Report()[0].Seeds[0].Stage)
+}
+
+// TestHoldEvents wants events that are held back to come later, in order, and each once.
+func TestHoldEvents(t *testing.T) {
+	n, _ := network(t)
+	var heard []int
+	_, err := n.Listen(func(e state.Event) { heard = append(heard, e.Seed) })
+	require.NoError(t, err)
+	tell, again := n.HoldEvents(), n.HoldEvents()
+	require.NoError(t, n.Do(germinate(0, 1, 1)))
+	require.NoError(t, n.Lattice(0).Transition(1, state.Training))
+	require.NoError(t, n.Do(germinate(0, 2, 2)))
+	tell()
+	tell()
+	require.Empty(t, heard)
+	again()
+	require.Equal(t, []int{1, 1, 2}, heard)
+}
+
+// lockedSlots note whether they are locked when they are used.
+type lockedSlots struct {
+	state.Slots
+	sync.Mutex
+	t *testing.T
+}
+
+func (s *lockedSlots) Write(w []state.SlotWrite) error {
+	require.False(s.t, s.TryLock(), "the slots are written to without their lock")
+	return s.Slots.Write(w)
+}
+
+// TestSlotsWithALock wants Do to hold the slots' lock, and no listener to be called under it.
+func TestSlotsWithALock(t *testing.T) {
+	bare, m := network(t)
+	s := &lockedSlots{Slots: m, t: t}
+	n, err := state.NewNetwork(s, state.Layer{Name: "0", Lattice: bare.Lattice(0)}, state.Layer{Name: "1", Lattice: bare.Lattice(1)})
+	require.NoError(t, err)
+	heard := false
+	_, err = n.Listen(func(state.Event) {
+		heard = true
+		s.Lock()
+		s.Unlock()
+	})
+	require.NoError(t, err)
+	require.NoError(t, n.Do(germinate(0, 0, 1)))
+	require.True(t, heard)
 }

@@ -2,44 +2,94 @@ package state
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
+	"sync"
 )
+
+// ErrClosed is wrapped by the answer to commands that nobody is there to carry out.
+var ErrClosed = errors.New("nobody runs the model any more")
+
+// queue is the commands that wait for Apply.
+type queue struct {
+	mu        sync.Mutex
+	submitted []submission
+	closed    bool
+}
 
 type submission struct {
 	commands []Command
-	done     chan<- error
+	done     chan<- error // has room for the answer
+}
+
+// take empties the queue, and closes it if asked to.
+func (q *queue) take(closing bool) []submission {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	taken := q.submitted
+	q.submitted, q.closed = nil, q.closed || closing
+	return taken
 }
 
 // Submit hands over commands that take effect together at the next [Network.Apply]. The channel, which need not be read, gets
-// nil then, or why they were refused. It may be called from any goroutine. A network without layers answers at once.
+// nil then, or why they were refused: an ErrClosed when the network is closed, now or before the next Apply. It may be called
+// from any goroutine. A network without layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
 		done <- n.Do(commands...)
 		return done
 	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.submitted = append(n.submitted, submission{slices.Clone(commands), done})
+	n.queue.mu.Lock()
+	defer n.queue.mu.Unlock()
+	if n.queue.closed {
+		done <- errSubmit
+		return done
+	}
+	n.queue.submitted = append(n.queue.submitted, submission{slices.Clone(commands), done})
 	return done
+}
+
+var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says that somebody runs it again", ErrClosed)
+
+// Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and what is submitted later at
+// once. All else goes on as before.
+func (n *Network) Close() {
+	for _, s := range n.queue.take(true) {
+		s.done <- errSubmit
+	}
+}
+
+// Open takes a Close back. A new network is open.
+func (n *Network) Open() {
+	n.queue.mu.Lock()
+	defer n.queue.mu.Unlock()
+	n.queue.closed = false
 }
 
 // Apply carries out what has been submitted, in order. It must be called between the passes of the model.
 func (n *Network) Apply() {
-	n.mu.Lock()
-	submitted := n.submitted
-	n.submitted = nil
-	n.mu.Unlock()
-	for _, s := range submitted {
-		s.done <- n.Do(s.commands...)
+	for _, s := range n.queue.take(false) {
+		err := n.do(s.commands)
+		n.deliver()
+		s.done <- err
 	}
 }
 
 // Do carries out commands: all of them, or, when one is refused, none, and its error says which. It must be called between the
-// passes of the model.
+// passes of the model, unless the slots have a lock: then it waits for the end of a pass.
 func (n *Network) Do(commands ...Command) error {
-	defer n.lock()()
+	defer n.deliver()
+	if l, ok := n.slots.(sync.Locker); ok {
+		l.Lock()
+		defer l.Unlock()
+	}
+	return n.do(commands)
+}
+
+func (n *Network) do(commands []Command) error {
+	defer n.lockQuietly()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
 	err := guard("a method of the slots or the strategy", func() error { return t.doAll(commands) })
 	if err != nil {
