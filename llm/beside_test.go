@@ -42,7 +42,8 @@ type beside struct {
 	*Trainer
 	dir   string
 	text  *Evaluation
-	after sync.Map // the sums of the parameters between two steps
+	after sync.Map // sums of parameters: of those at the end of each step,
+	files sync.Map // and of those in each file that was saved
 }
 
 // TestBesideARun wants whatever goes on beside a run to find the model between two steps: saves, loads, blueprints, samples,
@@ -72,6 +73,12 @@ func TestBesideARun(t *testing.T) {
 	others.Wait()
 	require.NotZero(t, tr.Step())
 	t.Logf("%d steps", tr.Step())
+	b.files.Range(func(sum, path any) bool {
+		if _, there := b.after.Load(sum); !there {
+			t.Errorf("%s had parameters of no step", path)
+		}
+		return true
+	})
 	again := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	require.NoError(t, again.Resume(t.Context(), filepath.Join(b.dir, "run")))
 	checkSame(t, tr, again)
@@ -90,9 +97,7 @@ func (b *beside) loaded(path string) {
 	if err != nil {
 		return
 	}
-	if _, there := b.after.Load(sumOf(m)); !there {
-		b.Errorf("%s has parameters of no step", path)
-	}
+	b.files.Store(sumOf(m), path)
 }
 
 func (b *beside) save(name string) {

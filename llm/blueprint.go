@@ -24,11 +24,15 @@ const (
 
 // SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to the safetensors file at
 // path: the weights and the scale of its slot as they are now. It is an error when the seed has none, or its blueprint's life is
-// over. Call it where callbacks are called, between the steps.
+// over. While a trainer runs it waits for the end of the present step.
 func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
 	}
+	if err := m.made(); err != nil {
+		return fail(err)
+	}
+	defer m.take()()
 	l := m.Kasmina.Lattice(layer)
 	if l == nil || seed < 0 || seed >= l.Seeds() {
 		return fail(state.ErrSeed)
@@ -77,8 +81,8 @@ func elements(shape []int) int {
 }
 
 // LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as [Model.SaveBlueprint] writes
-// it; other programs may write its numbers as float32 too. Call it where callbacks are called; from other goroutines submit
-// what [Model.ReadBlueprint] returns. On an error nothing has changed: a damaged file, numbers that are not finite, another
+// it; other programs may write its numbers as float32 too. While a trainer runs it waits for the end of the present step; to
+// go on meanwhile, submit what [Model.ReadBlueprint] returns. On an error nothing has changed: a damaged file, numbers that are not finite, another
 // kind than the seed's or than that of a seed that shares the slot, another shape than this model's slots hold, or a seed that
 // is dormant or frozen for good.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
@@ -95,6 +99,9 @@ func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 // ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a seed's slot to it, for
 // m.Kasmina.Submit, alone or behind the command that germinates the seed, while training runs.
 func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
+	if err := m.made(); err != nil {
+		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
+	}
 	f, err := safetensors.Open(path)
 	if err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)

@@ -46,8 +46,8 @@ func Evaluate(t *Trainer, text *Evaluation, every int, opts ...EvaluateOption) C
 		}
 		opt(&c)
 	}
-	if t == nil {
-		return refuse("Evaluate: the trainer is nil")
+	if t.made() != nil {
+		return refuse("Evaluate: %w", errZeroTrainer)
 	}
 	for _, text := range []*Evaluation{text, c.quick} {
 		if err := t.canEvaluate(text); err != nil {
@@ -66,7 +66,7 @@ func Evaluate(t *Trainer, text *Evaluation, every int, opts ...EvaluateOption) C
 		if err != nil {
 			return t.unlessStopped(err)
 		}
-		t.last.ValLoss, t.last.ValBPB = loss, bpb
+		t.note(func(e *Event) { e.ValLoss, e.ValBPB = loss, bpb })
 		return t.emit(EvalEnd, nil)
 	}
 }
@@ -88,67 +88,107 @@ type CheckpointOption func(*checkpointer)
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
-// when the run is interrupted between steps. The file is replaced as a whole: there is always a complete one. Folders that it
-// needs are made; a place where it cannot be written ends the run before its first step.
+// when the run is interrupted. After a callback or a step has failed it tries to save the last step, unless that is ErrDiverged:
+// then the file's old contents are better. The file is replaced as a whole: there is always a complete one. Folders that it
+// needs are made. A place where it cannot be written ends the run before its first step, and so does a folder that another
+// program has claimed: it is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
-	if t == nil {
-		return refuse("Checkpoint: the trainer is nil")
+	if t.made() != nil {
+		return refuse("Checkpoint: %w", errZeroTrainer)
 	}
-	c := &checkpointer{t: t, path: path}
+	c := &checkpointer{t: t, path: path, every: every}
 	for _, opt := range opts {
 		if opt == nil {
 			return refuse("Checkpoint: an option is nil")
 		}
 		opt(c)
 	}
-	return func(e Event) error {
-		switch {
-		case e.Kind == RunStart:
-			return c.probe()
-		case e.Kind == RunEnd:
-			return c.wait()
-		case !due(e, every) && e.Kind != Interrupted:
-			return c.poll()
-		case c.background && e.Kind == StepEnd && e.Step < e.Steps:
-			return c.begin(e.Step)
-		}
-		if err := errors.Join(c.finish(), t.Save(path)); err != nil {
-			return err
-		}
-		return c.saved(e.Step)
-	}
+	return c.event
 }
 
 // A checkpointer writes one file at a time.
 type checkpointer struct {
 	t          *Trainer
 	path       string
+	every      int
 	background bool
-	step       int        // that is being written
-	written    chan error // has its result; nil when nothing is being written
+	release    func() error // the folder
+	tried      int          // the step that was last to be saved in this run, or that it began at
+	step       int          // that is being written
+	written    chan error   // has its result; nil when nothing is being written
 }
 
-// probe makes the file's folders and finds out whether it can be written.
-func (c *checkpointer) probe() error {
+func (c *checkpointer) event(e Event) error {
+	switch {
+	case e.Kind == RunStart:
+		c.tried = e.Step
+		return c.begin()
+	case e.Kind == RunEnd:
+		return errors.Join(c.wait(), c.end())
+	case e.Kind == Failed:
+		return errors.Join(c.finish(), c.rescue(e))
+	case !due(e, c.every) && e.Kind != Interrupted:
+		return c.poll()
+	case c.background && e.Kind == StepEnd && e.Step < e.Steps:
+		return c.saveBeside(e.Step)
+	}
+	return c.save(e.Step)
+}
+
+// rescue saves the last step of a run that has failed, unless it has been tried, or there is no sound one.
+func (c *checkpointer) rescue(e Event) error {
+	sound := c.t.inTurn(func() error { return nil })
+	if e.Step == c.tried || errors.Is(e.Err, ErrDiverged) || sound != nil {
+		return nil
+	}
+	return c.save(e.Step)
+}
+
+// save writes the trainer's state.
+func (c *checkpointer) save(step int) error {
+	c.tried = step
+	if err := errors.Join(c.finish(), c.t.Save(c.path)); err != nil {
+		return err
+	}
+	return c.saved(step)
+}
+
+// begin makes the file's folders, finds out whether it can be written, and claims its folder.
+func (c *checkpointer) begin() error {
 	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
 	if err := writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
+	release, err := ClaimFolder(filepath.Dir(c.path))
+	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	c.release = release
 	return nil
 }
 
-// begin starts to write the trainer's state, after what is still being written.
-func (c *checkpointer) begin(step int) error {
+// end gives the folder back.
+func (c *checkpointer) end() error {
+	release := c.release
+	c.release = nil
+	if release == nil {
+		return nil
+	}
+	return release()
+}
+
+// saveBeside starts to write the trainer's state, after what is still being written.
+func (c *checkpointer) saveBeside(step int) error {
 	if err := c.finish(); err != nil {
 		return err
 	}
-	tensors, metadata, err := c.t.snapshot()
+	c.tried = step
+	tensors, metadata, err := c.t.copied()
 	if err != nil {
 		return err
 	}
-	copyTensors(tensors)
 	c.step, c.written = step, make(chan error, 1)
 	go func(written chan<- error) { written <- safetensors.Save(c.path, tensors, metadata) }(c.written)
 	return nil
@@ -196,7 +236,7 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 	switch _, err := NewSampler(c); {
 	case err != nil:
 		return refuse("SampleText: %w", err)
-	case t == nil || tok == nil:
+	case t.made() != nil || tok == nil:
 		return refuse("SampleText: trainer and tokenizer must not be nil")
 	case len(promptTokens(tok, prompt)) == 0:
 		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)
@@ -257,13 +297,9 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 	if err != nil {
 		return "", err
 	}
-	ctx := t.ctx
-	if ctx == nil {
-		ctx = context.Background()
-	}
-	g := &Generator{config: t.Model.Config, decoder: t.engine.Decoder}
+	g := &Generator{config: t.Model.Config, decoder: t.decoder}
 	var tokens []int
-	for token, err := range g.Generate(ctx, promptTokens(tok, prompt), n, s) {
+	for token, err := range g.Generate(t.context(), promptTokens(tok, prompt), n, s) {
 		if err != nil {
 			return "", err
 		}
@@ -271,4 +307,20 @@ func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (
 	}
 	text, err := tok.Decode(tokens)
 	return prompt + string(text), err
+}
+
+// decoder is the engine's, whose every call is a turn of its own.
+func (t *Trainer) decoder() (logitsFunc, error) {
+	var next logitsFunc
+	err := t.inTurn(func() (err error) {
+		next, err = t.engine.Decoder()
+		return err
+	})
+	return func(ctx context.Context, tokens []int) (logits any, err error) {
+		err = t.inTurn(func() (err error) {
+			logits, err = next(ctx, tokens)
+			return err
+		})
+		return logits, err
+	}, err
 }

@@ -45,8 +45,12 @@ type training struct {
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
 // any moment leaves the old file or the new one. A model with a parameter that is not finite is refused with ErrDiverged,
-// and the old file stays.
+// and the old file stays. While a trainer runs, it waits for the end of the present step, and the run for the file.
 func (m *Model) Save(path string) error {
+	if err := m.made(); err != nil {
+		return fmt.Errorf("llm: saving the model: %w", err)
+	}
+	defer m.take()()
 	tensors, metadata, err := m.tensors()
 	if err != nil {
 		return err
@@ -57,6 +61,10 @@ func (m *Model) Save(path string) error {
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
 // also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: saving the run: %w", err)
+	}
+	defer t.Model.take()()
 	tensors, metadata, err := t.snapshot()
 	if err != nil {
 		return err
@@ -64,7 +72,15 @@ func (t *Trainer) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// snapshot returns what Save writes. The parameters' memory is the model's own.
+// copied returns what Save writes, in memory of its own.
+func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
+	defer t.Model.take()()
+	tensors, metadata, err := t.snapshot()
+	copyTensors(tensors)
+	return tensors, metadata, err
+}
+
+// snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's own.
 func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
@@ -86,7 +102,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 		}
 		tensors = append(tensors, x)
 	}
-	e := t.last
+	e := t.Last()
 	for key, v := range map[string]any{
 		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: number(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)},
@@ -235,7 +251,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 // engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
 // refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed
-// either.
+// either. A run that goes on meanwhile goes on from there.
 //
 // Grow may be called before or after: where the run grew in another way, or not at all, Resume or Run returns the ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
@@ -249,6 +265,11 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		}
 		opt(&r)
 	}
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: Resume: %w", err)
+	}
+	done := t.Model.takeToChange()
+	defer done()
 	if t.closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
@@ -338,15 +359,19 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
 	}
 	loadModel()
-	t.Model.trainer, t.learning, t.spoiled = t, nil, nil
-	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
-	t.last.ValLoss, t.last.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	t.Model.changes.Add(1)
+	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
+	t.note(func(e *Event) {
+		e.Step, e.Loss, e.LearningRate, e.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
+		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	})
 	if t.apart = t.engine.Push(); t.apart != nil {
 		return f.errorf("%w", t.usable())
 	}
 	if t.grew = run.Settings.Growth; r.newSettings {
 		t.grew = nil
 	}
+	done() // what is told may save
 	r.tell(diff)
 	return nil
 }

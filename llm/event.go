@@ -18,6 +18,7 @@ const (
 	Interrupted                      // the run was asked to stop and does so between steps: a last chance to save
 	RunEnd                           // after the last step, or after the failure in Err
 	Chosen                           // before the first StepEnd of a run: Choices is set
+	Failed                           // a step or a callback has failed, for the reason in Err: a last chance to save, before RunEnd
 )
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so that a callback needs
@@ -40,9 +41,10 @@ type Event struct {
 	Choices      []Choice      // Chosen: the ways in which they are computed
 	Params       int           // trainable parameters of the model
 	Seeds        int           // seeds of its Kasmina layers
-	Err          error         // RunEnd: why the run stopped early, nil after success
+	Err          error         // Failed, RunEnd: why the run stopped early, nil after success
 }
 
 // A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates, saves. Callbacks run in
-// the order in which they were added, on the training goroutine, between steps. An error ends the run.
+// the order in which they were added, on the training goroutine, between steps, and may call all methods of the trainer and
+// its model but Run. An error ends the run.
 type Callback func(Event) error

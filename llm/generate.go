@@ -14,9 +14,12 @@ var errNoContext = errors.New("the context is nil, want one such as context.Back
 // tokens before it as the model's training sequences were long. Up to that length a token takes a
 // pass over one row, since keys and values are kept; beyond it every token moves the others to
 // other positions, and takes a pass over the whole window.
+//
+// A Generator is for one goroutine at a time. While a trainer runs, each token waits for the end of
+// the present step.
 type Generator struct {
 	config  Config
-	decoder func() (func(ctx context.Context, tokens []int) (any, error), error)
+	decoder func() (logitsFunc, error)
 	close   func() error
 }
 
@@ -29,7 +32,39 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config, i.Decoder, i.Close}, nil
+	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
+}
+
+// logitsFunc returns the logits for what follows some tokens, as [Engine.Decoder] does.
+type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
+
+// beside returns a decoder whose every call is a turn of its own, with the parameters that the model has then.
+func (i *Inference) beside(m *Model) (logitsFunc, error) {
+	var next logitsFunc
+	var seen uint64
+	return func(ctx context.Context, tokens []int) (any, error) {
+		defer m.take()()
+		if now := m.changes.Load(); next == nil || now != seen {
+			if err := m.pull(m.names()...); err != nil {
+				return nil, err
+			}
+			var err error
+			if next, err = i.Decoder(); err != nil { // which forgets the tokens so far
+				return nil, err
+			}
+			seen = now
+		}
+		return next(ctx, tokens)
+	}, nil
+}
+
+// names returns those of all parameters.
+func (m *Model) names() []string {
+	names := make([]string, len(m.Params))
+	for i, p := range m.Params {
+		names[i] = p.Name
+	}
+	return names
 }
 
 // Close frees the generator's machine.
@@ -51,8 +86,8 @@ func (g *Generator) Close() error {
 //	}
 //
 // An error is the last that it yields, and so is the end of the context, which it looks for within
-// the passes over the model too. A Generator is not safe for use by several goroutines at once, and
-// what it yields must be taken before the model changes.
+// the passes over the model too. When the model changes between two tokens, the next one is drawn
+// from the changed model.
 func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sampler) iter.Seq2[int,
 	error] {
 	return func(yield func(int, error) bool) {

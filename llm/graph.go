@@ -50,6 +50,9 @@ func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares 
 // Graph builds the model's computation on batches of the given number of sequences. ForTraining it includes the
 // gradients of all parameters; run it on a machine made with gorgonia.BindDualValues(g.Params...).
 func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
+	if err := m.made(); err != nil {
+		return nil, fmt.Errorf("llm: Graph: %w", err)
+	}
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
 	}

@@ -26,7 +26,13 @@ type Growth struct {
 
 // Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as state.Heuristic does, is
 // refused where the run has fewer.
+//
+// The controller is asked within a step: it may read reports, but call no method of the trainer or
+// the model, which would wait for the step's end. The same goes for Refused.
 func (t *Trainer) Grow(g Growth) error {
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: Grow: %w", err)
+	}
 	if g.Every == 0 {
 		g.Every = 1
 	}
@@ -44,6 +50,7 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := cmp.Or(t.canEvaluate(g.Validation), t.hasTime(g)); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
+	defer t.Model.take()()
 	t.growth = &g
 	return nil
 }
@@ -88,7 +95,9 @@ func (t *Trainer) endEpoch(loss float64) error {
 		return err
 	}
 	for _, c := range g.Controller.Decide(seeds.Report()) {
-		switch err := seeds.Do(c); {
+		decided := seeds.Submit(c)
+		seeds.Apply() // Do would wait for the end of this step
+		switch err := <-decided; {
 		case err != nil && g.Refused == nil:
 			return fmt.Errorf("the controller: %w", err)
 		case err != nil:

@@ -51,7 +51,10 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 // identity start, unless a living seed has it too, and requests germination. Random weights follow from the layer, the seed,
 // the slot and the lattice's epoch. On an error nothing has changed. It is m.Kasmina.Do with one command.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
-	err := m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: i, Seed: seed, Request: r})
+	err := m.made()
+	if err == nil {
+		err = m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: i, Seed: seed, Request: r})
+	}
 	if err != nil {
 		return fmt.Errorf("llm: Germinate: %w", err)
 	}
@@ -85,6 +88,7 @@ func (s slots) Read(layer, slot int) (p state.SlotParams, err error) {
 }
 
 func (s slots) Write(writes []state.SlotWrite) error {
+	s.m.changes.Add(1)
 	for _, w := range writes {
 		if want := s.m.Config.slotWidth(); len(w.Params.Weights) != want || w.Slot < 1 || w.Slot >= s.m.Config.Slots {
 			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a slot from 1 to %d",

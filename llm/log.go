@@ -27,6 +27,7 @@ import (
 //	sample  text
 //	profile ops (op, tasks, ns a step, bytes, flops, ways)
 //	interrupted
+//	failed  error
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
 // A number that is NaN or infinite is null. An existing file is continued: after a resumption its lines may reach beyond
@@ -133,11 +134,13 @@ func newLogRecord(e Event) logRecord {
 		r.Event, r.Choices = "ways", e.Choices
 	case Interrupted:
 		r.Event = "interrupted"
+	case Failed:
+		r.Event = "failed"
 	case RunEnd:
 		r.Event, r.TrainLoss, r.ValLoss, r.ValBPB, r.TokensPerS = "end", &loss, &valLoss, &valBPB, &tokensPerS
-		if e.Err != nil {
-			r.Error = e.Err.Error()
-		}
+	}
+	if e.Err != nil {
+		r.Error = e.Err.Error()
 	}
 	return r
 }

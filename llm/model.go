@@ -6,6 +6,8 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"sync"
+	"sync/atomic"
 
 	"gorgonia.org/tensor"
 
@@ -22,13 +24,20 @@ type Param struct {
 
 // Model is a set of parameters and seed lattices in the shape that a [Config] describes. It holds no graph: Graph builds as
 // many as needed (to train, to evaluate, to sample), all of which share the model's parameters.
+//
+// While a [Trainer] runs, any goroutine may call Save, Germinate, the methods for blueprints and Kasmina.Do and Submit: they wait
+// for the end of the present step. Params and graphs are for callbacks alone then.
 type Model struct {
 	Config  Config
 	Params  []Param        // in the order in which the model uses them
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
-	byName  map[string]int
-	trainer *Trainer // whose turn it is; nil if the model is on the host alone
+	byName map[string]int
+
+	turn     sync.Mutex    // see turn.go; guards what follows and the parameters
+	trainer  *Trainer      // which has the model; nil if it is on the host alone
+	trainers int           // that are not closed
+	changes  atomic.Uint64 // so far, of parameters
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that
@@ -178,6 +187,9 @@ func numbers[T float32 | float64](n int, next func() float64) []T {
 
 // Param returns the parameter with the given name, or nil.
 func (m *Model) Param(name string) *tensor.Dense {
+	if m.made() != nil {
+		return nil
+	}
 	i, ok := m.byName[name]
 	if !ok {
 		return nil
@@ -186,10 +198,18 @@ func (m *Model) Param(name string) *tensor.Dense {
 }
 
 // Dtype returns the type of the parameters.
-func (m *Model) Dtype() tensor.Dtype { return m.Params[0].Value.Dtype() }
+func (m *Model) Dtype() tensor.Dtype {
+	if m.made() != nil {
+		return tensor.Dtype{}
+	}
+	return m.Params[0].Value.Dtype()
+}
 
 // NumParams returns the number of trainable values.
 func (m *Model) NumParams() int {
+	if m.made() != nil {
+		return 0
+	}
 	n := 0
 	for _, p := range m.Params {
 		n += p.Value.Size()
@@ -198,4 +218,9 @@ func (m *Model) NumParams() int {
 }
 
 // NumSeeds returns the number of seeds in all Kasmina layers.
-func (m *Model) NumSeeds() int { return m.Kasmina.Seeds() }
+func (m *Model) NumSeeds() int {
+	if m.made() != nil {
+		return 0
+	}
+	return m.Kasmina.Seeds()
+}

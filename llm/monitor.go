@@ -32,7 +32,7 @@ type Chooser interface {
 // take, as a Profiled event, and at the end of the run prints them as a table. It does nothing for an engine that is no
 // [Profiler] or has timed nothing: engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
-	if t == nil || w == nil {
+	if t.made() != nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")
 	}
 	return func(e Event) error {
@@ -40,7 +40,7 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 		if !ok || !due(e, every) && e.Kind != RunEnd {
 			return nil
 		}
-		ops, err := p.OpTimes()
+		ops, err := t.opTimes(p)
 		if err != nil || len(ops) == 0 {
 			return err
 		}
@@ -50,6 +50,15 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 		}
 		return t.emit(Profiled, func(e *Event) { e.Ops = ops })
 	}
+}
+
+// opTimes is that of the trainer's engine, also when a step has failed.
+func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
+	defer t.Model.take()()
+	if t.closed {
+		return nil, nil
+	}
+	return p.OpTimes()
 }
 
 // Profile is where the time of a step on a GPU went, kernel by kernel.
@@ -69,7 +78,7 @@ type Tracer interface {
 // summary. The trainer's engine must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
-	case t == nil || w == nil:
+	case t.made() != nil || w == nil:
 		return refuse("ProfileStep: the trainer or the writer is nil")
 	case after < 1:
 		return refuse("ProfileStep: after %d steps, want at least 1", after)
@@ -97,9 +106,13 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 			if steps < after {
 				return nil
 			}
-			return tracer.StartProfile()
+			return t.inTurn(tracer.StartProfile)
 		}
-		p, err := tracer.Profile()
+		var p *Profile
+		err := t.inTurn(func() (err error) {
+			p, err = tracer.Profile()
+			return err
+		})
 		if err != nil || p == nil {
 			return err
 		}

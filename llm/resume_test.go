@@ -368,9 +368,7 @@ func TestLoadModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		other := *tr
-		other.Model = m
-		checkSame(t, tr, &other)
+		checkSame(t, tr, &Trainer{Model: m, Loader: tr.Loader, Optimizer: tr.Optimizer, last: tr.Last()})
 		for i, l := range m.Kasmina.Lattices() {
 			if err := l.Verify(); err != nil {
 				t.Errorf("lattice %d: %v", i, err)

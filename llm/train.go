@@ -7,6 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/kasmina-go/kasmina/optim"
@@ -26,7 +29,8 @@ type TrainConfig struct {
 	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute  bool           // save memory: compute the inside of each block again for its gradient
 
-	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its defaults filled in.
+	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its defaults filled in. The model is
+	// its own until it returns: it must not call what waits for a step, such as Save.
 	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
 	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption, up to 256 KiB
@@ -65,23 +69,32 @@ func (c *TrainConfig) check() error {
 //
 // A step leaves blueprints with which no seed learns as they are, unless the optimiser decays weights, as optim.NewAdamW does
 // by default: optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) spares them.
+//
+// While Run goes on, any goroutine may call the other methods: Step, Last and On answer at once, all others wait for the end of
+// the present step, and see the model as it is then. What callbacks that are still to be called will change is not in it. Loader
+// and Optimizer are for callbacks alone then.
 type Trainer struct {
 	Model     *Model
 	Loader    *Loader
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
-	engine    Engine
+	// In the model's turn.
+	engine   Engine
+	growth   *Growth         // nil without a controller
+	grew     *growthSettings // of the run that was resumed, until Run has compared it; or nil
+	learning [][]bool        // slots of each Kasmina layer that learned at the last step; nil before the first
+	apart    error           // why the engine's parameters are not the model's, after a Resume that failed
+	spoiled  error           // of the update that failed, until a Resume: its parameters may be finite, but are of no step
+	torn     error           // why the last step lacks its epoch's end, until a Resume
+	closed   bool
+
+	mu        sync.Mutex // guards what follows
 	callbacks []Callback
-	growth    *Growth         // nil without a controller
-	grew      *growthSettings // of the run that was resumed, until Run has compared it; or nil
-	learning  [][]bool        // slots of each Kasmina layer that learned at the last step; nil before the first
-	last      Event
+	last      Event // which changes in the model's turn alone
 	started   time.Time
+	running   bool
 	ctx       context.Context // of Run; nil outside
-	apart     error           // why the engine's parameters are not the model's, after a Resume that failed
-	spoiled   error           // of the update that overflowed, until a Resume: its parameters may be finite, but are of no step
-	closed    bool
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
@@ -92,6 +105,10 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 		return nil, errors.New("llm: NewTrainer: the model is nil")
 	case l == nil:
 		return nil, errors.New("llm: NewTrainer: the loader is nil")
+	case m.made() != nil:
+		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
+	case l.tokens == nil:
+		return nil, fmt.Errorf("llm: NewTrainer: %w", errNoLoader)
 	case o == nil:
 		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as optim.NewAdamW returns")
 	}
@@ -113,31 +130,62 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	if c.Engine == nil {
 		c.Engine = CPUEngine()
 	}
-	if err := m.pull(); err != nil { // from the trainer whose turn it was
+	defer m.take()()
+	if err := m.pull(); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
 	if t.engine, err = c.Engine(m, o, c); err != nil {
 		return nil, err
 	}
-	m.trainer = t
+	if isNil(t.engine) {
+		return nil, errors.New("llm: NewTrainer: TrainConfig.Engine has returned neither an engine nor an error")
+	}
+	m.trainer, m.trainers = t, m.trainers+1
+	m.Kasmina.Open()
 	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq, Params: m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
 }
 
-// On adds callbacks, which see events in the order in which they were added. One that changes the model or its lattices
-// must stand before one that saves, or a resumed run would miss its last change.
-func (t *Trainer) On(callbacks ...Callback) { t.callbacks = append(t.callbacks, callbacks...) }
+// isNil reports whether an engine is none, or the nil pointer of a type of engines.
+func isNil(e Engine) bool {
+	v := reflect.ValueOf(e)
+	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
+}
+
+// On adds callbacks, which see events in the order in which they were added, from the next event on. One that changes the
+// model or its lattices must stand before one that saves, or a resumed run would miss its last change.
+func (t *Trainer) On(callbacks ...Callback) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.callbacks = append(t.callbacks, callbacks...)
+}
 
 // Step returns the number of optimiser steps that the model has seen.
-func (t *Trainer) Step() int { return t.last.Step }
+func (t *Trainer) Step() int { return t.Last().Step }
 
 // Last returns the latest event, with everything that is known of the run so far.
-func (t *Trainer) Last() Event { return t.last }
+func (t *Trainer) Last() Event {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.last
+}
 
-// Close frees the machines. The model is left as it was trained; the trainer can do no more.
+// note changes what is known of the run.
+func (t *Trainer) note(set func(*Event)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	set(&t.last)
+}
+
+// Close frees the machines. The model is left as it was trained; the trainer can do no more, and a run ends before its next step.
+// When no other trainer of the model is left, commands that wait are answered with state.ErrClosed.
 func (t *Trainer) Close() error {
+	if t.made() != nil {
+		return nil
+	}
+	defer t.Model.take()()
 	if t.closed {
 		return nil
 	}
@@ -146,6 +194,9 @@ func (t *Trainer) Close() error {
 	if t.Model.trainer == t {
 		err = t.Model.pull()
 		t.Model.trainer = nil
+	}
+	if t.Model.trainers--; t.Model.trainers == 0 {
+		t.Model.Kasmina.Close()
 	}
 	return errors.Join(err, t.engine.Close())
 }
@@ -162,6 +213,8 @@ func (t *Trainer) usable() error {
 			t.engine.Name(), t.apart)
 	case t.spoiled != nil:
 		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update failed: %w", t.spoiled)
+	case t.torn != nil:
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is not complete: %w", t.torn)
 	}
 	return nil
 }
@@ -177,22 +230,29 @@ func (t *Trainer) takeOver() error {
 	if err := t.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the model: %w", t.engine.Name(), err)
 	}
-	t.Model.trainer, t.apart, t.spoiled = t, nil, nil
+	t.Model.trainer, t.apart, t.spoiled, t.torn = t, nil, nil, nil
+	t.Model.changes.Add(1)
 	return nil
 }
 
 // emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error the rest hear only of
-// events that are a last chance to save and to close files.
+// events that are a last chance to save and to close files, and of what was saved.
 func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
+	t.mu.Lock()
 	t.last.Kind, t.last.Elapsed = kind, time.Since(t.started)
-	e := t.last
+	e, callbacks := t.last, t.callbacks
+	t.mu.Unlock()
 	if set != nil {
 		set(&e)
 	}
 	var errs error
-	for _, c := range t.callbacks {
+	for i, c := range callbacks {
+		if c == nil {
+			errs = errors.Join(errs, fmt.Errorf("llm: callback %d is nil", i))
+			continue
+		}
 		errs = errors.Join(errs, c(e))
-		if errs != nil && kind != Interrupted && kind != RunEnd {
+		if errs != nil && !slices.Contains([]EventKind{Interrupted, Failed, Saved, RunEnd}, kind) {
 			return errs
 		}
 	}
@@ -200,123 +260,180 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 }
 
 // Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which is checked between
-// steps and within evaluations and samples; in every case the callbacks see RunEnd.
+// steps, between the batches of one, which then has not been, and within evaluations and samples; in every case the callbacks
+// see RunEnd. A trainer does one run at a time.
 func (t *Trainer) Run(ctx context.Context) error {
-	for i, c := range t.callbacks {
-		if c == nil {
-			return fmt.Errorf("llm: Trainer.Run: callback %d is nil", i)
-		}
-	}
-	if err := t.usable(); err != nil {
+	if err := t.begin(ctx); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
-	if diff := t.growsAs(t.grew); len(diff) > 0 {
-		return fmt.Errorf("llm: Trainer.Run: %w: %s", ErrSettings, withRemedy(diff))
-	}
-	t.grew = nil
-	t.ctx = ctx
-	defer func() { t.ctx = nil }()
-	t.started, t.last.RunTokens = time.Now(), 0
-	t.Model.Kasmina.Apply()
+	defer t.end()
+	t.Model.apply()
 	err := t.emit(RunStart, nil)
-	if err == nil && t.last.Step >= t.Config.Steps {
+	if err == nil && t.Step() >= t.Config.Steps {
 		err = t.emit(Complete, nil)
 	}
-	for err == nil && t.stopped() == nil && t.last.Step < t.Config.Steps {
+	for err == nil && t.stopped() == nil && t.Step() < t.Config.Steps {
 		if err = t.step(); err == nil {
 			err = errors.Join(t.tellChoices(), t.emit(StepEnd, nil))
 		}
 	}
-	if err == nil && t.stopped() != nil {
+	switch {
+	case err == nil && t.stopped() != nil || errors.Is(err, errBetweenBatches):
 		err = errors.Join(t.stopped(), t.emit(Interrupted, nil))
+	case err != nil && t.Last().RunTokens > 0:
+		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
-	t.Model.Kasmina.Apply()
+	t.Model.apply()
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
+}
+
+// begin makes the trainer ready for a run.
+func (t *Trainer) begin(ctx context.Context) error {
+	return t.inTurn(func() error {
+		if diff := t.growsAs(t.grew); len(diff) > 0 {
+			return fmt.Errorf("%w: %s", ErrSettings, withRemedy(diff))
+		}
+		t.grew = nil
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if i := slices.IndexFunc(t.callbacks, func(c Callback) bool { return c == nil }); i >= 0 {
+			return fmt.Errorf("callback %d is nil", i)
+		}
+		if t.running {
+			return errors.New("the trainer is running already")
+		}
+		t.running, t.ctx, t.started, t.last.RunTokens = true, ctx, time.Now(), 0
+		return nil
+	})
+}
+
+func (t *Trainer) end() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.running, t.ctx = false, nil
 }
 
 // tellChoices tells the callbacks, behind the first step of a run, which makes the last choices, how ops are computed.
 func (t *Trainer) tellChoices() error {
 	c, ok := t.engine.(Chooser)
-	if !ok || t.last.RunTokens != int64(t.last.StepTokens) {
+	if e := t.Last(); !ok || e.RunTokens != int64(e.StepTokens) {
 		return nil
 	}
-	choices := c.Choices()
+	choices := t.choices(c)
 	if len(choices) == 0 {
 		return nil
 	}
 	return t.emit(Chosen, func(e *Event) { e.Choices = choices })
 }
 
-// stopped returns why the run's context has ended, if it has.
-func (t *Trainer) stopped() error {
-	if t.ctx == nil {
+func (t *Trainer) choices(c Chooser) []Choice {
+	defer t.Model.take()()
+	if t.closed {
 		return nil
 	}
-	return context.Cause(t.ctx)
+	return c.Choices()
 }
 
-// step computes the gradients of one optimiser step and applies them. On an error the parameters are as before, unless the
-// update itself overflowed, and the gradients gathered so far are dropped.
+// context returns that of the run, if there is one.
+func (t *Trainer) context() context.Context {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return cmp.Or(t.ctx, context.Background())
+}
+
+// stopped returns why the run's context has ended, if it has.
+func (t *Trainer) stopped() error { return context.Cause(t.context()) }
+
+// errBetweenBatches is the end of a step whose context ended before all of its batches were computed.
+var errBetweenBatches = errors.New("the context has ended between two batches")
+
+// step computes the gradients of one optimiser step and applies them. On an error all is as before, unless the update has been
+// made or may have been: then the trainer is spoiled or torn.
 func (t *Trainer) step() error {
+	defer t.Model.takeToChange()()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
-	step := t.last.Step + 1
-	fail := func(err error) error {
-		return fmt.Errorf("llm: step %d: %w", step, errors.Join(err, t.engine.Drop()))
+	from, done := t.Loader.State(), t.last.Step
+	u := update{rate: t.Config.Schedule(done), before: t.Optimizer.LR()}
+	t.Model.changes.Add(1)
+	loss, err := t.compute(&u)
+	if err != nil && !u.made {
+		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before), t.Loader.SetState(from))
+	} else if err != nil {
+		t.spoiled = err
+		err = errors.Join(err, t.engine.Drop())
+	} else if err = t.count(loss, u); err != nil {
+		t.torn = err
 	}
-	u := update{rate: t.Config.Schedule(t.last.Step), before: t.Optimizer.LR()}
-	var loss float64
+	if err != nil {
+		return fmt.Errorf("llm: step %d: %w", done+1, err)
+	}
+	t.Model.Kasmina.Apply()
+	return nil
+}
+
+// compute gathers the gradients of all batches of a step and makes its update.
+func (t *Trainer) compute(u *update) (loss float64, err error) {
 	for i := range t.Config.Accumulate {
+		if i > 0 && t.stopped() != nil {
+			return 0, errBetweenBatches
+		}
 		batch, err := t.Loader.Next()
 		if err != nil {
-			return fail(err)
+			return 0, err
 		}
 		var l float64
 		if e, ok := t.engine.(Stepper); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
-			l, err = t.finish(e, batch, &u)
+			l, err = t.finish(e, batch, u)
 		} else {
 			l, err = t.engine.Gradients(batch)
 		}
 		if err != nil {
-			return fail(err)
+			return 0, err
 		}
 		loss += l / float64(t.Config.Accumulate)
 	}
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
-		return fail(errors.Join(t.diverged(fmt.Sprintf("the loss is %v", loss)), t.Optimizer.SetLR(u.before)))
+		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
+		return 0, t.diverged(fmt.Sprintf("the loss is %v", loss))
 	}
 	if !u.made {
 		if err := t.prepare(u.rate); err != nil {
-			return fail(err)
+			return 0, err
 		}
+		u.made = true
 		u.norm, u.err = t.engine.Update()
 	}
 	switch {
-	case errors.Is(u.err, ErrOverflow):
-		t.spoiled = t.diverged(u.err.Error())
-		return fail(t.spoiled)
 	case errors.Is(u.err, ErrGradients):
-		return fail(t.diverged(u.err.Error()))
+		u.made = false
+		return 0, t.diverged(u.err.Error())
+	case errors.Is(u.err, ErrOverflow):
+		return 0, t.diverged(u.err.Error())
 	}
-	if u.err != nil {
-		return fail(u.err)
+	return loss, u.err
+}
+
+// count ends a step whose update has been made.
+func (t *Trainer) count(loss float64, u update) error {
+	t.note(func(e *Event) {
+		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
+		e.RunTokens += int64(e.StepTokens)
+	})
+	if t.last.Step%t.Config.Epoch != 0 {
+		return nil
 	}
-	t.last.Step, t.last.Loss, t.last.LearningRate, t.last.GradNorm = step, loss, u.rate, u.norm
-	t.last.RunTokens += int64(t.last.StepTokens)
-	if step%t.Config.Epoch == 0 {
-		if err := t.endEpoch(loss); err != nil {
-			return fail(fmt.Errorf("end of an epoch of the Kasmina layers: %w", err))
-		}
+	if err := t.endEpoch(loss); err != nil {
+		return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
 	}
-	t.Model.Kasmina.Apply()
 	return nil
 }
 
 // update is that of a step.
 type update struct {
 	rate, before float64 // the learning rate, and that of the step before
-	made         bool
+	made         bool    // or may have been
 	norm         float64
 	err          error // ErrGradients or ErrOverflow alone, where finish has made it
 }
@@ -367,6 +484,9 @@ func (t *Trainer) probe() error {
 }
 
 func (t *Trainer) canEvaluate(e *Evaluation) error {
+	if err := t.made(); err != nil {
+		return err
+	}
 	switch seq := t.Model.Config.Seq; {
 	case e == nil:
 		return errors.New("the held-out text is nil")
@@ -382,7 +502,11 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
 // the model. A loss that is not finite is an ErrDiverged.
 func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
-	if err := cmp.Or(t.usable(), t.canEvaluate(e)); err != nil {
+	if err := t.canEvaluate(e); err != nil {
+		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+	}
+	defer t.Model.take()()
+	if err := t.usable(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 	var sum float64
