@@ -148,11 +148,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
-	release, err := claim(o.out)
-	if err != nil {
+	switch release, err := llm.ClaimFolder(o.out); {
+	case errors.Is(err, errors.ErrUnsupported):
+		fmt.Fprintf(stderr, "folder    no other run may write to %s meanwhile: %v\n", o.out, err)
+	case err != nil:
 		return fmt.Errorf("-out: %w", err)
+	default:
+		defer release()
 	}
-	defer release()
 	if o.resume.set { // after the claim, or another run might go on from here meanwhile
 		var settings []string
 		how := []llm.ResumeOption{llm.WithNewSettings(func(d []string) { settings = d })}

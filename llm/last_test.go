@@ -1,0 +1,170 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// gathering is an engine that tells of each batch whose gradients it has added.
+type gathering struct {
+	Engine
+	added func()
+}
+
+func (g gathering) Gradients(b Batch) (float64, error) {
+	defer g.added()
+	return g.Engine.Gradients(b)
+}
+
+// TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the run there, and the checkpoint to
+// be that of the step before: the run that resumes goes as one that was not interrupted, bit for bit.
+func TestInterruptBetweenBatches(t *testing.T) {
+	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
+	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
+	require.NoError(t, straight.Run(t.Context()))
+	path := filepath.Join(t.TempDir(), "run")
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	batches := 0
+	first.engine = gathering{first.engine, func() {
+		if batches++; batches == 2*3+2 {
+			cancel()
+		}
+	}}
+	first.On(Checkpoint(first, path, 0))
+	require.ErrorIs(t, first.Run(ctx), context.Canceled)
+	require.Equal(t, 8, batches, "batches that were computed")
+	require.NoError(t, second.Resume(t.Context(), path))
+	require.Equal(t, 2, second.Step())
+	require.NoError(t, second.Run(t.Context()))
+	checkSame(t, straight, second)
+	require.NoError(t, first.Run(t.Context()), "the interrupted one itself")
+	checkSame(t, straight, first)
+}
+
+// TestLastCheckpoint wants a run that a callback ends to leave a checkpoint of its last step, with the first error first, and one
+// with nothing new or nothing sound to leave the file alone.
+func TestLastCheckpoint(t *testing.T) {
+	full := errors.New("the disk is full")
+	for name, c := range map[string]struct {
+		err  error
+		at   EventKind
+		want int // step of the file; 0 for none
+	}{
+		"a callback":   {full, StepEnd, 3},
+		"at the start": {full, RunStart, 0},
+		"diverged":     {ErrDiverged, StepEnd, 0},
+	} {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "run")
+		o := trainerOptions{config: tiny(), steps: 5}
+		straight, tr, again := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
+		var kinds []EventKind
+		tr.On(func(e Event) error {
+			kinds = append(kinds, e.Kind)
+			if e.Kind == c.at && (e.Step == 3 || c.at == RunStart) {
+				return c.err
+			}
+			return nil
+		}, Checkpoint(tr, path, 0), JSONLog(filepath.Join(dir, "log")))
+		err := tr.Run(t.Context())
+		require.ErrorIs(t, err, c.err, name)
+		if c.want == 0 {
+			require.NoFileExists(t, path, name)
+			continue
+		}
+		require.Equal(t, []EventKind{StepEnd, Failed, Saved, RunEnd}, kinds[len(kinds)-4:], name)
+		require.NoError(t, again.Resume(t.Context(), path), name)
+		require.Equal(t, c.want, again.Step(), name)
+		require.NoError(t, again.Run(t.Context()))
+		require.NoError(t, straight.Run(t.Context()))
+		checkSame(t, straight, again)
+	}
+}
+
+// TestTornStep wants a step without its epoch's end not to be saved as one, nor to be gone on from.
+func TestTornStep(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "run")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
+	require.NoError(t, tr.Grow(Growth{Controller: stubborn{}, Validation: heldOut(t, 40, 1)}))
+	tr.On(Checkpoint(tr, path, 2))
+	require.ErrorIs(t, tr.Run(t.Context()), state.ErrTransition)
+	require.ErrorIs(t, tr.Save(path), state.ErrTransition)
+	require.ErrorContains(t, tr.Run(t.Context()), "before a Resume")
+	require.NoError(t, tr.Model.Save(path+".model"))
+	tr.growth = nil
+	require.NoError(t, tr.Resume(t.Context(), path))
+	require.Equal(t, 2, tr.Step())
+	require.NoError(t, tr.Run(t.Context()))
+}
+
+// stubborn is a controller that asks for what cannot be.
+type stubborn struct{}
+
+func (stubborn) Decide([]state.Report) []state.Command {
+	return []state.Command{{Action: state.Move, Seed: 1, To: state.Fossilized}}
+}
+
+// TestTurns wants callbacks and listeners to do all that is done beside a run, and nothing to hang.
+func TestTurns(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "file")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+	text := heldOut(t, 40, 1)
+	heard := 0
+	all := func() {
+		_, _, err := tr.Evaluate(text)
+		require.NoError(t, errors.Join(err, tr.Save(path), tr.Model.Save(path), tr.Model.SaveBlueprint(path, 0, 2), tr.Model.LoadBlueprint(path, 0, 2)))
+		require.ErrorContains(t, tr.Run(t.Context()), "running already")
+		tr.On(func(Event) error { return nil })
+	}
+	_, err := tr.Model.Kasmina.Listen(func(e state.Event) {
+		heard++
+		all()
+	})
+	require.NoError(t, err)
+	tr.On(func(e Event) error {
+		all()
+		if e.Kind == StepEnd && e.Step == 2 {
+			require.NoError(t, tr.Model.Kasmina.Lattice(1).Transition(1, state.Cancelled))
+			tr.Model.Kasmina.Submit(state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}})
+		}
+		beside := make(chan error)
+		go func() { beside <- tr.Save(path) }()
+		return <-beside
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	require.GreaterOrEqual(t, heard, 2)
+	require.NoError(t, os.Remove(path))
+}
+
+// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered, and a run of a trainer that is
+// closed meanwhile to end.
+func TestClosedTrainerAnswers(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}}
+	var before <-chan error
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 {
+			before = tr.Model.Kasmina.Submit(plant)
+			return tr.Close()
+		}
+		return nil
+	})
+	require.ErrorIs(t, tr.Run(t.Context()), errClosed)
+	require.ErrorIs(t, <-before, state.ErrClosed)
+	require.ErrorIs(t, <-tr.Model.Kasmina.Submit(plant), state.ErrClosed)
+	next, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, tr.Config)
+	require.NoError(t, err)
+	after := tr.Model.Kasmina.Submit(plant)
+	require.NoError(t, next.Run(t.Context()))
+	require.NoError(t, <-after)
+	require.NoError(t, next.Close())
+}
