@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -318,19 +319,19 @@ func TestNothingIsLost(t *testing.T) {
 
 // TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to leave that one's files alone.
 func TestOneRunAFolder(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("this system cannot lock a folder")
+	if out := os.Getenv("TRANSFORMER_CLAIM"); out != "" { // the other program
+		_, err := llm.ClaimFolder(out)
+		fmt.Println("claimed", err)
+		io.Copy(io.Discard, os.Stdin)
+		return
 	}
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	train(t, small(data, out, "-steps", "1")...)
-	release, err := claim(out)
-	if err != nil {
-		t.Fatal(err)
-	}
+	release := claimElsewhere(t, out)
 	for _, args := range [][]string{small(data, out, "-steps", "1"), {"-resume", "-data", data, "-out", out}} {
 		var told strings.Builder
-		err = run(context.Background(), args, io.Discard, &told)
-		if err == nil || !strings.Contains(err.Error(), "-out: another run is writing to "+out) {
+		err := run(context.Background(), args, io.Discard, &told)
+		if !errors.Is(err, llm.ErrFolderInUse) || !strings.Contains(err.Error(), "-out: ") || !strings.Contains(err.Error(), out) {
 			t.Errorf("%v: got %v", args, err)
 		}
 		if strings.Contains(told.String(), "resuming") { // from what the other run is about to replace
@@ -342,6 +343,25 @@ func TestOneRunAFolder(t *testing.T) {
 	}
 	release()
 	train(t, small(data, out, "-steps", "1")...)
+}
+
+// claimElsewhere has another program claim a folder.
+func claimElsewhere(t *testing.T, out string) (release func()) {
+	t.Helper()
+	c := exec.Command(os.Args[0], "-test.run=^TestOneRunAFolder$")
+	c.Env = append(os.Environ(), "TRANSFORMER_CLAIM="+out)
+	_, err := c.StdinPipe()
+	require.NoError(t, err)
+	said, err := c.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, c.Start())
+	line, err := bufio.NewReader(said).ReadString('\n')
+	require.NoError(t, err)
+	require.Equal(t, "claimed <nil>\n", line)
+	return func() {
+		require.NoError(t, c.Process.Kill())
+		c.Wait()
+	}
 }
 
 // TestResumeHints wants a user who resumes with other text or another model to hear what to do.
