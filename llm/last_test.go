@@ -101,7 +101,7 @@ func TestTornStep(t *testing.T) {
 	require.ErrorContains(t, tr.Run(t.Context()), "before a Resume")
 	require.NoError(t, tr.Model.Save(path+".model"))
 	tr.growth = nil
-	require.NoError(t, tr.Resume(t.Context(), path))
+	require.NoError(t, tr.Resume(t.Context(), path, WithNewSettings(nil)))
 	require.Equal(t, 2, tr.Step())
 	require.NoError(t, tr.Run(t.Context()))
 }

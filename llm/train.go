@@ -355,11 +355,12 @@ func (t *Trainer) step() error {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 	from, done := t.Loader.State(), t.last.Step
+	measured := t.measured()
 	u := update{rate: t.Config.Schedule(done), before: t.Optimizer.LR()}
 	t.Model.changes.Add(1)
 	loss, err := t.compute(&u)
 	if err != nil && !u.made {
-		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before), t.Loader.SetState(from))
+		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before), t.Loader.SetState(from), measured())
 	} else if err != nil {
 		t.spoiled = err
 		err = errors.Join(err, t.engine.Drop())
@@ -371,6 +372,23 @@ func (t *Trainer) step() error {
 	}
 	t.Model.Kasmina.Apply()
 	return nil
+}
+
+// measured returns what puts the lattices back to what they are now, before a step of several
+// batches whose passes are measured one by one.
+func (t *Trainer) measured() (putBack func() error) {
+	n := t.Model.Kasmina
+	if t.Config.Accumulate == 1 || n.Layers() == 0 {
+		return func() error { return nil }
+	}
+	arrays := n.Arrays()
+	return func() error {
+		install, err := n.Load(arrays)
+		if err == nil {
+			install()
+		}
+		return err
+	}
 }
 
 // compute gathers the gradients of all batches of a step and makes its update.

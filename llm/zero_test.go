@@ -66,7 +66,7 @@ func TestZeroValues(t *testing.T) {
 		_, read := m.ReadBlueprint("file", 0, 0)
 		for name, err := range map[string]error{
 			"saving the model": m.Save("file"), "Graph": graph, "Germinate": m.Germinate(0, 0, state.GerminationRequest{}),
-			"SaveBlueprint": m.SaveBlueprint("file", 0, 0), "LoadBlueprint": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
+			"SaveBlueprint": m.SaveBlueprint("file", 0, 0), "ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
 		} {
 			require.ErrorContains(t, err, name)
 			require.ErrorIs(t, err, errZeroModel)
