@@ -72,7 +72,8 @@ func TestFingerprintProgress(t *testing.T) {
 	require.Equal(t, text.Size(), last)
 	require.Equal(t, value, printOf(t, text))
 
-	_, err = text.Fingerprint(nil, nil)
+	var none context.Context
+	_, err = text.Fingerprint(none, nil)
 	require.ErrorIs(t, err, errNoContext)
 	_, err = (*Text)(nil).Fingerprint(t.Context(), nil)
 	require.ErrorContains(t, err, "the text is nil")

@@ -539,8 +539,8 @@ func TestSlotsWithALock(t *testing.T) {
 	require.NoError(t, err)
 	heard := false
 	_, err = n.Listen(func(state.Event) {
+		s.Lock() // would wait for ever under Do's lock
 		heard = true
-		s.Lock()
 		s.Unlock()
 	})
 	require.NoError(t, err)

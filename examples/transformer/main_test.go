@@ -146,7 +146,7 @@ func TestResume(t *testing.T) {
 	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
 	options := []string{"-steps", "40", "-optimizer", "adamw", "-clip", "0.5", "-accumulate", "2", "-seed", "9", "-prompt", "if"}
 	train(t, small(data, straight, options...)...)
-	ctx, stderr := endsInTraining(25)
+	ctx, stderr := endsInTraining(50) // asked twice a step of two batches
 	err := run(ctx, small(data, broken, options...), io.Discard, stderr)
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "-resume") {
 		t.Fatalf("got %v, want context.Canceled and a hint", err)
