@@ -6,7 +6,7 @@ import (
 	"math"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the most that the matrices measure
@@ -23,12 +23,12 @@ const (
 func (m *Machine) measureCeilings(r *Profile) (err error) {
 	bytes := cmp.Or(m.config.ceilingBytes, ceilingBytes)
 	ctx := m.device.ctx
-	var memory driver.Ptr
+	var memory gpu.Ptr
 	for least := bytes / 16; ; bytes /= 2 {
 		if memory, err = ctx.Alloc(2 * bytes); err == nil {
 			break
 		}
-		if !errors.Is(err, driver.OutOfMemory) || bytes <= least {
+		if !errors.Is(err, gpu.OutOfMemory) || bytes <= least {
 			m.warn("the card's ceilings are not measured: " + err.Error())
 			return nil
 		}
@@ -60,7 +60,7 @@ func (m *Machine) measureCeilings(r *Profile) (err error) {
 
 // products is the operations a second of the largest product of square matrices of a type that is measured, 0 if there is none. The
 // operands are in the first bytes of memory, the result in as many behind them.
-func (m *Machine) products(e elem, memory driver.Ptr, bytes int) (best float64, err error) {
+func (m *Machine) products(e elem, memory gpu.Ptr, bytes int) (best float64, err error) {
 	widest, side := m.activations(), ceilingSide // of all that takes room
 	if widest == float32s {
 		side /= 2
@@ -81,17 +81,17 @@ func (m *Machine) products(e elem, memory driver.Ptr, bytes int) (best float64, 
 }
 
 // productTime is what the fastest way takes to multiply two square matrices, which lie one behind the other; 0 if there is none.
-func (m *Machine) productTime(side int, e elem, operands, d driver.Ptr) (took time.Duration, err error) {
+func (m *Machine) productTime(side int, e elem, operands, d gpu.Ptr) (took time.Duration, err error) {
 	ctx := m.device.ctx
 	blas, err := ctx.Blas()
 	if err != nil {
 		return 0, nil
 	}
 	size := side * side * e.size()
-	spec := driver.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e.dtype(), B: e.dtype(), D: m.activations().dtype()}
-	args := driver.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d, WorkspaceSize: workspaceBytes}
+	spec := gpu.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e.dtype(), B: e.dtype(), D: m.activations().dtype()}
+	args := gpu.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d, WorkspaceSize: workspaceBytes}
 	if e == float8s {
-		spec.Scaling, spec.FastAccumulation = driver.ScaledRows, true
+		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
 		args.ScaleA = operands.Offset(2 * size) // where the larger type would have operands
 		args.ScaleB = args.ScaleA
 		if err := ctx.Memset32(args.ScaleA, math.Float32bits(1), side, m.stream); err != nil {
@@ -114,8 +114,8 @@ func (m *Machine) productTime(side int, e elem, operands, d driver.Ptr) (took ti
 // best is the shortest of three times of each way of some work, after a first run of it.
 func (m *Machine) best(ways int, run func(way int) error) (best time.Duration, err error) {
 	ctx := m.device.ctx
-	var from, to driver.Event
-	for _, e := range []*driver.Event{&from, &to} {
+	var from, to gpu.Event
+	for _, e := range []*gpu.Event{&from, &to} {
 		if *e, err = ctx.NewEvent(true); err != nil {
 			return 0, err
 		}

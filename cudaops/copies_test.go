@@ -4,8 +4,8 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -45,15 +45,15 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	defer l.machine.Close()
 	rows, seeds := int64(l.batch.IDs.Shape()[0]), int64(lattice.Seeds())
 	const loss, control = 4, 64
-	up, down := driver.Copies{Count: 2, Bytes: 2 * 8 * rows}, driver.Copies{Count: 2, Bytes: loss + control}
-	with := func(c driver.Copies, bytes int64) driver.Copies {
-		return driver.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
+	up, down := gpu.Copies{Count: 2, Bytes: 2 * 8 * rows}, gpu.Copies{Count: 2, Bytes: loss + control}
+	with := func(c gpu.Copies, bytes int64) gpu.Copies {
+		return gpu.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
 	}
 	stateBytes, alpha := int64(len(l.machine.attendants[1].(*kasminaLayer).next)), 0.0
 	cases := []struct {
 		name     string
 		set      func() error
-		up, down driver.Copies
+		up, down gpu.Copies
 	}{
 		{"a steady step", nil, up, with(down, 4*kasminaBins*seeds)},
 		{"telemetry with histograms", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug}) }, up,

@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that CUDA_VISIBLE_DEVICES lets this
@@ -21,7 +22,7 @@ var ErrNoDevice = errors.New("no NVIDIA GPU")
 
 // ErrOutOfMemory means that something did not fit into the GPU's memory. The error around it says what, how much it asked for
 // and what was free.
-var ErrOutOfMemory error = driver.OutOfMemory
+var ErrOutOfMemory error = gpu.OutOfMemory
 
 // ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
@@ -33,7 +34,7 @@ var ErrUnsupportedPrecision = errors.New("unsupported precision")
 // joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
 func joined(errs ...error) error {
 	for _, err := range errs {
-		var e *driver.Error
+		var e *gpu.Error
 		if errors.As(err, &e) && e.Sticky() {
 			return err
 		}
@@ -56,8 +57,8 @@ const minMajor, minMinor = 8, 0
 
 // Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
 type Device struct {
-	ctx     *driver.Observed
-	info    driver.DeviceInfo
+	ctx     *gpu.Observed
+	info    gpu.DeviceInfo
 	version int
 
 	expected atomic.Int64 // bytes that machines are to take once they have optimisers
@@ -70,7 +71,7 @@ type deviceOptions struct {
 	ordinal int
 	adopt   bool
 	context uintptr
-	open    func() (driver.Driver, error)
+	open    func() (gpu.Driver, error)
 }
 
 // WithOrdinal chooses a GPU by its position among those that CUDA_VISIBLE_DEVICES leaves visible. The first, 0, is the
@@ -80,8 +81,8 @@ func WithOrdinal(ordinal int) DeviceOption {
 }
 
 // withDriver takes the place of NVIDIA's driver.
-func withDriver(d driver.Driver) DeviceOption {
-	return func(o *deviceOptions) { o.open = func() (driver.Driver, error) { return d, nil } }
+func withDriver(d gpu.Driver) DeviceOption {
+	return func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return d, nil } }
 }
 
 // Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in the same process.
@@ -96,8 +97,8 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	}
 	d, err := o.open()
 	if err != nil {
-		var missing *driver.NotFoundError
-		if errors.As(err, &missing) || errors.Is(err, driver.NoDevice) || errors.Is(err, driver.StubLibrary) {
+		var missing *gpu.NotFoundError
+		if errors.As(err, &missing) || errors.Is(err, gpu.NoDevice) || errors.Is(err, gpu.StubLibrary) {
 			return nil, fmt.Errorf("cudaops.Open: %w: %w", ErrNoDevice, err)
 		}
 		return nil, fmt.Errorf("cudaops.Open: CUDA does not start: %w", err)
@@ -106,7 +107,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	if len(devices) == 0 {
 		return nil, fmt.Errorf("cudaops.Open: %w: the driver lists none", ErrNoDevice)
 	}
-	var ctx driver.Context
+	var ctx gpu.Context
 	if o.adopt {
 		if ctx, err = d.Adopt(o.context); err != nil {
 			return nil, fmt.Errorf("cudaops.Open: the context %#x: %w", o.context, err)
@@ -126,7 +127,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
 		}
 	}
-	return &Device{ctx: &driver.Observed{Context: ctx}, info: info, version: d.Version()}, nil
+	return &Device{ctx: &gpu.Observed{Context: ctx}, info: info, version: d.Version()}, nil
 }
 
 // errNotOpened is what a zero Device is good for.
@@ -156,7 +157,7 @@ func (d *Device) Memory() (free, total uint64, err error) {
 // String describes the GPU in a line.
 func (d *Device) String() string {
 	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for CUDA %d.%d)", d.info.Name,
-		d.info.Ordinal, d.info.Major, d.info.Minor, driver.Size(d.info.Memory), d.info.SMs, d.version/1000,
+		d.info.Ordinal, d.info.Major, d.info.Minor, gpu.Size(d.info.Memory), d.info.SMs, d.version/1000,
 		d.version%1000/10)
 }
 

@@ -8,12 +8,12 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestOpenFake(t *testing.T) {
-	f := fake.New(fake.Config{Devices: []driver.DeviceInfo{
+	f := fake.New(fake.Config{Devices: []gpu.DeviceInfo{
 		{Name: "A", Major: 9, Memory: 1 << 30, SMs: 132}, {Name: "B", Major: 8, Minor: 9, Memory: 3 << 29, SMs: 66},
 		{Name: "C", Major: 7, Minor: 5}}})
 	d, err := Open(withDriver(f), WithOrdinal(1))
@@ -43,7 +43,7 @@ func TestOpenFake(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if _, _, err := d.Memory(); !errors.Is(err, driver.ContextIsDestroyed) {
+	if _, _, err := d.Memory(); !errors.Is(err, gpu.ContextIsDestroyed) {
 		t.Errorf("Memory after Close: %v", err)
 	}
 	for _, n := range []int{-1, 3} {
@@ -56,8 +56,8 @@ func TestOpenFake(t *testing.T) {
 		!strings.Contains(err.Error(), "C has compute capability 7.5") {
 		t.Errorf("old GPU: %v", err)
 	}
-	f.Fail("cuDevicePrimaryCtxRetain", 1, driver.OutOfMemory)
-	if _, err := Open(withDriver(f)); !errors.Is(err, driver.OutOfMemory) || errors.Is(err, ErrNoDevice) {
+	f.Fail("cuDevicePrimaryCtxRetain", 1, gpu.OutOfMemory)
+	if _, err := Open(withDriver(f)); !errors.Is(err, gpu.OutOfMemory) || errors.Is(err, ErrNoDevice) {
 		t.Errorf("failed context: %v", err)
 	}
 }
@@ -81,7 +81,7 @@ func TestZeroDevice(t *testing.T) {
 }
 
 func TestOpenWithout(t *testing.T) {
-	none := fake.New(fake.Config{Devices: []driver.DeviceInfo{}})
+	none := fake.New(fake.Config{Devices: []gpu.DeviceInfo{}})
 	if _, err := Open(withDriver(none)); !errors.Is(err, ErrNoDevice) {
 		t.Errorf("no GPU listed: %v", err)
 	}
@@ -90,13 +90,13 @@ func TestOpenWithout(t *testing.T) {
 		noDevice bool
 		say      string
 	}{
-		{&driver.NotFoundError{Library: "libcuda", Tried: []driver.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
+		{&gpu.NotFoundError{Library: "libcuda", Tried: []gpu.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
 			Help: "Install it."}, true, "Install it.\nSearched, in this order:\n  /usr/lib: no such file"},
-		{driver.NewError("cuInit", driver.NoDevice, "no CUDA-capable device is detected", ""), true, "CUDA_ERROR_NO_DEVICE"},
-		{driver.NewError("cuInit", driver.StubLibrary, "", ""), true, "CUDA_ERROR_STUB_LIBRARY"},
-		{driver.NewError("cuInit", driver.SystemDriverMismatch, "", ""), false, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"},
+		{gpu.NewError("cuInit", gpu.NoDevice, "no CUDA-capable device is detected", ""), true, "CUDA_ERROR_NO_DEVICE"},
+		{gpu.NewError("cuInit", gpu.StubLibrary, "", ""), true, "CUDA_ERROR_STUB_LIBRARY"},
+		{gpu.NewError("cuInit", gpu.SystemDriverMismatch, "", ""), false, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"},
 	} {
-		open := func(o *deviceOptions) { o.open = func() (driver.Driver, error) { return nil, c.err } }
+		open := func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return nil, c.err } }
 		_, err := Open(open)
 		if errors.Is(err, ErrNoDevice) != c.noDevice || !strings.Contains(err.Error(), c.say) {
 			t.Errorf("%v: got %v", c.err, err)

@@ -9,8 +9,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -175,12 +175,12 @@ type endings struct {
 	figures, gradients map[int]int
 }
 
-func (k *endings) MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error {
+func (k *endings) MergeKasminaRecords(s gpu.Stream, left []kernels.KasminaRecords) error {
 	k.figures[len(left)-count(left, kernels.KasminaRecords{})]++
 	return k.kernelSet.MergeKasminaRecords(s, left)
 }
 
-func (k *endings) AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error {
+func (k *endings) AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts) error {
 	k.gradients[len(left)-count(left, kernels.KasminaParts{})]++
 	return k.kernelSet.AddKasminaParts(s, left)
 }
@@ -213,7 +213,7 @@ func TestKasminaEnds(t *testing.T) {
 		k, chain := &endings{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
 		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), func(c *machineConfig) error {
 			inner := c.kernels
-			c.kernels = func(ctx driver.Context) (set kernelSet, err error) {
+			c.kernels = func(ctx gpu.Context) (set kernelSet, err error) {
 				k.kernelSet, err = inner(ctx)
 				return k, err
 			}

@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -14,7 +14,7 @@ import (
 // the fastest product. The tuner decides.
 
 // matmulRun enqueues a product of two matrices, of float8 with the factors of each.
-type matmulRun func(d, a, b driver.Ptr, scales ...driver.Ptr) error
+type matmulRun func(d, a, b gpu.Ptr, scales ...gpu.Ptr) error
 
 // productWays is a product and what is done with its result, which are computed separately, by two kernels, or in one
 // kernel that has some ways. Either takes memory for the arguments. For productThen these begin with the arrays, which are then all that
@@ -26,13 +26,13 @@ type productWays struct {
 	fused     []kernels.Way
 	arrays    []*array
 	arguments []argument
-	separate  func(matmulRun, []driver.Ptr) error
-	run       func(kernels.Way, []driver.Ptr) error
+	separate  func(matmulRun, []gpu.Ptr) error
+	run       func(kernels.Way, []gpu.Ptr) error
 }
 
 // addresses are those of the arrays.
-func (w productWays) addresses() []driver.Ptr {
-	at := make([]driver.Ptr, len(w.arrays))
+func (w productWays) addresses() []gpu.Ptr {
+	at := make([]gpu.Ptr, len(w.arrays))
 	for i, a := range w.arrays {
 		at[i] = a.ptr()
 	}
@@ -87,8 +87,8 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 	if _, forced := m.tuner.allowed(w.op, ways); !forced && m.tuner.on() && !m.blas.worthTiming(plan.Spec()) {
 		return nil, nil
 	}
-	multiply := func(d, a, b driver.Ptr, scales ...driver.Ptr) error {
-		args := driver.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes}
+	multiply := func(d, a, b gpu.Ptr, scales ...gpu.Ptr) error {
+		args := gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: d, D: d, Workspace: m.blas.workspace, WorkspaceSize: workspaceBytes}
 		if len(scales) > 0 {
 			args.ScaleA, args.ScaleB = scales[0], scales[1]
 		}
@@ -96,7 +96,7 @@ func (c *compiler) chooseFused(w productWays) (*fusedChoice, error) {
 	}
 	j := job{op: w.op, shape: w.shape, ways: ways, build: fmt.Sprintf("%s, cuBLASLt %d", m.k.Build(append(w.units, productUnits...)...), blas.Version()),
 		arguments: w.arguments, computes: true}
-	j.run = func(way int, memory []driver.Ptr) error {
+	j.run = func(way int, memory []gpu.Ptr) error {
 		if way == 0 {
 			return w.separate(multiply, memory)
 		}

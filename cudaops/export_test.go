@@ -3,8 +3,8 @@ package cudaops
 import (
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // OpenFake is openFake for tests with packages that import this one.
@@ -14,6 +14,6 @@ func OpenFake(t testing.TB) (*Device, MachineOption) {
 }
 
 // Wrap puts something around a device's context.
-func Wrap(d *Device, around func(driver.Context) driver.Context) {
+func Wrap(d *Device, around func(gpu.Context) gpu.Context) {
 	d.ctx.Context = around(d.ctx.Context)
 }

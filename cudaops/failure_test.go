@@ -14,8 +14,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -99,9 +99,9 @@ func TestEveryCallFails(t *testing.T) {
 		"cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch",
 		"cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"} {
 		t.Run(call, func(t *testing.T) {
-			var status error = driver.OutOfMemory
+			var status error = gpu.OutOfMemory
 			if strings.HasPrefix(call, "cublas") {
-				status = driver.BlasNotSupported
+				status = gpu.BlasNotSupported
 			}
 			met := 0
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
@@ -160,7 +160,7 @@ func TestRetry(t *testing.T) {
 			if err == nil {
 				return flat(t, v)[0]
 			}
-			if !errors.Is(err, driver.OutOfMemory) {
+			if !errors.Is(err, gpu.OutOfMemory) {
 				t.Fatal(err)
 			}
 		}
@@ -182,11 +182,11 @@ func TestRetry(t *testing.T) {
 			if err := l.open(device, fakeOption, WithMonitor(2)); err != nil {
 				t.Fatal(err)
 			}
-			cuda.Fail(call, nth, driver.OutOfMemory)
+			cuda.Fail(call, nth, gpu.OutOfMemory)
 			for run := range 5 {
 				err := l.machine.RunAll()
 				for try := 0; err != nil && try < 3; try++ {
-					if !errors.Is(err, driver.OutOfMemory) {
+					if !errors.Is(err, gpu.OutOfMemory) {
 						t.Fatalf("%s, call %d: %v", call, nth, err)
 					}
 					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.now.loaded {
@@ -201,7 +201,7 @@ func TestRetry(t *testing.T) {
 					t.Errorf("%s, call %d: the loss of run %d is %v, want %v", call, nth, run, got, want)
 				}
 			}
-			if err := l.machine.Close(); err != nil && !errors.Is(err, driver.OutOfMemory) { // which may meet the call
+			if err := l.machine.Close(); err != nil && !errors.Is(err, gpu.OutOfMemory) { // which may meet the call
 				t.Errorf("%s, call %d: Close: %v", call, nth, err)
 			}
 		}
@@ -216,13 +216,13 @@ func TestOutOfMemory(t *testing.T) {
 	wants := func(t *testing.T, err error, say ...string) {
 		t.Helper()
 		for _, s := range say {
-			if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(err.Error(), s) {
+			if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), s) {
 				t.Errorf("got %v, want one that says %q", err, s)
 			}
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: []driver.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
+		device, _, fakeOption := openFake(t, fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
 		wants(t, squareOf(device, 4096, fakeOption), "128.00 MiB", "33.00 MiB are free")
 		// A machine that fits, with an optimiser that does not.
 		l := newLifetime(t, newAdamW)
@@ -257,7 +257,7 @@ func TestOutOfMemory(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err = device.ctx.Alloc(int(total))
-		wants(t, err, driver.Size(total)+" asked for", "free")
+		wants(t, err, gpu.Size(total)+" asked for", "free")
 		if held := device.ctx.Stats().Sub(before); held.DeviceBytes != 0 || held.HostBytes != 0 {
 			t.Errorf("%d bytes of device memory and %d of host memory are left behind", held.DeviceBytes, held.HostBytes)
 		}
@@ -287,7 +287,7 @@ func TestLibrariesMissing(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{NoBlas: true})
 	l := newLifetime(t, newAdamW)
 	err := l.open(device, fakeOption)
-	var missing *driver.NotFoundError
+	var missing *gpu.NotFoundError
 	if !errors.As(err, &missing) || !strings.Contains(err.Error(), missing.Error()) {
 		t.Errorf("without cuBLASLt: %v", err)
 	}
@@ -314,8 +314,8 @@ func TestLostContext(t *testing.T) {
 		if err := errors.Join(l.open(device, fakeOption), l.step(), l.step()); err != nil {
 			t.Fatal(err)
 		}
-		cuda.Fail("cuGraphLaunch", 1, driver.LaunchFailed)
-		l.checkLost(t, device, driver.LaunchFailed, fakeOption)
+		cuda.Fail("cuGraphLaunch", 1, gpu.LaunchFailed)
+		l.checkLost(t, device, gpu.LaunchFailed, fakeOption)
 	})
 	t.Run("closed", func(t *testing.T) { // the device before the machine, against the rules
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -326,7 +326,7 @@ func TestLostContext(t *testing.T) {
 		if err := device.Close(); err == nil || !strings.Contains(err.Error(), "still alive") {
 			t.Errorf("closing a device in use: %v", err)
 		}
-		l.checkLost(t, device, driver.ContextIsDestroyed, fakeOption)
+		l.checkLost(t, device, gpu.ContextIsDestroyed, fakeOption)
 	})
 	for _, fault := range []string{"trap", "poke"} {
 		t.Run(fault, func(t *testing.T) {
@@ -337,11 +337,11 @@ func TestLostContext(t *testing.T) {
 }
 
 // checkLost makes every call on a machine whose context is lost, or is by the first of them.
-func (l *lifetime) checkLost(t *testing.T, device *Device, status driver.Status, opts ...MachineOption) {
+func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status, opts ...MachineOption) {
 	t.Helper()
 	check := func(name string, err error) {
 		t.Helper()
-		var e *driver.Error
+		var e *gpu.Error
 		if !errors.As(err, &e) || !e.Sticky() || status != 0 && !errors.Is(err, status) || e.Call == "" ||
 			!strings.Contains(err.Error(), e.Call+": CUDA_ERROR_") || !strings.Contains(err.Error(), "context is lost") || len(err.Error()) > 600 {
 			t.Errorf("%s: %v, want a short error that names the call and says that the context is lost", name, err)
@@ -408,7 +408,7 @@ func TestChild(t *testing.T) {
 	l := newLifetime(t, newAdamW)
 	err = l.open(device)
 	if task == "libcublasLt" {
-		var missing *driver.NotFoundError
+		var missing *gpu.NotFoundError
 		if !errors.As(err, &missing) || !strings.Contains(err.Error(), os.Getenv("KASMINA_LIBCUBLASLT")) {
 			t.Errorf("got %v, want where was searched", err)
 		}
@@ -426,8 +426,8 @@ func TestChild(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	one := driver.LaunchConfig{Grid: driver.Dim{X: 1}, Block: driver.Dim{X: 1}}
-	if err := device.ctx.Launch(kernel, one, l.machine.stream, new(driver.Args)); err != nil {
+	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
+	if err := device.ctx.Launch(kernel, one, l.machine.stream, new(gpu.Args)); err != nil {
 		t.Fatal(err)
 	}
 	l.checkLost(t, device, 0)

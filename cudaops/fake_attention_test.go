@@ -4,13 +4,13 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-func (k *fakeKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, v kernels.Rows, _ driver.DType) error {
+func (k *fakeKernels) Attention(s gpu.Stream, a kernels.AttentionShape, y kernels.Rows, lse gpu.Ptr, q, key, v kernels.Rows, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := denseRows(l, a, a.Heads, y)
 		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
@@ -19,8 +19,8 @@ func (k *fakeKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 	})
 }
 
-func (k *fakeKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, key, v, y kernels.Rows,
-	lse driver.Ptr, _ driver.DType) error {
+func (k *fakeKernels) AttentionBackward(s gpu.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats gpu.Ptr, g, q, key, v, y kernels.Rows,
+	lse gpu.Ptr, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernels.Rows) []float32 { return denseRows(l, a, heads, r) }
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
@@ -61,7 +61,7 @@ func cpuShape(l *fake.Launch, a kernels.AttentionShape) cpu.AttentionShape {
 }
 
 // AttentionDocuments leaves the ends out, which are the kernels' alone.
-func (k *fakeKernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error {
+func (k *fakeKernels) AttentionDocuments(s gpu.Stream, table gpu.Ptr, starts kernels.Ints, batch, seq int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		to := fake.Slice[int32](l, table, kernels.AttentionDocumentsBytes(batch, seq)/4)
 		for i, start := range fake.Slice[int64](l, starts.Ptr, batch*seq) {
@@ -70,7 +70,7 @@ func (k *fakeKernels) AttentionDocuments(s driver.Stream, table driver.Ptr, star
 	})
 }
 
-func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
+func (k *fakeKernels) Normalize(s gpu.Stream, a kernels.Normalize) error {
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
 		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
@@ -81,11 +81,11 @@ func (k *fakeKernels) Normalize(s driver.Stream, a kernels.Normalize) error {
 	})
 }
 
-func (k *fakeKernels) TakesSymmetric(a kernels.SymmetricShape, _ driver.DType) bool {
+func (k *fakeKernels) TakesSymmetric(a kernels.SymmetricShape, _ gpu.DType) bool {
 	return a.N%8 == 0 && a.Depth%8 == 0
 }
 
-func (k *fakeKernels) Symmetric(s driver.Stream, a kernels.Symmetric) error {
+func (k *fakeKernels) Symmetric(s gpu.Stream, a kernels.Symmetric) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n, part, stride := a.N, a.N*a.Depth, a.Depth
 		if a.Tall {
@@ -106,7 +106,7 @@ func (k *fakeKernels) Symmetric(s driver.Stream, a kernels.Symmetric) error {
 	})
 }
 
-func (k *fakeKernels) NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error {
+func (k *fakeKernels) NormalizeBackward(s gpu.Stream, a kernels.NormalizeBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, a.Workspace, kernels.NormalizeWorkspace/4)
 		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)

@@ -4,8 +4,8 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -21,19 +21,19 @@ func quantizedRow(y []byte, x []float32) float32 {
 	for _, v := range x {
 		largest = max(largest, float32(math.Abs(float64(v))))
 	}
-	scale := largest / driver.Float8Max
+	scale := largest / gpu.Float8Max
 	if scale == 0 {
 		scale = 1
 	}
 	inverse := 1 / scale
 	for i, v := range x {
-		y[i] = driver.E4M3(v * inverse)
+		y[i] = gpu.E4M3(v * inverse)
 	}
 	return scale
 }
 
 // float8At puts rows in float8, if that is asked for.
-func float8At(l *fake.Launch, y, scale driver.Ptr, x [][]float32) {
+func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
 	if y == 0 {
 		return
 	}
@@ -44,13 +44,13 @@ func float8At(l *fake.Launch, y, scale driver.Ptr, x [][]float32) {
 	}
 }
 
-func (k *fakeKernels) Quantize(s driver.Stream, a kernels.Quantize) error {
+func (k *fakeKernels) Quantize(s gpu.Stream, a kernels.Quantize) error {
 	return k.launch(s, func(l *fake.Launch) { float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride)) })
 }
 
 func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
 
-func (k *fakeKernels) QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error {
+func (k *fakeKernels) QuantizeColumns(s gpu.Stream, a kernels.QuantizeColumns) error {
 	return k.launch(s, func(l *fake.Launch) {
 		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
 		float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
@@ -70,7 +70,7 @@ func (k *fakeKernels) NewQuantizeTable(weights []kernels.QuantizeWeight) (*kerne
 	return t, err
 }
 
-func (k *fakeKernels) QuantizeWeights(s driver.Stream, t *kernels.QuantizeTable) error {
+func (k *fakeKernels) QuantizeWeights(s gpu.Stream, t *kernels.QuantizeTable) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, w := range k.weights[t] {
 			float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
@@ -80,7 +80,7 @@ func (k *fakeKernels) QuantizeWeights(s driver.Stream, t *kernels.QuantizeTable)
 }
 
 // columnsAt returns the columns of a matrix.
-func columnsAt(l *fake.Launch, p driver.Ptr, rows, d int) [][]float32 {
+func columnsAt(l *fake.Launch, p gpu.Ptr, rows, d int) [][]float32 {
 	turned := make([][]float32, d)
 	for i, v := range floatsAt(l, p, rows*d) {
 		turned[i%d] = append(turned[i%d], v)
@@ -97,13 +97,13 @@ func sideBySide(a, b [][]float32) (rows [][]float32) {
 }
 
 // operandAt returns a matrix: of float32, or where there are factors of its rows of float8.
-func operandAt(l *fake.Launch, p, scale driver.Ptr, rows, d int) []float32 {
+func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
 	if scale == 0 {
 		return floatsAt(l, p, rows*d)
 	}
 	values, factors := make([]float32, rows*d), floatsAt(l, scale, rows)
 	for i, b := range fake.Slice[byte](l, p, rows*d) {
-		values[i] = driver.FromE4M3(b) * factors[i/d]
+		values[i] = gpu.FromE4M3(b) * factors[i/d]
 	}
 	return values
 }

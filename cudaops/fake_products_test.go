@@ -1,19 +1,19 @@
 package cudaops
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // The products of this module's own of fakeKernels.
 
-func (k *fakeKernels) SiLUProductWays(int, int, int, driver.DType) []kernels.Way {
+func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernels.Way {
 	return []kernels.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error {
+func (k *fakeKernels) SiLUProduct(s gpu.Stream, a kernels.SiLUProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
 		cpu.Gemm(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
@@ -23,7 +23,7 @@ func (k *fakeKernels) SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error 
 	})
 }
 
-func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error {
+func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a kernels.SiLUProductBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
 		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
@@ -38,11 +38,11 @@ func (k *fakeKernels) SiLUProductBackward(s driver.Stream, a kernels.SiLUProduct
 	})
 }
 
-func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, driver.DType) []kernels.Way {
+func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, gpu.DType) []kernels.Way {
 	return []kernels.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error {
+func (k *fakeKernels) RoPEProduct(s gpu.Stream, a kernels.RoPEProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h := a.HeadDim / 2
 		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, kernels.RoPEAnglesLen(a.Seq, h))
@@ -60,9 +60,9 @@ func (k *fakeKernels) RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error 
 	})
 }
 
-func (k *fakeKernels) ProductWays(kernels.ProductShape, driver.DType) []kernels.Way { return nil }
+func (k *fakeKernels) ProductWays(kernels.ProductShape, gpu.DType) []kernels.Way { return nil }
 
-func (k *fakeKernels) Product(s driver.Stream, a kernels.Product) error {
+func (k *fakeKernels) Product(s gpu.Stream, a kernels.Product) error {
 	return k.launch(s, func(l *fake.Launch) {
 		y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
 		if a.C != 0 {

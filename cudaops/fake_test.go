@@ -8,8 +8,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
@@ -17,8 +17,8 @@ import (
 // fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels do on a GPU, in float32.
 // Every call is a launch of one kernel, whose argument says which of the calls so far to compute.
 type fakeKernels struct {
-	ctx  driver.Context
-	call *driver.Function
+	ctx  gpu.Context
+	call *gpu.Function
 
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
@@ -49,7 +49,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 		}
 	})
 	return device, d, func(c *machineConfig) error {
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			k.ctx = ctx
 			m, err := ctx.LoadModule([]byte("fake"))
 			if err != nil {
@@ -65,20 +65,20 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 // moduleOf is fakeKernels with the module that one machine has loaded.
 type moduleOf struct {
 	*fakeKernels
-	module driver.Module
+	module gpu.Module
 }
 
 func (m *moduleOf) Close() error { return m.ctx.UnloadModule(m.module) }
 
-func (k *fakeKernels) launch(s driver.Stream, f func(*fake.Launch)) error {
+func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 	k.mu.Lock()
 	k.calls = append(k.calls, f)
 	i := len(k.calls) - 1
 	k.mu.Unlock()
-	return k.ctx.Launch(k.call, driver.LaunchConfig{}, s, new(driver.Args).Int32(i))
+	return k.ctx.Launch(k.call, gpu.LaunchConfig{}, s, new(gpu.Args).Int32(i))
 }
 
-func (k *fakeKernels) Unary(s driver.Stream, op kernels.UnaryOp, y, x driver.Ptr, p float64, n int, _ driver.DType) error {
+func (k *fakeKernels) Unary(s gpu.Stream, op kernels.UnaryOp, y, x gpu.Ptr, p float64, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out, in := fake.Slice[float32](l, y, n), fake.Slice[float32](l, x, n)
 		for i, v := range in {
@@ -184,7 +184,7 @@ func binaryReference(op kernels.BinaryOp, a, b float64) float64 {
 	return math.NaN()
 }
 
-func (k *fakeKernels) Binary(s driver.Stream, op kernels.BinaryOp, y driver.Ptr, a, b kernels.Operand, n int, _ driver.DType) error {
+func (k *fakeKernels) Binary(s gpu.Stream, op kernels.BinaryOp, y gpu.Ptr, a, b kernels.Operand, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := fake.Slice[float32](l, y, n)
 		element := func(o kernels.Operand) func(int) float32 {
@@ -202,7 +202,7 @@ func (k *fakeKernels) Binary(s driver.Stream, op kernels.BinaryOp, y driver.Ptr,
 	})
 }
 
-func (k *fakeKernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, _ driver.DType) error {
+func (k *fakeKernels) Softmax(s gpu.Stream, y, x gpu.Ptr, rows, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		in, out := floatsAt(l, x, rows*n), floatsAt(l, y, rows*n)
 		for r := range rows {
@@ -217,7 +217,7 @@ func (k *fakeKernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, _ d
 	})
 }
 
-func (k *fakeKernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, _ driver.DType) error {
+func (k *fakeKernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		up, out, d := floatsAt(l, g, rows*n), floatsAt(l, y, rows*n), floatsAt(l, dx, rows*n)
 		for r := range rows {
@@ -232,7 +232,7 @@ func (k *fakeKernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows
 	})
 }
 
-func (k *fakeKernels) Copy(s driver.Stream, a kernels.Copy) error {
+func (k *fakeKernels) Copy(s gpu.Stream, a kernels.Copy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		extent := func(strides []int) int {
 			last := 0
@@ -256,7 +256,7 @@ func (k *fakeKernels) Copy(s driver.Stream, a kernels.Copy) error {
 	})
 }
 
-func floatsAt(l *fake.Launch, p driver.Ptr, n int) []float32 { return fake.Slice[float32](l, p, n) }
+func floatsAt(l *fake.Launch, p gpu.Ptr, n int) []float32 { return fake.Slice[float32](l, p, n) }
 
 func intsAt(l *fake.Launch, p kernels.Ints, n int) []int {
 	ids := make([]int, n)
@@ -266,14 +266,14 @@ func intsAt(l *fake.Launch, p kernels.Ints, n int) []int {
 	return ids
 }
 
-func (k *fakeKernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error {
+func (k *fakeKernels) Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr, xt gpu.DType, n int) error {
 	if yt == xt {
 		return k.launch(s, func(l *fake.Launch) { copy(fake.Slice[byte](l, y, n*yt.Size()), fake.Slice[byte](l, x, n*xt.Size())) })
 	}
 	return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, y, n), floatsAt(l, x, n)) })
 }
 
-func (k *fakeKernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error {
+func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr, xt gpu.DType, beta float64, n int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, y, n)
 		for i, v := range floatsAt(l, x, n) {
@@ -282,7 +282,7 @@ func (k *fakeKernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alph
 	})
 }
 
-func (k *fakeKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+func (k *fakeKernels) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
 		x := floatsAt(l, a.X, n)
@@ -304,15 +304,15 @@ func (k *fakeKernels) RMSNormBackwardWays(kernels.RMSNormBackward) ([]kernels.Wa
 	return nil, nil
 }
 
-func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, driver.DType, ...kernels.Rows) []kernels.AttentionVariant {
+func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, gpu.DType, ...kernels.Rows) []kernels.AttentionVariant {
 	return nil
 }
 
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
-func (k *fakeKernels) RMSNormWorkspace(d int, _ driver.DType) int { return 4 * d }
+func (k *fakeKernels) RMSNormWorkspace(d int, _ gpu.DType) int { return 4 * d }
 
-func (k *fakeKernels) AddRMSNormParts(s driver.Stream, left []kernels.RMSNormParts) error {
+func (k *fakeKernels) AddRMSNormParts(s gpu.Stream, left []kernels.RMSNormParts) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, p := range left {
 			copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
@@ -320,11 +320,11 @@ func (k *fakeKernels) AddRMSNormParts(s driver.Stream, left []kernels.RMSNormPar
 	})
 }
 
-func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ driver.DType) int {
+func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ gpu.DType) int {
 	return 8 * a.Batch * a.Heads * a.Seq
 }
 
-func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error {
+func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) error {
 	dw := a.DW
 	if a.Leave != nil {
 		dw = a.Workspace
@@ -345,7 +345,7 @@ func (k *fakeKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 	})
 }
 
-func (k *fakeKernels) RoPE(s driver.Stream, a kernels.RoPE) error {
+func (k *fakeKernels) RoPE(s gpu.Stream, a kernels.RoPE) error {
 	return k.launch(s, func(l *fake.Launch) {
 		width, h := a.Heads*a.HeadDim, a.HeadDim/2
 		cos, sin := floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
@@ -358,7 +358,7 @@ func (k *fakeKernels) RoPE(s driver.Stream, a kernels.RoPE) error {
 }
 
 // rowsAt is rows of f floats that lie stride apart, 0 for no gaps.
-func rowsAt(l *fake.Launch, p driver.Ptr, rows, f, stride int) [][]float32 {
+func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	if stride == 0 {
 		stride = f
 	}
@@ -369,7 +369,7 @@ func rowsAt(l *fake.Launch, p driver.Ptr, rows, f, stride int) [][]float32 {
 	return r
 }
 
-func (k *fakeKernels) SiLUMul(s driver.Stream, a kernels.SiLUMul) error {
+func (k *fakeKernels) SiLUMul(s gpu.Stream, a kernels.SiLUMul) error {
 	return k.launch(s, func(l *fake.Launch) {
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
 		h := make([][]float32, a.Rows)
@@ -386,7 +386,7 @@ func (k *fakeKernels) SiLUMul(s driver.Stream, a kernels.SiLUMul) error {
 	})
 }
 
-func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error {
+func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a kernels.SiLUMulBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
@@ -398,13 +398,13 @@ func (k *fakeKernels) SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward
 	})
 }
 
-func (k *fakeKernels) Embedding(s driver.Stream, a kernels.Embedding) error {
+func (k *fakeKernels) Embedding(s gpu.Stream, a kernels.Embedding) error {
 	return k.launch(s, func(l *fake.Launch) {
 		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)
 	})
 }
 
-func (k *fakeKernels) EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error {
+func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a kernels.EmbeddingBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		fake.Slice[byte](l, a.Workspace, kernels.EmbeddingWorkspace(a.Rows, a.Vocab, a.D))
 		dt := floatsAt(l, a.DT, a.Vocab*a.D)
@@ -418,11 +418,11 @@ func (k *fakeKernels) EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBack
 	})
 }
 
-func (k *fakeKernels) CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error {
+func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernels.Ints, rows int) error {
 	return k.launch(s, func(l *fake.Launch) { floatsAt(l, scale, 1)[0] = 1 / float32(cpu.Targets(intsAt(l, targets, rows))) })
 }
 
-func (k *fakeKernels) CrossEntropy(s driver.Stream, a kernels.CrossEntropy) error {
+func (k *fakeKernels) CrossEntropy(s gpu.Stream, a kernels.CrossEntropy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows), intsAt(l, a.Targets, a.Rows)
 		lse := make([]float32, a.Rows)
@@ -448,7 +448,7 @@ func upstream(l *fake.Launch, a kernels.CrossEntropy) float32 {
 	return floatsAt(l, a.Grad, 1)[0]
 }
 
-func (k *fakeKernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error {
+func (k *fakeKernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr, rows int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		var sum float32
 		for _, v := range floatsAt(l, losses, rows) {
@@ -458,7 +458,7 @@ func (k *fakeKernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driv
 	})
 }
 
-func (k *fakeKernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error {
+func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a kernels.CrossEntropy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.V
 		cpu.CrossEntropyBackward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
@@ -480,7 +480,7 @@ func (k *fakeKernels) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, e
 	return t, err
 }
 
-func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *kernels.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, squares, t.Chunks)
 		clear(out)
@@ -499,7 +499,7 @@ func (k *fakeKernels) GradSquares(s driver.Stream, squares driver.Ptr, t *kernel
 
 // gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
 func gradientAt(l *fake.Launch, p kernels.OptimTensor, n int) []float32 {
-	if p.GradType != driver.BFloat16 {
+	if p.GradType != gpu.BFloat16 {
 		return floatsAt(l, p.Grad, n)
 	}
 	g := make([]float32, n)
@@ -510,12 +510,12 @@ func gradientAt(l *fake.Launch, p kernels.OptimTensor, n int) []float32 {
 }
 
 // control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
-func control(l *fake.Launch, p driver.Ptr) (b []byte, c kernels.Control, multiplier float64) {
+func control(l *fake.Launch, p gpu.Ptr) (b []byte, c kernels.Control, multiplier float64) {
 	b = fake.Slice[byte](l, p, kernels.ControlBytes)
 	return b, kernels.DecodeControl(b), float64(fake32(b[44:]))
 }
 
-func (k *fakeKernels) GradNorm(s driver.Stream, at, squares driver.Ptr, count int, scale driver.Ptr) error {
+func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, scale gpu.Ptr) error {
 	return k.launch(s, func(l *fake.Launch) {
 		b, c, _ := control(l, at)
 		var sum float64
@@ -558,7 +558,7 @@ func moveOn(at []byte, skipped bool) []byte {
 
 func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
-func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *kernels.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, scale := control(l, at)
 		if c.Skipped {
@@ -567,7 +567,7 @@ func (k *fakeKernels) AdamW(s driver.Stream, at driver.Ptr, t *kernels.Table) er
 		for i := range k.tables[t] {
 			p := &k.tables[t][i]
 			p.Step++
-			of := func(x driver.Ptr) []float32 { return floatsAt(l, x, p.Size) }
+			of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
 			g := slices.Clone(gradientAt(l, *p, p.Size))
 			cpu.ScaleBy(g, scale)
 			cpu.AdamW(of(p.Param), g, of(p.First), of(p.Second),
@@ -585,7 +585,7 @@ func writeCopy(l *fake.Launch, p kernels.OptimTensor) {
 	}
 }
 
-func (k *fakeKernels) MuonDirection(s driver.Stream, at, squares driver.Ptr, t *kernels.Table, nesterov bool) error {
+func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *kernels.Table, nesterov bool) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, scale := control(l, at)
 		if c.Skipped {
@@ -613,7 +613,7 @@ func (k *fakeKernels) MuonDirection(s driver.Stream, at, squares driver.Ptr, t *
 	})
 }
 
-func (k *fakeKernels) MuonApply(s driver.Stream, at driver.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) MuonApply(s gpu.Stream, at gpu.Ptr, t *kernels.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, _ := control(l, at)
 		if c.Skipped {
@@ -632,7 +632,7 @@ func (k *fakeKernels) MuonApply(s driver.Stream, at driver.Ptr, t *kernels.Table
 
 func (k *fakeKernels) ReduceWorkspace(kernels.Reduce) int { return 4 }
 
-func (k *fakeKernels) Reduce(s driver.Stream, a kernels.Reduce) error {
+func (k *fakeKernels) Reduce(s gpu.Stream, a kernels.Reduce) error {
 	return k.launch(s, func(l *fake.Launch) {
 		x, y := floatsAt(l, a.X, a.Outer*a.N*a.Inner), floatsAt(l, a.Y, a.Outer*a.Inner)
 		for o := range a.Outer {

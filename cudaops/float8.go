@@ -7,7 +7,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -54,13 +54,13 @@ func (m *Machine) checkFloat8() error {
 	}
 	info := m.device.info
 	if info.Capability() >= float8Capability && blas.Version() >= float8Blas {
-		const t = driver.Float8E4M3
-		plan, err := blas.Plan(driver.MatmulSpec{M: float8Rows, N: float8Rows, K: float8Rows, TransB: true, A: t, B: t,
-			D: m.activations().dtype(), Scaling: driver.ScaledRows, FastAccumulation: true}, workspaceBytes, 1)
+		const t = gpu.Float8E4M3
+		plan, err := blas.Plan(gpu.MatmulSpec{M: float8Rows, N: float8Rows, K: float8Rows, TransB: true, A: t, B: t,
+			D: m.activations().dtype(), Scaling: gpu.ScaledRows, FastAccumulation: true}, workspaceBytes, 1)
 		if err == nil {
 			return plan.Close()
 		}
-		if !errors.Is(err, driver.BlasNotSupported) && !errors.Is(err, driver.BlasInvalidValue) {
+		if !errors.Is(err, gpu.BlasNotSupported) && !errors.Is(err, gpu.BlasInvalidValue) {
 			return err
 		}
 	}
@@ -264,7 +264,7 @@ func (c *compiler) quantizing(a *array, wanted bool) quantized {
 }
 
 // pointers returns the addresses of values and scales, null for those that have no memory.
-func (q quantized) pointers() (values, scales driver.Ptr) {
+func (q quantized) pointers() (values, scales gpu.Ptr) {
 	if q.values == nil {
 		return 0, 0
 	}

@@ -15,8 +15,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -250,7 +250,7 @@ func roundedProduct(a, b []float32, k int) []float32 {
 			bytes := make([]byte, k)
 			scale := float64(quantizedRow(bytes, row))
 			for _, v := range bytes {
-				all = append(all, scale*float64(driver.FromE4M3(v)))
+				all = append(all, scale*float64(gpu.FromE4M3(v)))
 			}
 		}
 		return all
@@ -421,8 +421,8 @@ func TestFloat8UploadFails(t *testing.T) {
 			p.Value().Data().([]float32)[i] = -1.5 * v
 		}
 	}
-	cuda.Fail("cuMemcpyHtoDAsync", len(b.Params)+1, driver.OutOfMemory)
-	if err := m.Upload(append(slices.Clone(b.Params), b.IDs)...); !errors.Is(err, driver.OutOfMemory) {
+	cuda.Fail("cuMemcpyHtoDAsync", len(b.Params)+1, gpu.OutOfMemory)
+	if err := m.Upload(append(slices.Clone(b.Params), b.IDs)...); !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("an upload whose last copy fails: %v", err)
 	}
 	fresh := open()
@@ -556,8 +556,8 @@ func TestFloat8Tuned(t *testing.T) {
 
 // TestFloat8Refused wants an error that names the precision, what it needs and what there is.
 func TestFloat8Refused(t *testing.T) {
-	gpu := func(major, minor int) []driver.DeviceInfo {
-		return []driver.DeviceInfo{{Name: "Some GPU", Major: major, Minor: minor, Memory: 1 << 30, SMs: 2, L2: 1 << 20}}
+	gpu := func(major, minor int) []gpu.DeviceInfo {
+		return []gpu.DeviceInfo{{Name: "Some GPU", Major: major, Minor: minor, Memory: 1 << 30, SMs: 2, L2: 1 << 20}}
 	}
 	for want, config := range map[string]fake.Config{
 		"this is Some GPU, of 8.9, with cuBLASLt 13.0":  {Devices: gpu(8, 9)},

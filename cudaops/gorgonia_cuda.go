@@ -11,7 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -45,11 +45,11 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	if err != nil {
 		return false, err
 	}
-	operands := make([]driver.Ptr, len(in))
+	operands := make([]gpu.Ptr, len(in))
 	for i, v := range in {
-		operands[i] = driver.Ptr(v.Uintptr())
+		operands[i] = gpu.Ptr(v.Uintptr())
 	}
-	return true, l.run(operands, driver.Ptr(prealloc.Uintptr()))
+	return true, l.run(operands, gpu.Ptr(prealloc.Uintptr()))
 }
 
 // loneOpOn returns the op's machine on an engine.

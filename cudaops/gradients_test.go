@@ -11,8 +11,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -34,7 +34,7 @@ func brain(x float32) float32 {
 // tableTypes counts the types of gradients in optimisers' tables.
 type tableTypes struct {
 	kernelSet
-	count map[driver.DType]int
+	count map[gpu.DType]int
 }
 
 func (k tableTypes) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error) {
@@ -44,10 +44,10 @@ func (k tableTypes) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, err
 	return k.kernelSet.NewTable(tensors)
 }
 
-func countTypes(count map[driver.DType]int) MachineOption {
+func countTypes(count map[gpu.DType]int) MachineOption {
 	return func(c *machineConfig) error {
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			k, err := inner(ctx)
 			return tableTypes{k, count}, err
 		}
@@ -109,7 +109,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimiz
 	t.Logf("random seed %d", seed)
 	_, wide := newBatch(t, llm.ForTraining, seed)
 	_, b := newBatch(t, llm.ForTraining, seed)
-	count := map[driver.DType]int{}
+	count := map[gpu.DType]int{}
 	plain := newFuseMachine(t, device, wide.G, wide.Params, gorgonia.Nodes{wide.Loss}, opts)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(slices.Clone(opts), countTypes(count), narrow))
 	if got := narrowed(plain, wide.Params); len(got) > 0 || plain.GradientPrecision() != Float32 {
@@ -135,7 +135,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimiz
 	if err != nil {
 		t.Fatal(err)
 	}
-	if count[driver.BFloat16] != layers || count[driver.Float32] != len(b.Params)-layers {
+	if count[gpu.BFloat16] != layers || count[gpu.Float32] != len(b.Params)-layers {
 		t.Errorf("the optimiser's gradients are of %v, want %d of bfloat16 and %d of float32", count, layers, len(b.Params)-layers)
 	}
 	for _, err := range []error{plain.RunAll(), m.RunAll()} {

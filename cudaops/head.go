@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -87,7 +87,7 @@ func (h *headRows) targetsHere() kernels.Ints {
 	return kernels.Ints{Ptr: h.targets.ptr().Offset(8 * h.lo), Wide: true}
 }
 
-func (h *headRows) lossesHere() driver.Ptr { return h.losses.ptr().Offset(4 * h.lo) }
+func (h *headRows) lossesHere() gpu.Ptr { return h.losses.ptr().Offset(4 * h.lo) }
 
 // dxHere is the gradient of x.
 func (h *headRows) dxHere() *array { return h.dx.view(h.lo*h.x.shape[1], h.x.shape...) }
@@ -133,7 +133,7 @@ func (c *compiler) headRows(h headRows) error {
 }
 
 // lossScale is where the loss scale is, null if there is none.
-func (c *compiler) lossScale() driver.Ptr {
+func (c *compiler) lossScale() gpu.Ptr {
 	if c.scale == nil {
 		return 0
 	}
@@ -167,16 +167,16 @@ func (c *compiler) chooseHead(h headRows) (*fusedChoice, error) {
 	w := productWays{product: product{d: h.logits, a: h.x, b: h.w, transB: true}, op: "LinearCrossEntropy",
 		shape: fmt.Sprintf("%dx%dx%d %v", s.Rows, s.V, s.D, t), units: []string{"gemm_hopper_loss", "crossentropy"},
 		fused: m.k.LinearCrossEntropyWays(s, t), arrays: []*array{h.logits, h.x, h.w},
-		arguments: []argument{numbers(writes, s.Rows, driver.Float32), x, numbers(reads, h.w.len(), t), numbers(reads, 1, driver.Float32),
+		arguments: []argument{numbers(writes, s.Rows, gpu.Float32), x, numbers(reads, h.w.len(), t), numbers(reads, 1, gpu.Float32),
 			{role: zeroed, bytes: 8 * s.Rows}, {role: scratch, bytes: h.logits.extent()}, {role: scratch, bytes: h.x.extent()},
 			{role: scratch, bytes: 4 * s.Rows}, {role: scratch, bytes: m.k.LinearCrossEntropyWorkspace(s)}, {role: scratch, bytes: h.x.extent()}}}
-	w.run = func(way kernels.Way, a []driver.Ptr) error {
+	w.run = func(way kernels.Way, a []gpu.Ptr) error {
 		err := m.k.LinearCrossEntropy(m.stream, kernels.LinearCrossEntropy{Losses: a[0], X: a[1], W: a[2], Scale: a[3],
 			Targets: kernels.Ints{Ptr: a[4], Wide: true}, Terms: a[5], Scaled: a[6], Factors: a[7], Workspace: a[8],
 			LinearCrossEntropyShape: s, Way: way})
 		return first(err, func() error { return m.k.ScaleRows(m.stream, a[9], a[7], s.Rows, s.D) })
 	}
-	w.separate = func(product matmulRun, a []driver.Ptr) error {
+	w.separate = func(product matmulRun, a []gpu.Ptr) error {
 		return first(product(a[5], a[1], a[2]), func() error {
 			return m.k.CrossEntropy(m.stream, kernels.CrossEntropy{Losses: a[0], Scale: a[3], Targets: kernels.Ints{Ptr: a[4], Wide: true},
 				Logits: a[5], Rows: s.Rows, V: s.V, Type: t})

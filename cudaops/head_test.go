@@ -9,14 +9,14 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
 )
 
-func (k *fakeKernels) LinearCrossEntropyWays(kernels.LinearCrossEntropyShape, driver.DType) []kernels.Way {
+func (k *fakeKernels) LinearCrossEntropyWays(kernels.LinearCrossEntropyShape, gpu.DType) []kernels.Way {
 	return []kernels.Way{{Family: "fused"}}
 }
 
@@ -24,7 +24,7 @@ func (k *fakeKernels) LinearCrossEntropyWorkspace(a kernels.LinearCrossEntropySh
 	return 4 * a.Rows
 }
 
-func (k *fakeKernels) LinearCrossEntropy(s driver.Stream, a kernels.LinearCrossEntropy) error {
+func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a kernels.LinearCrossEntropy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		fake.Slice[byte](l, a.Workspace, 4*a.Rows)
 		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, kernels.CrossEntropy{Grad: a.Grad})
@@ -48,7 +48,7 @@ func (k *fakeKernels) LinearCrossEntropy(s driver.Stream, a kernels.LinearCrossE
 	})
 }
 
-func (k *fakeKernels) ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error {
+func (k *fakeKernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		f := floatsAt(l, factors, rows)
 		for i := range floatsAt(l, x, rows*d) {

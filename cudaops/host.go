@@ -10,7 +10,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -29,7 +29,7 @@ func encode(raw []byte, e elem, v gorgonia.Value, n int) error {
 		}
 	case []int:
 		if len(x) == n && e == int64s {
-			dst := driver.View[int64](raw)[:n]
+			dst := gpu.View[int64](raw)[:n]
 			if strconv.IntSize == 64 { // the GPU may be waiting
 				copy(dst, unsafe.Slice((*int64)(unsafe.Pointer(unsafe.SliceData(x))), n))
 				return nil
@@ -46,20 +46,20 @@ func encode(raw []byte, e elem, v gorgonia.Value, n int) error {
 func encodeFloats(raw []byte, e elem, x []float32) {
 	switch e {
 	case float32s:
-		copy(driver.View[float32](raw), x)
+		copy(gpu.View[float32](raw), x)
 	case float16s:
-		dst := driver.View[uint16](raw)
+		dst := gpu.View[uint16](raw)
 		for i, v := range x {
 			dst[i] = uint16(state.NewFloat16(float64(v)))
 		}
 	case bfloat16s:
-		dst := driver.View[uint16](raw)
+		dst := gpu.View[uint16](raw)
 		for i, v := range x {
 			dst[i] = bfloat16(v)
 		}
 	case float8s:
 		for i, v := range x {
-			raw[i] = driver.E4M3(v)
+			raw[i] = gpu.E4M3(v)
 		}
 	}
 }
@@ -86,7 +86,7 @@ func decode(raw []byte, e elem, dt tensor.Dtype, shape tensor.Shape) (gorgonia.V
 		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
 	case dt == tensor.Int && e == int64s:
 		x := make([]int, n)
-		for i, v := range driver.View[int64](raw)[:n] {
+		for i, v := range gpu.View[int64](raw)[:n] {
 			x[i] = int(v)
 		}
 		if len(shape) == 0 {
@@ -100,18 +100,18 @@ func decode(raw []byte, e elem, dt tensor.Dtype, shape tensor.Shape) (gorgonia.V
 func decodeFloats(x []float32, e elem, raw []byte) {
 	switch e {
 	case float32s:
-		copy(x, driver.View[float32](raw))
+		copy(x, gpu.View[float32](raw))
 	case float16s:
-		for i, b := range driver.View[uint16](raw)[:len(x)] {
+		for i, b := range gpu.View[uint16](raw)[:len(x)] {
 			x[i] = float32(state.Float16(b).Float64())
 		}
 	case bfloat16s:
-		for i, b := range driver.View[uint16](raw)[:len(x)] {
+		for i, b := range gpu.View[uint16](raw)[:len(x)] {
 			x[i] = math.Float32frombits(uint32(b) << 16)
 		}
 	case float8s:
 		for i, b := range raw[:len(x)] {
-			x[i] = driver.FromE4M3(b)
+			x[i] = gpu.FromE4M3(b)
 		}
 	}
 }

@@ -7,7 +7,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream and a CUdeviceptr, each
@@ -41,7 +41,7 @@ func WithStream(handle uintptr) MachineOption {
 		if handle <= perThread {
 			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be captured; make one with cuStreamCreate", handle)
 		}
-		c.stream = driver.Stream(handle)
+		c.stream = gpu.Stream(handle)
 		return nil
 	}
 }
@@ -75,13 +75,13 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 // It must be accessible in the device's context, and is used on the machine's stream. An input that holds integers cannot be
 // bound: the machine checks them before it sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) error {
-	if err := m.bind(n, driver.Ptr(ptr), bytes); err != nil {
+	if err := m.bind(n, gpu.Ptr(ptr), bytes); err != nil {
 		return fmt.Errorf("cudaops.Machine.Bind: %w", err)
 	}
 	return nil
 }
 
-func (m *Machine) bind(n *gorgonia.Node, ptr driver.Ptr, bytes int) error {
+func (m *Machine) bind(n *gorgonia.Node, ptr gpu.Ptr, bytes int) error {
 	a, err := m.lasting(n)
 	if err != nil {
 		return err
@@ -114,7 +114,7 @@ func (m *Machine) bind(n *gorgonia.Node, ptr driver.Ptr, bytes int) error {
 	return m.move(a.block, ptr, func() { in.bound = true })
 }
 
-func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr driver.Ptr) error {
+func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr gpu.Ptr) error {
 	switch {
 	case m.config.share != nil && a.resident:
 		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", describe(n))
@@ -127,7 +127,7 @@ func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr driver.Ptr) error {
 }
 
 // move puts a block elsewhere, and gives back what the machine has allocated for it alone.
-func (m *Machine) move(b *block, ptr driver.Ptr, done func()) error {
+func (m *Machine) move(b *block, ptr gpu.Ptr, done func()) error {
 	m.bound = true
 	if b.base == ptr {
 		done()

@@ -11,14 +11,14 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // host is a program that has device memory of its own.
 type host struct {
 	t   *testing.T
-	ctx driver.Context
+	ctx gpu.Context
 }
 
 // place puts values into memory of the program's and returns where.
@@ -39,7 +39,7 @@ func (h host) place(values []float32) uintptr {
 
 func (h host) write(p uintptr, values []float32) {
 	h.t.Helper()
-	if err := h.ctx.CopyToDevice(driver.Ptr(p), driver.Bytes(values), 0); err != nil {
+	if err := h.ctx.CopyToDevice(gpu.Ptr(p), gpu.Bytes(values), 0); err != nil {
 		h.t.Fatal(err)
 	}
 }
@@ -47,7 +47,7 @@ func (h host) write(p uintptr, values []float32) {
 func (h host) read(p uintptr, n int) []float32 {
 	h.t.Helper()
 	values := make([]float32, n)
-	if err := h.ctx.CopyToHost(driver.Bytes(values), driver.Ptr(p), 0); err != nil {
+	if err := h.ctx.CopyToHost(gpu.Bytes(values), gpu.Ptr(p), 0); err != nil {
 		h.t.Fatal(err)
 	}
 	return values
@@ -163,7 +163,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 
 func TestInteropRefusals(t *testing.T) {
 	device, f, fakeOption := openFake(t, fake.Config{})
-	if _, err := Open(withDriver(f), WithContext(99)); !errors.Is(err, driver.InvalidContext) {
+	if _, err := Open(withDriver(f), WithContext(99)); !errors.Is(err, gpu.InvalidContext) {
 		t.Errorf("an unknown context: %v", err)
 	}
 	k := newKasminaGraph(t, 1, nil)

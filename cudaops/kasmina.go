@@ -9,7 +9,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -51,9 +51,9 @@ type kasminaMode struct {
 type kasminaFlight struct {
 	pass    *op.KasminaPass
 	mode    kasminaMode
-	scale   float32      // that gradients carry
-	report  []byte       // of all layers, of which the memory belongs to kasminaReports
-	arrived driver.Event // likewise
+	scale   float32   // that gradients carry
+	report  []byte    // of all layers, of which the memory belongs to kasminaReports
+	arrived gpu.Event // likewise
 	busy    bool
 }
 
@@ -80,7 +80,7 @@ func (l *kasminaLayer) wideSpace(c *compiler, backward bool) *array {
 	return c.bytes(c.m.k.KasminaWideWorkspace(l.shape(), kernels.KasminaWide{Width: l.width}, backward))
 }
 
-func (l *kasminaLayer) at(word int) driver.Ptr {
+func (l *kasminaLayer) at(word int) gpu.Ptr {
 	return l.reports.memory.ptr().Offset(4 * l.place(word))
 }
 
@@ -119,7 +119,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) (*kasminaLayer, error) {
 	if l.wide() {
 		bytes += (kernels.KasminaMixing{Seeds: seeds, Slots: weights[0]}).Bytes()
 	}
-	l.next = driver.Bytes(make([]uint32, bytes/4))
+	l.next = gpu.Bytes(make([]uint32, bytes/4))
 	pass := o.NewPass()
 	pass.Begin()
 	if err := l.choose(l.encode(pass)); err != nil {
@@ -245,9 +245,9 @@ func (l *kasminaLayer) inPlace(c *compiler, n *gorgonia.Node, x, g *array) bool 
 // moving is of how many seeds the backward pass of the last run read x at least, and wrote the gradient of x.
 func (l *kasminaLayer) moving(inPlace bool) (reads, writes int) {
 	if l.wide() { // those that mix, which Residual ones stand for below
-		reads = int(driver.View[uint32](l.last[l.latticeState().Bytes():])[0])
+		reads = int(gpu.View[uint32](l.last[l.latticeState().Bytes():])[0])
 	}
-	for _, word := range driver.View[uint32](l.last)[:l.seeds()] { // as KasminaState.Encode has them
+	for _, word := range gpu.View[uint32](l.last)[:l.seeds()] { // as KasminaState.Encode has them
 		if l.op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			reads++ // what is dormant is Residual there
 		}
@@ -411,7 +411,7 @@ func (l *kasminaLayer) receive(f *kasminaFlight, wait bool) error {
 
 func (l *kasminaLayer) deliver(f *kasminaFlight) error {
 	seeds := l.seeds()
-	words, figures := driver.View[uint32](f.report), driver.View[float32](f.report)
+	words, figures := gpu.View[uint32](f.report), gpu.View[float32](f.report)
 	counts := words[l.place(0):][:len(l.counts)]
 	counted := slices.Clone(counts)
 	for i, v := range l.counts {

@@ -10,8 +10,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
@@ -179,7 +179,7 @@ type directions struct {
 	ascending, descending int
 }
 
-func (k *directions) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+func (k *directions) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	if a.Ascending {
 		k.ascending++
 	} else {
@@ -195,7 +195,7 @@ func TestNormsBehindKasmina(t *testing.T) {
 	b := grafted(t, 1)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, func(c *machineConfig) error {
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (set kernelSet, err error) {
+		c.kernels = func(ctx gpu.Context) (set kernelSet, err error) {
 			k.kernelSet, err = inner(ctx)
 			return k, err
 		}

@@ -3,7 +3,7 @@ package cudaops
 import (
 	"errors"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -12,10 +12,10 @@ import (
 type kasminaReports struct {
 	m       *Machine
 	layers  []*kasminaLayer
-	seeds   int             // of all layers
-	memory  *array          // for each array of a report in turn what the layers have of it
-	host    [2][]byte       // pinned, for a run and the one before it
-	arrived [2]driver.Event // when the host has them
+	seeds   int          // of all layers
+	memory  *array       // for each array of a report in turn what the layers have of it
+	host    [2][]byte    // pinned, for a run and the one before it
+	arrived [2]gpu.Event // when the host has them
 	opened  bool
 	runs    int
 	flight  int // of the run under way, among the two

@@ -3,7 +3,7 @@ package cudaops
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -94,7 +94,7 @@ func (s *kasminaStart) read(in *input, a *array, from, n int) ([]float32, error)
 		return x, nil
 	}
 	ctx := s.m.device.ctx
-	if err := ctx.CopyToHost(driver.Bytes(x), a.ptr().Offset(4*from), s.m.stream); err != nil {
+	if err := ctx.CopyToHost(gpu.Bytes(x), a.ptr().Offset(4*from), s.m.stream); err != nil {
 		return nil, err
 	}
 	return x, ctx.SyncStream(s.m.stream)
@@ -110,7 +110,7 @@ func (s *kasminaStart) write(in *input, a *array, from int, x []float32) error {
 		return err
 	}
 	ctx := s.m.device.ctx
-	if err := ctx.CopyToDevice(a.ptr().Offset(4*from), driver.Bytes(x), s.m.stream); err != nil {
+	if err := ctx.CopyToDevice(a.ptr().Offset(4*from), gpu.Bytes(x), s.m.stream); err != nil {
 		return err
 	}
 	return joined(in.refresh(), ctx.SyncStream(s.m.stream))

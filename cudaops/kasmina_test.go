@@ -17,8 +17,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
@@ -34,7 +34,7 @@ func (k *fakeKernels) KasminaBackwardWorkspace(l kernels.KasminaLayer, _ bool) i
 	return 4 * (kernels.KasminaBackwardFigures*l.State.Seeds + l.State.Slots*(l.Chunk+1))
 }
 
-func (k *fakeKernels) MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error {
+func (k *fakeKernels) MergeKasminaRecords(s gpu.Stream, left []kernels.KasminaRecords) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, r := range left {
 			n := kernels.KasminaForwardFigures * r.Seeds
@@ -43,7 +43,7 @@ func (k *fakeKernels) MergeKasminaRecords(s driver.Stream, left []kernels.Kasmin
 	})
 }
 
-func (k *fakeKernels) AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error {
+func (k *fakeKernels) AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, p := range left {
 			if p.Units == 0 {
@@ -98,15 +98,15 @@ func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, wide *kernels.KasminaWi
 	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk), floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
-func (k *fakeKernels) KasminaForward(s driver.Stream, f kernels.KasminaForward) error {
+func (k *fakeKernels) KasminaForward(s gpu.Stream, f kernels.KasminaForward) error {
 	return k.kasminaForward(s, f, nil)
 }
 
-func (k *fakeKernels) KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error {
+func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error {
 	return k.kasminaForward(s, f, &w)
 }
 
-func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
+func (k *fakeKernels) kasminaForward(s gpu.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
 	if f.Leave != nil {
 		*f.Leave = kernels.KasminaRecords{}
 		if f.Telemetry && f.Reduction == kernels.KasminaExact {
@@ -143,15 +143,15 @@ func (k *fakeKernels) kasminaForward(s driver.Stream, f kernels.KasminaForward, 
 	})
 }
 
-func (k *fakeKernels) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
+func (k *fakeKernels) KasminaBackward(s gpu.Stream, b kernels.KasminaBackward) error {
 	return k.kasminaBackward(s, b, nil)
 }
 
-func (k *fakeKernels) KasminaWideBackward(s driver.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error {
+func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error {
 	return k.kasminaBackward(s, b, &w)
 }
 
-func (k *fakeKernels) kasminaBackward(s driver.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
+func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
 	if b.Leave != nil {
 		*b.Leave = kernels.KasminaParts{}
 		if wide == nil && (!b.Telemetry || b.Reduction == kernels.KasminaExact) {

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -14,7 +14,7 @@ import (
 // runs count.
 type bareTime struct {
 	on       bool          // in the sample under way
-	from, to driver.Event  // around the second run
+	from, to gpu.Event     // around the second run
 	latest   time.Duration // of that, in the latest sample
 }
 
@@ -32,7 +32,7 @@ func (o *monitor) loadBare() error {
 }
 
 // runBare enqueues what comes ahead of a task in a sample.
-func (o *monitor) runBare(i int, mark func(driver.Event, driver.Stream) error) error {
+func (o *monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
 	b, t, s := o.tasks[i].bare, o.m.program.tasks[i], o.m.stream
 	if !b.on {
 		return nil

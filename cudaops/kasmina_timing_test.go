@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -20,18 +20,18 @@ type slowKasmina struct {
 	forward, backward, telemetry time.Duration
 }
 
-func (k *slowKasmina) take(s driver.Stream, d time.Duration, telemetry bool) error {
+func (k *slowKasmina) take(s gpu.Stream, d time.Duration, telemetry bool) error {
 	if telemetry {
 		d += k.telemetry
 	}
 	return k.fake.launch(s, func(l *fake.Launch) { l.Took = d })
 }
 
-func (k *slowKasmina) KasminaForward(s driver.Stream, f kernels.KasminaForward) error {
+func (k *slowKasmina) KasminaForward(s gpu.Stream, f kernels.KasminaForward) error {
 	return joined(k.kernelSet.KasminaForward(s, f), k.take(s, k.forward, f.Telemetry))
 }
 
-func (k *slowKasmina) KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error {
+func (k *slowKasmina) KasminaBackward(s gpu.Stream, b kernels.KasminaBackward) error {
 	return joined(k.kernelSet.KasminaBackward(s, b), k.take(s, k.backward, b.Telemetry))
 }
 
@@ -48,7 +48,7 @@ func TestKasminaTiming(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
 			slow := func(c *machineConfig) error {
 				inner := c.kernels
-				c.kernels = func(ctx driver.Context) (kernelSet, error) {
+				c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 					set, err := inner(ctx)
 					if err != nil {
 						return nil, err

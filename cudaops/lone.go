@@ -7,7 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -17,9 +17,9 @@ import (
 // what is captured, and the matrix products' plans, go by fixed and aligned addresses.
 type loneOps struct {
 	device    *Device
-	kernels   func(driver.Context) (kernelSet, error)
-	shared    kernelSet  // of all machines
-	workspace driver.Ptr // cuBLASLt's, of all machines: they run one after the other
+	kernels   func(gpu.Context) (kernelSet, error)
+	shared    kernelSet // of all machines
+	workspace gpu.Ptr   // cuBLASLt's, of all machines: they run one after the other
 }
 
 // loneOperand is the type and shape of a value.
@@ -33,7 +33,7 @@ type sharedKernels struct{ kernelSet }
 
 func (sharedKernels) Close() error { return nil }
 
-func newLoneOps(d *Device, kernels func(driver.Context) (kernelSet, error)) (_ *loneOps, err error) {
+func newLoneOps(d *Device, kernels func(gpu.Context) (kernelSet, error)) (_ *loneOps, err error) {
 	s := &loneOps{device: d, kernels: kernels}
 	if s.shared, err = kernels(d.ctx); err != nil {
 		return nil, err
@@ -83,7 +83,7 @@ func (s *loneOps) open(o gorgonia.Op, operands []loneOperand) (*loneOp, error) {
 		return nil, err
 	}
 	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
-		c.lone, c.kernels = s, func(driver.Context) (kernelSet, error) { return sharedKernels{s.shared}, nil }
+		c.lone, c.kernels = s, func(gpu.Context) (kernelSet, error) { return sharedKernels{s.shared}, nil }
 		return nil
 	})
 	if err != nil {
@@ -122,7 +122,7 @@ func forwardOf(o gorgonia.Op) gorgonia.Op {
 }
 
 // run computes the op from operands at the given addresses, whose work must be done, and waits for the result.
-func (l *loneOp) run(operands []driver.Ptr, result driver.Ptr) error {
+func (l *loneOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 	m := l.m
 	ctx := m.device.ctx
 	for i, in := range l.in {
@@ -162,7 +162,7 @@ func (l *loneOp) check(in *input) error {
 		return err
 	}
 	for _, r := range in.ids {
-		if err := r.check(driver.View[int64](ids)[:in.array.len()]); err != nil {
+		if err := r.check(gpu.View[int64](ids)[:in.array.len()]); err != nil {
 			return err
 		}
 	}

@@ -10,8 +10,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -24,8 +24,8 @@ type loneRunner struct {
 	t    *testing.T
 	ops  *loneOps
 	of   map[*gorgonia.Node]*loneOp
-	at   map[*gorgonia.Node]driver.Ptr
-	next driver.Ptr
+	at   map[*gorgonia.Node]gpu.Ptr
+	next gpu.Ptr
 }
 
 func newLoneRunner(t *testing.T, device *Device, opts ...MachineOption) *loneRunner {
@@ -64,7 +64,7 @@ func (r *loneRunner) ok(err error) {
 }
 
 // place returns memory for a node's value.
-func (r *loneRunner) place(n *gorgonia.Node) driver.Ptr {
+func (r *loneRunner) place(n *gorgonia.Node) gpu.Ptr {
 	p := r.next
 	r.next = p.Offset(8*size(n.Shape()) + 4)
 	if n.Dtype() == tensor.Int && p%8 != 0 {
@@ -78,7 +78,7 @@ func (r *loneRunner) place(n *gorgonia.Node) driver.Ptr {
 func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 	r.t.Helper()
 	ctx, start := r.ops.device.ctx, r.next
-	r.at = map[*gorgonia.Node]driver.Ptr{}
+	r.at = map[*gorgonia.Node]gpu.Ptr{}
 	defer func() { r.next = start }()
 	sorted, err := gorgonia.Sort(g)
 	r.ok(err)
@@ -91,7 +91,7 @@ func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 			continue
 		}
 		var operands []loneOperand
-		var from []driver.Ptr
+		var from []gpu.Ptr
 		for _, c := range opbase.Children(n) {
 			operands, from = append(operands, loneOperand{c.Dtype(), c.Shape()}), append(from, r.at[c])
 		}
@@ -114,7 +114,7 @@ func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 
 func (r *loneRunner) value(n *gorgonia.Node) []float32 {
 	x := make([]float32, size(n.Shape()))
-	r.ok(r.ops.device.ctx.CopyToHost(driver.Bytes(x), r.at[n], 0))
+	r.ok(r.ops.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
 	return x
 }
 
@@ -214,7 +214,7 @@ func TestLoneRefusals(t *testing.T) {
 	for _, n := range fresh.g.AllNodes() {
 		if o, ok := n.Op().(*op.KasminaGradOp); ok {
 			var operands []loneOperand
-			var from []driver.Ptr
+			var from []gpu.Ptr
 			for _, c := range opbase.Children(n) {
 				operands, from = append(operands, loneOperand{c.Dtype(), c.Shape()}), append(from, r.next)
 			}

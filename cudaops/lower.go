@@ -10,7 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -18,76 +18,76 @@ import (
 
 // kernelSet is what lowering asks of the kernels.
 type kernelSet interface {
-	Unary(s driver.Stream, op kernels.UnaryOp, y, x driver.Ptr, p float64, n int, t driver.DType) error
-	Binary(s driver.Stream, op kernels.BinaryOp, y driver.Ptr, a, b kernels.Operand, n int, t driver.DType) error
-	Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, k, v kernels.Rows, t driver.DType) error
-	AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr, g, q, k, v, y kernels.Rows,
-		lse driver.Ptr, t driver.DType) error
-	AttentionDocuments(s driver.Stream, table driver.Ptr, starts kernels.Ints, batch, seq int) error
-	Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error
-	Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType, beta float64, n int) error
-	RMSNorm(s driver.Stream, a kernels.RMSNorm) error
-	RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error
-	AddRMSNormParts(s driver.Stream, left []kernels.RMSNormParts) error
-	RMSNormWorkspace(d int, t driver.DType) int
-	AttentionStatsBytes(kernels.AttentionShape, driver.DType) int
-	RoPE(s driver.Stream, a kernels.RoPE) error
-	Quantize(s driver.Stream, a kernels.Quantize) error
-	QuantizeColumns(s driver.Stream, a kernels.QuantizeColumns) error
+	Unary(s gpu.Stream, op kernels.UnaryOp, y, x gpu.Ptr, p float64, n int, t gpu.DType) error
+	Binary(s gpu.Stream, op kernels.BinaryOp, y gpu.Ptr, a, b kernels.Operand, n int, t gpu.DType) error
+	Attention(s gpu.Stream, a kernels.AttentionShape, y kernels.Rows, lse gpu.Ptr, q, k, v kernels.Rows, t gpu.DType) error
+	AttentionBackward(s gpu.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats gpu.Ptr, g, q, k, v, y kernels.Rows,
+		lse gpu.Ptr, t gpu.DType) error
+	AttentionDocuments(s gpu.Stream, table gpu.Ptr, starts kernels.Ints, batch, seq int) error
+	Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr, xt gpu.DType, n int) error
+	Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr, xt gpu.DType, beta float64, n int) error
+	RMSNorm(s gpu.Stream, a kernels.RMSNorm) error
+	RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) error
+	AddRMSNormParts(s gpu.Stream, left []kernels.RMSNormParts) error
+	RMSNormWorkspace(d int, t gpu.DType) int
+	AttentionStatsBytes(kernels.AttentionShape, gpu.DType) int
+	RoPE(s gpu.Stream, a kernels.RoPE) error
+	Quantize(s gpu.Stream, a kernels.Quantize) error
+	QuantizeColumns(s gpu.Stream, a kernels.QuantizeColumns) error
 	QuantizeColumnsWorkspace(rows, d int) int
 	NewQuantizeTable(weights []kernels.QuantizeWeight) (*kernels.QuantizeTable, error)
-	QuantizeWeights(s driver.Stream, t *kernels.QuantizeTable) error
-	SiLUMul(s driver.Stream, a kernels.SiLUMul) error
-	SiLUMulBackward(s driver.Stream, a kernels.SiLUMulBackward) error
-	SiLUProduct(s driver.Stream, a kernels.SiLUProduct) error
-	SiLUProductBackward(s driver.Stream, a kernels.SiLUProductBackward) error
-	RoPEProduct(s driver.Stream, a kernels.RoPEProduct) error
-	Product(s driver.Stream, a kernels.Product) error
-	Embedding(s driver.Stream, a kernels.Embedding) error
-	EmbeddingBackward(s driver.Stream, a kernels.EmbeddingBackward) error
-	CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets kernels.Ints, rows int) error
-	CrossEntropy(s driver.Stream, a kernels.CrossEntropy) error
-	CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error
-	CrossEntropyBackward(s driver.Stream, out driver.Ptr, a kernels.CrossEntropy) error
-	LinearCrossEntropy(s driver.Stream, a kernels.LinearCrossEntropy) error
+	QuantizeWeights(s gpu.Stream, t *kernels.QuantizeTable) error
+	SiLUMul(s gpu.Stream, a kernels.SiLUMul) error
+	SiLUMulBackward(s gpu.Stream, a kernels.SiLUMulBackward) error
+	SiLUProduct(s gpu.Stream, a kernels.SiLUProduct) error
+	SiLUProductBackward(s gpu.Stream, a kernels.SiLUProductBackward) error
+	RoPEProduct(s gpu.Stream, a kernels.RoPEProduct) error
+	Product(s gpu.Stream, a kernels.Product) error
+	Embedding(s gpu.Stream, a kernels.Embedding) error
+	EmbeddingBackward(s gpu.Stream, a kernels.EmbeddingBackward) error
+	CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernels.Ints, rows int) error
+	CrossEntropy(s gpu.Stream, a kernels.CrossEntropy) error
+	CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr, rows int) error
+	CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a kernels.CrossEntropy) error
+	LinearCrossEntropy(s gpu.Stream, a kernels.LinearCrossEntropy) error
 	LinearCrossEntropyWorkspace(a kernels.LinearCrossEntropyShape) int
-	ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error
-	Normalize(s driver.Stream, a kernels.Normalize) error
-	NormalizeBackward(s driver.Stream, a kernels.NormalizeBackward) error
-	Symmetric(s driver.Stream, a kernels.Symmetric) error
-	Reduce(s driver.Stream, a kernels.Reduce) error
+	ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) error
+	Normalize(s gpu.Stream, a kernels.Normalize) error
+	NormalizeBackward(s gpu.Stream, a kernels.NormalizeBackward) error
+	Symmetric(s gpu.Stream, a kernels.Symmetric) error
+	Reduce(s gpu.Stream, a kernels.Reduce) error
 	ReduceWorkspace(a kernels.Reduce) int
-	Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error
-	SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, t driver.DType) error
-	Copy(s driver.Stream, a kernels.Copy) error
+	Softmax(s gpu.Stream, y, x gpu.Ptr, rows, n int, t gpu.DType) error
+	SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows, n int, t gpu.DType) error
+	Copy(s gpu.Stream, a kernels.Copy) error
 	NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error)
-	GradSquares(s driver.Stream, squares driver.Ptr, t *kernels.Table) error
-	GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error
-	AdamW(s driver.Stream, control driver.Ptr, t *kernels.Table) error
-	MuonDirection(s driver.Stream, control, squares driver.Ptr, t *kernels.Table, nesterov bool) error
-	MuonApply(s driver.Stream, control driver.Ptr, t *kernels.Table) error
-	KasminaForward(s driver.Stream, f kernels.KasminaForward) error
-	KasminaBackward(s driver.Stream, b kernels.KasminaBackward) error
-	MergeKasminaRecords(s driver.Stream, left []kernels.KasminaRecords) error
-	AddKasminaParts(s driver.Stream, left []kernels.KasminaParts) error
+	GradSquares(s gpu.Stream, squares gpu.Ptr, t *kernels.Table) error
+	GradNorm(s gpu.Stream, control, squares gpu.Ptr, count int, scale gpu.Ptr) error
+	AdamW(s gpu.Stream, control gpu.Ptr, t *kernels.Table) error
+	MuonDirection(s gpu.Stream, control, squares gpu.Ptr, t *kernels.Table, nesterov bool) error
+	MuonApply(s gpu.Stream, control gpu.Ptr, t *kernels.Table) error
+	KasminaForward(s gpu.Stream, f kernels.KasminaForward) error
+	KasminaBackward(s gpu.Stream, b kernels.KasminaBackward) error
+	MergeKasminaRecords(s gpu.Stream, left []kernels.KasminaRecords) error
+	AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts) error
 	KasminaForwardWorkspace(l kernels.KasminaLayer) int
 	KasminaBackwardWorkspace(l kernels.KasminaLayer, clip bool) int
-	KasminaWideForward(s driver.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error
-	KasminaWideBackward(s driver.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error
+	KasminaWideForward(s gpu.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error
+	KasminaWideBackward(s gpu.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error
 	KasminaWideWorkspace(l kernels.KasminaLayer, w kernels.KasminaWide, backward bool) int
 	RMSNormWays(a kernels.RMSNorm) ([]kernels.Way, error)
 	RMSNormBackwardWays(a kernels.RMSNormBackward) ([]kernels.Way, error)
-	AttentionVariants(a kernels.AttentionShape, t driver.DType, rows ...kernels.Rows) []kernels.AttentionVariant
-	SiLUProductWays(rows, f, d int, t driver.DType) []kernels.Way
-	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t driver.DType) []kernels.Way
-	RoPEProductWays(a kernels.RoPEProductShape, t driver.DType) []kernels.Way
-	ProductWays(a kernels.ProductShape, t driver.DType) []kernels.Way
-	TakesSymmetric(a kernels.SymmetricShape, t driver.DType) bool
+	AttentionVariants(a kernels.AttentionShape, t gpu.DType, rows ...kernels.Rows) []kernels.AttentionVariant
+	SiLUProductWays(rows, f, d int, t gpu.DType) []kernels.Way
+	LinearCrossEntropyWays(a kernels.LinearCrossEntropyShape, t gpu.DType) []kernels.Way
+	RoPEProductWays(a kernels.RoPEProductShape, t gpu.DType) []kernels.Way
+	ProductWays(a kernels.ProductShape, t gpu.DType) []kernels.Way
+	TakesSymmetric(a kernels.SymmetricShape, t gpu.DType) bool
 	Build(units ...string) string
 	Close() error
 }
 
-func realKernels(ctx driver.Context) (kernelSet, error) { return kernels.New(ctx), nil }
+func realKernels(ctx gpu.Context) (kernelSet, error) { return kernels.New(ctx), nil }
 
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
 type lowering func(c *compiler, n *gorgonia.Node, in []*array) (*array, error)

@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -130,7 +130,7 @@ func (c *compiler) normGrad(n *gorgonia.Node, in []*array, add *array, to *gorgo
 	q := c.quantizing(dx, c.multiplied(to))
 	c.do(n, func() error {
 		a := kernels.RMSNormBackward{DX: dx.ptr(), DW: dw.ptr(), G: g.ptr(), X: x.ptr(), W: w.ptr(), Rstd: rstd.ptr(),
-			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: driver.Float32, Workspace: workspace.ptr(), Leave: left}
+			Rows: x.shape[0], D: x.shape[1], Type: x.elem.dtype(), DWType: gpu.Float32, Workspace: workspace.ptr(), Leave: left}
 		if add != nil {
 			a.Add = add.ptr()
 		}
@@ -418,7 +418,7 @@ func (c *compiler) embeddingGrad(n *gorgonia.Node, ids, g, dt *array, add bool) 
 	workspace := c.bytes(kernels.EmbeddingWorkspace(g.shape[0], dt.shape[0], dt.shape[1]))
 	c.do(n, func() error {
 		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: dt.ptr(), IDs: intsOf(ids), G: g.ptr(), Rows: g.shape[0],
-			Vocab: dt.shape[0], D: dt.shape[1], DTType: driver.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr(), Accumulate: add})
+			Vocab: dt.shape[0], D: dt.shape[1], DTType: gpu.Float32, GType: g.elem.dtype(), Workspace: workspace.ptr(), Accumulate: add})
 	}, ids, g, dt, workspace)
 }
 

@@ -9,7 +9,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -28,16 +28,16 @@ type Machine struct {
 	device *Device
 	graph  *gorgonia.ExprGraph
 	config machineConfig
-	stream driver.Stream
+	stream gpu.Stream
 	k      kernelSet
 	blas   *matmuls
 
 	program   *program
 	optimizer *optimizer
-	arena     driver.Ptr
-	owned     map[driver.Ptr]int // bytes of each allocation
-	expected  int                // bytes of Device.expected that are this machine's
-	sent      driver.Event       // the last run's inputs have left their staging memory
+	arena     gpu.Ptr
+	owned     map[gpu.Ptr]int // bytes of each allocation
+	expected  int             // bytes of Device.expected that are this machine's
+	sent      gpu.Event       // the last run's inputs have left their staging memory
 	ran       bool
 	read      bool // the stream has been waited for since the last run
 	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
@@ -106,7 +106,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, recorded: map[string]*recording{}, owned: map[driver.Ptr]int{},
+	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, recorded: map[string]*recording{}, owned: map[gpu.Ptr]int{},
 		scale: kernels.LossScale{Scale: 1}}
 	defer func() {
 		if err != nil {
@@ -140,7 +140,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 	m.expect(m.momentsToCome())
 	for _, t := range m.program.tables {
-		if err := d.ctx.CopyToDevice(t.ptr(), driver.Bytes(t.data), m.stream); err != nil {
+		if err := d.ctx.CopyToDevice(t.ptr(), gpu.Bytes(t.data), m.stream); err != nil {
 			return nil, err
 		}
 	}
@@ -251,17 +251,17 @@ func (m *Machine) keep() gorgonia.Nodes {
 }
 
 // alloc takes device memory that Close gives back.
-func (m *Machine) alloc(bytes int, what string) (driver.Ptr, error) {
+func (m *Machine) alloc(bytes int, what string) (gpu.Ptr, error) {
 	p, err := m.device.ctx.Alloc(bytes)
 	if err != nil {
-		return 0, fmt.Errorf("allocating %s for %s: %w", driver.Size(uint64(bytes)), what, err)
+		return 0, fmt.Errorf("allocating %s for %s: %w", gpu.Size(uint64(bytes)), what, err)
 	}
 	m.owned[p] = bytes
 	return p, nil
 }
 
 // free gives back what alloc has taken.
-func (m *Machine) free(p driver.Ptr) error {
+func (m *Machine) free(p gpu.Ptr) error {
 	delete(m.owned, p)
 	return m.device.ctx.Free(p)
 }
@@ -276,7 +276,7 @@ func (m *Machine) allocate() error {
 		return err
 	} else if need > free {
 		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
-			driver.Size(need), driver.Size(uint64(m.program.resident())), driver.Size(uint64(m.program.arena)), driver.Size(free), driver.OutOfMemory)
+			gpu.Size(need), gpu.Size(uint64(m.program.resident())), gpu.Size(uint64(m.program.arena)), gpu.Size(free), gpu.OutOfMemory)
 	}
 	var err error
 	if m.program.arena > 0 {

@@ -13,8 +13,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
@@ -380,9 +380,9 @@ func TestMachineErrors(t *testing.T) {
 		}
 	}
 	g, x, y := stockGraph(t)
-	fakeDriver.Fail("cuMemAlloc_v2", 1, driver.OutOfMemory)
-	fakeDriver.Fail("cuMemAlloc", 1, driver.OutOfMemory)
-	if _, err := NewMachine(device, g, fakeOption); !errors.Is(err, driver.OutOfMemory) {
+	fakeDriver.Fail("cuMemAlloc_v2", 1, gpu.OutOfMemory)
+	fakeDriver.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
+	if _, err := NewMachine(device, g, fakeOption); !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("got %v, want out of memory", err)
 	}
 	m, err := NewMachine(device, g, fakeOption)
@@ -423,14 +423,14 @@ func TestMachineErrors(t *testing.T) {
 
 // TestTooLarge wants a graph that does not fit to be refused before anything is allocated for it.
 func TestTooLarge(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{Devices: []driver.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
+	device, _, fakeOption := openFake(t, fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096), gorgonia.WithName("x"))
 	if _, err := gorgonia.Square(x); err != nil {
 		t.Fatal(err)
 	}
 	_, err := NewMachine(device, g, fakeOption)
-	if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(fmt.Sprint(err), "128.00 MiB") {
+	if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(fmt.Sprint(err), "128.00 MiB") {
 		t.Errorf("got %v, want an error that says how much is needed", err)
 	}
 }

@@ -9,7 +9,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -27,7 +27,7 @@ const littleWorkspace = 1 << 10
 type matmuls struct {
 	m         *Machine
 	plans     map[planKey]*planned
-	workspace driver.Ptr
+	workspace gpu.Ptr
 
 	weights []kernels.QuantizeWeight // as they lie in the table; of float8
 	table   *kernels.QuantizeTable
@@ -43,7 +43,7 @@ func newMatmuls(m *Machine) *matmuls {
 
 // planKey tells plans apart.
 type planKey struct {
-	driver.MatmulSpec
+	gpu.MatmulSpec
 	added addend
 }
 
@@ -68,7 +68,7 @@ func addendOf(alpha, beta float32) addend {
 }
 
 // plan plans a product. Kernels of this module compute some, but no scaled ones.
-func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
+func (b *matmuls) plan(spec gpu.MatmulSpec, added addend) (*planned, error) {
 	spec, err := spec.Normal()
 	if err != nil {
 		return nil, err
@@ -117,11 +117,11 @@ func (b *matmuls) plan(spec driver.MatmulSpec, added addend) (*planned, error) {
 var productUnits = []string{"gemm_hopper_plain"}
 
 // own lists the ways that this module has for a product, not a scaled one, which is worth timing, or for which a rule asks for one.
-func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
+func (b *matmuls) own(m gpu.MatmulSpec) []kernels.Way {
 	shape := productShape(m)
-	whole := driver.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
+	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
 	if shape.Float8 {
-		whole.A, whole.B, whole.Scaling, whole.FastAccumulation = driver.Float8E4M3, driver.Float8E4M3, driver.ScaledRows, true
+		whole.A, whole.B, whole.Scaling, whole.FastAccumulation = gpu.Float8E4M3, gpu.Float8E4M3, gpu.ScaledRows, true
 	}
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < vectorBytes {
 		return nil
@@ -134,8 +134,8 @@ func (b *matmuls) own(m driver.MatmulSpec) []kernels.Way {
 }
 
 // productShape is what the kernels of this module know of a product.
-func productShape(m driver.MatmulSpec) kernels.ProductShape {
-	return kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB, Float8: m.Scaling == driver.ScaledRows}
+func productShape(m gpu.MatmulSpec) kernels.ProductShape {
+	return kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB, Float8: m.Scaling == gpu.ScaledRows}
 }
 
 const (
@@ -146,18 +146,18 @@ const (
 )
 
 // worthTiming reports whether the machine's tuning is for such a product.
-func (b *matmuls) worthTiming(m driver.MatmulSpec) bool {
+func (b *matmuls) worthTiming(m gpu.MatmulSpec) bool {
 	return b.m.tuner.on() && flops(m) >= b.m.config.tuneLeast
 }
 
 // flops is the multiplications and additions of a product.
-func flops(m driver.MatmulSpec) float64 {
+func flops(m gpu.MatmulSpec) float64 {
 	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
 // planned is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's own.
 type planned struct {
-	driver.MatmulPlan
+	gpu.MatmulPlan
 	m      *Machine
 	added  addend
 	ways   []string // cuBLASLt's
@@ -167,9 +167,9 @@ type planned struct {
 }
 
 // run enqueues the product.
-func (p *planned) run(a driver.MatmulArgs, s driver.Stream) error { return p.runIn(p.way, a, s) }
+func (p *planned) run(a gpu.MatmulArgs, s gpu.Stream) error { return p.runIn(p.way, a, s) }
 
-func (p *planned) runIn(way int, a driver.MatmulArgs, s driver.Stream) error {
+func (p *planned) runIn(way int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if way < len(p.ways) {
 		return p.Run(way, a, s)
 	}
@@ -191,7 +191,7 @@ func (p *planned) workspace() int {
 }
 
 // job is the product as the tuner sees it.
-func (p *planned) job(b *matmuls, blas driver.Blas) job {
+func (p *planned) job(b *matmuls, blas gpu.Blas) job {
 	spec := p.Spec()
 	j := job{op: productOp, computes: true, tiny: !b.worthTiming(spec), ways: append(slices.Clone(p.ways), names(p.own)...),
 		shape: fmt.Sprintf("%+v", spec) + plural(p.added == aMatrix, "with a matrix added") + plural(p.added == scaled, "scaled"),
@@ -199,20 +199,20 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 	if len(p.own) > 0 {
 		j.build += ", " + b.m.k.Build(productUnits...)
 	}
-	types := []driver.DType{spec.A, spec.B, spec.D}
+	types := []gpu.DType{spec.A, spec.B, spec.D}
 	for i, bytes := range operandBytes(spec) {
 		j.arguments = append(j.arguments, argument{bytes: bytes, elem: elemOfType(types[i]), role: []role{reads, reads, writes}[i]})
 	}
-	if spec.Scaling != driver.Unscaled {
-		j.arguments = append(j.arguments, numbers(reads, spec.M, driver.Float32), numbers(reads, spec.N, driver.Float32))
+	if spec.Scaling != gpu.Unscaled {
+		j.arguments = append(j.arguments, numbers(reads, spec.M, gpu.Float32), numbers(reads, spec.N, gpu.Float32))
 	}
 	if p.added == aMatrix {
 		j.arguments = append(j.arguments, numbers(reads, spec.M*spec.N, spec.D))
 	}
-	j.run = func(way int, memory []driver.Ptr) error {
-		a := driver.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
+	j.run = func(way int, memory []gpu.Ptr) error {
+		a := gpu.MatmulArgs{Alpha: 1, A: memory[0], B: memory[1], C: memory[2], D: memory[2], Workspace: b.workspace,
 			WorkspaceSize: workspaceBytes}
-		if spec.Scaling != driver.Unscaled {
+		if spec.Scaling != gpu.Unscaled {
 			a.ScaleA, a.ScaleB = memory[3], memory[4]
 		}
 		if p.added == aMatrix {
@@ -224,7 +224,7 @@ func (p *planned) job(b *matmuls, blas driver.Blas) job {
 }
 
 // operandBytes is the memory of A, B and D.
-func operandBytes(m driver.MatmulSpec) [3]int {
+func operandBytes(m gpu.MatmulSpec) [3]int {
 	rowsA, rowsB := m.M, m.K
 	if m.TransA {
 		rowsA = m.K
@@ -237,7 +237,7 @@ func operandBytes(m driver.MatmulSpec) [3]int {
 }
 
 // elemOfType is the elem that is stored as dt.
-func elemOfType(dt driver.DType) elem {
+func elemOfType(dt gpu.DType) elem {
 	for _, e := range []elem{float16s, bfloat16s, float8s} {
 		if e.dtype() == dt {
 			return e
@@ -296,15 +296,15 @@ func (p product) flops() float64 {
 }
 
 // spec is the product as cuBLASLt sees it.
-func (p product) spec() driver.MatmulSpec {
+func (p product) spec() gpu.MatmulSpec {
 	at := p.a.at | p.b.at | p.d.at
 	if p.c != nil {
 		at |= p.c.at
 	}
-	spec := driver.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
+	spec := gpu.MatmulSpec{M: p.d.shape[0], N: p.d.shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
 		A: p.a.elem.dtype(), B: p.b.elem.dtype(), D: p.d.elem.dtype(), Align: 256}
 	if p.scaleA != nil {
-		spec.Scaling, spec.FastAccumulation = driver.ScaledRows, true
+		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
 	}
 	if p.batch > 1 {
 		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = p.batch, p.a.len(), p.b.len(), p.d.len()
@@ -346,7 +346,7 @@ func (b *matmuls) product(p product, zeros func(bytes int) *array) (run func() e
 	}
 	return func() error {
 		b.m.tuner.use(plan.choice)
-		a := driver.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
+		a := gpu.MatmulArgs{Alpha: p.alpha, Beta: p.beta, A: p.a.ptr(), B: p.b.ptr(), C: p.c.ptr(), D: p.d.ptr(),
 			Workspace: b.workspace, WorkspaceSize: workspaceBytes}
 		if little != nil {
 			a.Workspace, a.WorkspaceSize, a.Zeroed = little.ptr(), little.extent(), true

@@ -13,8 +13,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -26,11 +26,11 @@ type ownProducts struct {
 	adding *int
 }
 
-func (o ownProducts) ProductWays(kernels.ProductShape, driver.DType) []kernels.Way {
+func (o ownProducts) ProductWays(kernels.ProductShape, gpu.DType) []kernels.Way {
 	return []kernels.Way{{Family: "hopper", Size: 256}}
 }
 
-func (o ownProducts) Product(s driver.Stream, a kernels.Product) error {
+func (o ownProducts) Product(s gpu.Stream, a kernels.Product) error {
 	if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
 		return errors.New("the matrix that is added lies where factors are")
 	}
@@ -97,7 +97,7 @@ func TestProductWays(t *testing.T) {
 func withOwnProducts(plain, adding *int) MachineOption {
 	return func(c *machineConfig) error {
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			k, err := inner(ctx)
 			return ownProducts{k, plain, adding}, err
 		}
@@ -262,7 +262,7 @@ func TestProductScaled(t *testing.T) {
 		g, params, keep := residualGraph(t, 1, 6, 7, 5)
 		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), WithWays("Matmul=hopper-*")})
 		for _, added := range order {
-			spec := driver.MatmulSpec{M: 16, N: 16, K: 16}
+			spec := gpu.MatmulSpec{M: 16, N: 16, K: 16}
 			p, err := m.blas.plan(spec, added)
 			if err != nil {
 				t.Fatal(err)

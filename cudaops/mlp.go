@@ -6,7 +6,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -68,7 +68,7 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *array) error {
 	h, d, t, m := s.h, x.shape[1], x.elem.dtype(), c.m
 	rows, f := h.shape[0], h.shape[1]
-	mul := func(h, ab driver.Ptr) error {
+	mul := func(h, ab gpu.Ptr) error {
 		return m.k.SiLUMul(m.stream, kernels.SiLUMul{H: h, A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, Type: t})
 	}
 	w := productWays{product: product{d: s.ab, a: x, b: s.weights, transB: true}, op: "SiLUProduct",
@@ -76,10 +76,10 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, x *array) error {
 		fused: m.k.SiLUProductWays(rows, f, d, t), arrays: []*array{h, s.ab, x, s.weights},
 		arguments: []argument{numbers(writes, h.len(), t), numbers(writes, s.ab.len(), t), numbers(reads, x.len(), t),
 			numbers(reads, s.weights.len(), t)}}
-	w.run = func(way kernels.Way, a []driver.Ptr) error {
+	w.run = func(way kernels.Way, a []gpu.Ptr) error {
 		return m.k.SiLUProduct(m.stream, kernels.SiLUProduct{H: a[0], AB: a[1], X: a[2], Weights: a[3], Rows: rows, F: f, D: d, Type: t, Way: way})
 	}
-	w.separate = func(product matmulRun, a []driver.Ptr) error {
+	w.separate = func(product matmulRun, a []gpu.Ptr) error {
 		return first(product(a[1], a[2], a[3]), func() error { return mul(a[0], a[1]) })
 	}
 	return c.productThen(n, w, func() { c.do(n, func() error { return mul(h.ptr(), s.ab.ptr()) }, s.ab, h) })
@@ -113,7 +113,7 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*array) (*array, error
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *array) (*array, error) {
 	rows, d, f, t, m := g.shape[0], g.shape[1], s.ab.shape[1]/2, g.elem.dtype(), c.m
 	var q quantized
-	mul := func(h, dab, ab, dh driver.Ptr) error {
+	mul := func(h, dab, ab, dh gpu.Ptr) error {
 		a := kernels.SiLUMulBackward{H: h, DA: dab, DB: dab.Offset(f * t.Size()), DH: dh,
 			A: ab, B: ab.Offset(f * t.Size()), Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: t}
 		a.DAB8, a.Scale8 = q.pointers()
@@ -146,14 +146,14 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *array) (*ar
 	if !keeps {
 		w.arrays = append(w.arrays, h)
 	}
-	w.run = func(way kernels.Way, a []driver.Ptr) error {
+	w.run = func(way kernels.Way, a []gpu.Ptr) error {
 		p := kernels.SiLUProductBackward{DAB: a[0], AB: a[1], G: a[2], Down: a[3], Rows: rows, F: f, D: d, Type: t, Way: way}
 		if !keeps {
 			p.H = a[4]
 		}
 		return m.k.SiLUProductBackward(m.stream, p)
 	}
-	w.separate = func(product matmulRun, a []driver.Ptr) error {
+	w.separate = func(product matmulRun, a []gpu.Ptr) error {
 		return first(product(a[5], a[2], a[3]), func() error { return mul(a[4], a[0], a[1], a[5]) })
 	}
 	if err := c.productThen(n, w, after); err != nil {

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -41,8 +41,8 @@ type monitor struct {
 	every int
 	runs  int // since the last sample
 
-	marks  []driver.Event  // before the first task, and after each
-	around [2]driver.Event // the run without marks; the second one also the end of that with marks
+	marks  []gpu.Event  // before the first task, and after each
+	around [2]gpu.Event // the run without marks; the second one also the end of that with marks
 	state  monitorState
 	plain  time.Duration // of a run without marks
 	cost   float64       // of a run with marks, as a share of that
@@ -73,7 +73,7 @@ type taskTime struct {
 
 // updateMarks stand around an update.
 type updateMarks struct {
-	events  [2]driver.Event
+	events  [2]gpu.Event
 	busy    bool
 	total   time.Duration
 	samples int
@@ -81,8 +81,8 @@ type updateMarks struct {
 
 func newMonitor(m *Machine) (*monitor, error) {
 	o := &monitor{m: m, every: m.config.monitor, runs: m.config.monitor - 2, cost: math.Inf(1)}
-	events := []*driver.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
-	o.marks = make([]driver.Event, len(m.program.tasks)+1)
+	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
+	o.marks = make([]gpu.Event, len(m.program.tasks)+1)
 	o.tasks = make([]taskTime, len(m.program.tasks))
 	for i := range o.marks {
 		events = append(events, &o.marks[i])
@@ -125,7 +125,7 @@ func (o *monitor) compute() error {
 	if o.runs++; o.state != monitorIdle || o.runs < o.every-1 || len(o.m.program.tasks) == 0 {
 		return o.m.replay()
 	}
-	record := func(e driver.Event) func() error {
+	record := func(e gpu.Event) func() error {
 		return func() error { return o.m.device.ctx.Record(e, o.m.stream) }
 	}
 	calls, state := []func() error{record(o.around[0]), o.m.replay, record(o.around[1])}, monitorPlain
@@ -162,7 +162,7 @@ func (o *monitor) sample() error {
 }
 
 // enqueue enqueues the tasks with marks between them, and notes how each is computed.
-func (o *monitor) enqueue(mark func(driver.Event, driver.Stream) error) error {
+func (o *monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
 	s, t := o.m.stream, o.m.tuner
 	o.m.apart = true
 	defer func() { o.m.apart = false }()

@@ -13,8 +13,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -46,7 +46,7 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	private := func(c *machineConfig) error {
 		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			set, err := inner(ctx)
 			if err != nil {
 				return nil, err
@@ -79,7 +79,7 @@ type slowNorm struct {
 	norm *fake.Way
 }
 
-func (k *slowNorm) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+func (k *slowNorm) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	if a.Way.Family != "fast" {
 		return k.normWays.RMSNorm(s, a)
 	}
@@ -173,11 +173,11 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 		}
 	}
 	context := device.ctx.Context
-	Wrap(device, func(driver.Context) driver.Context { return full{context} })
-	if err := m.SetOptimizer(m.optimizer.rules, 1); !errors.Is(err, driver.OutOfMemory) {
+	Wrap(device, func(gpu.Context) gpu.Context { return full{context} })
+	if err := m.SetOptimizer(m.optimizer.rules, 1); !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("an optimiser without room: %v", err)
 	}
-	Wrap(device, func(driver.Context) driver.Context { return context })
+	Wrap(device, func(gpu.Context) gpu.Context { return context })
 	times, err := m.Monitor()
 	if i := slices.IndexFunc(times, func(o OpTime) bool { return o.Op == "Update" }); err != nil || i < 0 || times[i].Time == 0 {
 		t.Errorf("got %v, %v, want what updates took too", times, err)
@@ -185,9 +185,9 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 }
 
 // full is a context without room.
-type full struct{ driver.Context }
+type full struct{ gpu.Context }
 
-func (full) Alloc(bytes int) (driver.Ptr, error) { return 0, driver.NewOutOfMemory(bytes, 0, 0) }
+func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(bytes, 0, 0) }
 
 // TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those that follow.
 func TestMonitorSampleFails(t *testing.T) {
@@ -202,11 +202,11 @@ func TestMonitorSampleFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	context := device.ctx.Context
-	Wrap(device, func(driver.Context) driver.Context { return &unread{context, len(o.tasks)} })
-	if _, err := m.Monitor(); !errors.Is(err, driver.LaunchFailed) {
+	Wrap(device, func(gpu.Context) gpu.Context { return &unread{context, len(o.tasks)} })
+	if _, err := m.Monitor(); !errors.Is(err, gpu.LaunchFailed) {
 		t.Fatalf("a time that cannot be read: %v", err)
 	}
-	Wrap(device, func(driver.Context) driver.Context { return context })
+	Wrap(device, func(gpu.Context) gpu.Context { return context })
 	for i, known := range o.tasks {
 		if known.total != 0 || o.samples != 0 {
 			t.Errorf("task %d has taken %v in %d samples", i, known.total, o.samples)
@@ -224,13 +224,13 @@ func TestMonitorSampleFails(t *testing.T) {
 
 // unread is a context that tells so many times.
 type unread struct {
-	driver.Context
+	gpu.Context
 	left int
 }
 
-func (c *unread) Elapsed(from, to driver.Event) (time.Duration, error) {
+func (c *unread) Elapsed(from, to gpu.Event) (time.Duration, error) {
 	if c.left--; c.left < 0 {
-		return 0, driver.NewError("cuEventElapsedTime", driver.LaunchFailed, "", "")
+		return 0, gpu.NewError("cuEventElapsedTime", gpu.LaunchFailed, "", "")
 	}
 	return c.Context.Elapsed(from, to)
 }

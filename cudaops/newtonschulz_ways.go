@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
@@ -121,12 +121,12 @@ func (it *iteration) bind(x, y, squares *array) (run func() error, result *array
 	ends := [2]*array{x, y}
 	room := it.room() * it.elem.size()
 	symmetric := func(a kernels.Symmetric) error { return it.m.k.Symmetric(it.m.stream, a) }
-	apply := func(y, q, x driver.Ptr) error {
+	apply := func(y, q, x gpu.Ptr) error {
 		if it.tall() {
 			q, x = x, q
 		}
 		it.m.tuner.use(it.apply.choice)
-		return it.apply.run(driver.MatmulArgs{Alpha: 1, A: q, B: x, C: y, D: y, Workspace: it.m.blas.workspace,
+		return it.apply.run(gpu.MatmulArgs{Alpha: 1, A: q, B: x, C: y, D: y, Workspace: it.m.blas.workspace,
 			WorkspaceSize: workspaceBytes}, it.m.stream)
 	}
 	return func() error {
@@ -182,12 +182,12 @@ func (it *iteration) job(ways []string) (job, error) {
 		arguments: []argument{numbers(reads, n, it.Type), numbers(writes, n, it.Type), {role: scratch, bytes: n * it.elem.size()},
 			{role: scratch, bytes: len(it.Squares) * it.room() * it.elem.size()},
 			{role: scratch, bytes: kernels.NormalizeWorkspace}}}
-	j.run = func(way int, memory []driver.Ptr) error {
+	j.run = func(way int, memory []gpu.Ptr) error {
 		one := *it
 		if err := one.take(ways[way]); err != nil {
 			return err
 		}
-		at := func(p driver.Ptr, shape ...int) *array {
+		at := func(p gpu.Ptr, shape ...int) *array {
 			return &array{block: &block{base: p}, elem: it.elem, shape: shape}
 		}
 		x, y := at(memory[1], it.Rows, it.Columns), at(memory[2], it.Rows, it.Columns)

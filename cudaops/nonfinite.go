@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or so large that its square is, nil if
@@ -40,7 +40,7 @@ func (m *Machine) nonFinite() (*gorgonia.Node, error) {
 	at := x.squares
 	for _, t := range x.tables() {
 		squares := make([]float32, t.Chunks)
-		if err := m.device.ctx.CopyToHost(driver.Bytes(squares), at, m.stream); err != nil {
+		if err := m.device.ctx.CopyToHost(gpu.Bytes(squares), at, m.stream); err != nil {
 			return nil, err
 		}
 		at = at.Offset(4 * t.Chunks)

@@ -10,7 +10,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
@@ -31,18 +31,18 @@ type optimizer struct {
 	states   []*paramState
 	adamw    *kernels.Table
 	muon     *kernels.Table
-	control  driver.Ptr // kernels.Control
-	staging  []byte     // the same, pinned
-	squares  driver.Ptr // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
-	looked   bool       // they are those of the last update's gradients, and no run has been asked for since
+	control  gpu.Ptr // kernels.Control
+	staging  []byte  // the same, pinned
+	squares  gpu.Ptr // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
+	looked   bool    // they are those of the last update's gradients, and no run has been asked for since
 	settings kernels.Control
-	done     driver.Event // the control block is back
-	steps    int          // updates on the device
-	owned    []driver.Ptr
-	loss     []byte       // pinned, of a step
-	ran      driver.Event // the run before the update is done
+	done     gpu.Event // the control block is back
+	steps    int       // updates on the device
+	owned    []gpu.Ptr
+	loss     []byte    // pinned, of a step
+	ran      gpu.Event // the run before the update is done
 
-	recorded map[driver.Ptr]*recording // by the loss that the update looks at; 0 for none
+	recorded map[gpu.Ptr]*recording // by the loss that the update looks at; 0 for none
 
 	newtonSchulz []func() error
 	muonSquares  *array         // which all iterations work in
@@ -87,7 +87,7 @@ func (m *Machine) setOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			return err
 		}
 	}
-	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[driver.Ptr]*recording{}}
+	x := &optimizer{rules: rules, settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}, recorded: map[gpu.Ptr]*recording{}}
 	m.optimizer = x
 	defer func() {
 		if err != nil {
@@ -169,7 +169,7 @@ func (x *optimizer) bytes() (n float64) {
 }
 
 // alloc takes device memory that close gives back.
-func (x *optimizer) alloc(m *Machine, bytes int, what string) (driver.Ptr, error) {
+func (x *optimizer) alloc(m *Machine, bytes int, what string) (gpu.Ptr, error) {
 	p, err := m.alloc(bytes, what)
 	if err == nil {
 		x.owned = append(x.owned, p)
@@ -229,7 +229,7 @@ func (m *Machine) loadState(x *optimizer) error {
 			if !ok {
 				err = m.device.ctx.Memset8(a.ptr(), 0, a.Bytes, m.stream)
 			} else {
-				err = m.device.ctx.CopyToDevice(a.ptr(), driver.Bytes(t.Data.([]float32)), m.stream)
+				err = m.device.ctx.CopyToDevice(a.ptr(), gpu.Bytes(t.Data.([]float32)), m.stream)
 			}
 			if err != nil {
 				return err
@@ -329,7 +329,7 @@ func (m *Machine) step(loss *gorgonia.Node) (value, norm float64, err error) {
 	}
 	norm, refused, err := m.update(by)
 	if by != nil && m.optimizer != nil {
-		value = float64(driver.View[float32](m.optimizer.loss)[0])
+		value = float64(gpu.View[float32](m.optimizer.loss)[0])
 	}
 	if refused && value-value == 0 {
 		err = joined(refusal(norm), err)
@@ -420,7 +420,7 @@ func (m *Machine) sendUpdate(x *optimizer, loss *array) error {
 
 // enqueueUpdate launches the update: as it is the first time, which loads the kernels, and then as a graph.
 func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
-	var key driver.Ptr
+	var key gpu.Ptr
 	if loss != nil {
 		key = loss.ptr()
 	}
@@ -452,18 +452,18 @@ func (m *Machine) enqueueUpdate(x *optimizer, loss *array) error {
 
 // launchUpdate launches the update's kernels. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which
 // leaves their sum as it is, or NaN, at which the update is not made.
-func (m *Machine) launchUpdate(x *optimizer, loss driver.Ptr) error {
+func (m *Machine) launchUpdate(x *optimizer, loss gpu.Ptr) error {
 	at, err := m.launchSquares(x)
 	if err != nil {
 		return err
 	}
 	if loss != 0 {
-		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, driver.Float32); err != nil {
+		if err := m.k.Unary(m.stream, kernels.MulScalar, x.squares.Offset(4*at), loss, 0, 1, gpu.Float32); err != nil {
 			return err
 		}
 		at++
 	}
-	var scale driver.Ptr
+	var scale gpu.Ptr
 	if m.program.scale != nil {
 		scale = m.program.scale.ptr()
 	}
@@ -599,7 +599,7 @@ func (x *optimizer) close(m *Machine) error {
 			errs = append(errs, ctx.FreeHost(b))
 		}
 	}
-	for _, e := range []driver.Event{x.ran, x.done} {
+	for _, e := range []gpu.Event{x.ran, x.done} {
 		if e != 0 {
 			errs = append(errs, ctx.DestroyEvent(e))
 		}

@@ -13,8 +13,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -326,7 +326,7 @@ func TestNonFinite(t *testing.T) {
 			t.Helper()
 			i := slices.IndexFunc(m.optimizer.states, func(s *paramState) bool { return s.input.node == p })
 			g := m.optimizer.states[i].grad
-			bad := driver.Bytes([]float32{float32(math.Inf(-1))})
+			bad := gpu.Bytes([]float32{float32(math.Inf(-1))})
 			if err := device.ctx.CopyToDevice(g.ptr().Offset(g.extent()-4), bad, m.stream); err != nil {
 				t.Fatal(err)
 			}

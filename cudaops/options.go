@@ -8,7 +8,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
@@ -20,14 +20,14 @@ type machineConfig struct {
 	strict  bool
 	gather  bool
 	act     elem
-	stream  driver.Stream // adopted; 0 for one of the machine's own
-	scaled  bool          // gradients carry a loss scale
-	float8  bool          // linear layers multiply float8
-	grads   Precision     // asked for by WithGradientPrecision
-	narrow  elem          // what gradients that only updates read are stored as
-	lone    *loneOps      // whose op the machine computes; nil for a whole graph
+	stream  gpu.Stream // adopted; 0 for one of the machine's own
+	scaled  bool       // gradients carry a loss scale
+	float8  bool       // linear layers multiply float8
+	grads   Precision  // asked for by WithGradientPrecision
+	narrow  elem       // what gradients that only updates read are stored as
+	lone    *loneOps   // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
-	kernels func(driver.Context) (kernelSet, error)
+	kernels func(gpu.Context) (kernelSet, error)
 
 	tuning    tune.Mode
 	rules     wayrule.Rules

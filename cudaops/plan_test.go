@@ -10,8 +10,8 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -61,7 +61,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 			if err != nil {
 				t.Fatal(err)
 			}
-			seen = append(seen, string(driver.Bytes(flat(t, v))))
+			seen = append(seen, string(gpu.Bytes(flat(t, v))))
 		}
 	}
 	return l.machine, seen
@@ -260,8 +260,8 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 		{"none for moments", moments / 2, nothing, false},
 		{"which are there", moments / 2, set, true},
 		{"which are let go of", moments / 2, func() error {
-			cuda.Fail("cuMemAlloc", 1, driver.OutOfMemory)
-			if err := set(); !errors.Is(err, driver.OutOfMemory) {
+			cuda.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
+			if err := set(); !errors.Is(err, gpu.OutOfMemory) {
 				return fmt.Errorf("SetOptimizer: %w", err)
 			}
 			return nil
@@ -301,7 +301,7 @@ func TestRoomFails(t *testing.T) {
 		for nth := 1; ; nth++ {
 			device, cuda, fakeOption := openFake(t, cardOf(workspaceBytes+3<<20)) // less than a tenth is left
 			l := newLifetime(t, newAdamW)
-			cuda.Fail(call, nth, driver.OutOfMemory)
+			cuda.Fail(call, nth, gpu.OutOfMemory)
 			err := l.open(device, fakeOption, gatesFused)
 			if err == nil {
 				if l.machine.program.spent {
@@ -313,7 +313,7 @@ func TestRoomFails(t *testing.T) {
 				break
 			}
 			met++
-			if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(err.Error(), call) {
+			if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), call) {
 				t.Errorf("%s, call %d: the error is %v", call, nth, err)
 			}
 			if l.machine != nil {
@@ -332,7 +332,7 @@ func TestRoomFails(t *testing.T) {
 	// The error of a graph that fits in no way has the figures of the plan that needs least.
 	device, _, fakeOption := openFake(t, cardOf(workspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, fakeOption, gatesFused)
-	if !errors.Is(err, driver.OutOfMemory) || !strings.Contains(err.Error(), "1.00 KiB are free") {
+	if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), "1.00 KiB are free") {
 		t.Errorf("the error is %v", err)
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -18,18 +18,18 @@ type profiler struct {
 	open   bool
 	marked bool // the step that is open has marks
 	done   bool
-	events []driver.Event
+	events []gpu.Event
 	pieces map[pieceKey]*markedPiece
 
 	plain []*plainStep
-	begin driver.Event // of the marked step
-	first driver.Event // of all marked steps
+	begin gpu.Event // of the marked step
+	first gpu.Event // of all marked steps
 	tasks []markedTask
 	spans []markedSpan // of the marked step
 	whole []*markedPiece
 	piece *markedPiece // that is being enqueued, nil between pieces
 	task  int          // in tasks, -1 where no task is being enqueued
-	last  driver.Event // the last mark
+	last  gpu.Event    // the last mark
 }
 
 // pieceKey tells pieces apart: by the kind of run, by the optimiser, and by their number in the step.
@@ -41,23 +41,23 @@ type pieceKey struct {
 
 // markedPiece is a piece of a marked step.
 type markedPiece struct {
-	graph *driver.Graph  // nil where it cannot be captured
-	pause []driver.Event // marks with nothing between them
+	graph *gpu.Graph  // nil where it cannot be captured
+	pause []gpu.Event // marks with nothing between them
 	spans []markedSpan
 }
 
 // plainStep is a step without marks.
 type plainStep struct {
-	begin  driver.Event
+	begin  gpu.Event
 	at     time.Time // when that was enqueued
-	pieces [][2]driver.Event
+	pieces [][2]gpu.Event
 	calls  []optime.HostSpan
 }
 
 // markedSpan is a piece of work between two marks.
 type markedSpan struct {
 	kernel   string
-	from, to driver.Event
+	from, to gpu.Event
 	piece    *markedPiece // nil for what is between pieces
 	task     int
 }
@@ -71,7 +71,7 @@ type markedTask struct {
 }
 
 // mark returns an event that the stream records when it gets there.
-func (p *profiler) mark() (driver.Event, error) {
+func (p *profiler) mark() (gpu.Event, error) {
 	ctx := p.m.device.ctx
 	e, err := ctx.NewEvent(true)
 	if err != nil {
@@ -145,7 +145,7 @@ func (p *profiler) around(capture bool, run, marked func() error) error {
 		}
 		to, err := p.mark()
 		s := p.plain[len(p.plain)-1]
-		s.pieces = append(s.pieces, [2]driver.Event{from, to})
+		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		return err
 	}
 	key := pieceKey{p.m.now, p.m.optimizer, len(p.whole)}
@@ -183,16 +183,16 @@ func (p *profiler) enqueue(marked func() error) error {
 	return marked()
 }
 
-// Before is a driver.Observer's.
-func (p *profiler) Before(w driver.Work) (err error) {
+// Before is a gpu.Observer's.
+func (p *profiler) Before(w gpu.Work) (err error) {
 	if !p.m.capturing {
 		p.last, err = p.mark()
 	}
 	return err
 }
 
-// After is a driver.Observer's.
-func (p *profiler) After(w driver.Work) error {
+// After is a gpu.Observer's.
+func (p *profiler) After(w gpu.Work) error {
 	e, err := p.mark()
 	if err != nil {
 		return err
@@ -267,7 +267,7 @@ func (p *profiler) result() (*Profile, error) {
 		return nil, err
 	}
 	var failed error
-	elapsed := func(from, to driver.Event) time.Duration {
+	elapsed := func(from, to gpu.Event) time.Duration {
 		d, err := ctx.Elapsed(from, to)
 		failed = cmp.Or(failed, err)
 		return d
@@ -304,7 +304,7 @@ func (p *profiler) result() (*Profile, error) {
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny kernels the times add up to
 // more than it took without marks, since these keep one kernel from starting while the one before it ends: they are then taken
 // to be shorter in proportion.
-func (p *profiler) layOut(r *Profile, usual *plainStep, elapsed func(from, to driver.Event) time.Duration) {
+func (p *profiler) layOut(r *Profile, usual *plainStep, elapsed func(from, to gpu.Event) time.Duration) {
 	var end time.Duration                         // of the last span
 	anchor, anchored := p.begin, time.Duration(0) // an event of the marked step, and its place
 	pieces := usual.pieces

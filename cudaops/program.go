@@ -7,7 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
@@ -32,8 +32,8 @@ func (e elem) String() string {
 }
 
 // dtype is the driver's name of a float type.
-func (e elem) dtype() driver.DType {
-	return [...]driver.DType{driver.Float32, driver.Float16, driver.BFloat16, driver.Float8E4M3}[e]
+func (e elem) dtype() gpu.DType {
+	return [...]gpu.DType{gpu.Float32, gpu.Float16, gpu.BFloat16, gpu.Float8E4M3}[e]
 }
 
 // alignment of everything in the arena: what cudaMalloc gives, and what cuBLASLt's fastest algorithms ask for.
@@ -44,7 +44,7 @@ const alignment = 256
 type block struct {
 	plan.Interval
 	resident bool
-	base     driver.Ptr // set before the first run
+	base     gpu.Ptr // set before the first run
 }
 
 // array is the value of a node, or a part of one: elements in row-major order.
@@ -68,7 +68,7 @@ func (a *array) on(b *block) bool {
 // extent is the bytes of its elements.
 func (a *array) extent() int { return a.len() * a.elem.size() }
 
-func (a *array) ptr() driver.Ptr { return a.base.Offset(a.at) }
+func (a *array) ptr() gpu.Ptr { return a.base.Offset(a.at) }
 
 // view is n elements of a in another shape, from the given element on.
 func (a *array) view(element int, shape ...int) *array {
@@ -277,7 +277,7 @@ func (c *compiler) gather() {
 		sum, m := c.newResident(float32s, g.shape...), c.m
 		c.sums[p] = sum
 		c.do(p.Deriv(), func() error {
-			return m.k.Axpby(m.stream, sum.ptr(), driver.Float32, 1, g.ptr(), g.elem.dtype(), 1, g.len())
+			return m.k.Axpby(m.stream, sum.ptr(), gpu.Float32, 1, g.ptr(), g.elem.dtype(), 1, g.len())
 		}, g, sum)
 	}
 }

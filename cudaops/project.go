@@ -6,7 +6,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -164,17 +164,17 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *arr
 		angles := c.angles(o)
 		for _, t := range []table{angles.cos, angles.sin, angles.angles} { // which say the same, where random numbers would not
 			w.arrays = append(w.arrays, t.array)
-			w.arguments = append(w.arguments, argument{role: given, bytes: 4 * len(t.data), data: driver.Bytes(t.data)})
+			w.arguments = append(w.arguments, argument{role: given, bytes: 4 * len(t.data), data: gpu.Bytes(t.data)})
 		}
 	}
-	w.run = func(way kernels.Way, a []driver.Ptr) error {
+	w.run = func(way kernels.Way, a []gpu.Ptr) error {
 		p := kernels.RoPEProduct{Y: a[0], X: a[1], Weights: a[2], Angles: a[tables+2], RoPEProductShape: s, Type: t, Way: way}
 		if s.Float8 {
 			p.ScaleX, p.ScaleWeights = a[3], a[4]
 		}
 		return m.k.RoPEProduct(m.stream, p)
 	}
-	w.separate = func(product matmulRun, a []driver.Ptr) error {
+	w.separate = func(product matmulRun, a []gpu.Ptr) error {
 		turn := ropeOf(o, both, both)
 		turn.Y, turn.X, turn.Cos, turn.Sin = a[0], a[0], a[tables], a[tables+1]
 		return first(product(a[0], a[1], a[2], a[3:tables]...), func() error { return m.k.RoPE(m.stream, turn) })

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // How a machine enqueues its program: as it is the first time, which loads what the kernels need, and then as what was captured of that.
@@ -13,8 +13,8 @@ import (
 // recording is what was captured of runs that do the same work.
 type recording struct {
 	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
-	graph     *driver.Graph
-	monitored *driver.Graph // with the monitor's marks
+	graph     *gpu.Graph
+	monitored *gpu.Graph // with the monitor's marks
 }
 
 // recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change them together.
@@ -90,7 +90,7 @@ func (m *Machine) enqueue() error {
 }
 
 // capture records what is enqueued as a graph.
-func (m *Machine) capture(enqueue func() error) (*driver.Graph, error) {
+func (m *Machine) capture(enqueue func() error) (*gpu.Graph, error) {
 	ctx := m.device.ctx
 	if err := ctx.BeginCapture(m.stream); err != nil {
 		return nil, err
@@ -120,7 +120,7 @@ func (m *Machine) forget() error {
 func (m *Machine) dropRecordings() error {
 	var errs []error
 	for _, r := range m.recorded {
-		for _, g := range []*driver.Graph{r.graph, r.monitored} {
+		for _, g := range []*gpu.Graph{r.graph, r.monitored} {
 			if g != nil {
 				errs = append(errs, m.device.ctx.DestroyGraph(g))
 			}

@@ -8,7 +8,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -32,7 +32,7 @@ func stage(in *input) error {
 		return fmt.Errorf("%s: %w", describe(in.node), err)
 	}
 	for _, r := range in.ids {
-		if err := r.check(driver.View[int64](in.staging)[:in.array.len()]); err != nil {
+		if err := r.check(gpu.View[int64](in.staging)[:in.array.len()]); err != nil {
 			return err
 		}
 	}

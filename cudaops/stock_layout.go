@@ -8,7 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -335,7 +335,7 @@ func (c *compiler) unpick(n *gorgonia.Node, g, ids *array, axis int) *array {
 	sums, workspace := c.aux(vocab, d), c.bytes(kernels.EmbeddingWorkspace(rows, vocab, d))
 	c.do(n, func() error {
 		return m.k.EmbeddingBackward(m.stream, kernels.EmbeddingBackward{DT: sums.ptr(), IDs: intsOf(ids), G: picked.ptr(), Rows: rows,
-			Vocab: vocab, D: d, DTType: driver.Float32, GType: picked.elem.dtype(), Workspace: workspace.ptr()})
+			Vocab: vocab, D: d, DTType: gpu.Float32, GType: picked.elem.dtype(), Workspace: workspace.ptr()})
 	}, picked, ids, sums, workspace)
 	if outer == 1 {
 		return sums.view(0, n.Shape()...)

@@ -10,7 +10,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
@@ -48,17 +48,17 @@ type Stream struct {
 	config StreamConfig
 	k      *kernels.Kernels
 	layer  kernels.KasminaLayer
-	stream driver.Stream
-	memory driver.Ptr
+	stream gpu.Stream
+	memory gpu.Ptr
 	pinned []byte // x and y of every slot
 	staged []byte // state, weights, scales
-	bad    driver.Ptr
-	work   driver.Ptr
+	bad    gpu.Ptr
+	work   gpu.Ptr
 
 	mu        sync.Mutex
 	kernel    *kernels.KasminaStream
-	events    []driver.Event // with launches: of each slot
-	waiting   []bool         // slots whose batch nobody has waited for
+	events    []gpu.Event // with launches: of each slot
+	waiting   []bool      // slots whose batch nobody has waited for
 	submitted uint64
 	first     uint64 // the number of the kernel's batch 0
 	loaded    bool   // no error of the device has kept the last refresh from being made
@@ -146,7 +146,7 @@ func (s *Stream) allocate() (err error) {
 	s.work = s.bad.Offset(counts)
 	s.waiting = make([]bool, s.config.Depth)
 	if s.config.Way == launchesWay {
-		s.events = make([]driver.Event, s.config.Depth)
+		s.events = make([]gpu.Event, s.config.Depth)
 		for i := range s.events {
 			if s.events[i], err = ctx.NewEvent(false); err != nil {
 				return err
@@ -205,11 +205,11 @@ func (s *Stream) load() (err error) {
 func (s *Stream) slotBytes() int { return (4*s.size() + alignment - 1) / alignment * alignment }
 
 // slot returns the memory of a batch's x and y, as the host sees it and as the device does.
-func (s *Stream) slot(batch uint64) (x, y []float32, xAt, yAt driver.Ptr) {
+func (s *Stream) slot(batch uint64) (x, y []float32, xAt, yAt gpu.Ptr) {
 	i, n := int(batch%uint64(s.config.Depth)), s.slotBytes()
 	b := s.pinned[2*i*n:][:2*n]
-	at := driver.Ptr(uintptr(unsafe.Pointer(&b[0]))) // pinned memory has one address for both
-	return driver.View[float32](b)[:s.size()], driver.View[float32](b[n:])[:s.size()], at, at.Offset(n)
+	at := gpu.Ptr(uintptr(unsafe.Pointer(&b[0]))) // pinned memory has one address for both
+	return gpu.View[float32](b)[:s.size()], gpu.View[float32](b[n:])[:s.size()], at, at.Offset(n)
 }
 
 // Submit hands over a batch, rows × features in row-major order, and returns its number for [Stream.Wait], which must be called
@@ -333,7 +333,7 @@ func (s *Stream) Close() error {
 	err := s.end()
 	if s.config.Way == launchesWay && err == nil {
 		counts := make([]uint32, s.layer.State.Seeds)
-		err = errors.Join(s.device.ctx.CopyToHost(driver.Bytes(counts), s.bad, s.stream), s.device.ctx.SyncStream(s.stream))
+		err = errors.Join(s.device.ctx.CopyToHost(gpu.Bytes(counts), s.bad, s.stream), s.device.ctx.SyncStream(s.stream))
 		for _, n := range counts {
 			s.nonFinite += int(n)
 		}

@@ -16,8 +16,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -163,7 +163,7 @@ func TestStreamQueue(t *testing.T) {
 // TestStreamLost wants a context that is lost while a batch is on its way to be an error, not a wait without end.
 func TestStreamLost(t *testing.T) {
 	d := fake.New(fake.Config{AnyKernel: true, Kernels: map[string]fake.Kernel{
-		"kasmina_stream_quad_f32": func(l *fake.Launch) { l.Fault(driver.IllegalAddress, "a test") }}})
+		"kasmina_stream_quad_f32": func(l *fake.Launch) { l.Fault(gpu.IllegalAddress, "a test") }}})
 	device, err := Open(withDriver(d))
 	if err != nil {
 		t.Fatal(err)
@@ -179,10 +179,10 @@ func TestStreamLost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Wait(k, x); !errors.Is(err, driver.IllegalAddress) {
+	if err := s.Wait(k, x); !errors.Is(err, gpu.IllegalAddress) {
 		t.Errorf("Wait: %v", err)
 	}
-	if err := s.Close(); !errors.Is(err, driver.IllegalAddress) {
+	if err := s.Close(); !errors.Is(err, gpu.IllegalAddress) {
 		t.Errorf("Close: %v", err)
 	}
 }
@@ -224,8 +224,8 @@ func TestStreamRefreshFails(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, call := range []string{"cuMemcpyHtoDAsync", "cuStreamSynchronize"} { // the second where it ends the kernel
-			d.Fail(call, 1, driver.OutOfMemory)
-			if err := s.Refresh(); !errors.Is(err, driver.OutOfMemory) {
+			d.Fail(call, 1, gpu.OutOfMemory)
+			if err := s.Refresh(); !errors.Is(err, gpu.OutOfMemory) {
 				t.Errorf("%s: %s fails: %v", way, call, err)
 			}
 			if err := batch(); err == nil || !strings.Contains(err.Error(), "cudaops.Stream.Submit: the last refresh failed") {
@@ -254,8 +254,8 @@ func TestStreamSubmitFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	x, y := make([]float32, 5*48), make([]float32, 5*48)
-	d.Fail("cuLaunchKernel", 1, driver.OutOfMemory)
-	if _, err := s.Submit(x); !errors.Is(err, driver.OutOfMemory) {
+	d.Fail("cuLaunchKernel", 1, gpu.OutOfMemory)
+	if _, err := s.Submit(x); !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("a launch that fails: %v", err)
 	}
 	for k := range uint64(14) {
@@ -265,8 +265,8 @@ func TestStreamSubmitFails(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			d.Fail("cuStreamSynchronize", 1, driver.OutOfMemory)
-			if _, err := s.Submit(x); !errors.Is(err, driver.OutOfMemory) {
+			d.Fail("cuStreamSynchronize", 1, gpu.OutOfMemory)
+			if _, err := s.Submit(x); !errors.Is(err, gpu.OutOfMemory) {
 				t.Errorf("a kernel that ended and cannot be waited for: %v", err)
 			}
 		}
@@ -289,8 +289,8 @@ func TestStreamRefused(t *testing.T) {
 	layer, x, _ := streamLayer(t)
 	strict, _, _ := streamLayer(t, op.WithStability(op.Strict))
 	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemcpyHtoDAsync"} {
-		d.Fail(call, 1, driver.OutOfMemory)
-		if s, err := OpenStream(device, layer, StreamConfig{}); !errors.Is(err, driver.OutOfMemory) || s != nil {
+		d.Fail(call, 1, gpu.OutOfMemory)
+		if s, err := OpenStream(device, layer, StreamConfig{}); !errors.Is(err, gpu.OutOfMemory) || s != nil {
 			t.Errorf("%s fails: got %v, %v", call, s, err)
 		}
 	}

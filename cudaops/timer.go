@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
@@ -56,11 +56,11 @@ func (e elem) tolerance() float64 {
 type timer struct {
 	*tuner
 	j          job
-	owned      driver.Ptr
-	memory     []driver.Ptr // of each argument
-	flush      driver.Ptr   // what the cache is overwritten with
+	owned      gpu.Ptr
+	memory     []gpu.Ptr // of each argument
+	flush      gpu.Ptr   // what the cache is overwritten with
 	flushBytes int
-	events     []driver.Event
+	events     []gpu.Event
 	cold, warm []time.Duration
 }
 
@@ -108,7 +108,7 @@ func (x *timer) close() error {
 }
 
 // fill puts random numbers into an argument: some, again and again.
-func (x *timer) fill(p driver.Ptr, o argument, seed uint64) error {
+func (x *timer) fill(p gpu.Ptr, o argument, seed uint64) error {
 	const some = 1 << 16
 	r := rand.New(rand.NewPCG(1, seed))
 	numbers := make([]float32, some)
@@ -172,7 +172,7 @@ func (x *timer) right(ways []int) ([]int, error) {
 			continue
 		}
 		got, err := x.result(i)
-		var e *driver.Error
+		var e *gpu.Error
 		if errors.As(err, &e) && e.Sticky() {
 			return nil, err
 		}

@@ -13,7 +13,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/optim"
@@ -23,52 +23,52 @@ import (
 // idle is a context of a device that computes nothing, but takes a while for each graph, and measures how long it has nothing to
 // do before each: without what the host takes to wake up from its waiting, which is another operating system's there.
 type idle struct {
-	driver.Context
-	done   time.Time                  // when the device has done all that it was given
-	marks  map[driver.Event]time.Time // when it has done what stands before an event
-	woken  time.Time                  // when the host has last waited
-	waited []time.Duration            // before each graph
+	gpu.Context
+	done   time.Time               // when the device has done all that it was given
+	marks  map[gpu.Event]time.Time // when it has done what stands before an event
+	woken  time.Time               // when the host has last waited
+	waited []time.Duration         // before each graph
 }
 
 const graphTime = 3 * time.Millisecond
 
-func (c *idle) Launch(*driver.Function, driver.LaunchConfig, driver.Stream, *driver.Args) error {
+func (c *idle) Launch(*gpu.Function, gpu.LaunchConfig, gpu.Stream, *gpu.Args) error {
 	return nil
 }
 
-func (c *idle) Blas() (driver.Blas, error) {
+func (c *idle) Blas() (gpu.Blas, error) {
 	b, err := c.Context.Blas()
 	return idleBlas{b}, err
 }
 
-type idleBlas struct{ driver.Blas }
+type idleBlas struct{ gpu.Blas }
 
-func (b idleBlas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan, error) {
+func (b idleBlas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
 	p, err := b.Blas.Plan(m, workspace, want)
 	return idlePlan{p}, err
 }
 
-type idlePlan struct{ driver.MatmulPlan }
+type idlePlan struct{ gpu.MatmulPlan }
 
-func (idlePlan) Run(int, driver.MatmulArgs, driver.Stream) error { return nil }
+func (idlePlan) Run(int, gpu.MatmulArgs, gpu.Stream) error { return nil }
 
 // CopyToHost gives zeros: a loss, a norm and figures of layers that are finite.
-func (c *idle) CopyToHost(dst []byte, _ driver.Ptr, _ driver.Stream) error {
+func (c *idle) CopyToHost(dst []byte, _ gpu.Ptr, _ gpu.Stream) error {
 	clear(dst)
 	return nil
 }
 
-func (c *idle) Record(e driver.Event, s driver.Stream) error {
+func (c *idle) Record(e gpu.Event, s gpu.Stream) error {
 	c.marks[e] = c.done
 	return c.Context.Record(e, s)
 }
 
-func (c *idle) SyncEvent(e driver.Event) error {
+func (c *idle) SyncEvent(e gpu.Event) error {
 	c.wait(c.marks[e])
 	return c.Context.SyncEvent(e)
 }
 
-func (c *idle) SyncStream(s driver.Stream) error {
+func (c *idle) SyncStream(s gpu.Stream) error {
 	c.wait(c.done)
 	return c.Context.SyncStream(s)
 }
@@ -80,7 +80,7 @@ func (c *idle) wait(until time.Time) {
 	}
 }
 
-func (c *idle) LaunchGraph(*driver.Graph, driver.Stream) error {
+func (c *idle) LaunchGraph(*gpu.Graph, gpu.Stream) error {
 	now, from := time.Now(), c.done
 	if c.woken.After(from) {
 		from = c.woken
@@ -130,8 +130,8 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 	optimizer, err := optim.NewAdamW()
 	must(err)
 	device, fakes := cudaops.OpenFake(b)
-	c := &idle{marks: map[driver.Event]time.Time{}}
-	cudaops.Wrap(device, func(inner driver.Context) driver.Context { c.Context = inner; return c })
+	c := &idle{marks: map[gpu.Event]time.Time{}}
+	cudaops.Wrap(device, func(inner gpu.Context) gpu.Context { c.Context = inner; return c })
 	make := gpu.Engine(device, cudaops.Float32, fakes, cudaops.WithTuning(cudaops.TuneOff))
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: b.N + warm, Batch: batch, Clip: 1, Epoch: 1 << 30,
 		Schedule: func(step int) float64 { return 1e-3 / float64(1+step) },

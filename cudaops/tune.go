@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -140,7 +140,7 @@ func (t *tuner) use(choice int) { t.used = append(t.used, choice) }
 
 // cannot tells why a job is not timed; of a card that is full, which does no harm, once for all jobs.
 func (t *tuner) cannot(j job, err error) {
-	if !errors.Is(err, driver.OutOfMemory) {
+	if !errors.Is(err, gpu.OutOfMemory) {
 		t.m.warn(fmt.Sprintf("%s %s is not tuned: %v", j.op, j.shape, err))
 		return
 	}
@@ -179,7 +179,7 @@ type job struct {
 	warm      bool // what it reads is in the cache when it runs, as what is small is
 	computes  bool // memory does not bound it
 	tiny      bool // too little to be timed: what the rules leave is chosen by rule of thumb
-	run       func(way int, memory []driver.Ptr) error
+	run       func(way int, memory []gpu.Ptr) error
 }
 
 // choose returns the way for a job.

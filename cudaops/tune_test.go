@@ -12,8 +12,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -25,7 +25,7 @@ type tuned struct {
 }
 
 // smallCache is a GPU whose cache is quickly overwritten.
-func smallCache(name string) []driver.DeviceInfo {
+func smallCache(name string) []gpu.DeviceInfo {
 	info := fake.New(fake.Config{}).Devices()
 	info[0].Name, info[0].L2 = name, 1<<10
 	return info

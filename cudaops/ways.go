@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -24,13 +24,13 @@ func (k tunedKernels) isSmall(arguments []argument) bool {
 }
 
 // numbers is n numbers of a type.
-func numbers(r role, n int, t driver.DType) argument {
+func numbers(r role, n int, t gpu.DType) argument {
 	return argument{role: r, bytes: n * t.Size(), elem: elemOfType(t)}
 }
 
 // float8Arguments is the float8 of rows, n numbers in all, and their scales.
 func float8Arguments(n, rows int) []argument {
-	return []argument{numbers(writes, n, driver.Float8E4M3), numbers(writes, rows, driver.Float32)}
+	return []argument{numbers(writes, n, gpu.Float8E4M3), numbers(writes, rows, gpu.Float32)}
 }
 
 // names are those of ways.
@@ -49,7 +49,7 @@ func plural(b bool, with string) string {
 	return ""
 }
 
-func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+func (k tunedKernels) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	ways, err := k.RMSNormWays(a)
 	if len(ways) < 2 || err != nil || a.Rows == 0 {
 		return first(err, func() error { return k.kernelSet.RMSNorm(s, a) })
@@ -57,8 +57,8 @@ func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 	n := a.Rows * a.D
 	j := job{op: "RMSNorm", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Residual != 0, "with residual"),
 		plural(a.Y8 != 0, "and float8")), build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
-		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.Rows, driver.Float32), numbers(reads, n, a.Type),
-			numbers(reads, a.D, driver.Float32)}}
+		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.Rows, gpu.Float32), numbers(reads, n, a.Type),
+			numbers(reads, a.D, gpu.Float32)}}
 	if a.Residual != 0 {
 		j.arguments = append(j.arguments, numbers(reads, n, a.Type), numbers(writes, n, a.Type))
 	}
@@ -66,7 +66,7 @@ func (k tunedKernels) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
 		j.arguments = append(j.arguments, float8Arguments(n, a.Rows)...)
 	}
 	j.warm = k.isSmall(j.arguments)
-	j.run = func(way int, memory []driver.Ptr) error {
+	j.run = func(way int, memory []gpu.Ptr) error {
 		b := a
 		b.Way, b.Y, b.Rstd, b.X, b.W = ways[way], memory[0], memory[1], memory[2], memory[3]
 		if a.Residual != 0 {
@@ -92,7 +92,7 @@ func first(err error, run func() error) error {
 	return run()
 }
 
-func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward) error {
+func (k tunedKernels) RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) error {
 	ways, err := k.RMSNormBackwardWays(a)
 	if len(ways) < 2 || err != nil || a.Rows == 0 {
 		return first(err, func() error { return k.kernelSet.RMSNormBackward(s, a) })
@@ -101,7 +101,7 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 	j := job{op: "RMSNormBackward", shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, plural(a.Add != 0, "with sum"),
 		plural(a.DX8 != 0, "and float8")), build: k.Build("norm"), ways: names(ways), plain: len(ways) - 1,
 		arguments: []argument{numbers(writes, n, a.Type), numbers(writes, a.D, a.DWType), numbers(reads, n, a.Type), numbers(reads, n, a.Type),
-			numbers(reads, a.D, driver.Float32), numbers(reads, a.Rows, driver.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D, a.Type)}}}
+			numbers(reads, a.D, gpu.Float32), numbers(reads, a.Rows, gpu.Float32), {role: scratch, bytes: k.RMSNormWorkspace(a.D, a.Type)}}}
 	if a.Add != 0 {
 		j.arguments = append(j.arguments, numbers(reads, n, a.Type))
 	}
@@ -109,7 +109,7 @@ func (k tunedKernels) RMSNormBackward(s driver.Stream, a kernels.RMSNormBackward
 		j.arguments = append(j.arguments, float8Arguments(n, a.Rows)...)
 	}
 	j.warm = k.isSmall(j.arguments)
-	j.run = func(way int, memory []driver.Ptr) error {
+	j.run = func(way int, memory []gpu.Ptr) error {
 		b := a
 		b.Leave = nil // a way's result counts as a whole
 		b.Way, b.DX, b.DW, b.G, b.X = ways[way], memory[0], memory[1], memory[2], memory[3]
@@ -138,7 +138,7 @@ var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", 
 const attentionOp = "Attention"
 
 // attentionJob is what both passes have in common. The matrices' rows are as far apart as those of the call.
-func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants []kernels.AttentionVariant, t driver.DType,
+func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants []kernels.AttentionVariant, t gpu.DType,
 	matrices []kernels.Rows, roles []role) job {
 	j := job{op: op, build: k.Build(attentionUnits...), ways: names(variants), computes: true,
 		plain: slices.Index(variants, kernels.AttentionPlain),
@@ -152,8 +152,8 @@ func (k tunedKernels) attentionJob(op string, a kernels.AttentionShape, variants
 	return j
 }
 
-func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y kernels.Rows, lse driver.Ptr, q, key, value kernels.Rows,
-	t driver.DType) error {
+func (k tunedKernels) Attention(s gpu.Stream, a kernels.AttentionShape, y kernels.Rows, lse gpu.Ptr, q, key, value kernels.Rows,
+	t gpu.DType) error {
 	variants := slices.DeleteFunc(k.AttentionVariants(a, t, y, q, key, value), func(v kernels.AttentionVariant) bool {
 		return v == kernels.AttentionHopperFused // whose forward pass is AttentionHopper's
 	})
@@ -161,9 +161,9 @@ func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 		return k.kernelSet.Attention(s, a, y, lse, q, key, value, t)
 	}
 	j := k.attentionJob(attentionOp, a, variants, t, []kernels.Rows{y, q, key, value}, []role{writes, reads, reads, reads})
-	j.arguments = append(j.arguments, numbers(writes, a.Batch*a.Heads*a.Seq, driver.Float32))
-	at := func(p driver.Ptr, r kernels.Rows) kernels.Rows { return kernels.Rows{Ptr: p, Stride: r.Stride} }
-	j.run = func(way int, m []driver.Ptr) error {
+	j.arguments = append(j.arguments, numbers(writes, a.Batch*a.Heads*a.Seq, gpu.Float32))
+	at := func(p gpu.Ptr, r kernels.Rows) kernels.Rows { return kernels.Rows{Ptr: p, Stride: r.Stride} }
+	j.run = func(way int, m []gpu.Ptr) error {
 		b := a
 		b.Variant, b.Documents = variants[way], 0 // of which the tuner has no table
 		return k.kernelSet.Attention(s, b, at(m[0], y), m[4], at(m[1], q), at(m[2], key), at(m[3], value), t)
@@ -176,17 +176,17 @@ func (k tunedKernels) Attention(s driver.Stream, a kernels.AttentionShape, y ker
 	return k.kernelSet.Attention(s, a, y, lse, q, key, value, t)
 }
 
-func (k tunedKernels) AttentionBackward(s driver.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats driver.Ptr,
-	g, q, key, value, y kernels.Rows, lse driver.Ptr, t driver.DType) error {
+func (k tunedKernels) AttentionBackward(s gpu.Stream, a kernels.AttentionShape, dq, dk, dv kernels.Rows, stats gpu.Ptr,
+	g, q, key, value, y kernels.Rows, lse gpu.Ptr, t gpu.DType) error {
 	rows := []kernels.Rows{dq, dk, dv, g, q, key, value, y}
 	variants := k.AttentionVariants(a, t, rows...)
 	if len(variants) < 2 || a.Variant != kernels.AttentionAuto || a.Batch*a.Seq == 0 {
 		return k.kernelSet.AttentionBackward(s, a, dq, dk, dv, stats, g, q, key, value, y, lse, t)
 	}
 	j := k.attentionJob("AttentionBackward", a, variants, t, rows, []role{writes, writes, writes, reads, reads, reads, reads, reads})
-	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, driver.Float32),
+	j.arguments = append(j.arguments, numbers(reads, a.Batch*a.Heads*a.Seq, gpu.Float32),
 		argument{role: scratch, bytes: k.AttentionStatsBytes(a, t)})
-	j.run = func(way int, m []driver.Ptr) error {
+	j.run = func(way int, m []gpu.Ptr) error {
 		b := a
 		b.Variant, b.Documents = variants[way], 0
 		r := slices.Clone(rows)

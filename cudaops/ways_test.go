@@ -14,8 +14,8 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -34,7 +34,7 @@ func (k *normWays) RMSNormWays(kernels.RMSNorm) ([]kernels.Way, error) { return 
 
 func (k *normWays) Build(...string) string { return k.build }
 
-func (k *normWays) RMSNorm(s driver.Stream, a kernels.RMSNorm) error {
+func (k *normWays) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	k.ran = append(k.ran, a.Way.String())
 	w := k.ways[slices.Index(k.names, a.Way)]
 	if w.Fails {
@@ -77,7 +77,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	private := func(c *machineConfig) error {
 		c.tuneLeast, c.tunePath = 1, path
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			set, err := inner(ctx)
 			k = &normWays{kernelSet: set, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}},
 				ways: ways[:], build: build}
@@ -179,7 +179,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	private := func(c *machineConfig) error {
 		c.tunePath = filepath.Join(t.TempDir(), "tune.json")
 		inner := c.kernels
-		c.kernels = func(ctx driver.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
 			set, err := inner(ctx)
 			return &normWays{kernelSet: set, fake: set.(*moduleOf).fakeKernels, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 				ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}, err

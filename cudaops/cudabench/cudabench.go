@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -72,7 +73,7 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 	return errors.Join(measure(ctx, names, report), ctx.Close())
 }
 
-func measure(ctx driver.Context, names []string, report func(Measurement) error) error {
+func measure(ctx gpu.Context, names []string, report func(Measurement) error) error {
 	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: cacheBytes, report: report,
 		random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
 	b.open()
@@ -89,15 +90,15 @@ func measure(ctx driver.Context, names []string, report func(Measurement) error)
 // bench is a stream and what is measured on it. After an error, which it keeps, it does nothing any more.
 type bench struct {
 	*kernels.Kernels
-	ctx    driver.Context
-	stream driver.Stream
+	ctx    gpu.Context
+	stream gpu.Stream
 	report func(Measurement) error
 	random *rand.Rand
-	cache  driver.Ptr     // overwritten before each launch that is timed
-	size   int            // of that, in bytes
-	events []driver.Event // two for each launch that is timed
-	held   []driver.Ptr   // until the next free
-	plans  []driver.MatmulPlan
+	cache  gpu.Ptr     // overwritten before each launch that is timed
+	size   int         // of that, in bytes
+	events []gpu.Event // two for each launch that is timed
+	held   []gpu.Ptr   // until the next free
+	plans  []gpu.MatmulPlan
 	err    error
 }
 
@@ -161,7 +162,7 @@ func (b *bench) free() {
 }
 
 // alloc returns memory for n elements, which are not set.
-func (b *bench) alloc(n int, t driver.DType) driver.Ptr {
+func (b *bench) alloc(n int, t gpu.DType) gpu.Ptr {
 	if b.err != nil {
 		return 0
 	}
@@ -175,8 +176,8 @@ func (b *bench) alloc(n int, t driver.DType) driver.Ptr {
 }
 
 // upload returns a copy of data on the device.
-func (b *bench) upload(data []byte) driver.Ptr {
-	p := b.alloc((len(data)+3)/4, driver.Float32)
+func (b *bench) upload(data []byte) gpu.Ptr {
+	p := b.alloc((len(data)+3)/4, gpu.Float32)
 	if b.err == nil {
 		b.do(b.ctx.CopyToDevice(p, data, b.stream))
 	}
@@ -184,7 +185,7 @@ func (b *bench) upload(data []byte) driver.Ptr {
 }
 
 // floats returns numbers on the device as float32.
-func (b *bench) floats(x []float32) driver.Ptr { return b.upload(driver.Bytes(x)) }
+func (b *bench) floats(x []float32) gpu.Ptr { return b.upload(gpu.Bytes(x)) }
 
 // ids returns n numbers below limit on the device as int32.
 func (b *bench) ids(n, limit int) kernels.Ints {
@@ -192,11 +193,11 @@ func (b *bench) ids(n, limit int) kernels.Ints {
 	for i := range x {
 		x[i] = b.random.Int32N(int32(limit))
 	}
-	return kernels.Ints{Ptr: b.upload(driver.Bytes(x))}
+	return kernels.Ints{Ptr: b.upload(gpu.Bytes(x))}
 }
 
 // normal returns n numbers of the normal distribution on the device: some hundred thousand, over and over.
-func (b *bench) normal(n int, t driver.DType) driver.Ptr {
+func (b *bench) normal(n int, t gpu.DType) gpu.Ptr {
 	const distinct = 1<<18 - 1 // odd, so that rows differ
 	p := b.alloc(n, t)
 	if b.err != nil {
@@ -206,13 +207,13 @@ func (b *bench) normal(n int, t driver.DType) driver.Ptr {
 	for i := range x {
 		x[i] = float32(b.random.NormFloat64())
 	}
-	data := driver.Bytes(x)
-	if t == driver.BFloat16 {
+	data := gpu.Bytes(x)
+	if t == gpu.BFloat16 {
 		half := make([]uint16, len(x))
-		for i, v := range driver.View[uint32](data) {
+		for i, v := range gpu.View[uint32](data) {
 			half[i] = uint16(v >> 16)
 		}
-		data = driver.Bytes(half)
+		data = gpu.Bytes(half)
 	}
 	b.do(b.ctx.CopyToDevice(p, data, b.stream))
 	for done, all := len(data), n*t.Size(); done < all && b.err == nil; {

@@ -6,12 +6,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
-func fakeContext(t *testing.T) (driver.Context, *fake.Driver) {
+func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 	t.Helper()
 	d := fake.New(fake.Config{AnyKernel: true})
 	ctx, err := d.Retain(0)
@@ -30,7 +30,7 @@ func fakeContext(t *testing.T) (driver.Context, *fake.Driver) {
 }
 
 // newBench clears 64 bytes where there would be a cache.
-func newBench(ctx driver.Context, report func(Measurement) error) *bench {
+func newBench(ctx gpu.Context, report func(Measurement) error) *bench {
 	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: 64, random: rand.New(rand.NewPCG(1, 1)), report: report}
 	b.open()
 	return b
@@ -92,14 +92,14 @@ func TestMedian(t *testing.T) {
 func TestFailure(t *testing.T) {
 	ctx, d := fakeContext(t)
 	err := measure(ctx, []string{"copy"}, func(Measurement) error { return nil }) // 4 GiB of 1
-	if !errors.Is(err, driver.OutOfMemory) {
+	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("out of memory: %v", err)
 	}
-	d.Fail("cuLaunchKernel", 3, driver.NotSupported)
+	d.Fail("cuLaunchKernel", 3, gpu.NotSupported)
 	b := newBench(ctx, func(m Measurement) error { t.Errorf("%s is reported", m.Name); return nil })
 	newKasmina(b, 3, 50, false).measure()
 	b.close()
-	if !errors.Is(b.err, driver.NotSupported) || !strings.Contains(b.err.Error(), "kasmina_fwd_3x200_s50") {
+	if !errors.Is(b.err, gpu.NotSupported) || !strings.Contains(b.err.Error(), "kasmina_fwd_3x200_s50") {
 		t.Errorf("a launch that fails: %v", b.err)
 	}
 	stop := errors.New("stop")

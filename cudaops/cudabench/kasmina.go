@@ -3,7 +3,7 @@ package cudabench
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -25,9 +25,9 @@ type kasminaLayer struct {
 	kernels.KasminaLayer
 	name                  string // what follows the pass
 	elements              int
-	y, g, dx, dw, ds      driver.Ptr
-	health, gradient, bad driver.Ptr // bad: three counts of each seed
-	forwardWork, backWork driver.Ptr
+	y, g, dx, dw, ds      gpu.Ptr
+	health, gradient, bad gpu.Ptr // bad: three counts of each seed
+	forwardWork, backWork gpu.Ptr
 }
 
 func newKasmina(b *bench, rows, seeds int, stages bool) *kasminaLayer {

@@ -4,14 +4,14 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 const (
-	f32  = driver.Float32
-	bf16 = driver.BFloat16
-	f16  = driver.Float16
+	f32  = gpu.Float32
+	bf16 = gpu.BFloat16
+	f16  = gpu.Float16
 )
 
 // ceilings measures what bounds the rest.
@@ -23,15 +23,15 @@ func ceilings(b *bench) {
 
 	const n = 8192
 	p, c, d := b.normal(n*n, bf16), b.normal(n*n, bf16), b.alloc(n*n, bf16)
-	product := b.plan(driver.MatmulSpec{M: n, N: n, K: n, A: bf16, B: bf16, D: bf16})
+	product := b.plan(gpu.MatmulSpec{M: n, N: n, K: n, A: bf16, B: bf16, D: bf16})
 	b.time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, func() error {
-		return product(driver.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
+		return product(gpu.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
 	})
 	b.free()
 }
 
 // plan returns what enqueues matrix products.
-func (b *bench) plan(spec driver.MatmulSpec) func(driver.MatmulArgs) error {
+func (b *bench) plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) error {
 	const size = 32 << 20
 	if b.err != nil {
 		return nil
@@ -48,7 +48,7 @@ func (b *bench) plan(spec driver.MatmulSpec) func(driver.MatmulArgs) error {
 		return nil
 	}
 	b.plans = append(b.plans, plan)
-	return func(a driver.MatmulArgs) error {
+	return func(a gpu.MatmulArgs) error {
 		a.Workspace, a.WorkspaceSize = workspace, size
 		return plan.Run(0, a, b.stream)
 	}
@@ -159,7 +159,7 @@ func attention(b *bench) {
 		width := s.heads * s.dim
 		n := s.batch * s.seq * width
 		shape := kernels.AttentionShape{Batch: s.batch, Seq: s.seq, Heads: s.heads, KVHeads: s.heads, HeadDim: s.dim, Causal: true}
-		rows := func(p driver.Ptr) kernels.Rows { return kernels.Rows{Ptr: p, Stride: width} }
+		rows := func(p gpu.Ptr) kernels.Rows { return kernels.Rows{Ptr: p, Stride: width} }
 		var in, out [4]kernels.Rows
 		for i := range in {
 			in[i], out[i] = rows(b.normal(n, bf16)), rows(b.alloc(n, bf16))
@@ -186,7 +186,7 @@ func attention(b *bench) {
 func muon(b *bench) {
 	for _, s := range [][2]int{{768, 3072}, {2048, 2048}, {2048, 8192}} {
 		m, n := s[0], s[1] // m ≤ n
-		it := kernels.NewtonSchulz{Rows: m, Columns: n, Batch: 1, Steps: 5, Type: f16, X: [2]driver.Ptr{b.alloc(m*n, f16), b.alloc(m*n, f16)}}
+		it := kernels.NewtonSchulz{Rows: m, Columns: n, Batch: 1, Steps: 5, Type: f16, X: [2]gpu.Ptr{b.alloc(m*n, f16), b.alloc(m*n, f16)}}
 		for i := range it.Squares {
 			it.Squares[i] = b.alloc(m*m, f16)
 		}
@@ -198,7 +198,7 @@ func muon(b *bench) {
 					XType: bf16}), run())
 			})
 		}
-		wide := b.plan(driver.MatmulSpec{M: m, N: n, K: m, A: f16, B: f16, D: f16})
+		wide := b.plan(gpu.MatmulSpec{M: m, N: n, K: m, A: f16, B: f16, D: f16})
 		suffix := func(int) string { return "" }
 		if b.TakesSymmetric(it.Shapes()[0], f16) {
 			usual := kernels.NewtonSchulzTogether(m, n)
@@ -210,20 +210,20 @@ func muon(b *bench) {
 			}
 			for _, it.Together = range []int{1, 3} {
 				measure(suffix(it.Together), func() error {
-					return it.Run(func(a kernels.Symmetric) error { return b.Symmetric(b.stream, a) }, func(y, q, x driver.Ptr) error {
-						return wide(driver.MatmulArgs{Alpha: 1, A: q, B: x, D: y})
+					return it.Run(func(a kernels.Symmetric) error { return b.Symmetric(b.stream, a) }, func(y, q, x gpu.Ptr) error {
+						return wide(gpu.MatmulArgs{Alpha: 1, A: q, B: x, D: y})
 					})
 				})
 			}
 		}
-		gram := b.plan(driver.MatmulSpec{M: m, N: m, K: n, TransB: true, A: f16, B: f16, D: f16})
-		square := b.plan(driver.MatmulSpec{M: m, N: m, K: m, A: f16, B: f16, D: f16})
+		gram := b.plan(gpu.MatmulSpec{M: m, N: m, K: n, TransB: true, A: f16, B: f16, D: f16})
+		square := b.plan(gpu.MatmulSpec{M: m, N: m, K: m, A: f16, B: f16, D: f16})
 		measure(suffix(0), func() (err error) {
 			x, y, a, p := it.X[0], it.X[1], it.Squares[0], it.Squares[1]
 			for range it.Steps {
-				err = errors.Join(err, gram(driver.MatmulArgs{Alpha: 1, A: x, B: x, D: a}),
-					square(driver.MatmulArgs{Alpha: kernels.SchulzC, Beta: kernels.SchulzB, A: a, B: a, C: a, D: p}),
-					wide(driver.MatmulArgs{Alpha: 1, Beta: kernels.SchulzA, A: p, B: x, C: x, D: y}))
+				err = errors.Join(err, gram(gpu.MatmulArgs{Alpha: 1, A: x, B: x, D: a}),
+					square(gpu.MatmulArgs{Alpha: kernels.SchulzC, Beta: kernels.SchulzB, A: a, B: a, C: a, D: p}),
+					wide(gpu.MatmulArgs{Alpha: 1, Beta: kernels.SchulzA, A: p, B: x, C: x, D: y}))
 				x, y = y, x
 			}
 			return err
@@ -261,7 +261,7 @@ func optimizers(b *bench) {
 }
 
 // optimizer is optimizers with gradients of one type, of tensors with so many elements in all.
-func (b *bench) optimizer(tensors []kernels.OptimTensor, total int, gradients driver.DType, suffix string) {
+func (b *bench) optimizer(tensors []kernels.OptimTensor, total int, gradients gpu.DType, suffix string) {
 	if b.err != nil {
 		return
 	}

@@ -1,7 +1,7 @@
 package cudabench
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -67,6 +67,6 @@ func transposition(b *bench) {
 	x, y := b.normal(rows*n, bf16), b.alloc(rows*n, bf16)
 	b.time(Measurement{Name: "transpose_32768x4096", Bytes: 2 * 2 * rows * n}, func() error {
 		return b.Copy(b.stream, kernels.Copy{Y: y, X: x, Dims: []int{n, rows}, YStrides: []int{rows, 1}, XStrides: []int{1, n},
-			Size: driver.BFloat16.Size()})
+			Size: gpu.BFloat16.Size()})
 	})
 }

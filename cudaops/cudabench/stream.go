@@ -7,7 +7,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
@@ -22,7 +22,7 @@ const (
 func streams(b *bench) {
 	l := newKasmina(b, 64, 1000, false)
 	size := 2 * l.elements
-	memory := map[string][]driver.Ptr{"": b.alloc2(streamSlots, l.elements)}
+	memory := map[string][]gpu.Ptr{"": b.alloc2(streamSlots, l.elements)}
 	host, err := b.ctx.AllocHost(2 * streamSlots * size)
 	if err != nil {
 		b.do(err)
@@ -32,7 +32,7 @@ func streams(b *bench) {
 		host[i] = byte(i * 7 % 64) // finite numbers
 	}
 	for i := range 2 * streamSlots {
-		memory["_host"] = append(memory["_host"], driver.Ptr(uintptr(unsafe.Pointer(&host[i*size]))))
+		memory["_host"] = append(memory["_host"], gpu.Ptr(uintptr(unsafe.Pointer(&host[i*size]))))
 	}
 	for _, where := range []string{"", "_host"} {
 		for _, latency := range []bool{false, true} {
@@ -50,7 +50,7 @@ func streams(b *bench) {
 }
 
 // alloc2 returns memory for inputs, which are random, and as many outputs.
-func (b *bench) alloc2(slots, elements int) (at []driver.Ptr) {
+func (b *bench) alloc2(slots, elements int) (at []gpu.Ptr) {
 	for range slots {
 		at = append(at, b.normal(elements, bf16))
 	}
@@ -61,7 +61,7 @@ func (b *bench) alloc2(slots, elements int) (at []driver.Ptr) {
 }
 
 // forward launches the layer on the batch of a slot.
-func (l *kasminaLayer) forward(memory []driver.Ptr, slot int) error {
+func (l *kasminaLayer) forward(memory []gpu.Ptr, slot int) error {
 	f := kernels.KasminaForward{KasminaLayer: l.KasminaLayer, Y: memory[streamSlots+slot], Bad: l.bad, Workspace: l.forwardWork}
 	f.X = memory[slot]
 	return l.KasminaForward(l.stream, f)
@@ -97,7 +97,7 @@ func (l *kasminaLayer) wall(name string, batch func(i int) error, end func() err
 
 func (l *kasminaLayer) sync() error { return l.ctx.SyncStream(l.stream) }
 
-func (l *kasminaLayer) launched(name string, memory []driver.Ptr, latency bool) {
+func (l *kasminaLayer) launched(name string, memory []gpu.Ptr, latency bool) {
 	l.wall(name, func(i int) error {
 		err := l.forward(memory, i%streamSlots)
 		if latency {
@@ -107,11 +107,11 @@ func (l *kasminaLayer) launched(name string, memory []driver.Ptr, latency bool) 
 	}, l.sync)
 }
 
-func (l *kasminaLayer) replayed(name string, memory []driver.Ptr, latency bool) {
+func (l *kasminaLayer) replayed(name string, memory []gpu.Ptr, latency bool) {
 	if l.err != nil {
 		return
 	}
-	var graphs []*driver.Graph
+	var graphs []*gpu.Graph
 	for slot := range streamSlots {
 		l.do(l.ctx.BeginCapture(l.stream))
 		l.do(l.forward(memory, slot))
@@ -133,7 +133,7 @@ func (l *kasminaLayer) replayed(name string, memory []driver.Ptr, latency bool) 
 	}
 }
 
-func (l *kasminaLayer) streamed(name string, memory []driver.Ptr, latency bool) {
+func (l *kasminaLayer) streamed(name string, memory []gpu.Ptr, latency bool) {
 	if l.err != nil {
 		return
 	}

@@ -3,6 +3,7 @@ package driver
 import (
 	"bytes"
 	"errors"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"math"
 	"runtime"
 	"sync"
@@ -16,21 +17,21 @@ type jit struct {
 	log     [16 << 10]byte
 }
 
-func (c *context) LoadModule(image []byte) (Module, error) {
+func (c *context) LoadModule(image []byte) (gpu.Module, error) {
 	if len(image) == 0 {
-		return 0, NewError("cuModuleLoadDataEx", InvalidImage, "", "the image is empty")
+		return 0, gpu.NewError("cuModuleLoadDataEx", gpu.InvalidImage, "", "the image is empty")
 	}
 	// The copy is aligned to 8 bytes, as fat binaries must be, and ends in a zero, as PTX must.
 	aligned := make([]uint64, len(image)/8+1)
-	copy(Bytes(aligned), image)
+	copy(gpu.Bytes(aligned), image)
 	const errorLogBuffer, errorLogBufferBytes = 5, 6
 	j := new(jit)
 	j.options = [2]uint32{errorLogBuffer, errorLogBufferBytes}
 	j.values = [2]uintptr{uintptr(unsafe.Pointer(&j.log)), unsafe.Sizeof(j.log)}
-	var m Module
+	var m gpu.Module
 	err := c.call(&c.ModuleLoadDataEx, uintptr(unsafe.Pointer(&m)), uintptr(unsafe.Pointer(&aligned[0])),
 		uintptr(len(j.options)), uintptr(unsafe.Pointer(&j.options)), uintptr(unsafe.Pointer(&j.values)))
-	var e *Error
+	var e *gpu.Error
 	if errors.As(err, &e) {
 		log, _, _ := bytes.Cut(j.log[:], []byte{0})
 		e.Detail = string(bytes.TrimSpace(log))
@@ -38,14 +39,14 @@ func (c *context) LoadModule(image []byte) (Module, error) {
 	return m, err
 }
 
-func (c *context) UnloadModule(m Module) error { return c.call(&c.ModuleUnload, uintptr(m)) }
+func (c *context) UnloadModule(m gpu.Module) error { return c.call(&c.ModuleUnload, uintptr(m)) }
 
-func (c *context) Function(m Module, name string) (*Function, error) {
-	f := &Function{Name: name}
+func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
+	f := &gpu.Function{Name: name}
 	cname := append([]byte(name), 0)
 	err := c.call(&c.ModuleGetFunction, uintptr(unsafe.Pointer(&f.Handle)), uintptr(m), uintptr(unsafe.Pointer(&cname[0])))
 	if err != nil {
-		var e *Error
+		var e *gpu.Error
 		if errors.As(err, &e) {
 			e.Detail = "kernel " + name
 		}
@@ -57,7 +58,7 @@ func (c *context) Function(m Module, name string) (*Function, error) {
 
 // params asks for the layout of a kernel's parameters. Before CUDA 13.2 their number is known only from the first
 // refusal, which compute-sanitizer lists as an API error unless it is told --report-api-errors no.
-func (c *context) params(function uintptr) ([]Param, error) {
+func (c *context) params(function uintptr) ([]gpu.Param, error) {
 	if c.FuncGetParamInfo.addr == 0 {
 		return nil, nil
 	}
@@ -68,12 +69,12 @@ func (c *context) params(function uintptr) ([]Param, error) {
 			return nil, err
 		}
 	}
-	params := []Param{}
+	params := []gpu.Param{}
 	for i := range count {
-		var p Param
+		var p gpu.Param
 		err := c.call(&c.FuncGetParamInfo, function, uintptr(i), uintptr(unsafe.Pointer(&p.Offset)),
 			uintptr(unsafe.Pointer(&p.Size)))
-		if !counted && errors.Is(err, InvalidValue) {
+		if !counted && errors.Is(err, gpu.InvalidValue) {
 			break
 		}
 		if err != nil {
@@ -84,17 +85,17 @@ func (c *context) params(function uintptr) ([]Param, error) {
 	return params, nil
 }
 
-func (c *context) FunctionAttribute(f *Function, a FunctionAttribute) (int, error) {
+func (c *context) FunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute) (int, error) {
 	var v int32
 	err := c.call(&c.FuncGetAttribute, uintptr(unsafe.Pointer(&v)), uintptr(a), f.Handle)
 	return int(v), err
 }
 
-func (c *context) SetFunctionAttribute(f *Function, a FunctionAttribute, v int) error {
+func (c *context) SetFunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute, v int) error {
 	return c.call(&c.FuncSetAttribute, f.Handle, uintptr(a), uintptr(v))
 }
 
-func (c *context) Occupancy(f *Function, threads, shared int) (int, error) {
+func (c *context) Occupancy(f *gpu.Function, threads, shared int) (int, error) {
 	var n int32
 	err := c.call(&c.cudaAPI.Occupancy, uintptr(unsafe.Pointer(&n)), f.Handle, uintptr(threads), uintptr(shared))
 	return int(n), err
@@ -113,7 +114,7 @@ type launchFrame struct {
 type launchConfig struct {
 	grid, block [3]uint32
 	shared      uint32
-	stream      Stream
+	stream      gpu.Stream
 	attrs       *launchAttribute
 	numAttrs    uint32
 }
@@ -127,7 +128,7 @@ type launchAttribute struct {
 
 var launchFrames = sync.Pool{New: func() any { return new(launchFrame) }}
 
-func (c *context) Launch(f *Function, l LaunchConfig, s Stream, a *Args) error {
+func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
 	if err := f.Check(a); err != nil {
 		return err
 	}
@@ -137,9 +138,9 @@ func (c *context) Launch(f *Function, l LaunchConfig, s Stream, a *Args) error {
 	frame.size = uintptr(len(frame.args))
 	frame.extra = [5]uintptr{1, uintptr(unsafe.Pointer(unsafe.SliceData(frame.args))), 2,
 		uintptr(unsafe.Pointer(&frame.size)), 0}
-	grid, block := l.Grid.ones(), l.Block.ones()
+	grid, block := l.Grid.Ones(), l.Block.Ones()
 	var err error
-	if l.extended() {
+	if l.Extended() {
 		err = c.launchEx(f, l, s, frame)
 	} else {
 		err = c.call(&c.LaunchKernel, f.Handle, uintptr(grid.X), uintptr(grid.Y), uintptr(grid.Z), uintptr(block.X),
@@ -147,24 +148,24 @@ func (c *context) Launch(f *Function, l LaunchConfig, s Stream, a *Args) error {
 	}
 	runtime.KeepAlive(frame)
 	if err != nil {
-		var e *Error
+		var e *gpu.Error
 		if errors.As(err, &e) {
 			e.Call += "(" + f.Name + ")"
 			e.Detail += l.String()
 		}
 		return err
 	}
-	c.ledger.Add(s, Stats{Launches: 1})
+	c.ledger.Add(s, gpu.Stats{Launches: 1})
 	return nil
 }
 
-func (c *context) launchEx(f *Function, l LaunchConfig, s Stream, frame *launchFrame) error {
+func (c *context) launchEx(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, frame *launchFrame) error {
 	frame.set(l, s)
 	return c.call(&c.LaunchKernelEx, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
 		uintptr(unsafe.Pointer(&frame.extra)))
 }
 
-func (c *context) OccupancyClusters(f *Function, l LaunchConfig) (int, error) {
+func (c *context) OccupancyClusters(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	frame := launchFrames.Get().(*launchFrame)
 	defer launchFrames.Put(frame)
 	frame.set(l, 0)
@@ -175,7 +176,7 @@ func (c *context) OccupancyClusters(f *Function, l LaunchConfig) (int, error) {
 }
 
 // set describes a launch.
-func (frame *launchFrame) set(l LaunchConfig, s Stream) {
+func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
 	const cooperative, cluster, overlap = 2, 4, 6
 	n := 0
 	add := func(id uint32, value ...uint32) {
@@ -186,35 +187,35 @@ func (frame *launchFrame) set(l LaunchConfig, s Stream) {
 	if l.Cooperative {
 		add(cooperative, 1)
 	}
-	if (l.Cluster != Dim{}) {
-		d := l.Cluster.uint32s()
+	if (l.Cluster != gpu.Dim{}) {
+		d := l.Cluster.Uint32s()
 		add(cluster, d[:]...)
 	}
 	if l.Overlap {
 		add(overlap, 1)
 	}
-	frame.config = launchConfig{l.Grid.uint32s(), l.Block.uint32s(), uint32(l.Shared), s, &frame.attrs[0], uint32(n)}
+	frame.config = launchConfig{l.Grid.Uint32s(), l.Block.Uint32s(), uint32(l.Shared), s, &frame.attrs[0], uint32(n)}
 }
 
-func (c *context) EncodeTiled(t TiledTensor) (TensorMap, error) {
+func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	if err := t.Check(); err != nil {
-		return TensorMap{}, err
+		return gpu.TensorMap{}, err
 	}
 	// The driver wants the descriptor at a multiple of 64 bytes.
-	buf := make([]byte, len(TensorMap{})+64)
+	buf := make([]byte, len(gpu.TensorMap{})+64)
 	at := int(-uintptr(unsafe.Pointer(&buf[0])) % 64)
 	steps := [5]uint32{1, 1, 1, 1, 1}
 	strides := append(append([]uint64{}, t.Strides...), 0) // never empty, so that it has an address
 	err := c.call(&c.TensorMapEncode, uintptr(unsafe.Pointer(&buf[at])), tensorMapTypes[t.Type], uintptr(len(t.Dims)),
 		uintptr(t.Address), uintptr(unsafe.Pointer(&t.Dims[0])), uintptr(unsafe.Pointer(&strides[0])),
 		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0, uintptr(t.Swizzle),
-		l2Promotions[t.Promotion], 0)
-	return TensorMap(buf[at : at+128]), err
+		gpu.L2Promotions[t.Promotion], 0)
+	return gpu.TensorMap(buf[at : at+128]), err
 }
 
-var tensorMapTypes = map[DType]uintptr{Float32: 7, Float16: 6, BFloat16: 9, Float8E4M3: 0, Float8E5M2: 0}
+var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6, gpu.BFloat16: 9, gpu.Float8E4M3: 0, gpu.Float8E5M2: 0}
 
-func (c *context) BeginCapture(s Stream) error {
+func (c *context) BeginCapture(s gpu.Stream) error {
 	const relaxed = 2 // the other modes tie a capture to one thread
 	if err := c.call(&c.StreamBeginCapture, uintptr(s), relaxed); err != nil {
 		return err
@@ -223,9 +224,9 @@ func (c *context) BeginCapture(s Stream) error {
 	return nil
 }
 
-func (c *context) EndCapture(s Stream) (*Graph, error) {
+func (c *context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	work, surplus := c.ledger.EndCapture(s)
-	g := &Graph{Work: work}
+	g := &gpu.Graph{Work: work}
 	var graph, nodes uintptr
 	if err := c.call(&c.StreamEndCapture, uintptr(s), uintptr(unsafe.Pointer(&graph))); err != nil {
 		return nil, err
@@ -245,7 +246,7 @@ func (c *context) EndCapture(s Stream) (*Graph, error) {
 	return g, nil
 }
 
-func (c *context) LaunchGraph(g *Graph, s Stream) error {
+func (c *context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 	if err := c.call(&c.GraphLaunch, g.Handle, uintptr(s)); err != nil {
 		return err
 	}
@@ -253,4 +254,4 @@ func (c *context) LaunchGraph(g *Graph, s Stream) error {
 	return nil
 }
 
-func (c *context) DestroyGraph(g *Graph) error { return c.call(&c.GraphExecDestroy, g.Handle) }
+func (c *context) DestroyGraph(g *gpu.Graph) error { return c.call(&c.GraphExecDestroy, g.Handle) }

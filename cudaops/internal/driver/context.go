@@ -1,8 +1,16 @@
+// Package driver implements package gpu with NVIDIA's libraries. Open binds the driver and, on demand, cuBLASLt at run
+// time, without cgo, toolkit or build tags.
+//
+// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads. Every call therefore
+// locks its goroutine to the thread, makes its context current, calls, and unlocks. Setting the context costs about as
+// much as one trivial driver call, far less than handing the call to a dedicated thread and waiting for it, and a call
+// that blocks blocks nobody else.
 package driver
 
 import (
 	"errors"
 	"fmt"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -14,10 +22,10 @@ import (
 type context struct {
 	*cuda
 	handle  uintptr
-	info    DeviceInfo
+	info    gpu.DeviceInfo
 	release func() error
 	closed  atomic.Bool
-	ledger  Ledger
+	ledger  gpu.Ledger
 
 	blasLock sync.Mutex
 	blas     *cublasLt
@@ -27,7 +35,7 @@ type context struct {
 // belongs to the thread.
 func (c *context) on(f func() error) error {
 	if c.closed.Load() {
-		return NewError("cuCtxSetCurrent", ContextIsDestroyed, "", "the context is closed")
+		return gpu.NewError("cuCtxSetCurrent", gpu.ContextIsDestroyed, "", "the context is closed")
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -42,7 +50,7 @@ func (c *context) on(f func() error) error {
 //go:uintptrescapes
 func (c *context) call(p *proc, args ...uintptr) error {
 	if p.addr == 0 {
-		return NewError(p.name, NotSupported, "", "needs a driver for CUDA "+p.since+" or later")
+		return gpu.NewError(p.name, gpu.NotSupported, "", "needs a driver for CUDA "+p.since+" or later")
 	}
 	return c.on(func() error { return c.check(p, p.call(args...)) })
 }
@@ -50,15 +58,15 @@ func (c *context) call(p *proc, args ...uintptr) error {
 // done asks a question that the driver answers with Success or NotReady.
 func (c *context) done(p *proc, handle uintptr) (bool, error) {
 	err := c.call(p, handle)
-	if errors.Is(err, NotReady) {
+	if errors.Is(err, gpu.NotReady) {
 		return false, nil
 	}
 	return err == nil, err
 }
 
-func (c *context) Device() DeviceInfo { return c.info }
-func (c *context) Handle() uintptr    { return c.handle }
-func (c *context) Stats() Stats       { return c.ledger.Stats() }
+func (c *context) Device() gpu.DeviceInfo { return c.info }
+func (c *context) Handle() uintptr        { return c.handle }
+func (c *context) Stats() gpu.Stats       { return c.ledger.Stats() }
 
 func (c *context) Close() error {
 	if c.closed.Load() {
@@ -72,15 +80,15 @@ func (c *context) Close() error {
 	return errors.Join(err, c.release())
 }
 
-func (c *context) Alloc(bytes int) (Ptr, error) {
-	var p Ptr
+func (c *context) Alloc(bytes int) (gpu.Ptr, error) {
+	var p gpu.Ptr
 	if bytes <= 0 {
-		return 0, NewError("cuMemAlloc", InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
 	}
 	if err := c.call(&c.MemAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes)); err != nil {
-		if errors.Is(err, OutOfMemory) {
+		if errors.Is(err, gpu.OutOfMemory) {
 			if free, total, infoErr := c.MemInfo(); infoErr == nil {
-				return 0, NewOutOfMemory(bytes, free, total)
+				return 0, gpu.NewOutOfMemory(bytes, free, total)
 			}
 		}
 		return 0, err
@@ -89,7 +97,7 @@ func (c *context) Alloc(bytes int) (Ptr, error) {
 	return p, nil
 }
 
-func (c *context) Free(p Ptr) error {
+func (c *context) Free(p gpu.Ptr) error {
 	if p == 0 {
 		return nil
 	}
@@ -103,11 +111,11 @@ func (c *context) Free(p Ptr) error {
 func (c *context) AllocHost(bytes int) ([]byte, error) {
 	const portable = 1 // pinned for every context, not only this one
 	if bytes <= 0 {
-		return nil, NewError("cuMemHostAlloc", InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
 	}
 	var p *byte
 	if err := c.call(&c.MemHostAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes), portable); err != nil {
-		return nil, fmt.Errorf("%s of pinned host memory: %w", Size(uint64(bytes)), err)
+		return nil, fmt.Errorf("%s of pinned host memory: %w", gpu.Size(uint64(bytes)), err)
 	}
 	b := unsafe.Slice(p, bytes)
 	c.ledger.Pin(b)
@@ -116,7 +124,7 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 
 func (c *context) FreeHost(b []byte) error {
 	if !c.ledger.Unpin(b) {
-		return NewError("cuMemFreeHost", InvalidValue, "", "not a slice that AllocHost returned")
+		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "", "not a slice that AllocHost returned")
 	}
 	return c.call(&c.MemFreeHost, uintptr(unsafe.Pointer(&b[0])))
 }
@@ -126,7 +134,7 @@ func (c *context) MemInfo() (free, total uint64, err error) {
 	return free, total, err
 }
 
-func (c *context) CopyToDevice(dst Ptr, src []byte, s Stream) error {
+func (c *context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
 	if len(src) == 0 {
 		return nil
 	}
@@ -135,10 +143,10 @@ func (c *context) CopyToDevice(dst Ptr, src []byte, s Stream) error {
 		return err
 	}
 	err = c.call(&c.MemcpyHtoDAsync, uintptr(dst), uintptr(unsafe.Pointer(&src[0])), uintptr(len(src)), uintptr(s))
-	return c.copied(err, async, s, Stats{ToDevice: Copies{1, int64(len(src))}})
+	return c.copied(err, async, s, gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}})
 }
 
-func (c *context) CopyToHost(dst []byte, src Ptr, s Stream) error {
+func (c *context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 	if len(dst) == 0 {
 		return nil
 	}
@@ -147,12 +155,12 @@ func (c *context) CopyToHost(dst []byte, src Ptr, s Stream) error {
 		return err
 	}
 	err = c.call(&c.MemcpyDtoHAsync, uintptr(unsafe.Pointer(&dst[0])), uintptr(src), uintptr(len(dst)), uintptr(s))
-	return c.copied(err, async, s, Stats{ToHost: Copies{1, int64(len(dst))}})
+	return c.copied(err, async, s, gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}})
 }
 
 // copied counts a copy and waits for it when the memory is Go's own: CUDA promises only on some machines that it has
 // finished with such memory by then, and the garbage collector may take it away.
-func (c *context) copied(err error, async bool, s Stream, work Stats) error {
+func (c *context) copied(err error, async bool, s gpu.Stream, work gpu.Stats) error {
 	if err != nil {
 		return err
 	}
@@ -163,23 +171,23 @@ func (c *context) copied(err error, async bool, s Stream, work Stats) error {
 	return c.SyncStream(s)
 }
 
-func (c *context) CopyOnDevice(dst, src Ptr, bytes int, s Stream) error {
-	return c.enqueue(bytes, s, Stats{OnDevice: Copies{1, int64(bytes)}}, &c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
+func (c *context) CopyOnDevice(dst, src gpu.Ptr, bytes int, s gpu.Stream) error {
+	return c.enqueue(bytes, s, gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(bytes)}}, &c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
 		uintptr(bytes), uintptr(s))
 }
 
-func (c *context) Memset8(dst Ptr, v byte, n int, s Stream) error {
-	return c.enqueue(n, s, Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
+	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
 }
 
-func (c *context) Memset32(dst Ptr, v uint32, n int, s Stream) error {
-	return c.enqueue(n, s, Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+func (c *context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
+	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
 }
 
 // enqueue is a call that puts n bytes or words of work on a stream.
-func (c *context) enqueue(n int, s Stream, work Stats, p *proc, args ...uintptr) error {
+func (c *context) enqueue(n int, s gpu.Stream, work gpu.Stats, p *proc, args ...uintptr) error {
 	if n < 0 {
-		return NewError(p.name, InvalidValue, "", fmt.Sprintf("negative length %d", n))
+		return gpu.NewError(p.name, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", n))
 	}
 	if n == 0 {
 		return nil
@@ -193,32 +201,32 @@ func (c *context) enqueue(n int, s Stream, work Stats, p *proc, args ...uintptr)
 
 const nonBlocking = 1 // a stream is independent of the default stream, which other libraries in the process may use
 
-func (c *context) NewStream() (Stream, error) {
-	var s Stream
+func (c *context) NewStream() (gpu.Stream, error) {
+	var s gpu.Stream
 	err := c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking)
 	return s, err
 }
 
-func (c *context) DestroyStream(s Stream) error      { return c.call(&c.StreamDestroy, uintptr(s)) }
-func (c *context) SyncStream(s Stream) error         { return c.call(&c.StreamSynchronize, uintptr(s)) }
-func (c *context) StreamDone(s Stream) (bool, error) { return c.done(&c.StreamQuery, uintptr(s)) }
-func (c *context) Synchronize() error                { return c.call(&c.CtxSynchronize) }
+func (c *context) DestroyStream(s gpu.Stream) error      { return c.call(&c.StreamDestroy, uintptr(s)) }
+func (c *context) SyncStream(s gpu.Stream) error         { return c.call(&c.StreamSynchronize, uintptr(s)) }
+func (c *context) StreamDone(s gpu.Stream) (bool, error) { return c.done(&c.StreamQuery, uintptr(s)) }
+func (c *context) Synchronize() error                    { return c.call(&c.CtxSynchronize) }
 
-func (c *context) NewEvent(timing bool) (Event, error) {
+func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper
 	if timing {
 		flags = 0
 	}
-	var e Event
+	var e gpu.Event
 	err := c.call(&c.EventCreate, uintptr(unsafe.Pointer(&e)), flags)
 	return e, err
 }
 
-func (c *context) DestroyEvent(e Event) error      { return c.call(&c.EventDestroy, uintptr(e)) }
-func (c *context) SyncEvent(e Event) error         { return c.call(&c.EventSynchronize, uintptr(e)) }
-func (c *context) EventDone(e Event) (bool, error) { return c.done(&c.EventQuery, uintptr(e)) }
+func (c *context) DestroyEvent(e gpu.Event) error      { return c.call(&c.EventDestroy, uintptr(e)) }
+func (c *context) SyncEvent(e gpu.Event) error         { return c.call(&c.EventSynchronize, uintptr(e)) }
+func (c *context) EventDone(e gpu.Event) (bool, error) { return c.done(&c.EventQuery, uintptr(e)) }
 
-func (c *context) Record(e Event, s Stream) error {
+func (c *context) Record(e gpu.Event, s gpu.Stream) error {
 	err := c.call(&c.EventRecord, uintptr(e), uintptr(s))
 	if err == nil {
 		c.ledger.Recorded(e, s)
@@ -226,12 +234,12 @@ func (c *context) Record(e Event, s Stream) error {
 	return err
 }
 
-func (c *context) Mark(e Event, s Stream) error {
+func (c *context) Mark(e gpu.Event, s gpu.Stream) error {
 	const external = 1
 	return c.call(&c.EventRecordFlags, uintptr(e), uintptr(s), external)
 }
 
-func (c *context) Wait(s Stream, e Event) error {
+func (c *context) Wait(s gpu.Stream, e gpu.Event) error {
 	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
 	if err == nil {
 		c.ledger.Waited(s, e)
@@ -239,7 +247,7 @@ func (c *context) Wait(s Stream, e Event) error {
 	return err
 }
 
-func (c *context) Elapsed(start, end Event) (time.Duration, error) {
+func (c *context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	var ms float32
 	err := c.call(&c.EventElapsedTime, uintptr(unsafe.Pointer(&ms)), uintptr(start), uintptr(end))
 	return time.Duration(float64(ms) * float64(time.Millisecond)), err

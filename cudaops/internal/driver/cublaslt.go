@@ -3,6 +3,7 @@ package driver
 import (
 	"errors"
 	"fmt"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"strings"
 	"sync"
 	"unsafe"
@@ -35,7 +36,7 @@ type cublasLt struct {
 	version int
 }
 
-func (c *context) Blas() (Blas, error) {
+func (c *context) Blas() (gpu.Blas, error) {
 	c.blasLock.Lock()
 	defer c.blasLock.Unlock()
 	if c.blas != nil {
@@ -55,8 +56,8 @@ func (c *context) Blas() (Blas, error) {
 		return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
 	})
 	if b == nil {
-		return nil, &NotFoundError{"NVIDIA's matrix library (libcublasLt)", tried,
-			"Any one of these brings it: pip install nvidia-cublas (in the Python environment that is active), a CUDA toolkit, " +
+		return nil, &gpu.NotFoundError{Library: "NVIDIA's matrix library (libcublasLt)", Tried: tried,
+			Help: "Any one of these brings it: pip install nvidia-cublas (in the Python environment that is active), a CUDA toolkit, " +
 				"or the folder that holds it in LD_LIBRARY_PATH or in " + blasVariable + "."}
 	}
 	c.blas = b
@@ -68,11 +69,11 @@ func (c *context) Blas() (Blas, error) {
 //go:uintptrescapes
 func (b *cublasLt) call(p *proc, args ...uintptr) error {
 	return b.ctx.on(func() error {
-		s := BlasStatus(int32(p.call(args...)))
+		s := gpu.BlasStatus(int32(p.call(args...)))
 		if s == 0 {
 			return nil
 		}
-		return NewBlasError(p.name, s, "")
+		return gpu.NewBlasError(p.name, s, "")
 	})
 }
 
@@ -85,13 +86,13 @@ func (b *cublasLt) close() error    { return b.call(&b.Destroy, b.handle) }
 // for each row of Dᵀ, is one for each column of ours.
 type blasPlan struct {
 	b     *cublasLt
-	spec  MatmulSpec
-	algos []Algo
+	spec  gpu.MatmulSpec
+	algos []gpu.Algo
 
 	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	bias, scaleA, scaleB      Ptr
+	bias, scaleA, scaleB      gpu.Ptr
 	alpha, beta               float32
 	found                     []heuristicResult
 }
@@ -100,12 +101,12 @@ type blasPlan struct {
 type heuristicResult struct {
 	algo      [8]uint64
 	workspace uint64
-	state     BlasStatus
+	state     gpu.BlasStatus
 	waves     float32
 	_         [4]int32
 }
 
-var blasTypes = [...]uintptr{Float32: 0, Float16: 2, BFloat16: 14, Float8E4M3: 28, Float8E5M2: 29}
+var blasTypes = [...]uintptr{gpu.Float32: 0, gpu.Float16: 2, gpu.BFloat16: 14, gpu.Float8E4M3: 28, gpu.Float8E5M2: 29}
 
 // Attributes of cuBLASLt's descriptors.
 const (
@@ -116,7 +117,7 @@ const (
 	prefWorkspace, prefReduction, prefAlignA              = 1, 3, 5 // alignments of B, C and D follow A's
 )
 
-func (b *cublasLt) Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error) {
+func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
 	m, err := m.Normal()
 	if err != nil {
 		return nil, err
@@ -137,7 +138,7 @@ func (p *blasPlan) describe() error {
 	const compute32F, compute32FFastTF32, real32F = 68, 77, 0
 	b, m := p.b, p.spec
 	compute := uintptr(compute32F)
-	if m.Compute == TF32 {
+	if m.Compute == gpu.TF32 {
 		compute = compute32FFastTF32
 	}
 	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute, real32F); err != nil {
@@ -153,8 +154,8 @@ func (p *blasPlan) describe() error {
 		}
 	}
 	// The search wants pointers, of which it reads only the alignment.
-	if m.Epilogue&Bias != 0 {
-		if err := p.point(&p.bias, descBiasPointer, Ptr(m.Align)); err != nil {
+	if m.Epilogue&gpu.Bias != 0 {
+		if err := p.point(&p.bias, descBiasPointer, gpu.Ptr(m.Align)); err != nil {
 			return err
 		}
 	}
@@ -184,7 +185,7 @@ func (p *blasPlan) describeFloat8() error {
 			return err
 		}
 	}
-	if m.Scaling == Unscaled {
+	if m.Scaling == gpu.Unscaled {
 		return nil
 	}
 	for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
@@ -197,7 +198,7 @@ func (p *blasPlan) describeFloat8() error {
 }
 
 // pointScales names the factors of our A and B, which are cuBLASLt's B and A.
-func (p *blasPlan) pointScales(a, b Ptr) error {
+func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
 	return errors.Join(p.point(&p.scaleA, descScalePointerB, a), p.point(&p.scaleB, descScalePointerA, b))
 }
 
@@ -209,7 +210,7 @@ func operation(transpose bool) uint32 {
 }
 
 // layout describes a row-major matrix as the column-major matrix that it is the transpose of.
-func (p *blasPlan) layout(to *uintptr, t DType, rows, cols, ld, stride int) error {
+func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols, ld, stride int) error {
 	b := p.b
 	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols), uintptr(rows), uintptr(ld))
 	if err != nil || p.spec.Batch == 1 {
@@ -234,7 +235,7 @@ func (p *blasPlan) search(workspace, want int) error {
 	for i := range uintptr(4) {
 		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i, uintptr(unsafe.Pointer(&align)), 4))
 	}
-	if p.spec.D.Size() < Float32.Size() { // parts of a sum may be added up as float32, not as what they are rounded to
+	if p.spec.D.Size() < gpu.Float32.Size() { // parts of a sum may be added up as float32, not as what they are rounded to
 		allowed := uint32(2) // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefReduction, uintptr(unsafe.Pointer(&allowed)), 4))
 	}
@@ -252,18 +253,18 @@ func (p *blasPlan) search(workspace, want int) error {
 	for _, r := range p.found[:n] {
 		if r.state == 0 {
 			kept = append(kept, r)
-			p.algos = append(p.algos, Algo{int(r.workspace), r.waves, r.algo})
+			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), Waves: r.waves, ID: r.algo})
 		}
 	}
 	p.found = kept
 	if len(kept) == 0 {
-		return NewBlasError(b.AlgoGetHeuristic.name, BlasNotSupported, "cuBLASLt knows no way to compute this")
+		return gpu.NewBlasError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported, "cuBLASLt knows no way to compute this")
 	}
 	return nil
 }
 
 // point sets an attribute that is a pointer, and field, in which the plan remembers that.
-func (p *blasPlan) point(field *Ptr, attribute uintptr, to Ptr) error {
+func (p *blasPlan) point(field *gpu.Ptr, attribute uintptr, to gpu.Ptr) error {
 	if to == *field {
 		return nil
 	}
@@ -271,10 +272,10 @@ func (p *blasPlan) point(field *Ptr, attribute uintptr, to Ptr) error {
 	return p.b.call(&p.b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(field)), 8)
 }
 
-func (p *blasPlan) Spec() MatmulSpec { return p.spec }
-func (p *blasPlan) Algos() []Algo    { return append([]Algo(nil), p.algos...) }
+func (p *blasPlan) Spec() gpu.MatmulSpec { return p.spec }
+func (p *blasPlan) Algos() []gpu.Algo    { return append([]gpu.Algo(nil), p.algos...) }
 
-func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
+func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.spec.Check(p.algos, algo, a); err != nil {
 		return err
 	}
@@ -287,14 +288,14 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	if err := errors.Join(p.point(&p.bias, descBiasPointer, a.Bias), p.pointScales(a.ScaleA, a.ScaleB)); err != nil {
 		return err
 	}
-	if Poison {
+	if gpu.Poison {
 		if err := p.poison(algo, a, s); err != nil {
 			return err
 		}
 	}
 	p.alpha, p.beta = a.Alpha, a.Beta
 	noted := func() {}
-	if a.Zeroed && !Poison { // which fills the workspace just before
+	if a.Zeroed && !gpu.Poison { // which fills the workspace just before
 		noted = b.ctx.noteZeroing(s, a.Workspace, a.WorkspaceSize)
 	}
 	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A),
@@ -303,7 +304,7 @@ func (p *blasPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	if err != nil {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
-	b.ctx.ledger.Add(s, Stats{Matmuls: 1})
+	b.ctx.ledger.Add(s, gpu.Stats{Matmuls: 1})
 	noted()
 	return nil
 }

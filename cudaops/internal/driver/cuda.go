@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/ebitengine/purego"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // proc is a C function. CUDA keeps old signatures under their old names: a function whose signature changed goes by a
@@ -117,7 +118,7 @@ type cuda struct {
 	cudaAPI
 	path    string
 	version int
-	devices []DeviceInfo
+	devices []gpu.DeviceInfo
 }
 
 var bound struct {
@@ -127,7 +128,7 @@ var bound struct {
 
 // Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there is no such library,
 // and has the status NoDevice when there is no GPU that this process may use. The library stays loaded.
-func Open() (Driver, error) {
+func Open() (gpu.Driver, error) {
 	bound.Lock()
 	defer bound.Unlock()
 	if bound.cuda != nil {
@@ -148,7 +149,7 @@ func Open() (Driver, error) {
 		if f.goos == "darwin" {
 			help = "CUDA does not exist for macOS."
 		}
-		return nil, &NotFoundError{"NVIDIA's driver library (libcuda)", tried, help}
+		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)", Tried: tried, Help: help}
 	}
 	if err := c.start(); err != nil {
 		return nil, err
@@ -169,7 +170,7 @@ func (c *cuda) start() error {
 		return noDevice(err)
 	}
 	if count == 0 {
-		return noDevice(NewError("cuDeviceGetCount", NoDevice, "", ""))
+		return noDevice(gpu.NewError("cuDeviceGetCount", gpu.NoDevice, "", ""))
 	}
 	c.version = int(version)
 	for i := range int(count) {
@@ -184,26 +185,26 @@ func (c *cuda) start() error {
 
 // noDevice adds to an error of starting up what its reader can do about it.
 func noDevice(err error) error {
-	var e *Error
+	var e *gpu.Error
 	if !errors.As(err, &e) {
 		return err
 	}
 	switch e.Code {
-	case NoDevice:
+	case gpu.NoDevice:
 		e.Detail = "this process sees no NVIDIA GPU; nvidia-smi lists those of the machine"
 		if v, ok := os.LookupEnv("CUDA_VISIBLE_DEVICES"); ok {
 			e.Detail = fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q leaves no NVIDIA GPU visible", v)
 		}
-	case StubLibrary:
+	case gpu.StubLibrary:
 		e.Detail = "the library found is the toolkit's stub for linking; put the real driver's folder before it in the search"
-	case SystemDriverMismatch:
+	case gpu.SystemDriverMismatch:
 		e.Detail = "the driver was updated and is not yet loaded: restart the machine"
 	}
 	return e
 }
 
-func (c *cuda) describe(ordinal int) (DeviceInfo, error) {
-	d := DeviceInfo{Ordinal: ordinal}
+func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
+	d := gpu.DeviceInfo{Ordinal: ordinal}
 	var dev int32
 	var uuid [16]byte
 	var memory uintptr
@@ -245,11 +246,11 @@ func (c *cuda) describe(ordinal int) (DeviceInfo, error) {
 
 // check turns a returned CUresult into an error with the driver's own name and description of it.
 func (c *cuda) check(p *proc, result uintptr) error {
-	s := Status(int32(result))
-	if s == Success {
+	s := gpu.Status(int32(result))
+	if s == gpu.Success {
 		return nil
 	}
-	e := NewError(p.name, s, "", "")
+	e := gpu.NewError(p.name, s, "", "")
 	var name, text *byte
 	if c.GetErrorName.call(uintptr(s), uintptr(unsafe.Pointer(&name))) == 0 {
 		e.Name = goString(name)
@@ -274,11 +275,11 @@ func goString(p *byte) string {
 
 func (c *cuda) Version() int { return c.version }
 
-func (c *cuda) Devices() []DeviceInfo { return append([]DeviceInfo(nil), c.devices...) }
+func (c *cuda) Devices() []gpu.DeviceInfo { return append([]gpu.DeviceInfo(nil), c.devices...) }
 
-func (c *cuda) Retain(ordinal int) (Context, error) {
+func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(c.devices) {
-		return nil, NewError("cuDeviceGet", InvalidDevice, "", fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
+		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
 			ordinal, len(c.devices)))
 	}
 	var dev int32
@@ -294,7 +295,7 @@ func (c *cuda) Retain(ordinal int) (Context, error) {
 	return &context{cuda: c, handle: handle, info: c.devices[ordinal], release: release}, nil
 }
 
-func (c *cuda) Adopt(handle uintptr) (Context, error) {
+func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 	var dev int32
 	ctx := &context{cuda: c, handle: handle, release: func() error { return nil }}
 	if err := ctx.call(&c.CtxGetDevice, uintptr(unsafe.Pointer(&dev))); err != nil {
@@ -311,5 +312,5 @@ func (c *cuda) Adopt(handle uintptr) (Context, error) {
 			return ctx, nil
 		}
 	}
-	return nil, NewError("cuCtxGetDevice", InvalidDevice, "", "the context's GPU is not among the visible ones")
+	return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "", "the context's GPU is not among the visible ones")
 }

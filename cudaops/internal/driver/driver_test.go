@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestDevice(t *testing.T) {
@@ -36,7 +36,7 @@ func TestDevice(t *testing.T) {
 
 func TestCopies(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		s := must[driver.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream())
 		for _, n := range []int{1, 3, 255, 4097, 1<<20 + 7} {
 			for _, pinned := range []bool{false, true} {
 				before := r.Stats()
@@ -63,9 +63,9 @@ func TestCopies(t *testing.T) {
 					t.Errorf("%d bytes: % x before the copy", n, head)
 				}
 				work, bytes := r.Stats().Sub(before), int64(n)
-				want := driver.Stats{ToDevice: driver.Copies{Count: 1, Bytes: bytes},
-					ToHost:   driver.Copies{Count: 2, Bytes: bytes + 5},
-					OnDevice: driver.Copies{Count: 1, Bytes: bytes}, Memsets: 1, DeviceBytes: 2*bytes + 5}
+				want := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: bytes},
+					ToHost:   gpu.Copies{Count: 2, Bytes: bytes + 5},
+					OnDevice: gpu.Copies{Count: 1, Bytes: bytes}, Memsets: 1, DeviceBytes: 2*bytes + 5}
 				if pinned {
 					want.HostBytes = 2 * bytes
 				}
@@ -84,7 +84,7 @@ func TestCopies(t *testing.T) {
 		p := r.alloc(t, 4*1001)
 		ok(t, r.Memset32(p, 0xDEADBEEF, 1001, s))
 		words := make([]uint32, 1001)
-		ok(t, r.CopyToHost(driver.Bytes(words), p, s))
+		ok(t, r.CopyToHost(gpu.Bytes(words), p, s))
 		if slices.ContainsFunc(words, func(w uint32) bool { return w != 0xDEADBEEF }) {
 			t.Error("Memset32 left other words")
 		}
@@ -95,7 +95,7 @@ func TestCopies(t *testing.T) {
 			"no pinned bytes": second(r.AllocHost(0)), "not pinned": r.FreeHost(make([]byte, 3)),
 			"odd word": r.Memset32(p+1, 0, 1, s), "past the end": r.CopyToDevice(p, make([]byte, 1<<26), s),
 		} {
-			if !errors.Is(err, driver.InvalidValue) {
+			if !errors.Is(err, gpu.InvalidValue) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
@@ -110,13 +110,13 @@ func TestOutOfMemory(t *testing.T) {
 		_, total, err := r.MemInfo()
 		ok(t, err)
 		_, err = r.Alloc(2 * int(total))
-		var e *driver.Error
-		if !errors.As(err, &e) || !errors.Is(err, driver.OutOfMemory) || e.Sticky() {
+		var e *gpu.Error
+		if !errors.As(err, &e) || !errors.Is(err, gpu.OutOfMemory) || e.Sticky() {
 			t.Fatalf("got %v", err)
 		}
 		t.Log(err)
-		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)", driver.Size(2*total) + " asked for",
-			"of " + driver.Size(total) + " free"} {
+		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)", gpu.Size(2*total) + " asked for",
+			"of " + gpu.Size(total) + " free"} {
 			if !strings.Contains(err.Error(), s) {
 				t.Errorf("%q lacks %q", err, s)
 			}
@@ -127,20 +127,20 @@ func TestOutOfMemory(t *testing.T) {
 
 func TestLaunch(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
 		axpy := r.kernel(t, m, "axpy")
-		s := must[driver.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream())
 		for _, n := range []int{1, 31, 1000, 100003} {
 			a, b := r.floats(n), r.floats(n)
 			pa, pb, py := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n+4)
-			ok(t, errors.Join(r.CopyToDevice(pa, driver.Bytes(a), s), r.CopyToDevice(pb, driver.Bytes(b), s),
+			ok(t, errors.Join(r.CopyToDevice(pa, gpu.Bytes(a), s), r.CopyToDevice(pb, gpu.Bytes(b), s),
 				r.Memset8(py, 0xFF, 4*n+4, s)))
-			var args driver.Args
+			var args gpu.Args
 			args.Ptr(py).Ptr(pa).Ptr(pb).Float32(-2.5).Int32(n)
-			ok(t, r.Launch(axpy, driver.LaunchConfig{Grid: driver.Dim{X: (n + 127) / 128}, Block: driver.Dim{X: 128}}, s, &args))
+			ok(t, r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: (n + 127) / 128}, Block: gpu.Dim{X: 128}}, s, &args))
 			args.Reset().Uint32(0) // the launch has its own copy
 			y := make([]float32, n+1)
-			ok(t, r.CopyToHost(driver.Bytes(y), py, s))
+			ok(t, r.CopyToHost(gpu.Bytes(y), py, s))
 			for i := range n {
 				if want := float32(math.FMA(float64(b[i]), -2.5, float64(a[i]))); y[i] != want {
 					t.Fatalf("n = %d: y[%d] = %v, want %v", n, i, y[i], want)
@@ -151,49 +151,49 @@ func TestLaunch(t *testing.T) {
 			}
 			ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(py)))
 		}
-		if regs := must[int](t)(r.FunctionAttribute(axpy, driver.Registers)); regs < 4 || regs > 255 {
+		if regs := must[int](t)(r.FunctionAttribute(axpy, gpu.Registers)); regs < 4 || regs > 255 {
 			t.Errorf("%d registers", regs)
 		}
 		if blocks := must[int](t)(r.Occupancy(axpy, 1024, 0)); blocks < 1 || blocks > 2 {
 			t.Errorf("%d blocks of 1024 threads on a multiprocessor", blocks)
 		}
 		if r.Device().Capability() >= 90 {
-			l := driver.LaunchConfig{Grid: driver.Dim{X: 2}, Block: driver.Dim{X: 1024}, Cluster: driver.Dim{X: 2}}
+			l := gpu.LaunchConfig{Grid: gpu.Dim{X: 2}, Block: gpu.Dim{X: 1024}, Cluster: gpu.Dim{X: 2}}
 			if n := must[int](t)(r.OccupancyClusters(axpy, l)); n < 1 || n > r.Device().SMs {
 				t.Errorf("%d clusters of two blocks of 1024 threads", n)
 			}
 		}
 		_, err := r.Function(m, "absent")
-		if !errors.Is(err, driver.NotFound) || !strings.Contains(err.Error(), "absent") {
+		if !errors.Is(err, gpu.NotFound) || !strings.Contains(err.Error(), "absent") {
 			t.Errorf("absent kernel: %v", err)
 		}
-		if _, err := r.LoadModule(nil); !errors.Is(err, driver.InvalidImage) {
+		if _, err := r.LoadModule(nil); !errors.Is(err, gpu.InvalidImage) {
 			t.Errorf("empty image: %v", err)
 		}
 
-		one := driver.LaunchConfig{Grid: driver.Dim{X: 1}, Block: driver.Dim{X: 32}}
-		args := new(driver.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
-		for name, c := range map[string]driver.LaunchConfig{
-			"negative blocks":      {Block: driver.Dim{X: 1}, Grid: driver.Dim{X: -1}},
-			"too many threads":     {Grid: one.Grid, Block: driver.Dim{X: 1025}},
+		one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 32}}
+		args := new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
+		for name, c := range map[string]gpu.LaunchConfig{
+			"negative blocks":      {Block: gpu.Dim{X: 1}, Grid: gpu.Dim{X: -1}},
+			"too many threads":     {Grid: one.Grid, Block: gpu.Dim{X: 1025}},
 			"too much shared":      {Grid: one.Grid, Block: one.Block, Shared: 100 << 10},
-			"grid, cluster differ": {Grid: driver.Dim{X: 3}, Block: one.Block, Cluster: driver.Dim{X: 2}},
+			"grid, cluster differ": {Grid: gpu.Dim{X: 3}, Block: one.Block, Cluster: gpu.Dim{X: 2}},
 		} {
 			if err := r.Launch(axpy, c, s, args); err == nil || !strings.Contains(err.Error(), "cuLaunchKernel") ||
 				!strings.Contains(err.Error(), "(axpy)") || !strings.Contains(err.Error(), "block ") {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
-		ok(t, r.SetFunctionAttribute(axpy, driver.MaxDynamicShared, 100<<10))
+		ok(t, r.SetFunctionAttribute(axpy, gpu.MaxDynamicShared, 100<<10))
 		one.Shared = 100 << 10
 		ok(t, r.Launch(axpy, one, s, args))
-		if err := r.SetFunctionAttribute(axpy, driver.MaxDynamicShared, 1<<20); !errors.Is(err, driver.InvalidValue) {
+		if err := r.SetFunctionAttribute(axpy, gpu.MaxDynamicShared, 1<<20); !errors.Is(err, gpu.InvalidValue) {
 			t.Errorf("1 MiB of shared memory: %v", err)
 		}
 		if axpy.Params != nil {
 			t.Logf("parameters: %v", axpy.Params)
-			for _, bad := range []*driver.Args{new(driver.Args).Ptr(0), new(driver.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
-				if err := r.Launch(axpy, one, s, bad); !errors.Is(err, driver.InvalidValue) {
+			for _, bad := range []*gpu.Args{new(gpu.Args).Ptr(0), new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
+				if err := r.Launch(axpy, one, s, bad); !errors.Is(err, gpu.InvalidValue) {
 					t.Errorf("wrong arguments: %v", err)
 				} else {
 					t.Log(err)
@@ -209,35 +209,35 @@ func TestCluster(t *testing.T) {
 		if r.Device().Major < 9 {
 			t.Skip("clusters need compute capability 9.0")
 		}
-		m := must[driver.Module](t)(r.LoadModule([]byte(clusterPTX)))
+		m := must[gpu.Module](t)(r.LoadModule([]byte(clusterPTX)))
 		p := r.alloc(t, 4*12)
-		c := driver.LaunchConfig{Grid: driver.Dim{X: 12}, Block: driver.Dim{X: 32}, Cluster: driver.Dim{X: 4}}
-		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, new(driver.Args).Ptr(p)))
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: 12}, Block: gpu.Dim{X: 32}, Cluster: gpu.Dim{X: 4}}
+		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, new(gpu.Args).Ptr(p)))
 		got := make([]uint32, 12)
-		ok(t, r.CopyToHost(driver.Bytes(got), p, 0))
+		ok(t, r.CopyToHost(gpu.Bytes(got), p, 0))
 		if want := []uint32{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}; !slices.Equal(got, want) {
 			t.Errorf("ranks %v, want %v", got, want)
 		}
 
-		tensor := driver.TiledTensor{Type: driver.BFloat16, Address: p, Dims: []uint64{8, 3}, Strides: []uint64{16},
+		tensor := gpu.TiledTensor{Type: gpu.BFloat16, Address: p, Dims: []uint64{8, 3}, Strides: []uint64{16},
 			Box: []uint32{8, 2}, Promotion: 128}
-		if map128, err := r.EncodeTiled(tensor); err != nil || map128 == (driver.TensorMap{}) {
+		if map128, err := r.EncodeTiled(tensor); err != nil || map128 == (gpu.TensorMap{}) {
 			t.Errorf("tensor map: %v", err)
 		}
-		for name, change := range map[string]func(*driver.TiledTensor){
-			"address":   func(t *driver.TiledTensor) { t.Address += 2 },
-			"strides":   func(t *driver.TiledTensor) { t.Strides = nil },
-			"stride":    func(t *driver.TiledTensor) { t.Strides = []uint64{18} },
-			"box":       func(t *driver.TiledTensor) { t.Box = []uint32{257, 2} },
-			"row":       func(t *driver.TiledTensor) { t.Box = []uint32{4, 2} },
-			"swizzle":   func(t *driver.TiledTensor) { t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, driver.Swizzle32 },
-			"promotion": func(t *driver.TiledTensor) { t.Promotion = 100 },
-			"rank":      func(t *driver.TiledTensor) { t.Dims = nil },
+		for name, change := range map[string]func(*gpu.TiledTensor){
+			"address":   func(t *gpu.TiledTensor) { t.Address += 2 },
+			"strides":   func(t *gpu.TiledTensor) { t.Strides = nil },
+			"stride":    func(t *gpu.TiledTensor) { t.Strides = []uint64{18} },
+			"box":       func(t *gpu.TiledTensor) { t.Box = []uint32{257, 2} },
+			"row":       func(t *gpu.TiledTensor) { t.Box = []uint32{4, 2} },
+			"swizzle":   func(t *gpu.TiledTensor) { t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, gpu.Swizzle32 },
+			"promotion": func(t *gpu.TiledTensor) { t.Promotion = 100 },
+			"rank":      func(t *gpu.TiledTensor) { t.Dims = nil },
 		} {
 			bad := tensor
 			bad.Dims = slices.Clone(tensor.Dims)
 			change(&bad)
-			if _, err := r.EncodeTiled(bad); !errors.Is(err, driver.InvalidValue) {
+			if _, err := r.EncodeTiled(bad); !errors.Is(err, gpu.InvalidValue) {
 				t.Errorf("bad %s: %v", name, err)
 			}
 		}
@@ -247,9 +247,9 @@ func TestCluster(t *testing.T) {
 
 func TestOrder(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		s1, s2 := must[driver.Stream](t)(r.NewStream()), must[driver.Stream](t)(r.NewStream())
-		start, mid, end := must[driver.Event](t)(r.NewEvent(true)), must[driver.Event](t)(r.NewEvent(false)),
-			must[driver.Event](t)(r.NewEvent(true))
+		s1, s2 := must[gpu.Stream](t)(r.NewStream()), must[gpu.Stream](t)(r.NewStream())
+		start, mid, end := must[gpu.Event](t)(r.NewEvent(true)), must[gpu.Event](t)(r.NewEvent(false)),
+			must[gpu.Event](t)(r.NewEvent(true))
 		const n = 16 << 20
 		a, b := r.alloc(t, n), r.alloc(t, n)
 		out := must[[]byte](t)(r.AllocHost(n))
@@ -288,29 +288,29 @@ func TestOrder(t *testing.T) {
 func TestCapture(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		const n = 1001
-		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
 		axpy := r.kernel(t, m, "axpy")
-		s, side := must[driver.Stream](t)(r.NewStream()), must[driver.Stream](t)(r.NewStream())
-		fork, join := must[driver.Event](t)(r.NewEvent(false)), must[driver.Event](t)(r.NewEvent(false))
+		s, side := must[gpu.Stream](t)(r.NewStream()), must[gpu.Stream](t)(r.NewStream())
+		fork, join := must[gpu.Event](t)(r.NewEvent(false)), must[gpu.Event](t)(r.NewEvent(false))
 		in, out := must[[]byte](t)(r.AllocHost(4*n)), must[[]byte](t)(r.AllocHost(4*n))
 		x, y, z := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n)
 		ok(t, r.Memset8(y, 0, 4*n, s))
 		ok(t, r.SyncStream(s))
-		shape := driver.LaunchConfig{Grid: driver.Dim{X: 8}, Block: driver.Dim{X: 128}}
+		shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 8}, Block: gpu.Dim{X: 128}}
 
 		// z = x + (x + 2x) by way of a second stream, then back.
 		before := r.Stats()
 		ok(t, r.BeginCapture(s))
 		ok(t, errors.Join(r.CopyToDevice(x, in, s), r.Record(fork, s), r.Wait(side, fork)))
-		ok(t, r.Launch(axpy, shape, side, new(driver.Args).Ptr(y).Ptr(x).Ptr(x).Float32(2).Int32(n)))
+		ok(t, r.Launch(axpy, shape, side, new(gpu.Args).Ptr(y).Ptr(x).Ptr(x).Float32(2).Int32(n)))
 		ok(t, errors.Join(r.Record(join, side), r.Wait(s, join)))
-		ok(t, r.Launch(axpy, shape, s, new(driver.Args).Ptr(z).Ptr(x).Ptr(y).Float32(1).Int32(n)))
-		if err := r.CopyToHost(make([]byte, 4), z, s); !errors.Is(err, driver.CaptureUnsupported) ||
+		ok(t, r.Launch(axpy, shape, s, new(gpu.Args).Ptr(z).Ptr(x).Ptr(y).Float32(1).Int32(n)))
+		if err := r.CopyToHost(make([]byte, 4), z, s); !errors.Is(err, gpu.CaptureUnsupported) ||
 			!strings.Contains(err.Error(), "pinned") {
 			t.Errorf("captured copy to memory that is not pinned: %v", err)
 		}
 		ok(t, r.CopyToHost(out, z, s))
-		g := must[*driver.Graph](t)(r.EndCapture(s))
+		g := must[*gpu.Graph](t)(r.EndCapture(s))
 		if g.Nodes != 4 {
 			t.Errorf("%d nodes, want 4", g.Nodes)
 		}
@@ -318,18 +318,18 @@ func TestCapture(t *testing.T) {
 			t.Errorf("the capture itself counted: %+v", now.Sub(before))
 		}
 		for range 3 {
-			v := driver.View[float32](in)
+			v := gpu.View[float32](in)
 			copy(v, r.floats(n))
 			ok(t, errors.Join(r.LaunchGraph(g, s), r.SyncStream(s)))
-			for i, got := range driver.View[float32](out) {
+			for i, got := range gpu.View[float32](out) {
 				inner := float32(math.FMA(float64(v[i]), 2, float64(v[i])))
 				if want := inner + v[i]; got != want {
 					t.Fatalf("out[%d] = %v, want %v", i, got, want)
 				}
 			}
 		}
-		copies := driver.Copies{Count: 3, Bytes: 3 * 4 * n}
-		want := driver.Stats{ToDevice: copies, ToHost: copies, Launches: 6, GraphLaunches: 3}
+		copies := gpu.Copies{Count: 3, Bytes: 3 * 4 * n}
+		want := gpu.Stats{ToDevice: copies, ToHost: copies, Launches: 6, GraphLaunches: 3}
 		if got := r.Stats().Sub(before); got != want {
 			t.Errorf("counted %+v, want %+v", got, want)
 		}
@@ -337,15 +337,15 @@ func TestCapture(t *testing.T) {
 
 		// A stream left outside at the end.
 		ok(t, errors.Join(r.BeginCapture(s), r.Record(fork, s), r.Wait(side, fork), r.Memset8(y, 0, n, side)))
-		if _, err := r.EndCapture(s); !errors.Is(err, driver.CaptureUnjoined) {
+		if _, err := r.EndCapture(s); !errors.Is(err, gpu.CaptureUnjoined) {
 			t.Errorf("unjoined stream: %v", err)
 		}
 		// Waiting spoils a capture.
 		ok(t, errors.Join(r.BeginCapture(s), r.Memset8(y, 0, n, s)))
-		if err := r.SyncStream(s); !errors.Is(err, driver.CaptureUnsupported) {
+		if err := r.SyncStream(s); !errors.Is(err, gpu.CaptureUnsupported) {
 			t.Errorf("waiting inside a capture: %v", err)
 		}
-		if _, err := r.EndCapture(s); !errors.Is(err, driver.CaptureInvalidated) {
+		if _, err := r.EndCapture(s); !errors.Is(err, gpu.CaptureInvalidated) {
 			t.Errorf("spoilt capture: %v", err)
 		}
 		if _, err := r.EndCapture(s); err == nil {
@@ -363,7 +363,7 @@ func TestCapture(t *testing.T) {
 
 func TestGoroutines(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		m := must[driver.Module](t)(r.LoadModule([]byte(ptx)))
+		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
 		axpy := r.kernel(t, m, "axpy")
 		const workers, rounds, n = 16, 20, 777
 		inputs := make([][]float32, workers)
@@ -381,10 +381,10 @@ func TestGoroutines(t *testing.T) {
 			}
 			y := make([]float32, n)
 			for round := range rounds {
-				args := new(driver.Args).Ptr(x).Ptr(x).Ptr(x).Float32(float32(round)).Int32(n)
-				err := errors.Join(r.CopyToDevice(x, driver.Bytes(in), s),
-					r.Launch(axpy, driver.LaunchConfig{Grid: driver.Dim{X: 7}, Block: driver.Dim{X: 128}}, s, args),
-					r.CopyToHost(driver.Bytes(y), x, s))
+				args := new(gpu.Args).Ptr(x).Ptr(x).Ptr(x).Float32(float32(round)).Int32(n)
+				err := errors.Join(r.CopyToDevice(x, gpu.Bytes(in), s),
+					r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: 7}, Block: gpu.Dim{X: 128}}, s, args),
+					r.CopyToHost(gpu.Bytes(y), x, s))
 				if err != nil {
 					return err
 				}
@@ -411,25 +411,25 @@ func TestClosed(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		ok(t, r.Close())
 		ok(t, r.Close())
-		if _, err := r.Alloc(1); !errors.Is(err, driver.ContextIsDestroyed) {
+		if _, err := r.Alloc(1); !errors.Is(err, gpu.ContextIsDestroyed) {
 			t.Errorf("after Close: %v", err)
 		}
 	})
 }
 
 func TestAdopt(t *testing.T) {
-	adopt := func(t *testing.T, d driver.Driver) {
-		own := must[driver.Context](t)(d.Retain(0))
-		p := must[driver.Ptr](t)(own.Alloc(8))
-		other := must[driver.Context](t)(d.Adopt(own.Handle()))
+	adopt := func(t *testing.T, d gpu.Driver) {
+		own := must[gpu.Context](t)(d.Retain(0))
+		p := must[gpu.Ptr](t)(own.Alloc(8))
+		other := must[gpu.Context](t)(d.Adopt(own.Handle()))
 		if other.Device() != own.Device() {
 			t.Errorf("adopted %+v, want %+v", other.Device(), own.Device())
 		}
 		v := []uint64{1234567890123}
-		ok(t, other.CopyToDevice(p, driver.Bytes(v), 0))
+		ok(t, other.CopyToDevice(p, gpu.Bytes(v), 0))
 		ok(t, other.Close())
 		got := []uint64{0}
-		ok(t, own.CopyToHost(driver.Bytes(got), p, 0))
+		ok(t, own.CopyToHost(gpu.Bytes(got), p, 0))
 		if got[0] != v[0] {
 			t.Errorf("got %d", got[0])
 		}

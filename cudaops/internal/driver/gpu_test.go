@@ -9,14 +9,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestBadPTX(t *testing.T) {
-	c := must[driver.Context](t)(needGPU(t).Retain(0))
+	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	_, err := c.LoadModule([]byte(strings.Replace(ptx, "fma.rn.f32", "fma.rn.f33", 1)))
-	if !errors.Is(err, driver.InvalidPTX) || !strings.Contains(err.Error(), "line 28") || !strings.Contains(err.Error(), "fma") {
+	if !errors.Is(err, gpu.InvalidPTX) || !strings.Contains(err.Error(), "line 28") || !strings.Contains(err.Error(), "fma") {
 		t.Errorf("the compiler's log is missing: %v", err)
 	}
 	t.Log(err)
@@ -31,13 +31,13 @@ func TestBadPTX(t *testing.T) {
 // TestFault stores to a bad address. On a GPU that loses the context for the whole process, so it happens in another.
 func TestFault(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		testFault(t, must[driver.Context](t)(fake.New(fake.Config{Kernels: fakeKernels}).Retain(0)))
+		testFault(t, must[gpu.Context](t)(fake.New(fake.Config{Kernels: fakeKernels}).Retain(0)))
 	})
 	t.Run("gpu", func(t *testing.T) {
 		const variable = "KASMINA_TEST_FAULT"
 		d := needGPU(t)
 		if os.Getenv(variable) != "" {
-			testFault(t, must[driver.Context](t)(d.Retain(0)))
+			testFault(t, must[gpu.Context](t)(d.Retain(0)))
 			return
 		}
 		cmd := exec.Command(os.Args[0], "-test.run=^TestFault$/^gpu$", "-test.v")
@@ -50,14 +50,14 @@ func TestFault(t *testing.T) {
 	})
 }
 
-func testFault(t *testing.T, c driver.Context) {
-	m := must[driver.Module](t)(c.LoadModule([]byte(ptx)))
-	poke := must[*driver.Function](t)(c.Function(m, "poke"))
-	one := driver.LaunchConfig{Grid: driver.Dim{X: 1}, Block: driver.Dim{X: 1}}
-	ok(t, c.Launch(poke, one, 0, new(driver.Args).Ptr(0x40)))
+func testFault(t *testing.T, c gpu.Context) {
+	m := must[gpu.Module](t)(c.LoadModule([]byte(ptx)))
+	poke := must[*gpu.Function](t)(c.Function(m, "poke"))
+	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
+	ok(t, c.Launch(poke, one, 0, new(gpu.Args).Ptr(0x40)))
 	for _, err := range []error{c.Synchronize(), second(c.Alloc(1)), c.SyncStream(0)} {
-		var e *driver.Error
-		if !errors.As(err, &e) || !errors.Is(err, driver.IllegalAddress) || !e.Sticky() ||
+		var e *gpu.Error
+		if !errors.As(err, &e) || !errors.Is(err, gpu.IllegalAddress) || !e.Sticky() ||
 			!strings.Contains(err.Error(), "CUDA_ERROR_ILLEGAL_ADDRESS (700)") ||
 			!strings.Contains(err.Error(), "context is lost") {
 			t.Errorf("got %v", err)
@@ -68,19 +68,19 @@ func testFault(t *testing.T, c driver.Context) {
 
 // The benchmarks say what a call costs, and what the alternatives would.
 func BenchmarkCalls(b *testing.B) {
-	c := must[driver.Context](b)(needGPU(b).Retain(0))
-	m := must[driver.Module](b)(c.LoadModule([]byte(ptx)))
-	f := must[*driver.Function](b)(c.Function(m, "axpy"))
-	s := must[driver.Stream](b)(c.NewStream())
-	e := must[driver.Event](b)(c.NewEvent(false))
-	args := new(driver.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
-	one := driver.LaunchConfig{Grid: driver.Dim{X: 1}, Block: driver.Dim{X: 32}}
+	c := must[gpu.Context](b)(needGPU(b).Retain(0))
+	m := must[gpu.Module](b)(c.LoadModule([]byte(ptx)))
+	f := must[*gpu.Function](b)(c.Function(m, "axpy"))
+	s := must[gpu.Stream](b)(c.NewStream())
+	e := must[gpu.Event](b)(c.NewEvent(false))
+	args := new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
+	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 32}}
 	launch := func() error { return c.Launch(f, one, s, args) }
 	ok(b, errors.Join(c.BeginCapture(s)))
 	for range 100 {
 		ok(b, launch())
 	}
-	g := must[*driver.Graph](b)(c.EndCapture(s))
+	g := must[*gpu.Graph](b)(c.EndCapture(s))
 
 	loop := func(do func() error) func(b *testing.B) {
 		return func(b *testing.B) {

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -18,13 +18,13 @@ type stored struct {
 	values []float64
 }
 
-func (r *rig) matrix(t driver.DType, n int) stored {
+func (r *rig) matrix(t gpu.DType, n int) stored {
 	f := r.floats(n)
 	m := stored{values: make([]float64, n)}
-	if t == driver.Float8E4M3 {
+	if t == gpu.Float8E4M3 {
 		m.bytes = make([]byte, n)
 		for i, v := range f {
-			m.bytes[i] = driver.E4M3(v)
+			m.bytes[i] = gpu.E4M3(v)
 		}
 		m.values = values(t, m.bytes)
 		return m
@@ -32,33 +32,33 @@ func (r *rig) matrix(t driver.DType, n int) stored {
 	if t.Size() == 2 {
 		b := make([]uint16, n)
 		for i, v := range f {
-			if b[i] = uint16(math.Float32bits(v) >> 16); t == driver.Float16 {
+			if b[i] = uint16(math.Float32bits(v) >> 16); t == gpu.Float16 {
 				b[i] = uint16(state.NewFloat16(float64(v)))
 			}
 		}
-		m.bytes = driver.Bytes(b)
+		m.bytes = gpu.Bytes(b)
 		m.values = values(t, m.bytes)
 		return m
 	}
 	for i, v := range f {
 		m.values[i] = float64(v)
 	}
-	m.bytes = driver.Bytes(f)
+	m.bytes = gpu.Bytes(f)
 	return m
 }
 
-func values(t driver.DType, b []byte) []float64 {
+func values(t gpu.DType, b []byte) []float64 {
 	out := make([]float64, len(b)/t.Size())
 	for i := range out {
 		switch t {
-		case driver.BFloat16:
-			out[i] = float64(math.Float32frombits(uint32(driver.View[uint16](b)[i]) << 16))
-		case driver.Float8E4M3:
-			out[i] = float64(driver.FromE4M3(b[i]))
-		case driver.Float16:
-			out[i] = state.Float16(driver.View[uint16](b)[i]).Float64()
+		case gpu.BFloat16:
+			out[i] = float64(math.Float32frombits(uint32(gpu.View[uint16](b)[i]) << 16))
+		case gpu.Float8E4M3:
+			out[i] = float64(gpu.FromE4M3(b[i]))
+		case gpu.Float16:
+			out[i] = state.Float16(gpu.View[uint16](b)[i]).Float64()
 		default:
-			out[i] = float64(driver.View[float32](b)[i])
+			out[i] = float64(gpu.View[float32](b)[i])
 		}
 	}
 	return out
@@ -72,8 +72,8 @@ func TestMatmul(t *testing.T) {
 		if again, err := r.Blas(); err != nil || again != blas {
 			t.Errorf("second call: %v, %v", again, err)
 		}
-		const f32, b16, f16 = driver.Float32, driver.BFloat16, driver.Float16
-		for _, c := range []driver.MatmulSpec{
+		const f32, b16, f16 = gpu.Float32, gpu.BFloat16, gpu.Float16
+		for _, c := range []gpu.MatmulSpec{
 			{M: 1, N: 1, K: 1},
 			{M: 37, N: 29, K: 61, Align: 4},
 			{M: 37, N: 29, K: 61, TransA: true, Align: 4},
@@ -85,22 +85,22 @@ func TestMatmul(t *testing.T) {
 			{M: 64, N: 48, K: 80, TransB: true, A: f16, B: f16, D: f16},
 			{M: 67, N: 35, K: 81, A: f16, B: f16, D: f16, Align: 2},
 			{M: 48, N: 40, K: 72, TransA: true, A: f16, B: f16, D: f32},
-			{M: 33, N: 24, K: 16, Epilogue: driver.Bias},
-			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true, Epilogue: driver.BiasGELU},
-			{M: 33, N: 24, K: 16, Epilogue: driver.ReLU},
+			{M: 33, N: 24, K: 16, Epilogue: gpu.Bias},
+			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true, Epilogue: gpu.BiasGELU},
+			{M: 33, N: 24, K: 16, Epilogue: gpu.ReLU},
 			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*24 + 8, A: b16, B: b16, D: b16},
 			{M: 16, N: 24, K: 32, Batch: 3, StrideA: 16 * 32, StrideD: 16 * 24},
 		} {
 			t.Run(fmt.Sprintf("%dx%dx%d %v%v%v e%d b%d", c.M, c.N, c.K, c.TransA, c.TransB, c.D, c.Epilogue, c.Batch),
 				func(t *testing.T) { r.matmul(t, blas, c, 1.5, 0); r.matmul(t, blas, c, 1, -0.75) })
 		}
-		for name, c := range map[string]driver.MatmulSpec{
+		for name, c := range map[string]gpu.MatmulSpec{
 			"empty":   {M: 0, N: 1, K: 1},
 			"ld":      {M: 2, N: 2, K: 3, LDA: 2},
 			"overlap": {M: 2, N: 2, K: 2, Batch: 2, StrideA: 4, StrideB: 4, StrideD: 3},
 			"align":   {M: 2, N: 2, K: 2, Align: 3},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasInvalidValue) {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasInvalidValue) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
@@ -113,9 +113,9 @@ func TestMatmulFloat8(t *testing.T) {
 		if got := r.Device().Capability(); got != 90 {
 			t.Skipf("needs compute capability 9.0, this is %d", got)
 		}
-		blas := must[driver.Blas](t)(r.Blas())
-		const f8, b16, f32, rows = driver.Float8E4M3, driver.BFloat16, driver.Float32, driver.ScaledRows
-		for _, c := range []driver.MatmulSpec{
+		blas := must[gpu.Blas](t)(r.Blas())
+		const f8, b16, f32, rows = gpu.Float8E4M3, gpu.BFloat16, gpu.Float32, gpu.ScaledRows
+		for _, c := range []gpu.MatmulSpec{
 			{M: 64, N: 48, K: 80, D: b16, Scaling: rows},
 			{M: 67, N: 48, K: 80, D: b16, Scaling: rows, Align: 16},
 			{M: 1, N: 16, K: 16, D: b16, Scaling: rows},
@@ -130,23 +130,23 @@ func TestMatmulFloat8(t *testing.T) {
 				r.matmul(t, blas, c, 1, -0.75)
 			})
 		}
-		for name, c := range map[string]driver.MatmulSpec{
+		for name, c := range map[string]gpu.MatmulSpec{
 			"16 bits":     {M: 16, N: 16, K: 16, TransB: true, A: b16, B: b16, D: b16, Scaling: rows},
 			"32 bits":     {M: 16, N: 16, K: 16, FastAccumulation: true},
 			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Batch: 2, StrideD: 256},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasInvalidValue) {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasInvalidValue) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
-		for name, c := range map[string]driver.MatmulSpec{
+		for name, c := range map[string]gpu.MatmulSpec{
 			"A along M":     {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
 			"B along N":     {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16, Scaling: rows},
 			"K of 24":       {M: 16, N: 16, K: 24, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
 			"N of 20":       {M: 16, N: 20, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
 			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Align: 8},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, driver.BlasNotSupported) {
+			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasNotSupported) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
@@ -155,15 +155,15 @@ func TestMatmulFloat8(t *testing.T) {
 
 // TestFloat8Depth wants long sums of float8, added up fast or not, to lose less than the rounding of their operands, 4 %, does.
 func TestFloat8Depth(t *testing.T) {
-	c := must[driver.Context](t)(needGPU(t).Retain(0))
+	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	if got := c.Device().Capability(); got != 90 {
 		t.Skipf("needs compute capability 9.0, this is %d", got)
 	}
 	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 2))}
-	blas := must[driver.Blas](t)(r.Blas())
+	blas := must[gpu.Blas](t)(r.Blas())
 	const m, n = 128, 128
 	for _, k := range []int{768, 2048, 11264} {
-		a, b := r.matrix(driver.Float8E4M3, m*k), r.matrix(driver.Float8E4M3, n*k)
+		a, b := r.matrix(gpu.Float8E4M3, m*k), r.matrix(gpu.Float8E4M3, n*k)
 		ones := make([]float32, m)
 		for i := range ones {
 			ones[i] = 1
@@ -175,14 +175,14 @@ func TestFloat8Depth(t *testing.T) {
 			}
 		}
 		pa, pb, pd, ps := r.alloc(t, m*k), r.alloc(t, n*k), r.alloc(t, 4*m*n), r.alloc(t, 4*m)
-		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0), r.CopyToDevice(ps, driver.Bytes(ones), 0)))
+		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0), r.CopyToDevice(ps, gpu.Bytes(ones), 0)))
 		for _, fast := range []bool{false, true} {
-			p := must[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: m, N: n, K: k, TransB: true, A: driver.Float8E4M3,
-				B: driver.Float8E4M3, Scaling: driver.ScaledRows, FastAccumulation: fast}, 0, 1))
-			ok(t, p.Run(0, driver.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps}, 0))
+			p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransB: true, A: gpu.Float8E4M3,
+				B: gpu.Float8E4M3, Scaling: gpu.ScaledRows, FastAccumulation: fast}, 0, 1))
+			ok(t, p.Run(0, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps}, 0))
 			got := make([]byte, 4*m*n)
 			ok(t, r.CopyToHost(got, pd, 0))
-			e := relative(values(driver.Float32, got), want)
+			e := relative(values(gpu.Float32, got), want)
 			if t.Logf("sums of %d, fast %v: error %.2g", k, fast, e); !(e < 0.04) {
 				t.Errorf("sums of %d, fast %v: error %.2g, want less than 0.04", k, fast, e)
 			}
@@ -195,11 +195,11 @@ func TestFloat8Depth(t *testing.T) {
 
 // TestMatmulDepth wants long sums, which ways may add up in parts, rounded once to 16 bits, and not their parts too.
 func TestMatmulDepth(t *testing.T) {
-	c := must[driver.Context](t)(needGPU(t).Retain(0))
+	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 3))}
-	blas := must[driver.Blas](t)(r.Blas())
+	blas := must[gpu.Blas](t)(r.Blas())
 	const m, n, k, limit = 96, 64, 32768, 32 << 20
-	for _, dt := range []driver.DType{driver.BFloat16, driver.Float16} {
+	for _, dt := range []gpu.DType{gpu.BFloat16, gpu.Float16} {
 		a, b := r.matrix(dt, m*k), r.matrix(dt, n*k)
 		sums := make([]float64, m*n)
 		for at := range k {
@@ -211,16 +211,16 @@ func TestMatmulDepth(t *testing.T) {
 		}
 		pa, pb, pd, work := r.alloc(t, 2*m*k), r.alloc(t, 2*n*k), r.alloc(t, 2*m*n), r.alloc(t, limit)
 		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0)))
-		p := must[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: m, N: n, K: k, TransA: true, A: dt, B: dt, D: dt}, limit, 12))
+		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransA: true, A: dt, B: dt, D: dt}, limit, 12))
 		worst, split := 0, false
 		for i, way := range p.Algos() {
-			ok(t, p.Run(i, driver.MatmulArgs{Alpha: 1. / 256, A: pa, B: pb, D: pd, Workspace: work, WorkspaceSize: limit}, 0))
+			ok(t, p.Run(i, gpu.MatmulArgs{Alpha: 1. / 256, A: pa, B: pb, D: pd, Workspace: work, WorkspaceSize: limit}, 0))
 			got := make([]byte, 2*m*n)
 			ok(t, r.CopyToHost(got, pd, 0))
 			apart := 0
 			for j, v := range values(dt, got) {
 				// Half of the gap between two numbers, and the error of a sum of float32, in which tensor cores cut digits off.
-				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[driver.DType]int{driver.BFloat16: 7, driver.Float16: 10}[dt])
+				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7, gpu.Float16: 10}[dt])
 				if !(math.Abs(v-sums[j]/256) <= 0.5*gap+2e-5) {
 					apart++
 				}
@@ -242,11 +242,11 @@ func (r *rig) scales(n int) stored {
 		f[i] = 0.5 + f[i]*f[i]
 		m.values[i] = float64(f[i])
 	}
-	m.bytes = driver.Bytes(f)
+	m.bytes = gpu.Bytes(f)
 	return m
 }
 
-func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha, beta float32) {
+func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta float32) {
 	const limit = 4 << 20
 	p, err := blas.Plan(c, limit, 8)
 	ok(t, err)
@@ -264,7 +264,7 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 	want := append([]float64(nil), d.values...)
 	scaleA, scaleB := r.scales(c.M), r.scales(c.N)
 	factor := func(i, j int) float64 {
-		if c.Scaling == driver.Unscaled {
+		if c.Scaling == gpu.Unscaled {
 			return 1
 		}
 		return scaleA.values[i] * scaleB.values[j]
@@ -286,11 +286,11 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 				at := batch*c.StrideD + i*c.LDD + j
 				v := float64(alpha)*factor(i, j)*sum + float64(beta)*d.values[at]
 				switch c.Epilogue {
-				case driver.Bias:
+				case gpu.Bias:
 					v += bias.values[j]
-				case driver.ReLU:
+				case gpu.ReLU:
 					v = max(v, 0)
-				case driver.BiasGELU:
+				case gpu.BiasGELU:
 					v += bias.values[j]
 					v = 0.5 * v * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(v+0.044715*v*v*v)))
 				}
@@ -298,33 +298,33 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 			}
 		}
 	}
-	up := func(m stored) driver.Ptr {
+	up := func(m stored) gpu.Ptr {
 		ptr := r.alloc(t, len(m.bytes)+c.Align)
 		ok(t, r.CopyToDevice(ptr.Offset(c.Align), m.bytes, 0)) // exactly as aligned as promised
 		return ptr
 	}
 	pa, pb, pd, pbias, work := up(a), up(b), up(d), up(bias), r.alloc(t, limit)
 	psa, psb := up(scaleA), up(scaleB)
-	args := driver.MatmulArgs{Alpha: alpha, Beta: beta, A: pa.Offset(c.Align), B: pb.Offset(c.Align),
+	args := gpu.MatmulArgs{Alpha: alpha, Beta: beta, A: pa.Offset(c.Align), B: pb.Offset(c.Align),
 		D: pd.Offset(c.Align), Workspace: work, WorkspaceSize: limit}
-	if c.Epilogue&driver.Bias != 0 {
+	if c.Epilogue&gpu.Bias != 0 {
 		args.Bias = pbias.Offset(c.Align)
 	}
-	if c.Scaling != driver.Unscaled {
+	if c.Scaling != gpu.Unscaled {
 		args.ScaleA, args.ScaleB = psa.Offset(c.Align), psb.Offset(c.Align)
 	}
 	tolerance := 1e-6
-	if c.A == driver.Float8E4M3 {
+	if c.A == gpu.Float8E4M3 {
 		tolerance = 1e-3 // tensor cores add up with fewer bits
 	}
 	switch many := c.M*c.N >= 1024; { // of a few numbers the errors of rounding may all be large
-	case c.D == driver.BFloat16 && many:
+	case c.D == gpu.BFloat16 && many:
 		tolerance = 2.4e-3
-	case c.D == driver.BFloat16:
+	case c.D == gpu.BFloat16:
 		tolerance = 4e-3
-	case c.D == driver.Float16 && many:
+	case c.D == gpu.Float16 && many:
 		tolerance = 3e-4
-	case c.D == driver.Float16:
+	case c.D == gpu.Float16:
 		tolerance = 5e-4
 	}
 	if len(p.Algos()) == 0 {
@@ -344,7 +344,7 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 	half := args
 	half.ScaleA, half.ScaleB = args.A, 0
 	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0), "workspace": p.Run(0, bad, 0), "scales": p.Run(0, half, 0)} {
-		if !errors.Is(err, driver.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
+		if !errors.Is(err, gpu.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -355,13 +355,13 @@ func (r *rig) matmul(t *testing.T, blas driver.Blas, c driver.MatmulSpec, alpha,
 // TestPoison wants poisoned products to be right where they are complete, to leave what lies between their rows and what beta
 // reads, and to be NaN where one reads what it writes.
 func TestPoison(t *testing.T) {
-	before := driver.Poison
-	driver.Poison = true
-	defer func() { driver.Poison = before }()
+	before := gpu.Poison
+	gpu.Poison = true
+	defer func() { gpu.Poison = before }()
 	each(t, func(t *testing.T, r *rig) {
-		blas := must[driver.Blas](t)(r.Blas())
-		const b16 = driver.BFloat16
-		for _, c := range []driver.MatmulSpec{
+		blas := must[gpu.Blas](t)(r.Blas())
+		const b16 = gpu.BFloat16
+		for _, c := range []gpu.MatmulSpec{
 			{M: 37, N: 29, K: 61, LDD: 33, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*32 + 8, LDD: 32, A: b16, B: b16, D: b16},
@@ -372,18 +372,18 @@ func TestPoison(t *testing.T) {
 		}
 
 		const n = 16
-		p := must[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: n, N: n, K: n}, 0, 1))
+		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: n, N: n, K: n}, 0, 1))
 		in, out := r.floats(n*n), make([]float32, n*n)
 		a, d := r.alloc(t, 4*n*n), r.alloc(t, 4*n*n)
-		ok(t, r.CopyToDevice(a, driver.Bytes(in), 0))
-		for _, args := range []driver.MatmulArgs{{Alpha: 1, A: a, B: d, D: d}, {Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
-			ok(t, r.CopyToDevice(d, driver.Bytes(in), 0))
+		ok(t, r.CopyToDevice(a, gpu.Bytes(in), 0))
+		for _, args := range []gpu.MatmulArgs{{Alpha: 1, A: a, B: d, D: d}, {Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
+			ok(t, r.CopyToDevice(d, gpu.Bytes(in), 0))
 			memsets := r.Stats().Memsets
 			ok(t, p.Run(0, args, 0))
 			if got := r.Stats().Memsets; got != memsets {
 				t.Errorf("%d memsets are counted", got-memsets)
 			}
-			ok(t, r.CopyToHost(driver.Bytes(out), d, 0))
+			ok(t, r.CopyToHost(gpu.Bytes(out), d, 0))
 			for i, v := range out {
 				if v == v {
 					t.Fatalf("beta %v: element %d of a product with its own result is %v, want NaN", args.Beta, i, v)

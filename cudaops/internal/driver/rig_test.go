@@ -11,12 +11,13 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // The tests of this file's rig run twice: on the fake driver, and on this machine's GPU if it has one. What holds for
 // one must hold for the other.
 type rig struct {
-	driver.Context
+	gpu.Context
 	gpu  bool
 	fake *fake.Driver
 	rng  *rand.Rand
@@ -25,7 +26,7 @@ type rig struct {
 var seed = flag.Uint64("seed", uint64(time.Now().UnixNano()), "seed of the random inputs")
 
 // needGPU returns the real driver, or skips the test.
-func needGPU(t testing.TB) driver.Driver {
+func needGPU(t testing.TB) gpu.Driver {
 	t.Helper()
 	d, err := driver.Open()
 	if err != nil {
@@ -47,7 +48,7 @@ func TestMain(m *testing.M) {
 }
 
 func each(t *testing.T, f func(t *testing.T, r *rig)) {
-	run := func(t *testing.T, d driver.Driver, fk *fake.Driver) {
+	run := func(t *testing.T, d gpu.Driver, fk *fake.Driver) {
 		c, err := d.Retain(0)
 		ok(t, err)
 		f(t, &rig{Context: c, gpu: fk == nil, fake: fk, rng: rand.New(rand.NewPCG(*seed, 1))})
@@ -78,14 +79,14 @@ func must[T any](t testing.TB) func(T, error) T {
 	}
 }
 
-func (r *rig) alloc(t testing.TB, bytes int) driver.Ptr {
+func (r *rig) alloc(t testing.TB, bytes int) gpu.Ptr {
 	t.Helper()
-	return must[driver.Ptr](t)(r.Alloc(bytes))
+	return must[gpu.Ptr](t)(r.Alloc(bytes))
 }
 
-func (r *rig) kernel(t testing.TB, m driver.Module, name string) *driver.Function {
+func (r *rig) kernel(t testing.TB, m gpu.Module, name string) *gpu.Function {
 	t.Helper()
-	return must[*driver.Function](t)(r.Function(m, name))
+	return must[*gpu.Function](t)(r.Function(m, name))
 }
 
 func (r *rig) bytes(n int) []byte {

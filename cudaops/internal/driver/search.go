@@ -3,6 +3,7 @@ package driver
 import (
 	"cmp"
 	"fmt"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -197,15 +198,15 @@ func (f finder) sitePackages() []string {
 
 // load tries the places in turn, and in each the newest major that is at most newest first, until accept takes a
 // library. It returns what accept returned, or the attempts.
-func load[T any](f finder, places []place, newest int, accept func(path string) (T, error)) (T, []Attempt) {
-	var tried []Attempt
+func load[T any](f finder, places []place, newest int, accept func(path string) (T, error)) (T, []gpu.Attempt) {
+	var tried []gpu.Attempt
 	seen := map[string]bool{}
 	for _, p := range places {
 		files := f.files(p)
 		if !f.trusts(p) {
-			files, tried = nil, append(tried, Attempt{string(p), "not an absolute path, which Windows needs"})
+			files, tried = nil, append(tried, gpu.Attempt{Place: string(p), Reason: "not an absolute path, which Windows needs"})
 		} else if len(files) == 0 {
-			tried = append(tried, Attempt{string(p), "no such file"})
+			tried = append(tried, gpu.Attempt{Place: string(p), Reason: "no such file"})
 		}
 		slices.SortStableFunc(files, func(a, b string) int { return cmp.Compare(major(b), major(a)) })
 		for _, file := range files {
@@ -214,14 +215,14 @@ func load[T any](f finder, places []place, newest int, accept func(path string) 
 			}
 			seen[file] = true
 			if m := major(file); newest > 0 && m > newest {
-				tried = append(tried, Attempt{file, fmt.Sprintf("needs a driver for CUDA %d; this one is for CUDA %d", m, newest)})
+				tried = append(tried, gpu.Attempt{Place: file, Reason: fmt.Sprintf("needs a driver for CUDA %d; this one is for CUDA %d", m, newest)})
 				continue
 			}
 			t, err := accept(file)
 			if err == nil {
 				return t, nil
 			}
-			tried = append(tried, Attempt{file, err.Error()})
+			tried = append(tried, gpu.Attempt{Place: file, Reason: err.Error()})
 		}
 	}
 	var none T

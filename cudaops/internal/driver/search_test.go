@@ -2,6 +2,7 @@ package driver
 
 import (
 	"errors"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"os"
 	"path/filepath"
 	"slices"
@@ -37,7 +38,7 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f finder, r
 }
 
 // candidates is the files that load would try, below root, and the names for the loader.
-func candidates(f finder, root string, newest int) (names []string, tried []Attempt) {
+func candidates(f finder, root string, newest int) (names []string, tried []gpu.Attempt) {
 	_, tried = load(f, f.cublasLt(), newest, func(path string) (int, error) {
 		rel, err := filepath.Rel(root, path)
 		if err != nil || place(path).isName() {
@@ -71,7 +72,7 @@ func TestSearchOrder(t *testing.T) {
 	if !slices.Equal(got, want) {
 		t.Errorf("tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 	}
-	text := (&NotFoundError{"the library", tried, "Install it."}).Error()
+	text := (&gpu.NotFoundError{"the library", tried, "Install it."}).Error()
 	for _, s := range []string{"the library was not found. Install it.", "Searched, in this order:",
 		"ld/libcublasLt.so.13: refused", "/opt/cuda/lib64/libcublasLt.so.1[0-9]: no such file"} {
 		if !strings.Contains(text, s) {
@@ -84,7 +85,7 @@ func TestSearchOrder(t *testing.T) {
 	if slices.ContainsFunc(got, func(s string) bool { return strings.HasSuffix(s, ".13") }) || len(got) != 8 {
 		t.Errorf("for CUDA 12: %v", got)
 	}
-	if !slices.ContainsFunc(tried, func(a Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
+	if !slices.ContainsFunc(tried, func(a gpu.Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
 		t.Errorf("not said why: %v", tried)
 	}
 }

@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"slices"
 	"unsafe"
 )
@@ -13,7 +14,7 @@ import (
 
 // noteZeroing returns what notes, of the work captured on a stream in between, the node that sets some memory to zero first of all, if
 // there is one: the graph can do without.
-func (c *context) noteZeroing(s Stream, memory Ptr, bytes int) func() {
+func (c *context) noteZeroing(s gpu.Stream, memory gpu.Ptr, bytes int) func() {
 	from := c.front(s)
 	if len(from) == 0 {
 		return func() {}
@@ -27,7 +28,7 @@ func (c *context) noteZeroing(s Stream, memory Ptr, bytes int) func() {
 
 // front is the nodes behind which what a stream is given next would be captured; none outside a capture. Like all calls here it fails
 // where an edge is not an ordinary one, which waits for all of the node in front of it.
-func (c *context) front(s Stream) []uintptr {
+func (c *context) front(s gpu.Stream) []uintptr {
 	const active = 1
 	var status int32
 	var id uint64
@@ -54,7 +55,7 @@ func (c *context) neighbours(p *proc, node uintptr) ([]uintptr, error) {
 
 // zeroing returns the node that sets bytes within some memory to zero and is the first of those captured between two fronts, which must
 // be a chain; 0 if there is none. As the first, it finds what was there before the chain.
-func (c *context) zeroing(from, to []uintptr, memory Ptr, bytes int) uintptr {
+func (c *context) zeroing(from, to []uintptr, memory gpu.Ptr, bytes int) uintptr {
 	const most = 8 // nodes of a product
 	if len(to) != 1 {
 		return 0
@@ -84,14 +85,14 @@ func sameNodes(a, b []uintptr) bool {
 
 // memsetParams is CUDA_MEMSET_NODE_PARAMS.
 type memsetParams struct {
-	dst           Ptr
+	dst           gpu.Ptr
 	pitch         uintptr
 	value, size   uint32 // of an element
 	width, height uintptr
 }
 
 // zeroes reports whether a node sets bytes to zero, and only within some memory.
-func (c *context) zeroes(node uintptr, memory Ptr, bytes int) bool {
+func (c *context) zeroes(node uintptr, memory gpu.Ptr, bytes int) bool {
 	const memset = 2
 	var kind int32
 	var p memsetParams
@@ -102,8 +103,8 @@ func (c *context) zeroes(node uintptr, memory Ptr, bytes int) bool {
 	return p.within(memory, bytes)
 }
 
-func (p memsetParams) within(memory Ptr, bytes int) bool {
-	return p.value == 0 && p.height == 1 && p.dst >= memory && p.dst-memory <= Ptr(bytes) &&
+func (p memsetParams) within(memory gpu.Ptr, bytes int) bool {
+	return p.value == 0 && p.height == 1 && p.dst >= memory && p.dst-memory <= gpu.Ptr(bytes) &&
 		uint64(p.width) <= uint64(bytes) && uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
 }
 

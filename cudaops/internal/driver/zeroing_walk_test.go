@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/ebitengine/purego"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // nodes is a graph as the driver's functions show it: what each node waits for, and the memsets among them.
@@ -101,7 +102,7 @@ func (g *nodes) context() *context {
 // TestZeroingNodes wants only such a node taken out of a graph as comes first in what is captured and sets to zero what is known to be zero,
 // and all that it ordered to be ordered still.
 func TestZeroingNodes(t *testing.T) {
-	const at, bytes = Ptr(0x1000), 64
+	const at, bytes = gpu.Ptr(0x1000), 64
 	word := memsetParams{dst: at, size: 4, width: 1, height: 1}
 	// A product behind the nodes 1 and 2: 3, 4 and 5, where 3 is a memset unless it is told otherwise, and 6 behind it.
 	graph := func(change func(g *nodes)) *nodes {
@@ -145,7 +146,7 @@ func TestZeroingNodes(t *testing.T) {
 			noted := ctx.noteZeroing(1, at, bytes)
 			g.front = []uintptr{5}
 			noted()
-			for _, s := range []Stream{2, 1} {
+			for _, s := range []gpu.Stream{2, 1} {
 				_, surplus := ctx.ledger.EndCapture(s)
 				for _, node := range surplus {
 					ctx.takeOut(7, node)

@@ -5,7 +5,7 @@ import (
 	"math"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // AttentionShape is the geometry of attention over rows of heads, and how to compute it.
@@ -22,10 +22,10 @@ type AttentionShape struct {
 	Variant                             AttentionVariant
 	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
 	// pass then gives the gradients of what they were before.
-	Cos, Sin driver.Ptr
+	Cos, Sin gpu.Ptr
 	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
-	Documents driver.Ptr
+	Documents gpu.Ptr
 }
 
 // AttentionVariant is an implementation of attention.
@@ -50,20 +50,20 @@ func (v AttentionVariant) String() string {
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
 type Rows struct {
-	Ptr    driver.Ptr
+	Ptr    gpu.Ptr
 	Stride int
 }
 
 // attentionParams is attention::Params of attention.cuh.
 type attentionParams struct {
-	q, k, v, y, g, dq, dk, dv, lse, stats                                     driver.Ptr
+	q, k, v, y, g, dq, dk, dv, lse, stats                                     gpu.Ptr
 	qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride int64
 	batch, seq, heads, kvHeads, headDim, causal                               int32
 	scale                                                                     float32
 	section                                                                   int32
 }
 
-func (p *attentionParams) set(to *driver.Ptr, stride *int64, r Rows) {
+func (p *attentionParams) set(to *gpu.Ptr, stride *int64, r Rows) {
 	*to, *stride = r.Ptr, int64(r.Stride)
 }
 
@@ -73,7 +73,7 @@ func AttentionDocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 // AttentionDocuments makes the table of documents, of [AttentionDocumentsBytes], from starts, [batch, seq]: the position at which
 // the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
 // lies behind its token, counts as the nearest that is possible.
-func (k *Kernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts Ints, batch, seq int) error {
+func (k *Kernels) AttentionDocuments(s gpu.Stream, table gpu.Ptr, starts Ints, batch, seq int) error {
 	if empty, err := checkSizes("AttentionDocuments", batch, seq); empty || err != nil {
 		return err
 	}
@@ -85,8 +85,8 @@ func (k *Kernels) AttentionDocuments(s driver.Stream, table driver.Ptr, starts I
 }
 
 // Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
-func (k *Kernels) Attention(s driver.Stream, a AttentionShape, y Rows, lse driver.Ptr, q, key, value Rows,
-	t driver.DType) error {
+func (k *Kernels) Attention(s gpu.Stream, a AttentionShape, y Rows, lse gpu.Ptr, q, key, value Rows,
+	t gpu.DType) error {
 	c, err := k.attention("Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
 	if c == nil || err != nil {
 		return err
@@ -105,7 +105,7 @@ const attentionStatsTile = 128
 
 // AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
-func (k *Kernels) AttentionStatsBytes(a AttentionShape, t driver.DType) int {
+func (k *Kernels) AttentionStatsBytes(a AttentionShape, t gpu.DType) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if t.Size() == 2 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
 		sums, bytes := a.fusedSums()
@@ -120,8 +120,8 @@ func (a AttentionShape) statsRows() int {
 
 // AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
 // workspace of [Kernels.AttentionStatsBytes], aligned to 256.
-func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, dv Rows, stats driver.Ptr,
-	g, q, key, value, y Rows, lse driver.Ptr, t driver.DType) error {
+func (k *Kernels) AttentionBackward(s gpu.Stream, a AttentionShape, dq, dk, dv Rows, stats gpu.Ptr,
+	g, q, key, value, y Rows, lse gpu.Ptr, t gpu.DType) error {
 	c, err := k.attention("AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
 	if c == nil || err != nil {
 		return err
@@ -154,9 +154,9 @@ func (k *Kernels) AttentionBackward(s driver.Stream, a AttentionShape, dq, dk, d
 	return turn(dk, a.KVHeads)
 }
 
-func (c *attentionCall) launchStatistics(k *Kernels, s driver.Stream) error {
+func (c *attentionCall) launchStatistics(k *Kernels, s gpu.Stream) error {
 	l := line(c.Batch*c.Heads*c.statsRows()/attentionStatsTile, 256)
-	var counters driver.Ptr
+	var counters gpu.Ptr
 	var n int
 	if c.Fused() {
 		_, counters, n = c.fusedWorkspace(c.params.stats)
@@ -164,7 +164,7 @@ func (c *attentionCall) launchStatistics(k *Kernels, s driver.Stream) error {
 	return k.launch(s, "attention", "attention_stats"+c.suffix, l, args().Struct(c.params.bytes(), 8).Ptr(counters).Int32(n))
 }
 
-func (c *attentionCall) launchBackward(k *Kernels, s driver.Stream) error {
+func (c *attentionCall) launchBackward(k *Kernels, s gpu.Stream) error {
 	if c.Fused() {
 		return c.launchFused(k, s)
 	}
@@ -200,12 +200,12 @@ func operands(r []Rows, width int) []operand {
 type attentionCall struct {
 	AttentionShape // the variant chosen, the scale filled in
 	suffix         string
-	dtype          driver.DType
+	dtype          gpu.DType
 	params         *attentionParams
 }
 
 // attention checks the arguments and chooses the variant. It returns nil when there is nothing to do.
-func (k *Kernels) attention(op string, a AttentionShape, t driver.DType, queries, keys []operand) (*attentionCall, error) {
+func (k *Kernels) attention(op string, a AttentionShape, t gpu.DType, queries, keys []operand) (*attentionCall, error) {
 	suf, err := suffix(op, t)
 	if err != nil {
 		return nil, err
@@ -288,7 +288,7 @@ func (m mmaShape) shared(pass attentionPass, dim int) int {
 	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
 }
 
-func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) error {
+func (c *attentionCall) launch(k *Kernels, s gpu.Stream, pass attentionPass) error {
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
 	if pass == attentionBackwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
@@ -316,7 +316,7 @@ func (c *attentionCall) launch(k *Kernels, s driver.Stream, pass attentionPass) 
 }
 
 // run launches a kernel or, where there are documents, the one of the same family that takes their table last.
-func (c *attentionCall) run(k *Kernels, s driver.Stream, unit, name string, l driver.LaunchConfig, a *driver.Args) error {
+func (c *attentionCall) run(k *Kernels, s gpu.Stream, unit, name string, l gpu.LaunchConfig, a *gpu.Args) error {
 	if c.Documents != 0 {
 		name += "_documents"
 		a.Ptr(c.Documents)

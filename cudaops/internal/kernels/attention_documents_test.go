@@ -8,24 +8,24 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // documents is the table of the case's documents on the GPU, null if it has none.
-func (c attentionCase) documents(g *rig) driver.Ptr {
+func (c attentionCase) documents(g *rig) gpu.Ptr {
 	if c.starts == nil {
 		return 0
 	}
 	n := c.Batch * c.Seq
 	starts, table := g.alloc(2*n, f32, 0), g.alloc(AttentionDocumentsBytes(c.Batch, c.Seq)/4, f32, 0)
-	from, raw := Ints{starts.Ptr, n%2 == 0}, driver.Bytes(c.starts)
+	from, raw := Ints{starts.Ptr, n%2 == 0}, gpu.Bytes(c.starts)
 	if from.Wide {
 		wide := make([]int64, n)
 		for i, v := range c.starts {
 			wide[i] = int64(v)
 		}
-		raw = driver.Bytes(wide)
+		raw = gpu.Bytes(wide)
 	}
 	g.must(g.ctx.CopyToDevice(starts.Ptr, raw, g.stream))
 	g.must(g.AttentionDocuments(g.stream, table.Ptr, from, c.Batch, c.Seq))
@@ -123,7 +123,7 @@ func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	type family struct {
 		variant AttentionVariant
-		dtype   driver.DType
+		dtype   gpu.DType
 		dim     int
 	}
 	families := []family{{AttentionPlain, f32, 40}, {AttentionPlain, bf16, 130}}
@@ -192,7 +192,7 @@ func TestAttentionDocumentsTable(t *testing.T) {
 				want = append(want, int32(end))
 			}
 		}
-		if got := driver.View[int32](raw); !slices.Equal(got, want) {
+		if got := gpu.View[int32](raw); !slices.Equal(got, want) {
 			i := slices.IndexFunc(got, func(int32) bool { return true })
 			for i < len(got) && got[i] == want[i] {
 				i++

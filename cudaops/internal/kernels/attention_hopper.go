@@ -6,7 +6,7 @@ import (
 	"slices"
 	"sort"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
@@ -65,7 +65,7 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
-func (c *attentionCall) launchHopper(k *Kernels, s driver.Stream, pass attentionPass, dim int, h hopperShape) error {
+func (c *attentionCall) launchHopper(k *Kernels, s gpu.Stream, pass attentionPass, dim int, h hopperShape) error {
 	unit, inputs := "attention_hopper", 3
 	if pass != attentionForward {
 		unit, inputs = "attention_hopper_backward", 5
@@ -155,11 +155,11 @@ func (o handOut) longest(heads, tiles, section, sms int) int {
 }
 
 // hopperArgs are the parameters and descriptors of the first few of q, k, v, g and y.
-func (c *attentionCall) hopperArgs(k *Kernels, inputs int) (*driver.Args, error) {
+func (c *attentionCall) hopperArgs(k *Kernels, inputs int) (*gpu.Args, error) {
 	p := c.params
 	a := args().Struct(p.bytes(), 8)
 	for _, o := range []struct {
-		ptr    driver.Ptr
+		ptr    gpu.Ptr
 		stride int64
 		heads  int
 	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}, {p.g, p.gStride, c.Heads},
@@ -175,23 +175,23 @@ func (c *attentionCall) hopperArgs(k *Kernels, inputs int) (*driver.Args, error)
 	return a, nil
 }
 
-func (c *attentionCall) addAngles(a *driver.Args) {
-	angles := [2]driver.Ptr{}
+func (c *attentionCall) addAngles(a *gpu.Args) {
+	angles := [2]gpu.Ptr{}
 	if c.turnsBack() {
-		angles = [2]driver.Ptr{c.Cos, c.Sin}
+		angles = [2]gpu.Ptr{c.Cos, c.Sin}
 	}
 	a.Ptr(angles[0]).Ptr(angles[1])
 }
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head, where 64 divides the
 // kernels' head dimension, or 32.
-func (c *attentionCall) tensorMap(k *Kernels, p driver.Ptr, stride, heads int) (driver.TensorMap, error) {
+func (c *attentionCall) tensorMap(k *Kernels, p gpu.Ptr, stride, heads int) (gpu.TensorMap, error) {
 	row := uint64(stride * c.dtype.Size())
-	columns, swizzle := uint32(64), driver.Swizzle128
+	columns, swizzle := uint32(64), gpu.Swizzle128
 	if c.hopperDim()%64 != 0 {
-		columns, swizzle = 32, driver.Swizzle64
+		columns, swizzle = 32, gpu.Swizzle64
 	}
-	return k.ctx.EncodeTiled(driver.TiledTensor{
+	return k.ctx.EncodeTiled(gpu.TiledTensor{
 		Type:      c.dtype,
 		Address:   p,
 		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
@@ -220,14 +220,14 @@ func (a AttentionShape) fusedSums() (tiles, bytes int) {
 }
 
 // fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its counters, which begin at zero.
-func (a AttentionShape) fusedWorkspace(stats driver.Ptr) (dq, counters driver.Ptr, n int) {
+func (a AttentionShape) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
 	sums, bytes := a.fusedSums()
 	dq = stats.Offset(8 * a.Batch * a.Heads * a.statsRows())
 	return dq, dq.Offset(sums * bytes), sums + 1
 }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
-func (c *attentionCall) launchFused(k *Kernels, s driver.Stream) error {
+func (c *attentionCall) launchFused(k *Kernels, s gpu.Stream) error {
 	p, dim := c.params, c.hopperDim()
 	h := fusedShapes[dim]
 	dq, counters, _ := c.fusedWorkspace(p.stats)

@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // The tables from which launches are made say the same as the kernels' sources.
@@ -78,10 +78,10 @@ func TestAttentionSections(t *testing.T) {
 }
 
 // fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
-func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, driver.Ptr) {
-	d := driver.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
+func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, gpu.Ptr) {
+	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
 		SharedPerBlock: sharedPerBlock}
-	c, err := fake.New(fake.Config{Devices: []driver.DeviceInfo{d}, AnyKernel: true}).Retain(0)
+	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, AnyKernel: true}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,7 +164,7 @@ func TestAttentionWorkspace(t *testing.T) {
 			if op.Name != "attention_stats_bf16" {
 				continue
 			}
-			at := driver.Ptr(binary.LittleEndian.Uint64(op.Args[len(op.Args)-12:]))
+			at := gpu.Ptr(binary.LittleEndian.Uint64(op.Args[len(op.Args)-12:]))
 			zeroed = int(binary.LittleEndian.Uint32(op.Args[len(op.Args)-4:]))
 			if int(at-p)+4*zeroed != k.AttentionStatsBytes(a, bf16) || zeroed > op.Config.Grid.X*op.Config.Block.X {
 				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has %d bytes", seq, zeroed, at-p, op.Config,
@@ -186,7 +186,7 @@ func TestAttentionFused64(t *testing.T) {
 		if !slices.Contains(k.AttentionVariants(a, bf16, q, kv), a.Variant) {
 			t.Errorf("head dimension %d: %v is not among the variants", dim, a.Variant)
 		}
-		for _, table := range []driver.Ptr{0, p} {
+		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.ClearTrace()
 			if err := k.Attention(0, a, q, p, q, kv, kv, bf16); err != nil {
@@ -257,17 +257,17 @@ func TestAttentionRefusals(t *testing.T) {
 	k, c, p := fakeAttention(t, 89, 99<<10)
 	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
 	row, out := Rows{p, 16}, Rows{p.Offset(512), 16}
-	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *driver.DType){
-		"type":      func(_ *AttentionShape, _ *Rows, t *driver.DType) { *t = driver.Float8E4M3 },
-		"heads":     func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.KVHeads = 3 },
-		"size":      func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Seq = -1 },
-		"stride":    func(_ *AttentionShape, y *Rows, _ *driver.DType) { y.Stride = 15 },
-		"variant":   func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = attentionVariants },
-		"float32":   func(a *AttentionShape, _ *Rows, t *driver.DType) { a.Variant, *t = AttentionMMA, f32 },
-		"dim":       func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
-		"hopper":    func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Variant = AttentionHopper },
-		"documents": func(a *AttentionShape, _ *Rows, _ *driver.DType) { a.Documents = p },
-		"aligned":   func(a *AttentionShape, y *Rows, _ *driver.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
+	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *gpu.DType){
+		"type":      func(_ *AttentionShape, _ *Rows, t *gpu.DType) { *t = gpu.Float8E4M3 },
+		"heads":     func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.KVHeads = 3 },
+		"size":      func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.Seq = -1 },
+		"stride":    func(_ *AttentionShape, y *Rows, _ *gpu.DType) { y.Stride = 15 },
+		"variant":   func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.Variant = attentionVariants },
+		"float32":   func(a *AttentionShape, _ *Rows, t *gpu.DType) { a.Variant, *t = AttentionMMA, f32 },
+		"dim":       func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.Variant, a.HeadDim = AttentionMMA, 7 },
+		"hopper":    func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.Variant = AttentionHopper },
+		"documents": func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.Documents = p },
+		"aligned":   func(a *AttentionShape, y *Rows, _ *gpu.DType) { a.Variant, y.Ptr = AttentionMMA, y.Ptr+2 },
 	} {
 		a, y, dt := ok, out, bf16
 		change(&a, &y, &dt)
@@ -314,13 +314,13 @@ func TestAttentionTurnsBack(t *testing.T) {
 
 // The copy engine stores the fused backward pass's sums, which are poisoned right before that if anything is.
 func TestAttentionPoisonsSums(t *testing.T) {
-	before := driver.Poison
-	defer func() { driver.Poison = before }()
+	before := gpu.Poison
+	defer func() { gpu.Poison = before }()
 	k, c, p := fakeAttention(t, 90, 227<<10)
 	a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: 128, Causal: true}
 	q, kv := Rows{p, 4 * a.HeadDim}, Rows{p, 2 * a.HeadDim}
 	for _, poison := range []bool{false, true} {
-		driver.Poison = poison
+		gpu.Poison = poison
 		c.ClearTrace()
 		if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
 			t.Fatal(err)

@@ -6,14 +6,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // attentionCase is attention on the GPU and, in float64, on the CPU.
 type attentionCase struct {
 	AttentionShape
-	dtype  driver.DType
+	dtype  gpu.DType
 	packed bool    // q, k and v are parts of one matrix, as dq, dk and dv are
 	skew   int     // elements past alignment
 	turned bool    // by RoPE, which the backward pass undoes
@@ -182,7 +182,7 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 // kernel, padded or not. Short, the plain kernels have one length and one head dimension for each type.
 func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
-	add := func(v AttentionVariant, t driver.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
+	add := func(v AttentionVariant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
 		a := AttentionShape{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
 		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil})
@@ -247,7 +247,7 @@ func TestAttention(t *testing.T) {
 func TestAttentionScale(t *testing.T) {
 	g := newRig(t)
 	for _, scale := range []float64{5, -1, 1e-3} {
-		for _, dt := range []driver.DType{f32, bf16} {
+		for _, dt := range []gpu.DType{f32, bf16} {
 			if testing.Short() && dt == f32 && scale != 5 {
 				continue
 			}

@@ -1,12 +1,12 @@
 package kernels
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Ints is an array of int32 or int64 on the device.
 type Ints struct {
-	Ptr  driver.Ptr
+	Ptr  gpu.Ptr
 	Wide bool // int64
 }
 
@@ -19,7 +19,7 @@ func (i Ints) size() int {
 
 // CrossEntropyScale sets the float32 at scale to 1/(number of the targets that are at least 0), which the other functions
 // multiply by.
-func (k *Kernels) CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets Ints, rows int) error {
+func (k *Kernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets Ints, rows int) error {
 	if _, err := checkSizes("CrossEntropyScale", rows); err != nil {
 		return err
 	}
@@ -32,15 +32,15 @@ func (k *Kernels) CrossEntropyScale(s driver.Stream, scale driver.Ptr, targets I
 // Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)), where a null Grad counts as 1. All but Logits are float32. The rows
 // may be some of a batch's: Scale is for the batch.
 type CrossEntropy struct {
-	Logits, Losses, LSE driver.Ptr
+	Logits, Losses, LSE gpu.Ptr
 	Targets             Ints
-	Scale, Grad         driver.Ptr
+	Scale, Grad         gpu.Ptr
 	Rows, V             int
-	Type                driver.DType
+	Type                gpu.DType
 }
 
 // CrossEntropy launches one kernel.
-func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
+func (k *Kernels) CrossEntropy(s gpu.Stream, a CrossEntropy) error {
 	suf, err := suffix("CrossEntropy", a.Type)
 	if err != nil {
 		return err
@@ -62,7 +62,7 @@ func (k *Kernels) CrossEntropy(s driver.Stream, a CrossEntropy) error {
 }
 
 // CrossEntropyMean sets the float32 at mean to scale[0]·Σ losses over all rows of the batch.
-func (k *Kernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.Ptr, rows int) error {
+func (k *Kernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr, rows int) error {
 	if _, err := checkSizes("CrossEntropyMean", rows); err != nil {
 		return err
 	}
@@ -72,7 +72,7 @@ func (k *Kernels) CrossEntropyMean(s driver.Stream, mean, losses, scale driver.P
 
 // CrossEntropyBackward writes to out the gradient that [Kernels.CrossEntropy] leaves in a.Logits, from a.LSE; out may be
 // a.Logits. a.Losses is not used.
-func (k *Kernels) CrossEntropyBackward(s driver.Stream, out driver.Ptr, a CrossEntropy) error {
+func (k *Kernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a CrossEntropy) error {
 	suf, err := suffix("CrossEntropyBackward", a.Type)
 	if err != nil {
 		return err

@@ -5,7 +5,7 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -129,7 +129,7 @@ func TestEmbedding(t *testing.T) {
 	g := newRig(t)
 	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64}, {513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048},
 		{700, 4099, 4}, {900, 50257, 12}, {40, 200003, 3}} {
-		for _, types := range [][2]driver.DType{{f32, f32}, {bf16, bf16}, {bf16, f32}, {f16, f16}, {f16, f32}} {
+		for _, types := range [][2]gpu.DType{{f32, f32}, {bf16, bf16}, {bf16, f32}, {f16, f16}, {f16, f32}} {
 			yt, tt := types[0], types[1]
 			g.scope(fmt.Sprintf("%+v/%v/%v", c, yt, tt), func(g *rig) {
 				ids := make([]int, c.rows)

@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // UnaryOp is a function of one element, and for some of a number p that is the same for all.
@@ -82,22 +82,22 @@ const (
 const rowOps = ReluGrad + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
-func (k *Kernels) elementwise(s driver.Stream, name string, n, perAccess int, a *driver.Args) error {
+func (k *Kernels) elementwise(s gpu.Stream, name string, n, perAccess int, a *gpu.Args) error {
 	span := elementThreads * elementAccesses * perAccess
 	return k.launch(s, "elementwise", name, line(ceilDiv(n, span), elementThreads), a)
 }
 
 // Unary computes y[i] = f(x[i], p) for n elements. y may be x.
-func (k *Kernels) Unary(s driver.Stream, op UnaryOp, y, x driver.Ptr, p float64, n int, t driver.DType) error {
+func (k *Kernels) Unary(s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, n int, t gpu.DType) error {
 	return k.unary(s, op, y, x, p, 0, n, t)
 }
 
 // UnaryAt is Unary with p read from device memory, where it is an element of type t.
-func (k *Kernels) UnaryAt(s driver.Stream, op UnaryOp, y, x, p driver.Ptr, n int, t driver.DType) error {
+func (k *Kernels) UnaryAt(s gpu.Stream, op UnaryOp, y, x, p gpu.Ptr, n int, t gpu.DType) error {
 	return k.unary(s, op, y, x, 0, p, n, t)
 }
 
-func (k *Kernels) unary(s driver.Stream, op UnaryOp, y, x driver.Ptr, p float64, at driver.Ptr, n int, t driver.DType) error {
+func (k *Kernels) unary(s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at gpu.Ptr, n int, t gpu.DType) error {
 	suf, err := suffix("Unary", t)
 	if err != nil {
 		return err
@@ -117,7 +117,7 @@ func (k *Kernels) unary(s driver.Stream, op UnaryOp, y, x driver.Ptr, p float64,
 // {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row for every row of the result, and
 // {Ptr: p, Repeat: columns, Period: rows} a column for every column.
 type Operand struct {
-	Ptr            driver.Ptr
+	Ptr            gpu.Ptr
 	Repeat, Period int
 }
 
@@ -125,7 +125,7 @@ type Operand struct {
 func (o Operand) rows(n int) bool { return o.Repeat == 1 && 1 < o.Period && o.Period < n }
 
 // Binary computes y[i] = f(a, b) for n elements. y may be an operand of the result's shape.
-func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operand, n int, t driver.DType) error {
+func (k *Kernels) Binary(s gpu.Stream, op BinaryOp, y gpu.Ptr, a, b Operand, n int, t gpu.DType) error {
 	suf, err := suffix("Binary", t)
 	if err != nil {
 		return err
@@ -156,7 +156,7 @@ func (k *Kernels) Binary(s driver.Stream, op BinaryOp, y driver.Ptr, a, b Operan
 }
 
 // Cast computes y[i] = x[i] for n elements, rounded to nearest even where y's type is narrower.
-func (k *Kernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.Ptr, xt driver.DType, n int) error {
+func (k *Kernels) Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr, xt gpu.DType, n int) error {
 	name, err := suffixes("Cast", "cast", yt, xt)
 	if err != nil {
 		return err
@@ -168,7 +168,7 @@ func (k *Kernels) Cast(s driver.Stream, y driver.Ptr, yt driver.DType, x driver.
 }
 
 // Axpby computes y[i] = alpha·x[i] + beta·y[i] for n elements. With a beta of 0, y is not read and may hold anything.
-func (k *Kernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha float64, x driver.Ptr, xt driver.DType,
+func (k *Kernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr, xt gpu.DType,
 	beta float64, n int) error {
 	name, err := suffixes("Axpby", "axpby", yt, xt)
 	if err != nil {
@@ -182,7 +182,7 @@ func (k *Kernels) Axpby(s driver.Stream, y driver.Ptr, yt driver.DType, alpha fl
 }
 
 // Fill sets n elements to v.
-func (k *Kernels) Fill(s driver.Stream, y driver.Ptr, v float64, n int, t driver.DType) error {
+func (k *Kernels) Fill(s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType) error {
 	suf, err := suffix("Fill", t)
 	if err != nil {
 		return err
@@ -194,7 +194,7 @@ func (k *Kernels) Fill(s driver.Stream, y driver.Ptr, v float64, n int, t driver
 }
 
 // suffixes is the name of a kernel that has one type for each of two arguments.
-func suffixes(op, kernel string, y, x driver.DType) (string, error) {
+func suffixes(op, kernel string, y, x gpu.DType) (string, error) {
 	sy, err := suffix(op, y)
 	if err != nil {
 		return "", err

@@ -3,26 +3,26 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Embedding copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or the table is float32. A
 // row whose id is not in [0, Vocab) becomes NaN.
 type Embedding struct {
-	Y               driver.Ptr
+	Y               gpu.Ptr
 	IDs             Ints
-	Table           driver.Ptr
+	Table           gpu.Ptr
 	Rows, Vocab, D  int
-	Type, TableType driver.DType
+	Type, TableType gpu.DType
 }
 
 // Embedding launches one kernel.
-func (k *Kernels) Embedding(s driver.Stream, a Embedding) error {
+func (k *Kernels) Embedding(s gpu.Stream, a Embedding) error {
 	name, err := suffixes("Embedding", "", a.Type, a.TableType)
 	if err != nil {
 		return err
 	}
-	if a.Type != a.TableType && a.TableType != driver.Float32 {
+	if a.Type != a.TableType && a.TableType != gpu.Float32 {
 		return fmt.Errorf("kernels.Embedding: rows are %v and the table %v, want one type or a table of float32", a.Type, a.TableType)
 	}
 	if empty, err := checkInts("Embedding", a.Rows, a.Vocab, a.D); err != nil || empty && a.Vocab > 0 {
@@ -32,7 +32,7 @@ func (k *Kernels) Embedding(s driver.Stream, a Embedding) error {
 	if packed(a.Type, a.D, a.Y) && packed(a.TableType, a.D, a.Table) {
 		variant = "embedding_packs"
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, 8)}, Block: driver.Dim{X: 32, Y: 8}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(a.Rows, 8)}, Block: gpu.Dim{X: 32, Y: 8}}
 	l := args().Ptr(a.Y).Ptr(a.IDs.Ptr).Int32(a.IDs.size()).Ptr(a.Table).Int64(int64(a.Rows)).Int64(int64(a.Vocab)).Int32(a.D)
 	return k.launch(s, "embedding", variant+name, c, l)
 }
@@ -41,13 +41,13 @@ func (k *Kernels) Embedding(s driver.Stream, a Embedding) error {
 // of the rows and in float32. Ids outside [0, Vocab) do not count. The types are equal, or DT is float32. Workspace is memory
 // of [EmbeddingWorkspace] bytes.
 type EmbeddingBackward struct {
-	DT             driver.Ptr
+	DT             gpu.Ptr
 	IDs            Ints
-	G              driver.Ptr
+	G              gpu.Ptr
 	Rows, Vocab, D int
-	DTType, GType  driver.DType
+	DTType, GType  gpu.DType
 	Accumulate     bool
-	Workspace      driver.Ptr
+	Workspace      gpu.Ptr
 }
 
 // embeddingTile is kTile of embedding.cu.
@@ -69,12 +69,12 @@ func EmbeddingWorkspace(rows, vocab, d int) int {
 }
 
 // EmbeddingBackward launches six kernels, four of which group the rows by id.
-func (k *Kernels) EmbeddingBackward(s driver.Stream, a EmbeddingBackward) error {
+func (k *Kernels) EmbeddingBackward(s gpu.Stream, a EmbeddingBackward) error {
 	name, err := suffixes("EmbeddingBackward", "", a.DTType, a.GType)
 	if err != nil {
 		return err
 	}
-	if a.DTType != a.GType && a.DTType != driver.Float32 {
+	if a.DTType != a.GType && a.DTType != gpu.Float32 {
 		return fmt.Errorf("kernels.EmbeddingBackward: the gradient of the table is %v and that of the rows %v, want one type or "+
 			"float32 for the table", a.DTType, a.GType)
 	}
@@ -92,7 +92,7 @@ func (k *Kernels) EmbeddingBackward(s driver.Stream, a EmbeddingBackward) error 
 	return k.sumGroups(s, a, name)
 }
 
-func (k *Kernels) sumGroups(s driver.Stream, a EmbeddingBackward, types string) error {
+func (k *Kernels) sumGroups(s gpu.Stream, a EmbeddingBackward, types string) error {
 	p := partsOf(a.Rows, a.Vocab, a.D)
 	starts := a.Workspace
 	cursors := starts.Offset(p.starts)
@@ -112,10 +112,10 @@ func (k *Kernels) sumGroups(s driver.Stream, a EmbeddingBackward, types string) 
 	}
 	rows := line(ceilDiv(a.Rows, 256), 256)
 	threads := min(256, ceilDiv(a.D, 32*n)*32)
-	tiles := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, embeddingTile), Y: ceilDiv(a.D, threads*n)},
-		Block: driver.Dim{X: threads}}
-	ids := func(l *driver.Args) *driver.Args { return l.Ptr(a.IDs.Ptr).Int32(a.IDs.size()) }
-	last := func(l *driver.Args) *driver.Args {
+	tiles := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(a.Rows, embeddingTile), Y: ceilDiv(a.D, threads*n)},
+		Block: gpu.Dim{X: threads}}
+	ids := func(l *gpu.Args) *gpu.Args { return l.Ptr(a.IDs.Ptr).Int32(a.IDs.size()) }
+	last := func(l *gpu.Args) *gpu.Args {
 		return ids(l.Ptr(sorted).Ptr(starts)).Int64(int64(a.Vocab)).Int32(a.D).Int32(accumulate)
 	}
 	dt, err := suffix("EmbeddingBackward", a.DTType)
@@ -124,8 +124,8 @@ func (k *Kernels) sumGroups(s driver.Stream, a EmbeddingBackward, types string) 
 	}
 	for _, step := range []struct {
 		name   string
-		config driver.LaunchConfig
-		args   *driver.Args
+		config gpu.LaunchConfig
+		args   *gpu.Args
 	}{
 		{"embedding_count", rows, ids(args().Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
 		{"embedding_starts", line(1, 1024), args().Ptr(starts).Ptr(cursors).Int32(a.Vocab)},

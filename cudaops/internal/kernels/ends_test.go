@@ -4,7 +4,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits of a launch each.
@@ -72,7 +72,7 @@ func TestKasminaEndsTogether(t *testing.T) {
 		g.must(g.KasminaBackward(g.stream, b))
 		runs, want = append(runs, r), append(want, results(r))
 		for _, x := range []*buffer{r.health, r.gradient, r.dw, r.ds} {
-			g.must(g.Fill(g.stream, x.Ptr, -3, x.n, driver.Float32))
+			g.must(g.Fill(g.stream, x.Ptr, -3, x.n, gpu.Float32))
 		}
 		f.Leave, b.Leave = &KasminaRecords{Seeds: -1}, &KasminaParts{Units: -1}
 		g.must(g.KasminaForward(g.stream, f))

@@ -3,15 +3,15 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and the right half of AB: X is
 // [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. A and B are rounded before H is formed.
 type SiLUProduct struct {
-	H, AB, X, Weights driver.Ptr
+	H, AB, X, Weights gpu.Ptr
 	Rows, F, D        int
-	Type              driver.DType
+	Type              gpu.DType
 	Way               Way
 }
 
@@ -19,15 +19,15 @@ type SiLUProduct struct {
 // DB = DH ⊙ silu(A) side by side in DAB, and H again, unless that is null: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and
 // H [Rows, F]. DH is rounded before it is used. DAB may be the memory of AB.
 type SiLUProductBackward struct {
-	H, DAB, G, Down, AB driver.Ptr
+	H, DAB, G, Down, AB gpu.Ptr
 	Rows, F, D          int
-	Type                driver.DType
+	Type                gpu.DType
 	Way                 Way
 }
 
 // SiLUProductWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at addresses that are multiples
 // of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8.
-func (k *Kernels) SiLUProductWays(rows, f, d int, t driver.DType) []Way {
+func (k *Kernels) SiLUProductWays(rows, f, d int, t gpu.DType) []Way {
 	const limit = 1 << 30
 	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
 		return nil
@@ -54,15 +54,15 @@ const float8Least = (plainStages - 1) * 2 * gemmDepth
 
 // float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8 of so many columns and that depth,
 // with results of type t.
-func float8Product(columns, d int, t driver.DType) bool {
-	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == driver.BFloat16
+func float8Product(columns, d int, t gpu.DType) bool {
+	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == gpu.BFloat16
 }
 
 // factorBytes is the shared memory for the factors of the columns of two tiles.
 func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // SiLUProduct launches one kernel.
-func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
+func (k *Kernels) SiLUProduct(s gpu.Stream, a SiLUProduct) error {
 	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
 	f := uint64(a.F)
 	return c.launch(k, s, []gemmMatrix{
@@ -74,7 +74,7 @@ func (k *Kernels) SiLUProduct(s driver.Stream, a SiLUProduct) error {
 }
 
 // SiLUProductBackward launches one kernel.
-func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) error {
+func (k *Kernels) SiLUProductBackward(s gpu.Stream, a SiLUProductBackward) error {
 	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D,
 		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
@@ -98,12 +98,12 @@ func (k *Kernels) SiLUProductBackward(s driver.Stream, a SiLUProductBackward) er
 type gateCall struct {
 	op, kernel    string
 	rows, f, d    int
-	dtype         driver.DType
+	dtype         gpu.DType
 	way           Way
-	ab, stored, h driver.Ptr
+	ab, stored, h gpu.Ptr
 }
 
-func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) error {
+func (c gateCall) launch(k *Kernels, s gpu.Stream, matrices []gemmMatrix) error {
 	ways := k.SiLUProductWays(c.rows, c.f, c.d, c.dtype)
 	if empty, err := checkSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
 		return err
@@ -134,23 +134,23 @@ func (c gateCall) launch(k *Kernels, s driver.Stream, matrices []gemmMatrix) err
 type gemmLaunch struct {
 	unit, kernel    string
 	threads, shared int
-	params          *driver.Args
-	dtype           driver.DType
+	params          *gpu.Args
+	dtype           gpu.DType
 	matrices        []gemmMatrix
-	stored          driver.Ptr // what the copy engine stores, if it does: that many elements
+	stored          gpu.Ptr // what the copy engine stores, if it does: that many elements
 	elements        int
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
 // outer ones to the next.
 type gemmMatrix struct {
-	ptr     driver.Ptr
+	ptr     gpu.Ptr
 	dims    [3]int
 	strides [2]uint64
 	box     [3]uint32
 }
 
-func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
+func (g gemmLaunch) launch(k *Kernels, s gpu.Stream) error {
 	params := g.params.Packed()
 	a := args().Struct(append(params, make([]byte, -len(params)&7)...), 8) // C fills structures up
 	for i, m := range g.matrices {
@@ -165,7 +165,7 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 		a.Struct(encoded[:], align)
 	}
 	l := line(gemmCluster, g.threads)
-	l.Cluster, l.Shared = driver.Dim{X: gemmCluster}, g.shared
+	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
 	n, err := k.clusters(g.unit, g.kernel, l)
 	if err != nil {
 		return err
@@ -179,10 +179,10 @@ func (g gemmLaunch) launch(k *Kernels, s driver.Stream) error {
 	return k.launch(s, g.unit, g.kernel, l, a)
 }
 
-func (m gemmMatrix) tiled(dtype driver.DType) driver.TiledTensor {
-	t := driver.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:], Swizzle: driver.Swizzle128, Promotion: 256}
+func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
+	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:], Swizzle: gpu.Swizzle128, Promotion: 256}
 	if int(m.box[0])*dtype.Size() == 64 {
-		t.Swizzle = driver.Swizzle64
+		t.Swizzle = gpu.Swizzle64
 	}
 	for _, n := range m.dims {
 		t.Dims = append(t.Dims, uint64(n))

@@ -7,14 +7,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
-func (g *rig) matrix8(rows, d int) (x, scale driver.Ptr, values []float64) {
+func (g *rig) matrix8(rows, d int) (x, scale gpu.Ptr, values []float64) {
 	g.Helper()
-	of, codes := g.normal(rows*d, driver.Float8E4M3, 0)
+	of, codes := g.normal(rows*d, gpu.Float8E4M3, 0)
 	factors := make([]float64, rows)
 	for i := range factors {
 		factors[i] = math.Exp2(16*g.rand.Float64()-8) / math.Sqrt(float64(d))
@@ -180,10 +180,10 @@ func TestFloat8ProductSpeed(t *testing.T) {
 				}
 				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
 			}
-			const t = driver.Float8E4M3
-			a := driver.MatmulArgs{Alpha: 1, A: x, B: w, C: y, D: y, ScaleA: xs.Ptr, ScaleB: ws.Ptr, WorkspaceSize: productSpace}
-			plan, way, workspace := g.fastestOf(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: t, B: t, D: bf16,
-				Scaling: driver.ScaledRows, FastAccumulation: true}, a)
+			const t = gpu.Float8E4M3
+			a := gpu.MatmulArgs{Alpha: 1, A: x, B: w, C: y, D: y, ScaleA: xs.Ptr, ScaleB: ws.Ptr, WorkspaceSize: productSpace}
+			plan, way, workspace := g.fastestOf(gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: t, B: t, D: bf16,
+				Scaling: gpu.ScaledRows, FastAccumulation: true}, a)
 			a.Workspace = workspace
 			show("cuBLASLt", func() { g.must(plan.Run(way, a, g.stream)) })
 			p := Product{Y: y, X: x, W: w, ScaleX: xs.Ptr, ScaleW: ws.Ptr, ProductShape: s.ProductShape, Type: bf16}
@@ -211,10 +211,10 @@ func TestFloat8ProductSpeed(t *testing.T) {
 }
 
 // random8 is random, of float8.
-func (g *rig) random8(n int) driver.Ptr {
+func (g *rig) random8(n int) gpu.Ptr {
 	const some = 1 << 18
-	b := g.alloc(n, driver.Float8E4M3, 0)
-	part, _ := g.normal(some, driver.Float8E4M3, 0)
+	b := g.alloc(n, gpu.Float8E4M3, 0)
+	part, _ := g.normal(some, gpu.Float8E4M3, 0)
 	for at := 0; at < n; at += some {
 		g.must(g.ctx.CopyOnDevice(b.Offset(at), part.Ptr, min(some, n-at), g.stream))
 	}

@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the gradients of X and W are
@@ -17,11 +17,11 @@ import (
 // the gradient of the logits without its scale in place of terms, and the scale as their factor. X and Scaled are [Rows, D],
 // W [V, D] and Terms [Rows, V], bfloat16; all others are float32. The rows may be some of a batch's: Scale is for the batch.
 type LinearCrossEntropy struct {
-	Terms, Scaled, Factors, Losses driver.Ptr
-	X, W                           driver.Ptr
+	Terms, Scaled, Factors, Losses gpu.Ptr
+	X, W                           gpu.Ptr
 	Targets                        Ints
-	Scale, Grad                    driver.Ptr
-	Workspace                      driver.Ptr // of LinearCrossEntropyWorkspace bytes
+	Scale, Grad                    gpu.Ptr
+	Workspace                      gpu.Ptr // of LinearCrossEntropyWorkspace bytes
 	LinearCrossEntropyShape
 	Way Way
 }
@@ -38,9 +38,9 @@ const (
 
 // LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for bfloat16 where V and D are
 // multiples of 8, and addresses are multiples of 16.
-func (k *Kernels) LinearCrossEntropyWays(a LinearCrossEntropyShape, t driver.DType) []Way {
+func (k *Kernels) LinearCrossEntropyWays(a LinearCrossEntropyShape, t gpu.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t != driver.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
+	if k.ctx.Device().Capability() != 90 || t != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.V, a.D) < 1 || max(a.Rows, a.V, a.D) > limit {
 		return nil
 	}
@@ -53,12 +53,12 @@ func (k *Kernels) LinearCrossEntropyWorkspace(a LinearCrossEntropyShape) int {
 }
 
 // LinearCrossEntropy launches three kernels.
-func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) error {
+func (k *Kernels) LinearCrossEntropy(s gpu.Stream, a LinearCrossEntropy) error {
 	const op, unit = "LinearCrossEntropy", "gemm_hopper_loss"
 	if empty, err := checkInts(op, a.Rows, a.V, a.D); err != nil || empty {
 		return err
 	}
-	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, driver.BFloat16)
+	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, gpu.BFloat16)
 	if len(ways) == 0 || !aligned(a.Terms, a.Scaled, a.X, a.W) {
 		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, and addresses that are multiples of 16",
 			op, a.LinearCrossEntropyShape)
@@ -68,7 +68,7 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 	}
 	shift, depth := a.Workspace, uint64(a.D)
 	sums := shift.Offset(4 * a.Rows)
-	others := func() *driver.Args {
+	others := func() *gpu.Args {
 		p := args().Ptr(a.X).Ptr(a.W).Ptr(a.Targets.Ptr).Ptr(shift).Ptr(a.Terms).Ptr(sums).Ptr(a.Losses).Ptr(a.Factors).Ptr(a.Scaled).
 			Ptr(a.Scale).Ptr(a.Grad).Int32(a.Targets.size()).Int32(a.Rows).Int32(a.V).Int32(a.D)
 		return args().Struct(p.Packed(), 8)
@@ -76,7 +76,7 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 	if err := k.launch(s, unit, "gemm_hopper_loss_shift", line(ceilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
 		return err
 	}
-	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: driver.BFloat16, stored: a.Terms,
+	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: gpu.BFloat16, stored: a.Terms,
 		elements: a.Rows * a.V, shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
 		matrices: []gemmMatrix{
@@ -91,7 +91,7 @@ func (k *Kernels) LinearCrossEntropy(s driver.Stream, a LinearCrossEntropy) erro
 }
 
 // ScaleRows multiplies each row of x [rows, d], bfloat16, by its factor, a float32, or sets it to 0 where that is 0.
-func (k *Kernels) ScaleRows(s driver.Stream, x, factors driver.Ptr, rows, d int) error {
+func (k *Kernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) error {
 	if empty, err := checkInts("ScaleRows", rows, d); err != nil || empty {
 		return err
 	}

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -216,7 +216,7 @@ func TestLinearCrossEntropySpeed(t *testing.T) {
 			factors, losses := g.alloc(s.Rows, f32, 0), g.alloc(s.Rows, f32, 0)
 			scale, _ := g.upload([]float64{1 / float64(s.Rows)}, f32, 0)
 			work := g.alloc(g.LinearCrossEntropyWorkspace(s)/4, f32, 0)
-			product := g.fastestProduct(driver.MatmulSpec{M: s.Rows, N: s.V, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x.Ptr, w, terms)
+			product := g.fastestProduct(gpu.MatmulSpec{M: s.Rows, N: s.V, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x.Ptr, w, terms)
 			show := func(what string, run func()) {
 				took := g.time([]func(){run}).Seconds()
 				g.Logf("%-32s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.V)*float64(s.D)/took/1e12)

@@ -3,17 +3,17 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Product computes Y = X·W + C, or X·Wᵀ + C with TransW, and rounds once: X is [Rows, D], W [D, Columns] or with TransW
 // [Columns, D], Y and C [Rows, Columns]. A null C is left out. Y may be the memory of C. With Float8 X and W are of Float8E4M3, and what
 // their rows are multiplied by, ScaleX [Rows] and ScaleW [Columns], is float32: X·Wᵀ is rounded before it is multiplied, and Y once more.
 type Product struct {
-	Y, X, W, C     driver.Ptr
-	ScaleX, ScaleW driver.Ptr // null without Float8
+	Y, X, W, C     gpu.Ptr
+	ScaleX, ScaleW gpu.Ptr // null without Float8
 	ProductShape
-	Type driver.DType // of Y and C, and without Float8 of X and W
+	Type gpu.DType // of Y and C, and without Float8 of X and W
 	Way  Way
 }
 
@@ -29,7 +29,7 @@ const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 // ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none: Hopper has one for two-byte types
 // where Columns and D are multiples of 8, and with Float8 one for TransW and results of BFloat16 where they are multiples of 16 and D is
 // more than 384. The number is the columns of a tile.
-func (k *Kernels) ProductWays(a ProductShape, t driver.DType) []Way {
+func (k *Kernels) ProductWays(a ProductShape, t gpu.DType) []Way {
 	const limit = 1 << 30
 	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit || a.Float8 && !(a.TransW && float8Product(a.Columns, a.D, t)) {
@@ -39,7 +39,7 @@ func (k *Kernels) ProductWays(a ProductShape, t driver.DType) []Way {
 }
 
 // Product launches one kernel.
-func (k *Kernels) Product(s driver.Stream, a Product) error {
+func (k *Kernels) Product(s gpu.Stream, a Product) error {
 	const op = "Product"
 	if empty, err := checkSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
 		return err

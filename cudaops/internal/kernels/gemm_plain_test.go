@@ -5,7 +5,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -18,14 +18,14 @@ func TestProduct(t *testing.T) {
 			continue
 		}
 		for _, s.TransW = range []bool{false, true} {
-			for _, dtype := range []driver.DType{bf16, f16} {
+			for _, dtype := range []gpu.DType{bf16, f16} {
 				g.scope(fmt.Sprintf("%+v/%v", s, dtype), func(g *rig) { testProduct(g, s, dtype) })
 			}
 		}
 	}
 }
 
-func testProduct(g *rig, s ProductShape, dtype driver.DType) {
+func testProduct(g *rig, s ProductShape, dtype gpu.DType) {
 	g.Helper()
 	n := s.Rows * s.Columns
 	x, xr := g.normal(s.Rows*s.D, dtype, 0)
@@ -124,15 +124,15 @@ func TestProductRefusals(t *testing.T) {
 		}
 		names := map[string]bool{}
 		for _, ok.TransW = range []bool{false, true} {
-			for _, ok.C = range []driver.Ptr{0, p} {
-				for _, ok.Type = range []driver.DType{bf16, f16} {
+			for _, ok.C = range []gpu.Ptr{0, p} {
+				for _, ok.Type = range []gpu.DType{bf16, f16} {
 					if takes != (k.Product(0, ok) == nil) {
 						t.Errorf("capability %d: takes %+v: %v", capability, ok, !takes)
 					}
 				}
 			}
 		}
-		for _, ok8.C = range []driver.Ptr{0, p} {
+		for _, ok8.C = range []gpu.Ptr{0, p} {
 			if takes != (k.Product(0, ok8) == nil) {
 				t.Errorf("capability %d: takes %+v: %v", capability, ok8, !takes)
 			}
@@ -171,7 +171,7 @@ func TestProductSpeed(t *testing.T) {
 				took := g.time([]func(){run}).Seconds()
 				g.Logf("%-16s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
 			}
-			show("cuBLASLt", g.fastestProduct(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: s.TransW, A: bf16, B: bf16, D: bf16}, x, w, y))
+			show("cuBLASLt", g.fastestProduct(gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: s.TransW, A: bf16, B: bf16, D: bf16}, x, w, y))
 			for _, way := range g.ProductWays(s, bf16) {
 				a := Product{Y: y, X: x, W: w, ProductShape: s, Type: bf16, Way: way}
 				show(way.String(), func() { g.must(g.Product(g.stream, a)) })

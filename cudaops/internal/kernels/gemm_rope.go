@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns: X is [Rows, D], Weights
@@ -11,10 +11,10 @@ import (
 // Weights are of Float8E4M3, and what their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32: the product is
 // rounded, then multiplied by them and turned.
 type RoPEProduct struct {
-	Y, X, Weights, Angles driver.Ptr
-	ScaleX, ScaleWeights  driver.Ptr // null without Float8
+	Y, X, Weights, Angles gpu.Ptr
+	ScaleX, ScaleWeights  gpu.Ptr // null without Float8
 	RoPEProductShape
-	Type driver.DType // of Y, and without Float8 of X and Weights
+	Type gpu.DType // of Y, and without Float8 of X and Weights
 	Way  Way
 }
 
@@ -46,7 +46,7 @@ func RoPEAngleAt(position, pair, h int) int {
 // RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
 // where D and Columns are multiples of 8 and heads have 64, 96 or 128 features, and with Float8 for BFloat16 where they are multiples of
 // 16, D is more than 384 and heads have 64 or 128.
-func (k *Kernels) RoPEProductWays(a RoPEProductShape, t driver.DType) []Way {
+func (k *Kernels) RoPEProductWays(a RoPEProductShape, t gpu.DType) []Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
 	if tile.columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
@@ -65,7 +65,7 @@ var turnedTiles = map[int]struct{ columns, stages int }{64: {256, 4}, 96: {192, 
 const turnedRows = 8
 
 // RoPEProduct launches one kernel.
-func (k *Kernels) RoPEProduct(s driver.Stream, a RoPEProduct) error {
+func (k *Kernels) RoPEProduct(s gpu.Stream, a RoPEProduct) error {
 	const op = "RoPEProduct"
 	if empty, err := checkSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
 		return err

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -21,7 +21,7 @@ func TestRoPEProduct(t *testing.T) {
 		}
 		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
 			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}}
-		for _, a.Type = range []driver.DType{bf16, f16} {
+		for _, a.Type = range []gpu.DType{bf16, f16} {
 			g.scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *rig) { testRoPEProduct(g, a) })
 		}
 	}
@@ -83,7 +83,7 @@ func testRoPEProduct(g *rig, a RoPEProduct) {
 }
 
 // angles uploads the table of a RoPEProduct.
-func (g *rig) angles(cos, sin []float64, h int) driver.Ptr {
+func (g *rig) angles(cos, sin []float64, h int) gpu.Ptr {
 	var narrow [2][]float32
 	for i, wide := range [][]float64{cos, sin} {
 		for _, v := range wide {
@@ -206,7 +206,7 @@ func TestRoPEProductSpeed(t *testing.T) {
 			cos, cr := g.normal(s.Seq*s.HeadDim/2, f32, 0)
 			sin, sr := g.normal(s.Seq*s.HeadDim/2, f32, 0)
 			angles := g.angles(cr, sr, s.HeadDim/2)
-			product := g.fastestProduct(driver.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, y)
+			product := g.fastestProduct(gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, y)
 			show := func(what string, run func()) {
 				took := g.time([]func(){run}).Seconds()
 				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -23,7 +23,7 @@ func newHopperRig(t *testing.T) *rig {
 }
 
 // scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are like those.
-func (g *rig) scaled(n, d int, t driver.DType) (*buffer, []float64) {
+func (g *rig) scaled(n, d int, t gpu.DType) (*buffer, []float64) {
 	x := make([]float64, n)
 	for i := range x {
 		x[i] = g.rand.NormFloat64() / math.Sqrt(float64(d))
@@ -35,7 +35,7 @@ func TestSiLUProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768}, {515, 264, 1000}, {2100, 2056, 200}} {
 		rows, f, d := s[0], s[1], s[2]
-		types := []driver.DType{bf16, f16}
+		types := []gpu.DType{bf16, f16}
 		if rows > 1000 { // which makes blocks take several tiles
 			types = types[:1]
 			if testing.Short() {
@@ -183,7 +183,7 @@ func TestFiguresMatchSources(t *testing.T) {
 }
 
 // random returns n numbers, some of the normal distribution again and again.
-func (g *rig) random(n int) driver.Ptr {
+func (g *rig) random(n int) gpu.Ptr {
 	const some = 1 << 18
 	b := g.alloc(n, bf16, 0)
 	part, _ := g.normal(some, bf16, 0)
@@ -196,20 +196,20 @@ func (g *rig) random(n int) driver.Ptr {
 const productSpace = 32 << 20 // workspace of cuBLASLt
 
 // fastestProduct returns what enqueues y = a·b in the fastest of cuBLASLt's ways.
-func (g *rig) fastestProduct(m driver.MatmulSpec, a, b, y driver.Ptr) func() {
+func (g *rig) fastestProduct(m gpu.MatmulSpec, a, b, y gpu.Ptr) func() {
 	plan, way, workspace := g.fastestWay(m, a, b, y)
 	return func() {
-		g.must(plan.Run(way, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.stream))
+		g.must(plan.Run(way, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.stream))
 	}
 }
 
 // fastestWay returns a plan of y = a·b, the fastest of its ways, and the workspace for it.
-func (g *rig) fastestWay(m driver.MatmulSpec, a, b, y driver.Ptr) (plan driver.MatmulPlan, way int, workspace driver.Ptr) {
-	return g.fastestOf(m, driver.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y})
+func (g *rig) fastestWay(m gpu.MatmulSpec, a, b, y gpu.Ptr) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
+	return g.fastestOf(m, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y})
 }
 
 // fastestOf is fastestWay of a product with these operands.
-func (g *rig) fastestOf(m driver.MatmulSpec, a driver.MatmulArgs) (plan driver.MatmulPlan, way int, workspace driver.Ptr) {
+func (g *rig) fastestOf(m gpu.MatmulSpec, a gpu.MatmulArgs) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
 	blas, err := g.ctx.Blas()
 	g.must(err)
 	workspace = g.random(productSpace / 2)
@@ -236,8 +236,8 @@ func TestSiLUProductSpeed(t *testing.T) {
 		g.scope(fmt.Sprintf("%dx%dx%d", rows, f, d), func(g *rig) {
 			x, w, dy, down := g.random(rows*d), g.random(2*f*d), g.random(rows*d), g.random(d*f)
 			ab, dab, h, dh := g.random(2*rows*f), g.random(2*rows*f), g.random(rows*f), g.random(rows*f)
-			wide := g.fastestProduct(driver.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, ab)
-			back := g.fastestProduct(driver.MatmulSpec{M: rows, N: f, K: d, A: bf16, B: bf16, D: bf16}, dy, down, dh)
+			wide := g.fastestProduct(gpu.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: bf16, B: bf16, D: bf16}, x, w, ab)
+			back := g.fastestProduct(gpu.MatmulSpec{M: rows, N: f, K: d, A: bf16, B: bf16, D: bf16}, dy, down, dh)
 			flops := 4 * float64(rows) * float64(f) * float64(d)
 			show := func(what string, flops float64, run func()) {
 				n := 1 + int(0.03/g.time([]func(){run}).Seconds()) // for a third of a second: at the clock that the card's power allows

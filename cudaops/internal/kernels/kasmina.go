@@ -6,7 +6,7 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // ErrKasminaKind is what [KasminaState.Encode] fails with for a kind of blueprint that the kernels do not know.
@@ -73,7 +73,7 @@ type KasminaSeed struct {
 
 // KasminaState is a lattice on the device: one array a field, one behind the other.
 type KasminaState struct {
-	Ptr          driver.Ptr
+	Ptr          gpu.Ptr
 	Seeds, Slots int
 }
 
@@ -83,14 +83,14 @@ const kasminaFields = 5
 // Bytes is the size of the state.
 func (k KasminaState) Bytes() int { return 4 * (kasminaFields*k.Seeds + k.Slots + 1 + k.Seeds) }
 
-func (k KasminaState) field(i int) driver.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
-func (k KasminaState) heads() driver.Ptr      { return k.field(kasminaFields) }
-func (k KasminaState) order() driver.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
+func (k KasminaState) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
+func (k KasminaState) heads() gpu.Ptr      { return k.field(kasminaFields) }
+func (k KasminaState) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
 // Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error is a
 // [*KasminaKindError]) and for a slot that does not exist.
 func (k KasminaState) Encode(dst []byte, seed func(i int) KasminaSeed) error {
-	words := driver.View[uint32](dst[:k.Bytes()])
+	words := gpu.View[uint32](dst[:k.Bytes()])
 	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
 	heads := words[kasminaFields*k.Seeds:][:k.Slots+1]
 	order := words[kasminaFields*k.Seeds+k.Slots+1:]
@@ -140,12 +140,12 @@ func bit(b bool) uint32 {
 // KasminaLayer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
 // with Seeds and Slots those of the state.
 type KasminaLayer struct {
-	X, Weights, Scales driver.Ptr
+	X, Weights, Scales gpu.Ptr
 	State              KasminaState
 	Rows, Chunk        int
 	Eps                float64
 	Stability          KasminaStability
-	Type               driver.DType
+	Type               gpu.DType
 	Family             KasminaFamily
 	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
 }
@@ -153,13 +153,13 @@ type KasminaLayer struct {
 // KasminaForward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
 type KasminaForward struct {
 	KasminaLayer
-	Y         driver.Ptr
+	Y         gpu.Ptr
 	Telemetry bool // else only Bad is counted
 	Reduction KasminaReduction
-	Figures   driver.Ptr // [KasminaForwardFigures, Seeds] of float32
-	Bad       driver.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
-	Histogram driver.Ptr // [Seeds, KasminaBins] of uint32, or null
-	Workspace driver.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
+	Figures   gpu.Ptr // [KasminaForwardFigures, Seeds] of float32
+	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
+	Histogram gpu.Ptr // [Seeds, KasminaBins] of uint32, or null
+	Workspace gpu.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
 	// Leave, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
 	// kept until then.
 	Leave *KasminaRecords
@@ -170,13 +170,13 @@ type KasminaForward struct {
 // at multiples of 16 bytes: then only what differs is written.
 type KasminaBackward struct {
 	KasminaLayer
-	DX, DWeights, DScales, G driver.Ptr
+	DX, DWeights, DScales, G gpu.Ptr
 	Clip                     bool // by the seeds' limits
 	Telemetry                bool
 	Reduction                KasminaReduction
-	Figures                  driver.Ptr // [KasminaBackwardFigures, Seeds] of float32
-	Bad, Clipped             driver.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
-	Workspace                driver.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
+	Figures                  gpu.Ptr // [KasminaBackwardFigures, Seeds] of float32
+	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
+	Workspace                gpu.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
 	// Leave, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
 	// Workspace and what the layer has beside X are to be kept until then.
 	Leave *KasminaParts
@@ -204,7 +204,7 @@ func (f KasminaFamily) String() string {
 
 // KasminaFamilies lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
 // arrays of the layer's shape that the pass takes count by their alignment.
-func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, others ...driver.Ptr) []KasminaFamily {
+func (k *Kernels) KasminaFamilies(l KasminaLayer, backward, telemetry bool, others ...gpu.Ptr) []KasminaFamily {
 	plain := []KasminaFamily{KasminaPlain}
 	d, n := l.State.Seeds*l.Chunk, vector(l.Type)
 	if l.Stability == KasminaStrict || !aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
@@ -268,12 +268,12 @@ func (l KasminaLayer) mode(telemetry bool) string {
 }
 
 // bytes is Layer of kasmina.cuh.
-func (l KasminaLayer) bytes(softmax driver.Ptr, clip bool) []byte {
+func (l KasminaLayer) bytes(softmax gpu.Ptr, clip bool) []byte {
 	large := float32(math.MaxFloat32)
 	if l.Stability == KasminaAdaptive {
 		large = 1e6
 	}
-	var limit driver.Ptr
+	var limit gpu.Ptr
 	if clip {
 		limit = l.State.field(4)
 	}
@@ -286,7 +286,7 @@ func (l KasminaLayer) bytes(softmax driver.Ptr, clip bool) []byte {
 // kasminaPass is a pass about to be launched.
 type kasminaPass struct {
 	*Kernels
-	driver.Stream
+	gpu.Stream
 	KasminaLayer
 	kasminaGrid
 	kasminaScratch
@@ -296,8 +296,8 @@ type kasminaPass struct {
 }
 
 // kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
-func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use kasminaUse, work driver.Ptr,
-	others ...driver.Ptr) (*kasminaPass, error) {
+func (k *Kernels) kasminaPass(s gpu.Stream, l KasminaLayer, suf string, use kasminaUse, work gpu.Ptr,
+	others ...gpu.Ptr) (*kasminaPass, error) {
 	unit, op := "kasmina", "forward"
 	if use.backward {
 		unit, op = "kasmina_backward", "backward"
@@ -332,15 +332,15 @@ func (k *Kernels) kasminaPass(s driver.Stream, l KasminaLayer, suf string, use k
 }
 
 // args begins the arguments of the pass's kernel: the layer, Share and two arrays.
-func (p *kasminaPass) args(y, x driver.Ptr) *driver.Args {
+func (p *kasminaPass) args(y, x gpu.Ptr) *gpu.Args {
 	return args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
 }
 
 // main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it, which it awaits, but for tiles
 // backward, where that gained nothing.
-func (p *kasminaPass) main(a *driver.Args) error {
-	return p.launch(p.Stream, p.unit, p.name, driver.LaunchConfig{
-		Grid:    driver.Dim{X: p.tiles, Y: p.rowParts()},
+func (p *kasminaPass) main(a *gpu.Args) error {
+	return p.launch(p.Stream, p.unit, p.name, gpu.LaunchConfig{
+		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
 		Block:   p.block(),
 		Shared:  p.shared(),
 		Overlap: (p.family != KasminaTile || !p.use.backward) && p.overlaps(),
@@ -357,21 +357,21 @@ func (p *kasminaPass) merging() int {
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
-func (p *kasminaPass) measureRows(name string, a *driver.Args, r KasminaReduction) error {
-	return p.launch(p.Stream, "kasmina_rows", name+p.suf, driver.LaunchConfig{
-		Grid:  driver.Dim{X: p.rows.tiles, Y: p.rows.blocks},
-		Block: driver.Dim{X: kasminaThreads},
+func (p *kasminaPass) measureRows(name string, a *gpu.Args, r KasminaReduction) error {
+	return p.launch(p.Stream, "kasmina_rows", name+p.suf, gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
+		Block: gpu.Dim{X: kasminaThreads},
 	}, a.Int32(p.rows.across).Int32(p.rows.lanes).Int32(int(r)))
 }
 
-func (p *kasminaPass) mergeRows(figures driver.Ptr, r KasminaReduction, count, norms int) error {
+func (p *kasminaPass) mergeRows(figures gpu.Ptr, r KasminaReduction, count, norms int) error {
 	a := args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
 	return p.launch(p.Stream, "kasmina_rows", "kasmina_rows_merge", line(ceilDiv(p.State.Seeds, 4), 128), a)
 }
 
 // KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
 // does that at once or it is left; a tiny one before them where a chunk is more than 32 threads'.
-func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
+func (k *Kernels) KasminaForward(s gpu.Stream, f KasminaForward) error {
 	if f.Leave != nil {
 		*f.Leave = KasminaRecords{}
 	}
@@ -406,21 +406,21 @@ func (k *Kernels) KasminaForward(s driver.Stream, f KasminaForward) error {
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
 }
 
-func (p *kasminaPass) histogram(bins driver.Ptr) error {
+func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 	if err := p.ctx.Memset32(bins, 0, KasminaBins*p.State.Seeds, p.Stream); err != nil {
 		return err
 	}
 	tiles := ceilDiv(p.State.Seeds*p.Chunk, 256)
-	return p.launch(p.Stream, "kasmina_rows", "kasmina_histogram"+p.suf, driver.LaunchConfig{
-		Grid:  driver.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.sms/tiles))},
-		Block: driver.Dim{X: 256},
+	return p.launch(p.Stream, "kasmina_rows", "kasmina_histogram"+p.suf, gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.sms/tiles))},
+		Block: gpu.Dim{X: 256},
 	}, args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
 
 // KasminaBackward launches a kernel for DX, sums over rows and records of figures, one that adds those up over the blocks,
 // unless the family does that at once, and one that adds them up over the seeds of a slot; these two unless that is left. Where
 // a chunk's threads are more than a warp, norms and clipping take one more pass over G.
-func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
+func (k *Kernels) KasminaBackward(s gpu.Stream, b KasminaBackward) error {
 	if b.Leave != nil {
 		*b.Leave = KasminaParts{}
 	}
@@ -429,8 +429,8 @@ func (k *Kernels) KasminaBackward(s driver.Stream, b KasminaBackward) error {
 		return err
 	}
 	if empty {
-		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, driver.Float32),
-			k.Fill(s, b.DScales, 0, b.State.Slots, driver.Float32))
+		return errors.Join(k.Fill(s, b.DWeights, 0, b.State.Slots*b.Chunk, gpu.Float32),
+			k.Fill(s, b.DScales, 0, b.State.Slots, gpu.Float32))
 	}
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
 	if use.inPlace && (!b.InPlace() || !aligned(b.X, b.G)) {

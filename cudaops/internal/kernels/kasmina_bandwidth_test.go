@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // largeKasmina is a layer for measuring, whose rows repeat.
@@ -86,9 +86,9 @@ func (r *kasminaRun) mergeOnly(backward bool) func() {
 	suf, err := suffix("", r.dtype)
 	r.must(err)
 	r.forwardFamily, r.backwardFamily = KasminaAuto, KasminaAuto
-	use, space, others := kasminaUse{telemetry: r.telemetry}, r.forwardSpace, []driver.Ptr{r.y.Ptr}
+	use, space, others := kasminaUse{telemetry: r.telemetry}, r.forwardSpace, []gpu.Ptr{r.y.Ptr}
 	if backward {
-		use, space, others = kasminaUse{true, r.telemetry, r.clip, false}, r.backwardSpace, []driver.Ptr{r.dx.Ptr, r.g.Ptr}
+		use, space, others = kasminaUse{true, r.telemetry, r.clip, false}, r.backwardSpace, []gpu.Ptr{r.dx.Ptr, r.g.Ptr}
 	}
 	p, err := r.kasminaPass(r.stream, r.layer, suf, use, space.Ptr, others...)
 	r.must(err)

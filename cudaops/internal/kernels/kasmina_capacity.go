@@ -6,13 +6,13 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // KasminaMixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a chunk. See
 // kasmina_capacity.cu for what is where.
 type KasminaMixing struct {
-	Ptr          driver.Ptr
+	Ptr          gpu.Ptr
 	Seeds, Slots int
 }
 
@@ -27,7 +27,7 @@ func (s KasminaSeed) Mixes() bool {
 
 // Encode writes the list's bytes. It fails, and names the seed, for a slot that does not exist.
 func (k KasminaMixing) Encode(dst []byte, seed func(i int) KasminaSeed) error {
-	words := driver.View[uint32](dst[:k.Bytes()])
+	words := gpu.View[uint32](dst[:k.Bytes()])
 	clear(words)
 	list, state := words[1:][:k.Seeds], words[1+k.Seeds:][:k.Seeds]
 	heads, order := words[1+2*k.Seeds:][:k.Slots+1], words[1+2*k.Seeds+k.Slots+1:]
@@ -67,7 +67,7 @@ func (k KasminaMixing) Encode(dst []byte, seed func(i int) KasminaSeed) error {
 type KasminaWide struct {
 	Mixing    KasminaMixing
 	Width     int
-	Workspace driver.Ptr // of [Kernels.KasminaWideWorkspace] bytes
+	Workspace gpu.Ptr // of [Kernels.KasminaWideWorkspace] bytes
 }
 
 // What kasmina_capacity.cu is written with, and how much memory it gets.
@@ -129,9 +129,9 @@ func (g mixGrid) name(kernel, suffix string) string {
 }
 
 // mixScratch is the workspace of a pass.
-type mixScratch struct{ narrow, dweights, dscales, partial, partialScales driver.Ptr }
+type mixScratch struct{ narrow, dweights, dscales, partial, partialScales gpu.Ptr }
 
-func (g mixGrid) scratch(l KasminaLayer, at driver.Ptr, backward bool) (s mixScratch, bytes int) {
+func (g mixGrid) scratch(l KasminaLayer, at gpu.Ptr, backward bool) (s mixScratch, bytes int) {
 	c := carve{at}
 	s.narrow = c.take(4 * l.State.Slots * l.Chunk)
 	if backward {
@@ -152,7 +152,7 @@ func (k *Kernels) KasminaWideWorkspace(l KasminaLayer, w KasminaWide, backward b
 func mixArrays(backward bool) int { return 1 + int(bit(backward)) }
 
 // KasminaWideForward is KasminaForward for a layer with wide slots.
-func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w KasminaWide) error {
+func (k *Kernels) KasminaWideForward(s gpu.Stream, f KasminaForward, w KasminaWide) error {
 	suf, empty, err := f.checkWide("KasminaWideForward", f.Reduction, w)
 	if empty || err != nil {
 		return err
@@ -172,7 +172,7 @@ func (k *Kernels) KasminaWideForward(s driver.Stream, f KasminaForward, w Kasmin
 }
 
 // KasminaWideBackward is KasminaBackward for a layer with wide slots. DX must not be G.
-func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w KasminaWide) error {
+func (k *Kernels) KasminaWideBackward(s gpu.Stream, b KasminaBackward, w KasminaWide) error {
 	if b.Leave != nil { // what follows needs the gradients
 		*b.Leave, b.Leave = KasminaParts{}, nil
 	}
@@ -205,9 +205,9 @@ func (k *Kernels) KasminaWideBackward(s driver.Stream, b KasminaBackward, w Kasm
 			return err
 		}
 	}
-	return k.launch(s, mixUnit, "kasmina_mix_slots", driver.LaunchConfig{
-		Grid:  driver.Dim{X: b.State.Slots, Y: ceilDiv(w.Width, mixThreads)},
-		Block: driver.Dim{X: mixThreads},
+	return k.launch(s, mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: b.State.Slots, Y: ceilDiv(w.Width, mixThreads)},
+		Block: gpu.Dim{X: mixThreads},
 	}, args().Struct(layer, 8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(scratch.partial).Ptr(scratch.partialScales))
 }
 
@@ -222,14 +222,14 @@ func (l KasminaLayer) checkWide(op string, r KasminaReduction, w KasminaWide) (s
 }
 
 // narrow copies the weights that kinds use which have as many as a chunk has columns.
-func (k *Kernels) narrow(s driver.Stream, l KasminaLayer, wide driver.Ptr, width int) error {
+func (k *Kernels) narrow(s gpu.Stream, l KasminaLayer, wide gpu.Ptr, width int) error {
 	n := l.State.Slots * l.Chunk
 	a := args().Ptr(l.Weights).Ptr(wide).Int64(int64(n)).Int32(l.Chunk).Int32(width)
 	return k.launch(s, mixUnit, "kasmina_narrow", line(min(ceilDiv(n, mixThreads), 8*k.sms), mixThreads), a)
 }
 
 // mix launches a kernel whose blocks take seeds and parts of the rows in turn.
-func (k *Kernels) mix(s driver.Stream, name string, g mixGrid, a *driver.Args) error {
+func (k *Kernels) mix(s gpu.Stream, name string, g mixGrid, a *gpu.Args) error {
 	blocks, err := k.resident(mixUnit, name, mixThreads, g.shared)
 	if err != nil {
 		return err
@@ -240,12 +240,12 @@ func (k *Kernels) mix(s driver.Stream, name string, g mixGrid, a *driver.Args) e
 }
 
 // bytes is Mixing of kasmina_capacity.cu.
-func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights driver.Ptr, vectors, clip bool) []byte {
+func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights gpu.Ptr, vectors, clip bool) []byte {
 	large := float32(math.Inf(1))
 	if l.Stability == KasminaAdaptive {
 		large = mixLarge
 	}
-	var limit driver.Ptr
+	var limit gpu.Ptr
 	if clip {
 		limit = l.State.field(4)
 	}

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // widen uploads the list of the seeds that mix, and makes room for the passes of wide slots.
@@ -35,7 +35,7 @@ func (r *kasminaRun) spread() {
 	for i, v := range r.weights {
 		raw[i] = float32(v)
 	}
-	r.must(r.ctx.CopyToDevice(r.layer.Weights, driver.Bytes(raw), r.stream))
+	r.must(r.ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(raw), r.stream))
 }
 
 // TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden features and some weights
@@ -70,7 +70,7 @@ func TestKasminaCapacity(t *testing.T) {
 // blueprints of NaN: at α = 0 they have no part in anything.
 func TestKasminaCapacityExtremes(t *testing.T) {
 	g := newRig(t)
-	for _, dt := range []driver.DType{f32, bf16} {
+	for _, dt := range []gpu.DType{f32, bf16} {
 		for _, chunk := range []int{4, 16, 5} {
 			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk, dtype: dt, stability: KasminaAdaptive, telemetry: true,
 				deviation: 1}
@@ -90,7 +90,7 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 				for i := range spoiled {
 					spoiled[i] = float32(math.NaN())
 				}
-				g.must(g.ctx.CopyToDevice(r.layer.Weights, driver.Bytes(spoiled), g.stream))
+				g.must(g.ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(spoiled), g.stream))
 				r.refer()
 				r.launchForward()
 				r.launchBackward()
@@ -122,7 +122,7 @@ func TestKasminaMixing(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	words := driver.View[uint32](raw)
+	words := gpu.View[uint32](raw)
 	if want := []uint32{4, 1, 4, 5, 6, 0, 0, 0}; !slices.Equal(words[:8], want) {
 		t.Errorf("the list is %v, want %v", words[:8], want)
 	}

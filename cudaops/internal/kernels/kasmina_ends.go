@@ -3,7 +3,7 @@ package kernels
 import (
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // kasminaEndsMost is how many passes one launch serves, AllLeft of the kernels.
@@ -11,7 +11,7 @@ const kasminaEndsMost = 32
 
 // KasminaRecords is what a forward pass leaves of Figures: records [Parts, Units] of its blocks. The zero value is nothing.
 type KasminaRecords struct {
-	Figures, Records    driver.Ptr
+	Figures, Records    gpu.Ptr
 	Parts, Units, Seeds int
 	Share               int // threads that merge those of a seed
 	Eps                 float64
@@ -26,7 +26,7 @@ func (p *kasminaPass) left(f KasminaForward) KasminaRecords {
 }
 
 // MergeKasminaRecords makes figures of what forward passes have left, in one launch for up to 32 of them.
-func (k *Kernels) MergeKasminaRecords(s driver.Stream, left []KasminaRecords) error {
+func (k *Kernels) MergeKasminaRecords(s gpu.Stream, left []KasminaRecords) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(r KasminaRecords) bool { return r.Seeds == 0 })
 	for some := range slices.Chunk(left, kasminaEndsMost) {
 		a, across := args(), 0
@@ -34,7 +34,7 @@ func (k *Kernels) MergeKasminaRecords(s driver.Stream, left []KasminaRecords) er
 			a.Ptr(r.Figures).Ptr(r.Records).Int32(r.Parts).Int32(r.Units).Int32(r.Seeds).Int32(r.Share).Float32(float32(r.Eps)).Int32(0)
 			across = max(across, kasminaMergers(r.Seeds, r.Share))
 		}
-		err := k.kasminaEnd(s, "kasmina", "kasmina_merge", driver.Dim{X: across, Y: len(some)}, driver.Dim{X: kasminaMergeThreads}, a, len(some))
+		err := k.kasminaEnd(s, "kasmina", "kasmina_merge", gpu.Dim{X: across, Y: len(some)}, gpu.Dim{X: kasminaMergeThreads}, a, len(some))
 		if err != nil {
 			return err
 		}
@@ -46,17 +46,17 @@ func (k *Kernels) MergeKasminaRecords(s driver.Stream, left []KasminaRecords) er
 func kasminaMergers(seeds, share int) int { return ceilDiv(seeds, kasminaMergeThreads/share) }
 
 // kasminaEnd launches a kernel for the ends of n passes, which awaits the kernel before it by itself, where GPUs can do that.
-func (k *Kernels) kasminaEnd(s driver.Stream, unit, name string, grid, block driver.Dim, a *driver.Args, n int) error {
-	return k.launch(s, unit, name, driver.LaunchConfig{Grid: grid, Block: block, Overlap: k.overlaps()}, table(a, n, kasminaEndsMost))
+func (k *Kernels) kasminaEnd(s gpu.Stream, unit, name string, grid, block gpu.Dim, a *gpu.Args, n int) error {
+	return k.launch(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: k.overlaps()}, table(a, n, kasminaEndsMost))
 }
 
 // KasminaParts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and Records of its Parts blocks, the
 // former to be added up in Total. The zero value is nothing.
 type KasminaParts struct {
 	Layer             KasminaLayer
-	DWeights, DScales driver.Ptr
-	Sums, Total       driver.Ptr // Sums are null where Total is there
-	Figures, Records  driver.Ptr // null where nothing is measured
+	DWeights, DScales gpu.Ptr
+	Sums, Total       gpu.Ptr // Sums are null where Total is there
+	Figures, Records  gpu.Ptr // null where nothing is measured
 	Parts, Units      int
 	Share             int  // threads that merge the records of a seed
 	Norms             bool // are in the records
@@ -76,7 +76,7 @@ func (p *kasminaPass) parts(b KasminaBackward) KasminaParts {
 }
 
 // AddKasminaParts makes gradients and figures of what backward passes have left, in two launches for up to 32 of them.
-func (k *Kernels) AddKasminaParts(s driver.Stream, left []KasminaParts) error {
+func (k *Kernels) AddKasminaParts(s gpu.Stream, left []KasminaParts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p KasminaParts) bool { return p.Units == 0 })
 	for some := range slices.Chunk(left, kasminaEndsMost) {
 		if err := k.gatherKasmina(s, some); err != nil {
@@ -90,7 +90,7 @@ func (k *Kernels) AddKasminaParts(s driver.Stream, left []KasminaParts) error {
 }
 
 // gatherKasmina adds up sums and merges records over the blocks.
-func (k *Kernels) gatherKasmina(s driver.Stream, left []KasminaParts) error {
+func (k *Kernels) gatherKasmina(s gpu.Stream, left []KasminaParts) error {
 	a, n, across := args(), 0, 0
 	for _, p := range left {
 		if p.Sums == 0 {
@@ -109,12 +109,12 @@ func (k *Kernels) gatherKasmina(s driver.Stream, left []KasminaParts) error {
 	if n == 0 {
 		return nil
 	}
-	return k.kasminaEnd(s, "kasmina_backward", "kasmina_gather", driver.Dim{X: across, Y: n}, driver.Dim{X: kasminaMergeThreads}, a, n)
+	return k.kasminaEnd(s, "kasmina_backward", "kasmina_gather", gpu.Dim{X: across, Y: n}, gpu.Dim{X: kasminaMergeThreads}, a, n)
 }
 
 // kasminaSlots adds up over the seeds of slots.
-func (k *Kernels) kasminaSlots(s driver.Stream, left []KasminaParts) error {
-	var grid driver.Dim
+func (k *Kernels) kasminaSlots(s gpu.Stream, left []KasminaParts) error {
+	var grid gpu.Dim
 	a, most := args(), 0
 	for _, p := range left {
 		st := p.Layer.State
@@ -124,5 +124,5 @@ func (k *Kernels) kasminaSlots(s driver.Stream, left []KasminaParts) error {
 		grid.X, grid.Y, most = max(grid.X, st.Slots), max(grid.Y, ceilDiv(p.Layer.Chunk, 32)), max(most, down)
 	}
 	grid.Z = len(left)
-	return k.kasminaEnd(s, "kasmina_backward", "kasmina_slots", grid, driver.Dim{X: 32, Y: most}, a, len(left))
+	return k.kasminaEnd(s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a, len(left))
 }

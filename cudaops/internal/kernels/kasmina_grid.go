@@ -3,7 +3,7 @@ package kernels
 import (
 	"math/bits"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
@@ -99,11 +99,11 @@ func (g kasminaGrid) share() []byte {
 }
 
 // block is the threads of a block.
-func (g kasminaGrid) block() driver.Dim {
+func (g kasminaGrid) block() gpu.Dim {
 	if g.chunks > 0 {
-		return driver.Dim{X: 32, Y: kasminaThreads / 32}
+		return gpu.Dim{X: 32, Y: kasminaThreads / 32}
 	}
-	return driver.Dim{X: g.across, Y: g.down}
+	return gpu.Dim{X: g.across, Y: g.down}
 }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
@@ -225,9 +225,9 @@ func (g *kasminaGrid) acrossOf(threads, batches int) int {
 func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
 
 // carve hands out pieces of a workspace.
-type carve struct{ at driver.Ptr }
+type carve struct{ at gpu.Ptr }
 
-func (c *carve) take(bytes int) driver.Ptr {
+func (c *carve) take(bytes int) gpu.Ptr {
 	p := c.at
 	c.at = c.at.Offset((bytes + 255) / 256 * 256)
 	return p
@@ -235,11 +235,11 @@ func (c *carve) take(bytes int) driver.Ptr {
 
 // kasminaScratch is the workspace of a pass; what it does not need is null.
 type kasminaScratch struct {
-	gates, records, partial, sums, total, scale driver.Ptr
+	gates, records, partial, sums, total, scale gpu.Ptr
 	bytes                                       int
 }
 
-func (g kasminaGrid) scratch(l KasminaLayer, at driver.Ptr) (s kasminaScratch) {
+func (g kasminaGrid) scratch(l KasminaLayer, at gpu.Ptr) (s kasminaScratch) {
 	c := carve{at}
 	if g.prepares(l) {
 		s.gates = c.take(8 * l.State.Slots)

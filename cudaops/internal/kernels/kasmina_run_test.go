@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -16,7 +16,7 @@ import (
 type kasminaCase struct {
 	rows, seeds, chunk, slots int
 	width                     int // of slots that are wider than chunks, else 0
-	dtype                     driver.DType
+	dtype                     gpu.DType
 	stability                 KasminaStability
 	reduction                 KasminaReduction
 	clip, telemetry           bool
@@ -141,7 +141,7 @@ func (g *rig) newKasmina(c kasminaCase, spoil func(i int, v float64) float64) *k
 	return r
 }
 
-func (r *kasminaRun) count(i int) driver.Ptr { return r.counts.Offset(4 * i * r.seeds) }
+func (r *kasminaRun) count(i int) gpu.Ptr { return r.counts.Offset(4 * i * r.seeds) }
 
 // in is the layer in a family.
 func (r *kasminaRun) in(f KasminaFamily) KasminaLayer {

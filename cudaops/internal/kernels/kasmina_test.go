@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
@@ -209,7 +209,7 @@ func TestKasminaForeignKinds(t *testing.T) {
 						r.states[s].Slot = slotOfNone
 					}
 				}
-				g.must(g.ctx.CopyToDevice(r.layer.State.Ptr, driver.Bytes(words), g.stream))
+				g.must(g.ctx.CopyToDevice(r.layer.State.Ptr, gpu.Bytes(words), g.stream))
 				r.check()
 			})
 		}
@@ -272,7 +272,7 @@ func TestKasminaExtremes(t *testing.T) {
 		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
 			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: KasminaAdaptive, telemetry: true,
 				from: g.rand.IntN(44), deviation: 1}
-			large := map[driver.DType]float64{f32: 1e15, bf16: 1e15, f16: 4e3}[dt]
+			large := map[gpu.DType]float64{f32: 1e15, bf16: 1e15, f16: 4e3}[dt]
 			g.scope(fmt.Sprintf("large %v", c), func(g *rig) {
 				g.newKasmina(c, func(i int, v float64) float64 {
 					if i%29 == 0 {
@@ -342,7 +342,7 @@ func TestKasminaState(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	words := driver.View[uint32](raw)
+	words := gpu.View[uint32](raw)
 	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0}; !slices.Equal(words[:5], want) {
 		t.Errorf("words are %x, want %x", words[:5], want)
 	}
@@ -363,7 +363,7 @@ func TestKasminaRefusals(t *testing.T) {
 	g := newRig(t)
 	l := KasminaLayer{Rows: 1, Chunk: 4, State: KasminaState{Seeds: 1, Slots: 2}, Type: f32}
 	for what, change := range map[string]func(*KasminaForward){
-		"type":         func(f *KasminaForward) { f.Type = driver.Float8E4M3 },
+		"type":         func(f *KasminaForward) { f.Type = gpu.Float8E4M3 },
 		"size":         func(f *KasminaForward) { f.Rows = -1 },
 		"columns":      func(f *KasminaForward) { f.Chunk = 1 << 30 },
 		"stability":    func(f *KasminaForward) { f.Stability = 3 },

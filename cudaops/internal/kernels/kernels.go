@@ -12,17 +12,17 @@ import (
 	"math"
 	"sync"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/kernels"
 )
 
 // Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
 type Kernels struct {
-	ctx driver.Context
+	ctx gpu.Context
 	sms int
 
 	mu      sync.Mutex
-	modules map[string]driver.Module // by unit; a unit is loaded when its first kernel is asked for
+	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is asked for
 	kernels map[key]*kernel
 	// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
 	sections map[sectionKey]int
@@ -32,14 +32,14 @@ type key struct{ unit, name string }
 
 // kernel is a function, and what launching it needs to know.
 type kernel struct {
-	*driver.Function
+	*gpu.Function
 	shared   int            // the dynamic shared memory that it may have
 	resident map[[2]int]int // blocks or clusters on the whole GPU at once, by threads and shared memory
 }
 
 // New returns the kernels for a context.
-func New(ctx driver.Context) *Kernels {
-	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]driver.Module{}, kernels: map[key]*kernel{},
+func New(ctx gpu.Context) *Kernels {
+	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]gpu.Module{}, kernels: map[key]*kernel{},
 		sections: map[sectionKey]int{}}
 }
 
@@ -77,7 +77,7 @@ func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
 		k.kernels[key{unit, name}] = f
 	}
 	if shared > f.shared {
-		if err := k.ctx.SetFunctionAttribute(f.Function, driver.MaxDynamicShared, shared); err != nil {
+		if err := k.ctx.SetFunctionAttribute(f.Function, gpu.MaxDynamicShared, shared); err != nil {
 			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared, err)
 		}
 		f.shared = shared
@@ -86,7 +86,7 @@ func (k *Kernels) kernel(unit, name string, shared int) (*kernel, error) {
 }
 
 // module loads a unit, unless it is loaded. The caller holds the lock.
-func (k *Kernels) module(unit string) (driver.Module, error) {
+func (k *Kernels) module(unit string) (gpu.Module, error) {
 	if m, ok := k.modules[unit]; ok {
 		return m, nil
 	}
@@ -104,7 +104,7 @@ func (k *Kernels) module(unit string) (driver.Module, error) {
 }
 
 // launch enqueues a kernel.
-func (k *Kernels) launch(s driver.Stream, unit, name string, c driver.LaunchConfig, a *driver.Args) error {
+func (k *Kernels) launch(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gpu.Args) error {
 	f, err := k.kernel(unit, name, c.Shared)
 	if err != nil {
 		return err
@@ -112,9 +112,9 @@ func (k *Kernels) launch(s driver.Stream, unit, name string, c driver.LaunchConf
 	return k.ctx.Launch(f.Function, c, s, a)
 }
 
-// poison fills with NaN what the copy engine is about to store for a kernel, where driver.Poison asks for that.
-func (k *Kernels) poison(s driver.Stream, p driver.Ptr, bytes int) error {
-	if !driver.Poison {
+// poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks for that.
+func (k *Kernels) poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
+	if !gpu.Poison {
 		return nil
 	}
 	return k.ctx.Memset8(p, 0xff, bytes, s)
@@ -140,7 +140,7 @@ func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) 
 }
 
 // clusters is how many clusters of a launch run at once on the whole GPU.
-func (k *Kernels) clusters(unit, name string, c driver.LaunchConfig) (int, error) {
+func (k *Kernels) clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 	f, err := k.kernel(unit, name, c.Shared)
 	if err != nil {
 		return 0, err
@@ -166,15 +166,15 @@ func (k *Kernels) overlaps() bool {
 }
 
 // line is a one-dimensional launch.
-func line(blocks, threads int) driver.LaunchConfig {
-	return driver.LaunchConfig{Grid: driver.Dim{X: blocks}, Block: driver.Dim{X: threads}}
+func line(blocks, threads int) gpu.LaunchConfig {
+	return gpu.LaunchConfig{Grid: gpu.Dim{X: blocks}, Block: gpu.Dim{X: threads}}
 }
 
 // vector is how many elements fill 16 bytes.
-func vector(t driver.DType) int { return 16 / t.Size() }
+func vector(t gpu.DType) int { return 16 / t.Size() }
 
 // aligned reports whether all addresses are multiples of 16; null is.
-func aligned(ps ...driver.Ptr) bool {
+func aligned(ps ...gpu.Ptr) bool {
 	for _, p := range ps {
 		if p%16 != 0 {
 			return false
@@ -184,19 +184,19 @@ func aligned(ps ...driver.Ptr) bool {
 }
 
 // packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
-func packed(t driver.DType, n int, ps ...driver.Ptr) bool { return n%vector(t) == 0 && aligned(ps...) }
+func packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%vector(t) == 0 && aligned(ps...) }
 
 // rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
 func rowThreads(d int) int { return min(512, ceilDiv(d, 32)*32) }
 
 // longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does: whole warps, at most 512, with
 // four accesses each where the row is short.
-func longRowThreads(n int, t driver.DType) int { return min(512, ceilDiv(n, 4*32*vector(t))*32) }
+func longRowThreads(n int, t gpu.DType) int { return min(512, ceilDiv(n, 4*32*vector(t))*32) }
 
-func args() *driver.Args { return new(driver.Args) }
+func args() *gpu.Args { return new(gpu.Args) }
 
 // table is one argument that holds n structures, which a are the fields of, with room for most of them.
-func table(a *driver.Args, n, most int) *driver.Args {
+func table(a *gpu.Args, n, most int) *gpu.Args {
 	b := a.Packed()
 	return args().Struct(append(b, make([]byte, len(b)/n*(most-n))...), 8)
 }
@@ -204,13 +204,13 @@ func table(a *driver.Args, n, most int) *driver.Args {
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 // suffix is how the kernels of a storage type end.
-func suffix(op string, t driver.DType) (string, error) {
+func suffix(op string, t gpu.DType) (string, error) {
 	switch t {
-	case driver.Float32:
+	case gpu.Float32:
 		return "_f32", nil
-	case driver.Float16:
+	case gpu.Float16:
 		return "_f16", nil
-	case driver.BFloat16:
+	case gpu.BFloat16:
 		return "_bf16", nil
 	}
 	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16", op, t)

@@ -6,7 +6,7 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index below Dims,
@@ -16,7 +16,7 @@ import (
 // Strides count elements. That is transposition and permutation, taking a slice, writing a part of a concatenation, and with
 // an x stride of 0 repetition. There may be at most six dimensions, once those that lie one behind the other are merged.
 type Copy struct {
-	Y, X                     driver.Ptr
+	Y, X                     gpu.Ptr
 	Dims, YStrides, XStrides []int
 	Size                     int
 }
@@ -35,7 +35,7 @@ func copyTile(size int) int {
 type layout struct{ n, y, x int }
 
 // Copy launches one kernel, or several for more than 2³¹ elements, or a plain copy where both sides have no gaps.
-func (k *Kernels) Copy(s driver.Stream, a Copy) error {
+func (k *Kernels) Copy(s gpu.Stream, a Copy) error {
 	dims, err := a.merged()
 	if err != nil || dims == nil {
 		return err
@@ -44,7 +44,7 @@ func (k *Kernels) Copy(s driver.Stream, a Copy) error {
 		return k.ctx.CopyOnDevice(a.Y, a.X, last.n*a.Size, s)
 	}
 	if tiles, l, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
-		c := driver.LaunchConfig{Grid: tiles, Block: driver.Dim{X: 32, Y: 8}}
+		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
 		return k.launch(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
 	}
 	total := 1
@@ -61,7 +61,7 @@ func (k *Kernels) Copy(s driver.Stream, a Copy) error {
 }
 
 // halves copies one half of the outermost dimension after the other.
-func (k *Kernels) halves(s driver.Stream, a Copy, dims []layout) error {
+func (k *Kernels) halves(s gpu.Stream, a Copy, dims []layout) error {
 	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
 	for _, d := range dims {
 		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n), append(half.YStrides, d.y), append(half.XStrides, d.x)
@@ -136,11 +136,11 @@ func (a Copy) widen(dims []layout) int {
 
 // transposition finds the two dimensions that are innermost on either side, if they differ, and puts them last: that of x,
 // then that of y. It returns the grid of tiles, whose edge is given, and the layout.
-func transposition(dims []layout, tile int) (driver.Dim, []byte, bool) {
+func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
-		return driver.Dim{}, nil, false
+		return gpu.Dim{}, nil, false
 	}
 	others := 1
 	var order []layout
@@ -150,9 +150,9 @@ func transposition(dims []layout, tile int) (driver.Dim, []byte, bool) {
 			others *= d.n
 		}
 	}
-	tiles := driver.Dim{X: ceilDiv(dims[iy].n, tile), Y: ceilDiv(dims[ix].n, tile), Z: others}
+	tiles := gpu.Dim{X: ceilDiv(dims[iy].n, tile), Y: ceilDiv(dims[ix].n, tile), Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
-		return driver.Dim{}, nil, false
+		return gpu.Dim{}, nil, false
 	}
 	return tiles, encodeLayout(append(order, dims[ix], dims[iy])), true
 }

@@ -1,6 +1,6 @@
 package kernels
 
-import "github.com/kasmina-go/kasmina/cudaops/internal/driver"
+import "github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 
 // NewtonSchulz is Muon's iteration, of X normalised, where products are known to be symmetric:
 //
@@ -17,11 +17,11 @@ import "github.com/kasmina-go/kasmina/cudaops/internal/driver"
 //
 // Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight times as coarse.
 type NewtonSchulz struct {
-	X                    [2]driver.Ptr // Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
-	Squares              [4]driver.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
+	X                    [2]gpu.Ptr // Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
+	Squares              [4]gpu.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
 	Rows, Columns, Batch int
 	Steps, Together      int
-	Type                 driver.DType
+	Type                 gpu.DType
 }
 
 // The coefficients of the iteration's polynomial.
@@ -56,11 +56,11 @@ func NewtonSchulzTogether(rows, columns int) int {
 func (a NewtonSchulz) Segments() int { return ceilDiv(a.Steps, a.Together) }
 
 // Result is where the last X is.
-func (a NewtonSchulz) Result() driver.Ptr { return a.X[a.Segments()%2] }
+func (a NewtonSchulz) Result() gpu.Ptr { return a.X[a.Segments()%2] }
 
 // Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
-func (a NewtonSchulz) Run(symmetric func(Symmetric) error, apply func(y, q, x driver.Ptr) error) error {
-	square := func(d, left, right, c driver.Ptr, alpha, beta, delta float32) error {
+func (a NewtonSchulz) Run(symmetric func(Symmetric) error, apply func(y, q, x gpu.Ptr) error) error {
+	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float32) error {
 		return symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha, Beta: beta, Delta: delta,
 			SymmetricShape: a.square(), Type: a.Type})
 	}

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -26,9 +26,9 @@ func TestNewtonSchulzRun(t *testing.T) {
 				want := make([]float64, len(x))
 				cpu.NewtonSchulz(want, x, rows, columns, steps)
 				cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
-				a := NewtonSchulz{X: [2]driver.Ptr{1, 2}, Squares: [4]driver.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
+				a := NewtonSchulz{X: [2]gpu.Ptr{1, 2}, Squares: [4]gpu.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
 					Steps: steps, Together: together}
-				memory := map[driver.Ptr][]float64{1: x, 2: make([]float64, len(x))}
+				memory := map[gpu.Ptr][]float64{1: x, 2: make([]float64, len(x))}
 				for _, p := range a.Squares {
 					memory[p] = make([]float64, n*n)
 				}
@@ -53,7 +53,7 @@ func TestNewtonSchulzRun(t *testing.T) {
 						d[i*n+i] += float64(p.Delta)
 					}
 					return nil
-				}, func(y, q, x driver.Ptr) error {
+				}, func(y, q, x gpu.Ptr) error {
 					applied++
 					if rows > columns {
 						cpu.Gemm(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
@@ -74,27 +74,27 @@ func TestNewtonSchulzRun(t *testing.T) {
 }
 
 // planned is what computes a product by the fastest of cuBLASLt's ways, timed with the given matrices.
-func (g *rig) planned(spec driver.MatmulSpec, a, b, d driver.Ptr) func(driver.MatmulArgs) error {
+func (g *rig) planned(spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.MatmulArgs) error {
 	g.Helper()
 	plan, way, space := g.fastestWay(spec, a, b, d)
-	return func(a driver.MatmulArgs) error {
+	return func(a gpu.MatmulArgs) error {
 		a.Workspace, a.WorkspaceSize = space, productSpace
 		return plan.Run(way, a, g.stream)
 	}
 }
 
 // applied is the product with X that NewtonSchulz wants, plus beta·x.
-func (g *rig) applied(a NewtonSchulz, beta float32) func(y, q, x driver.Ptr) error {
+func (g *rig) applied(a NewtonSchulz, beta float32) func(y, q, x gpu.Ptr) error {
 	g.Helper()
 	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
-	spec := driver.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
+	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
 	first, second := a.Squares[0], a.X[0]
 	if tall {
 		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
 	}
 	run := g.planned(spec, first, second, a.X[1])
-	return func(y, q, x driver.Ptr) error {
-		args := driver.MatmulArgs{Alpha: 1, Beta: beta, A: q, B: x, C: x, D: y}
+	return func(y, q, x gpu.Ptr) error {
+		args := gpu.MatmulArgs{Alpha: 1, Beta: beta, A: q, B: x, C: x, D: y}
 		if tall {
 			args.A, args.B = x, q
 		}
@@ -107,16 +107,16 @@ func (g *rig) byProducts(a NewtonSchulz) func() {
 	g.Helper()
 	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
 	x, y, gram, poly := a.X[0], a.X[1], a.Squares[0], a.Squares[1]
-	spec := driver.MatmulSpec{M: n, N: n, K: size / n, TransA: tall, TransB: !tall, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: size,
+	spec := gpu.MatmulSpec{M: n, N: n, K: size / n, TransA: tall, TransB: !tall, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: size,
 		StrideB: size, StrideD: n * n}
 	outer := g.planned(spec, x, x, gram)
-	spec = driver.MatmulSpec{M: n, N: n, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: n * n, StrideD: n * n}
+	spec = gpu.MatmulSpec{M: n, N: n, K: n, A: f16, B: f16, D: f16, Batch: a.Batch, StrideA: n * n, StrideB: n * n, StrideD: n * n}
 	square, apply := g.planned(spec, gram, gram, poly), g.applied(a, SchulzA)
 	return func() {
 		from, to := x, y
 		for range a.Steps {
-			g.must(outer(driver.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}))
-			g.must(square(driver.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: gram, B: gram, C: gram, D: poly}))
+			g.must(outer(gpu.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}))
+			g.must(square(gpu.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: gram, B: gram, C: gram, D: poly}))
 			g.must(apply(to, poly, from))
 			from, to = to, from
 		}
@@ -148,7 +148,7 @@ func TestNewtonSchulz(t *testing.T) {
 				for together := 1; together <= min(3, steps); together++ {
 					a := NewtonSchulz{Rows: rows, Columns: columns, Batch: batch, Steps: steps, Together: together, Type: f16}
 					ends := [2]*buffer{g.alloc(batch*size, f16, 0), g.alloc(batch*size, f16, 0)}
-					a.X = [2]driver.Ptr{ends[0].Ptr, ends[1].Ptr}
+					a.X = [2]gpu.Ptr{ends[0].Ptr, ends[1].Ptr}
 					var bits []float64
 					for i := range a.Squares {
 						a.Squares[i] = g.alloc(batch*n*n, f16, 0).Ptr

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strconv"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
@@ -17,11 +17,11 @@ import (
 // Rows are taken from the last to the first, as most kernels write the last ones last, and the cache still holds these. Ascending
 // is for an X whose first rows were written last.
 type RMSNorm struct {
-	Y, Rstd, Sum, X, Residual, W driver.Ptr
+	Y, Rstd, Sum, X, Residual, W gpu.Ptr
 	Rows, D                      int
 	Eps                          float64
-	Type                         driver.DType
-	Y8, Scale8                   driver.Ptr
+	Type                         gpu.DType
+	Y8, Scale8                   gpu.Ptr
 	Ascending                    bool
 	Way                          Way
 }
@@ -77,7 +77,7 @@ func (k *Kernels) RMSNormWays(a RMSNorm) (ways []Way, err error) {
 }
 
 // RMSNorm launches one kernel, or a second one for Y8 where a row is a block's.
-func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
+func (k *Kernels) RMSNorm(s gpu.Stream, a RMSNorm) error {
 	suf, err := suffix("RMSNorm", a.Type)
 	if err != nil {
 		return err
@@ -117,7 +117,7 @@ func (k *Kernels) RMSNorm(s driver.Stream, a RMSNorm) error {
 	if a.Residual != 0 {
 		name = "rmsnorm_add_" + w.Family + suf
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.Rows, w.Size)}, Block: driver.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(a.Rows, w.Size)}, Block: gpu.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
 	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(bit(a.Ascending)))
 	return k.launch(s, "norm", name, c, l)
 }
@@ -127,10 +127,10 @@ const walkStages = 3
 
 // walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
 // takes the arguments and the GPU has room for so many rows.
-func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c driver.LaunchConfig, fits bool, err error) {
+func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig, fits bool, err error) {
 	across := ceilDiv(a.D, 32*vector(a.Type)) * 32
 	down := max(1, 512/across)
-	c = driver.LaunchConfig{Block: driver.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
+	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
 		c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
@@ -148,7 +148,7 @@ const ownStages = 2
 
 // own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of two, and what the kernel is called
 // behind rmsnorm_backward, if it takes the arguments and the GPU has room for so many rows.
-func (k *Kernels) own(a RMSNormBackward) (name string, c driver.LaunchConfig, fits bool) {
+func (k *Kernels) own(a RMSNormBackward) (name string, c gpu.LaunchConfig, fits bool) {
 	packs, across := ceilDiv(a.D, 32*vector(a.Type)), 1
 	name = "_own"
 	if packs > 4 {
@@ -164,8 +164,8 @@ func (k *Kernels) own(a RMSNormBackward) (name string, c driver.LaunchConfig, fi
 		return name, c, false
 	}
 	down := warps / across
-	return name + strconv.Itoa(packs), driver.LaunchConfig{Grid: driver.Dim{X: min(k.sms, ceilDiv(a.Rows, down))},
-		Block: driver.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
+	return name + strconv.Itoa(packs), gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.sms, ceilDiv(a.Rows, down))},
+		Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -180,27 +180,27 @@ func (k *Kernels) own(a RMSNormBackward) (name string, c driver.LaunchConfig, fi
 // Where Leave is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
 // until then.
 type RMSNormBackward struct {
-	DX, DW, G, X, W, Rstd, Add driver.Ptr
+	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
-	Type, DWType               driver.DType
-	Workspace                  driver.Ptr
-	DX8, Scale8                driver.Ptr
+	Type, DWType               gpu.DType
+	Workspace                  gpu.Ptr
+	DX8, Scale8                gpu.Ptr
 	Leave                      *RMSNormParts
 	Way                        Way
 }
 
 // RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32. Without D it is nothing.
 type RMSNormParts struct {
-	DW, Partial driver.Ptr
+	DW, Partial gpu.Ptr
 	Parts, D    int
-	Type        driver.DType // of DW
+	Type        gpu.DType // of DW
 }
 
 // rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
 const rmsNormPartsMost = 64
 
 // AddRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
-func (k *Kernels) AddRMSNormParts(s driver.Stream, left []RMSNormParts) error {
+func (k *Kernels) AddRMSNormParts(s gpu.Stream, left []RMSNormParts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
 	for len(left) > 0 {
 		t := left[0].Type
@@ -215,7 +215,7 @@ func (k *Kernels) AddRMSNormParts(s driver.Stream, left []RMSNormParts) error {
 			d = max(d, p.D)
 		}
 		left = left[n:]
-		c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(d, 32), Y: n}, Block: driver.Dim{X: 32, Y: 32}, Overlap: k.overlaps()}
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(d, 32), Y: n}, Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.overlaps()}
 		if err := k.launch(s, "norm", "rmsnorm_weight_sum"+suf, c, table(a, n, rmsNormPartsMost)); err != nil {
 			return err
 		}
@@ -241,7 +241,7 @@ const normBlocks = 4
 
 // normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
 // rows of their own, since these are kept for long.
-func (k *Kernels) normParts(d int, t driver.DType) int {
+func (k *Kernels) normParts(d int, t gpu.DType) int {
 	if n := vector(t); d%n == 0 && ceilDiv(d, 32*n) <= 2*len(ownWarps) {
 		return k.sms
 	}
@@ -249,11 +249,11 @@ func (k *Kernels) normParts(d int, t driver.DType) int {
 }
 
 // RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type takes.
-func (k *Kernels) RMSNormWorkspace(d int, t driver.DType) int { return 4 * d * k.normParts(d, t) }
+func (k *Kernels) RMSNormWorkspace(d int, t gpu.DType) int { return 4 * d * k.normParts(d, t) }
 
 // RMSNormBackward launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up, unless
 // they are left.
-func (k *Kernels) RMSNormBackward(s driver.Stream, a RMSNormBackward) error {
+func (k *Kernels) RMSNormBackward(s gpu.Stream, a RMSNormBackward) error {
 	suf, err := suffix("RMSNormBackward", a.Type)
 	if err != nil {
 		return err
@@ -320,7 +320,7 @@ func (a RMSNormBackward) arrays() int {
 }
 
 // normBackward computes DX and returns how many rows of partial sums it left.
-func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
+func (k *Kernels) normBackward(s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
 	ways, err := k.RMSNormBackwardWays(a)
 	if err != nil {
 		return 0, err
@@ -332,7 +332,7 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 	if w.Family == "any" {
 		return k.normBackwardAny(s, a, suf)
 	}
-	c, kernel := driver.LaunchConfig{}, "rmsnorm_backward"
+	c, kernel := gpu.LaunchConfig{}, "rmsnorm_backward"
 	if w.Family == "own" {
 		var name string
 		name, c, _ = k.own(a)
@@ -349,9 +349,9 @@ func (k *Kernels) normBackward(s driver.Stream, a RMSNormBackward, suf string) (
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
-func (k *Kernels) normBackwardAny(s driver.Stream, a RMSNormBackward, suf string) (int, error) {
+func (k *Kernels) normBackwardAny(s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
 	blocks := min(k.normParts(a.D, a.Type), ceilDiv(a.Rows, 16))
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, 256), Y: blocks}, Block: driver.Dim{X: 256}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(a.D, 256), Y: blocks}, Block: gpu.Dim{X: 256}}
 	l := args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(int64(a.Rows)).Int32(a.D)
 	if err := k.launch(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {
 		return 0, err

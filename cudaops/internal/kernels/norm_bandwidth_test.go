@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // TestNormBandwidth runs every way, of long and of short rows, on two sets of arrays in turn.
@@ -57,7 +57,7 @@ func (g *rig) normBandwidth(rows, d int) {
 }
 
 // large returns n numbers for measuring, which repeat.
-func (g *rig) large(n int, t driver.DType) *buffer {
+func (g *rig) large(n int, t gpu.DType) *buffer {
 	g.Helper()
 	one, _ := g.normal(1<<16, t, 0)
 	b := g.alloc(n, t, 0)

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -26,7 +26,7 @@ func TestRMSNorm(t *testing.T) {
 }
 
 // rmsNorm checks one of the ways and returns how many there are.
-func (g *rig) rmsNorm(rows, d int, dt driver.DType, residual bool, skew int, inPlace bool, way int) int {
+func (g *rig) rmsNorm(rows, d int, dt gpu.DType, residual bool, skew int, inPlace bool, way int) int {
 	x, xr := g.normal(rows*d, dt, skew)
 	w, wr := g.normal(d, f32, 0)
 	y, rstd := g.alloc(rows*d, dt, skew), g.alloc(rows, f32, 0)
@@ -78,7 +78,7 @@ func TestRMSNormBackward(t *testing.T) {
 }
 
 // rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of X's type.
-func (g *rig) rmsNormBackward(rows, d int, dt driver.DType, add bool, skew int, same bool, way int) int {
+func (g *rig) rmsNormBackward(rows, d int, dt gpu.DType, add bool, skew int, same bool, way int) int {
 	x, xr := g.normal(rows*d, dt, skew)
 	dy, gr := g.normal(rows*d, dt, skew)
 	w, wr := g.normal(d, f32, 0)

@@ -3,15 +3,15 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Normalize computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
 // or X is float32, or Y float16. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
 type Normalize struct {
-	Y, X, Workspace driver.Ptr
+	Y, X, Workspace gpu.Ptr
 	N               int
-	YType, XType    driver.DType
+	YType, XType    gpu.DType
 }
 
 // NormalizeWorkspace is the bytes of workspace that Normalize and its backward pass take: two sums for each of
@@ -22,12 +22,12 @@ const (
 )
 
 // Normalize launches two kernels.
-func (k *Kernels) Normalize(s driver.Stream, a Normalize) error {
+func (k *Kernels) Normalize(s gpu.Stream, a Normalize) error {
 	name, err := suffixes("Normalize", "normalize", a.YType, a.XType)
 	if err != nil {
 		return err
 	}
-	if a.YType != a.XType && a.XType != driver.Float32 && a.YType != driver.Float16 {
+	if a.YType != a.XType && a.XType != gpu.Float32 && a.YType != gpu.Float16 {
 		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type, from float32 or to float16", a.XType, a.YType)
 	}
 	if empty, err := checkSizes("Normalize", a.N); empty || err != nil {
@@ -39,13 +39,13 @@ func (k *Kernels) Normalize(s driver.Stream, a Normalize) error {
 // NormalizeBackward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Kernels.Normalize]'s X from that
 // of its Y. DX may be G.
 type NormalizeBackward struct {
-	DX, G, X, Workspace driver.Ptr
+	DX, G, X, Workspace gpu.Ptr
 	N                   int
-	Type                driver.DType
+	Type                gpu.DType
 }
 
 // NormalizeBackward launches two kernels.
-func (k *Kernels) NormalizeBackward(s driver.Stream, a NormalizeBackward) error {
+func (k *Kernels) NormalizeBackward(s gpu.Stream, a NormalizeBackward) error {
 	suf, err := suffix("NormalizeBackward", a.Type)
 	if err != nil {
 		return err
@@ -57,7 +57,7 @@ func (k *Kernels) NormalizeBackward(s driver.Stream, a NormalizeBackward) error 
 	return k.normalize(s, "normalize_backward"+suf, l, a.Workspace, a.X, a.G, a.N, a.Type)
 }
 
-func (k *Kernels) normalize(s driver.Stream, name string, l *driver.Args, parts, x, g driver.Ptr, n int, xt driver.DType) error {
+func (k *Kernels) normalize(s gpu.Stream, name string, l *gpu.Args, parts, x, g gpu.Ptr, n int, xt gpu.DType) error {
 	suf, err := suffix(name, xt)
 	if err != nil {
 		return err

@@ -5,13 +5,13 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestNormalize(t *testing.T) {
 	g := newRig(t)
 	for i, n := range []int{2, 9, 1024, 5003, 3_000_000} {
-		for _, types := range [][2]driver.DType{{f32, f32}, {bf16, bf16}, {f16, f16}, {bf16, f32}, {f16, f32}, {f16, bf16}} {
+		for _, types := range [][2]gpu.DType{{f32, f32}, {bf16, bf16}, {f16, f16}, {bf16, f32}, {f16, f32}, {f16, bf16}} {
 			yt, xt := types[0], types[1]
 			g.scope(fmt.Sprintf("%d/%v/%v", n, yt, xt), func(g *rig) {
 				x, xr := g.normal(n, xt, i%2)

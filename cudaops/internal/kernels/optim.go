@@ -6,19 +6,19 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // OptimTensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
 type OptimTensor struct {
-	Param  driver.Ptr // float32
-	Copy   driver.Ptr // the parameter in CopyType, written with every update; may be null
-	Grad   driver.Ptr // of GradType
-	First  driver.Ptr // float32: AdamW's first moment, Muon's momentum
-	Second driver.Ptr // float32: AdamW's second moment
+	Param  gpu.Ptr // float32
+	Copy   gpu.Ptr // the parameter in CopyType, written with every update; may be null
+	Grad   gpu.Ptr // of GradType
+	First  gpu.Ptr // float32: AdamW's first moment, Muon's momentum
+	Second gpu.Ptr // float32: AdamW's second moment
 	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix products made of it; both
 	// are of DirectionType.
-	Direction, Result driver.Ptr
+	Direction, Result gpu.Ptr
 
 	Size         int
 	LRScale      float64 // times the learning rate
@@ -27,12 +27,12 @@ type OptimTensor struct {
 	Beta1, Beta2 float64 // Muon's momentum is Beta1
 	Step         int64   // updates so far
 
-	CopyType, GradType, DirectionType driver.DType
+	CopyType, GradType, DirectionType gpu.DType
 }
 
 // deviceTensor is Tensor of optim.cuh.
 type deviceTensor struct {
-	param, copy, grad, first, second, direction, result driver.Ptr
+	param, copy, grad, first, second, direction, result gpu.Ptr
 	size                                                int64
 	lrScale, shapeScale, decay, beta1, beta2            float64
 	step                                                int64
@@ -53,8 +53,8 @@ const (
 
 // Table is tensors laid out on the device, so that one launch updates them all. Its memory is its own.
 type Table struct {
-	ctx                      driver.Context
-	tensors, updates, chunks driver.Ptr
+	ctx                      gpu.Context
+	tensors, updates, chunks gpu.Ptr
 	count                    int
 	of                       []int // the tensor of each chunk, in order
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
@@ -77,7 +77,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 		if !aligned(t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result) {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		for _, dt := range []driver.DType{t.CopyType, t.GradType, t.DirectionType} {
+		for _, dt := range []gpu.DType{t.CopyType, t.GradType, t.DirectionType} {
 			if _, err := suffix("NewTable", dt); err != nil {
 				return nil, err
 			}
@@ -94,7 +94,7 @@ func (k *Kernels) NewTable(tensors []OptimTensor) (*Table, error) {
 	}
 	t := &Table{ctx: k.ctx, count: len(rows), of: of, Chunks: len(of)}
 	for _, part := range []struct {
-		at    *driver.Ptr
+		at    *gpu.Ptr
 		bytes []byte
 	}{{&t.tensors, tableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
 		var err error
@@ -120,7 +120,7 @@ func (t *Table) Free() error {
 }
 
 // Steps reads how many updates each tensor has had, once the stream's work is done.
-func (t *Table) Steps(s driver.Stream) ([]int64, error) {
+func (t *Table) Steps(s gpu.Stream) ([]int64, error) {
 	rows := make([]deviceTensor, t.count)
 	if err := t.ctx.CopyToHost(tableBytes(rows), t.tensors, s); err != nil {
 		return nil, err
@@ -193,7 +193,7 @@ func DecodeControl(b []byte) Control {
 }
 
 // GradSquares sets squares [t.Chunks], float32, to sums of squares of the gradients, one for each chunk.
-func (k *Kernels) GradSquares(s driver.Stream, squares driver.Ptr, t *Table) error {
+func (k *Kernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *Table) error {
 	return k.launch(s, "optim", "optim_squares", line(t.Chunks, optimThreads), args().Ptr(squares).Ptr(t.tensors).Ptr(t.chunks))
 }
 
@@ -201,32 +201,32 @@ func (k *Kernels) GradSquares(s driver.Stream, squares driver.Ptr, t *Table) err
 // whether the step is skipped, and what clipping multiplies gradients by. With a count of 0 the norm is 0 and nothing is
 // clipped or skipped. scale is a LossScale that the gradients carry: they are divided by it, and it is moved on for the next
 // step; null means that they carry none.
-func (k *Kernels) GradNorm(s driver.Stream, control, squares driver.Ptr, count int, scale driver.Ptr) error {
+func (k *Kernels) GradNorm(s gpu.Stream, control, squares gpu.Ptr, count int, scale gpu.Ptr) error {
 	return k.launch(s, "optim", "optim_control", line(1, 1024), args().Ptr(control).Ptr(squares).Int32(count).Ptr(scale))
 }
 
 // AdamW counts a step of all of the table's tensors, works out their figures of this step, by a control block that GradNorm has
 // finished, and updates parameters, moments and copies. Two kernels.
-func (k *Kernels) AdamW(s driver.Stream, control driver.Ptr, t *Table) error {
+func (k *Kernels) AdamW(s gpu.Stream, control gpu.Ptr, t *Table) error {
 	if err := k.begin(s, "adamw", control, t); err != nil {
 		return err
 	}
 	return k.launch(s, "adamw", "adamw", line(t.Chunks*optimRounds, optimThreads), t.args(control))
 }
 
-func (k *Kernels) begin(s driver.Stream, unit string, control driver.Ptr, t *Table) error {
+func (k *Kernels) begin(s gpu.Stream, unit string, control gpu.Ptr, t *Table) error {
 	l := args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Int32(t.count)
 	return k.launch(s, unit, unit+"_begin", line(ceilDiv(t.count, optimThreads), optimThreads), l)
 }
 
 // args is the arguments of a kernel over all chunks.
-func (t *Table) args(control driver.Ptr) *driver.Args {
+func (t *Table) args(control gpu.Ptr) *gpu.Args {
 	return args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks)
 }
 
 // MuonDirection updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction, where u is the momentum or,
 // with nesterov, the gradient advanced by it. squares is workspace of t.Chunks float32. Three kernels.
-func (k *Kernels) MuonDirection(s driver.Stream, control, squares driver.Ptr, t *Table, nesterov bool) error {
+func (k *Kernels) MuonDirection(s gpu.Stream, control, squares gpu.Ptr, t *Table, nesterov bool) error {
 	if err := k.begin(s, "muon", control, t); err != nil {
 		return err
 	}
@@ -243,6 +243,6 @@ func (k *Kernels) MuonDirection(s driver.Stream, control, squares driver.Ptr, t 
 }
 
 // MuonApply updates the table's parameters and copies from every tensor's Result.
-func (k *Kernels) MuonApply(s driver.Stream, control driver.Ptr, t *Table) error {
+func (k *Kernels) MuonApply(s gpu.Stream, control gpu.Ptr, t *Table) error {
 	return k.launch(s, "muon", "muon_apply", line(t.Chunks, optimThreads), t.args(control))
 }

@@ -8,8 +8,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -21,7 +21,7 @@ type parameter struct {
 	rows, cols                int
 }
 
-func (g *rig) parameter(rows, cols int, gradType, copyType driver.DType) *parameter {
+func (g *rig) parameter(rows, cols int, gradType, copyType gpu.DType) *parameter {
 	n := rows * cols
 	q := &parameter{rows: rows, cols: cols, copy: g.alloc(n, copyType, 0), work: g.alloc(n, gradType, 0)}
 	q.p, q.rp = g.normal(n, f32, 0)
@@ -44,7 +44,7 @@ func (g *rig) newGrad(q *parameter) {
 	g.must(g.ctx.CopyToDevice(q.grad.Ptr, raw, g.stream))
 }
 
-func (g *rig) table(qs []*parameter) (*Table, driver.Ptr) {
+func (g *rig) table(qs []*parameter) (*Table, gpu.Ptr) {
 	g.Helper()
 	tensors := make([]OptimTensor, len(qs))
 	for i, q := range qs {
@@ -56,14 +56,14 @@ func (g *rig) table(qs []*parameter) (*Table, driver.Ptr) {
 	return t, g.alloc(t.Chunks, f32, 0).Ptr
 }
 
-func (g *rig) control(c Control) driver.Ptr {
+func (g *rig) control(c Control) gpu.Ptr {
 	g.Helper()
 	p := g.alloc(ControlBytes/4, f32, 0).Ptr
 	g.must(g.ctx.CopyToDevice(p, c.Bytes(), g.stream))
 	return p
 }
 
-func (g *rig) readControl(p driver.Ptr) Control {
+func (g *rig) readControl(p gpu.Ptr) Control {
 	g.Helper()
 	raw := make([]byte, ControlBytes)
 	g.must(g.ctx.CopyToHost(raw, p, g.stream))

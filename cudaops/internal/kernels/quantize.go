@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Quantize stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
@@ -15,14 +15,14 @@ import (
 // NaN its Scale is NaN; if it has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale [Rows] is
 // float32, X of Type.
 type Quantize struct {
-	Y, Scale         driver.Ptr
-	X                driver.Ptr
+	Y, Scale         gpu.Ptr
+	X                gpu.Ptr
 	Rows, D, XStride int
-	Type             driver.DType
+	Type             gpu.DType
 }
 
 // Quantize launches one kernel.
-func (k *Kernels) Quantize(s driver.Stream, a Quantize) error {
+func (k *Kernels) Quantize(s gpu.Stream, a Quantize) error {
 	if _, err := suffix("Quantize", a.Type); err != nil {
 		return err
 	}
@@ -43,7 +43,7 @@ func (k *Kernels) Quantize(s driver.Stream, a Quantize) error {
 }
 
 // quantize has blocks of a shape, or for none takes the kernel for any row.
-func (k *Kernels) quantize(s driver.Stream, a Quantize, shape heldShape) error {
+func (k *Kernels) quantize(s gpu.Stream, a Quantize, shape heldShape) error {
 	suf, err := suffix("Quantize", a.Type)
 	if err != nil {
 		return err
@@ -62,7 +62,7 @@ type heldShape struct{ packs, across, rows int }
 
 // heldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one pack a thread is for short rows,
 // as all threads of a row compute its scale, and four for long ones.
-func heldShapes(d int, t driver.DType) (shapes []heldShape) {
+func heldShapes(d int, t gpu.DType) (shapes []heldShape) {
 	for _, packs := range []int{2, 1, 4} {
 		across := ceilDiv(d, 32*packs*vector(t)) * 32
 		if across > heldThreads || packs > 1 && d <= 32*vector(t)*packs/2 { // too few threads, or more packs than there are
@@ -74,22 +74,22 @@ func heldShapes(d int, t driver.DType) (shapes []heldShape) {
 }
 
 // bestShape is the first of the shapes, or none where rows are too long.
-func bestShape(d int, t driver.DType) heldShape {
+func bestShape(d int, t gpu.DType) heldShape {
 	if shapes := heldShapes(d, t); len(shapes) > 0 {
 		return shapes[0]
 	}
 	return heldShape{}
 }
 
-func (h heldShape) over(rows int) driver.LaunchConfig {
-	return driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(rows, h.rows)}, Block: driver.Dim{X: h.across, Y: h.rows}}
+func (h heldShape) over(rows int) gpu.LaunchConfig {
+	return gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(rows, h.rows)}, Block: gpu.Dim{X: h.across, Y: h.rows}}
 }
 
 // float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
-func float8Packs(t driver.DType, p driver.Ptr) bool { return p%driver.Ptr(vector(t)) == 0 }
+func float8Packs(t gpu.DType, p gpu.Ptr) bool { return p%gpu.Ptr(vector(t)) == 0 }
 
 // float8Rows reports whether an op is to store rows as float8 too, and refuses what it cannot.
-func float8Rows(op string, t driver.DType, y, scale driver.Ptr) (bool, error) {
+func float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
 	switch {
 	case y == 0 && scale == 0:
 		return false, nil
@@ -107,9 +107,9 @@ func float8Rows(op string, t driver.DType, y, scale driver.Ptr) (bool, error) {
 //
 // Y is [D, Rows] and Scale [D]. Workspace is memory of [Kernels.QuantizeColumnsWorkspace] bytes.
 type QuantizeColumns struct {
-	Y, Scale, X, Workspace driver.Ptr
+	Y, Scale, X, Workspace gpu.Ptr
 	Rows, D                int
-	Type                   driver.DType
+	Type                   gpu.DType
 }
 
 // The columns of a block that looks for the largest, those and the rows of a tile that is turned round, and the threads of either:
@@ -125,7 +125,7 @@ func (k *Kernels) columnSections(rows, d int) int {
 func (k *Kernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d * k.columnSections(rows, d) }
 
 // QuantizeColumns launches two kernels.
-func (k *Kernels) QuantizeColumns(s driver.Stream, a QuantizeColumns) error {
+func (k *Kernels) QuantizeColumns(s gpu.Stream, a QuantizeColumns) error {
 	suf, err := suffix("QuantizeColumns", a.Type)
 	if err != nil {
 		return err
@@ -133,17 +133,17 @@ func (k *Kernels) QuantizeColumns(s driver.Stream, a QuantizeColumns) error {
 	if empty, err := checkInts("QuantizeColumns", a.Rows, a.D); empty || err != nil {
 		return err
 	}
-	tiles := driver.Dim{X: ceilDiv(a.D, tileColumns), Y: ceilDiv(a.Rows, tileRows)}
+	tiles := gpu.Dim{X: ceilDiv(a.D, tileColumns), Y: ceilDiv(a.Rows, tileRows)}
 	if tiles.Y > 1<<16-1 {
 		return fmt.Errorf("kernels.QuantizeColumns: %d rows, want at most %d", a.Rows, tileRows*(1<<16-1))
 	}
 	sections := k.columnSections(a.Rows, a.D)
-	c := driver.LaunchConfig{Grid: driver.Dim{X: ceilDiv(a.D, largestColumns), Y: sections}, Block: driver.Dim{X: columnThreads}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: ceilDiv(a.D, largestColumns), Y: sections}, Block: gpu.Dim{X: columnThreads}}
 	l := args().Ptr(a.Workspace).Ptr(a.X).Int32(a.Rows).Int32(a.D)
 	if err := k.launch(s, "quantize", "quantize_columns_largest"+suf, c, l); err != nil {
 		return err
 	}
-	c = driver.LaunchConfig{Grid: tiles, Block: driver.Dim{X: columnThreads}, Overlap: k.overlaps()}
+	c = gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: columnThreads}, Overlap: k.overlaps()}
 	l = args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(sections).Int32(a.Rows).Int32(a.D)
 	return k.launch(s, "quantize", "quantize_columns"+suf, c, l)
 }

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // TestFloat8Bandwidth measures what stores rows or columns as float8, in every shape that a block can have, beside the same ops
@@ -99,7 +99,7 @@ func (g *rig) gateBandwidth(rows, f int, rowsOf []int) {
 	for i := range plain {
 		ab, h, dh := g.large(2*n, bf16), g.alloc(n, bf16, 0), g.large(n, bf16)
 		out, scale := g.rows8Alloc(rows, 2*f, 0)
-		beside := driver.Ptr(2 * f)
+		beside := gpu.Ptr(2 * f)
 		a := SiLUMul{H: h.Ptr, A: ab.Ptr, B: ab.Ptr + beside, Rows: rows, F: f, Stride: 2 * f, Type: bf16}
 		plain[i] = a
 		a.H8, a.Scale8 = out.Ptr, scale.Ptr

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // quantized is the codes and the scale of a row, in float32 as the kernels compute them.
@@ -27,7 +27,7 @@ func quantized(row []float64) (codes []byte, scale float32) {
 	}
 	inverse := 1 / scale
 	for _, v := range row {
-		codes = append(codes, driver.E4M3(float32(v)*inverse))
+		codes = append(codes, gpu.E4M3(float32(v)*inverse))
 	}
 	return codes, scale
 }
@@ -46,7 +46,7 @@ func (g *rig) rows8(what string, y, scale *buffer, rows [][]float64) {
 				g.Fatalf("%s: row %d, column %d: %v over %v is %#x, want %#x", what, r, c, row[c], want, code, codes[c])
 			}
 			if exact := row[c] / float64(want); exact-exact == 0 {
-				if near := float64(driver.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
+				if near := float64(gpu.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
 					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number", what, r, c, exact, near)
 				}
 			}
@@ -68,7 +68,7 @@ func (g *rig) raw(b *buffer) []byte {
 }
 
 // oddRows is rows of all magnitudes that a type has, and of zeros, with outliers, infinities and NaN.
-func (g *rig) oddRows(rows, d int, t driver.DType) [][]float64 {
+func (g *rig) oddRows(rows, d int, t gpu.DType) [][]float64 {
 	least, most := -40.0, 30.0 // of ten
 	if t == f16 {
 		least, most = -8, 4
@@ -104,7 +104,7 @@ func (g *rig) oddRows(rows, d int, t driver.DType) [][]float64 {
 }
 
 // uploadRows uploads rows that lie stride apart and returns them as rounded.
-func (g *rig) uploadRows(x [][]float64, stride int, t driver.DType, skew int) (*buffer, [][]float64) {
+func (g *rig) uploadRows(x [][]float64, stride int, t gpu.DType, skew int) (*buffer, [][]float64) {
 	g.Helper()
 	all := make([]float64, stride*len(x))
 	for i := range all {
@@ -128,7 +128,7 @@ func split(x []float64, stride, d int) (rows [][]float64) {
 // rows8Alloc returns memory for rows of float8 and their scales.
 func (g *rig) rows8Alloc(rows, d, skew int) (y, scale *buffer) {
 	g.Helper()
-	return g.alloc(rows*d, driver.Float8E4M3, skew), g.alloc(rows, f32, 0)
+	return g.alloc(rows*d, gpu.Float8E4M3, skew), g.alloc(rows, f32, 0)
 }
 
 func TestQuantize(t *testing.T) {
@@ -217,7 +217,7 @@ func (g *rig) separate(what string, y, scale, x *buffer, d, stride int) {
 }
 
 // halfTypes are those that rows are rounded to before they are stored as float8.
-var halfTypes = []driver.DType{bf16, f16}
+var halfTypes = []gpu.DType{bf16, f16}
 
 func TestRMSNormFloat8(t *testing.T) {
 	g := newRig(t)
@@ -237,7 +237,7 @@ func TestRMSNormFloat8(t *testing.T) {
 }
 
 // rmsNormFloat8 checks one of the ways and returns how many there are.
-func (g *rig) rmsNormFloat8(rows, d int, dt driver.DType, residual bool, skew, way int) (count int) {
+func (g *rig) rmsNormFloat8(rows, d int, dt gpu.DType, residual bool, skew, way int) (count int) {
 	x, _ := g.uploadRows(g.oddRows(rows, d, dt), d, dt, skew)
 	w, _ := g.normal(d, f32, 0)
 	run := func(float8 bool) (outputs []*buffer) {
@@ -283,7 +283,7 @@ func TestRMSNormBackwardFloat8(t *testing.T) {
 }
 
 // rmsNormBackwardFloat8 checks all ways.
-func (g *rig) rmsNormBackwardFloat8(rows, d int, dt driver.DType, add bool, skew int) {
+func (g *rig) rmsNormBackwardFloat8(rows, d int, dt gpu.DType, add bool, skew int) {
 	x, _ := g.normal(rows*d, dt, skew)
 	dy, _ := g.uploadRows(g.oddRows(rows, d, dt), d, dt, skew)
 	w, _ := g.normal(d, f32, 0)
@@ -332,11 +332,11 @@ func TestSiLUMulFloat8(t *testing.T) {
 	}
 }
 
-func (g *rig) siluFloat8(rows, f int, dt driver.DType, skew int) {
+func (g *rig) siluFloat8(rows, f int, dt gpu.DType, skew int) {
 	n := rows * f
 	ab, _ := g.uploadRows(g.oddRows(rows, 2*f, dt), 2*f, dt, skew)
 	dh, _ := g.normal(n, dt, skew)
-	beside := func(p driver.Ptr) driver.Ptr { return p.Offset(f * dt.Size()) }
+	beside := func(p gpu.Ptr) gpu.Ptr { return p.Offset(f * dt.Size()) }
 
 	h := g.alloc(n, dt, skew)
 	a := SiLUMul{H: h.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f, Stride: 2 * f, Type: dt}

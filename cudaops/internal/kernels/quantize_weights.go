@@ -6,20 +6,20 @@ import (
 	"slices"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // QuantizeWeight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of [Quantize], and where its
 // columns, Turned and TurnedScale as Y and Scale of [QuantizeColumns], both of which may be null. Rows and D are multiples of 16, and
 // so are addresses.
 type QuantizeWeight struct {
-	X, Y, Scale, Turned, TurnedScale driver.Ptr
+	X, Y, Scale, Turned, TurnedScale gpu.Ptr
 	Rows, D                          int
 }
 
 // deviceWeight is Weight of quantize_weights.cu.
 type deviceWeight struct {
-	x, y, scale, turned, turnedScale, most driver.Ptr
+	x, y, scale, turned, turnedScale, most gpu.Ptr
 	rows, d                                int32
 }
 
@@ -32,9 +32,9 @@ const weightLead = 512
 
 // QuantizeTable is weights laid out on the device, so that one call is for all. Its memory is its own.
 type QuantizeTable struct {
-	ctx             driver.Context
-	weights, strips driver.Ptr
-	most            driver.Ptr // the largest of each row and column, and the strips of each weight that have been looked at
+	ctx             gpu.Context
+	weights, strips gpu.Ptr
+	most            gpu.Ptr // the largest of each row and column, and the strips of each weight that have been looked at
 	mostBytes       int
 	blocks          int
 	Bytes           int // of its memory
@@ -57,7 +57,7 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 		case !aligned(w.X, w.Y, w.Scale, w.Turned, w.TurnedScale):
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of 16", i)
 		}
-		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, driver.Ptr(t.mostBytes), int32(w.Rows), int32(w.D)}
+		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes), int32(w.Rows), int32(w.D)}
 		t.mostBytes += 4 * (w.Rows + w.D + 16)
 	}
 	strips := weightStrips(weights)
@@ -70,7 +70,7 @@ func (k *Kernels) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, er
 			rows[i].most += t.most
 		}
 		for _, part := range []struct {
-			at    *driver.Ptr
+			at    *gpu.Ptr
 			bytes []byte
 		}{{&t.weights, tableBytes(rows)}, {&t.strips, tableBytes(strips)}} {
 			if *part.at, err = k.ctx.Alloc(len(part.bytes)); err != nil {
@@ -136,7 +136,7 @@ func tableBytes[T any](rows []T) []byte {
 // Free gives the table's memory back.
 func (t *QuantizeTable) Free() error {
 	var errs []error
-	for _, p := range []*driver.Ptr{&t.weights, &t.strips, &t.most} {
+	for _, p := range []*gpu.Ptr{&t.weights, &t.strips, &t.most} {
 		if *p != 0 {
 			errs = append(errs, t.ctx.Free(*p))
 		}
@@ -147,7 +147,7 @@ func (t *QuantizeTable) Free() error {
 }
 
 // QuantizeWeights clears the table's largest numbers and launches a kernel.
-func (k *Kernels) QuantizeWeights(s driver.Stream, t *QuantizeTable) error {
+func (k *Kernels) QuantizeWeights(s gpu.Stream, t *QuantizeTable) error {
 	if err := k.ctx.Memset8(t.most, 0, t.mostBytes, s); err != nil {
 		return err
 	}

@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Reduction is what Reduce does.
@@ -20,10 +20,10 @@ const (
 // are equal, or one of them is float32. Workspace is memory of [Kernels.ReduceWorkspace] bytes.
 type Reduce struct {
 	Op              Reduction
-	Y, X, Workspace driver.Ptr
+	Y, X, Workspace gpu.Ptr
 	Outer, N, Inner int
 	Scale           float64
-	YType, XType    driver.DType
+	YType, XType    gpu.DType
 }
 
 // rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows, and
@@ -62,14 +62,14 @@ func (k *Kernels) ReduceWorkspace(a Reduce) int {
 }
 
 // Reduce launches one kernel, or two for a reduction that is wide.
-func (k *Kernels) Reduce(s driver.Stream, a Reduce) error {
+func (k *Kernels) Reduce(s gpu.Stream, a Reduce) error {
 	if a.Op != Sum && a.Op != Max {
 		return fmt.Errorf("kernels.Reduce: there is no reduction %q", a.Op)
 	}
 	if _, err := suffixes("Reduce", "", a.YType, a.XType); err != nil {
 		return err
 	}
-	if a.YType != a.XType && a.YType != driver.Float32 && a.XType != driver.Float32 {
+	if a.YType != a.XType && a.YType != gpu.Float32 && a.XType != gpu.Float32 {
 		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side", a.XType, a.YType)
 	}
 	if _, err := checkSizes("Reduce", a.Outer, a.N, a.Inner); err != nil || a.Outer == 0 || a.Inner == 0 {
@@ -86,8 +86,8 @@ func (k *Kernels) Reduce(s driver.Stream, a Reduce) error {
 		return k.reduce(s, a, 1, 0, false)
 	}
 	first, second := a, a
-	first.Y, first.YType, first.Scale = a.Workspace, driver.Float32, 1
-	second.X, second.XType, second.N = a.Workspace, driver.Float32, parts
+	first.Y, first.YType, first.Scale = a.Workspace, gpu.Float32, 1
+	second.X, second.XType, second.N = a.Workspace, gpu.Float32, parts
 	if err := k.reduce(s, first, parts, late, false); err != nil {
 		return err
 	}
@@ -95,7 +95,7 @@ func (k *Kernels) Reduce(s driver.Stream, a Reduce) error {
 }
 
 // reduce launches one step.
-func (k *Kernels) reduce(s driver.Stream, a Reduce, parts, late int, overlap bool) error {
+func (k *Kernels) reduce(s gpu.Stream, a Reduce, parts, late int, overlap bool) error {
 	name, err := suffixes("Reduce", "", a.YType, a.XType)
 	if err != nil {
 		return err
@@ -122,12 +122,12 @@ func (k *Kernels) reduce(s driver.Stream, a Reduce, parts, late int, overlap boo
 	if tiles >= ceilDiv(1<<31, blocks) {
 		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many for one launch", a.Outer, parts, a.Inner)
 	}
-	c := driver.LaunchConfig{Grid: driver.Dim{X: blocks * tiles}, Block: driver.Dim{X: 32, Y: 8}, Overlap: overlap}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8}, Overlap: overlap}
 	return k.launch(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
 
 // FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements, or −1.
-func (k *Kernels) FirstNonFinite(s driver.Stream, first, x driver.Ptr, n int, t driver.DType) error {
+func (k *Kernels) FirstNonFinite(s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DType) error {
 	suf, err := suffix("FirstNonFinite", t)
 	if err != nil {
 		return err

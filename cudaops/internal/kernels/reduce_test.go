@@ -7,7 +7,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestReduce(t *testing.T) {
@@ -18,7 +18,7 @@ func TestReduce(t *testing.T) {
 		{3, 3000, 1}, {9, 4096, 1}, {1, 65, 8}, {1, 3001, 512},
 		{1, few(400_003, 9000), 8}, {1, few(400_003, 9000), 3}, // some parts come late
 	} {
-		for _, types := range [][2]driver.DType{{f32, f32}, {f32, bf16}, {bf16, bf16}, {f32, f16}, {f16, f16}} {
+		for _, types := range [][2]gpu.DType{{f32, f32}, {f32, bf16}, {bf16, bf16}, {f32, f16}, {f16, f16}} {
 			for _, op := range []Reduction{Sum, Max} {
 				g.scope(fmt.Sprintf("%v/%v/%v/%s", c, types[0], types[1], op), func(g *rig) {
 					outer, n, inner := c[0], c[1], c[2]
@@ -157,7 +157,7 @@ func contiguous(dims []int) []int {
 func TestCopy(t *testing.T) {
 	g := newRig(t)
 	check := func(name string, dims, ys, xs []int, skew int) {
-		for size, dt := range map[int]driver.DType{2: bf16, 4: f32} {
+		for size, dt := range map[int]gpu.DType{2: bf16, 4: f32} {
 			g.scope(fmt.Sprintf("%s/%d", name, size), func(g *rig) {
 				extent := func(strides []int) int {
 					n := 1

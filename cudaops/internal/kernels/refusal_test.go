@@ -5,12 +5,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
-func fakeKernels(t *testing.T) (*Kernels, driver.Context) {
+func fakeKernels(t *testing.T) (*Kernels, gpu.Context) {
 	t.Helper()
 	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
 	if err != nil {
@@ -27,7 +27,7 @@ func fakeKernels(t *testing.T) (*Kernels, driver.Context) {
 
 func TestRefusals(t *testing.T) {
 	k, ctx := fakeKernels(t)
-	const s, huge, fp8 = driver.Stream(0), 1 << 31, driver.Float8E4M3
+	const s, huge, fp8 = gpu.Stream(0), 1 << 31, gpu.Float8E4M3
 	seven := contiguous(slices.Repeat([]int{2}, 7))
 	table := func(tensors ...OptimTensor) error { _, err := k.NewTable(tensors); return err }
 	for want, err := range map[string]error{
@@ -88,7 +88,7 @@ func backwards(s []int) []int {
 // TestNothingToDo gives empty arrays, for which no kernel may be launched.
 func TestNothingToDo(t *testing.T) {
 	k, ctx := fakeKernels(t)
-	const s = driver.Stream(0)
+	const s = gpu.Stream(0)
 	for what, err := range map[string]error{
 		"Fill":    k.Fill(s, 0, 0, 0, f32),
 		"Binary":  k.Binary(s, Add, 0, Operand{}, Operand{}, 0, f32),
@@ -117,7 +117,7 @@ func TestFaults(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		d.Fail(call, 1, driver.NotSupported)
+		d.Fail(call, 1, gpu.NotSupported)
 		k := New(ctx)
 		a := RMSNormBackward{Rows: 4096, D: 8192, Type: f16, Workspace: 256}
 		if err := k.RMSNormBackward(0, a); err == nil || !strings.Contains(err.Error(), call) {
@@ -138,7 +138,7 @@ func TestFloat8Launches(t *testing.T) {
 		norm := RMSNorm{Rows: 5, D: d, Type: bf16, Y8: 256, Scale8: 256}
 		normBackward := RMSNormBackward{Rows: 5, D: d, Type: bf16, DX8: 256, Scale8: 256}
 		gate := SiLUMul{Rows: 5, F: d, Type: bf16, H8: 256, Scale8: 256}
-		gateBackward := SiLUMulBackward{Rows: 5, F: d, GradStride: 2 * d, Type: bf16, DB: driver.Ptr(2 * d), DAB8: 256, Scale8: 256}
+		gateBackward := SiLUMulBackward{Rows: 5, F: d, GradStride: 2 * d, Type: bf16, DB: gpu.Ptr(2 * d), DAB8: 256, Scale8: 256}
 		for what, c := range map[string]struct {
 			launch      func() error
 			held, other int

@@ -13,14 +13,15 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 var (
-	f32  = driver.Float32
-	f16  = driver.Float16
-	bf16 = driver.BFloat16
+	f32  = gpu.Float32
+	f16  = gpu.Float16
+	bf16 = gpu.BFloat16
 
-	storageTypes = []driver.DType{f32, bf16, f16}
+	storageTypes = []gpu.DType{f32, bf16, f16}
 )
 
 // few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the plain kernels of attention,
@@ -35,7 +36,7 @@ func few(n, short int) int {
 // some reports whether to go on with a case: in short mode a third of them, at random.
 func (g *rig) some() bool { return !testing.Short() || g.rand.IntN(3) == 0 }
 
-var openGPU = sync.OnceValues(func() (driver.Context, error) {
+var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 	d, err := driver.Open()
 	if err != nil {
 		return nil, err
@@ -52,8 +53,8 @@ var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 take
 type rig struct {
 	*testing.T
 	*Kernels
-	ctx    driver.Context
-	stream driver.Stream
+	ctx    gpu.Context
+	stream gpu.Stream
 	rand   *rand.Rand
 	bufs   []*buffer
 }
@@ -92,17 +93,17 @@ func (g *rig) must(err error) {
 
 // buffer is an array on the GPU between two guards.
 type buffer struct {
-	driver.Ptr
+	gpu.Ptr
 	n     int
-	dtype driver.DType
-	base  driver.Ptr
+	dtype gpu.DType
+	base  gpu.Ptr
 	lead  int // bytes from base to the array
 }
 
 const guard = 256 // bytes on either side
 
 // alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the guards are NaN.
-func (g *rig) alloc(n int, t driver.DType, skew int) *buffer {
+func (g *rig) alloc(n int, t gpu.DType, skew int) *buffer {
 	g.Helper()
 	b := &buffer{n: n, dtype: t, lead: guard + skew*t.Size()}
 	var err error
@@ -144,7 +145,7 @@ func (g *rig) scope(name string, f func(*rig)) {
 }
 
 // upload returns the numbers on the GPU, and as they are after rounding to the type.
-func (g *rig) upload(x []float64, t driver.DType, skew int) (*buffer, []float64) {
+func (g *rig) upload(x []float64, t gpu.DType, skew int) (*buffer, []float64) {
 	g.Helper()
 	b := g.alloc(len(x), t, skew)
 	raw := encode(x, t)
@@ -153,7 +154,7 @@ func (g *rig) upload(x []float64, t driver.DType, skew int) (*buffer, []float64)
 }
 
 // normal uploads n numbers of the normal distribution.
-func (g *rig) normal(n int, t driver.DType, skew int) (*buffer, []float64) {
+func (g *rig) normal(n int, t gpu.DType, skew int) (*buffer, []float64) {
 	g.Helper()
 	x := make([]float64, n)
 	for i := range x {
@@ -163,7 +164,7 @@ func (g *rig) normal(n int, t driver.DType, skew int) (*buffer, []float64) {
 }
 
 // uploadInts returns ints on the GPU, of 4 or 8 bytes.
-func (g *rig) uploadInts(x []int, size int) driver.Ptr {
+func (g *rig) uploadInts(x []int, size int) gpu.Ptr {
 	g.Helper()
 	var raw []byte
 	for _, v := range x {
@@ -219,16 +220,16 @@ func distance(got, want []float64) float64 {
 }
 
 // forward is the greatest error that a forward pass in a type may have, backward that of a backward pass.
-func forward(t driver.DType) float64 {
-	return map[driver.DType]float64{f32: 1e-6, f16: 2e-3, bf16: 1e-2}[t]
+func forward(t gpu.DType) float64 {
+	return map[gpu.DType]float64{f32: 1e-6, f16: 2e-3, bf16: 1e-2}[t]
 }
 
-func backward(t driver.DType) float64 {
-	return map[driver.DType]float64{f32: 1e-5, f16: 2e-3, bf16: 1e-2}[t]
+func backward(t gpu.DType) float64 {
+	return map[gpu.DType]float64{f32: 1e-5, f16: 2e-3, bf16: 1e-2}[t]
 }
 
 // encode rounds numbers to a type, to nearest even.
-func encode(x []float64, t driver.DType) []byte {
+func encode(x []float64, t gpu.DType) []byte {
 	raw := make([]byte, 0, len(x)*t.Size())
 	for _, v := range x {
 		switch t {
@@ -238,14 +239,14 @@ func encode(x []float64, t driver.DType) []byte {
 			raw = binary.LittleEndian.AppendUint16(raw, toBF16(float32(v)))
 		case f16:
 			raw = binary.LittleEndian.AppendUint16(raw, toF16(v))
-		case driver.Float8E4M3:
-			raw = append(raw, driver.E4M3(float32(v)))
+		case gpu.Float8E4M3:
+			raw = append(raw, gpu.E4M3(float32(v)))
 		}
 	}
 	return raw
 }
 
-func decode(raw []byte, t driver.DType) []float64 {
+func decode(raw []byte, t gpu.DType) []float64 {
 	x := make([]float64, len(raw)/t.Size())
 	for i := range x {
 		switch t {
@@ -255,8 +256,8 @@ func decode(raw []byte, t driver.DType) []float64 {
 			x[i] = float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
 		case f16:
 			x[i] = fromF16(binary.LittleEndian.Uint16(raw[2*i:]))
-		case driver.Float8E4M3:
-			x[i] = float64(driver.FromE4M3(raw[i]))
+		case gpu.Float8E4M3:
+			x[i] = float64(gpu.FromE4M3(raw[i]))
 		}
 	}
 	return x
@@ -348,7 +349,7 @@ func (g *rig) time(runs []func()) time.Duration {
 // clock is the median time of a piece of work on the stream.
 func (g *rig) clock(work func()) time.Duration {
 	g.Helper()
-	var events [12]driver.Event
+	var events [12]gpu.Event
 	for i := range events {
 		var err error
 		events[i], err = g.ctx.NewEvent(true)

@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // RoPE turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows, Heads·HeadDim] by the angle whose
@@ -11,19 +11,19 @@ import (
 // which is the gradient. Y may be X. XStride and YStride are the elements from one row to the next, 0 for no gaps, so that a
 // tensor may be part of a wider one.
 type RoPE struct {
-	Y, X, Cos, Sin      driver.Ptr
+	Y, X, Cos, Sin      gpu.Ptr
 	Rows                int
 	Seq, Heads, HeadDim int
 	XStride, YStride    int
 	Inverse             bool
-	Type                driver.DType
+	Type                gpu.DType
 }
 
 // ropeThreads is the threads of a block, kThreads of rope.cu.
 const ropeThreads = 128
 
 // RoPE launches one kernel.
-func (k *Kernels) RoPE(s driver.Stream, a RoPE) error {
+func (k *Kernels) RoPE(s gpu.Stream, a RoPE) error {
 	suf, err := suffix("RoPE", a.Type)
 	if err != nil {
 		return err

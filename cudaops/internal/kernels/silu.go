@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // SiLUMul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one row of A to the next,
@@ -12,14 +12,14 @@ import (
 // Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; H may then be null. Type is a
 // 16-bit one.
 type SiLUMul struct {
-	H, A, B         driver.Ptr
+	H, A, B         gpu.Ptr
 	Rows, F, Stride int
-	Type            driver.DType
-	H8, Scale8      driver.Ptr
+	Type            gpu.DType
+	H8, Scale8      gpu.Ptr
 }
 
 // SiLUMul launches one kernel.
-func (k *Kernels) SiLUMul(s driver.Stream, a SiLUMul) error {
+func (k *Kernels) SiLUMul(s gpu.Stream, a SiLUMul) error {
 	if float8, err := float8Rows("SiLUMul", a.Type, a.H8, a.Scale8); err != nil {
 		return err
 	} else if float8 {
@@ -35,14 +35,14 @@ func (k *Kernels) SiLUMul(s driver.Stream, a SiLUMul) error {
 // Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8 [Rows] as [Quantize] stores
 // them. Then DB is DA + F elements, GradStride at least 2·F, and Type a 16-bit one.
 type SiLUMulBackward struct {
-	H, DA, DB, DH, A, B         driver.Ptr
+	H, DA, DB, DH, A, B         gpu.Ptr
 	Rows, F, Stride, GradStride int
-	Type                        driver.DType
-	DAB8, Scale8                driver.Ptr
+	Type                        gpu.DType
+	DAB8, Scale8                gpu.Ptr
 }
 
 // SiLUMulBackward launches one kernel; with DAB8, where rows are not aligned or too long for registers, two.
-func (k *Kernels) SiLUMulBackward(s driver.Stream, a SiLUMulBackward) error {
+func (k *Kernels) SiLUMulBackward(s gpu.Stream, a SiLUMulBackward) error {
 	if float8, err := float8Rows("SiLUMulBackward", a.Type, a.DAB8, a.Scale8); err != nil {
 		return err
 	} else if float8 {
@@ -55,10 +55,10 @@ func (k *Kernels) SiLUMulBackward(s driver.Stream, a SiLUMulBackward) error {
 
 type siluShape struct {
 	rows, f, stride, gradStride int
-	dtype                       driver.DType
+	dtype                       gpu.DType
 }
 
-func (k *Kernels) silu(s driver.Stream, op, kernel string, a siluShape, backward bool, l *driver.Args, ps ...driver.Ptr) error {
+func (k *Kernels) silu(s gpu.Stream, op, kernel string, a siluShape, backward bool, l *gpu.Args, ps ...gpu.Ptr) error {
 	suf, err := suffix(op, a.dtype)
 	if err != nil {
 		return err

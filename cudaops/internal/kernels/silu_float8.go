@@ -3,11 +3,11 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // float8 is SiLUMul where rows are stored as float8 too.
-func (a SiLUMul) float8(k *Kernels, s driver.Stream) error {
+func (a SiLUMul) float8(k *Kernels, s gpu.Stream) error {
 	if empty, err := checkGate("SiLUMul", a.Rows, a.F, &a.Stride); empty || err != nil {
 		return err
 	}
@@ -19,7 +19,7 @@ func (a SiLUMul) float8(k *Kernels, s driver.Stream) error {
 }
 
 // siluMulFloat8 has blocks of a shape, or for none takes the kernel for any row.
-func (k *Kernels) siluMulFloat8(s driver.Stream, a SiLUMul, shape heldShape) error {
+func (k *Kernels) siluMulFloat8(s gpu.Stream, a SiLUMul, shape heldShape) error {
 	suf, err := suffix("SiLUMul", a.Type)
 	if err != nil {
 		return err
@@ -34,7 +34,7 @@ func (k *Kernels) siluMulFloat8(s driver.Stream, a SiLUMul, shape heldShape) err
 }
 
 // float8 is SiLUMulBackward where rows are stored as float8 too.
-func (a SiLUMulBackward) float8(k *Kernels, s driver.Stream) error {
+func (a SiLUMulBackward) float8(k *Kernels, s gpu.Stream) error {
 	if empty, err := checkGate("SiLUMulBackward", a.Rows, a.F, &a.Stride); empty || err != nil {
 		return err
 	}
@@ -51,7 +51,7 @@ func (a SiLUMulBackward) float8(k *Kernels, s driver.Stream) error {
 }
 
 // siluMulBackwardFloat8 has blocks of a shape, or for none launches two kernels.
-func (k *Kernels) siluMulBackwardFloat8(s driver.Stream, a SiLUMulBackward, shape heldShape) error {
+func (k *Kernels) siluMulBackwardFloat8(s gpu.Stream, a SiLUMulBackward, shape heldShape) error {
 	if shape == (heldShape{}) {
 		rows := Quantize{Y: a.DAB8, Scale: a.Scale8, X: a.DA, Rows: a.Rows, D: 2 * a.F, XStride: a.GradStride, Type: a.Type}
 		a.DAB8, a.Scale8 = 0, 0

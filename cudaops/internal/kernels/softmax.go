@@ -3,21 +3,21 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Softmax computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
-func (k *Kernels) Softmax(s driver.Stream, y, x driver.Ptr, rows, n int, t driver.DType) error {
-	return k.softmax(s, "Softmax", "softmax", []driver.Ptr{y, x}, rows, n, t)
+func (k *Kernels) Softmax(s gpu.Stream, y, x gpu.Ptr, rows, n int, t gpu.DType) error {
+	return k.softmax(s, "Softmax", "softmax", []gpu.Ptr{y, x}, rows, n, t)
 }
 
 // SoftmaxBackward computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Softmax and its gradient g. dx may be
 // either of them.
-func (k *Kernels) SoftmaxBackward(s driver.Stream, dx, g, y driver.Ptr, rows, n int, t driver.DType) error {
-	return k.softmax(s, "SoftmaxBackward", "softmax_backward", []driver.Ptr{dx, g, y}, rows, n, t)
+func (k *Kernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows, n int, t gpu.DType) error {
+	return k.softmax(s, "SoftmaxBackward", "softmax_backward", []gpu.Ptr{dx, g, y}, rows, n, t)
 }
 
-func (k *Kernels) softmax(s driver.Stream, op, name string, ps []driver.Ptr, rows, n int, t driver.DType) error {
+func (k *Kernels) softmax(s gpu.Stream, op, name string, ps []gpu.Ptr, rows, n int, t gpu.DType) error {
 	suf, err := suffix(op, t)
 	if err != nil {
 		return err

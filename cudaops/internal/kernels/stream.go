@@ -9,7 +9,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // KasminaStream is a kernel that stays on the GPU and computes Y = X + α(t(X) − X), without figures, for one batch after the
@@ -19,7 +19,7 @@ import (
 // While it runs, calls that wait for the whole GPU wait for it: allocating and freeing memory, loading kernels.
 type KasminaStream struct {
 	k      *Kernels
-	stream driver.Stream
+	stream gpu.Stream
 	layer  KasminaLayer
 	name   string
 	grid   int
@@ -30,8 +30,8 @@ type KasminaStream struct {
 	control *streamControl
 	entries []streamEntry
 	done    []uint64
-	device  driver.Ptr
-	gates   driver.Ptr
+	device  gpu.Ptr
+	gates   gpu.Ptr
 
 	mu      sync.Mutex
 	running bool
@@ -55,7 +55,7 @@ type streamControl struct {
 }
 
 // streamEntry is Entry of stream.cu.
-type streamEntry struct{ x, y driver.Ptr }
+type streamEntry struct{ x, y gpu.Ptr }
 
 // ringShape is how the grid is divided among batches.
 type ringShape struct{ depth, tiles, parts, teams int }
@@ -66,7 +66,7 @@ const (
 )
 
 // NewKasminaStream prepares a stream for batches of a layer's shape; its X is not used. The strict mode has no stream.
-func (k *Kernels) NewKasminaStream(s driver.Stream, l KasminaLayer, c KasminaStreamConfig) (_ *KasminaStream, err error) {
+func (k *Kernels) NewKasminaStream(s gpu.Stream, l KasminaLayer, c KasminaStreamConfig) (_ *KasminaStream, err error) {
 	suf, empty, err := l.check("KasminaStream", KasminaExact)
 	switch {
 	case err != nil:
@@ -113,9 +113,9 @@ func (st *KasminaStream) divide(blocks, tiles int) error {
 }
 
 // The device's part of the ring: published, closing, copies, left, bad.
-func (st *KasminaStream) copies() driver.Ptr { return st.device.Offset(16) }
-func (st *KasminaStream) left() driver.Ptr   { return st.copies().Offset(16 * st.ring.depth) }
-func (st *KasminaStream) bad() driver.Ptr    { return st.left().Offset(4 * st.ring.depth) }
+func (st *KasminaStream) copies() gpu.Ptr { return st.device.Offset(16) }
+func (st *KasminaStream) left() gpu.Ptr   { return st.copies().Offset(16 * st.ring.depth) }
+func (st *KasminaStream) bad() gpu.Ptr    { return st.left().Offset(4 * st.ring.depth) }
 
 func (st *KasminaStream) allocate(gates bool) (err error) {
 	ctx, depth := st.k.ctx, st.ring.depth
@@ -126,7 +126,7 @@ func (st *KasminaStream) allocate(gates bool) (err error) {
 	clear(st.pinned)
 	st.control = (*streamControl)(unsafe.Pointer(&st.pinned[0]))
 	st.entries = unsafe.Slice((*streamEntry)(unsafe.Pointer(&st.pinned[control])), depth)
-	st.done = driver.View[uint64](st.pinned[control+16*depth:])
+	st.done = gpu.View[uint64](st.pinned[control+16*depth:])
 	if st.device, err = ctx.Alloc(16 + (16+4)*depth + 8); err != nil {
 		return err
 	}
@@ -150,7 +150,7 @@ func (st *KasminaStream) start(first uint64) error {
 	if err := ctx.Memset8(st.device, 0, 16+(16+4)*r.depth, st.stream); err != nil {
 		return err
 	}
-	address := func(p unsafe.Pointer) driver.Ptr { return driver.Ptr(uintptr(p)) } // pinned memory has one for host and device
+	address := func(p unsafe.Pointer) gpu.Ptr { return gpu.Ptr(uintptr(p)) } // pinned memory has one for host and device
 	ring := args().Ptr(address(unsafe.Pointer(st.control))).Ptr(address(unsafe.Pointer(&st.entries[0]))).
 		Ptr(address(unsafe.Pointer(&st.done[0]))).Ptr(st.device).Ptr(st.copies()).Ptr(st.left()).Uint64(first).Uint64(uint64(st.idle.Nanoseconds())).
 		Int32(r.depth).Int32(r.tiles).Int32(r.parts)
@@ -166,7 +166,7 @@ func (st *KasminaStream) start(first uint64) error {
 
 // Submit hands over a batch, X and Y [Rows, Seeds·Chunk] in device or pinned memory, aligned to 16 bytes, and returns its
 // number. It waits while as many are on their way as the stream is deep.
-func (st *KasminaStream) Submit(x, y driver.Ptr) (uint64, error) {
+func (st *KasminaStream) Submit(x, y gpu.Ptr) (uint64, error) {
 	if !aligned(x, y) {
 		return 0, errors.New("kernels.KasminaStream: a batch is not aligned to 16 bytes")
 	}
@@ -278,7 +278,7 @@ func (st *KasminaStream) Close() (bad int, err error) {
 	counted := make([]uint32, 1)
 	err = errors.Join(err, st.k.ctx.SyncStream(st.stream))
 	if err == nil {
-		err = st.k.ctx.CopyToHost(driver.Bytes(counted), st.bad(), st.stream)
+		err = st.k.ctx.CopyToHost(gpu.Bytes(counted), st.bad(), st.stream)
 	}
 	return int(counted[0]), errors.Join(err, st.free())
 }
@@ -286,7 +286,7 @@ func (st *KasminaStream) Close() (bad int, err error) {
 func (st *KasminaStream) free() error {
 	ctx := st.k.ctx
 	var errs []error
-	for _, p := range []driver.Ptr{st.device, st.gates} {
+	for _, p := range []gpu.Ptr{st.device, st.gates} {
 		if p != 0 {
 			errs = append(errs, ctx.Free(p))
 		}

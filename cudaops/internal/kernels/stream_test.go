@@ -7,20 +7,20 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // streamRig is a stream with batches to compute, all different, and what a launch makes of each.
 type streamRig struct {
 	*rig
 	*KasminaStream
-	x, y   []driver.Ptr
+	x, y   []gpu.Ptr
 	want   [][]float64
 	n      int
-	stream driver.Stream // of the kernel that stays; the rig's is for everything else
+	stream gpu.Stream // of the kernel that stays; the rig's is for everything else
 }
 
-func newStreamRig(t *testing.T, rows, seeds, chunk, batches int, dt driver.DType, c KasminaStreamConfig) *streamRig {
+func newStreamRig(t *testing.T, rows, seeds, chunk, batches int, dt gpu.DType, c KasminaStreamConfig) *streamRig {
 	t.Helper()
 	g := newRig(t)
 	run := g.newKasmina(kasminaCase{rows: rows, seeds: seeds, chunk: chunk, slots: seeds + 1, deviation: 1, stability: KasminaAdaptive, dtype: dt}, nil)
@@ -46,13 +46,13 @@ func newStreamRig(t *testing.T, rows, seeds, chunk, batches int, dt driver.DType
 	return s
 }
 
-func withX(l KasminaLayer, x driver.Ptr) KasminaLayer {
+func withX(l KasminaLayer, x gpu.Ptr) KasminaLayer {
 	l.X = x
 	return l
 }
 
 // check wants batch i to be as a launch made it.
-func (s *streamRig) check(i int, dt driver.DType) {
+func (s *streamRig) check(i int, dt gpu.DType) {
 	s.Helper()
 	got := s.read(&buffer{Ptr: s.y[i], n: s.n, dtype: dt})
 	if d := distance(got, s.want[i]); !(d < 1e-6) {
@@ -63,7 +63,7 @@ func (s *streamRig) check(i int, dt driver.DType) {
 func TestStream(t *testing.T) {
 	for _, c := range []struct {
 		rows, seeds, chunk, depth int
-		dt                        driver.DType
+		dt                        gpu.DType
 	}{
 		{64, 1000, 4, 16, bf16}, {7, 36, 4, 3, f32}, {13, 11, 3, 5, f32}, {1, 5, 7, 2, f16}, {64, 1000, 4, 1, f16},
 	} {
@@ -139,14 +139,14 @@ func TestStreamPinned(t *testing.T) {
 	x, y := host[:4*s.n], host[4*s.n:]
 	s.must(s.ctx.CopyToHost(x, s.x[0], s.rig.stream))
 	s.must(s.ctx.SyncStream(s.rig.stream))
-	at := func(b []byte) driver.Ptr { return driver.Ptr(uintptr(unsafe.Pointer(&b[0]))) }
+	at := func(b []byte) gpu.Ptr { return gpu.Ptr(uintptr(unsafe.Pointer(&b[0]))) }
 	for range 50 {
 		clear(y)
 		k, err := s.Submit(at(x), at(y))
 		s.must(err)
 		s.must(s.Wait(k))
 		got := make([]float64, s.n)
-		for i, v := range driver.View[float32](y) {
+		for i, v := range gpu.View[float32](y) {
 			got[i] = float64(v)
 		}
 		if d := distance(got, s.want[0]); !(d < 1e-6) {

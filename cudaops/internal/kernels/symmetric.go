@@ -3,7 +3,7 @@ package kernels
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Symmetric computes products that are known to be symmetric, with sums in float32,
@@ -14,10 +14,10 @@ import (
 // [N, N]. C may be null; where it is not, it is symmetric. D is none of the operands, and symmetric to the bit: of the product
 // what is on the diagonal and below is computed.
 type Symmetric struct {
-	D, Left, Right, C  driver.Ptr
+	D, Left, Right, C  gpu.Ptr
 	Alpha, Beta, Delta float32
 	SymmetricShape
-	Type driver.DType
+	Type gpu.DType
 }
 
 // SymmetricShape is the sizes of Symmetric's matrices.
@@ -28,9 +28,9 @@ type SymmetricShape struct {
 
 // TakesSymmetric reports whether there is a kernel for Symmetric at addresses that are multiples of 16: Hopper has one for float16 and
 // multiples of 8.
-func (k *Kernels) TakesSymmetric(a SymmetricShape, t driver.DType) bool {
+func (k *Kernels) TakesSymmetric(a SymmetricShape, t gpu.DType) bool {
 	const limit = 1 << 30
-	return k.ctx.Device().Capability() == 90 && t == driver.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&
+	return k.ctx.Device().Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&
 		max(a.N, a.Depth, a.Batch) <= limit
 }
 
@@ -38,7 +38,7 @@ func (k *Kernels) TakesSymmetric(a SymmetricShape, t driver.DType) bool {
 const symmetricColumns, symmetricStages = 160, 5
 
 // Symmetric launches one kernel.
-func (k *Kernels) Symmetric(s driver.Stream, a Symmetric) error {
+func (k *Kernels) Symmetric(s gpu.Stream, a Symmetric) error {
 	const op = "Symmetric"
 	if empty, err := checkSizes(op, a.N, a.Depth, a.Batch); err != nil || empty {
 		return err
@@ -57,7 +57,7 @@ func (k *Kernels) Symmetric(s driver.Stream, a Symmetric) error {
 	}
 	launch := args().Struct(args().Ptr(a.D).Ptr(a.C).Int32(a.N).Int32(a.Depth).Int32(clusters).Float32(a.Alpha).Float32(a.Beta).
 		Float32(a.Delta).Packed(), 8)
-	for i, ptr := range []driver.Ptr{a.Left, a.Right} {
+	for i, ptr := range []gpu.Ptr{a.Left, a.Right} {
 		m := gemmMatrix{ptr, [3]int{a.Depth, a.N, a.Batch}, [2]uint64{uint64(a.Depth), uint64(a.Depth) * uint64(a.N)},
 			[3]uint32{gemmDepth, uint32([]int{gemmRows, symmetricColumns / gemmCluster}[i]), 1}}
 		if a.Tall {
@@ -71,7 +71,7 @@ func (k *Kernels) Symmetric(s driver.Stream, a Symmetric) error {
 		launch.Struct(encoded[:], 16)
 	}
 	l := line(clusters*a.Batch*gemmCluster, 384)
-	l.Cluster, l.Overlap = driver.Dim{X: gemmCluster}, k.overlaps()
+	l.Cluster, l.Overlap = gpu.Dim{X: gemmCluster}, k.overlaps()
 	l.Shared = symmetricStages * (2*gemmDepth*(gemmRows+right) + 16)
 	return k.launch(s, "gemm_symmetric", kernel, l, launch)
 }

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -172,7 +172,7 @@ func TestSymmetricSpeed(t *testing.T) {
 				g.Logf("%-28s %8.1f µs, as all of it %5.0f TFLOP/s", what, took*1e6,
 					2*float64(s.Batch)*float64(s.N)*float64(s.N)*float64(s.Depth)/took/1e12)
 			}
-			show("cuBLASLt", g.fastestProduct(driver.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: f16, B: f16, D: f16,
+			show("cuBLASLt", g.fastestProduct(gpu.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: f16, B: f16, D: f16,
 				Batch: s.Batch, StrideA: s.N * s.Depth, StrideB: s.N * s.Depth, StrideD: s.N * s.N}, x.Ptr, x.Ptr, d.Ptr))
 			for _, s.Tall = range []bool{false, true} {
 				show(fmt.Sprint("symmetric, tall ", s.Tall), func() {

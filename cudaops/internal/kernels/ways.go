@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/kernels"
 )
 
@@ -34,7 +34,7 @@ func (w Way) of(op string, ways []Way) (Way, error) {
 }
 
 // AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
-func (k *Kernels) AttentionVariants(a AttentionShape, t driver.DType, rows ...Rows) []AttentionVariant {
+func (k *Kernels) AttentionVariants(a AttentionShape, t gpu.DType, rows ...Rows) []AttentionVariant {
 	variants := []AttentionVariant{AttentionPlain}
 	if !a.tensorCores(t, rows) {
 		return variants
@@ -50,7 +50,7 @@ func (k *Kernels) AttentionVariants(a AttentionShape, t driver.DType, rows ...Ro
 }
 
 // tensorCores reports whether the variants that use these take the arguments.
-func (a AttentionShape) tensorCores(t driver.DType, rows []Rows) bool {
+func (a AttentionShape) tensorCores(t gpu.DType, rows []Rows) bool {
 	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
 		!slices.ContainsFunc(rows, func(r Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
 }

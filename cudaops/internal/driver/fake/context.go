@@ -8,34 +8,34 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Context is a fake context.
 type Context struct {
 	driver *Driver
-	info   driver.DeviceInfo
+	info   gpu.DeviceInfo
 	handle uintptr
 
 	mu      sync.Mutex
-	ledger  driver.Ledger
+	ledger  gpu.Ledger
 	closed  bool
-	lost    *driver.Error // the fault after which every call fails
+	lost    *gpu.Error // the fault after which every call fails
 	blocks  []*block
 	clock   time.Duration
 	next    uintptr // the last handle given out
-	streams map[driver.Stream]*stream
-	events  map[driver.Event]*event
-	modules map[driver.Module]bool
+	streams map[gpu.Stream]*stream
+	events  map[gpu.Event]*event
+	modules map[gpu.Module]bool
 	shared  map[uintptr]int // of a function: the most dynamic shared memory it may use
 	graphs  map[uintptr]*capture
 	plans   int
 	trace   []Op
 }
 
-func newContext(d *Driver, info driver.DeviceInfo, handle uintptr) *Context {
-	c := &Context{driver: d, info: info, handle: handle, streams: map[driver.Stream]*stream{},
-		events: map[driver.Event]*event{}, modules: map[driver.Module]bool{}, shared: map[uintptr]int{},
+func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
+	c := &Context{driver: d, info: info, handle: handle, streams: map[gpu.Stream]*stream{},
+		events: map[gpu.Event]*event{}, modules: map[gpu.Module]bool{}, shared: map[uintptr]int{},
 		graphs: map[uintptr]*capture{}}
 	c.streams[0] = &stream{c: c}
 	return c
@@ -44,7 +44,7 @@ func newContext(d *Driver, info driver.DeviceInfo, handle uintptr) *Context {
 // begin starts every call: it fails when the context is closed or lost, or when a failure is due.
 func (c *Context) begin(call string) error {
 	if c.closed {
-		return driver.NewError(call, driver.ContextIsDestroyed, "", "the context is closed")
+		return gpu.NewError(call, gpu.ContextIsDestroyed, "", "the context is closed")
 	}
 	if c.lost != nil {
 		return c.lostError(call)
@@ -70,13 +70,13 @@ func (c *Context) handleFor() uintptr {
 }
 
 // Device is the configured description.
-func (c *Context) Device() driver.DeviceInfo { return c.info }
+func (c *Context) Device() gpu.DeviceInfo { return c.info }
 
 // Handle is a number that Adopt knows.
 func (c *Context) Handle() uintptr { return c.handle }
 
 // Stats counts as a real context does.
-func (c *Context) Stats() driver.Stats { return c.ledger.Stats() }
+func (c *Context) Stats() gpu.Stats { return c.ledger.Stats() }
 
 // Close closes the context and reports what was left alive, unless that was lost with the context.
 func (c *Context) Close() error {
@@ -93,82 +93,82 @@ func (c *Context) Close() error {
 }
 
 // LoadModule takes any image: kernels are found among those registered.
-func (c *Context) LoadModule(image []byte) (driver.Module, error) {
+func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuModuleLoadDataEx"); err != nil {
 		return 0, err
 	}
 	if len(image) == 0 {
-		return 0, driver.NewError("cuModuleLoadDataEx", driver.InvalidImage, "", "the image is empty")
+		return 0, gpu.NewError("cuModuleLoadDataEx", gpu.InvalidImage, "", "the image is empty")
 	}
-	m := driver.Module(c.handleFor())
+	m := gpu.Module(c.handleFor())
 	c.modules[m] = true
 	return m, nil
 }
 
 // UnloadModule forgets a module.
-func (c *Context) UnloadModule(m driver.Module) error {
+func (c *Context) UnloadModule(m gpu.Module) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuModuleUnload"); err != nil {
 		return err
 	}
 	if !c.modules[m] {
-		return driver.NewError("cuModuleUnload", driver.InvalidHandle, "", "")
+		return gpu.NewError("cuModuleUnload", gpu.InvalidHandle, "", "")
 	}
 	delete(c.modules, m)
 	return nil
 }
 
 // Function finds a registered kernel.
-func (c *Context) Function(m driver.Module, name string) (*driver.Function, error) {
+func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuModuleGetFunction"); err != nil {
 		return nil, err
 	}
 	if !c.modules[m] {
-		return nil, driver.NewError("cuModuleGetFunction", driver.InvalidHandle, "", "")
+		return nil, gpu.NewError("cuModuleGetFunction", gpu.InvalidHandle, "", "")
 	}
 	if c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
-		return nil, driver.NewError("cuModuleGetFunction", driver.NotFound, "named symbol not found", "kernel "+name)
+		return nil, gpu.NewError("cuModuleGetFunction", gpu.NotFound, "named symbol not found", "kernel "+name)
 	}
-	f := &driver.Function{Name: name, Handle: c.handleFor()}
+	f := &gpu.Function{Name: name, Handle: c.handleFor()}
 	c.shared[f.Handle] = 48 << 10
 	return f, nil
 }
 
 // FunctionAttribute gives plausible figures.
-func (c *Context) FunctionAttribute(f *driver.Function, a driver.FunctionAttribute) (int, error) {
+func (c *Context) FunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuFuncGetAttribute"); err != nil {
 		return 0, err
 	}
 	switch a {
-	case driver.MaxThreadsPerBlock:
+	case gpu.MaxThreadsPerBlock:
 		return 1024, nil
-	case driver.Registers:
+	case gpu.Registers:
 		return 32, nil
-	case driver.BinaryVersion:
+	case gpu.BinaryVersion:
 		return c.info.Capability(), nil
-	case driver.MaxDynamicShared:
+	case gpu.MaxDynamicShared:
 		return c.shared[f.Handle], nil
 	}
 	return 0, nil
 }
 
 // SetFunctionAttribute keeps the limit of dynamic shared memory and accepts the rest.
-func (c *Context) SetFunctionAttribute(f *driver.Function, a driver.FunctionAttribute, v int) error {
+func (c *Context) SetFunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute, v int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuFuncSetAttribute"); err != nil {
 		return err
 	}
-	if a == driver.MaxDynamicShared {
+	if a == gpu.MaxDynamicShared {
 		if v < 0 || v > c.info.SharedPerBlock {
-			return driver.NewError("cuFuncSetAttribute", driver.InvalidValue, "", fmt.Sprintf(
+			return gpu.NewError("cuFuncSetAttribute", gpu.InvalidValue, "", fmt.Sprintf(
 				"%d bytes of shared memory, a block has %d", v, c.info.SharedPerBlock))
 		}
 		c.shared[f.Handle] = v
@@ -177,7 +177,7 @@ func (c *Context) SetFunctionAttribute(f *driver.Function, a driver.FunctionAttr
 }
 
 // Occupancy counts by threads and shared memory.
-func (c *Context) Occupancy(_ *driver.Function, threads, shared int) (int, error) {
+func (c *Context) Occupancy(_ *gpu.Function, threads, shared int) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor"); err != nil {
@@ -187,7 +187,7 @@ func (c *Context) Occupancy(_ *driver.Function, threads, shared int) (int, error
 }
 
 // OccupancyClusters counts by threads and shared memory.
-func (c *Context) OccupancyClusters(_ *driver.Function, l driver.LaunchConfig) (int, error) {
+func (c *Context) OccupancyClusters(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuOccupancyMaxActiveClusters"); err != nil {
@@ -198,7 +198,7 @@ func (c *Context) OccupancyClusters(_ *driver.Function, l driver.LaunchConfig) (
 }
 
 // Launch checks the shape against the GPU's limits and enqueues the Go function.
-func (c *Context) Launch(f *driver.Function, l driver.LaunchConfig, s driver.Stream, a *driver.Args) error {
+func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	call := "cuLaunchKernel(" + f.Name + ")"
@@ -209,15 +209,15 @@ func (c *Context) Launch(f *driver.Function, l driver.LaunchConfig, s driver.Str
 		return err
 	}
 	if why := c.unlaunchable(f, l); why != "" {
-		return driver.NewError(call, driver.InvalidValue, "invalid argument", why+": "+l.String())
+		return gpu.NewError(call, gpu.InvalidValue, "invalid argument", why+": "+l.String())
 	}
 	kernel := c.driver.config.Kernels[f.Name]
 	args := append([]byte(nil), a.Packed()...)
 	return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
-		driver.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
+		gpu.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
 }
 
-func (c *Context) unlaunchable(f *driver.Function, l driver.LaunchConfig) string {
+func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
 	limit, known := c.shared[f.Handle]
 	cluster := l.Cluster
 	switch {
@@ -231,7 +231,7 @@ func (c *Context) unlaunchable(f *driver.Function, l driver.LaunchConfig) string
 		return "more than 1024 threads in a block, or 64 along z"
 	case l.Shared < 0 || l.Shared > limit:
 		return fmt.Sprintf("more dynamic shared memory than the %d bytes allowed to the kernel", limit)
-	case cluster == driver.Dim{}:
+	case cluster == gpu.Dim{}:
 		return ""
 	case c.info.Major < 9 || cluster.Count() > 8:
 		return "clusters of up to 8 blocks need compute capability 9.0"
@@ -243,16 +243,16 @@ func (c *Context) unlaunchable(f *driver.Function, l driver.LaunchConfig) string
 }
 
 // EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor holds its address.
-func (c *Context) EncodeTiled(t driver.TiledTensor) (driver.TensorMap, error) {
+func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuTensorMapEncodeTiled"
-	var m driver.TensorMap
+	var m gpu.TensorMap
 	if err := c.begin(call); err != nil {
 		return m, err
 	}
 	if c.info.Major < 9 {
-		return m, driver.NewError(call, driver.NotSupported, "", "tensor maps need compute capability 9.0")
+		return m, gpu.NewError(call, gpu.NotSupported, "", "tensor maps need compute capability 9.0")
 	}
 	if err := t.Check(); err != nil {
 		return m, err
@@ -262,7 +262,7 @@ func (c *Context) EncodeTiled(t driver.TiledTensor) (driver.TensorMap, error) {
 		extent += int(t.Dims[i+1]-1) * int(stride)
 	}
 	if _, why := c.resolve(t.Address, extent); why != "" {
-		return m, driver.NewError(call, driver.InvalidValue, "", why)
+		return m, gpu.NewError(call, gpu.InvalidValue, "", why)
 	}
 	binary.LittleEndian.PutUint64(m[:], uint64(t.Address))
 	return m, nil

@@ -11,12 +11,12 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Config says what the fake pretends to be.
 type Config struct {
-	Devices   []driver.DeviceInfo // default: one like an H200 with 1 GiB
+	Devices   []gpu.DeviceInfo // default: one like an H200 with 1 GiB
 	Kernels   map[string]Kernel
 	AnyKernel bool // kernels that are not registered exist and do nothing
 	NoBlas    bool // cuBLASLt is missing
@@ -51,7 +51,7 @@ type failure struct {
 // New returns a fake driver.
 func New(c Config) *Driver {
 	if c.Devices == nil {
-		c.Devices = []driver.DeviceInfo{{Name: "Fake GPU", UUID: "GPU-fa4e0000-0000-0000-0000-000000000000", Major: 9,
+		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU", UUID: "GPU-fa4e0000-0000-0000-0000-000000000000", Major: 9,
 			Memory: 1 << 30, SMs: 132, L2: 60 << 20, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
 			RegistersPerSM: 65536, ThreadsPerSM: 2048, Clock: 1980000, MemoryClock: 3201000, MemoryBusBits: 6144}}
 	}
@@ -71,7 +71,7 @@ func (d *Driver) Fail(call string, nth int, code error) {
 }
 
 // injected counts a call and returns the failure that is due.
-func (d *Driver) injected(call string) *driver.Error {
+func (d *Driver) injected(call string) *gpu.Error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var due *failure
@@ -87,19 +87,19 @@ func (d *Driver) injected(call string) *driver.Error {
 		return nil
 	}
 	d.failures = slices.DeleteFunc(d.failures, func(f *failure) bool { return f == due })
-	return &driver.Error{Call: call, Code: due.code, Name: due.code.Error(), Text: "injected failure"}
+	return &gpu.Error{Call: call, Code: due.code, Name: due.code.Error(), Text: "injected failure"}
 }
 
 // Version is CUDA 13.0.
 func (d *Driver) Version() int { return 13000 }
 
 // Devices lists the configured GPUs.
-func (d *Driver) Devices() []driver.DeviceInfo { return slices.Clone(d.config.Devices) }
+func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devices) }
 
 // Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the same GPU.
-func (d *Driver) Retain(ordinal int) (driver.Context, error) {
+func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(d.config.Devices) {
-		return nil, driver.NewError("cuDeviceGet", driver.InvalidDevice, "", fmt.Sprintf("GPU %d of %d", ordinal,
+		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d of %d", ordinal,
 			len(d.config.Devices)))
 	}
 	if err := d.injected("cuDevicePrimaryCtxRetain"); err != nil {
@@ -113,11 +113,11 @@ func (d *Driver) Retain(ordinal int) (driver.Context, error) {
 }
 
 // Adopt returns a context given out before, such that closing it leaves the context open.
-func (d *Driver) Adopt(handle uintptr) (driver.Context, error) {
+func (d *Driver) Adopt(handle uintptr) (gpu.Context, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if handle < 1 || int(handle) > len(d.contexts) {
-		return nil, driver.NewError("cuCtxGetDevice", driver.InvalidContext, "", "")
+		return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidContext, "", "")
 	}
 	return adopted{d.contexts[handle-1]}, nil
 }
@@ -130,11 +130,11 @@ func (adopted) Close() error { return nil }
 type Op struct {
 	Call     string // the C function
 	Name     string // the kernel
-	Stream   driver.Stream
+	Stream   gpu.Stream
 	Captured bool
-	Dst, Src driver.Ptr
+	Dst, Src gpu.Ptr
 	Bytes    int
-	Config   driver.LaunchConfig
+	Config   gpu.LaunchConfig
 	Args     []byte
 }
 

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func open(t *testing.T, config Config) (*Driver, *Context) {
@@ -36,27 +36,27 @@ func get[T any](t *testing.T) func(T, error) T {
 
 func TestInjectedFailures(t *testing.T) {
 	d, c := open(t, Config{AnyKernel: true})
-	d.Fail("cuMemAlloc", 3, driver.OutOfMemory)
-	d.Fail("cuMemAlloc", 4, driver.InvalidValue)
+	d.Fail("cuMemAlloc", 3, gpu.OutOfMemory)
+	d.Fail("cuMemAlloc", 4, gpu.InvalidValue)
 	var got []error
 	for range 5 {
 		_, err := c.Alloc(1)
 		got = append(got, err)
 	}
-	for i, want := range []error{nil, nil, driver.OutOfMemory, driver.InvalidValue, nil} {
+	for i, want := range []error{nil, nil, gpu.OutOfMemory, gpu.InvalidValue, nil} {
 		if !errors.Is(got[i], want) {
 			t.Errorf("call %d: %v, want %v", i+1, got[i], want)
 		}
 	}
-	blas := get[driver.Blas](t)(c.Blas())
-	plan := get[driver.MatmulPlan](t)(blas.Plan(driver.MatmulSpec{M: 1, N: 1, K: 1}, 0, 3))
-	d.Fail("cublasLtMatmul", 1, driver.BlasNotSupported)
-	if err := plan.Run(0, driver.MatmulArgs{}, 0); !errors.Is(err, driver.BlasNotSupported) {
+	blas := get[gpu.Blas](t)(c.Blas())
+	plan := get[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 3))
+	d.Fail("cublasLtMatmul", 1, gpu.BlasNotSupported)
+	if err := plan.Run(0, gpu.MatmulArgs{}, 0); !errors.Is(err, gpu.BlasNotSupported) {
 		t.Error(err)
 	}
-	d.Fail("cuStreamSynchronize", 1, driver.LaunchFailed)
+	d.Fail("cuStreamSynchronize", 1, gpu.LaunchFailed)
 	for _, err := range []error{c.SyncStream(0), c.SyncStream(0), c.Memset8(0, 0, 1, 0)} {
-		if !errors.Is(err, driver.LaunchFailed) {
+		if !errors.Is(err, gpu.LaunchFailed) {
 			t.Errorf("a sticky failure stays: %v", err)
 		}
 	}
@@ -67,14 +67,14 @@ func TestLeaks(t *testing.T) {
 	if left := c.Leaks(); len(left) != 0 {
 		t.Errorf("at the start: %v", left)
 	}
-	get[driver.Ptr](t)(c.Alloc(123))
+	get[gpu.Ptr](t)(c.Alloc(123))
 	get[[]byte](t)(c.AllocHost(45))
-	s := get[driver.Stream](t)(c.NewStream())
-	get[driver.Event](t)(c.NewEvent(false))
-	get[driver.Module](t)(c.LoadModule([]byte{1}))
+	s := get[gpu.Stream](t)(c.NewStream())
+	get[gpu.Event](t)(c.NewEvent(false))
+	get[gpu.Module](t)(c.LoadModule([]byte{1}))
 	check(t, c.BeginCapture(s))
-	get[*driver.Graph](t)(c.EndCapture(s))
-	get[driver.MatmulPlan](t)(get[driver.Blas](t)(c.Blas()).Plan(driver.MatmulSpec{M: 1, N: 1, K: 1}, 0, 1))
+	get[*gpu.Graph](t)(c.EndCapture(s))
+	get[gpu.MatmulPlan](t)(get[gpu.Blas](t)(c.Blas()).Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 1))
 	err := c.Close()
 	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events", "1 modules", "1 graphs",
 		"1 matmul plans"} {
@@ -87,9 +87,9 @@ func TestLeaks(t *testing.T) {
 // TestNothingRunsEarly is why the fake is worth testing with: forgotten waits show.
 func TestNothingRunsEarly(t *testing.T) {
 	_, c := open(t, Config{})
-	p := get[driver.Ptr](t)(c.Alloc(4))
+	p := get[gpu.Ptr](t)(c.Alloc(4))
 	fresh := []float32{0}
-	check(t, c.CopyToHost(driver.Bytes(fresh), p, 0))
+	check(t, c.CopyToHost(gpu.Bytes(fresh), p, 0))
 	if fresh[0] == fresh[0] {
 		t.Errorf("new memory holds %v, want NaN", fresh[0])
 	}
@@ -120,23 +120,23 @@ func TestStrayAccess(t *testing.T) {
 		kernel string
 		offset int
 		n      int
-		want   driver.Status
+		want   gpu.Status
 		say    string
 	}{
-		{"read", 0, 25, driver.Success, ""},
-		{"read", 0, 26, driver.IllegalAddress, "104 bytes at offset 0 of an allocation of 100"},
-		{"read", 100, 1, driver.IllegalAddress, "4 bytes at offset 100"},
-		{"read", -4, 1, driver.IllegalAddress, "is not device memory"},
-		{"read", 1 << 30, 1, driver.IllegalAddress, "is not device memory"},
-		{"misaligned", 0, 1, driver.MisalignedAddress, "not a multiple of 4"},
-		{"greedy", 0, 1, driver.LaunchFailed, "more arguments than the launch gives"},
+		{"read", 0, 25, gpu.Success, ""},
+		{"read", 0, 26, gpu.IllegalAddress, "104 bytes at offset 0 of an allocation of 100"},
+		{"read", 100, 1, gpu.IllegalAddress, "4 bytes at offset 100"},
+		{"read", -4, 1, gpu.IllegalAddress, "is not device memory"},
+		{"read", 1 << 30, 1, gpu.IllegalAddress, "is not device memory"},
+		{"misaligned", 0, 1, gpu.MisalignedAddress, "not a multiple of 4"},
+		{"greedy", 0, 1, gpu.LaunchFailed, "more arguments than the launch gives"},
 	} {
 		_, c := open(t, Config{Kernels: kernels})
-		p := get[driver.Ptr](t)(c.Alloc(100))
-		f := get[*driver.Function](t)(c.Function(get[driver.Module](t)(c.LoadModule([]byte{1})), test.kernel))
-		check(t, c.Launch(f, driver.LaunchConfig{}, 0, new(driver.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
+		p := get[gpu.Ptr](t)(c.Alloc(100))
+		f := get[*gpu.Function](t)(c.Function(get[gpu.Module](t)(c.LoadModule([]byte{1})), test.kernel))
+		check(t, c.Launch(f, gpu.LaunchConfig{}, 0, new(gpu.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
 		err := c.Synchronize()
-		if test.want == driver.Success {
+		if test.want == gpu.Success {
 			check(t, err)
 		} else if !errors.Is(err, test.want) || !strings.Contains(err.Error(), test.say) {
 			t.Errorf("%s at %d, %d: %v", test.kernel, test.offset, test.n, err)
@@ -147,20 +147,20 @@ func TestStrayAccess(t *testing.T) {
 // TestReplayAfterFree launches a graph whose memory is gone.
 func TestReplayAfterFree(t *testing.T) {
 	_, c := open(t, Config{})
-	s := get[driver.Stream](t)(c.NewStream())
-	p := get[driver.Ptr](t)(c.Alloc(8))
+	s := get[gpu.Stream](t)(c.NewStream())
+	p := get[gpu.Ptr](t)(c.Alloc(8))
 	check(t, c.BeginCapture(s), c.Memset32(p, 7, 2, s))
-	g := get[*driver.Graph](t)(c.EndCapture(s))
+	g := get[*gpu.Graph](t)(c.EndCapture(s))
 	check(t, c.LaunchGraph(g, s), c.SyncStream(s), c.Free(p))
-	if err := c.Memset32(p, 7, 2, s); !errors.Is(err, driver.InvalidValue) || !strings.Contains(err.Error(), "was freed") {
+	if err := c.Memset32(p, 7, 2, s); !errors.Is(err, gpu.InvalidValue) || !strings.Contains(err.Error(), "was freed") {
 		t.Errorf("freed memory: %v", err)
 	}
-	q := get[driver.Ptr](t)(c.Alloc(8))
+	q := get[gpu.Ptr](t)(c.Alloc(8))
 	if q == p {
 		t.Error("an address was used again")
 	}
 	check(t, c.LaunchGraph(g, s))
-	if err := c.SyncStream(s); !errors.Is(err, driver.IllegalAddress) || !strings.Contains(err.Error(), "was freed") {
+	if err := c.SyncStream(s); !errors.Is(err, gpu.IllegalAddress) || !strings.Contains(err.Error(), "was freed") {
 		t.Errorf("replay: %v", err)
 	}
 }
@@ -169,16 +169,16 @@ func TestTraceAndClock(t *testing.T) {
 	_, c := open(t, Config{AnyKernel: true, Kernels: map[string]Kernel{
 		"slow": func(l *Launch) { l.Took = time.Millisecond },
 	}})
-	m := get[driver.Module](t)(c.LoadModule([]byte{1}))
-	slow, other := get[*driver.Function](t)(c.Function(m, "slow")), get[*driver.Function](t)(c.Function(m, "other"))
-	s := get[driver.Stream](t)(c.NewStream())
-	from, to := get[driver.Event](t)(c.NewEvent(true)), get[driver.Event](t)(c.NewEvent(true))
-	p := get[driver.Ptr](t)(c.Alloc(8))
-	shape := driver.LaunchConfig{Grid: driver.Dim{X: 3}, Block: driver.Dim{X: 64}}
-	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(driver.Args).Ptr(p)), c.Memset8(p, 1, 8, s))
-	g := get[*driver.Graph](t)(c.EndCapture(s))
-	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(driver.Args)), c.Record(to, s))
-	if _, err := c.Elapsed(from, to); !errors.Is(err, driver.NotReady) {
+	m := get[gpu.Module](t)(c.LoadModule([]byte{1}))
+	slow, other := get[*gpu.Function](t)(c.Function(m, "slow")), get[*gpu.Function](t)(c.Function(m, "other"))
+	s := get[gpu.Stream](t)(c.NewStream())
+	from, to := get[gpu.Event](t)(c.NewEvent(true)), get[gpu.Event](t)(c.NewEvent(true))
+	p := get[gpu.Ptr](t)(c.Alloc(8))
+	shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 3}, Block: gpu.Dim{X: 64}}
+	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args).Ptr(p)), c.Memset8(p, 1, 8, s))
+	g := get[*gpu.Graph](t)(c.EndCapture(s))
+	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(gpu.Args)), c.Record(to, s))
+	if _, err := c.Elapsed(from, to); !errors.Is(err, gpu.NotReady) {
 		t.Errorf("before it ran: %v", err)
 	}
 	check(t, c.SyncStream(s))
@@ -205,8 +205,8 @@ func TestTraceAndClock(t *testing.T) {
 }
 
 func TestPlanningIsFree(t *testing.T) {
-	_, c := open(t, Config{Devices: []driver.DeviceInfo{{Name: "huge", Major: 9, Memory: 1 << 50}}})
-	p := get[driver.Ptr](t)(c.Alloc(1 << 45)) // more than any machine has
+	_, c := open(t, Config{Devices: []gpu.DeviceInfo{{Name: "huge", Major: 9, Memory: 1 << 50}}})
+	p := get[gpu.Ptr](t)(c.Alloc(1 << 45)) // more than any machine has
 	if free, total, err := c.MemInfo(); err != nil || total-free != 1<<45 {
 		t.Errorf("%d of %d free, %v", free, total, err)
 	}
@@ -215,7 +215,7 @@ func TestPlanningIsFree(t *testing.T) {
 
 func TestNoBlas(t *testing.T) {
 	_, c := open(t, Config{NoBlas: true})
-	var missing *driver.NotFoundError
+	var missing *gpu.NotFoundError
 	if _, err := c.Blas(); !errors.As(err, &missing) {
 		t.Error(err)
 	}

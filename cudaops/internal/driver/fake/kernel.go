@@ -7,7 +7,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Kernel does in Go what a kernel does on the GPU, for the whole grid at once. It takes its arguments from the launch in
@@ -16,7 +16,7 @@ type Kernel func(*Launch)
 
 // Launch is one run of a kernel.
 type Launch struct {
-	driver.LaunchConfig
+	gpu.LaunchConfig
 	// Took is how far the run moves the clock; zero means a microsecond.
 	Took time.Duration
 
@@ -27,14 +27,14 @@ type Launch struct {
 
 // fault is what a kernel panics with inside this package.
 type fault struct {
-	status driver.Status
+	status gpu.Status
 	why    string
 }
 
 // Fault ends the kernel as a fault on the GPU would.
-func (l *Launch) Fault(s driver.Status, why string) { panic(fault{s, why}) }
+func (l *Launch) Fault(s gpu.Status, why string) { panic(fault{s, why}) }
 
-func (c *Context) run(kernel Kernel, call string, config driver.LaunchConfig, args []byte) (err error) {
+func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig, args []byte) (err error) {
 	if kernel == nil {
 		return nil
 	}
@@ -46,7 +46,7 @@ func (c *Context) run(kernel Kernel, call string, config driver.LaunchConfig, ar
 				c.clock += l.Took - time.Microsecond
 			}
 		case fault:
-			err = driver.NewError(call, r.status, r.why, "")
+			err = gpu.NewError(call, r.status, r.why, "")
 		default:
 			panic(r)
 		}
@@ -59,7 +59,7 @@ func (c *Context) run(kernel Kernel, call string, config driver.LaunchConfig, ar
 func (l *Launch) Struct(n, align int) []byte {
 	l.at = (l.at + align - 1) / align * align
 	if l.at+n > len(l.args) {
-		l.Fault(driver.LaunchFailed, "the kernel takes more arguments than the launch gives")
+		l.Fault(gpu.LaunchFailed, "the kernel takes more arguments than the launch gives")
 	}
 	l.at += n
 	return l.args[l.at-n : l.at]
@@ -84,20 +84,20 @@ func (l *Launch) Float32() float32 { return math.Float32frombits(l.Uint32()) }
 func (l *Launch) Float64() float64 { return math.Float64frombits(l.Uint64()) }
 
 // Ptr takes a pointer.
-func (l *Launch) Ptr() driver.Ptr { return driver.Ptr(l.Uint64()) }
+func (l *Launch) Ptr() gpu.Ptr { return gpu.Ptr(l.Uint64()) }
 
 // Slice is n numbers of device memory. Memory that is not there, or not aligned, is a fault.
-func Slice[T driver.Number](l *Launch, p driver.Ptr, n int) []T {
+func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	if n == 0 {
 		return nil
 	}
 	size := int(unsafe.Sizeof(*new(T)))
-	if p%driver.Ptr(size) != 0 {
-		l.Fault(driver.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
+	if p%gpu.Ptr(size) != 0 {
+		l.Fault(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
 	}
 	b, why := l.c.resolve(p, n*size)
 	if why != "" {
-		l.Fault(driver.IllegalAddress, why)
+		l.Fault(gpu.IllegalAddress, why)
 	}
-	return driver.View[T](b)
+	return gpu.View[T](b)
 }

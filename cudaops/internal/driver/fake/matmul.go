@@ -5,17 +5,17 @@ import (
 	"math"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 type blas struct{ c *Context }
 
 // Blas returns a cuBLASLt that computes in float64.
-func (c *Context) Blas() (driver.Blas, error) {
+func (c *Context) Blas() (gpu.Blas, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.driver.config.NoBlas {
-		return nil, &driver.NotFoundError{Library: "the fake cuBLASLt", Help: "The configuration leaves it out."}
+		return nil, &gpu.NotFoundError{Library: "the fake cuBLASLt", Help: "The configuration leaves it out."}
 	}
 	if err := c.begin("cublasLtCreate"); err != nil {
 		return nil, err
@@ -28,14 +28,14 @@ func (blas) Library() string { return "fake" }
 
 type plan struct {
 	c     *Context
-	spec  driver.MatmulSpec
-	algos []driver.Algo
+	spec  gpu.MatmulSpec
+	algos []gpu.Algo
 	last  int           // the way that ran last
 	busy  time.Duration // on end
 }
 
 // Plan offers up to three ways, which differ in their workspace.
-func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan, error) {
+func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
 	c := b.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -47,16 +47,16 @@ func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan,
 	if err != nil {
 		return nil, err
 	}
-	if m.A != m.B || m.A > driver.Float8E4M3 || m.D > driver.BFloat16 {
-		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
+	if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
+		return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
 	}
-	if m.A == driver.Float8E4M3 && !c.multipliesFloat8(m) {
-		return nil, driver.NewBlasError(call, driver.BlasNotSupported, "the fake multiplies float8 where an H200 would")
+	if m.A == gpu.Float8E4M3 && !c.multipliesFloat8(m) {
+		return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake multiplies float8 where an H200 would")
 	}
 	p := &plan{c: c, spec: m}
 	for i, need := range []int{1 << 20, 1 << 10, 0} {
 		if need <= workspace && len(p.algos) < want {
-			p.algos = append(p.algos, driver.Algo{Workspace: need, Waves: 1, ID: [8]uint64{uint64(i)}})
+			p.algos = append(p.algos, gpu.Algo{Workspace: need, Waves: 1, ID: [8]uint64{uint64(i)}})
 		}
 	}
 	c.plans++
@@ -64,13 +64,13 @@ func (b blas) Plan(m driver.MatmulSpec, workspace, want int) (driver.MatmulPlan,
 }
 
 // multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
-func (c *Context) multipliesFloat8(m driver.MatmulSpec) bool {
+func (c *Context) multipliesFloat8(m gpu.MatmulSpec) bool {
 	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 && m.LDA%16 == 0 && m.LDB%16 == 0 &&
 		m.LDD*m.D.Size()%16 == 0 && m.Align%16 == 0
 }
 
-func (p *plan) Spec() driver.MatmulSpec { return p.spec }
-func (p *plan) Algos() []driver.Algo    { return append([]driver.Algo(nil), p.algos...) }
+func (p *plan) Spec() gpu.MatmulSpec { return p.spec }
+func (p *plan) Algos() []gpu.Algo    { return append([]gpu.Algo(nil), p.algos...) }
 
 func (p *plan) Close() error {
 	p.c.mu.Lock()
@@ -79,7 +79,7 @@ func (p *plan) Close() error {
 	return nil
 }
 
-func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
+func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -95,7 +95,7 @@ func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
 	}
 	way := c.driver.config.Ways[p.algos[algo].ID[0]]
 	if way.Fails {
-		return driver.NewBlasError(call, driver.BlasNotSupported, "a way that fails")
+		return gpu.NewBlasError(call, gpu.BlasNotSupported, "a way that fails")
 	}
 	if way.Wrong {
 		a.Alpha *= 2
@@ -105,19 +105,19 @@ func (p *plan) Run(algo int, a driver.MatmulArgs, s driver.Stream) error {
 		return err
 	}
 	a.Zeroed = a.Zeroed && st.capture != nil
-	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, driver.Stats{Matmuls: 1}, func() error {
+	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, gpu.Stats{Matmuls: 1}, func() error {
 		return c.run(func(l *Launch) {
 			p.compute(l, a)
 			if p.algos[algo].Workspace > 0 && !p.counts(l, a) {
 				p.spoil(l, a)
 			}
 			l.Took = p.took(algo, way)
-		}, call, driver.LaunchConfig{}, nil)
+		}, call, gpu.LaunchConfig{}, nil)
 	})
 }
 
 // counts counts the run in the workspace, from zero, where it sets the counter unless that has been done. It reports whether it began there.
-func (p *plan) counts(l *Launch, a driver.MatmulArgs) bool {
+func (p *plan) counts(l *Launch, a gpu.MatmulArgs) bool {
 	counter := Slice[uint32](l, a.Workspace, 1)
 	if !a.Zeroed {
 		counter[0] = 0
@@ -127,7 +127,7 @@ func (p *plan) counts(l *Launch, a driver.MatmulArgs) bool {
 }
 
 // spoil fills D with NaN.
-func (p *plan) spoil(l *Launch, a driver.MatmulArgs) {
+func (p *plan) spoil(l *Launch, a gpu.MatmulArgs) {
 	for i := range p.spec.Batch {
 		view(l, a.D.Offset(i*p.spec.StrideD*p.spec.D.Size()), p.spec.D, p.spec.LDD, p.spec.M, p.spec.N).fill(p.spec.M, p.spec.N, math.NaN())
 	}
@@ -146,10 +146,10 @@ func (p *plan) took(algo int, way Way) time.Duration {
 }
 
 // compute is the definition of MatmulSpec, sum by sum.
-func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
+func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
 	for i := range m.Batch {
-		at := func(base driver.Ptr, t driver.DType, stride, ld, rows, cols int) matrix {
+		at := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) matrix {
 			return view(l, base.Offset(i*stride*t.Size()), t, ld, rows, cols)
 		}
 		rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
@@ -168,7 +168,7 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 		if a.Bias != 0 {
 			bias = view(l, a.Bias, m.D, m.N, 1, m.N)
 		}
-		if driver.Poison && a.Overwrites() {
+		if gpu.Poison && a.Overwrites() {
 			D.fill(m.M, m.N, math.NaN())
 		}
 		scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
@@ -192,19 +192,19 @@ func (p *plan) compute(l *Launch, a driver.MatmulArgs) {
 }
 
 // factors returns what rows or columns, n of them, are multiplied by.
-func factors(l *Launch, s driver.Scaling, at driver.Ptr, n int) func(int) float64 {
-	if s == driver.Unscaled {
+func factors(l *Launch, s gpu.Scaling, at gpu.Ptr, n int) func(int) float64 {
+	if s == gpu.Unscaled {
 		return func(int) float64 { return 1 }
 	}
 	each := Slice[float32](l, at, n)
 	return func(i int) float64 { return float64(each[i]) }
 }
 
-func activate(e driver.Epilogue, x float64) float64 {
-	switch e &^ driver.Bias {
-	case driver.ReLU:
+func activate(e gpu.Epilogue, x float64) float64 {
+	switch e &^ gpu.Bias {
+	case gpu.ReLU:
 		return max(x, 0)
-	case driver.GELU:
+	case gpu.GELU:
 		return 0.5 * x * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x)))
 	}
 	return x
@@ -212,19 +212,19 @@ func activate(e driver.Epilogue, x float64) float64 {
 
 // matrix is a stored matrix of any element type.
 type matrix struct {
-	t   driver.DType
+	t   gpu.DType
 	ld  int
 	f32 []float32
 	u16 []uint16
 	u8  []uint8
 }
 
-func view(l *Launch, p driver.Ptr, t driver.DType, ld, rows, cols int) matrix {
+func view(l *Launch, p gpu.Ptr, t gpu.DType, ld, rows, cols int) matrix {
 	n := (rows-1)*ld + cols
-	if t == driver.Float32 {
+	if t == gpu.Float32 {
 		return matrix{t: t, ld: ld, f32: Slice[float32](l, p, n)}
 	}
-	if t == driver.Float8E4M3 {
+	if t == gpu.Float8E4M3 {
 		return matrix{t: t, ld: ld, u8: Slice[uint8](l, p, n)}
 	}
 	return matrix{t: t, ld: ld, u16: Slice[uint16](l, p, n)}
@@ -235,12 +235,12 @@ func (m matrix) of(transposed bool, r, c int) float64 {
 		r, c = c, r
 	}
 	switch i := r*m.ld + c; m.t {
-	case driver.Float32:
+	case gpu.Float32:
 		return float64(m.f32[i])
-	case driver.BFloat16:
+	case gpu.BFloat16:
 		return float64(math.Float32frombits(uint32(m.u16[i]) << 16))
-	case driver.Float8E4M3:
-		return float64(driver.FromE4M3(m.u8[i]))
+	case gpu.Float8E4M3:
+		return float64(gpu.FromE4M3(m.u8[i]))
 	default:
 		return fromHalf(m.u16[i])
 	}
@@ -248,9 +248,9 @@ func (m matrix) of(transposed bool, r, c int) float64 {
 
 func (m matrix) set(r, c int, v float64) {
 	switch i := r*m.ld + c; m.t {
-	case driver.Float32:
+	case gpu.Float32:
 		m.f32[i] = float32(v)
-	case driver.BFloat16:
+	case gpu.BFloat16:
 		m.u16[i] = toBrain(float32(v))
 	default:
 		m.u16[i] = toHalf(v)

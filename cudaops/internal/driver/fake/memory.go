@@ -6,31 +6,31 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // block is a piece of device memory. Addresses are never used twice, so that a stale one is always noticed, and blocks
 // lie apart, so that running over the end of one is.
 type block struct {
-	base  driver.Ptr
+	base  gpu.Ptr
 	size  int
 	data  []byte // made at the first access: planning large models costs nothing
 	freed bool
 }
 
 const (
-	firstAddress = driver.Ptr(0x7f00_0000_0000)
+	firstAddress = gpu.Ptr(0x7f00_0000_0000)
 	alignment    = 256
 	gap          = 4096
 )
 
 // resolve finds the n bytes at an address, or says why they are not to be touched.
-func (c *Context) resolve(p driver.Ptr, n int) ([]byte, string) {
-	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p driver.Ptr) int { return cmp.Compare(b.base, p) })
+func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
+	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int { return cmp.Compare(b.base, p) })
 	if !found {
 		i--
 	}
-	if i < 0 || p >= c.blocks[i].base+driver.Ptr(c.blocks[i].size+gap/2) {
+	if i < 0 || p >= c.blocks[i].base+gpu.Ptr(c.blocks[i].size+gap/2) {
 		return nil, fmt.Sprintf("%#x is not device memory", uint64(p))
 	}
 	b := c.blocks[i]
@@ -57,22 +57,22 @@ func (c *Context) live() (sum uint64) {
 }
 
 // Alloc returns memory filled with 0xFF.
-func (c *Context) Alloc(n int) (driver.Ptr, error) {
+func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuMemAlloc"); err != nil {
 		return 0, err
 	}
 	if n <= 0 {
-		return 0, driver.NewError("cuMemAlloc", driver.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
 	}
 	if free := c.info.Memory - c.live(); uint64(n) > free {
-		return 0, driver.NewOutOfMemory(n, free, c.info.Memory)
+		return 0, gpu.NewOutOfMemory(n, free, c.info.Memory)
 	}
 	base := firstAddress
 	if len(c.blocks) > 0 {
 		last := c.blocks[len(c.blocks)-1]
-		base = (last.base + driver.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
+		base = (last.base + gpu.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
 	}
 	c.blocks = append(c.blocks, &block{base: base, size: n})
 	c.ledger.Allocated(base, n)
@@ -80,7 +80,7 @@ func (c *Context) Alloc(n int) (driver.Ptr, error) {
 }
 
 // Free waits for all work, as cuMemFree does, and frees.
-func (c *Context) Free(p driver.Ptr) error {
+func (c *Context) Free(p gpu.Ptr) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if p == 0 {
@@ -99,7 +99,7 @@ func (c *Context) Free(p driver.Ptr) error {
 			return nil
 		}
 	}
-	return driver.NewError("cuMemFree", driver.InvalidValue, "", fmt.Sprintf("%#x is not an allocation", uint64(p)))
+	return gpu.NewError("cuMemFree", gpu.InvalidValue, "", fmt.Sprintf("%#x is not an allocation", uint64(p)))
 }
 
 // AllocHost returns Go memory that counts as pinned.
@@ -110,9 +110,9 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 		return nil, err
 	}
 	if n <= 0 {
-		return nil, driver.NewError("cuMemHostAlloc", driver.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
 	}
-	b := driver.Bytes(make([]uint64, (n+7)/8))[:n:n]
+	b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
 	c.ledger.Pin(b)
 	return b, nil
 }
@@ -125,7 +125,7 @@ func (c *Context) FreeHost(b []byte) error {
 		return err
 	}
 	if !c.ledger.Unpin(b) {
-		return driver.NewError("cuMemFreeHost", driver.InvalidValue, "", "not a slice that AllocHost returned")
+		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "", "not a slice that AllocHost returned")
 	}
 	for i := range b {
 		b[i] = 0xDD
@@ -142,20 +142,20 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 }
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
-func (c *Context) CopyToDevice(dst driver.Ptr, src []byte, s driver.Stream) error {
-	work := driver.Stats{ToDevice: driver.Copies{Count: 1, Bytes: int64(len(src))}}
+func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
+	work := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}}
 	return c.copyHost(Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}, src, dst, work,
 		func(device []byte) { copy(device, src) })
 }
 
 // CopyToHost is the other direction.
-func (c *Context) CopyToHost(dst []byte, src driver.Ptr, s driver.Stream) error {
-	work := driver.Stats{ToHost: driver.Copies{Count: 1, Bytes: int64(len(dst))}}
+func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
+	work := gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}}
 	return c.copyHost(Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}, dst, src, work,
 		func(device []byte) { copy(dst, device) })
 }
 
-func (c *Context) copyHost(o Op, host []byte, p driver.Ptr, work driver.Stats, do func(device []byte)) error {
+func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats, do func(device []byte)) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if o.Bytes == 0 {
@@ -168,22 +168,22 @@ func (c *Context) copyHost(o Op, host []byte, p driver.Ptr, work driver.Stats, d
 	if err != nil {
 		return err
 	}
-	if err := c.enqueue(o, work, []driver.Ptr{p}, func(m [][]byte) { do(m[0]) }); err != nil || async {
+	if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) { do(m[0]) }); err != nil || async {
 		return err
 	}
 	return c.drain(o.Call, c.streams[o.Stream])
 }
 
 // CopyOnDevice copies when the stream gets there.
-func (c *Context) CopyOnDevice(dst, src driver.Ptr, n int, s driver.Stream) error {
+func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
 	return c.fill(Op{Call: "cuMemcpyDtoDAsync", Stream: s, Dst: dst, Src: src, Bytes: n},
-		driver.Stats{OnDevice: driver.Copies{Count: 1, Bytes: int64(n)}}, []driver.Ptr{dst, src},
+		gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(n)}}, []gpu.Ptr{dst, src},
 		func(m [][]byte) { copy(m[0], m[1]) })
 }
 
 // Memset8 sets bytes.
-func (c *Context) Memset8(dst driver.Ptr, v byte, n int, s driver.Stream) error {
-	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n}, driver.Stats{Memsets: 1}, []driver.Ptr{dst},
+func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
+	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n}, gpu.Stats{Memsets: 1}, []gpu.Ptr{dst},
 		func(m [][]byte) {
 			for i := range m[0] {
 				m[0][i] = v
@@ -192,24 +192,24 @@ func (c *Context) Memset8(dst driver.Ptr, v byte, n int, s driver.Stream) error 
 }
 
 // Memset32 sets words; the address must be a multiple of 4.
-func (c *Context) Memset32(dst driver.Ptr, v uint32, n int, s driver.Stream) error {
+func (c *Context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
 	if dst%4 != 0 {
-		return driver.NewError("cuMemsetD32Async", driver.InvalidValue, "", "the address is not a multiple of 4")
+		return gpu.NewError("cuMemsetD32Async", gpu.InvalidValue, "", "the address is not a multiple of 4")
 	}
-	return c.fill(Op{Call: "cuMemsetD32Async", Stream: s, Dst: dst, Bytes: 4 * n}, driver.Stats{Memsets: 1},
-		[]driver.Ptr{dst}, func(m [][]byte) {
-			words := driver.View[uint32](m[0])
+	return c.fill(Op{Call: "cuMemsetD32Async", Stream: s, Dst: dst, Bytes: 4 * n}, gpu.Stats{Memsets: 1},
+		[]gpu.Ptr{dst}, func(m [][]byte) {
+			words := gpu.View[uint32](m[0])
 			for i := range words {
 				words[i] = v
 			}
 		})
 }
 
-func (c *Context) fill(o Op, work driver.Stats, at []driver.Ptr, do func(m [][]byte)) error {
+func (c *Context) fill(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if o.Bytes < 0 {
-		return driver.NewError(o.Call, driver.InvalidValue, "", fmt.Sprintf("negative length %d", o.Bytes))
+		return gpu.NewError(o.Call, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", o.Bytes))
 	}
 	if o.Bytes == 0 {
 		return nil
@@ -222,22 +222,22 @@ func (c *Context) fill(o Op, work driver.Stats, at []driver.Ptr, do func(m [][]b
 
 // enqueue puts work on o.Bytes of memory at each address on a stream. The memory is checked now, as the driver does for
 // copies, and again when the work runs, since a graph may run it long after.
-func (c *Context) enqueue(o Op, work driver.Stats, at []driver.Ptr, do func(m [][]byte)) error {
-	resolve := func(s driver.Status) ([][]byte, error) {
+func (c *Context) enqueue(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
+	resolve := func(s gpu.Status) ([][]byte, error) {
 		m := make([][]byte, len(at))
 		for i, p := range at {
 			var why string
 			if m[i], why = c.resolve(p, o.Bytes); why != "" {
-				return nil, driver.NewError(o.Call, s, "", why)
+				return nil, gpu.NewError(o.Call, s, "", why)
 			}
 		}
 		return m, nil
 	}
-	if _, err := resolve(driver.InvalidValue); err != nil {
+	if _, err := resolve(gpu.InvalidValue); err != nil {
 		return err
 	}
 	return c.issue(o, work, func() error {
-		m, err := resolve(driver.IllegalAddress)
+		m, err := resolve(gpu.IllegalAddress)
 		if err == nil {
 			do(m)
 		}

@@ -5,7 +5,7 @@ import (
 	"maps"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // op is work on a stream.
@@ -42,7 +42,7 @@ type mark struct {
 }
 
 // issue traces, counts and enqueues work, or records it.
-func (c *Context) issue(o Op, work driver.Stats, do op) error {
+func (c *Context) issue(o Op, work gpu.Stats, do op) error {
 	s, err := c.stream(o.Call, o.Stream)
 	if err != nil {
 		return err
@@ -78,7 +78,7 @@ func (s *stream) step() {
 		return
 	}
 	if !errors.As(err, &s.c.lost) {
-		s.c.lost = driver.NewError("", driver.LaunchFailed, "unspecified launch failure", err.Error())
+		s.c.lost = gpu.NewError("", gpu.LaunchFailed, "unspecified launch failure", err.Error())
 	}
 	for _, other := range s.c.streams {
 		other.queue = nil
@@ -115,40 +115,40 @@ func (c *Context) pass(m *mark) {
 	}
 }
 
-func (c *Context) stream(call string, s driver.Stream) (*stream, error) {
+func (c *Context) stream(call string, s gpu.Stream) (*stream, error) {
 	if st := c.streams[s]; st != nil {
 		return st, nil
 	}
-	return nil, driver.NewError(call, driver.InvalidHandle, "", "no such stream")
+	return nil, gpu.NewError(call, gpu.InvalidHandle, "", "no such stream")
 }
 
 // NewStream makes a stream.
-func (c *Context) NewStream() (driver.Stream, error) {
+func (c *Context) NewStream() (gpu.Stream, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuStreamCreate"); err != nil {
 		return 0, err
 	}
-	s := driver.Stream(c.handleFor())
+	s := gpu.Stream(c.handleFor())
 	c.streams[s] = &stream{c: c}
 	return s, nil
 }
 
 // asked is the common part of the calls about one stream; those that would wait spoil a capture.
-func (c *Context) asked(call string, s driver.Stream) (*stream, error) {
+func (c *Context) asked(call string, s gpu.Stream) (*stream, error) {
 	if err := c.begin(call); err != nil {
 		return nil, err
 	}
 	st, err := c.stream(call, s)
 	if err == nil && st.capture != nil {
 		st.capture.invalid = true
-		return nil, driver.NewError(call, driver.CaptureUnsupported, "", "the stream is being captured")
+		return nil, gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
 	}
 	return st, err
 }
 
 // DestroyStream runs what is left and forgets the stream.
-func (c *Context) DestroyStream(s driver.Stream) error {
+func (c *Context) DestroyStream(s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	st, err := c.asked("cuStreamDestroy", s)
@@ -156,14 +156,14 @@ func (c *Context) DestroyStream(s driver.Stream) error {
 		return err
 	}
 	if s == 0 {
-		return driver.NewError("cuStreamDestroy", driver.InvalidHandle, "", "the default stream")
+		return gpu.NewError("cuStreamDestroy", gpu.InvalidHandle, "", "the default stream")
 	}
 	delete(c.streams, s)
 	return c.drain("cuStreamDestroy", st)
 }
 
 // SyncStream runs a stream's work.
-func (c *Context) SyncStream(s driver.Stream) error {
+func (c *Context) SyncStream(s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	st, err := c.asked("cuStreamSynchronize", s)
@@ -174,7 +174,7 @@ func (c *Context) SyncStream(s driver.Stream) error {
 }
 
 // StreamDone runs one piece of work at each question, so that polling ends and both answers occur.
-func (c *Context) StreamDone(s driver.Stream) (bool, error) {
+func (c *Context) StreamDone(s gpu.Stream) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	st, err := c.asked("cuStreamQuery", s)
@@ -197,29 +197,29 @@ func (c *Context) Synchronize() error {
 }
 
 // NewEvent makes an event.
-func (c *Context) NewEvent(timing bool) (driver.Event, error) {
+func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuEventCreate"); err != nil {
 		return 0, err
 	}
-	e := driver.Event(c.handleFor())
+	e := gpu.Event(c.handleFor())
 	c.events[e] = &event{timing: timing}
 	return e, nil
 }
 
-func (c *Context) event(call string, e driver.Event) (*event, error) {
+func (c *Context) event(call string, e gpu.Event) (*event, error) {
 	if err := c.begin(call); err != nil {
 		return nil, err
 	}
 	if ev := c.events[e]; ev != nil {
 		return ev, nil
 	}
-	return nil, driver.NewError(call, driver.InvalidHandle, "", "no such event")
+	return nil, gpu.NewError(call, gpu.InvalidHandle, "", "no such event")
 }
 
 // DestroyEvent forgets an event.
-func (c *Context) DestroyEvent(e driver.Event) error {
+func (c *Context) DestroyEvent(e gpu.Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	_, err := c.event("cuEventDestroy", e)
@@ -228,7 +228,7 @@ func (c *Context) DestroyEvent(e driver.Event) error {
 }
 
 // Record marks a stream's present end.
-func (c *Context) Record(e driver.Event, s driver.Stream) error {
+func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	ev, err := c.event("cuEventRecord", e)
@@ -254,20 +254,20 @@ func (c *Context) Record(e driver.Event, s driver.Stream) error {
 }
 
 // captured is an event, and a stream that is being captured.
-func (c *Context) captured(call string, e driver.Event, s driver.Stream) (*event, *stream, error) {
+func (c *Context) captured(call string, e gpu.Event, s gpu.Stream) (*event, *stream, error) {
 	ev, err := c.event(call, e)
 	if err != nil {
 		return nil, nil, err
 	}
 	st, err := c.stream(call, s)
 	if err == nil && st.capture == nil {
-		err = driver.NewError(call, driver.InvalidValue, "", "the stream is not being captured")
+		err = gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
 	}
 	return ev, st, err
 }
 
 // Mark records the event anew whenever the graph that is being captured is launched.
-func (c *Context) Mark(e driver.Event, s driver.Stream) error {
+func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	ev, st, err := c.captured("cuEventRecordWithFlags", e, s)
@@ -282,7 +282,7 @@ func (c *Context) Mark(e driver.Event, s driver.Stream) error {
 }
 
 // Wait holds a stream back until a mark has passed, and takes it into the mark's capture.
-func (c *Context) Wait(s driver.Stream, e driver.Event) error {
+func (c *Context) Wait(s gpu.Stream, e gpu.Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuStreamWaitEvent"
@@ -298,7 +298,7 @@ func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 	if m.capture == nil {
 		if st.capture != nil {
 			st.capture.invalid = true
-			return driver.NewError(call, driver.CaptureIsolation, "", "the event was recorded outside the capture")
+			return gpu.NewError(call, gpu.CaptureIsolation, "", "the event was recorded outside the capture")
 		}
 		st.push(func() error { c.pass(m); return nil })
 		return nil
@@ -313,19 +313,19 @@ func (c *Context) Wait(s driver.Stream, e driver.Event) error {
 }
 
 // marked is the mark of an event that may be waited for; nil if it was never recorded.
-func (c *Context) marked(call string, e driver.Event) (*mark, error) {
+func (c *Context) marked(call string, e gpu.Event) (*mark, error) {
 	ev, err := c.event(call, e)
 	if err != nil {
 		return nil, err
 	}
 	if ev.mark != nil && ev.mark.capture != nil {
-		return nil, driver.NewError(call, driver.CapturedEvent, "", "the event was last recorded inside a capture")
+		return nil, gpu.NewError(call, gpu.CapturedEvent, "", "the event was last recorded inside a capture")
 	}
 	return ev.mark, nil
 }
 
 // SyncEvent runs work up to the event's mark.
-func (c *Context) SyncEvent(e driver.Event) error {
+func (c *Context) SyncEvent(e gpu.Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	m, err := c.marked("cuEventSynchronize", e)
@@ -337,7 +337,7 @@ func (c *Context) SyncEvent(e driver.Event) error {
 }
 
 // EventDone runs one piece of work at each question.
-func (c *Context) EventDone(e driver.Event) (bool, error) {
+func (c *Context) EventDone(e gpu.Event) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	m, err := c.marked("cuEventQuery", e)
@@ -352,21 +352,21 @@ func (c *Context) EventDone(e driver.Event) (bool, error) {
 }
 
 // Elapsed is the number of operations that ran between two marks, in microseconds.
-func (c *Context) Elapsed(start, end driver.Event) (time.Duration, error) {
+func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuEventElapsedTime"
 	var at [2]time.Duration
-	for i, e := range []driver.Event{start, end} {
+	for i, e := range []gpu.Event{start, end} {
 		m, err := c.marked(call, e)
 		if err != nil {
 			return 0, err
 		}
 		if m == nil || !c.events[e].timing {
-			return 0, driver.NewError(call, driver.InvalidHandle, "", "an event not recorded, or made without timing")
+			return 0, gpu.NewError(call, gpu.InvalidHandle, "", "an event not recorded, or made without timing")
 		}
 		if !m.passed {
-			return 0, driver.NewError(call, driver.NotReady, "", "")
+			return 0, gpu.NewError(call, gpu.NotReady, "", "")
 		}
 		at[i] = m.at
 	}
@@ -374,7 +374,7 @@ func (c *Context) Elapsed(start, end driver.Event) (time.Duration, error) {
 }
 
 // BeginCapture starts recording.
-func (c *Context) BeginCapture(s driver.Stream) error {
+func (c *Context) BeginCapture(s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuStreamBeginCapture"
@@ -386,7 +386,7 @@ func (c *Context) BeginCapture(s driver.Stream) error {
 		return err
 	}
 	if s == 0 || st.capture != nil {
-		return driver.NewError(call, driver.CaptureUnsupported, "", "the default stream, or one being captured already")
+		return gpu.NewError(call, gpu.CaptureUnsupported, "", "the default stream, or one being captured already")
 	}
 	st.capture = &capture{origin: st, before: map[*stream]map[int]bool{st: {}}}
 	c.ledger.BeginCapture(s)
@@ -394,7 +394,7 @@ func (c *Context) BeginCapture(s driver.Stream) error {
 }
 
 // EndCapture ends recording; work of other streams that does not come before the end is an error.
-func (c *Context) EndCapture(s driver.Stream) (*driver.Graph, error) {
+func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuStreamEndCapture"
@@ -404,7 +404,7 @@ func (c *Context) EndCapture(s driver.Stream) (*driver.Graph, error) {
 	}
 	k := st.capture
 	if k == nil || k.origin != st {
-		return nil, driver.NewError(call, driver.CaptureUnmatched, "", "no capture was begun on the stream")
+		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "", "no capture was begun on the stream")
 	}
 	work, _ := c.ledger.EndCapture(s)
 	for member := range k.before {
@@ -415,21 +415,21 @@ func (c *Context) EndCapture(s driver.Stream) (*driver.Graph, error) {
 	}
 	switch {
 	case k.invalid:
-		return nil, driver.NewError(call, driver.CaptureInvalidated, "", "a call during the capture was not allowed in it")
+		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "", "a call during the capture was not allowed in it")
 	case len(k.before[st]) != len(k.ops):
-		return nil, driver.NewError(call, driver.CaptureUnjoined, "", "a stream was not joined back by an event")
+		return nil, gpu.NewError(call, gpu.CaptureUnjoined, "", "a stream was not joined back by an event")
 	}
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err
 	}
 	work.GraphLaunches++
-	g := &driver.Graph{Handle: c.handleFor(), Nodes: len(k.ops), Work: work}
+	g := &gpu.Graph{Handle: c.handleFor(), Nodes: len(k.ops), Work: work}
 	c.graphs[g.Handle] = k
 	return g, nil
 }
 
 // LaunchGraph enqueues all that was recorded.
-func (c *Context) LaunchGraph(g *driver.Graph, s driver.Stream) error {
+func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	const call = "cuGraphLaunch"
@@ -438,7 +438,7 @@ func (c *Context) LaunchGraph(g *driver.Graph, s driver.Stream) error {
 	}
 	k, ok := c.graphs[g.Handle]
 	if !ok {
-		return driver.NewError(call, driver.InvalidHandle, "", "no such graph")
+		return gpu.NewError(call, gpu.InvalidHandle, "", "no such graph")
 	}
 	return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
 		for _, do := range k.ops {
@@ -451,14 +451,14 @@ func (c *Context) LaunchGraph(g *driver.Graph, s driver.Stream) error {
 }
 
 // DestroyGraph forgets a graph. Launches already enqueued still run.
-func (c *Context) DestroyGraph(g *driver.Graph) error {
+func (c *Context) DestroyGraph(g *gpu.Graph) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.begin("cuGraphExecDestroy"); err != nil {
 		return err
 	}
 	if _, ok := c.graphs[g.Handle]; !ok {
-		return driver.NewError("cuGraphExecDestroy", driver.InvalidHandle, "", "no such graph")
+		return gpu.NewError("cuGraphExecDestroy", gpu.InvalidHandle, "", "no such graph")
 	}
 	delete(c.graphs, g.Handle)
 	return nil

@@ -1,11 +1,11 @@
-package driver
+package gpu
 
 import (
 	"fmt"
 	"strings"
 )
 
-// Status is a CUresult. It is an error, so that errors.Is(err, driver.OutOfMemory) asks for it.
+// Status is a CUresult. It is an error, so that errors.Is(err, gpu.OutOfMemory) asks for it.
 type Status int32
 
 // The statuses that code asks for by name, and those that a fake gives.

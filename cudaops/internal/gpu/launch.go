@@ -1,4 +1,4 @@
-package driver
+package gpu
 
 import (
 	"cmp"
@@ -37,14 +37,16 @@ type Dim struct{ X, Y, Z int }
 
 // Count is the product of the three.
 func (d Dim) Count() int {
-	d = d.ones()
+	d = d.Ones()
 	return d.X * d.Y * d.Z
 }
 
-func (d Dim) ones() Dim { return Dim{cmp.Or(d.X, 1), cmp.Or(d.Y, 1), cmp.Or(d.Z, 1)} }
+// Ones is the dimensions with 1 where they are zero.
+func (d Dim) Ones() Dim { return Dim{cmp.Or(d.X, 1), cmp.Or(d.Y, 1), cmp.Or(d.Z, 1)} }
 
-func (d Dim) uint32s() [3]uint32 {
-	d = d.ones()
+// Uint32s is the dimensions as the driver takes them.
+func (d Dim) Uint32s() [3]uint32 {
+	d = d.Ones()
 	return [3]uint32{uint32(d.X), uint32(d.Y), uint32(d.Z)}
 }
 
@@ -59,14 +61,15 @@ type LaunchConfig struct {
 	Overlap bool
 }
 
-func (c LaunchConfig) extended() bool { return c.Cluster != Dim{} || c.Cooperative || c.Overlap }
+// Extended reports whether the launch takes attributes.
+func (c LaunchConfig) Extended() bool { return c.Cluster != Dim{} || c.Cooperative || c.Overlap }
 
 func (c LaunchConfig) String() string {
-	g, b := c.Grid.ones(), c.Block.ones()
+	g, b := c.Grid.Ones(), c.Block.Ones()
 	s := fmt.Sprintf("grid %dx%dx%d, block %dx%dx%d, %d bytes of dynamic shared memory", g.X, g.Y, g.Z, b.X, b.Y, b.Z,
 		c.Shared)
 	if (c.Cluster != Dim{}) {
-		k := c.Cluster.ones()
+		k := c.Cluster.Ones()
 		s += fmt.Sprintf(", cluster %dx%dx%d", k.X, k.Y, k.Z)
 	}
 	return s
@@ -196,7 +199,7 @@ func (t TiledTensor) Check() error {
 	case t.Swizzle < NoSwizzle || t.Swizzle > Swizzle128:
 		return bad("unknown swizzle %d", t.Swizzle)
 	}
-	if _, ok := l2Promotions[t.Promotion]; !ok {
+	if _, ok := L2Promotions[t.Promotion]; !ok {
 		return bad("L2 promotion of %d bytes, want 0, 64, 128 or 256", t.Promotion)
 	}
 	for i, d := range t.Dims {
@@ -217,4 +220,5 @@ func (t TiledTensor) Check() error {
 	return nil
 }
 
-var l2Promotions = map[int]uintptr{0: 0, 64: 1, 128: 2, 256: 3}
+// L2Promotions is the CUtensorMapL2promotion for each number of bytes.
+var L2Promotions = map[int]uintptr{0: 0, 64: 1, 128: 2, 256: 3}

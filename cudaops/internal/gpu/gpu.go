@@ -1,17 +1,12 @@
-// Package driver is the narrow waist between this module and CUDA: everything above it talks to a [Context] and never to
-// a library. Open binds NVIDIA's driver (and, on demand, cuBLASLt) at run time, without cgo, toolkit or build tags; the
-// package fake stands in for it where there is no GPU.
+// Package gpu says what a GPU's driver does: everything above it talks to a [Context] and never to a library. The package
+// driver implements it with NVIDIA's libraries, and its package fake in memory, for tests where there is no GPU.
 //
-// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads. Every call therefore
-// locks its goroutine to the thread, makes its context current, calls, and unlocks. Setting the context costs about as
-// much as one trivial driver call, far less than handing the call to a dedicated thread and waiting for it, and a call
-// that blocks blocks nobody else. So all methods of a Context may be called from any goroutine at any time, except that
-// Close must come last.
+// All methods of a Context may be called from any goroutine at any time, except that Close must come last.
 //
 // Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous: it returns at once, and
 // the memory must stay untouched until the stream has passed it. A copy with any other Go memory returns when that memory
 // may be reused. Inside a capture only pinned memory is allowed, since every replay reads it or writes it again.
-package driver
+package gpu
 
 import (
 	"fmt"

@@ -1,4 +1,4 @@
-package driver
+package gpu
 
 import (
 	"cmp"
