@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/gpu"
+	engine "github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -132,7 +132,7 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 	device, fakes := cudaops.OpenFake(b)
 	c := &idle{marks: map[gpu.Event]time.Time{}}
 	cudaops.Wrap(device, func(inner gpu.Context) gpu.Context { c.Context = inner; return c })
-	make := gpu.Engine(device, cudaops.Float32, fakes, cudaops.WithTuning(cudaops.TuneOff))
+	make := engine.Engine(device, cudaops.Float32, fakes, cudaops.WithTuning(cudaops.TuneOff))
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: b.N + warm, Batch: batch, Clip: 1, Epoch: 1 << 30,
 		Schedule: func(step int) float64 { return 1e-3 / float64(1+step) },
 		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {

@@ -72,7 +72,7 @@ func TestSearchOrder(t *testing.T) {
 	if !slices.Equal(got, want) {
 		t.Errorf("tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 	}
-	text := (&gpu.NotFoundError{"the library", tried, "Install it."}).Error()
+	text := (&gpu.NotFoundError{Library: "the library", Tried: tried, Help: "Install it."}).Error()
 	for _, s := range []string{"the library was not found. Install it.", "Searched, in this order:",
 		"ld/libcublasLt.so.13: refused", "/opt/cuda/lib64/libcublasLt.so.1[0-9]: no such file"} {
 		if !strings.Contains(text, s) {
