@@ -1,4 +1,4 @@
-"""Trains the model of a folder that `go run ./examples/agree write` has made, in PyTorch, and writes the loss of every step.
+"""Trains the model of a folder that `go run ./tools/agree write` has made, in PyTorch, and writes the loss of every step.
 
     python3 torch_agree.py FOLDER [--device cpu|cuda] [--precision f32|bf16]
 

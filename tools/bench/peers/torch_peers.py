@@ -1,11 +1,11 @@
-"""The measurements of examples/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
+"""The measurements of tools/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
     python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train-f8,recompute] > torch.jsonl
     python3 torch_peers.py --groups train --models llama925M --batch 40 > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
-One JSON line for each measurement, as examples/bench prints them; run both on one machine, one after the other, and make a
-table of their lines with `go run ./examples/bench -table`. What fails is told on stderr, the rest is measured, and the
+One JSON line for each measurement, as tools/bench prints them; run both on one machine, one after the other, and make a
+table of their lines with `go run ./tools/bench -table`. What fails is told on stderr, the rest is measured, and the
 status is 1. It needs torch 2.5 or later, with Triton on a GPU; it was run with torch 2.11 and Triton 3.6. Liger's kernels
 (liger-kernel 0.6) are measured where that package is installed.
 

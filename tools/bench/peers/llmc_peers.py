@@ -1,4 +1,4 @@
-"""The training steps of examples/bench in llm.c: GPT-2's models of the same width, depth and vocabulary.
+"""The training steps of tools/bench in llm.c: GPT-2's models of the same width, depth and vocabulary.
 
     python3 llmc_peers.py path/to/train_gpt2cu [--models llama124M,llama350M] [--steps 100] > llmc.jsonl
 

@@ -1,15 +1,15 @@
 // Command bench times this module's kernels and whole training steps and prints one JSON line for each: name, microseconds,
 // GB/s or TFLOP/s, tokens per second and memory. Progress goes to standard error.
 //
-//	go run ./examples/bench > kasmina.jsonl                       # everything, on the GPU
-//	go run ./examples/bench -groups train -models llama124M       # some of it
-//	go run ./examples/bench -device cpu                           # the CPU's counterpart
+//	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
+//	go run ./tools/bench -groups train -models llama124M       # some of it
+//	go run ./tools/bench -device cpu                           # the CPU's counterpart
 //
 // peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py training steps of llm.c. The lines
 // of all, taken in one go on one machine, become a table:
 //
-//	python3 examples/bench/peers/torch_peers.py > torch.jsonl
-//	go run ./examples/bench -table kasmina.jsonl torch.jsonl
+//	python3 tools/bench/peers/torch_peers.py > torch.jsonl
+//	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
 // Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A training step is everything
 // from token ids on the host to updated weights and the loss on the host, a loss the same without an update; these are
@@ -216,7 +216,7 @@ func rounded(x float64, digits int) float64 {
 
 // where is the first line.
 func where(card, driver string) result {
-	command := append([]string{"go run ./examples/bench"}, os.Args[1:]...)
+	command := append([]string{"go run ./tools/bench"}, os.Args[1:]...)
 	return result{Bench: whereabouts, Peer: project, Card: card, Driver: driver, Versions: runtime.Version(),
 		Date: time.Now().Format(time.DateOnly), Command: strings.Join(command, " ")}
 }

@@ -1,19 +1,19 @@
 // Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and in PyTorch, and compares
 // the losses of every step.
 //
-//	go run ./examples/agree write run                            # weights, batches and settings; -model 124M for that one
-//	go run ./examples/agree train run                            # on the CPU
-//	go run ./examples/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions,
+//	go run ./tools/agree write run                            # weights, batches and settings; -model 124M for that one
+//	go run ./tools/agree train run                            # on the CPU
+//	go run ./tools/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions,
 //	                                                             # -grad-precision bf16 for weights' gradients of these
-//	python3 examples/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
-//	go run ./examples/agree compare -tolerance 1e-4 run
+//	python3 tools/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
+//	go run ./tools/agree compare -tolerance 1e-4 run
 //
 // The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four followers of the id before.
 // With -text they are windows of real text, in an order of their own for each -seed, and several runs show how far programs
 // differ beside how far seeds do:
 //
-//	for seed in 1 2 3; do go run ./examples/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
-//	go run ./examples/agree noise run1 run2 run3                 # after the training of each
+//	for seed in 1 2 3; do go run ./tools/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
+//	go run ./tools/agree noise run1 run2 run3                 # after the training of each
 package main
 
 import (
