@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
+
+	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
 func mustTrain(t testing.TB, text []byte) *Order2 {
@@ -77,14 +79,14 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 	text := []byte{0, 0}
 	for len(text) < 400_000 {
 		n := len(text)
-		text = append(text, byte(mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
+		text = append(text, byte(splitmix.Mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
 	}
 	m := mustTrain(t, text[:300_000])
 	entropy := 0.0 // two of the four may be the same byte: the source's own code length for the held-out part
 	for i := 300_001; i < len(text); i++ {
 		same := 0
 		for k := range uint64(4) {
-			if byte(mix(uint64(text[i-2])<<16|uint64(text[i-1])<<8|k)%16) == text[i] {
+			if byte(splitmix.Mix(uint64(text[i-2])<<16|uint64(text[i-1])<<8|k)%16) == text[i] {
 				same++
 			}
 		}

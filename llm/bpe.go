@@ -17,7 +17,9 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
 // A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with
@@ -248,7 +250,7 @@ func (t *pairTable) add(p pair, id int32) (before int32) {
 // slot returns where a pair is, or would be.
 func (t *pairTable) slot(p pair) uint64 {
 	mask := uint64(len(t.ids) - 1)
-	at := mix(uint64(uint32(p.left))<<32|uint64(uint32(p.right))^t.key) & mask
+	at := splitmix.Mix(uint64(uint32(p.left))<<32|uint64(uint32(p.right))^t.key) & mask
 	for t.ids[at] > 0 && t.merges[t.ids[at]-256] != p {
 		at = (at + 1) & mask
 	}
@@ -268,7 +270,7 @@ const bpeHeader = "kasmina bpe 1\n"
 //	sha256 HEX           of all lines above
 func (b *BPE) Save(path string) error {
 	b = b.made()
-	err := replaceFile(path, func(f *os.File) error {
+	err := atomicfile.WriteMkdir(path, func(f *os.File) error {
 		sum := sha256.New()
 		w := bufio.NewWriter(f)
 		b.writeLines(io.MultiWriter(w, sum))
@@ -354,7 +356,7 @@ func LoadOrTrainBPE(path string, text *Text, vocab, sample int, progress func(me
 	b, err := LoadBPE(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		if err := writable(path); err != nil { // before the training is for nothing
+		if err := atomicfile.Writable(path); err != nil { // before the training is for nothing
 			return nil, fmt.Errorf("llm: LoadOrTrainBPE: %w", err)
 		}
 		raw, err := text.Sample(sample)

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
@@ -158,7 +159,7 @@ func (c *checkpointer) begin() error {
 	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
-	if err := writable(c.path); err != nil {
+	if err := atomicfile.Writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
 	release, err := ClaimFolder(filepath.Dir(c.path))
@@ -274,7 +275,7 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 // overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be one that no file can be made beside.
 func overwritable(path string) error {
 	if _, err := os.Stat(path); err != nil {
-		return writable(path)
+		return atomicfile.Writable(path)
 	}
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
@@ -252,5 +253,5 @@ func (f fingerprints) put(table, fingerprint string) {
 		return
 	}
 	// Whoever cannot write here hashes again.
-	_ = replaceFile(string(f), func(w *os.File) error { _, err := w.Write(text); return err })
+	_ = atomicfile.WriteMkdir(string(f), func(w *os.File) error { _, err := w.Write(text); return err })
 }

@@ -12,6 +12,8 @@ import (
 	"math/bits"
 	"slices"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
 // Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
@@ -310,12 +312,12 @@ func (s *LoaderState) advance(tokens int64) int64 {
 // windows returns how many windows the epoch has and where the first one starts.
 func (s *LoaderState) windows(tokens int64) (n, shift int64) {
 	seq := int64(s.Seq)
-	shift = min(int64(mix(s.key())%uint64(seq)), tokens-1-seq)
+	shift = min(int64(splitmix.Mix(s.key())%uint64(seq)), tokens-1-seq)
 	return (tokens - 1 - shift) / seq, shift
 }
 
 // key returns the key of the epoch's order.
-func (s *LoaderState) key() uint64 { return mix(mix(s.Seed) + uint64(s.Epoch)) }
+func (s *LoaderState) key() uint64 { return splitmix.Mix(splitmix.Mix(s.Seed) + uint64(s.Epoch)) }
 
 // maxEpoch is the largest epoch that a state may be in. No run gets there, and counting on from it
 // cannot overflow.
@@ -359,21 +361,12 @@ func permute(i, n, key uint64) uint64 {
 	for {
 		left, right := i>>half, i&mask
 		for round := range uint64(4) {
-			left, right = right, left^(mix(key+round<<56+right)&mask)
+			left, right = right, left^(splitmix.Mix(key+round<<56+right)&mask)
 		}
 		if i = left<<half | right; i < n {
 			return i
 		}
 	}
-}
-
-// mix is the output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words in which every
-// output bit depends on every input bit.
-func mix(x uint64) uint64 {
-	x += 0x9e3779b97f4a7c15
-	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
-	x = (x ^ x>>27) * 0x94d049bb133111eb
-	return x ^ x>>31
 }
 
 // Evaluation is held-out text cut into batches, always the same ones. Every token but the first is a target once; rows

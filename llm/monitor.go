@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -87,7 +88,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	if !ok {
 		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package llm/gpu does")
 	}
-	if err := writable(path); err != nil { // now, not when the steps have been made
+	if err := atomicfile.Writable(path); err != nil { // now, not when the steps have been made
 		return refuse("ProfileStep: the trace cannot be written: %w", err)
 	}
 	steps, done := 0, false
@@ -123,7 +124,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 // writeProfile writes the trace to a file, and the table.
 func writeProfile(p *Profile, w io.Writer, path string) error {
-	if err := replaceFile(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
+	if err := atomicfile.WriteMkdir(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
 		return fmt.Errorf("llm: ProfileStep: %w", err)
 	}
 	_, err := fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())

@@ -14,6 +14,8 @@ import (
 	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 // CurveOption changes how LossCurve draws.
@@ -49,7 +51,7 @@ func (c *lossCurve) callback(path, logPath string) Callback {
 	return func(e Event) (err error) {
 		switch e.Kind {
 		case RunStart:
-			if err = errors.Join(writable(path), c.restore(logPath)); err == nil {
+			if err = errors.Join(atomicfile.Writable(path), c.restore(logPath)); err == nil {
 				c.rewind(e.Step)
 			}
 		case StepEnd:
@@ -243,7 +245,7 @@ func (c *lossCurve) draw(path string) error {
 	if err != nil {
 		return err
 	}
-	return replaceFile(path, func(f *os.File) error {
+	return atomicfile.WriteMkdir(path, func(f *os.File) error {
 		_, err := png.WriteTo(f)
 		return err
 	})

@@ -12,7 +12,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"runtime"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
@@ -249,7 +248,7 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 	if err != nil {
 		return fmt.Errorf("llm: WriteTokens: %w", err)
 	}
-	err = replaceFile(path, func(f *os.File) error {
+	err = atomicfile.WriteMkdir(path, func(f *os.File) error {
 		// Count and checksum are known last, so the header goes in last, over the hole left for it.
 		if _, err := f.Seek(tokenDataStart, io.SeekStart); err != nil {
 			return err
@@ -384,31 +383,4 @@ func (p *portion) encode(tok Tokenizer, width int) {
 			p.ids = binary.LittleEndian.AppendUint32(p.ids, uint32(id))
 		}
 	}
-}
-
-// replaceFile is atomicfile.Write; it makes the folders that path needs.
-func replaceFile(path string, write func(*os.File) error) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-		return err
-	}
-	return atomicfile.Write(path, write)
-}
-
-// writable makes the folders that path needs, and finds out whether a file can be written there, by another one beside it.
-func writable(path string) error {
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		return fmt.Errorf("%s is a folder", path)
-	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-		return err
-	}
-	probe, err := os.CreateTemp(filepath.Dir(path), ".probe-*")
-	if err != nil {
-		var cause *fs.PathError // which is about the probe
-		if errors.As(err, &cause) {
-			err = cause.Err
-		}
-		return fmt.Errorf("no file can be made in %s: %w", filepath.Dir(path), err)
-	}
-	return errors.Join(probe.Close(), os.Remove(probe.Name()))
 }

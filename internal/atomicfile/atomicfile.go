@@ -5,6 +5,8 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
+	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -36,6 +38,34 @@ func Write(path string, write func(*os.File) error) (err error) {
 		return err
 	}
 	return publish(f, path)
+}
+
+// WriteMkdir is Write; it makes the folders that path needs.
+func WriteMkdir(path string, write func(*os.File) error) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+	return Write(path, write)
+}
+
+// Writable makes the folders that path needs, and finds out whether a file can be written there,
+// by another one beside it.
+func Writable(path string) error {
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return fmt.Errorf("%s is a folder", path)
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+	probe, err := os.CreateTemp(filepath.Dir(path), ".probe-*")
+	if err != nil {
+		var cause *fs.PathError // which is about the probe
+		if errors.As(err, &cause) {
+			err = cause.Err
+		}
+		return fmt.Errorf("no file can be made in %s: %w", filepath.Dir(path), err)
+	}
+	return errors.Join(probe.Close(), os.Remove(probe.Name()))
 }
 
 // randomDigits is the length of the random end of a temporary file's name.
