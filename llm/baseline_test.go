@@ -9,6 +9,8 @@ import (
 	"testing/iotest"
 
 	"github.com/kasmina-go/kasmina/internal/splitmix"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 func mustTrain(t testing.TB, text []byte) *Order2 {
@@ -43,7 +45,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 }
 
 func TestOrder2MatchesTheFormula(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 6 {
 		text := make([]byte, 3+r.IntN(200))
 		letters := 1 + r.IntN(6)
@@ -75,7 +77,7 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 // A source in which the two last bytes choose one of four equally likely next bytes has an entropy of 2 bits, which the
 // model reaches and an order-1 model (3.9 bits here) does not.
 func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	text := []byte{0, 0}
 	for len(text) < 400_000 {
 		n := len(text)
@@ -100,7 +102,7 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 }
 
 func TestOrder2KnowsNothingOfNoise(t *testing.T) {
-	noise := randomBytes(newRand(t), 200_000)
+	noise := texttest.Bytes(texttest.Rand(t), 200_000)
 	bpb, err := mustTrain(t, noise[:100_000]).BitsPerByte(noise[100_000:])
 	if err != nil || bpb < 8 || bpb > 9 {
 		t.Errorf("noise: %v bits per byte, %v, want a little over 8", bpb, err)
@@ -112,7 +114,7 @@ func TestOrder2KnowsNothingOfNoise(t *testing.T) {
 }
 
 func TestOrder2Streams(t *testing.T) {
-	text := randomBytes(newRand(t), 5<<20/2)
+	text := texttest.Bytes(texttest.Rand(t), 5<<20/2)
 	whole := mustTrain(t, text)
 	var calls []int64
 	pieces, err := TrainOrder2(iotest.HalfReader(bytes.NewReader(text)), func(n int64) { calls = append(calls, n) })
@@ -158,11 +160,23 @@ func BenchmarkTrainOrder2(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	text := mustOpen(b, dir, WithExtensions("go")).Train
+	corpus, err := OpenCorpus(dir, WithExtensions("go"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	text := corpus.Train
 	b.SetBytes(text.Size())
 	for b.Loop() {
 		if _, err := TrainOrder2(text.Reader(), nil); err != nil {
 			b.Fatal(err)
 		}
 	}
+}
+
+// TestZeroOrder2 wants an error where nothing has been counted, or is there to be.
+func TestZeroOrder2(t *testing.T) {
+	_, err := new(Order2).BitsPerByte([]byte("text"))
+	require.ErrorContains(t, err, "TrainOrder2 makes an Order2")
+	_, err = TrainOrder2(nil, nil)
+	require.ErrorContains(t, err, "nil")
 }

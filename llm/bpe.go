@@ -346,10 +346,17 @@ func parseBPE(text []byte) (*BPE, error) {
 	return newBPE(merges)
 }
 
+// Text_ is what LoadOrTrainBPE takes a sample of, such as a data.Text.
+type Text_ interface {
+	// Sample returns up to limit bytes, spread evenly over the text.
+	Sample(limit int) ([]byte, error)
+}
+
 // LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up to sample bytes of the
 // text, spread evenly over it, and saves it there; a place where it cannot be saved is an error before that. A file whose
 // vocabulary is larger than vocab is an error; a smaller one is not, as training ends early on a text with too few pairs.
-func LoadOrTrainBPE(path string, text *Text, vocab, sample int, progress func(merges, of int) error) (*BPE, error) {
+func LoadOrTrainBPE(path string, text Text_, vocab, sample int,
+	progress func(merges, of int) error) (*BPE, error) {
 	if text == nil {
 		return nil, errors.New("llm: LoadOrTrainBPE: text must not be nil")
 	}

@@ -16,6 +16,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
@@ -25,33 +27,6 @@ func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
 		t.Fatal(err)
 	}
 	return b
-}
-
-// goText returns source of Go to train on, and other source of it.
-func goText(t testing.TB, size int) (train, heldOut []byte) {
-	t.Helper()
-	dir, err := GoSource()
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := mustOpen(t, dir, WithExtensions(".go"))
-	if train, err = c.Train.Sample(size); err == nil {
-		heldOut, err = c.HeldOut.Sample(size)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	return train, heldOut
-}
-
-// repetitive returns text in which pairs repeat, overlap (aaa) and are equally frequent.
-func repetitive(r *rand.Rand, n int) []byte {
-	alphabet := []string{"a", "a", "b", "c", "ab", " ", " ", "\n\t", ".", "é", "\xff"}
-	var text []byte
-	for len(text) < n {
-		text = append(text, alphabet[r.IntN(len(alphabet))]...)
-	}
-	return text
 }
 
 func split(text []byte) (pieces []string) {
@@ -114,9 +89,9 @@ func naiveBPE(text []byte, merges int) (found []pair) {
 }
 
 func TestTrainBPEMatchesTheDefinition(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 20 {
-		text := repetitive(r, 1+r.IntN(3000))
+		text := texttest.Repetitive(r, 1+r.IntN(3000))
 		const merges = 60
 		b := mustTrainBPE(t, text, 257+merges)
 		if want := naiveBPE(text, merges); !slices.Equal(b.merges, want) {
@@ -146,7 +121,7 @@ func TestTrainBPEByHand(t *testing.T) {
 
 // The reader's portions, at whose ends pieces wait, change nothing; nor does it matter who else trains.
 func TestTrainBPEIsDeterministic(t *testing.T) {
-	text, _ := goText(t, 3<<19) // more than a buffer
+	text, _ := texttest.Go(t, 3<<19) // more than a buffer
 	want := mustTrainBPE(t, text, 1000)
 	if want.VocabSize() != 1000 {
 		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
@@ -167,7 +142,7 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 }
 
 func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	var text []byte
 	for len(text) < 5<<20/2 { // the buffer ends inside of pieces of all lengths
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
@@ -253,10 +228,10 @@ func naiveEncode(b *BPE, text []byte) (ids []int) {
 }
 
 func TestBPEEncodeMatchesTheDefinition(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 10 {
-		b := mustTrainBPE(t, repetitive(r, 5000), 400)
-		text := repetitive(r, 2000)
+		b := mustTrainBPE(t, texttest.Repetitive(r, 5000), 400)
+		text := texttest.Repetitive(r, 2000)
 		if got, want := b.Encode(text), naiveEncode(b, text); !slices.Equal(got, want) {
 			t.Fatalf("of %q\ngot  %v\nwant %v", text, got, want)
 		}
@@ -290,7 +265,7 @@ func TestBPECacheOverflows(t *testing.T) {
 }
 
 func TestBPEInParallel(t *testing.T) {
-	text, heldOut := goText(t, 200_000)
+	text, heldOut := texttest.Go(t, 200_000)
 	b := mustTrainBPE(t, text, 2000)
 	want := b.Encode(heldOut)
 	var wait sync.WaitGroup
@@ -308,7 +283,7 @@ func TestBPEInParallel(t *testing.T) {
 
 // Source that training has not seen takes less than half as many tokens as bytes, already with few merges.
 func TestBPECompressesSource(t *testing.T) {
-	text, heldOut := goText(t, 1<<20)
+	text, heldOut := texttest.Go(t, 1<<20)
 	b := mustTrainBPE(t, text, 4096)
 	ids := b.Encode(heldOut)
 	if ratio := float64(len(heldOut)) / float64(len(ids)); ratio < 2.4 {
@@ -345,7 +320,7 @@ func TestBPEDecodeNamesTheBadID(t *testing.T) {
 
 func FuzzBPE(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 1))
-	b := mustTrainBPE(f, slices.Concat(repetitive(r, 5000), []byte(strings.Repeat("func main() {\n\treturn\n}\n", 20))), 400)
+	b := mustTrainBPE(f, slices.Concat(texttest.Repetitive(r, 5000), []byte(strings.Repeat("func main() {\n\treturn\n}\n", 20))), 400)
 	for _, text := range []string{"", "func main() {}\n", "\x00\xff\x80\xc3\x28", "aaaaaaa", "\t \n\r ", "日本\xe6\x97"} {
 		f.Add([]byte(text))
 	}
@@ -366,8 +341,8 @@ func FuzzBPE(f *testing.F) {
 }
 
 func TestBPESaveAndLoad(t *testing.T) {
-	r := newRand(t)
-	text := repetitive(r, 5000)
+	r := texttest.Rand(t)
+	text := texttest.Repetitive(r, 5000)
 	path := filepath.Join(t.TempDir(), "cache", "text.bpe")
 	for _, vocab := range []int{257, 300} { // the second replaces the first
 		b := mustTrainBPE(t, text, vocab)
@@ -389,9 +364,9 @@ func TestBPESaveAndLoad(t *testing.T) {
 
 // Any bit that flips and any cut is noticed.
 func TestLoadBPENoticesDamage(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "text.bpe")
-	if err := mustTrainBPE(t, repetitive(r, 500), 280).Save(path); err != nil {
+	if err := mustTrainBPE(t, texttest.Repetitive(r, 500), 280).Save(path); err != nil {
 		t.Fatal(err)
 	}
 	file, err := os.ReadFile(path)
@@ -508,11 +483,11 @@ func FuzzLoadBPE(f *testing.F) {
 }
 
 func TestLoadOrTrainBPE(t *testing.T) {
-	c := mustOpen(t, writeFiles(t, numbered(30)))
+	text := sampled(texttest.Words(1, 3000))
 	path := filepath.Join(t.TempDir(), "text.bpe")
 	trained := 0
 	load := func(vocab int) (*BPE, error) {
-		return LoadOrTrainBPE(path, c.Train, vocab, 1<<20, func(int, int) error { trained++; return nil })
+		return LoadOrTrainBPE(path, text, vocab, 1<<20, func(int, int) error { trained++; return nil })
 	}
 	first, err := load(300)
 	if err != nil || trained == 0 {
@@ -548,7 +523,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 }
 
 func BenchmarkBPEEncode(b *testing.B) {
-	text, heldOut := goText(b, 8<<20)
+	text, heldOut := texttest.Go(b, 8<<20)
 	bpe := mustTrainBPE(b, text, 50257)
 	b.SetBytes(int64(len(heldOut)))
 	var ids []int
@@ -559,10 +534,66 @@ func BenchmarkBPEEncode(b *testing.B) {
 }
 
 func BenchmarkTrainBPE(b *testing.B) {
-	text, heldOut := goText(b, 50<<20)
+	text, heldOut := texttest.Go(b, 50<<20)
 	var bpe *BPE
 	for b.Loop() {
 		bpe = mustTrainBPE(b, text, 50257)
 	}
 	b.ReportMetric(float64(len(heldOut))/float64(len(bpe.Encode(heldOut))), "bytes/token")
 }
+
+// TestZeroBPE wants the zero value, and none at all, to be the encoding that merges nothing.
+func TestZeroBPE(t *testing.T) {
+	none := mustBPE(t)
+	for _, b := range []*BPE{{}, nil} {
+		require.Equal(t, 257, b.VocabSize())
+		require.Equal(t, 256, b.EndOfDocument())
+		require.Equal(t, none.Name(), b.Name())
+		require.Equal(t, []int{'a', 0xff}, b.Encode([]byte("a\xff")))
+		text, err := b.Decode([]int{'a', 256, 'b'})
+		require.NoError(t, err)
+		require.Equal(t, "ab", string(text))
+		_, err = b.Decode([]int{257})
+		require.ErrorContains(t, err, "ids[0] is 257")
+		path := filepath.Join(t.TempDir(), "bpe")
+		require.NoError(t, b.Save(path))
+		loaded, err := LoadBPE(path)
+		require.NoError(t, err)
+		require.Equal(t, none.Name(), loaded.Name())
+	}
+}
+
+func mustBPE(t *testing.T) *BPE {
+	t.Helper()
+	b, err := newBPE(nil)
+	require.NoError(t, err)
+	return b
+}
+
+// TestWhatIsNoEncoding gives LoadBPE what has no end, or never begins, or 40 GB of nothing.
+func TestWhatIsNoEncoding(t *testing.T) {
+	paths := append(texttest.NoFiles(t), texttest.Hole(t, nil), texttest.Hole(t, []byte(bpeHeader)))
+	for _, path := range paths {
+		bounded.Run(t, 0, func() {
+			_, err := LoadBPE(path)
+			require.ErrorContains(t, err, path)
+		})
+	}
+}
+
+// TestTrainingStops wants an error of a progress function to end the training and to leave no file.
+func TestTrainingStops(t *testing.T) {
+	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
+	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300, 1<<20,
+		func(int, int) error { calls++; return stop })
+	require.ErrorIs(t, err, stop)
+	require.Equal(t, 1, calls)
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left)
+}
+
+// sampled is a Text whose sample is its beginning.
+type sampled []byte
+
+func (s sampled) Sample(limit int) ([]byte, error) { return s[:min(limit, len(s))], nil }

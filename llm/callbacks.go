@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -244,7 +245,7 @@ func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig
 	case n < 0:
 		return refuse("SampleText: asked for %d tokens, want at least 0", n)
 	}
-	if err := t.Model.Config.knows(promptTokens(tok, prompt)); err != nil {
+	if err := t.Model.Config.knows(slices.Values(promptTokens(tok, prompt))); err != nil {
 		return refuse("SampleText: the prompt: %w", err)
 	}
 	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
@@ -286,7 +287,7 @@ func overwritable(path string) error {
 
 // promptTokens returns what a sample starts from: the prompt's tokens, or the one before a document.
 func promptTokens(tok Tokenizer, prompt string) []int {
-	if e, ok := tok.(documentEnder); ok && prompt == "" {
+	if e, ok := tok.(DocumentEnder); ok && prompt == "" {
 		return []int{e.EndOfDocument()}
 	}
 	return tok.Encode([]byte(prompt))

@@ -300,11 +300,11 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of more steps goes on from there",
 			run.Step, t.Config.Steps)
 	}
-	if here, there := t.Loader.tokens.Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
+	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
 		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s: "+
 			"encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
-	switch here := t.Loader.state.Data; {
+	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
 		return f.errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
@@ -321,7 +321,7 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if len(diff) > 0 && !r.newSettings {
 		return f.errorf("%w: %s", ErrSettings, withRemedy(diff))
 	}
-	if seed := t.Loader.config.Seed; run.Settings.Seed != seed {
+	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
 		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
 	}
 	if err := f.fits(t.Model.Config, t.Model.Dtype()); err != nil {
@@ -378,8 +378,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 
 // begin makes the state of a run that of one which begins with a loader's data.
 func (run *training) begin(keep Keep, l *Loader) {
-	run.Loader = LoaderState{Seed: l.config.Seed, Seq: l.config.Seq, Data: l.state.Data}
-	run.Settings.Seed = l.config.Seed
+	run.Loader = LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
+	run.Settings.Seed = l.Config().Seed
 	run.ValLoss, run.ValBPB = unknown, unknown
 	if !keep.Optimizer {
 		run.LossScale = nil

@@ -2,6 +2,7 @@ package llm
 
 import (
 	"fmt"
+	"iter"
 	"math"
 	"slices"
 )
@@ -69,8 +70,8 @@ const (
 )
 
 // knows returns an error that names the first of the ids which is outside the vocabulary.
-func (c Config) knows(ids []int) error {
-	for _, id := range ids {
+func (c Config) knows(ids iter.Seq[int]) error {
+	for id := range ids {
 		if id < 0 || id >= c.Vocab {
 			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: another tokenizer made it", id, c.Vocab)
 		}

@@ -102,7 +102,7 @@ func otherError(t *testing.T, want string) error {
 	case "TrainConfig.Clip is NaN":
 		return train(func(c *TrainConfig) { c.Clip = math.NaN() })
 	case "vocabulary of 300":
-		tr.Loader.tokens.(*memoryTokens).vocabSize = 300
+		tr.Loader.Tokens().(*idTokens).vocab = 300
 		return train(func(*TrainConfig) {})
 	case "TrainConfig.Epoch is -1":
 		return train(func(c *TrainConfig) { c.Epoch = -1 })

@@ -7,7 +7,6 @@ import (
 	"io"
 	"io/fs"
 	"maps"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -15,23 +14,10 @@ import (
 	"strings"
 	"testing"
 	"time"
-)
 
-// writeFiles makes a folder with the given files.
-func writeFiles(t testing.TB, files map[string]string) string {
-	t.Helper()
-	dir := t.TempDir()
-	for name, content := range files {
-		path := filepath.Join(dir, filepath.FromSlash(name))
-		if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, []byte(content), 0o666); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return dir
-}
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
+)
 
 func mustOpen(t testing.TB, path string, options ...CorpusOption) *Corpus {
 	t.Helper()
@@ -40,31 +26,6 @@ func mustOpen(t testing.TB, path string, options ...CorpusOption) *Corpus {
 		t.Fatal(err)
 	}
 	return c
-}
-
-// newRand returns random numbers that differ from run to run, and logs how to repeat them.
-func newRand(t testing.TB) *rand.Rand {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
-}
-
-func randomBytes(r *rand.Rand, n int) []byte {
-	b := make([]byte, n)
-	for i := range b {
-		b[i] = byte(r.Uint32())
-	}
-	return b
-}
-
-// numbered returns n text files of various lengths.
-func numbered(n int) map[string]string {
-	files := make(map[string]string)
-	for i := range n {
-		name := fmt.Sprintf("%c/%02d.txt", 'a'+i%3, i)
-		files[name] = strings.Repeat(fmt.Sprintf("line of file %d\n", i), i+1)
-	}
-	return files
 }
 
 func names(t *Text) []string {
@@ -85,7 +46,7 @@ func readAll(t testing.TB, text *Text) []byte {
 }
 
 func TestOpenCorpusChoosesFiles(t *testing.T) {
-	dir := writeFiles(t, map[string]string{
+	dir := texttest.Files(t, map[string]string{
 		"b.go": "bb bb bb", "a.go": "aa aa aa", "sub/deep/c.go": "cc cc cc", "d.txt": "dd dd dd",
 		"empty.go": "", "binary.go": "PK\x00\x01", ".git/x.go": "hidden", ".hidden.go": "hidden",
 		"late.go": strings.Repeat("x", 9000) + "\x00",
@@ -110,7 +71,7 @@ func TestOpenCorpusChoosesFiles(t *testing.T) {
 }
 
 func TestOpenCorpusFollowsALinkThatIsNamed(t *testing.T) {
-	dir := writeFiles(t, map[string]string{"a.txt": strings.Repeat("text ", 100)})
+	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("text ", 100)})
 	link := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(dir, link); err != nil {
 		t.Skipf("this system makes no symbolic links: %v", err)
@@ -123,8 +84,8 @@ func TestOpenCorpusFollowsALinkThatIsNamed(t *testing.T) {
 // Both parts together are all files, each byte once, however the files are split.
 func TestSplitIsAPartition(t *testing.T) {
 	for _, n := range []int{1, 2, 19, 20, 21, 60} {
-		files := numbered(n)
-		c := mustOpen(t, writeFiles(t, files), WithHeldOut(0.2), WithSplitSeed(uint64(n)))
+		files := texttest.Numbered(n)
+		c := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.2), WithSplitSeed(uint64(n)))
 		got := make(map[string]string)
 		for _, text := range []*Text{c.Train, c.HeldOut} {
 			content := readAll(t, text)
@@ -151,24 +112,24 @@ func TestSplitIsAPartition(t *testing.T) {
 
 // The lists were printed once and never change, on whatever machine.
 func TestSplitIsStable(t *testing.T) {
-	files := numbered(40)
+	files := texttest.Numbered(40)
 	want := []string{"b/10.txt", "a/21.txt"}
-	c := mustOpen(t, writeFiles(t, files), WithHeldOut(0.1))
+	c := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1))
 	if got := names(c.HeldOut); !slices.Equal(got, want) {
 		t.Errorf("held out: %q, want %q", got, want)
 	}
 	if got, want := names(c.Train)[:3], []string{"a/36.txt", "a/03.txt", "c/17.txt"}; !slices.Equal(got, want) {
 		t.Errorf("first to train on: %q, want %q", got, want)
 	}
-	if again := mustOpen(t, writeFiles(t, files), WithHeldOut(0.1)); printOf(t, again.Train) != printOf(t, c.Train) {
+	if again := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1)); printOf(t, again.Train) != printOf(t, c.Train) {
 		t.Error("the same files in another folder have another fingerprint")
 	}
-	if other := mustOpen(t, writeFiles(t, files), WithHeldOut(0.1), WithSplitSeed(1)); slices.Equal(names(other.HeldOut), want) {
+	if other := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1), WithSplitSeed(1)); slices.Equal(names(other.HeldOut), want) {
 		t.Error("another seed holds out the same files")
 	}
 
 	files["new.txt"] = "new"
-	more := mustOpen(t, writeFiles(t, files), WithHeldOut(0.1))
+	more := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1))
 	if printOf(t, more.Train) == printOf(t, c.Train) && printOf(t, more.HeldOut) == printOf(t, c.HeldOut) {
 		t.Error("a new file leaves both fingerprints as they were")
 	}
@@ -181,7 +142,7 @@ func TestSplitIsStable(t *testing.T) {
 
 func TestSingleFileHoldsOutItsEnd(t *testing.T) {
 	content := strings.Repeat("0123456789", 100)
-	path := filepath.Join(writeFiles(t, map[string]string{"x.bin": content}), "x.bin")
+	path := filepath.Join(texttest.Files(t, map[string]string{"x.bin": content}), "x.bin")
 	c := mustOpen(t, path, WithHeldOut(0.25), WithExtensions("txt"))
 	if got := string(readAll(t, c.Train)); got != content[:750] {
 		t.Errorf("to train on: %d bytes, want the first 750", len(got))
@@ -192,7 +153,7 @@ func TestSingleFileHoldsOutItsEnd(t *testing.T) {
 }
 
 func TestMaxBytesTakesTheFirst(t *testing.T) {
-	dir := writeFiles(t, numbered(50))
+	dir := texttest.Files(t, texttest.Numbered(50))
 	whole := mustOpen(t, dir, WithHeldOut(0.2))
 	capped := mustOpen(t, dir, WithHeldOut(0.2), WithMaxBytes(1000))
 	for _, c := range []struct {
@@ -210,12 +171,12 @@ func TestMaxBytesTakesTheFirst(t *testing.T) {
 }
 
 func TestTextReadAt(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	files := make(map[string]string)
 	for i := range 30 {
-		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(randomBytes(r, r.IntN(50))), "\x00", "0")
+		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(texttest.Bytes(r, r.IntN(50))), "\x00", "0")
 	}
-	text := mustOpen(t, writeFiles(t, files)).Train
+	text := mustOpen(t, texttest.Files(t, files)).Train
 	whole := readAll(t, text)
 	for range 500 {
 		lo := r.IntN(len(whole) + 1)
@@ -237,8 +198,8 @@ func TestTextReadAt(t *testing.T) {
 }
 
 func TestSample(t *testing.T) {
-	whole := randomBytes(newRand(t), 10*sampleBlock+77)
-	path := filepath.Join(writeFiles(t, map[string]string{"x": string(whole)}), "x")
+	whole := texttest.Bytes(texttest.Rand(t), 10*sampleBlock+77)
+	path := filepath.Join(texttest.Files(t, map[string]string{"x": string(whole)}), "x")
 	text := mustOpen(t, path, WithHeldOut(0.01)).Train
 	whole = whole[:text.Size()]
 	for _, limit := range []int{1, 1000, sampleBlock, sampleBlock + 100, 3 * sampleBlock, len(whole) - 1, len(whole), 1 << 30} {
@@ -264,7 +225,7 @@ func TestSample(t *testing.T) {
 }
 
 func TestOpenCorpusErrors(t *testing.T) {
-	dir := writeFiles(t, map[string]string{
+	dir := texttest.Files(t, map[string]string{
 		"empty/a.go": "", "binary/a.go": "\x00", "text/a.go": "package a", "one/a": "1", "none/.hidden": "x",
 	})
 	for _, c := range []struct {
@@ -305,7 +266,7 @@ func TestOpenCorpusNamesAnUnreadableFile(t *testing.T) {
 	if runtime.GOOS == "windows" || os.Geteuid() == 0 {
 		t.Skip("permissions do not keep this user from reading")
 	}
-	dir := writeFiles(t, map[string]string{"good.txt": "text", "secret.txt": "text"})
+	dir := texttest.Files(t, map[string]string{"good.txt": "text", "secret.txt": "text"})
 	secret := filepath.Join(dir, "secret.txt")
 	if err := os.Chmod(secret, 0); err != nil {
 		t.Fatal(err)
@@ -325,7 +286,7 @@ func TestReadNamesAChangedFile(t *testing.T) {
 		"vanished": os.Remove,
 	} {
 		t.Run(name, func(t *testing.T) {
-			dir := writeFiles(t, map[string]string{"kept.txt": strings.Repeat("k", 200), "changed.txt": strings.Repeat("c", 200)})
+			dir := texttest.Files(t, map[string]string{"kept.txt": strings.Repeat("k", 200), "changed.txt": strings.Repeat("c", 200)})
 			text := mustOpen(t, dir).Train
 			if err := change(filepath.Join(dir, "changed.txt")); err != nil {
 				t.Fatal(err)
@@ -349,5 +310,76 @@ func TestGoSource(t *testing.T) {
 	t.Setenv("GOROOT", t.TempDir())
 	if dir, err := GoSource(); err == nil || !strings.Contains(err.Error(), os.Getenv("GOROOT")) {
 		t.Errorf("an empty GOROOT gives %q, %v, want an error that names it", dir, err)
+	}
+}
+
+// FuzzCorpus gives OpenCorpus files of any contents and names: it says what is wrong, or its two
+// parts are all that they hold.
+func FuzzCorpus(f *testing.F) {
+	f.Add("a.txt", []byte("some text"), "b", []byte{0, 1})
+	f.Add(".hidden", []byte("x"), "b/c", []byte("yy"))
+	f.Add("a", []byte("x"), "a", []byte(""))
+	f.Fuzz(func(t *testing.T, name1 string, text1 []byte, name2 string, text2 []byte) {
+		dir := t.TempDir()
+		for name, text := range map[string][]byte{name1: text1, name2: text2} {
+			if filepath.IsLocal(name) && len(name) < 100 {
+				_ = os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o777)
+				_ = os.WriteFile(filepath.Join(dir, name), text, 0o666) // which may be no name here
+			}
+		}
+		c, err := OpenCorpus(dir)
+		if err != nil {
+			return
+		}
+		for _, part := range []*Text{c.Train, c.HeldOut} {
+			text, err := part.Sample(int(part.Size()))
+			require.NoError(t, err)
+			require.Len(t, text, int(part.Size()))
+			documents, err := part.SampleDocuments(int(part.Size()))
+			require.NoError(t, err)
+			require.Len(t, documents, part.Documents())
+		}
+		require.LessOrEqual(t, c.Train.Size()+c.HeldOut.Size(), int64(len(text1)+len(text2)))
+	})
+}
+
+// TestSampleDocuments wants the bytes of a sample in pieces that are each of one document, without a gap, and as long as they
+// can be.
+func TestSampleDocuments(t *testing.T) {
+	r := texttest.Rand(t)
+	files := map[string]string{}
+	for i := range 25 {
+		raw := texttest.Bytes(r, 1+r.IntN(3*sampleBlock))
+		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1})) // a file with zeros is binary
+	}
+	text := mustOpen(t, texttest.Files(t, files), WithHeldOut(1e-9)).Train
+	whole := readAll(t, text)
+	for _, limit := range []int{1, sampleBlock, sampleBlock + 100, 7*sampleBlock + 5, len(whole) - 1, len(whole), 1 << 30} {
+		sample, err := text.Sample(limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		documents, err := text.SampleDocuments(limit)
+		if err != nil || !bytes.Equal(slices.Concat(documents...), sample) {
+			t.Fatalf("SampleDocuments(%d) holds something else than Sample, %v", limit, err)
+		}
+		last := 0 // where the document before ends
+		for i, d := range documents {
+			at := last + bytes.Index(whole[last:], d)
+			document, starts := slices.BinarySearch(text.ends, int64(at))
+			if starts {
+				document++
+			}
+			if end := text.ends[document]; int64(at+len(d)) > end {
+				t.Errorf("SampleDocuments(%d): piece %d goes on %d bytes beyond a document", limit, i, int64(at+len(d))-end)
+			}
+			if i > 0 && !starts && at == last {
+				t.Errorf("SampleDocuments(%d): piece %d goes on where the one before ends", limit, i)
+			}
+			last = at + len(d)
+		}
+	}
+	if _, err := text.SampleDocuments(0); err == nil {
+		t.Error("SampleDocuments(0) is accepted")
 	}
 }

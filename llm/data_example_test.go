@@ -1,6 +1,7 @@
 package llm_test
 
 import (
+	"context"
 	"fmt"
 	"log"
 	"os"
@@ -21,20 +22,6 @@ func exampleFile() (path string, remove func()) {
 		log.Fatal(err)
 	}
 	return path, func() { os.RemoveAll(dir) }
-}
-
-func ExampleByteTokenizer() {
-	var tok llm.ByteTokenizer
-	ids := tok.Encode([]byte("Go!"))
-	fmt.Println(ids)
-	text, err := tok.Decode(append(ids, 10))
-	fmt.Printf("%q %v\n", text, err)
-	_, err = tok.Decode([]int{71, 256})
-	fmt.Println(err)
-	// Output:
-	// [71 111 33]
-	// "Go!\n" <nil>
-	// llm: ByteTokenizer.Decode: ids[1] is 256, outside the vocabulary [0, 256)
 }
 
 // Batches to train on come from one part of the text, and what the model is judged by from the other.
@@ -111,29 +98,30 @@ func ExampleLoader() {
 	// resumed with the same batch: true
 }
 
-func ExampleSample() {
-	logits := []float64{0.5, 2, -1, 2.5}
-	greedy, err := llm.NewSampler(llm.SamplerConfig{})
+// A run trains its vocabulary and encodes its text once. Later runs find both in files.
+func ExampleCacheTokens() {
+	path, remove := exampleFile()
+	defer remove()
+	corpus, err := llm.OpenCorpus(path)
 	if err != nil {
 		log.Fatal(err)
 	}
-	id, err := llm.Sample(greedy, logits)
-	fmt.Println(id, err)
-
-	warm, err := llm.NewSampler(llm.SamplerConfig{Temperature: 0.8, TopK: 2, Seed: 1})
-	if err != nil {
-		log.Fatal(err)
-	}
-	var counts [4]int
-	for range 1000 {
-		id, err := llm.Sample(warm, logits)
+	for range 2 {
+		bpe, err := llm.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"), corpus.Train, 50257, 32<<20, nil)
 		if err != nil {
 			log.Fatal(err)
 		}
-		counts[id]++
+		tokens, err := llm.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache",
+			"tokens"), corpus.Train, bpe, nil)
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(corpus.Train.Size(), "bytes,", tokens.Len(), "tokens of a vocabulary of", tokens.VocabSize())
+		if err := tokens.Close(); err != nil {
+			log.Fatal(err)
+		}
 	}
-	fmt.Println("only 1 and 3:", counts[0] == 0 && counts[2] == 0, "3 more often:", counts[3] > counts[1])
 	// Output:
-	// 3 <nil>
-	// only 1 and 3: true 3 more often: true
+	// 950 bytes, 15 tokens of a vocabulary of 275
+	// 950 bytes, 15 tokens of a vocabulary of 275
 }

@@ -6,6 +6,7 @@ import (
 	"math"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"gorgonia.org/tensor"
 )
 
@@ -35,7 +36,7 @@ func apartBy(t *testing.T, x, y any) float64 {
 // TestDecoding wants the logits of a sequence that grows to be those of the whole window: of a prompt and token by token, in the
 // window and beyond it, of other sequences, and after training.
 func TestDecoding(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5, tensor.Float64: 1e-13} {
 		c := tiny()
 		c.SlotWidth, c.Untied = 16, true

@@ -20,6 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
+var errNoContext_ = errors.New("the context is nil, want one such as context.Background()")
+
 // fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file too.
 const fingerprintPiece = 16 << 20
 
@@ -41,7 +43,7 @@ type fingerprinted struct {
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
 	string, error) {
 	if ctx == nil {
-		return "", fmt.Errorf("llm: Text.Fingerprint: %w", errNoContext)
+		return "", fmt.Errorf("llm: Text.Fingerprint: %w", errNoContext_)
 	}
 	if t == nil {
 		return "", errors.New("llm: Text.Fingerprint: the text is nil: OpenCorpus finds some")

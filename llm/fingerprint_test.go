@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/stretchr/testify/require"
 )
 
@@ -23,7 +25,7 @@ func printOf(t *testing.T, text *Text) string {
 // TestFingerprint wants it to be of what a text says and where its documents end: not of names, folders or times.
 func TestFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
-	of := func(files map[string]string) string { return printOf(t, mustOpen(t, writeFiles(t, files)).Train) }
+	of := func(files map[string]string) string { return printOf(t, mustOpen(t, texttest.Files(t, files)).Train) }
 	text := of(map[string]string{"a": "the text of one file"})
 	require.Len(t, text, 64)
 	require.Equal(t, text, of(map[string]string{"b": "the text of one file"}), "another name")
@@ -58,7 +60,7 @@ func TestFingerprintPieces(t *testing.T) {
 // the work; and no panic of what is no text or no context.
 func TestFingerprintProgress(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
-	text := mustOpen(t, writeFiles(t, numbered(30))).Train
+	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train
 	enough, last := errors.New("enough"), int64(0)
 	_, err := text.Fingerprint(t.Context(), func(int64, int64) error { return enough })
 	require.ErrorIs(t, err, enough)
@@ -74,7 +76,7 @@ func TestFingerprintProgress(t *testing.T) {
 
 	var none context.Context
 	_, err = text.Fingerprint(none, nil)
-	require.ErrorIs(t, err, errNoContext)
+	require.ErrorIs(t, err, errNoContext_)
 	_, err = (*Text)(nil).Fingerprint(t.Context(), nil)
 	require.ErrorContains(t, err, "the text is nil")
 }
@@ -84,7 +86,7 @@ func TestFingerprintKept(t *testing.T) {
 	cache := t.TempDir()
 	t.Setenv("XDG_CACHE_HOME", cache)
 	defer func(d time.Duration) { fingerprintSettle = d }(fingerprintSettle)
-	dir := writeFiles(t, map[string]string{"a": strings.Repeat("one text. ", 100)})
+	dir := texttest.Files(t, map[string]string{"a": strings.Repeat("one text. ", 100)})
 	known := fingerprintCache()
 	require.NotEmpty(t, known)
 
@@ -119,4 +121,35 @@ func TestFingerprintKept(t *testing.T) {
 	require.NoError(t, os.WriteFile(string(known), []byte("[{"), 0o666))
 	require.Empty(t, known.read())
 	require.NotEmpty(t, printOf(t, mustOpen(t, dir).Train), "a damaged cache is no cache")
+}
+
+// FuzzFingerprints gives the cache of fingerprints any file: what it then remembers comes back,
+// whatever was there.
+func FuzzFingerprints(f *testing.F) {
+	sum := strings.Repeat("ab", 32)
+	f.Add([]byte(`[{"table":"a","fingerprint":"` + sum + `"}]`))
+	f.Add([]byte(`[{"table":"a","fingerprint":"ab"},{},null,3]`))
+	f.Add([]byte("[" + strings.Repeat("{},", 1000) + "{}]"))
+	path := filepath.Join(f.TempDir(), "fingerprints.json")
+	f.Fuzz(func(t *testing.T, b []byte) {
+		require.NoError(t, os.WriteFile(path, b, 0o666))
+		cache := fingerprints(path)
+		bounded.Run(t, int64(len(b)), func() { cache.get("a") })
+		cache.put("b", sum)
+		got, ok := cache.get("b")
+		require.True(t, ok)
+		require.Equal(t, sum, got)
+		require.LessOrEqual(t, len(cache.read()), fingerprintsMost)
+	})
+}
+
+// TestManyFingerprints wants a file with more than is remembered to cost no more than that.
+func TestManyFingerprints(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "fingerprints.json")
+	b := []byte("[" + strings.Repeat("{},", fingerprintsBytes/3-2) + "{}]")
+	require.NoError(t, os.WriteFile(path, b, 0o666))
+	bounded.Run(t, int64(len(b)), func() {
+		require.Len(t, fingerprints(path).read(),
+			fingerprintsMost)
+	})
 }

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
 func newGenerator(t *testing.T, c Config) (*Generator, *Sampler) {
@@ -108,7 +109,7 @@ func TestWindowsThatGrow(t *testing.T) {
 	whole, err := i.runner(ForLogits, 1)
 	require.NoError(t, err)
 	defer whole.Machine.Close()
-	r := newRand(t)
+	r := texttest.Rand(t)
 	var all []int
 	for len(all) < c.Seq+3 {
 		all = append(all, r.IntN(c.Vocab))

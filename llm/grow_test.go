@@ -17,13 +17,14 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // growing makes a trainer of a run short enough for a test follow a controller, and lists what happens.
 func growing(t *testing.T, tr *Trainer) *[]string {
 	t.Helper()
-	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,7 +197,7 @@ func same(a, b state.SlotParams) bool {
 
 func TestGrowErrors(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -332,7 +333,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 // TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what would be needed, and a run that
 // follows the advice to graft a blueprint in no more steps.
 func TestGrowHasTime(t *testing.T) {
-	text, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
 	require.NoError(t, err)
 	trainer := func(opts ...state.Option) *Trainer {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 150})

@@ -1,135 +1,12 @@
 package llm
 
 import (
-	"bytes"
-	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
-	"io"
-	"iter"
-	"math"
 	"math/bits"
-	"slices"
-	"sync"
 
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
-
-// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
-// the vocabulary of the tokenizer that made them. Where one of them ends each document, a method EndOfDocument() int says which.
-type Tokens interface {
-	Len() int64
-	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
-	Tokenizer() string
-	VocabSize() int
-	// ReadTokens fills dst with the tokens from the given offset on.
-	ReadTokens(dst []int, offset int64) error
-	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other data.
-	Fingerprint() string
-}
-
-// Tokenize returns a text's tokens. With a ByteTokenizer they are read from the text's files when asked for. Any other
-// tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
-// tokens are kept in memory at four bytes each. It takes the text's fingerprint, which after
-// [Text.Fingerprint] is known.
-func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
-	if text == nil || tok == nil {
-		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
-	}
-	fingerprint, err := text.Fingerprint(context.Background(), nil)
-	if err != nil {
-		return nil, fmt.Errorf("llm: Tokenize: %w", err)
-	}
-	if _, ok := tok.(ByteTokenizer); ok {
-		return byteTokens{text: text, fingerprint: fingerprint}, nil
-	}
-	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fingerprintOf(tok.Name(), fingerprint)}
-	piece := make([]byte, 1<<20)
-	for offset := int64(0); offset < text.Size(); {
-		n := int(min(int64(len(piece)), text.Size()-offset))
-		if _, err := text.ReadAt(piece[:n], offset); err != nil {
-			return nil, fmt.Errorf("llm: Tokenize: %w", err)
-		}
-		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 && offset+int64(n) < text.Size() {
-			n = newline + 1
-		}
-		for _, id := range tok.Encode(piece[:n]) {
-			if err := checkID(id, tok.VocabSize()); err != nil {
-				return nil, fmt.Errorf("llm: Tokenize: tokenizer %s made %w", tok.Name(), err)
-			}
-			t.ids = append(t.ids, uint32(id))
-		}
-		offset += int64(n)
-	}
-	return t, nil
-}
-
-// fingerprintOf stands for tokens by how they are made and the fingerprint of their text.
-func fingerprintOf(how, text string) string {
-	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
-}
-
-func checkID(id, vocabSize int) error {
-	if id < 0 || id >= vocabSize || int64(id) > math.MaxUint32 {
-		return fmt.Errorf("id %d, outside its vocabulary [0, %d)", id, vocabSize)
-	}
-	return nil
-}
-
-// byteTokens are the tokens of a ByteTokenizer.
-type byteTokens struct {
-	ByteTokenizer
-	text        *Text
-	fingerprint string
-}
-
-func (b byteTokens) Tokenizer() string   { return b.Name() }
-func (b byteTokens) Len() int64          { return b.text.Size() }
-func (b byteTokens) Fingerprint() string { return b.fingerprint }
-
-func (b byteTokens) ReadTokens(dst []int, offset int64) error {
-	raw := make([]byte, len(dst))
-	if _, err := b.text.ReadAt(raw, offset); err != nil {
-		return err
-	}
-	widen(dst, raw)
-	return nil
-}
-
-// starts is documentStarts.
-func (b byteTokens) starts(starts, _ []int, offset int64) {
-	next, _ := slices.BinarySearch(b.text.ends, offset+1)
-	start := 0
-	for i := range starts {
-		if offset+int64(i) == b.text.ends[next] {
-			start, next = i, next+1
-		}
-		starts[i] = start
-	}
-}
-
-type memoryTokens struct {
-	ids         []uint32
-	tokenizer   string
-	vocabSize   int
-	fingerprint string
-}
-
-func (m *memoryTokens) Tokenizer() string   { return m.tokenizer }
-func (m *memoryTokens) VocabSize() int      { return m.vocabSize }
-func (m *memoryTokens) Len() int64          { return int64(len(m.ids)) }
-func (m *memoryTokens) Fingerprint() string { return m.fingerprint }
-
-func (m *memoryTokens) ReadTokens(dst []int, offset int64) error {
-	if offset < 0 || offset+int64(len(dst)) > m.Len() {
-		return io.ErrUnexpectedEOF
-	}
-	for i := range dst {
-		dst[i] = int(m.ids[offset+int64(i)])
-	}
-	return nil
-}
 
 // A Batch holds sequences of token ids and for each id the one that follows it in the text, both [batch, seq] by rows. A
 // target of -1 marks a row that counts for nothing.
@@ -212,10 +89,14 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	return l, nil
 }
 
+// maxSide is how many sequences a batch may have, and tokens a sequence: what is derived from them
+// stays inside the range of int.
+const maxSide = 1 << 24
+
 // checkBatches returns an error unless batches of that size can be.
 func checkBatches(sequences, seq int) error {
-	if min(sequences, seq) < 1 || max(sequences, seq) > maxField {
-		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences, seq, maxField)
+	if min(sequences, seq) < 1 || max(sequences, seq) > maxSide {
+		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences, seq, maxSide)
 	}
 	return nil
 }
@@ -234,7 +115,7 @@ func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
 	}
-	e, ok := t.(documentEnder)
+	e, ok := t.(DocumentEnder)
 	if !ok || e.EndOfDocument() < 0 {
 		return nil
 	}
@@ -323,6 +204,23 @@ func (s *LoaderState) key() uint64 { return splitmix.Mix(splitmix.Mix(s.Seed) + 
 // cannot overflow.
 const maxEpoch = 1 << 62
 
+// Tokens returns what the loader reads, and nil if nobody has made it.
+func (l *Loader) Tokens() Tokens {
+	if l == nil {
+		return nil
+	}
+	return l.tokens
+}
+
+// Config returns that of NewLoader.
+func (l *Loader) Config() LoaderConfig { return l.config }
+
+// KnowsDocuments reports whether batches say where documents start.
+func (l *Loader) KnowsDocuments() bool { return l.starts != nil }
+
+// InUse returns the batch that Next returned last: one of zeros before the first.
+func (l *Loader) InUse() Batch { return l.inUse }
+
 // State returns the loader's place: a loader set to it continues with the batch that Next returns next.
 func (l *Loader) State() LoaderState { return l.state }
 
@@ -367,124 +265,4 @@ func permute(i, n, key uint64) uint64 {
 			return i
 		}
 	}
-}
-
-// Evaluation is held-out text cut into batches, always the same ones. Every token but the first is a target once; rows
-// that are left over in the last batch have the target -1.
-type Evaluation struct {
-	ids    []int
-	begins []int // the token that begins the document of each; nil where nobody knows
-	bytes  int
-	batch  int
-	seq    int
-
-	hashed sync.Once
-	hash   string
-}
-
-// fingerprint stands for the tokens and how they are batched.
-func (e *Evaluation) fingerprint() string {
-	e.hashed.Do(func() {
-		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes), fmt.Sprint(e.ids, e.begins))
-	})
-	return e.hash
-}
-
-// NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
-// two tokens, and those after the first have to stand for some of it.
-func NewEvaluation(text []byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
-	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
-}
-
-// NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with Config.Documents: batches say
-// where they start. They are encoded one by one, and if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE
-// has, that token follows each and is a target too.
-func NewDocumentEvaluation(documents [][]byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
-	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
-}
-
-func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, batch, seq int) (*Evaluation, error) {
-	if tok == nil {
-		return nil, fmt.Errorf("llm: %s: the tokenizer is nil", name)
-	}
-	if err := checkBatches(batch, seq); err != nil {
-		return nil, fmt.Errorf("llm: %s: %w", name, err)
-	}
-	e := &Evaluation{batch: batch, seq: seq}
-	read := 0
-	for _, text := range documents {
-		e.add(tok, text, apart)
-		read += len(text)
-	}
-	if len(e.ids) < 2 {
-		return nil, fmt.Errorf("llm: %s: %d bytes of held-out text make %d tokens, want at least 2", name, read, len(e.ids))
-	}
-	targets, err := tok.Decode(e.ids[1:])
-	if err != nil {
-		return nil, fmt.Errorf("llm: %s: %w", name, err)
-	}
-	if e.bytes = len(targets); e.bytes == 0 {
-		return nil, fmt.Errorf("llm: %s: %d bytes of held-out text make %d tokens, and after the first one there is no text left to predict",
-			name, read, len(e.ids))
-	}
-	return e, nil
-}
-
-// add appends a document's tokens, and if documents are to be kept apart where it begins: with the token that ends the one
-// before, as in a Batch.
-func (e *Evaluation) add(tok Tokenizer, text []byte, apart bool) {
-	ids := tok.Encode(text)
-	if !apart {
-		e.ids = append(e.ids, ids...)
-		return
-	}
-	begin := len(e.ids)
-	end, ended := tok.(documentEnder)
-	if ended && begin > 0 {
-		begin--
-		e.begins[begin] = begin
-	}
-	if ended {
-		ids = append(ids, end.EndOfDocument())
-	}
-	e.ids = append(e.ids, ids...)
-	for len(e.begins) < len(e.ids) {
-		e.begins = append(e.begins, begin)
-	}
-}
-
-// Tokens returns the number of targets in all batches together.
-func (e *Evaluation) Tokens() int { return len(e.ids) - 1 }
-
-// Bytes returns the number of bytes that the targets stand for.
-func (e *Evaluation) Bytes() int { return e.bytes }
-
-// Batches yields the batches in order. A batch's memory is used again for the following one.
-func (e *Evaluation) Batches() iter.Seq[Batch] {
-	return func(yield func(Batch) bool) {
-		b := newBatch(e.batch * e.seq)
-		if e.begins != nil {
-			b.Starts = make([]int, len(b.Inputs))
-		}
-		for start := 0; start < e.Tokens(); start += len(b.Inputs) {
-			b.Count = copy(b.Targets, e.ids[start+1:])
-			copy(b.Inputs, e.ids[start:start+b.Count])
-			for i := b.Count; i < len(b.Inputs); i++ {
-				b.Inputs[i], b.Targets[i] = 0, -1
-			}
-			for i := range b.Starts { // rows that are left over belong to the last document
-				at := min(start+i, len(e.begins)-1)
-				b.Starts[i] = max(0, e.begins[at]-(start+i-i%e.seq))
-			}
-			if !yield(b) {
-				return
-			}
-		}
-	}
-}
-
-// Score turns the sum of the losses of all targets, in nats, into the mean loss in nats per token and bits per byte:
-// sum / (ln 2 · bytes). A batch adds its mean loss times its Count to the sum.
-func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
-	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
 }

@@ -11,6 +11,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 // upTo returns the tokens 0, 1, 2, ..., which tell where in the text they stand.
@@ -22,7 +25,7 @@ func upTo(n int) *memoryTokens {
 	return t
 }
 
-func mustLoader(t testing.TB, tokens Tokens, c LoaderConfig) *Loader {
+func loaderOf(t testing.TB, tokens Tokens, c LoaderConfig) *Loader {
 	t.Helper()
 	l, err := NewLoader(tokens, c)
 	if err != nil {
@@ -41,7 +44,7 @@ func mustNext(t testing.TB, l *Loader) Batch {
 }
 
 func TestPermuteIsABijection(t *testing.T) {
-	key := newRand(t).Uint64()
+	key := texttest.Rand(t).Uint64()
 	for n := uint64(1); n < 1200; n = n*9/8 + 1 {
 		seen := make([]bool, n)
 		for i := range n {
@@ -57,7 +60,7 @@ func TestPermuteIsABijection(t *testing.T) {
 // Over many keys every place goes everywhere equally often: Pearson's chi-square with 99 cells around 99, which a uniform
 // permutation exceeds 175 by with a probability of 4e-6. A place that does is tried again.
 func TestPermuteIsUniform(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	const n, trials = 100, 20000
 	chi2 := func(i uint64) (sum float64) {
 		var hits [n]float64
@@ -80,11 +83,11 @@ func TestPermuteIsUniform(t *testing.T) {
 
 // Each window of an epoch comes once, windows do not overlap, and targets are the tokens that follow.
 func TestLoaderCoversTheTextOnce(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 30 {
 		seq, n := 1+r.IntN(20), 0
 		n = seq + 1 + r.IntN(500)
-		l := mustLoader(t, upTo(n), LoaderConfig{Batch: 1, Seq: seq, Seed: r.Uint64()})
+		l := loaderOf(t, upTo(n), LoaderConfig{Batch: 1, Seq: seq, Seed: r.Uint64()})
 		for epoch := range int64(3) {
 			covered := make([]bool, n)
 			windows, shift := l.state.windows(int64(n))
@@ -120,7 +123,7 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 
 // The boundaries of the windows must move, so that no token is always the first of its sequence.
 func TestLoaderMovesItsWindows(t *testing.T) {
-	s := LoaderState{Seed: newRand(t).Uint64(), Seq: 50}
+	s := LoaderState{Seed: texttest.Rand(t).Uint64(), Seq: 50}
 	seen := map[int64]int{}
 	for s.Epoch < 20 {
 		offset := s.advance(1000)
@@ -135,7 +138,7 @@ func TestLoaderMovesItsWindows(t *testing.T) {
 
 func TestLoaderOrder(t *testing.T) {
 	first := func(seed uint64, skip int) []int {
-		l := mustLoader(t, upTo(1001), LoaderConfig{Batch: 20, Seq: 5, Seed: seed})
+		l := loaderOf(t, upTo(1001), LoaderConfig{Batch: 20, Seq: 5, Seed: seed})
 		for range skip {
 			mustNext(t, l)
 		}
@@ -158,11 +161,11 @@ func TestLoaderOrder(t *testing.T) {
 // A loader that is set to a saved state continues as the one that was saved, in the middle of an epoch or at its end, while
 // reading ahead or not.
 func TestLoaderResumes(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 30 {
 		tokens := upTo(30 + r.IntN(300))
 		c := LoaderConfig{Batch: 1 + r.IntN(5), Seq: 1 + r.IntN(20), Seed: r.Uint64()}
-		l := mustLoader(t, tokens, c)
+		l := loaderOf(t, tokens, c)
 		for range r.IntN(100) {
 			mustNext(t, l)
 		}
@@ -175,7 +178,7 @@ func TestLoaderResumes(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Seed++ // the state's seed counts
-		resumed := mustLoader(t, tokens, c)
+		resumed := loaderOf(t, tokens, c)
 		for range r.IntN(3) {
 			mustNext(t, resumed)
 		}
@@ -194,7 +197,7 @@ func TestLoaderResumes(t *testing.T) {
 }
 
 func TestLoaderKeepsTheBatchInUse(t *testing.T) {
-	l := mustLoader(t, upTo(1000), LoaderConfig{Batch: 3, Seq: 7})
+	l := loaderOf(t, upTo(1000), LoaderConfig{Batch: 3, Seq: 7})
 	for range 20 {
 		b := mustNext(t, l)
 		before := slices.Clone(b.Inputs)
@@ -207,7 +210,7 @@ func TestLoaderKeepsTheBatchInUse(t *testing.T) {
 }
 
 func TestLoaderRefusesStates(t *testing.T) {
-	l := mustLoader(t, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
+	l := loaderOf(t, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
 	mustNext(t, l)
 	before := l.State()
 	for name, c := range map[string]struct {
@@ -258,14 +261,14 @@ func TestNewLoaderErrors(t *testing.T) {
 
 // An error while reading leaves the loader where it is: once the file is back, the same batch is dealt out.
 func TestLoaderReportsAVanishedFile(t *testing.T) {
-	dir := writeFiles(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
+	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
 	tokens, err := Tokenize(mustOpen(t, dir).Train, ByteTokenizer{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	c := LoaderConfig{Batch: 2, Seq: 50}
-	want := slices.Clone(mustNext(t, mustLoader(t, tokens, c)).Inputs)
-	l := mustLoader(t, tokens, c)
+	want := slices.Clone(mustNext(t, loaderOf(t, tokens, c)).Inputs)
+	l := loaderOf(t, tokens, c)
 	path := filepath.Join(dir, "a.txt")
 	if err := os.Rename(path, path+".away"); err != nil {
 		t.Fatal(err)
@@ -286,8 +289,10 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 // pairs makes one token of two bytes and, at the end, one of a single byte.
 type pairs struct{ vocab int }
 
-func (pairs) Name() string     { return "pairs" }
+func (pairs) Name() string { return "pairs" }
+
 func (p pairs) VocabSize() int { return p.vocab }
+
 func (pairs) Encode(text []byte) (ids []int) {
 	for ; len(text) >= 2; text = text[2:] {
 		ids = append(ids, 256+int(text[0])<<8+int(text[1]))
@@ -309,8 +314,8 @@ func (pairs) Decode(ids []int) (text []byte, err error) {
 }
 
 func TestTokenizeWithLongerTokens(t *testing.T) {
-	content := strings.ReplaceAll(string(randomBytes(newRand(t), 3<<20)), "\x00", "0")
-	text := mustOpen(t, writeFiles(t, map[string]string{"a": content})).Train
+	content := strings.ReplaceAll(string(texttest.Bytes(texttest.Rand(t), 3<<20)), "\x00", "0")
+	text := mustOpen(t, texttest.Files(t, map[string]string{"a": content})).Train
 	tok := pairs{256 + 1<<16}
 	tokens, err := Tokenize(text, tok)
 	if err != nil {
@@ -341,52 +346,85 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 }
 
-func TestEvaluation(t *testing.T) {
-	text := randomBytes(newRand(t), 101)
-	for _, c := range []struct {
-		tok           Tokenizer
-		tokens, bytes int
-	}{{ByteTokenizer{}, 100, 100}, {pairs{1 << 17}, 50, 99}} {
-		for _, size := range []struct{ batch, seq int }{{2, 10}, {3, 7}, {1, 1}, {20, 30}} {
-			e, err := NewEvaluation(text, c.tok, size.batch, size.seq)
-			if err != nil {
-				t.Fatal(err)
+// FuzzLoaderState gives a loader any place: it is refused and nothing has changed, or batches
+// follow whose tokens are the text's, and the place after them is one that a loader takes.
+func FuzzLoaderState(f *testing.F) {
+	l := loaderOf(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
+	whole, err := json.Marshal(l.State())
+	require.NoError(f, err)
+	f.Add(whole)
+	f.Add([]byte(`{"seed":1,"epoch":9223372036854775807,"next":0,"seq":9,"data":"up to 100"}`))
+	f.Add([]byte(`{"seed":1,"epoch":4611686018427387904,"next":10,"seq":9,"data":"up to 100"}`))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var s LoaderState
+		if json.Unmarshal(text, &s) != nil {
+			return
+		}
+		before := l.State()
+		if err := l.SetState(s); err != nil {
+			require.Equal(t, before, l.State())
+			return
+		}
+		for range 6 {
+			b, err := l.Next()
+			require.NoError(t, err)
+			for i, id := range b.Inputs {
+				require.True(t, id >= 0 && id < 99 && b.Targets[i] == id+1)
 			}
-			for range 2 {
-				ids := c.tok.Encode(text)
-				count := 0
-				for b := range e.Batches() {
-					if len(b.Inputs) != size.batch*size.seq || len(b.Targets) != len(b.Inputs) || b.Count == 0 {
-						t.Fatalf("%+v: batch %+v", size, b)
-					}
-					for i, target := range b.Targets {
-						switch {
-						case i >= b.Count && (target != -1 || b.Inputs[i] != 0):
-							t.Fatalf("%+v: row %d of %d is %d → %d, want padding", size, i, b.Count, b.Inputs[i], target)
-						case i < b.Count && (b.Inputs[i] != ids[count+i] || target != ids[count+i+1]):
-							t.Fatalf("%+v: row %d is %d → %d", size, i, b.Inputs[i], target)
+		}
+		if l.State().Epoch <= maxEpoch { // which is far beyond where runs get to
+			require.NoError(t, l.SetState(l.State()))
+		}
+	})
+}
+
+// TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at the token that ends a document.
+func TestLoaderKnowsDocuments(t *testing.T) {
+	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30)), WithHeldOut(1e-9)).Train
+	raw, err := Tokenize(text, ByteTokenizer{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	bpe := tokenBPE(t)
+	file := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, bpe)
+	var ends []int64 // of the file's documents, without their last tokens
+	for i, id := range allTokens(t, file) {
+		if id == bpe.EndOfDocument() {
+			ends = append(ends, int64(i))
+		}
+	}
+	if len(ends) != text.Documents() {
+		t.Fatalf("%d documents in the file, want %d", len(ends), text.Documents())
+	}
+	r := texttest.Rand(t)
+	for name, c := range map[string]struct {
+		tokens Tokens
+		ends   []int64
+	}{"bytes": {raw, text.ends}, "file": {file, ends}} {
+		for range 20 {
+			seq := 1 + r.IntN(min(200, int(c.tokens.Len())-1))
+			l := loaderOf(t, c.tokens, LoaderConfig{Batch: 1, Seq: seq, Seed: r.Uint64()})
+			for range 20 {
+				s := l.State()
+				offset := s.advance(c.tokens.Len())
+				for i, start := range mustNext(t, l).Starts {
+					want := int64(0)
+					for _, end := range c.ends {
+						if end <= offset+int64(i) {
+							want = max(0, end-offset)
 						}
 					}
-					count += b.Count
+					if int64(start) != want {
+						t.Fatalf("%s: the document of token %d of the window of %d at %d starts at %d, want %d", name, i, seq, offset, start, want)
+					}
 				}
-				if count != c.tokens || e.Tokens() != c.tokens || e.Bytes() != c.bytes {
-					t.Fatalf("%s: %d targets, Tokens %d, Bytes %d, want %d, %d bytes", c.tok.Name(), count, e.Tokens(), e.Bytes(),
-						c.tokens, c.bytes)
-				}
-			}
-			// A model that gives each byte a probability of 1/8 has 3 bits per byte, however the bytes form tokens.
-			sum := 3 * math.Ln2 * float64(c.bytes)
-			if loss, bpb := e.Score(sum); math.Abs(bpb-3) > 1e-12 || math.Abs(loss-sum/float64(c.tokens)) > 1e-12 {
-				t.Errorf("%s: Score(%v) = %v, %v", c.tok.Name(), sum, loss, bpb)
 			}
 		}
 	}
-	for _, c := range []struct {
-		text       string
-		batch, seq int
-	}{{"", 1, 1}, {"x", 1, 1}, {"text", 0, 1}, {"text", 1, 0}, {"text", math.MaxInt, 4}, {"text", 2, math.MaxInt}} {
-		if _, err := NewEvaluation([]byte(c.text), ByteTokenizer{}, c.batch, c.seq); err == nil {
-			t.Errorf("%+v is accepted", c)
+	kept := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, ByteTokenizer{})
+	for _, tokens := range []Tokens{upTo(20), kept} {
+		if b := mustNext(t, loaderOf(t, tokens, LoaderConfig{Batch: 1, Seq: 9})); b.Starts != nil {
+			t.Errorf("tokens that know of no documents: starts %v", b.Starts)
 		}
 	}
 }

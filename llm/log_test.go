@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 func TestJSONLog(t *testing.T) {
@@ -61,7 +63,7 @@ func TestJSONLogContinues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 20 {
 		path := filepath.Join(t.TempDir(), "log.jsonl")
 		cut := content[:r.IntN(len(content)+1)]
@@ -139,4 +141,21 @@ func xs(c curve) []float64 {
 		xs = append(xs, p.X, p.Y)
 	}
 	return xs
+}
+
+// TestLongLines wants lines that are too long for records to be passed over without being kept,
+// also at the end of a log.
+func TestLongLines(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log.jsonl")
+	long := `{"event":"step","step":1,"text":"` + strings.Repeat("x", 9*maxRecord) + `"}`
+	for _, log := range []string{long + "\n" + `{"step":7}` + "\n" + long, long + "\n" + `{"step":7}` +
+		"\n" + long + "\n", `{"step":7}` + "\n" + long} {
+		require.NoError(t, os.WriteFile(path, []byte(log), 0o666))
+		var steps []int
+		bounded.Run(t, 0, func() {
+			require.NoError(t, readLog(path,
+				func(r logRecord) { steps = append(steps, r.Step) }))
+		})
+		require.Equal(t, []int{7}, steps)
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -97,7 +98,7 @@ func TestResumeGrowth(t *testing.T) {
 		h.RampEpochs = 2
 		return h
 	}
-	text := string(words(9, 120))
+	text := string(texttest.Words(9, 120))
 	grown := Growth{Controller: controller(4), Validation: validation(text, 2), Every: 2}
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
 	growing := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
@@ -165,7 +166,7 @@ func TestResumeGrowth(t *testing.T) {
 // TestGrowthIsNotForgotten wants a run that was resumed to be told from one that grows in another
 // way, also where Grow is called a second time, and by what is saved before it has gone on.
 func TestGrowthIsNotForgotten(t *testing.T) {
-	validation, err := NewEvaluation(words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	validation, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
 	require.NoError(t, err)
 	grown := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 2}
 	other := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 3}

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"gonum.org/v1/plot/plotter"
 )
 
@@ -160,7 +161,7 @@ func TestRoundTicks(t *testing.T) {
 			t.Errorf("from %v to %v: %q, want %q", c.lo, c.hi, strings.Join(got, " "), c.want)
 		}
 	}
-	r := newRand(t)
+	r := texttest.Rand(t)
 	for range 1000 {
 		lo := r.NormFloat64() * math.Pow(10, float64(r.IntN(12)-6))
 		hi := lo + r.ExpFloat64()*math.Pow(10, float64(r.IntN(12)-6))
@@ -171,7 +172,7 @@ func TestRoundTicks(t *testing.T) {
 }
 
 func TestThinnedKeepsTheExtremes(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	points := make(plotter.XYs, 2*maxDrawn+r.IntN(5*maxDrawn))
 	for i := range points {
 		points[i] = plotter.XY{X: float64(i), Y: r.NormFloat64()}
@@ -188,7 +189,7 @@ func TestThinnedKeepsTheExtremes(t *testing.T) {
 }
 
 func TestSmoothedIsTheCentredMean(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	var c curve
 	for i := range 500 {
 		c.add(i, 3+0.01*float64(i)) // a straight line is its own centred mean

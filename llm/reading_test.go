@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -162,34 +163,20 @@ func zeros(name string, n int) safetensors.Tensor {
 // readers are all that read a file at a path that they are given.
 func readers(t *testing.T) map[string]func(path string) error {
 	tr := smallTrainer(t, smallConfig())
-	text := mustOpen(t, writeFiles(t, numbered(3))).Train
 	return map[string]func(path string) error{
 		"LoadModel":     func(path string) error { return errorOf(LoadModel(t.Context(), path)) },
 		"Resume":        func(path string) error { return tr.Resume(t.Context(), path) },
 		"ReadNotes":     func(path string) error { return errorOf(ReadNotes(path)) },
 		"ReadBlueprint": func(path string) error { return errorOf(tr.Model.ReadBlueprint(path, 0, 0)) },
 		"LoadBlueprint": func(path string) error { return tr.Model.LoadBlueprint(path, 0, 0) },
-		"LoadBPE":       func(path string) error { return errorOf(LoadBPE(path)) },
-		"OpenTokens": func(path string) error {
-			return errorOf(OpenTokens(t.Context(), path, text,
-				ByteTokenizer{}))
-		},
-		"readLog": func(path string) error { return readLog(path, func(logRecord) {}) },
+		"readLog":       func(path string) error { return readLog(path, func(logRecord) {}) },
 	}
 }
 
 // TestWhatIsNoFile gives readers what has no end, or never begins.
 func TestWhatIsNoFile(t *testing.T) {
-	paths := []string{t.TempDir()}
-	for _, path := range []string{"/dev/zero", "/dev/null", namedPipe(t)} {
-		if _, err := os.Stat(path); err == nil {
-			paths = append(paths, path)
-		}
-	}
-	all := readers(t)
-	all["OpenCorpus"] = func(path string) error { return errorOf(OpenCorpus(path)) }
-	for name, read := range all {
-		for _, path := range paths {
+	for name, read := range readers(t) {
+		for _, path := range texttest.NoFiles(t) {
 			err := read(path)
 			require.Error(t, err, "%s of %s", name, path)
 			require.Contains(t, err.Error(), path, name)
@@ -199,8 +186,7 @@ func TestWhatIsNoFile(t *testing.T) {
 
 // TestHoles gives readers files of 40 GB of which next to nothing is stored.
 func TestHoles(t *testing.T) {
-	const size = 40 << 30
-	path := filepath.Join(t.TempDir(), "hole")
+	const size = texttest.HoleSize
 	_, metadata := smallCheckpoint(t)
 	config, err := json.Marshal(metadata[configKey])
 	require.NoError(t, err)
@@ -216,12 +202,9 @@ func TestHoles(t *testing.T) {
 		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName,
 			strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
 		"a scale": one("scale",
-			string(config)), "an encoding": []byte(bpeHeader), "tokens": []byte(tokenMagic),
+			string(config)),
 	} {
-		require.NoError(t, os.WriteFile(path, content, 0o666))
-		if err := os.Truncate(path, size+int64(len(content))); err != nil {
-			t.Skip("this file system has no holes:", err)
-		}
+		path := texttest.Hole(t, content)
 		for name, read := range readers(t) {
 			if name == "readLog" { // which reads on, line by line
 				continue
@@ -240,30 +223,10 @@ func appendHeader(b []byte, header string) []byte {
 	return append(binary.LittleEndian.AppendUint64(b, uint64(len(header))), header...)
 }
 
-// TestLongLines wants lines that are too long for records to be passed over without being kept,
-// also at the end of a log.
-func TestLongLines(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "log.jsonl")
-	long := `{"event":"step","step":1,"text":"` + strings.Repeat("x", 9*maxRecord) + `"}`
-	for _, log := range []string{long + "\n" + `{"step":7}` + "\n" + long, long + "\n" + `{"step":7}` +
-		"\n" + long + "\n", `{"step":7}` + "\n" + long} {
-		require.NoError(t, os.WriteFile(path, []byte(log), 0o666))
-		var steps []int
-		bounded.Run(t, 0, func() {
-			require.NoError(t, readLog(path,
-				func(r logRecord) { steps = append(steps, r.Step) }))
-		})
-		require.Equal(t, []int{7}, steps)
-	}
-}
-
 // TestReadingStops wants what reads large files to end with its context, and nothing to have
 // changed.
 func TestReadingStops(t *testing.T) {
 	path := rewritten(t, func(map[string]safetensors.Tensor, map[string]string) {})
-	tokens := filepath.Join(t.TempDir(), "tokens")
-	text := mustOpen(t, writeFiles(t, numbered(3))).Train
-	require.NoError(t, WriteTokens(t.Context(), tokens, text, ByteTokenizer{}, nil))
 	enough := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(enough)
@@ -273,9 +236,6 @@ func TestReadingStops(t *testing.T) {
 	before := stateOf(t, tr)
 	require.ErrorIs(t, tr.Resume(ctx, path), enough)
 	require.Equal(t, before, stateOf(t, tr))
-	_, err = OpenTokens(ctx, tokens, text, ByteTokenizer{})
-	require.ErrorIs(t, err, enough)
-	require.ErrorIs(t, WriteTokens(ctx, tokens, text, ByteTokenizer{}, nil), enough)
 	require.NoError(t, tr.Resume(t.Context(), path))
 }
 

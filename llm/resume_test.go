@@ -18,6 +18,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -141,7 +142,7 @@ func TestKillWhileSaving(t *testing.T) {
 	if testing.Short() {
 		kills = 20
 	}
-	r := newRand(t)
+	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	var left []string         // by the last kill
 	half := func() []string { // a new file that the process was writing, if there is one

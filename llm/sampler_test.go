@@ -5,6 +5,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 func mustSampler(t testing.TB, c SamplerConfig) *Sampler {
@@ -72,7 +75,7 @@ func reference(c SamplerConfig, logits []float64) []float64 {
 // one: a single draw of what comes once in a hundred runs would outweigh all others. For k cells it is about k-1 with a
 // deviation of sqrt(2(k-1)); the limit of six deviations and a bit is passed by chance less than once in a million runs.
 func TestSampleDistribution(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	const draws = 20000
 	for _, c := range []SamplerConfig{
 		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1, TopK: 3}, {Temperature: 1, TopP: 0.7},
@@ -173,7 +176,7 @@ func TestSamplerRepeats(t *testing.T) {
 		}
 		return ids
 	}
-	seed := newRand(t).Uint64()
+	seed := texttest.Rand(t).Uint64()
 	c := SamplerConfig{Temperature: 1, TopP: 0.9, Seed: seed}
 	s := mustSampler(t, c)
 	first := draw(s)
@@ -247,4 +250,75 @@ func TestSamplerErrors(t *testing.T) {
 			t.Error("an error uses up random numbers")
 		}
 	}
+}
+
+// TestSampleOutsideVocab wants logits beyond Vocab, whatever they are, to make no difference.
+func TestSampleOutsideVocab(t *testing.T) {
+	r := texttest.Rand(t)
+	for range 300 {
+		n, padding := 1+r.IntN(40), r.IntN(40)
+		c := SamplerConfig{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
+		logits := make([]float64, n+padding)
+		for i := range logits {
+			logits[i] = r.NormFloat64()
+			if i >= n {
+				logits[i] = []float64{1e300, math.NaN(), math.Inf(1), math.Inf(-1), 1}[r.IntN(5)]
+			}
+		}
+		bare := mustSampler(t, c)
+		c.Vocab = n
+		masked := mustSampler(t, c)
+		for range 5 {
+			if got, want := mustSample(t, masked, logits), mustSample(t, bare, logits[:n]); got != want {
+				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
+			}
+		}
+	}
+	larger := mustSampler(t, SamplerConfig{Vocab: 9})
+	if id := mustSample(t, larger, []float64{1, 2}); id != 1 {
+		t.Errorf("token %d with fewer logits than the vocabulary has entries, want 1", id)
+	}
+}
+
+// FuzzSamplerState gives a sampler any state: it is refused, or is the one that it then has.
+func FuzzSamplerState(f *testing.F) {
+	s, err := NewSampler(SamplerConfig{Temperature: 1})
+	require.NoError(f, err)
+	whole, err := s.State()
+	require.NoError(f, err)
+	f.Add(whole)
+	f.Add(whole[:5])
+	f.Fuzz(func(t *testing.T, state []byte) {
+		before, err := s.State()
+		require.NoError(t, err)
+		if s.SetState(state) == nil {
+			before = state
+		}
+		after, err := s.State()
+		require.NoError(t, err)
+		require.Equal(t, before, after)
+		_, err = Sample(s, []float64{1, 2, 3})
+		require.NoError(t, err)
+	})
+}
+
+func mustState(t *testing.T) []byte {
+	t.Helper()
+	s, err := NewSampler(SamplerConfig{})
+	require.NoError(t, err)
+	state, err := s.State()
+	require.NoError(t, err)
+	return state
+}
+
+// TestZeroSampler wants the zero value to be greedy, and to have no state until it is set.
+func TestZeroSampler(t *testing.T) {
+	id, err := Sample(new(Sampler), []float32{1, 3, 2})
+	require.NoError(t, err)
+	require.Equal(t, 1, id)
+	_, err = new(Sampler).State()
+	require.ErrorContains(t, err, "New makes one")
+	require.NoError(t, new(Sampler).SetState(mustState(t)))
+	_, err = Sample(nil, []float32{1})
+	require.ErrorContains(t, err, "the sampler is nil")
 }

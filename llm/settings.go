@@ -3,6 +3,7 @@ package llm
 import (
 	"bytes"
 	"cmp"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -45,12 +46,12 @@ func (t *Trainer) growthSettings() *growthSettings {
 	if g == nil {
 		return &growthSettings{}
 	}
-	s := &growthSettings{Controller: fmt.Sprintf("%T", g.Controller), Every: g.Every, Validation: g.Validation.fingerprint()}
+	s := &growthSettings{Controller: fmt.Sprintf("%T", g.Controller), Every: g.Every, Validation: g.Validation.Fingerprint()}
 	options, err := json.Marshal(g.Controller)
 	switch {
 	case err != nil: // its type has to do
 	case len(options) > maxControllerOptions:
-		s.Options = fmt.Appendf(nil, "%q", fingerprintOf("controller", string(options)))
+		s.Options = fmt.Appendf(nil, `"%x"`, sha256.Sum256(append([]byte("controller "), options...)))
 	default:
 		s.Options = options
 	}
@@ -128,7 +129,7 @@ func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / rate
 func (t *Trainer) settings() settings {
 	c := t.Config
 	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
-		Seed: t.Loader.config.Seed, Tokenizer: t.Loader.tokens.Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
+		Seed: t.Loader.Config().Seed, Tokenizer: t.Loader.Tokens().Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
 		Engine: t.engine.Name()},
 		Steps: c.Steps, Growth: cmp.Or(t.grew, t.growthSettings())}
 	if o, ok := t.Optimizer.(interface {

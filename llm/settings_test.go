@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -53,7 +54,11 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		"Batch is 4 here and 3 there":      func(_ *testing.T, tr *Trainer) { tr.Config.Batch = 4 },
 		"Clip is 0.5 here and 1 there":     func(_ *testing.T, tr *Trainer) { tr.Config.Clip = 0.5 },
 		"Epoch is 4 here and 3 there":      func(_ *testing.T, tr *Trainer) { tr.Config.Epoch = 4 },
-		"Seed is 6 here and 5 there":       func(_ *testing.T, tr *Trainer) { tr.Loader.config.Seed = 6 },
+		"Seed is 6 here and 5 there": func(t *testing.T, tr *Trainer) {
+			c := tr.Loader.Config()
+			c.Seed = 6
+			tr.Loader = mustLoader(t, tr.Loader.Tokens(), c)
+		},
 		"Engine is abacus here and cpu there": func(_ *testing.T, tr *Trainer) {
 			tr.engine = abacus{tr.engine}
 		},
@@ -92,8 +97,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 			if tr.Step() != 5 || !strings.Contains(strings.Join(told, "; "), want) {
 				t.Errorf("resumed at step %d and told of %q, want 5 and %q", tr.Step(), told, want)
 			}
-			if s := tr.Loader.State(); s.Seed != tr.Loader.config.Seed {
-				t.Errorf("the loader goes on with seed %d, want %d", s.Seed, tr.Loader.config.Seed)
+			if s := tr.Loader.State(); s.Seed != tr.Loader.Config().Seed {
+				t.Errorf("the loader goes on with seed %d, want %d", s.Seed, tr.Loader.Config().Seed)
 			}
 		})
 	}
@@ -192,7 +197,7 @@ func TestResumeOfACompleteRun(t *testing.T) {
 
 func heldOut(t *testing.T, n, batch int) *Evaluation {
 	t.Helper()
-	e, err := NewEvaluation(words(4, n), ByteTokenizer{}, batch, tiny().Seq)
+	e, err := NewEvaluation(texttest.Words(4, n), ByteTokenizer{}, batch, tiny().Seq)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -49,9 +49,6 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// A documentEnder is a Tokenizer with a token for the end of a document.
-type documentEnder interface{ EndOfDocument() int }
-
 // newTokenHeader returns what the header of the text's tokens says before they are counted.
 func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader, error) {
 	h := tokenHeader{Tokenizer: tok.Name(), VocabSize: tok.VocabSize(), Width: 4}
@@ -83,7 +80,7 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 // [Text.Fingerprint]) or by another tokenizer is an ErrDataChanged. When the context ends, so does the reading. Close it after use.
 func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*TokenFile, error) {
 	if ctx == nil {
-		return nil, fmt.Errorf("llm: OpenTokens: %w", errNoContext)
+		return nil, fmt.Errorf("llm: OpenTokens: %w", errNoContext_)
 	}
 	if text == nil || tok == nil {
 		return nil, errors.New("llm: OpenTokens: text and tokenizer must not be nil")
@@ -98,7 +95,7 @@ func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*T
 		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
 	}
 	t := &TokenFile{f: f, end: -1}
-	if e, ok := tok.(documentEnder); ok {
+	if e, ok := tok.(DocumentEnder); ok {
 		t.end = e.EndOfDocument()
 	}
 	err = t.readHeader()
@@ -239,7 +236,7 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes,
 	of int64) error) error {
 	if ctx == nil {
-		return fmt.Errorf("llm: WriteTokens: %w", errNoContext)
+		return fmt.Errorf("llm: WriteTokens: %w", errNoContext_)
 	}
 	if text == nil || tok == nil {
 		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
@@ -368,7 +365,7 @@ func (p *portion) encode(tok Tokenizer, width int) {
 		return
 	}
 	ids := tok.Encode(p.text)
-	if e, ok := tok.(documentEnder); ok && p.last {
+	if e, ok := tok.(DocumentEnder); ok && p.last {
 		ids = append(ids, e.EndOfDocument())
 	}
 	p.ids = make([]byte, 0, len(ids)*width)

@@ -18,20 +18,31 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 )
 
 // tokenText returns a text of small documents, one of several portions and one without newlines.
 func tokenText(t testing.TB) *Text {
 	t.Helper()
-	r := newRand(t)
-	files := numbered(30)
-	files["long.txt"] = strings.Repeat(string(repetitive(r, 999))+"\n", 1500)
+	r := texttest.Rand(t)
+	files := texttest.Numbered(30)
+	files["long.txt"] = strings.Repeat(string(texttest.Repetitive(r, 999))+"\n", 1500)
 	files["tail.txt"] = "ab\n\tab"
 	files["one line.txt"] = strings.Repeat("né", portionSize*2/3)
-	return mustOpen(t, writeFiles(t, files), WithHeldOut(1e-9)).Train
+	return mustOpen(t, texttest.Files(t, files), WithHeldOut(1e-9)).Train
 }
 
-func tokenBPE(t testing.TB) *BPE { return mustTrainBPE(t, repetitive(newRand(t), 50_000), 400) }
+func trainBPE_(t testing.TB, text []byte, vocab int) *BPE {
+	t.Helper()
+	b, err := TrainBPE(bytes.NewReader(text), vocab, nil)
+	require.NoError(t, err)
+	return b
+}
+
+func tokenBPE(t testing.TB) *BPE {
+	return trainBPE_(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
+}
 
 // wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or two.
 type wide struct{ broken bool }
@@ -101,7 +112,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 			if f.Tokenizer() != tok.Name() || f.VocabSize() != tok.VocabSize() {
 				t.Errorf("the tokens are of %s with %d ids", f.Tokenizer(), f.VocabSize())
 			}
-			r := newRand(t)
+			r := texttest.Rand(t)
 			for range 20 {
 				at := r.IntN(len(want))
 				part := make([]int, r.IntN(min(1000, len(want)-at)+1))
@@ -150,9 +161,9 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	text := tokenText(t)
 	bpe := tokenBPE(t)
 	path := filepath.Join(t.TempDir(), "tokens")
-	first := mustLoader(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
+	first := loaderOf(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
 	mustNext(t, first)
-	second := mustLoader(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
+	second := loaderOf(t, mustCache(t, path, text, bpe), LoaderConfig{Batch: 2, Seq: 16})
 	if err := second.SetState(first.State()); err != nil {
 		t.Fatal(err)
 	}
@@ -164,13 +175,13 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := mustLoader(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrDataChanged) {
+	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrDataChanged) {
 		t.Errorf("a state of other tokens: %v", err)
 	}
 }
 
 func TestTokenFileRefusesStaleTokens(t *testing.T) {
-	dir := writeFiles(t, numbered(30))
+	dir := texttest.Files(t, texttest.Numbered(30))
 	path := filepath.Join(t.TempDir(), "cache", "tokens")
 	text := mustOpen(t, dir).Train
 	if _, err := OpenTokens(t.Context(), path, text, ByteTokenizer{}); !errors.Is(err,
@@ -224,7 +235,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 
 // Text that changes under the encoder, or a tokenizer that makes ids outside its vocabulary, leaves the old file.
 func TestWriteTokensKeepsTheOldFile(t *testing.T) {
-	dir := writeFiles(t, numbered(30))
+	dir := texttest.Files(t, texttest.Numbered(30))
 	text := mustOpen(t, dir).Train
 	cache := t.TempDir()
 	path := filepath.Join(cache, "tokens")
@@ -264,8 +275,8 @@ func tokenFile(t testing.TB, h tokenHeader, ids []byte) []byte {
 }
 
 func TestOpenTokensErrors(t *testing.T) {
-	r := newRand(t)
-	text := mustOpen(t, writeFiles(t, map[string]string{"a.txt": strings.Repeat("some text\n", 100)})).Train
+	r := texttest.Rand(t)
+	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("some text\n", 100)})).Train
 	path := filepath.Join(t.TempDir(), "tokens")
 	good := mustCache(t, path, text, wide{}).header
 	file, err := os.ReadFile(path)
@@ -335,7 +346,7 @@ func TestOpenTokensErrors(t *testing.T) {
 }
 
 func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
-	text := mustOpen(t, writeFiles(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, ByteTokenizer{})
 	n := f.Len()
 	for _, c := range []struct {
@@ -358,7 +369,7 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 // FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has
 // the ids that it holds.
 func FuzzOpenTokens(f *testing.F) {
-	text := mustOpen(f, writeFiles(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	text := mustOpen(f, texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	h, err := newTokenHeader(f.Context(), text, ByteTokenizer{})
 	if err != nil {
 		f.Fatal(err)
@@ -400,9 +411,9 @@ func FuzzOpenTokens(f *testing.F) {
 }
 
 func BenchmarkWriteTokens(b *testing.B) {
-	train, _ := goText(b, 32<<20)
-	text := mustOpen(b, writeFiles(b, map[string]string{"a.go": string(train)})).Train
-	bpe := mustTrainBPE(b, train[:8<<20], 50257)
+	train, _ := texttest.Go(b, 32<<20)
+	text := mustOpen(b, texttest.Files(b, map[string]string{"a.go": string(train)})).Train
+	bpe := trainBPE_(b, train[:8<<20], 50257)
 	path := filepath.Join(b.TempDir(), "tokens")
 	b.SetBytes(text.Size())
 	for b.Loop() {

@@ -80,7 +80,7 @@ func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
 	if err != nil {
 		b.Fatal(err)
 	}
-	loader, err := NewLoader(&memoryTokens{ids: make([]uint32, 50000), tokenizer: "bytes", vocabSize: 256, fingerprint: "zeros"},
+	loader, err := NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256, fingerprint: "zeros"},
 		LoaderConfig{Batch: batch, Seq: c.Seq})
 	if err != nil {
 		b.Fatal(err)

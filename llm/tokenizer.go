@@ -27,7 +27,9 @@ func (ByteTokenizer) VocabSize() int { return 256 }
 // Encode returns the values of the bytes.
 func (ByteTokenizer) Encode(text []byte) []int {
 	ids := make([]int, len(text))
-	widen(ids, text)
+	for i, b := range text {
+		ids[i] = int(b)
+	}
 	return ids
 }
 
@@ -43,9 +45,8 @@ func (ByteTokenizer) Decode(ids []int) ([]byte, error) {
 	return text, nil
 }
 
-// widen sets ids[i] = text[i].
-func widen(ids []int, text []byte) {
-	for i, b := range text {
-		ids[i] = int(b)
-	}
+// DocumentEnder is a tokenizer, or tokens, of which one ends each document.
+type DocumentEnder interface {
+	// EndOfDocument returns its id, or a negative number if there is none after all.
+	EndOfDocument() int
 }

@@ -107,22 +107,22 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 		return nil, errors.New("llm: NewTrainer: the loader is nil")
 	case m.made() != nil:
 		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
-	case l.tokens == nil:
-		return nil, fmt.Errorf("llm: NewTrainer: %w", errNoLoader)
+	case l.Tokens() == nil:
+		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader makes one")
 	case o == nil:
 		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as optim.NewAdamW returns")
 	}
 	if err := c.check(); err != nil {
 		return nil, err
 	}
-	if v := l.tokens.VocabSize(); v > m.Config.Vocab {
+	if v := l.Tokens().VocabSize(); v > m.Config.Vocab {
 		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most Config.Vocab, %d", v, m.Config.Vocab)
 	}
-	if l.config.Seq != m.Config.Seq || l.config.Batch != c.Batch {
+	if l.Config().Seq != m.Config.Seq || l.Config().Batch != c.Batch {
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
-			l.config.Batch, l.config.Seq, c.Batch, m.Config.Seq)
+			l.Config().Batch, l.Config().Seq, c.Batch, m.Config.Seq)
 	}
-	if m.Config.Documents && l.starts == nil {
+	if m.Config.Documents && !l.KnowsDocuments() {
 		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where documents end; want those that Tokenize makes with a " +
 			"ByteTokenizer, or CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
@@ -497,7 +497,7 @@ func (t *Trainer) loss(b Batch) (float64, error) {
 
 // probe returns an error unless the model gives a finite loss, so that its next step can succeed.
 func (t *Trainer) probe() error {
-	_, err := t.loss(t.Loader.inUse)
+	_, err := t.loss(t.Loader.InUse())
 	return err
 }
 
@@ -508,10 +508,10 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 	switch seq := t.Model.Config.Seq; {
 	case e == nil:
 		return errors.New("the held-out text is nil")
-	case e.seq != seq:
-		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.seq, seq)
+	case e.Seq() != seq:
+		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.Seq(), seq)
 	}
-	if err := t.Model.Config.knows(e.ids); err != nil {
+	if err := t.Model.Config.knows(e.IDs()); err != nil {
 		return fmt.Errorf("the held-out text: %w", err)
 	}
 	return nil

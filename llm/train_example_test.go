@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log"
+	"os"
 	"path/filepath"
 	"strings"
 
@@ -22,8 +23,12 @@ func must[T any](v T, err error) T {
 
 // A model learns that digits follow each other, is saved, loaded again, and counts on.
 func ExampleTrainer() {
-	path, remove := exampleFile()
-	defer remove()
+	dir := must(os.MkdirTemp("", "digits"))
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "digits.txt")
+	if err := os.WriteFile(path, []byte(strings.Repeat("0123456789", 100)), 0o666); err != nil {
+		log.Fatal(err)
+	}
 	var bytes llm.ByteTokenizer
 	corpus := must(llm.OpenCorpus(path))
 	tokens := must(llm.Tokenize(corpus.Train, bytes))
@@ -37,7 +42,7 @@ func ExampleTrainer() {
 	}))
 	defer trainer.Close()
 
-	checkpoint := filepath.Join(filepath.Dir(path), "model.safetensors")
+	checkpoint := filepath.Join(dir, "model.safetensors")
 	trainer.On(llm.Checkpoint(trainer, checkpoint, 0), func(e llm.Event) error {
 		if e.Kind == llm.Saved {
 			fmt.Println("saved at step", e.Step)

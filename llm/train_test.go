@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"math"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
@@ -17,6 +16,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -24,16 +24,6 @@ import (
 // tiny is a model with everything in it: grouped queries, a Kasmina layer after each block.
 func tiny() Config {
 	return Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Kasmina: []int{0, 1}, Seeds: 4}.Default()
-}
-
-// words is a text that is easy to learn a little about.
-func words(seed uint64, n int) []byte {
-	r := rand.New(rand.NewPCG(seed, 1))
-	var text []byte
-	for len(text) < n {
-		text = append(text, []string{"func ", "return ", "if err != nil ", "{\n", "}\n", "x := y\n"}[r.IntN(6)]...)
-	}
-	return text[:n]
 }
 
 type trainerOptions struct {
@@ -47,7 +37,8 @@ type trainerOptions struct {
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
-func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
+
+func muon() (optim.Optimizer, error) { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
 // newTrainer returns a trainer of a fresh model whose seeds stand in all kinds of stages.
 func newTrainer(t testing.TB, o trainerOptions) *Trainer {
@@ -81,11 +72,11 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 		}
 	}
 	const batch = 3
-	tokens := make([]uint32, 0, 5000)
-	for _, b := range words(3, 5000) {
-		tokens = append(tokens, uint32(b))
+	tokens := make([]int, 0, 5000)
+	for _, b := range texttest.Words(3, 5000) {
+		tokens = append(tokens, int(b))
 	}
-	var text Tokens = &memoryTokens{ids: tokens, tokenizer: "bytes", vocabSize: 256, fingerprint: "words"}
+	var text Tokens = &idTokens{ids: tokens, tokenizer: "bytes", vocab: 256, fingerprint: "words"}
 	if o.config.Documents {
 		text = endedTokens{text, '\n'}
 	}
@@ -140,9 +131,9 @@ func TestAccumulation(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text := words(9, 6*c.Seq+1)
+	text := texttest.Words(9, 6*c.Seq+1)
 	batch := func(lo, hi int) Batch {
-		b := newBatch((hi - lo) * c.Seq)
+		b := zeroBatch((hi - lo) * c.Seq)
 		for i := range b.Inputs {
 			b.Inputs[i], b.Targets[i] = int(text[lo*c.Seq+i]), int(text[lo*c.Seq+i+1])
 		}
@@ -184,7 +175,7 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 		got[i] = tr
 		if i == 1 {
-			e, err := NewEvaluation(words(4, 100), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+			e, err := NewEvaluation(texttest.Words(4, 100), ByteTokenizer{}, 2, tr.Model.Config.Seq)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -638,7 +629,7 @@ func TestGenerateWindow(t *testing.T) {
 		}
 		return out
 	}
-	long := ByteTokenizer{}.Encode(words(8, 30))
+	long := ByteTokenizer{}.Encode(texttest.Words(8, 30))
 	if a, b := draw(long), draw(long[30-tr.Model.Config.Seq:]); !slices.Equal(a, b) {
 		t.Errorf("%v after the whole prompt, %v after what fits the window", a, b)
 	}

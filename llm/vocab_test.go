@@ -11,36 +11,9 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/optim"
 )
-
-// TestSampleOutsideVocab wants logits beyond Vocab, whatever they are, to make no difference.
-func TestSampleOutsideVocab(t *testing.T) {
-	r := newRand(t)
-	for range 300 {
-		n, padding := 1+r.IntN(40), r.IntN(40)
-		c := SamplerConfig{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
-		logits := make([]float64, n+padding)
-		for i := range logits {
-			logits[i] = r.NormFloat64()
-			if i >= n {
-				logits[i] = []float64{1e300, math.NaN(), math.Inf(1), math.Inf(-1), 1}[r.IntN(5)]
-			}
-		}
-		bare := mustSampler(t, c)
-		c.Vocab = n
-		masked := mustSampler(t, c)
-		for range 5 {
-			if got, want := mustSample(t, masked, logits), mustSample(t, bare, logits[:n]); got != want {
-				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
-			}
-		}
-	}
-	larger := mustSampler(t, SamplerConfig{Vocab: 9})
-	if id := mustSample(t, larger, []float64{1, 2}); id != 1 {
-		t.Errorf("token %d with fewer logits than the vocabulary has entries, want 1", id)
-	}
-}
 
 // paddedTrainer returns a trainer of a model whose vocabulary is larger than that of its tokenizer.
 func paddedTrainer(t *testing.T, bpe *BPE, text *Text, vocab int) *Trainer {
@@ -74,8 +47,8 @@ func paddedTrainer(t *testing.T, bpe *BPE, text *Text, vocab int) *Trainer {
 // TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of whose vocabulary stand for
 // no text, after a prompt and from the start of a document.
 func TestPaddedVocabulary(t *testing.T) {
-	text := mustOpen(t, writeFiles(t, numbered(30))).Train
-	bpe := mustTrainBPE(t, words(1, 3000), 270)
+	text := numberedText(t)
+	bpe := trainBPE(t, 1, 270)
 	tr := paddedTrainer(t, bpe, text, 3*bpe.VocabSize())
 	dir := t.TempDir()
 	for _, prompt := range []string{"", "if"} {
@@ -99,14 +72,14 @@ func TestPaddedVocabulary(t *testing.T) {
 
 // TestOtherTokenizer wants a checkpoint to be refused by a trainer whose data is in other tokens, also with new settings.
 func TestOtherTokenizer(t *testing.T) {
-	text := mustOpen(t, writeFiles(t, numbered(30))).Train
-	tr := paddedTrainer(t, mustTrainBPE(t, words(1, 3000), 270), text, 320)
+	text := numberedText(t)
+	tr := paddedTrainer(t, trainBPE(t, 1, 270), text, 320)
 	path := filepath.Join(t.TempDir(), "model")
 	tr.On(Checkpoint(tr, path, 0))
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	other := paddedTrainer(t, mustTrainBPE(t, words(2, 3000), 268), text, 320)
+	other := paddedTrainer(t, trainBPE(t, 2, 268), text, 320)
 	err := other.Resume(t.Context(), path, WithNewSettings(nil))
 	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), "those of bpe-270-") || !strings.Contains(err.Error(), "those of bpe-268-") {
 		t.Errorf("got %v, want ErrSettings and both tokenizers", err)
@@ -116,10 +89,10 @@ func TestOtherTokenizer(t *testing.T) {
 // TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch in which only that position counts:
 // log Σ exp(logits) − logits[target].
 func TestLogitsFollowTheLoss(t *testing.T) {
-	r := newRand(t)
+	r := texttest.Rand(t)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, dt: tensor.Float64})
 	seq := tr.Model.Config.Seq
-	b := newBatch(seq)
+	b := zeroBatch(seq)
 	for range 5 {
 		n, target := 1+r.IntN(seq), r.IntN(256)
 		for i := range b.Inputs {
@@ -143,28 +116,5 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 		if loss := math.Log(sum) - logits[target]; err != nil || math.Abs(loss-want) > 1e-9 || len(logits) != 256 {
 			t.Errorf("after %d tokens: the logits' loss is %v, want %v, %v", n, loss, want, err)
 		}
-	}
-}
-
-// TestProgressStops wants an error of a progress function to end the work and to leave no file.
-func TestProgressStops(t *testing.T) {
-	stop := errors.New("stop")
-	text := mustOpen(t, writeFiles(t, numbered(30))).Train
-	dir := t.TempDir()
-	calls := 0
-	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), text, 300, 1<<20, func(int, int) error { calls++; return stop })
-	if !errors.Is(err, stop) || calls != 1 {
-		t.Errorf("training went on for %d merges: %v", calls, err)
-	}
-	_, err = CacheTokens(t.Context(), filepath.Join(dir, "tokens"), text, ByteTokenizer{}, func(int64,
-		int64) error {
-		calls++
-		return stop
-	})
-	if !errors.Is(err, stop) || calls != 2 {
-		t.Errorf("encoding went on for %d portions: %v", calls-1, err)
-	}
-	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-		t.Errorf("%v is left, %v", left, err)
 	}
 }

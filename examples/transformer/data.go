@@ -19,8 +19,8 @@ const (
 	quickBytes    = 64 << 10 // of held-out text, for evaluations before the last step
 )
 
-// data is what a run learns from and what it is scored on.
-type data struct {
+// dataset is what a run learns from and what it is scored on.
+type dataset struct {
 	train     *llm.Text
 	held      *llm.Text
 	heldOut   []byte // a sample of it
@@ -29,7 +29,7 @@ type data struct {
 }
 
 // openData finds the text to train on and the held-out text to score.
-func openData(o options, stderr io.Writer) (d data, err error) {
+func openData(o options, stderr io.Writer) (d dataset, err error) {
 	path := o.data
 	opts := []llm.CorpusOption{}
 	if path == "" {
@@ -56,7 +56,7 @@ func openData(o options, stderr io.Writer) (d data, err error) {
 
 // tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on the text. Encoding and
 // tokens are kept on the disk, for the next run.
-func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
+func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
 	m := newMeter(ctx, stderr, fmt.Sprintf("data      reading %.1f MB", float64(d.train.Size())/1e6))
 	fingerprint, err := d.train.Fingerprint(ctx,
 		func(done, of int64) error { return m.at(float64(done), float64(of)) })
@@ -88,7 +88,7 @@ func (d *data) tokenize(ctx context.Context, o options, stderr io.Writer) (err e
 }
 
 // trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
-func (d *data) trainTokenizer(ctx context.Context, o options, fingerprint string,
+func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint string,
 	stderr io.Writer) (*llm.BPE, error) {
 	if o.resume.set {
 		path := filepath.Join(filepath.Dir(o.resume.path), tokenizerName)
@@ -131,7 +131,7 @@ func withRemedy(ctx context.Context, err error, path string) error {
 }
 
 // evaluations returns the held-out text, and less of it for evaluations before the last step.
-func (d *data) evaluations(o options) (texts [2]*llm.Evaluation, err error) {
+func (d *dataset) evaluations(o options) (texts [2]*llm.Evaluation, err error) {
 	for i, text := range [][]byte{d.heldOut, thin(d.heldOut)} {
 		if !o.model.Documents {
 			texts[i], err = llm.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq)
@@ -149,7 +149,7 @@ func (d *data) evaluations(o options) (texts [2]*llm.Evaluation, err error) {
 }
 
 // close closes the file of tokens, if there is one.
-func (d *data) close() error {
+func (d *dataset) close() error {
 	if c, ok := d.tokens.(io.Closer); ok {
 		return c.Close()
 	}

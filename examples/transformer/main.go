@@ -114,7 +114,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := writable(o.out); err != nil {
 		return fmt.Errorf("-out: %w", err)
 	}
-	data, err := openData(o, stderr)
+	texts, err := openData(o, stderr)
 	if err != nil {
 		return err
 	}
@@ -136,11 +136,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	} else if o.monitor > 0 {
 		o.train.Engine = llm.CPUEngine(cpuops.WithMonitor(o.monitor))
 	}
-	if err := data.tokenize(ctx, o, stderr); err != nil {
+	if err := texts.tokenize(ctx, o, stderr); err != nil {
 		return err
 	}
-	defer data.close()
-	t, err := newTrainer(o, data.tokens)
+	defer texts.close()
+	t, err := newTrainer(o, texts.tokens)
 	if err != nil {
 		return withHint(err)
 	}
@@ -167,17 +167,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
 	}
-	baselines, err := score(ctx, data.train, data.heldOut, stderr)
+	baselines, err := score(ctx, texts.train, texts.heldOut, stderr)
 	if err != nil {
 		return err
 	}
-	if err := addCallbacks(t, o, data, stderr); err != nil {
+	if err := addCallbacks(t, o, texts, stderr); err != nil {
 		return err
 	}
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}
-	if bpe, ok := data.tokenizer.(*llm.BPE); ok { // with which the checkpoint can be used without the data
+	if bpe, ok := texts.tokenizer.(*llm.BPE); ok { // with which the checkpoint can be used without the data
 		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
 			return err
 		}
@@ -342,7 +342,7 @@ func tellPace(w io.Writer) llm.Callback {
 	}
 }
 
-func addCallbacks(t *llm.Trainer, o options, d data, stderr io.Writer) error {
+func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error {
 	texts, err := d.evaluations(o)
 	if err != nil {
 		return err

@@ -366,23 +366,23 @@ func claimElsewhere(t *testing.T, out string) (release func()) {
 
 // TestResumeHints wants a user who resumes with other text or another model to hear what to do.
 func TestResumeHints(t *testing.T) {
-	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
-	train(t, small(data, out, "-steps", "1")...)
+	folder, out := textFolder(t), filepath.Join(t.TempDir(), "out")
+	train(t, small(folder, out, "-steps", "1")...)
 	resume := func(args ...string) error {
-		return run(context.Background(), append([]string{"-resume", "-data", data, "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
+		return run(context.Background(), append([]string{"-resume", "-data", folder, "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
 	}
 	if err := resume("-dim", "32"); !errors.Is(err, llm.ErrArchitecture) || !strings.Contains(err.Error(), "without the options that differ") {
 		t.Errorf("another model: %v", err)
 	}
 	for i := range 30 { // one of them at least is trained on
-		if err := os.WriteFile(filepath.Join(data, fmt.Sprint(i, ".txt")), []byte(strings.Repeat("other text\n", 100)), 0o666); err != nil {
+		if err := os.WriteFile(filepath.Join(folder, fmt.Sprint(i, ".txt")), []byte(strings.Repeat("other text\n", 100)), 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := resume(); !errors.Is(err, llm.ErrDataChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
 		t.Errorf("other text: %v", err)
 	}
-	if result, _ := train(t, "-resume", "-data", data, "-out", out, "-steps", "3", "-new-data", "all"); result["steps"] != 3.0 {
+	if result, _ := train(t, "-resume", "-data", folder, "-out", out, "-steps", "3", "-new-data", "all"); result["steps"] != 3.0 {
 		t.Errorf("with -new-data all the run goes on as %v", result)
 	}
 }

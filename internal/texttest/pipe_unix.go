@@ -1,6 +1,6 @@
 //go:build unix && !aix && !solaris && !illumos
 
-package llm
+package texttest
 
 import (
 	"path/filepath"
@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// namedPipe returns the path of one that nobody writes to.
-func namedPipe(t *testing.T) string {
+// NamedPipe returns the path of one that nobody writes to.
+func NamedPipe(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "pipe")
 	if err := syscall.Mkfifo(path, 0o666); err != nil {
 		t.Fatal(err)

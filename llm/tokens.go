@@ -1,0 +1,128 @@
+package llm
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+)
+
+// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
+// the vocabulary of the tokenizer that made them. Where one of them ends each document, a method EndOfDocument() int says which.
+type Tokens interface {
+	Len() int64
+	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
+	Tokenizer() string
+	VocabSize() int
+	// ReadTokens fills dst with the tokens from the given offset on.
+	ReadTokens(dst []int, offset int64) error
+	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other data.
+	Fingerprint() string
+}
+
+// Tokenize returns a text's tokens. With a ByteTokenizer they are read from the text's files when asked for. Any other
+// tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
+// tokens are kept in memory at four bytes each. It takes the text's fingerprint, which after
+// [Text.Fingerprint] is known.
+func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
+	if text == nil || tok == nil {
+		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
+	}
+	fingerprint, err := text.Fingerprint(context.Background(), nil)
+	if err != nil {
+		return nil, fmt.Errorf("llm: Tokenize: %w", err)
+	}
+	if _, ok := tok.(ByteTokenizer); ok {
+		return byteTokens{text: text, fingerprint: fingerprint}, nil
+	}
+	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fingerprintOf(tok.Name(), fingerprint)}
+	piece := make([]byte, 1<<20)
+	for offset := int64(0); offset < text.Size(); {
+		n := int(min(int64(len(piece)), text.Size()-offset))
+		if _, err := text.ReadAt(piece[:n], offset); err != nil {
+			return nil, fmt.Errorf("llm: Tokenize: %w", err)
+		}
+		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 && offset+int64(n) < text.Size() {
+			n = newline + 1
+		}
+		for _, id := range tok.Encode(piece[:n]) {
+			if err := checkID(id, tok.VocabSize()); err != nil {
+				return nil, fmt.Errorf("llm: Tokenize: tokenizer %s made %w", tok.Name(), err)
+			}
+			t.ids = append(t.ids, uint32(id))
+		}
+		offset += int64(n)
+	}
+	return t, nil
+}
+
+// fingerprintOf stands for tokens by how they are made and the fingerprint of their text.
+func fingerprintOf(how, text string) string {
+	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
+}
+
+func checkID(id, vocabSize int) error {
+	if id < 0 || id >= vocabSize || int64(id) > math.MaxUint32 {
+		return fmt.Errorf("id %d, outside its vocabulary [0, %d)", id, vocabSize)
+	}
+	return nil
+}
+
+// byteTokens are the tokens of a ByteTokenizer.
+type byteTokens struct {
+	ByteTokenizer
+	text        *Text
+	fingerprint string
+}
+
+func (b byteTokens) Tokenizer() string   { return b.Name() }
+func (b byteTokens) Len() int64          { return b.text.Size() }
+func (b byteTokens) Fingerprint() string { return b.fingerprint }
+
+func (b byteTokens) ReadTokens(dst []int, offset int64) error {
+	raw := make([]byte, len(dst))
+	if _, err := b.text.ReadAt(raw, offset); err != nil {
+		return err
+	}
+	for i, b := range raw {
+		dst[i] = int(b)
+	}
+	return nil
+}
+
+// starts is documentStarts.
+func (b byteTokens) starts(starts, _ []int, offset int64) {
+	next, _ := slices.BinarySearch(b.text.ends, offset+1)
+	start := 0
+	for i := range starts {
+		if offset+int64(i) == b.text.ends[next] {
+			start, next = i, next+1
+		}
+		starts[i] = start
+	}
+}
+
+type memoryTokens struct {
+	ids         []uint32
+	tokenizer   string
+	vocabSize   int
+	fingerprint string
+}
+
+func (m *memoryTokens) Tokenizer() string   { return m.tokenizer }
+func (m *memoryTokens) VocabSize() int      { return m.vocabSize }
+func (m *memoryTokens) Len() int64          { return int64(len(m.ids)) }
+func (m *memoryTokens) Fingerprint() string { return m.fingerprint }
+
+func (m *memoryTokens) ReadTokens(dst []int, offset int64) error {
+	if offset < 0 || offset+int64(len(dst)) > m.Len() {
+		return io.ErrUnexpectedEOF
+	}
+	for i := range dst {
+		dst[i] = int(m.ids[offset+int64(i)])
+	}
+	return nil
+}
