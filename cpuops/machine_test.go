@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/allocs"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -107,7 +108,7 @@ func TestModel(t *testing.T) {
 					}
 					for i, m := range []gorgonia.VM{tape, ours} {
 						m.Reset()
-						if err := graphs[i].Let(llm.Batch{Inputs: ids, Targets: slices.Clone(ids)}); err != nil {
+						if err := graphs[i].Let(data.Batch{Inputs: ids, Targets: slices.Clone(ids)}); err != nil {
 							t.Fatal(err)
 						}
 						if err := m.RunAll(); err != nil {
@@ -384,7 +385,7 @@ func TestAllocations(t *testing.T) {
 		g := check[*llm.Graph](t)(m.Graph(llm.ForTraining, 2))
 		machine := check[*cpuops.Machine](t)(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...)))
 		ids := make([]int, 2*config.Seq)
-		batch := llm.Batch{Inputs: ids, Targets: ids}
+		batch := data.Batch{Inputs: ids, Targets: ids}
 		n := allocs.PerRun(20, func() {
 			if err := g.Let(batch); err != nil {
 				t.Fatal(err)

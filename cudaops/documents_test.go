@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -135,7 +136,7 @@ func TestDocumentsModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 70, Documents: true}.Default()
-	batch := llm.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq), Starts: make([]int, 2*c.Seq)}
+	batch := data.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq), Starts: make([]int, 2*c.Seq)}
 	r := rand.New(rand.NewPCG(seed, 1))
 	for i := range batch.Inputs {
 		batch.Inputs[i], batch.Targets[i], batch.Starts[i] = r.IntN(c.Vocab), r.IntN(c.Vocab), i%c.Seq/33*33

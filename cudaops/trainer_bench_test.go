@@ -15,7 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -121,11 +123,11 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 	must(err)
 	path := filepath.Join(b.TempDir(), "text")
 	must(os.WriteFile(path, bytes.Repeat([]byte("if err != nil { return err }\n"), 1<<17), 0o666))
-	corpus, err := llm.OpenCorpus(path)
+	corpus, err := data.Open(path)
 	must(err)
-	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	must(err)
-	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: batch, Seq: config.Seq})
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq})
 	must(err)
 	optimizer, err := optim.NewAdamW()
 	must(err)

@@ -15,7 +15,10 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -29,14 +32,14 @@ type watched struct {
 	steps int
 }
 
-func (w *watched) Step(b llm.Batch) (loss, norm float64, err error) {
+func (w *watched) Step(b data.Batch) (loss, norm float64, err error) {
 	w.steps++
 	return w.Stepper.Step(b)
 }
 
 // stumbling is tokens that cannot be read at one time.
 type stumbling struct {
-	llm.Tokens
+	data.Tokens
 	left int // reads until then
 }
 
@@ -85,18 +88,18 @@ const batch = 2
 
 // newRun returns a small model and what it is trained with on a text, which it writes: the read of a sequence of the given number fails,
 // of 0 none.
-func newRun(t *testing.T, path string, fails int) (*llm.Model, *llm.Loader, optim.Optimizer) {
+func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, optim.Optimizer) {
 	t.Helper()
 	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6, Kasmina: []int{0}, Seeds: 4}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 5, state.WithoutGates())
 	check(t, err)
 	text := []byte(strings.Repeat(strings.Repeat("if err != nil { return err }\n", 2)+"Z := 1\n", 15))
 	check(t, os.WriteFile(path, text, 0o666))
-	corpus, err := llm.OpenCorpus(path)
+	corpus, err := data.Open(path)
 	check(t, err)
-	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	check(t, err)
-	loader, err := llm.NewLoader(&stumbling{tokens, fails}, llm.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
+	loader, err := data.NewLoader(&stumbling{tokens, fails}, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
 	check(t, err)
 	optimizer, err := optim.NewAdamW(optim.WithLR(0.01))
 	check(t, err)
@@ -247,9 +250,9 @@ func TestTrainerSteps(t *testing.T) {
 			return r.Loader.SetState(s)
 		})},
 		"evaluations, samples and checkpoints": {prepare: func(r *run) {
-			text, err := llm.NewEvaluation([]byte("if x := y(); x != nil {\n"), llm.ByteTokenizer{}, 2, 6)
+			text, err := data.NewEvaluation([]byte("if x := y(); x != nil {\n"), tokenizer.Bytes{}, 2, 6)
 			check(r.t, err)
-			r.On(llm.Evaluate(r.Trainer, text, 2), llm.SampleText(r.Trainer, llm.ByteTokenizer{}, "if", 5, llm.SamplerConfig{}, "", 3),
+			r.On(llm.Evaluate(r.Trainer, text, 2), llm.SampleText(r.Trainer, tokenizer.Bytes{}, "if", 5, sampler.Config{}, "", 3),
 				llm.Checkpoint(r.Trainer, filepath.Join(r.folder, "a.safetensors"), 4))
 			r.On(func(e llm.Event) error {
 				if e.Kind == llm.Saved || e.Kind == llm.Sampled {
@@ -299,7 +302,7 @@ func TestTrainersInTurn(t *testing.T) {
 		turns := func(order ...int) []string {
 			r := &run{t: t, folder: t.TempDir()}
 			model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), 0)
-			held, err := llm.NewEvaluation([]byte("if err == nil"), llm.ByteTokenizer{}, 1, model.Config.Seq)
+			held, err := data.NewEvaluation([]byte("if err == nil"), tokenizer.Bytes{}, 1, model.Config.Seq)
 			check(t, err)
 			var all [2]*llm.Trainer
 			for i := range all {

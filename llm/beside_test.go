@@ -14,6 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -41,7 +43,7 @@ type beside struct {
 	*testing.T
 	*Trainer
 	dir   string
-	text  *Evaluation
+	text  *data.Evaluation
 	after sync.Map // sums of parameters: of those at the end of each step,
 	files sync.Map // and of those in each file that was saved
 }
@@ -121,7 +123,7 @@ func (b *beside) blueprint(name string) {
 func (b *beside) sample(string) {
 	g, err := NewGenerator(b.Model)
 	b.check(err)
-	s, err := NewSampler(SamplerConfig{Temperature: 1})
+	s, err := sampler.New(sampler.Config{Temperature: 1})
 	b.check(err)
 	for _, err := range g.Generate(context.Background(), []int{1, 2}, 3, s) {
 		b.check(err)

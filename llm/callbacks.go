@@ -10,6 +10,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // due reports whether a callback that acts every so many steps, and after the last one, should act on this event.
@@ -31,16 +34,16 @@ func refuse(format string, args ...any) Callback {
 // An EvaluateOption changes what Evaluate does.
 type EvaluateOption func(*evaluateConfig)
 
-type evaluateConfig struct{ quick *Evaluation }
+type evaluateConfig struct{ quick *data.Evaluation }
 
 // WithQuick scores another text, such as a part of the held-out text, before the last step.
-func WithQuick(text *Evaluation) EvaluateOption {
+func WithQuick(text *data.Evaluation) EvaluateOption {
 	return func(c *evaluateConfig) { c.quick = text }
 }
 
 // Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and tells the callbacks. Of a
 // run whose context ends it scores nothing more.
-func Evaluate(t *Trainer, text *Evaluation, every int, opts ...EvaluateOption) Callback {
+func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
 	c := evaluateConfig{quick: text}
 	for _, opt := range opts {
 		if opt == nil {
@@ -51,7 +54,7 @@ func Evaluate(t *Trainer, text *Evaluation, every int, opts ...EvaluateOption) C
 	if t.made() != nil {
 		return refuse("Evaluate: %w", errZeroTrainer)
 	}
-	for _, text := range []*Evaluation{text, c.quick} {
+	for _, text := range []*data.Evaluation{text, c.quick} {
 		if err := t.canEvaluate(text); err != nil {
 			return refuse("Evaluate: %w", err)
 		}
@@ -234,8 +237,8 @@ func (c *checkpointer) saved(step int) error {
 // prompt a document begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the
 // tokenizer's vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the
 // run before its first step, and so does a place where the file cannot be written.
-func SampleText(t *Trainer, tok Tokenizer, prompt string, n int, c SamplerConfig, path string, every int) Callback {
-	switch _, err := NewSampler(c); {
+func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config, path string, every int) Callback {
+	switch _, err := sampler.New(c); {
 	case err != nil:
 		return refuse("SampleText: %w", err)
 	case t.made() != nil || tok == nil:
@@ -286,16 +289,16 @@ func overwritable(path string) error {
 }
 
 // promptTokens returns what a sample starts from: the prompt's tokens, or the one before a document.
-func promptTokens(tok Tokenizer, prompt string) []int {
-	if e, ok := tok.(DocumentEnder); ok && prompt == "" {
+func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" {
 		return []int{e.EndOfDocument()}
 	}
 	return tok.Encode([]byte(prompt))
 }
 
 // sample returns the prompt and n tokens that follow it.
-func (t *Trainer) sample(tok Tokenizer, prompt string, n int, c SamplerConfig) (string, error) {
-	s, err := NewSampler(c)
+func (t *Trainer) sample(tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config) (string, error) {
+	s, err := sampler.New(c)
 	if err != nil {
 		return "", err
 	}

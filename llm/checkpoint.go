@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -32,15 +33,15 @@ const (
 
 // training is the part of a run's state that is not a tensor.
 type training struct {
-	Step         int         `json:"step"`
-	Settings     settings    `json:"settings"`
-	Loader       LoaderState `json:"loader"`
-	Loss         number      `json:"loss"`
-	LearningRate float64     `json:"learning_rate"`
-	GradNorm     number      `json:"grad_norm"`
-	ValLoss      number      `json:"val_loss"`
-	ValBPB       number      `json:"val_bpb"`
-	LossScale    *LossScale  `json:"loss_scale,omitempty"` // of a Scaler
+	Step         int              `json:"step"`
+	Settings     settings         `json:"settings"`
+	Loader       data.LoaderState `json:"loader"`
+	Loss         number           `json:"loss"`
+	LearningRate float64          `json:"learning_rate"`
+	GradNorm     number           `json:"grad_norm"`
+	ValLoss      number           `json:"val_loss"`
+	ValBPB       number           `json:"val_bpb"`
+	LossScale    *LossScale       `json:"loss_scale,omitempty"` // of a Scaler
 }
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
@@ -246,7 +247,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
 // as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
-// architecture (ErrArchitecture), of other data (ErrDataChanged), of a run with other settings (ErrSettings: the fields of
+// architecture (ErrArchitecture), of other data (data.ErrChanged), of a run with other settings (ErrSettings: the fields of
 // TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
 // engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
 // read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
@@ -309,10 +310,10 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
 		return f.errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
 			"(fingerprint %s), not by what it says: if yours is the same, go on with it, from its "+
-			"start, by the option WithNewData", ErrDataChanged, run.Loader.Data)
+			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
 		return f.errorf("%w: the run learnt from other text than the trainer's loader has (fingerprint %.12s, not %.12s): give it the "+
-			"same text, or go on with this one by the option WithNewData", ErrDataChanged, run.Loader.Data, here)
+			"same text, or go on with this one by the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
 	diff := t.differs(run.Settings)
 	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
@@ -377,8 +378,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 }
 
 // begin makes the state of a run that of one which begins with a loader's data.
-func (run *training) begin(keep Keep, l *Loader) {
-	run.Loader = LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
+func (run *training) begin(keep Keep, l *data.Loader) {
+	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
 	run.Settings.Seed = l.Config().Seed
 	run.ValLoss, run.ValBPB = unknown, unknown
 	if !keep.Optimizer {

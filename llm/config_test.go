@@ -7,6 +7,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -78,12 +79,12 @@ func otherError(t *testing.T, want string) error {
 		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 		return err
 	}
-	generate := func(prompt []int, c SamplerConfig) error {
+	generate := func(prompt []int, c sampler.Config) error {
 		g, err := NewGenerator(tr.Model)
 		if err != nil {
 			t.Fatal(err)
 		}
-		s, err := NewSampler(c)
+		s, err := sampler.New(c)
 		if err == nil {
 			_, err = collect(g.Generate(t.Context(), prompt, 3, s))
 		}
@@ -117,13 +118,13 @@ func otherError(t *testing.T, want string) error {
 		_, err := tr.Model.Graph(ForLoss, 0)
 		return err
 	case "the prompt is empty":
-		return generate(nil, SamplerConfig{})
+		return generate(nil, sampler.Config{})
 	case "the layer is 2, want":
 		return tr.Model.Germinate(2, 0, state.GerminationRequest{Slot: 1})
 	case "Temperature is -1":
-		return generate([]int{1}, SamplerConfig{Temperature: -1})
+		return generate([]int{1}, sampler.Config{Temperature: -1})
 	case "ids[1] is 256|0 to 255":
-		return generate([]int{1, 256}, SamplerConfig{})
+		return generate([]int{1, 256}, sampler.Config{})
 	}
 	t.Fatalf("nothing provokes %q", want)
 	return nil

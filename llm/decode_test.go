@@ -6,8 +6,10 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 // apartBy is ‖x − y‖/‖y‖ of two slices of logits.
@@ -145,7 +147,7 @@ func BenchmarkDecoding(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer g.Close()
-	s, err := NewSampler(SamplerConfig{Temperature: 1, Seed: 1})
+	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: 1})
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -101,7 +102,7 @@ type unchecked struct {
 	poison func() // what the update does to the parameters
 }
 
-func (u *unchecked) Step(b Batch) (loss, norm float64, err error) {
+func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 	if loss, err = u.Gradients(b); err != nil {
 		return loss, 0, err
 	}

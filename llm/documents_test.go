@@ -15,11 +15,12 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
 // lossAndGradients runs a graph of a model in float64 on one batch.
-func lossAndGradients(t *testing.T, c Config, b Batch, opts ...GraphOption) (loss float64, grads [][]float64) {
+func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption) (loss float64, grads [][]float64) {
 	t.Helper()
 	m, err := NewModel(c, tensor.Float64, 11)
 	if err != nil {
@@ -60,7 +61,7 @@ func TestDocumentsApart(t *testing.T) {
 	for _, n := range lengths {
 		alone := c
 		alone.Documents, alone.Seq = false, n
-		loss, grads := lossAndGradients(t, alone, Batch{Inputs: b.Inputs[start:][:n], Targets: b.Targets[start:][:n], Count: n})
+		loss, grads := lossAndGradients(t, alone, data.Batch{Inputs: b.Inputs[start:][:n], Targets: b.Targets[start:][:n], Count: n})
 		share := float64(n) / float64(c.Seq)
 		want += loss * share
 		for i, g := range grads {
@@ -109,7 +110,7 @@ func TestDocumentsOff(t *testing.T) {
 	loss, grads := lossAndGradients(t, off, b)
 	for name, c := range map[string]struct {
 		config Config
-		batch  Batch
+		batch  data.Batch
 	}{"ignored": {off, marked}, "one each": {on, b}} {
 		l, g := lossAndGradients(t, c.config, c.batch)
 		if l != loss || !slices.EqualFunc(g, grads, slices.Equal) {
@@ -148,7 +149,7 @@ func TestAcrossDocuments(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		tr, err := NewTrainer(m, mustLoader(t, tokens, LoaderConfig{Batch: 8, Seq: c.Seq, Seed: 1}), o,
+		tr, err := NewTrainer(m, mustLoader(t, tokens, data.LoaderConfig{Batch: 8, Seq: c.Seq, Seed: 1}), o,
 			TrainConfig{Steps: steps, Batch: 8, Schedule: optim.Constant(0.01)})
 		if err != nil {
 			t.Fatal(err)
@@ -216,7 +217,7 @@ func TestDocumentsNeedThem(t *testing.T) {
 		t.Fatal(err)
 	}
 	tokens := &idTokens{ids: make([]int, 100), vocab: c.Vocab}
-	_, err = NewTrainer(m, mustLoader(t, tokens, LoaderConfig{Batch: 1, Seq: c.Seq}), o,
+	_, err = NewTrainer(m, mustLoader(t, tokens, data.LoaderConfig{Batch: 1, Seq: c.Seq}), o,
 		TrainConfig{Steps: 1, Batch: 1, Schedule: optim.Constant(0.01)})
 	if err == nil || !strings.Contains(err.Error(), "Config.Documents") || !strings.Contains(err.Error(), "EndOfDocument() int") {
 		t.Errorf("the error is %v", err)

@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -24,7 +25,7 @@ type Engine interface {
 	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other bits under another name.
 	Name() string
 	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
-	Gradients(b Batch) (loss float64, err error)
+	Gradients(b data.Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
 	// ErrGradients nothing has changed; after ErrOverflow parameters have, and one is no longer finite or the norm was not. A [Scaler] may
 	// make no update, without an error, and return a norm that is not finite.
@@ -32,7 +33,7 @@ type Engine interface {
 	// Drop forgets the gradients gathered so far.
 	Drop() error
 	// Loss returns the model's loss on a batch, without a trace in it.
-	Loss(b Batch) (float64, error)
+	Loss(b data.Batch) (float64, error)
 	// Decoder returns a function that returns the logits for what follows some tokens, which fit the model's window: a []float32
 	// or a []float64. It may remember the tokens of its last call, so it is no longer right once the
 	// model has changed. It may end with the context.
@@ -64,7 +65,7 @@ type Stepper interface {
 	Engine
 	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an update unless the loss is not
 	// finite, or a [Scaler] has skipped it.
-	Step(b Batch) (loss, norm float64, err error)
+	Step(b data.Batch) (loss, norm float64, err error)
 }
 
 // LossScale is a loss scale, and how it fared.
@@ -128,7 +129,7 @@ func (t *host) Name() string {
 	return "cpu"
 }
 
-func (t *host) Gradients(b Batch) (float64, error) { return t.train.Run(b) }
+func (t *host) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
 
 // OpTimes needs the option cpuops.WithMonitor.
 func (t *host) OpTimes() ([]OpTime, error) {
@@ -196,7 +197,7 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 }
 
 // Let gives a graph with a loss a batch.
-func (g *Graph) Let(b Batch) error {
+func (g *Graph) Let(b data.Batch) error {
 	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
 		return err
 	}

@@ -12,6 +12,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/allocs"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -42,7 +44,7 @@ func TestAllocations(t *testing.T) {
 			}
 			ids := make([]int, 2*c.Seq)
 			step := func() {
-				if _, err := e.Gradients(Batch{Inputs: ids, Targets: ids}); err != nil {
+				if _, err := e.Gradients(data.Batch{Inputs: ids, Targets: ids}); err != nil {
 					t.Fatal(err)
 				}
 				if _, err := e.Update(); err != nil {
@@ -140,7 +142,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	e := &mirrored{Engine: tr.engine, fail: errors.New("no room")}
 	tr.engine = e
 	tr.On(func(e Event) error { t.Errorf("step %d of a trainer that cannot be used", e.Step); return nil })
-	eval, err := NewEvaluation([]byte("some held-out words"), ByteTokenizer{}, 1, tr.Model.Config.Seq)
+	eval, err := data.NewEvaluation([]byte("some held-out words"), tokenizer.Bytes{}, 1, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"iter"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
@@ -88,7 +90,7 @@ func (g *Generator) Close() error {
 // An error is the last that it yields, and so is the end of the context, which it looks for within
 // the passes over the model too. When the model changes between two tokens, the next one is drawn
 // from the changed model.
-func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sampler) iter.Seq2[int,
+func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler) iter.Seq2[int,
 	error] {
 	return func(yield func(int, error) bool) {
 		if err := g.generate(ctx, prompt, n, s, func(token int) bool {
@@ -101,7 +103,7 @@ func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *Sample
 }
 
 // generate calls yield with each token until that returns false.
-func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sampler,
+func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler,
 	yield func(token int) bool) error {
 	switch {
 	case g == nil || g.decoder == nil:
@@ -141,13 +143,13 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *Sample
 
 // drawFrom draws the token that follows.
 func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error),
-	tokens []int, s *Sampler) (int, error) {
+	tokens []int, s *sampler.Sampler) (int, error) {
 	v, err := logits(ctx, tokens)
 	if err != nil {
 		return 0, err
 	}
 	if x, ok := v.([]float32); ok {
-		return Sample(s, x)
+		return sampler.Draw(s, x)
 	}
-	return Sample(s, v.([]float64))
+	return sampler.Draw(s, v.([]float64))
 }

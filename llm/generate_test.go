@@ -11,16 +11,17 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-func newGenerator(t *testing.T, c Config) (*Generator, *Sampler) {
+func newGenerator(t *testing.T, c Config) (*Generator, *sampler.Sampler) {
 	t.Helper()
 	m, err := NewModel(c, tensor.Float32, 1)
 	require.NoError(t, err)
 	g, err := NewGenerator(m)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, g.Close()) })
-	s, err := NewSampler(SamplerConfig{Temperature: 1, Seed: 3})
+	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: 3})
 	require.NoError(t, err)
 	return g, s
 }

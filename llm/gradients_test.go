@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -33,9 +34,9 @@ func randomConfig(r *rand.Rand) llm.Config {
 }
 
 // randomBatch returns one of as many sequences, some of whose rows have no target.
-func randomBatch(r *rand.Rand, c llm.Config, sequences int) llm.Batch {
+func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 	n := sequences * c.Seq
-	b := llm.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)}
+	b := data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)}
 	for i := range n {
 		b.Inputs[i], b.Targets[i] = r.IntN(c.Vocab), r.IntN(c.Vocab+2)-2
 		if i == 0 {
@@ -109,7 +110,7 @@ func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
 	t.Helper()
 	const sequences = 2
-	batches := []llm.Batch{randomBatch(r, m.Config, sequences), randomBatch(r, m.Config, sequences)}
+	batches := []data.Batch{randomBatch(r, m.Config, sequences), randomBatch(r, m.Config, sequences)}
 	means := make([]map[int]float64, len(m.Params)) // of the derivatives that are checked, by their place in a parameter
 	seed := r.Uint64()
 	for _, b := range batches {

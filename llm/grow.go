@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -16,7 +17,7 @@ type Growth struct {
 	// loss on it, and in Evaluating and FineTuning that is compared with the loss of the model without the seed. The stability
 	// of such a seed is the share of the text's batches in which the two differ in the direction in which their means do.
 	// A seed that trains is tried at full strength: by how much the loss rises with it is its training error.
-	Validation *Evaluation
+	Validation *data.Evaluation
 	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of the model over the text,
 	// and another for each seed that is compared.
 	Every int

@@ -18,13 +18,15 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // growing makes a trainer of a run short enough for a test follow a controller, and lists what happens.
 func growing(t *testing.T, tr *Trainer) *[]string {
 	t.Helper()
-	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -197,7 +199,7 @@ func same(a, b state.SlotParams) bool {
 
 func TestGrowErrors(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +292,7 @@ type lossy struct {
 	loss float64
 }
 
-func (l lossy) Loss(Batch) (float64, error) { return l.loss, nil }
+func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
 // TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no reason for a run to end, nor for
 // a seed to be judged better than with a loss that is finite.
@@ -333,7 +335,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 // TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what would be needed, and a run that
 // follows the advice to graft a blueprint in no more steps.
 func TestGrowHasTime(t *testing.T) {
-	text, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
 	trainer := func(opts ...state.Option) *Trainer {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 150})

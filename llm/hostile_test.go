@@ -17,6 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -47,8 +50,8 @@ func TestNil(t *testing.T) {
 		"Evaluate option":      func() error { return run(Evaluate(tr, e, 1, nil)) },
 		"Checkpoint":           func() error { return run(Checkpoint(nil, "x", 1)) },
 		"Checkpoint option":    func() error { return run(Checkpoint(tr, "x", 1, nil)) },
-		"SampleText trainer":   func() error { return run(SampleText(nil, ByteTokenizer{}, "a", 1, SamplerConfig{}, "", 0)) },
-		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, SamplerConfig{}, "", 0)) },
+		"SampleText trainer":   func() error { return run(SampleText(nil, tokenizer.Bytes{}, "a", 1, sampler.Config{}, "", 0)) },
+		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, sampler.Config{}, "", 0)) },
 		"LossCurve option":     func() error { return run(LossCurve("x", "", nil)) },
 		"Generate sampler": func() error {
 			g, err := NewGenerator(tr.Model)
@@ -68,7 +71,7 @@ func TestNil(t *testing.T) {
 }
 
 // shifted is a tokenizer of other ids than those of the models here.
-type shifted struct{ ByteTokenizer }
+type shifted struct{ tokenizer.Bytes }
 
 func (shifted) Encode([]byte) []int { return []int{1, 300} }
 
@@ -80,33 +83,33 @@ func TestCallbackArguments(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
-	sample := func(prompt string, n int, c SamplerConfig) func(*Trainer) Callback {
-		return func(tr *Trainer) Callback { return SampleText(tr, ByteTokenizer{}, prompt, n, c, "", 0) }
+	sample := func(prompt string, n int, c sampler.Config) func(*Trainer) Callback {
+		return func(tr *Trainer) Callback { return SampleText(tr, tokenizer.Bytes{}, prompt, n, c, "", 0) }
 	}
 	for want, callback := range map[string]func(*Trainer) Callback{
-		"Temperature is -1": sample("x", 3, SamplerConfig{Temperature: -1}),
-		"makes no token":    sample("", 3, SamplerConfig{}),
-		"for -1 tokens":     sample("x", -1, SamplerConfig{}),
+		"Temperature is -1": sample("x", 3, sampler.Config{Temperature: -1}),
+		"makes no token":    sample("", 3, sampler.Config{}),
+		"for -1 tokens":     sample("x", -1, sampler.Config{}),
 		"sequences of 7": func(tr *Trainer) Callback {
-			e, err := NewEvaluation(texttest.Words(1, 50), ByteTokenizer{}, 1, 7)
+			e, err := data.NewEvaluation(texttest.Words(1, 50), tokenizer.Bytes{}, 1, 7)
 			if err != nil {
 				t.Fatal(err)
 			}
 			return Evaluate(tr, e, 0)
 		},
 		"held-out text: token 300 is outside": func(tr *Trainer) Callback {
-			e, err := NewEvaluation(nil, shifted{}, 1, tr.Model.Config.Seq)
+			e, err := data.NewEvaluation(nil, shifted{}, 1, tr.Model.Config.Seq)
 			require.NoError(t, err)
 			return Evaluate(tr, e, 0)
 		},
 		"prompt: token 300 is outside": func(tr *Trainer) Callback {
-			return SampleText(tr, shifted{}, "x", 3, SamplerConfig{}, "", 0)
+			return SampleText(tr, shifted{}, "x", 3, sampler.Config{}, "", 0)
 		},
 		"SampleText: mkdir": func(tr *Trainer) Callback {
-			return SampleText(tr, ByteTokenizer{}, "x", 3, SamplerConfig{}, filepath.Join(file, "sample.txt"), 0)
+			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, filepath.Join(file, "sample.txt"), 0)
 		},
 		"SampleText: open": func(tr *Trainer) Callback {
-			return SampleText(tr, ByteTokenizer{}, "x", 3, SamplerConfig{}, filepath.Dir(file), 0)
+			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, filepath.Dir(file), 0)
 		},
 		"LossCurve: mkdir": func(tr *Trainer) Callback { return LossCurve(filepath.Join(file, "loss.png"), "") },
 		"JSONLog: mkdir":   func(tr *Trainer) Callback { return JSONLog(filepath.Join(file, "log.jsonl")) },
@@ -132,7 +135,7 @@ func TestSampleToDevice(t *testing.T) {
 		t.Skip("this system has no paths to open files:", err)
 	}
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	tr.On(SampleText(tr, ByteTokenizer{}, "x", 3, SamplerConfig{}, path, 0))
+	tr.On(SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, path, 0))
 	if err := tr.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -176,7 +179,7 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := NewLoader(&idTokens{ids: []int{0, 1, 2, 1, 0}, vocab: 3}, LoaderConfig{Batch: 1, Seq: 2})
+	l, err := data.NewLoader(&idTokens{ids: []int{0, 1, 2, 1, 0}, vocab: 3}, data.LoaderConfig{Batch: 1, Seq: 2})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // Machine computes a graph, as cpuops.Machine and cudaops.Machine do.
@@ -26,7 +27,7 @@ type Runner struct {
 var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
 
 // Run computes a graph with a loss on a batch, and returns the loss.
-func (r Runner) Run(b Batch) (float64, error) {
+func (r Runner) Run(b data.Batch) (float64, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return 0, errNoRunner
 	}
@@ -110,7 +111,7 @@ func onCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 }
 
 // Loss is that of [Engine].
-func (i *Inference) Loss(b Batch) (float64, error) {
+func (i *Inference) Loss(b data.Batch) (float64, error) {
 	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
 		return 0, errNoModel
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -19,7 +20,7 @@ type gathering struct {
 	added func()
 }
 
-func (g gathering) Gradients(b Batch) (float64, error) {
+func (g gathering) Gradients(b data.Batch) (float64, error) {
 	defer g.added()
 	return g.Engine.Gradients(b)
 }

@@ -11,6 +11,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -20,12 +22,12 @@ func onText(t *testing.T, name, text string) *Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
 	require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
-	corpus, err := OpenCorpus(path)
+	corpus, err := data.Open(path)
 	require.NoError(t, err)
-	tokens, err := Tokenize(corpus.Train, ByteTokenizer{})
+	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	require.NoError(t, err)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
-	tr.Loader, err = NewLoader(tokens, LoaderConfig{Batch: tr.Config.Batch, Seq: tr.Model.Config.Seq, Seed: 5})
+	tr.Loader, err = data.NewLoader(tokens, data.LoaderConfig{Batch: tr.Config.Batch, Seq: tr.Model.Config.Seq, Seed: 5})
 	require.NoError(t, err)
 	return tr
 }
@@ -57,7 +59,7 @@ func TestResumeOnOtherText(t *testing.T) {
 	before := other.Loader.State()
 	for _, opts := range [][]ResumeOption{nil, {WithNewSettings(nil)}} {
 		err := other.Resume(t.Context(), path, opts...)
-		require.ErrorIs(t, err, ErrDataChanged)
+		require.ErrorIs(t, err, data.ErrChanged)
 		require.ErrorContains(t, err, "WithNewData")
 		require.Equal(t, before, other.Loader.State())
 		require.Zero(t, other.Step())
@@ -88,8 +90,8 @@ func updates(o optim.Optimizer) (n int64) {
 // TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other settings are asked for, whether Grow is
 // called before Resume or after.
 func TestResumeGrowth(t *testing.T) {
-	validation := func(text string, batch int) *Evaluation {
-		e, err := NewEvaluation([]byte(text), ByteTokenizer{}, batch, tiny().Seq)
+	validation := func(text string, batch int) *data.Evaluation {
+		e, err := data.NewEvaluation([]byte(text), tokenizer.Bytes{}, batch, tiny().Seq)
 		require.NoError(t, err)
 		return e
 	}
@@ -166,7 +168,7 @@ func TestResumeGrowth(t *testing.T) {
 // TestGrowthIsNotForgotten wants a run that was resumed to be told from one that grows in another
 // way, also where Grow is called a second time, and by what is saved before it has gone on.
 func TestGrowthIsNotForgotten(t *testing.T) {
-	validation, err := NewEvaluation(texttest.Words(9, 120), ByteTokenizer{}, 2, tiny().Seq)
+	validation, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
 	grown := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 2}
 	other := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 3}
@@ -218,7 +220,7 @@ func TestOldFingerprint(t *testing.T) {
 	require.NoError(t, safetensors.Save(path, tensors, metadata))
 
 	err = onText(t, "text", text).Resume(t.Context(), path)
-	require.ErrorIs(t, err, ErrDataChanged)
+	require.ErrorIs(t, err, data.ErrChanged)
 	require.ErrorContains(t, err, "names and sizes")
 	tr := onText(t, "text", text)
 	require.NoError(t, tr.Resume(t.Context(), path, WithNewData(Keep{Optimizer: true, Steps: true})))

@@ -244,7 +244,7 @@ type Keep struct {
 }
 
 // WithNewData goes on with the data of the trainer's loader, also where it is not that of the run that wrote the checkpoint,
-// instead of refusing it with ErrDataChanged. The loader begins at the start of that data, and losses on the text before are
+// instead of refusing it with data.ErrChanged. The loader begins at the start of that data, and losses on the text before are
 // forgotten. It goes with WithNewSettings, for a schedule of its own, say.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }

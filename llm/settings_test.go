@@ -10,6 +10,9 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -183,7 +186,7 @@ func TestResumeOfACompleteRun(t *testing.T) {
 	}
 	var kinds []EventKind
 	again.On(func(e Event) error { kinds = append(kinds, e.Kind); return nil }, Evaluate(again, heldOut(t, 100, 2), 0),
-		Checkpoint(again, path, 0), SampleText(again, ByteTokenizer{}, "x", 3, SamplerConfig{}, "", 0))
+		Checkpoint(again, path, 0), SampleText(again, tokenizer.Bytes{}, "x", 3, sampler.Config{}, "", 0))
 	if err := again.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -195,9 +198,9 @@ func TestResumeOfACompleteRun(t *testing.T) {
 	}
 }
 
-func heldOut(t *testing.T, n, batch int) *Evaluation {
+func heldOut(t *testing.T, n, batch int) *data.Evaluation {
 	t.Helper()
-	e, err := NewEvaluation(texttest.Words(4, n), ByteTokenizer{}, batch, tiny().Seq)
+	e, err := data.NewEvaluation(texttest.Words(4, n), tokenizer.Bytes{}, batch, tiny().Seq)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,6 +11,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -80,8 +81,8 @@ func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
 	if err != nil {
 		b.Fatal(err)
 	}
-	loader, err := NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256, fingerprint: "zeros"},
-		LoaderConfig{Batch: batch, Seq: c.Seq})
+	loader, err := data.NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256, fingerprint: "zeros"},
+		data.LoaderConfig{Batch: batch, Seq: c.Seq})
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -5,8 +5,11 @@ import (
 	"io"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // idTokens are tokens in memory.
@@ -31,34 +34,34 @@ func (m *idTokens) ReadTokens(dst []int, offset int64) error {
 
 // endedTokens are tokens of which one ends each document.
 type endedTokens struct {
-	Tokens
+	data.Tokens
 	end int
 }
 
 func (e endedTokens) EndOfDocument() int { return e.end }
 
-func mustLoader(t testing.TB, tokens Tokens, c LoaderConfig) *Loader {
+func mustLoader(t testing.TB, tokens data.Tokens, c data.LoaderConfig) *data.Loader {
 	t.Helper()
-	l, err := NewLoader(tokens, c)
+	l, err := data.NewLoader(tokens, c)
 	require.NoError(t, err)
 	return l
 }
 
-func zeroBatch(n int) Batch {
-	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
+func zeroBatch(n int) data.Batch {
+	return data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
 }
 
 // numberedText is a text of 30 files.
-func numberedText(t *testing.T) *Text {
+func numberedText(t *testing.T) *data.Text {
 	t.Helper()
-	c, err := OpenCorpus(texttest.Files(t, texttest.Numbered(30)))
+	c, err := data.Open(texttest.Files(t, texttest.Numbered(30)))
 	require.NoError(t, err)
 	return c.Train
 }
 
-func trainBPE(t *testing.T, seed uint64, vocab int) *BPE {
+func trainBPE(t *testing.T, seed uint64, vocab int) *tokenizer.BPE {
 	t.Helper()
-	b, err := TrainBPE(bytes.NewReader(texttest.Words(seed, 3000)), vocab, nil)
+	b, err := tokenizer.TrainBPE(bytes.NewReader(texttest.Words(seed, 3000)), vocab, nil)
 	require.NoError(t, err)
 	return b
 }

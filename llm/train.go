@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -75,7 +76,7 @@ func (c *TrainConfig) check() error {
 // and Optimizer are for callbacks alone then.
 type Trainer struct {
 	Model     *Model
-	Loader    *Loader
+	Loader    *data.Loader
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
@@ -99,7 +100,7 @@ type Trainer struct {
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
 // model's vocabulary. Trainers of the same model take turns: each goes on with what the others have made of it.
-func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
+func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
 		return nil, errors.New("llm: NewTrainer: the model is nil")
@@ -124,7 +125,7 @@ func NewTrainer(m *Model, l *Loader, o optim.Optimizer, c TrainConfig) (*Trainer
 	}
 	if m.Config.Documents && !l.KnowsDocuments() {
 		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where documents end; want those that Tokenize makes with a " +
-			"ByteTokenizer, or CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
+			"tokenizer.Bytes, or CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {
@@ -465,7 +466,7 @@ func (t *Trainer) prepare(rate float64) error {
 }
 
 // finish computes the last batch of a step and makes its update.
-func (t *Trainer) finish(e Stepper, b Batch, u *update) (loss float64, err error) {
+func (t *Trainer) finish(e Stepper, b data.Batch, u *update) (loss float64, err error) {
 	if err := t.prepare(u.rate); err != nil {
 		return 0, err
 	}
@@ -487,7 +488,7 @@ func (t *Trainer) diverged(what string) error {
 }
 
 // loss returns the model's mean loss on a batch, without a trace in the model.
-func (t *Trainer) loss(b Batch) (float64, error) {
+func (t *Trainer) loss(b data.Batch) (float64, error) {
 	l, err := t.engine.Loss(b)
 	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
 		err = t.diverged(fmt.Sprintf("the loss is %v", l))
@@ -501,7 +502,7 @@ func (t *Trainer) probe() error {
 	return err
 }
 
-func (t *Trainer) canEvaluate(e *Evaluation) error {
+func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 	if err := t.made(); err != nil {
 		return err
 	}
@@ -519,7 +520,7 @@ func (t *Trainer) canEvaluate(e *Evaluation) error {
 
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
 // the model. A loss that is not finite is an ErrDiverged.
-func (t *Trainer) Evaluate(e *Evaluation) (loss, bitsPerByte float64, err error) {
+func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
 	if err := t.canEvaluate(e); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}

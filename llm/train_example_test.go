@@ -11,6 +11,9 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -29,13 +32,13 @@ func ExampleTrainer() {
 	if err := os.WriteFile(path, []byte(strings.Repeat("0123456789", 100)), 0o666); err != nil {
 		log.Fatal(err)
 	}
-	var bytes llm.ByteTokenizer
-	corpus := must(llm.OpenCorpus(path))
-	tokens := must(llm.Tokenize(corpus.Train, bytes))
+	var bytes tokenizer.Bytes
+	corpus := must(data.Open(path))
+	tokens := must(data.Tokenize(corpus.Train, bytes))
 	config := llm.Config{Vocab: 256, Dim: 32, Layers: 1, Heads: 2, Seq: 16, Kasmina: []int{0}, Seeds: 4}.Default()
 
 	model := must(llm.NewModel(config, tensor.Float32, 1))
-	loader := must(llm.NewLoader(tokens, llm.LoaderConfig{Batch: 4, Seq: config.Seq}))
+	loader := must(data.NewLoader(tokens, data.LoaderConfig{Batch: 4, Seq: config.Seq}))
 	optimizer := must(optim.NewAdamW())
 	trainer := must(llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{
 		Steps: 60, Batch: 4, Clip: 1, Schedule: must(optim.WarmupCosine(0.01, 0.001, 10, 60)),
@@ -55,7 +58,7 @@ func ExampleTrainer() {
 
 	generator := must(llm.NewGenerator(must(llm.LoadModel(context.Background(), checkpoint))))
 	defer generator.Close()
-	greedy := must(llm.NewSampler(llm.SamplerConfig{}))
+	greedy := must(sampler.New(sampler.Config{}))
 	prompt := bytes.Encode([]byte(strings.Repeat("0123456789", 2)))
 	for token, err := range generator.Generate(context.Background(), prompt, 10, greedy) {
 		if err != nil {

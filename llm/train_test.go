@@ -17,6 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -76,11 +79,11 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	for _, b := range texttest.Words(3, 5000) {
 		tokens = append(tokens, int(b))
 	}
-	var text Tokens = &idTokens{ids: tokens, tokenizer: "bytes", vocab: 256, fingerprint: "words"}
+	var text data.Tokens = &idTokens{ids: tokens, tokenizer: "bytes", vocab: 256, fingerprint: "words"}
 	if o.config.Documents {
 		text = endedTokens{text, '\n'}
 	}
-	loader, err := NewLoader(text, LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
+	loader, err := data.NewLoader(text, data.LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
 	fail(err)
 	optimizer, err := o.optimizer()
 	fail(err)
@@ -132,7 +135,7 @@ func TestAccumulation(t *testing.T) {
 		t.Fatal(err)
 	}
 	text := texttest.Words(9, 6*c.Seq+1)
-	batch := func(lo, hi int) Batch {
+	batch := func(lo, hi int) data.Batch {
 		b := zeroBatch((hi - lo) * c.Seq)
 		for i := range b.Inputs {
 			b.Inputs[i], b.Targets[i] = int(text[lo*c.Seq+i]), int(text[lo*c.Seq+i+1])
@@ -175,12 +178,12 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 		got[i] = tr
 		if i == 1 {
-			e, err := NewEvaluation(texttest.Words(4, 100), ByteTokenizer{}, 2, tr.Model.Config.Seq)
+			e, err := data.NewEvaluation(texttest.Words(4, 100), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
 			if err != nil {
 				t.Fatal(err)
 			}
 			tr.On(Evaluate(tr, e, 3), Checkpoint(tr, filepath.Join(dir, "m.safetensors"), 4),
-				SampleText(tr, ByteTokenizer{}, "func ", 20, SamplerConfig{Temperature: 1}, filepath.Join(dir, "sub", "s.txt"), 0),
+				SampleText(tr, tokenizer.Bytes{}, "func ", 20, sampler.Config{Temperature: 1}, filepath.Join(dir, "sub", "s.txt"), 0),
 				Progress(io.Discard), func(e Event) error { kinds = append(kinds, e.Kind); return nil })
 		}
 		if err := tr.Run(context.Background()); err != nil {
@@ -368,7 +371,7 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 				cancel()
 			}
 			return nil
-		}, Evaluate(tr, heldOut(t, 100, 2), at), SampleText(tr, ByteTokenizer{}, "x", 5, SamplerConfig{}, filepath.Join(dir, "s"), at),
+		}, Evaluate(tr, heldOut(t, 100, 2), at), SampleText(tr, tokenizer.Bytes{}, "x", 5, sampler.Config{}, filepath.Join(dir, "s"), at),
 			func(e Event) error {
 				if e.Step == at {
 					kinds = append(kinds, e.Kind)
@@ -619,7 +622,7 @@ func TestGenerateWindow(t *testing.T) {
 	}
 	defer g.Close()
 	draw := func(prompt []int) []int {
-		s, err := NewSampler(SamplerConfig{Temperature: 1, Seed: 3})
+		s, err := sampler.New(sampler.Config{Temperature: 1, Seed: 3})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -629,7 +632,7 @@ func TestGenerateWindow(t *testing.T) {
 		}
 		return out
 	}
-	long := ByteTokenizer{}.Encode(texttest.Words(8, 30))
+	long := tokenizer.Bytes{}.Encode(texttest.Words(8, 30))
 	if a, b := draw(long), draw(long[30-tr.Model.Config.Seq:]); !slices.Equal(a, b) {
 		t.Errorf("%v after the whole prompt, %v after what fits the window", a, b)
 	}

@@ -12,11 +12,14 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
 // paddedTrainer returns a trainer of a model whose vocabulary is larger than that of its tokenizer.
-func paddedTrainer(t *testing.T, bpe *BPE, text *Text, vocab int) *Trainer {
+func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int) *Trainer {
 	t.Helper()
 	config := tiny()
 	config.Vocab = vocab
@@ -24,11 +27,11 @@ func paddedTrainer(t *testing.T, bpe *BPE, text *Text, vocab int) *Trainer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tokens, err := Tokenize(text, bpe)
+	tokens, err := data.Tokenize(text, bpe)
 	if err != nil {
 		t.Fatal(err)
 	}
-	loader, err := NewLoader(tokens, LoaderConfig{Batch: 2, Seq: config.Seq, Seed: 1})
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: 2, Seq: config.Seq, Seed: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,7 +55,7 @@ func TestPaddedVocabulary(t *testing.T) {
 	tr := paddedTrainer(t, bpe, text, 3*bpe.VocabSize())
 	dir := t.TempDir()
 	for _, prompt := range []string{"", "if"} {
-		tr.On(SampleText(tr, bpe, prompt, 60, SamplerConfig{Temperature: 1, Seed: 5}, filepath.Join(dir, "after"+prompt), 0))
+		tr.On(SampleText(tr, bpe, prompt, 60, sampler.Config{Temperature: 1, Seed: 5}, filepath.Join(dir, "after"+prompt), 0))
 	}
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)

@@ -6,6 +6,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -17,15 +20,15 @@ func TestZeroValues(t *testing.T) {
 	for name, err := range map[string]error{
 		"NewGenerator makes one": second(collect(new(Generator).Generate(t.Context(), []int{1}, 1,
 			nil))),
-		"needs a Graph and a Machine":  second(Runner{}.Run(Batch{})),
+		"needs a Graph and a Machine":  second(Runner{}.Run(data.Batch{})),
 		"Runner needs a Graph":         second(Runner{}.Next(t.Context(), []int{1})),
-		"an Inference needs a Model":   second(new(Inference).Loss(Batch{})),
+		"an Inference needs a Model":   second(new(Inference).Loss(data.Batch{})),
 		"which NewModel and LoadModel": second((&Inference{Model: &m}).Decoder()),
 		"NewModel and LoadModel make":  second(NewGenerator(&m)),
 	} {
 		require.ErrorContains(t, err, name)
 	}
-	_, err := NewTrainer(&m, new(Loader), nil, TrainConfig{})
+	_, err := NewTrainer(&m, new(data.Loader), nil, TrainConfig{})
 	require.ErrorContains(t, err, "the model is nil or its zero value")
 	for _, m := range []*Model{nil, &m} {
 		_, graph := m.Graph(ForLoss, 1)
@@ -51,7 +54,7 @@ func TestZeroValues(t *testing.T) {
 		require.ErrorContains(t, err, name)
 		require.ErrorIs(t, err, errZeroTrainer)
 	}
-	require.ErrorContains(t, SampleText(&tr, ByteTokenizer{}, "x", 1, SamplerConfig{}, "", 0)(Event{Kind: RunStart}), "SampleText")
+	require.ErrorContains(t, SampleText(&tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "", 0)(Event{Kind: RunStart}), "SampleText")
 	require.ErrorContains(t, Monitor(&tr, io.Discard, 0)(Event{Kind: RunStart}), "Monitor")
 	require.ErrorContains(t, ProfileStep(&tr, io.Discard, "file", 1)(Event{Kind: RunStart}), "ProfileStep")
 	require.NoError(t, tr.Close())

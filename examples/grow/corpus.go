@@ -1,14 +1,17 @@
 package main
 
-import "github.com/kasmina-go/kasmina/llm"
+import (
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+)
 
 // corpus is what both models learn from and are judged by.
 type corpus struct {
 	path       string
-	train      *llm.Text
-	tokens     llm.Tokens
-	validation *llm.Evaluation // for the controller
-	test       *llm.Evaluation // for the comparison
+	train      *data.Text
+	tokens     data.Tokens
+	validation *data.Evaluation // for the controller
+	test       *data.Evaluation // for the comparison
 }
 
 const (
@@ -20,20 +23,20 @@ const (
 
 func openText(o options) (*corpus, error) {
 	t := &corpus{path: o.data}
-	var opts []llm.CorpusOption
+	var opts []data.Option
 	if t.path == "" {
 		var err error
-		if t.path, err = llm.GoSource(); err != nil {
+		if t.path, err = data.GoSource(); err != nil {
 			return nil, err
 		}
-		opts = append(opts, llm.WithExtensions(".go"))
+		opts = append(opts, data.WithExtensions(".go"))
 	}
-	c, err := llm.OpenCorpus(t.path, opts...)
+	c, err := data.Open(t.path, opts...)
 	if err != nil {
 		return nil, err
 	}
 	t.train = c.Train
-	if t.tokens, err = llm.Tokenize(t.train, llm.ByteTokenizer{}); err != nil {
+	if t.tokens, err = data.Tokenize(t.train, tokenizer.Bytes{}); err != nil {
 		return nil, err
 	}
 	held, err := c.HeldOut.Sample(validationBytes + testBytes)
@@ -41,9 +44,9 @@ func openText(o options) (*corpus, error) {
 		return nil, err
 	}
 	cut := min(validationBytes, len(held)/2)
-	if t.validation, err = llm.NewEvaluation(held[:cut], llm.ByteTokenizer{}, max(1, cut/o.model.Seq/validationBatches), o.model.Seq); err != nil {
+	if t.validation, err = data.NewEvaluation(held[:cut], tokenizer.Bytes{}, max(1, cut/o.model.Seq/validationBatches), o.model.Seq); err != nil {
 		return nil, err
 	}
-	t.test, err = llm.NewEvaluation(held[cut:], llm.ByteTokenizer{}, o.train.Batch, o.model.Seq)
+	t.test, err = data.NewEvaluation(held[cut:], tokenizer.Bytes{}, o.train.Batch, o.model.Seq)
 	return t, err
 }

@@ -28,6 +28,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -142,7 +143,7 @@ func newTrainer(o options, text *corpus, device *cudaops.Device, seed uint64, gr
 	if err != nil {
 		return nil, err
 	}
-	loader, err := llm.NewLoader(text.tokens, llm.LoaderConfig{Batch: o.train.Batch, Seq: c.Seq, Seed: seed})
+	loader, err := data.NewLoader(text.tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: c.Seq, Seed: seed})
 	if err != nil {
 		return nil, err
 	}

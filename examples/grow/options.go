@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -65,7 +66,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	case !slices.Contains([]string{"auto", "cpu", "cuda"}, o.device):
 		return o, fmt.Errorf("-device is %q, want auto, cpu or cuda", o.device)
 	}
-	o.model.Vocab = llm.ByteTokenizer{}.VocabSize()
+	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
 	for i := range o.model.Layers {
 		o.model.Kasmina = append(o.model.Kasmina, i)
 	}

@@ -11,7 +11,9 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/baseline"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 const (
@@ -21,27 +23,27 @@ const (
 
 // dataset is what a run learns from and what it is scored on.
 type dataset struct {
-	train     *llm.Text
-	held      *llm.Text
+	train     *data.Text
+	held      *data.Text
 	heldOut   []byte // a sample of it
-	tokenizer llm.Tokenizer
-	tokens    llm.Tokens
+	tokenizer tokenizer.Tokenizer
+	tokens    data.Tokens
 }
 
 // openData finds the text to train on and the held-out text to score.
 func openData(o options, stderr io.Writer) (d dataset, err error) {
 	path := o.data
-	opts := []llm.CorpusOption{}
+	opts := []data.Option{}
 	if path == "" {
-		if path, err = llm.GoSource(); err != nil {
+		if path, err = data.GoSource(); err != nil {
 			return d, err
 		}
-		opts = append(opts, llm.WithExtensions(".go"))
+		opts = append(opts, data.WithExtensions(".go"))
 	}
 	if o.maxBytes > 0 {
-		opts = append(opts, llm.WithMaxBytes(o.maxBytes))
+		opts = append(opts, data.WithMaxBytes(o.maxBytes))
 	}
-	corpus, err := llm.OpenCorpus(path, opts...)
+	corpus, err := data.Open(path, opts...)
 	if err != nil {
 		return d, fmt.Errorf("-data: %w", err)
 	}
@@ -64,8 +66,8 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 		return err
 	}
 	if o.vocab == 0 {
-		d.tokenizer = llm.ByteTokenizer{}
-		d.tokens, err = llm.Tokenize(d.train, d.tokenizer)
+		d.tokenizer = tokenizer.Bytes{}
+		d.tokens, err = data.Tokenize(d.train, d.tokenizer)
 		return err
 	}
 	bpe, err := d.trainTokenizer(ctx, o, fingerprint, stderr)
@@ -75,7 +77,7 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 	d.tokenizer = bpe
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, bpe.Name()))
 	m = newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
-	file, err := llm.CacheTokens(ctx, path, d.train, bpe, func(done,
+	file, err := data.CacheTokens(ctx, path, d.train, bpe, func(done,
 		of int64) error {
 		return m.at(float64(done), float64(of))
 	})
@@ -89,10 +91,10 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 
 // trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
 func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint string,
-	stderr io.Writer) (*llm.BPE, error) {
+	stderr io.Writer) (*tokenizer.BPE, error) {
 	if o.resume.set {
 		path := filepath.Join(filepath.Dir(o.resume.path), tokenizerName)
-		bpe, err := llm.LoadBPE(path)
+		bpe, err := tokenizer.LoadBPE(path)
 		if err == nil {
 			return bpe, nil
 		}
@@ -104,7 +106,7 @@ func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint str
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d-%d.bpe", fingerprint, o.vocab, sample))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
-	bpe, err := llm.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)
+	bpe, err := tokenizer.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)
 	if err != nil {
 		return nil, withRemedy(ctx, err, path)
 	}
@@ -131,14 +133,14 @@ func withRemedy(ctx context.Context, err error, path string) error {
 }
 
 // evaluations returns the held-out text, and less of it for evaluations before the last step.
-func (d *dataset) evaluations(o options) (texts [2]*llm.Evaluation, err error) {
+func (d *dataset) evaluations(o options) (texts [2]*data.Evaluation, err error) {
 	for i, text := range [][]byte{d.heldOut, thin(d.heldOut)} {
 		if !o.model.Documents {
-			texts[i], err = llm.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq)
+			texts[i], err = data.NewEvaluation(text, d.tokenizer, o.train.Batch, o.model.Seq)
 		} else {
 			var documents [][]byte
 			if documents, err = d.held.SampleDocuments(len(text)); err == nil {
-				texts[i], err = llm.NewDocumentEvaluation(documents, d.tokenizer, o.train.Batch, o.model.Seq)
+				texts[i], err = data.NewDocumentEvaluation(documents, d.tokenizer, o.train.Batch, o.model.Seq)
 			}
 		}
 		if err != nil {
@@ -221,15 +223,15 @@ func (r untilDone) Read(p []byte) (int, error) {
 }
 
 // score measures what simpler models make of the held-out text, in bits per byte.
-func score(ctx context.Context, train *llm.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
-	m, err := llm.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
+func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
+	m, err := baseline.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
 	if err != nil {
 		return b, err
 	}
 	if b.order2, err = m.BitsPerByte(heldOut); err != nil {
 		return b, err
 	}
-	if b.gzip, err = llm.GzipBitsPerByte(heldOut); err != nil {
+	if b.gzip, err = baseline.GzipBitsPerByte(heldOut); err != nil {
 		return b, err
 	}
 	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)

@@ -46,7 +46,9 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -177,7 +179,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}
-	if bpe, ok := texts.tokenizer.(*llm.BPE); ok { // with which the checkpoint can be used without the data
+	if bpe, ok := texts.tokenizer.(*tokenizer.BPE); ok { // with which the checkpoint can be used without the data
 		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
 			return err
 		}
@@ -226,7 +228,7 @@ func writable(dir string) error {
 func (o options) afterFailure(err error) error {
 	_, missing := os.Stat(filepath.Join(o.out, checkpointName))
 	switch {
-	case errors.Is(err, llm.ErrDataChanged):
+	case errors.Is(err, data.ErrChanged):
 		return resumeHint(err)
 	case missing != nil || errors.Is(err, llm.ErrDiverged): // which has advice of its own
 		return err
@@ -247,7 +249,7 @@ func resumeHint(err error) error {
 	switch {
 	case errors.Is(err, llm.ErrArchitecture):
 		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume another run begins", err)
-	case errors.Is(err, llm.ErrDataChanged):
+	case errors.Is(err, data.ErrChanged):
 		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data all on this one, and without "+
 			"-resume another one begins", err)
 	}
@@ -413,13 +415,13 @@ func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
 	return nil, err
 }
 
-func newTrainer(o options, tokens llm.Tokens) (*llm.Trainer, error) {
+func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
 	m, err := llm.NewModel(o.model, tensor.Float32, o.seed, state.WithoutGates(),
 		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 4})) // which costs a CPU a quarter of all of it
 	if err != nil {
 		return nil, err
 	}
-	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: o.train.Batch, Seq: o.model.Seq, Seed: o.seed})
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: o.model.Seq, Seed: o.seed})
 	if err != nil {
 		return nil, err
 	}

@@ -27,6 +27,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -236,7 +237,7 @@ func TestBadOptions(t *testing.T) {
 		"-resume a b":           "unexpected arguments",
 		"-resume=no-file":       "a run begins without -resume",
 		"-resume":               checkpointName,
-		"-data no-such-folder":  "-data: llm: OpenCorpus: ",
+		"-data no-such-folder":  "-data: data: Open: ",
 		"-unknown":              "unknown",
 		"-resume no-file -seed": "-seed",
 	} {
@@ -379,7 +380,7 @@ func TestResumeHints(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := resume(); !errors.Is(err, llm.ErrDataChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
+	if err := resume(); !errors.Is(err, data.ErrChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
 		t.Errorf("other text: %v", err)
 	}
 	if result, _ := train(t, "-resume", "-data", folder, "-out", out, "-steps", "3", "-new-data", "all"); result["steps"] != 3.0 {

@@ -15,6 +15,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 type options struct {
@@ -36,7 +38,7 @@ type options struct {
 	maxBytes, heldOut        int64
 	evalEvery, saveEvery     int
 	sample                   int
-	sampler                  llm.SamplerConfig
+	sampler                  sampler.Config
 
 	changed []string // what a resumed run is told to do otherwise than before
 }
@@ -235,7 +237,7 @@ func (o *options) keep() (*llm.Keep, error) {
 
 // finish derives what the options leave open, and refuses what would otherwise fail only after the training.
 func (o *options) finish() error {
-	o.model.Vocab = llm.ByteTokenizer{}.VocabSize()
+	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
 	if o.vocab != 0 {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64 // which matrix products are fast at
 	}
@@ -251,7 +253,7 @@ func (o *options) finish() error {
 		return err
 	}
 	o.sampler.Seed = o.seed
-	if _, err := llm.NewSampler(o.sampler); err != nil {
+	if _, err := sampler.New(o.sampler); err != nil {
 		return err
 	}
 	for _, c := range []struct {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 func TestPresets(t *testing.T) {
@@ -92,7 +93,7 @@ func TestSubwords(t *testing.T) {
 	if err != nil || m.Config.Vocab != 576 {
 		t.Fatalf("%v, want a vocabulary of 576", err)
 	}
-	bpe, err := llm.LoadBPE(filepath.Join(straight, tokenizerName))
+	bpe, err := tokenizer.LoadBPE(filepath.Join(straight, tokenizerName))
 	if err != nil || bpe.VocabSize() > 513 {
 		t.Fatalf("the encoding beside the checkpoint: %v", err)
 	}

@@ -9,21 +9,23 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
 // Training on the GPU if there is one, and on the CPU otherwise: the engine is all that differs.
 func ExampleEngine() {
-	folder, err := llm.GoSource()
+	folder, err := data.GoSource()
 	if err != nil {
 		log.Fatal(err)
 	}
-	corpus, err := llm.OpenCorpus(folder, llm.WithExtensions(".go"))
+	corpus, err := data.Open(folder, data.WithExtensions(".go"))
 	if err != nil {
 		log.Fatal(err)
 	}
-	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -32,7 +34,7 @@ func ExampleEngine() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	loader, err := llm.NewLoader(tokens, llm.LoaderConfig{Batch: 16, Seq: config.Seq})
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: 16, Seq: config.Seq})
 	if err != nil {
 		log.Fatal(err)
 	}

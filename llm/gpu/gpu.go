@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -90,7 +91,7 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 
 func (e *engine) Name() string { return e.name }
 
-func (e *engine) Gradients(b llm.Batch) (float64, error) {
+func (e *engine) Gradients(b data.Batch) (float64, error) {
 	return llm.Runner{Graph: e.graph, Machine: e.machine}.Run(b)
 }
 
@@ -105,7 +106,7 @@ func (e *engine) updated(norm float64, err error) (float64, error) {
 }
 
 // Step is that of [llm.Stepper].
-func (e *engine) Step(b llm.Batch) (loss, norm float64, err error) {
+func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 	if err := e.graph.Let(b); err != nil {
 		return 0, 0, err
 	}

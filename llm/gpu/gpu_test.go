@@ -17,7 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -95,9 +97,9 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
 		SlotWidth: 53}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
-	corpus := must[*llm.Corpus](t)(llm.OpenCorpus(path))
-	tokens := must[llm.Tokens](t)(llm.Tokenize(corpus.Train, llm.ByteTokenizer{}))
-	loader := must[*llm.Loader](t)(llm.NewLoader(tokens, llm.LoaderConfig{Batch: p.batch, Seq: config.Seq, Seed: 1}))
+	corpus := must[*data.Corpus](t)(data.Open(path))
+	tokens := must[data.Tokens](t)(data.Tokenize(corpus.Train, tokenizer.Bytes{}))
+	loader := must[*data.Loader](t)(data.NewLoader(tokens, data.LoaderConfig{Batch: p.batch, Seq: config.Seq, Seed: 1}))
 	var optimizer optim.Optimizer = must[*optim.AdamW](t)(optim.NewAdamW(optim.WithLR(3e-3)))
 	if muon {
 		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
@@ -263,7 +265,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		t.Fatal(err)
 	}
 	losses(t, resumed)
-	text := must[*llm.Evaluation](t)(llm.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)), llm.ByteTokenizer{}, 4, 32))
+	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)), tokenizer.Bytes{}, 4, 32))
 	a, _, err := straight.Evaluate(text)
 	if err != nil {
 		t.Fatal(err)

@@ -7,6 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -33,7 +35,7 @@ func pace() int {
 func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
-	text := must[*llm.Evaluation](t)(llm.NewEvaluation([]byte("func main() { return }\n"), llm.ByteTokenizer{}, 2, tr.Model.Config.Seq))
+	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte("func main() { return }\n"), tokenizer.Bytes{}, 2, tr.Model.Config.Seq))
 	tr.On(func(e llm.Event) error {
 		var commands []state.Command
 		for layer := range tr.Model.Kasmina.Layers() {

@@ -36,6 +36,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // The files of a run. Losses stand in lossPrefix + who + ".json".
@@ -164,7 +165,7 @@ func (p plan) write(dir string) error {
 	if err != nil {
 		return err
 	}
-	var text *llm.Loader
+	var text *data.Loader
 	if p.text != "" {
 		if text, err = openText(s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")), p.seed); err != nil {
 			return err
@@ -235,7 +236,7 @@ func writeTokens(path string, vocab, sequences, length int) error {
 }
 
 // batches reads the run's tokens: a batch for each step.
-func batches(dir string, s settings) ([]llm.Batch, error) {
+func batches(dir string, s settings) ([]data.Batch, error) {
 	path := filepath.Join(dir, tokenFile)
 	length := s.Model.Seq + 1
 	want := 4 * len(s.Rates) * s.Batch * length
@@ -246,7 +247,7 @@ func batches(dir string, s settings) ([]llm.Batch, error) {
 	if len(raw) != want {
 		return nil, fmt.Errorf("%s has %d bytes, want %d", path, len(raw), want)
 	}
-	all := make([]llm.Batch, len(s.Rates))
+	all := make([]data.Batch, len(s.Rates))
 	for i := range all {
 		for range s.Batch {
 			for t := range length {

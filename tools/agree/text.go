@@ -7,7 +7,8 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 const (
@@ -16,16 +17,16 @@ const (
 )
 
 // openText returns a Loader of a text.
-func openText(s settings, folder, bpe string, seed uint64) (*llm.Loader, error) {
+func openText(s settings, folder, bpe string, seed uint64) (*data.Loader, error) {
 	tokens, err := readText(folder, bpe, s.Model.Vocab)
 	if err != nil {
 		return nil, err
 	}
-	return llm.NewLoader(tokens, llm.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
+	return data.NewLoader(tokens, data.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
 }
 
 // writeText writes windows of a text, in the order in which a Loader deals them out.
-func writeText(path string, s settings, loader *llm.Loader) (err error) {
+func writeText(path string, s settings, loader *data.Loader) (err error) {
 	file, err := os.Create(path)
 	if err != nil {
 		return err
@@ -53,21 +54,21 @@ func writeText(path string, s settings, loader *llm.Loader) (err error) {
 }
 
 // readText reads the part of a text to train on as tokens of a vocabulary.
-func readText(folder, bpe string, vocab int) (llm.Tokens, error) {
-	var options []llm.CorpusOption
+func readText(folder, bpe string, vocab int) (data.Tokens, error) {
+	var options []data.Option
 	if folder == "go" {
 		var err error
-		if folder, err = llm.GoSource(); err != nil {
+		if folder, err = data.GoSource(); err != nil {
 			return nil, err
 		}
-		options = append(options, llm.WithExtensions(".go"))
+		options = append(options, data.WithExtensions(".go"))
 	}
-	corpus, err := llm.OpenCorpus(folder, options...)
+	corpus, err := data.Open(folder, options...)
 	if err != nil {
 		return nil, err
 	}
 	if vocab <= bytesVocab {
-		return llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+		return data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	}
 	progress := func(done, of int) error {
 		if done%1000 == 0 || done == of {
@@ -76,9 +77,9 @@ func readText(folder, bpe string, vocab int) (llm.Tokens, error) {
 		return nil
 	}
 	sample := int(min(corpus.Train.Size(), bpeText))
-	tok, err := llm.LoadOrTrainBPE(bpe, corpus.Train, vocab, sample, progress)
+	tok, err := tokenizer.LoadOrTrainBPE(bpe, corpus.Train, vocab, sample, progress)
 	if err != nil {
 		return nil, err
 	}
-	return llm.Tokenize(corpus.Train, tok)
+	return data.Tokenize(corpus.Train, tok)
 }

@@ -12,13 +12,14 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
 // trainer is the part of an llm.Engine that a step takes.
 type trainer interface {
-	Gradients(llm.Batch) (loss float64, err error)
+	Gradients(data.Batch) (loss float64, err error)
 	Update() (norm float64, err error)
 	Close() error
 }
@@ -118,7 +119,7 @@ func newHost(m *llm.Model, o *optim.AdamW, s settings) (trainer, error) {
 	return &host{g, machine, o, s.Clip}, nil
 }
 
-func (t *host) Gradients(b llm.Batch) (float64, error) {
+func (t *host) Gradients(b data.Batch) (float64, error) {
 	if err := t.Let(b); err != nil {
 		return 0, err
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -242,7 +243,7 @@ func cpuTrain(o options) error {
 }
 
 // cpuSteps returns the median time of a training step.
-func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad, let func(llm.Batch) error) (time.Duration, error) {
+func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad, let func(data.Batch) error) (time.Duration, error) {
 	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
 	if err != nil {
 		return 0, err
@@ -256,7 +257,7 @@ func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad, let
 		}
 		start := time.Now()
 		vm.Reset()
-		if err := let(llm.Batch{Inputs: ids[:len(ids)-1], Targets: ids[1:]}); err != nil {
+		if err := let(data.Batch{Inputs: ids[:len(ids)-1], Targets: ids[1:]}); err != nil {
 			return 0, err
 		}
 		if err := vm.RunAll(); err != nil {

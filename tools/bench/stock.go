@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // stockModel is a model of package llm, with its weights, composed of Gorgonia's own ops alone: what a program would be
@@ -262,7 +263,7 @@ func (s *stockModel) attend(q, k, v, mask *gorgonia.Node) *gorgonia.Node {
 }
 
 // let gives the model a batch.
-func (s *stockModel) let(b llm.Batch) error {
+func (s *stockModel) let(b data.Batch) error {
 	if err := gorgonia.Let(s.ids, oneHot(b.Inputs, s.config.Vocab)); err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -29,7 +30,7 @@ func TestStockModel(t *testing.T) {
 			t.Fatal(err)
 		}
 		var vm gorgonia.VM
-		var let func(llm.Batch) error
+		var let func(data.Batch) error
 		var loss *gorgonia.Node
 		var grads []gorgonia.ValueGrad
 		if i == 0 {
@@ -63,7 +64,7 @@ func TestStockModel(t *testing.T) {
 				ids[j] = r.IntN(config.Vocab)
 			}
 			vm.Reset()
-			if err := let(llm.Batch{Inputs: ids, Targets: ids}); err != nil {
+			if err := let(data.Batch{Inputs: ids, Targets: ids}); err != nil {
 				t.Fatal(err)
 			}
 			if err := vm.RunAll(); err != nil {

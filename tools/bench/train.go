@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -376,9 +377,9 @@ func newOptimizer(muon bool) (optim.Optimizer, error) {
 // batches returns what gives a graph other random tokens: a few batches, drawn now, in turn.
 func (s size) batches(g *llm.Graph) func() error {
 	random := rand.New(rand.NewPCG(1, 1))
-	var drawn [4]llm.Batch
+	var drawn [4]data.Batch
 	for i := range drawn {
-		drawn[i] = llm.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs), Targets: randomTokens(random, s.config.Vocab, g.Targets)}
+		drawn[i] = data.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs), Targets: randomTokens(random, s.config.Vocab, g.Targets)}
 	}
 	i := 0
 	return func() error {

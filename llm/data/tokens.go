@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"bytes"
@@ -8,6 +8,8 @@ import (
 	"io"
 	"math"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
@@ -23,19 +25,19 @@ type Tokens interface {
 	Fingerprint() string
 }
 
-// Tokenize returns a text's tokens. With a ByteTokenizer they are read from the text's files when asked for. Any other
+// Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when asked for. Any other
 // tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
 // tokens are kept in memory at four bytes each. It takes the text's fingerprint, which after
 // [Text.Fingerprint] is known.
-func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
+func Tokenize(text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if text == nil || tok == nil {
-		return nil, fmt.Errorf("llm: Tokenize: text and tokenizer must not be nil")
+		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
 	}
 	fingerprint, err := text.Fingerprint(context.Background(), nil)
 	if err != nil {
-		return nil, fmt.Errorf("llm: Tokenize: %w", err)
+		return nil, fmt.Errorf("data: Tokenize: %w", err)
 	}
-	if _, ok := tok.(ByteTokenizer); ok {
+	if _, ok := tok.(tokenizer.Bytes); ok {
 		return byteTokens{text: text, fingerprint: fingerprint}, nil
 	}
 	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fingerprintOf(tok.Name(), fingerprint)}
@@ -43,14 +45,14 @@ func Tokenize(text *Text, tok Tokenizer) (Tokens, error) {
 	for offset := int64(0); offset < text.Size(); {
 		n := int(min(int64(len(piece)), text.Size()-offset))
 		if _, err := text.ReadAt(piece[:n], offset); err != nil {
-			return nil, fmt.Errorf("llm: Tokenize: %w", err)
+			return nil, fmt.Errorf("data: Tokenize: %w", err)
 		}
 		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 && offset+int64(n) < text.Size() {
 			n = newline + 1
 		}
 		for _, id := range tok.Encode(piece[:n]) {
 			if err := checkID(id, tok.VocabSize()); err != nil {
-				return nil, fmt.Errorf("llm: Tokenize: tokenizer %s made %w", tok.Name(), err)
+				return nil, fmt.Errorf("data: Tokenize: tokenizer %s made %w", tok.Name(), err)
 			}
 			t.ids = append(t.ids, uint32(id))
 		}
@@ -71,9 +73,9 @@ func checkID(id, vocabSize int) error {
 	return nil
 }
 
-// byteTokens are the tokens of a ByteTokenizer.
+// byteTokens are the tokens of a tokenizer.Bytes.
 type byteTokens struct {
-	ByteTokenizer
+	tokenizer.Bytes
 	text        *Text
 	fingerprint string
 }

@@ -1,4 +1,4 @@
-package llm
+package tokenizer
 
 import (
 	"bytes"
@@ -15,9 +15,10 @@ import (
 	"testing/iotest"
 	"unicode/utf8"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/stretchr/testify/require"
 )
 
 func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"context"
@@ -7,18 +7,20 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/stretchr/testify/require"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // TestNil wants an error from each constructor that gets a nil.
-func TestNilData(t *testing.T) {
+func TestNil(t *testing.T) {
 	second := func(_ any, err error) error { return err }
 	for name, err := range map[string]error{
 		"NewLoader":          second(NewLoader(nil, LoaderConfig{Batch: 1, Seq: 1})),
-		"Open option":        second(OpenCorpus(".", nil)),
-		"Tokenize text":      second(Tokenize(nil, ByteTokenizer{})),
+		"Open option":        second(Open(".", nil)),
+		"Tokenize text":      second(Tokenize(nil, tokenizer.Bytes{})),
 		"Tokenize tokenizer": second(Tokenize(&Text{}, nil)),
 		"NewEvaluation":      second(NewEvaluation([]byte("abc"), nil, 1, 1)),
 		"Sample":             second((*Text)(nil).Sample(1)),
@@ -29,7 +31,7 @@ func TestNilData(t *testing.T) {
 }
 
 // TestZeroValues wants what nobody has made to say who makes it, and nothing to panic.
-func TestZeroData(t *testing.T) {
+func TestZeroValues(t *testing.T) {
 	_, err := new(Loader).Next()
 	require.ErrorContains(t, err, "NewLoader makes one")
 	err = new(Loader).SetState(LoaderState{})
@@ -47,20 +49,20 @@ func TestZeroData(t *testing.T) {
 }
 
 // readers are all that read a file at a path that they are given.
-func dataReaders(t *testing.T) map[string]func(path string) error {
+func readers(t *testing.T) map[string]func(path string) error {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(3))).Train
 	return map[string]func(path string) error{
 		"OpenTokens": func(path string) error {
-			_, err := OpenTokens(t.Context(), path, text, ByteTokenizer{})
+			_, err := OpenTokens(t.Context(), path, text, tokenizer.Bytes{})
 			return err
 		},
-		"Open": func(path string) error { _, err := OpenCorpus(path); return err },
+		"Open": func(path string) error { _, err := Open(path); return err },
 	}
 }
 
 // TestWhatIsNoFile gives readers what has no end, or never begins.
-func TestWhatIsNoFileOfData(t *testing.T) {
-	for name, read := range dataReaders(t) {
+func TestWhatIsNoFile(t *testing.T) {
+	for name, read := range readers(t) {
 		for _, path := range texttest.NoFiles(t) {
 			require.ErrorContains(t, read(path), path, "%s of %s", name, path)
 		}
@@ -72,28 +74,28 @@ func TestTokensWithAHole(t *testing.T) {
 	for _, content := range []string{"", tokenMagic} {
 		path := texttest.Hole(t, []byte(content))
 		bounded.Run(t, 0, func() {
-			require.ErrorContains(t, dataReaders(t)["OpenTokens"](path), path)
+			require.ErrorContains(t, readers(t)["OpenTokens"](path), path)
 		})
 	}
 }
 
 // TestReadingStops wants what reads or writes large files to end with its context.
-func TestReadingStopsOfData(t *testing.T) {
+func TestReadingStops(t *testing.T) {
 	tokens := filepath.Join(t.TempDir(), "tokens")
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(3))).Train
-	require.NoError(t, WriteTokens(t.Context(), tokens, text, ByteTokenizer{}, nil))
+	require.NoError(t, WriteTokens(t.Context(), tokens, text, tokenizer.Bytes{}, nil))
 	enough := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(enough)
-	_, err := OpenTokens(ctx, tokens, text, ByteTokenizer{})
+	_, err := OpenTokens(ctx, tokens, text, tokenizer.Bytes{})
 	require.ErrorIs(t, err, enough)
-	require.ErrorIs(t, WriteTokens(ctx, tokens, text, ByteTokenizer{}, nil), enough)
+	require.ErrorIs(t, WriteTokens(ctx, tokens, text, tokenizer.Bytes{}, nil), enough)
 }
 
 // TestTokensStop wants an error of a progress function to end the work and to leave no file.
 func TestTokensStop(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
-	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"), mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train, ByteTokenizer{},
+	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"), mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train, tokenizer.Bytes{},
 		func(int64, int64) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)

@@ -1,6 +1,6 @@
 //go:build !linux && !darwin
 
-package llm
+package data
 
 import (
 	"io/fs"

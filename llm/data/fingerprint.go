@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"context"
@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-var errNoContext_ = errors.New("the context is nil, want one such as context.Background()")
+var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
 // fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file too.
 const fingerprintPiece = 16 << 20
@@ -38,15 +38,15 @@ type fingerprinted struct {
 //
 // The function progress is called, if it is not nil, with the number of bytes that are read and of
 // those there are; never where the fingerprint is known. An error of it ends the work. Other errors
-// are that of a file that cannot be read or has changed (ErrDataChanged), and why the context
+// are that of a file that cannot be read or has changed (ErrChanged), and why the context
 // ended. Fingerprint may be called by several goroutines at once.
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
 	string, error) {
 	if ctx == nil {
-		return "", fmt.Errorf("llm: Text.Fingerprint: %w", errNoContext_)
+		return "", fmt.Errorf("data: Text.Fingerprint: %w", errNoContext)
 	}
 	if t == nil {
-		return "", errors.New("llm: Text.Fingerprint: the text is nil: OpenCorpus finds some")
+		return "", errors.New("data: Text.Fingerprint: the text is nil: Open finds some")
 	}
 	t.known.mu.Lock()
 	defer t.known.mu.Unlock()
@@ -61,7 +61,7 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 	}
 	value, err := t.hash(ctx, progress)
 	if err != nil {
-		return "", fmt.Errorf("llm: Text.Fingerprint: %w", err)
+		return "", fmt.Errorf("data: Text.Fingerprint: %w", err)
 	}
 	if t.settled(began) {
 		cache.put(table, value)
@@ -177,7 +177,7 @@ func (t *Text) settled(began time.Time) bool {
 	})
 }
 
-// unchanged reports whether all files are still those that OpenCorpus found.
+// unchanged reports whether all files are still those that Open found.
 func (t *Text) unchanged() bool {
 	return !slices.ContainsFunc(t.docs, func(d document) bool {
 		info, err := os.Stat(t.file(d))

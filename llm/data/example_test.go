@@ -1,4 +1,4 @@
-package llm_test
+package data_test
 
 import (
 	"context"
@@ -8,7 +8,9 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/baseline"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // exampleFile writes a text of 1000 bytes to a temporary file.
@@ -25,10 +27,10 @@ func exampleFile() (path string, remove func()) {
 }
 
 // Batches to train on come from one part of the text, and what the model is judged by from the other.
-func ExampleOpenCorpus() {
+func ExampleOpen() {
 	path, remove := exampleFile()
 	defer remove()
-	corpus, err := llm.OpenCorpus(path, llm.WithHeldOut(0.1))
+	corpus, err := data.Open(path, data.WithHeldOut(0.1))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -38,7 +40,7 @@ func ExampleOpenCorpus() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	baseline, err := llm.TrainOrder2(corpus.Train.Reader(), nil)
+	baseline, err := baseline.TrainOrder2(corpus.Train.Reader(), nil)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -56,16 +58,16 @@ func ExampleOpenCorpus() {
 func ExampleLoader() {
 	path, remove := exampleFile()
 	defer remove()
-	corpus, err := llm.OpenCorpus(path)
+	corpus, err := data.Open(path)
 	if err != nil {
 		log.Fatal(err)
 	}
-	tokens, err := llm.Tokenize(corpus.Train, llm.ByteTokenizer{})
+	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		log.Fatal(err)
 	}
-	config := llm.LoaderConfig{Batch: 2, Seq: 8, Seed: 1}
-	loader, err := llm.NewLoader(tokens, config)
+	config := data.LoaderConfig{Batch: 2, Seq: 8, Seed: 1}
+	loader, err := data.NewLoader(tokens, config)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -76,7 +78,7 @@ func ExampleLoader() {
 	fmt.Println(len(batch.Inputs), "inputs,", len(batch.Targets), "targets")
 	fmt.Println("each target is the next input:", batch.Targets[0] == batch.Inputs[1])
 
-	resumed, err := llm.NewLoader(tokens, config)
+	resumed, err := data.NewLoader(tokens, config)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -102,16 +104,16 @@ func ExampleLoader() {
 func ExampleCacheTokens() {
 	path, remove := exampleFile()
 	defer remove()
-	corpus, err := llm.OpenCorpus(path)
+	corpus, err := data.Open(path)
 	if err != nil {
 		log.Fatal(err)
 	}
 	for range 2 {
-		bpe, err := llm.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"), corpus.Train, 50257, 32<<20, nil)
+		bpe, err := tokenizer.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"), corpus.Train, 50257, 32<<20, nil)
 		if err != nil {
 			log.Fatal(err)
 		}
-		tokens, err := llm.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache",
+		tokens, err := data.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache",
 			"tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)

@@ -1,4 +1,4 @@
-package llm
+package baseline
 
 import (
 	"bytes"
@@ -8,9 +8,11 @@ import (
 	"testing"
 	"testing/iotest"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/stretchr/testify/require"
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 func mustTrain(t testing.TB, text []byte) *Order2 {
@@ -156,11 +158,11 @@ func TestGzipBitsPerByte(t *testing.T) {
 }
 
 func BenchmarkTrainOrder2(b *testing.B) {
-	dir, err := GoSource()
+	dir, err := data.GoSource()
 	if err != nil {
 		b.Fatal(err)
 	}
-	corpus, err := OpenCorpus(dir, WithExtensions("go"))
+	corpus, err := data.Open(dir, data.WithExtensions("go"))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"bytes"
@@ -17,9 +17,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/stretchr/testify/require"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // tokenText returns a text of small documents, one of several portions and one without newlines.
@@ -33,15 +35,15 @@ func tokenText(t testing.TB) *Text {
 	return mustOpen(t, texttest.Files(t, files), WithHeldOut(1e-9)).Train
 }
 
-func trainBPE_(t testing.TB, text []byte, vocab int) *BPE {
+func trainBPE(t testing.TB, text []byte, vocab int) *tokenizer.BPE {
 	t.Helper()
-	b, err := TrainBPE(bytes.NewReader(text), vocab, nil)
+	b, err := tokenizer.TrainBPE(bytes.NewReader(text), vocab, nil)
 	require.NoError(t, err)
 	return b
 }
 
-func tokenBPE(t testing.TB) *BPE {
-	return trainBPE_(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
+func tokenBPE(t testing.TB) *tokenizer.BPE {
+	return trainBPE(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
 }
 
 // wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or two.
@@ -65,7 +67,7 @@ func (w wide) Encode(text []byte) (ids []int) {
 
 func (wide) Decode([]int) ([]byte, error) { return nil, errors.New("one-way") }
 
-func mustCache(t testing.TB, path string, text *Text, tok Tokenizer) *TokenFile {
+func mustCache(t testing.TB, path string, text *Text, tok tokenizer.Tokenizer) *TokenFile {
 	t.Helper()
 	f, err := CacheTokens(t.Context(), path, text, tok, nil)
 	if err != nil {
@@ -88,7 +90,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 	text := tokenText(t)
 	raw := readAll(t, text)
 	bpe := tokenBPE(t)
-	for _, tok := range []Tokenizer{bpe, ByteTokenizer{}, wide{}} {
+	for _, tok := range []tokenizer.Tokenizer{bpe, tokenizer.Bytes{}, wide{}} {
 		t.Run(tok.Name(), func(t *testing.T) {
 			var want []int
 			for i, end := range text.ends {
@@ -101,7 +103,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 					want = append(want, tok.Encode(document[:n])...)
 					document = document[n:]
 				}
-				if tok == Tokenizer(bpe) {
+				if tok == tokenizer.Tokenizer(bpe) {
 					want = append(want, bpe.EndOfDocument())
 				}
 			}
@@ -175,7 +177,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrDataChanged) {
+	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrChanged) {
 		t.Errorf("a state of other tokens: %v", err)
 	}
 }
@@ -184,11 +186,11 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 	dir := texttest.Files(t, texttest.Numbered(30))
 	path := filepath.Join(t.TempDir(), "cache", "tokens")
 	text := mustOpen(t, dir).Train
-	if _, err := OpenTokens(t.Context(), path, text, ByteTokenizer{}); !errors.Is(err,
+	if _, err := OpenTokens(t.Context(), path, text, tokenizer.Bytes{}); !errors.Is(err,
 		fs.ErrNotExist) {
 		t.Fatalf("no file: %v", err)
 	}
-	mustCache(t, path, text, ByteTokenizer{}).Close() // Windows does not replace open files
+	mustCache(t, path, text, tokenizer.Bytes{}).Close() // Windows does not replace open files
 	name := func(d document) string { return filepath.Join(dir, filepath.FromSlash(d.name)) }
 	remove := func() error { return os.Remove(name(text.docs[1])) }
 	touch := func() error { return os.Chtimes(name(text.docs[0]), time.Time{}, time.Unix(1e9, 0)) }
@@ -210,7 +212,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		text := mustOpen(t, dir).Train
-		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrDataChanged) ||
+		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrChanged) ||
 			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
@@ -239,7 +241,7 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	text := mustOpen(t, dir).Train
 	cache := t.TempDir()
 	path := filepath.Join(cache, "tokens")
-	mustCache(t, path, text, ByteTokenizer{})
+	mustCache(t, path, text, tokenizer.Bytes{})
 	before, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -252,8 +254,8 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{}, time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}
-	if err := WriteTokens(t.Context(), path, text, ByteTokenizer{}, nil); !errors.Is(err,
-		ErrDataChanged) {
+	if err := WriteTokens(t.Context(), path, text, tokenizer.Bytes{}, nil); !errors.Is(err,
+		ErrChanged) {
 		t.Errorf("a file that changed: %v", err)
 	}
 	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, before) {
@@ -347,7 +349,7 @@ func TestOpenTokensErrors(t *testing.T) {
 
 func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
-	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, ByteTokenizer{})
+	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tokenizer.Bytes{})
 	n := f.Len()
 	for _, c := range []struct {
 		length, offset int64
@@ -370,7 +372,7 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 // the ids that it holds.
 func FuzzOpenTokens(f *testing.F) {
 	text := mustOpen(f, texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
-	h, err := newTokenHeader(f.Context(), text, ByteTokenizer{})
+	h, err := newTokenHeader(f.Context(), text, tokenizer.Bytes{})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -396,7 +398,7 @@ func FuzzOpenTokens(f *testing.F) {
 		var err error
 		bounded.Run(t, int64(len(file)), func() {
 			tokens, err = OpenTokens(t.Context(), path, text,
-				ByteTokenizer{})
+				tokenizer.Bytes{})
 		})
 		if err != nil {
 			return
@@ -413,7 +415,7 @@ func FuzzOpenTokens(f *testing.F) {
 func BenchmarkWriteTokens(b *testing.B) {
 	train, _ := texttest.Go(b, 32<<20)
 	text := mustOpen(b, texttest.Files(b, map[string]string{"a.go": string(train)})).Train
-	bpe := trainBPE_(b, train[:8<<20], 50257)
+	bpe := trainBPE(b, train[:8<<20], 50257)
 	path := filepath.Join(b.TempDir(), "tokens")
 	b.SetBytes(text.Size())
 	for b.Loop() {

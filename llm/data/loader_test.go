@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"encoding/json"
@@ -12,8 +12,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // upTo returns the tokens 0, 1, 2, ..., which tell where in the text they stand.
@@ -231,8 +233,8 @@ func TestLoaderRefusesStates(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want an error with %q", name, err, c.want)
 		}
-		if name == "data" && !errors.Is(err, ErrDataChanged) {
-			t.Errorf("%s: %v, want an ErrDataChanged", name, err)
+		if name == "data" && !errors.Is(err, ErrChanged) {
+			t.Errorf("%s: %v, want an ErrChanged", name, err)
 		}
 		if l.State() != before {
 			t.Fatalf("%s: a refused state changes the loader to %+v", name, l.State())
@@ -262,7 +264,7 @@ func TestNewLoaderErrors(t *testing.T) {
 // An error while reading leaves the loader where it is: once the file is back, the same batch is dealt out.
 func TestLoaderReportsAVanishedFile(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
-	tokens, err := Tokenize(mustOpen(t, dir).Train, ByteTokenizer{})
+	tokens, err := Tokenize(mustOpen(t, dir).Train, tokenizer.Bytes{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -274,8 +276,8 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if _, err := l.Next(); !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), "a.txt has vanished") {
-			t.Fatalf("without the file: %v, want an ErrDataChanged that names it", err)
+		if _, err := l.Next(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), "a.txt has vanished") {
+			t.Fatalf("without the file: %v, want an ErrChanged that names it", err)
 		}
 	}
 	if err := os.Rename(path+".away", path); err != nil {
@@ -381,7 +383,7 @@ func FuzzLoaderState(f *testing.F) {
 // TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at the token that ends a document.
 func TestLoaderKnowsDocuments(t *testing.T) {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30)), WithHeldOut(1e-9)).Train
-	raw, err := Tokenize(text, ByteTokenizer{})
+	raw, err := Tokenize(text, tokenizer.Bytes{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -421,7 +423,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 			}
 		}
 	}
-	kept := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, ByteTokenizer{})
+	kept := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tokenizer.Bytes{})
 	for _, tokens := range []Tokens{upTo(20), kept} {
 		if b := mustNext(t, loaderOf(t, tokens, LoaderConfig{Batch: 1, Seq: 9})); b.Starts != nil {
 			t.Errorf("tokens that know of no documents: starts %v", b.Starts)

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"bytes"
@@ -15,13 +15,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
-func mustOpen(t testing.TB, path string, options ...CorpusOption) *Corpus {
+func mustOpen(t testing.TB, path string, options ...Option) *Corpus {
 	t.Helper()
-	c, err := OpenCorpus(path, options...)
+	c, err := Open(path, options...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,7 +46,7 @@ func readAll(t testing.TB, text *Text) []byte {
 	return b
 }
 
-func TestOpenCorpusChoosesFiles(t *testing.T) {
+func TestOpenChoosesFiles(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{
 		"b.go": "bb bb bb", "a.go": "aa aa aa", "sub/deep/c.go": "cc cc cc", "d.txt": "dd dd dd",
 		"empty.go": "", "binary.go": "PK\x00\x01", ".git/x.go": "hidden", ".hidden.go": "hidden",
@@ -55,12 +56,12 @@ func TestOpenCorpusChoosesFiles(t *testing.T) {
 		t.Logf("without a loop of symbolic links: %v", err)
 	}
 	for _, c := range []struct {
-		options []CorpusOption
+		options []Option
 		want    []string
 	}{
 		{nil, []string{"a.go", "b.go", "d.txt", "late.go", "sub/deep/c.go"}},
-		{[]CorpusOption{WithExtensions("go")}, []string{"a.go", "b.go", "late.go", "sub/deep/c.go"}},
-		{[]CorpusOption{WithExtensions(".txt", ".md")}, []string{"d.txt"}},
+		{[]Option{WithExtensions("go")}, []string{"a.go", "b.go", "late.go", "sub/deep/c.go"}},
+		{[]Option{WithExtensions(".txt", ".md")}, []string{"d.txt"}},
 	} {
 		got := names(mustOpen(t, dir, c.options...).Train)
 		slices.Sort(got)
@@ -70,7 +71,7 @@ func TestOpenCorpusChoosesFiles(t *testing.T) {
 	}
 }
 
-func TestOpenCorpusFollowsALinkThatIsNamed(t *testing.T) {
+func TestOpenFollowsALinkThatIsNamed(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("text ", 100)})
 	link := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(dir, link); err != nil {
@@ -224,13 +225,13 @@ func TestSample(t *testing.T) {
 	}
 }
 
-func TestOpenCorpusErrors(t *testing.T) {
+func TestOpenErrors(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{
 		"empty/a.go": "", "binary/a.go": "\x00", "text/a.go": "package a", "one/a": "1", "none/.hidden": "x",
 	})
 	for _, c := range []struct {
 		path    string
-		options []CorpusOption
+		options []Option
 		want    []string
 	}{
 		{"missing", nil, []string{"missing"}},
@@ -238,31 +239,31 @@ func TestOpenCorpusErrors(t *testing.T) {
 		{"empty/a.go", nil, []string{"a.go is empty"}},
 		{"binary", nil, []string{"no text in", "0 of these empty and 1 binary"}},
 		{"none", nil, []string{"no files in it"}},
-		{"text", []CorpusOption{WithExtensions("txt", ".md")}, []string{"of 1 files, 0 ending in .txt or .md"}},
+		{"text", []Option{WithExtensions("txt", ".md")}, []string{"of 1 files, 0 ending in .txt or .md"}},
 		{"one", nil, []string{"1 files with 1 bytes", "too little"}},
-		{"text", []CorpusOption{WithExtensions()}, []string{"WithExtensions"}},
-		{"text", []CorpusOption{WithExtensions(".")}, []string{"WithExtensions", `"."`}},
-		{"text", []CorpusOption{WithHeldOut(0)}, []string{"WithHeldOut", "0"}},
-		{"text", []CorpusOption{WithHeldOut(1)}, []string{"WithHeldOut", "1"}},
-		{"text", []CorpusOption{WithMaxBytes(1)}, []string{"WithMaxBytes", "1"}},
+		{"text", []Option{WithExtensions()}, []string{"WithExtensions"}},
+		{"text", []Option{WithExtensions(".")}, []string{"WithExtensions", `"."`}},
+		{"text", []Option{WithHeldOut(0)}, []string{"WithHeldOut", "0"}},
+		{"text", []Option{WithHeldOut(1)}, []string{"WithHeldOut", "1"}},
+		{"text", []Option{WithMaxBytes(1)}, []string{"WithMaxBytes", "1"}},
 	} {
-		corpus, err := OpenCorpus(filepath.Join(dir, filepath.FromSlash(c.path)), c.options...)
+		corpus, err := Open(filepath.Join(dir, filepath.FromSlash(c.path)), c.options...)
 		if err == nil || corpus != nil {
 			t.Errorf("%s: got %v, %v, want an error", c.path, corpus, err)
 			continue
 		}
-		for _, want := range append(c.want, "llm: OpenCorpus: ") {
+		for _, want := range append(c.want, "data: Open: ") {
 			if !strings.Contains(err.Error(), want) {
 				t.Errorf("%s: the error %q lacks %q", c.path, err, want)
 			}
 		}
 	}
-	if _, err := OpenCorpus(filepath.Join(dir, "missing")); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := Open(filepath.Join(dir, "missing")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a missing path gives %v, want fs.ErrNotExist", err)
 	}
 }
 
-func TestOpenCorpusNamesAnUnreadableFile(t *testing.T) {
+func TestOpenNamesAnUnreadableFile(t *testing.T) {
 	if runtime.GOOS == "windows" || os.Geteuid() == 0 {
 		t.Skip("permissions do not keep this user from reading")
 	}
@@ -272,8 +273,8 @@ func TestOpenCorpusNamesAnUnreadableFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{dir, secret} {
-		if _, err := OpenCorpus(path); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(), "secret.txt") {
-			t.Errorf("OpenCorpus(%s) gives %v, want a refusal that names secret.txt", path, err)
+		if _, err := Open(path); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(), "secret.txt") {
+			t.Errorf("Open(%s) gives %v, want a refusal that names secret.txt", path, err)
 		}
 	}
 }
@@ -292,8 +293,8 @@ func TestReadNamesAChangedFile(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, err := io.ReadAll(text.Reader())
-			if !errors.Is(err, ErrDataChanged) || !strings.Contains(err.Error(), "changed.txt") {
-				t.Errorf("reading gives %v, want an ErrDataChanged that names changed.txt", err)
+			if !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), "changed.txt") {
+				t.Errorf("reading gives %v, want an ErrChanged that names changed.txt", err)
 			}
 		})
 	}
@@ -313,7 +314,7 @@ func TestGoSource(t *testing.T) {
 	}
 }
 
-// FuzzCorpus gives OpenCorpus files of any contents and names: it says what is wrong, or its two
+// FuzzCorpus gives Open files of any contents and names: it says what is wrong, or its two
 // parts are all that they hold.
 func FuzzCorpus(f *testing.F) {
 	f.Add("a.txt", []byte("some text"), "b", []byte{0, 1})
@@ -327,7 +328,7 @@ func FuzzCorpus(f *testing.F) {
 				_ = os.WriteFile(filepath.Join(dir, name), text, 0o666) // which may be no name here
 			}
 		}
-		c, err := OpenCorpus(dir)
+		c, err := Open(dir)
 		if err != nil {
 			return
 		}

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"errors"
@@ -6,6 +6,7 @@ import (
 	"math/bits"
 
 	"github.com/kasmina-go/kasmina/internal/splitmix"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // A Batch holds sequences of token ids and for each id the one that follows it in the text, both [batch, seq] by rows. A
@@ -62,17 +63,17 @@ type readAhead struct {
 // sequence and the target of its last token, and when a batch has more than 2²⁶ tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
-		return nil, fmt.Errorf("llm: NewLoader: the tokens are nil")
+		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
 	}
 	if err := checkBatches(c.Batch, c.Seq); err != nil {
-		return nil, fmt.Errorf("llm: NewLoader: %w", err)
+		return nil, fmt.Errorf("data: NewLoader: %w", err)
 	}
 	if c.Batch > maxBatchTokens/c.Seq {
-		return nil, fmt.Errorf("llm: NewLoader: batches of %d sequences of %d tokens, want at most %d tokens; TrainConfig.Accumulate adds "+
+		return nil, fmt.Errorf("data: NewLoader: batches of %d sequences of %d tokens, want at most %d tokens; TrainConfig.Accumulate adds "+
 			"up the gradients of several batches", c.Batch, c.Seq, maxBatchTokens)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
-		return nil, fmt.Errorf("llm: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d: "+
+		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d: "+
 			"it takes more text, or shorter sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
 	l := &Loader{
@@ -115,7 +116,7 @@ func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
 	}
-	e, ok := t.(DocumentEnder)
+	e, ok := t.(tokenizer.DocumentEnder)
 	if !ok || e.EndOfDocument() < 0 {
 		return nil
 	}
@@ -137,7 +138,7 @@ var errNoLoader = errors.New("the loader is nil or its zero value: NewLoader mak
 // again.
 func (l *Loader) Next() (Batch, error) {
 	if l == nil || l.tokens == nil {
-		return Batch{}, fmt.Errorf("llm: Loader.Next: %w", errNoLoader)
+		return Batch{}, fmt.Errorf("data: Loader.Next: %w", errNoLoader)
 	}
 	if l.ahead == nil {
 		l.readAhead()
@@ -146,7 +147,7 @@ func (l *Loader) Next() (Batch, error) {
 	l.ahead = nil
 	if r.err != nil {
 		l.spare = r.batch
-		return Batch{}, fmt.Errorf("llm: Loader.Next: %w", r.err)
+		return Batch{}, fmt.Errorf("data: Loader.Next: %w", r.err)
 	}
 	l.spare, l.inUse, l.state = l.inUse, r.batch, r.after
 	l.readAhead()
@@ -225,21 +226,21 @@ func (l *Loader) InUse() Batch { return l.inUse }
 func (l *Loader) State() LoaderState { return l.state }
 
 // SetState moves the loader to a place that State returned, its seed included; the batch size may differ. A state of
-// other data is an ErrDataChanged, and a state that is refused changes nothing.
+// other data is an ErrChanged, and a state that is refused changes nothing.
 func (l *Loader) SetState(s LoaderState) error {
 	if l == nil || l.tokens == nil {
-		return fmt.Errorf("llm: Loader.SetState: %w", errNoLoader)
+		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
 	}
 	if s.Data != l.state.Data {
-		return fmt.Errorf("llm: Loader.SetState: %w: the state's fingerprint is %q, that of the tokens is %q", ErrDataChanged,
+		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of the tokens is %q", ErrChanged,
 			s.Data, l.state.Data)
 	}
 	if s.Seq != l.config.Seq {
-		return fmt.Errorf("llm: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
+		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
 	}
 	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||
 		s.Next > windows {
-		return fmt.Errorf("llm: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch of 0 to %d", s.Next,
+		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch of 0 to %d", s.Next,
 			s.Epoch, windows, int64(maxEpoch))
 	}
 	if l.ahead != nil {

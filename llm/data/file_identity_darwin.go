@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"fmt"
@@ -13,6 +13,6 @@ func fileIdentity(info fs.FileInfo) (identity string, changed time.Time) {
 	if !ok {
 		return "", time.Time{}
 	}
-	changed = time.Unix(s.Ctim.Unix())
+	changed = time.Unix(s.Ctimespec.Unix())
 	return fmt.Sprintf("%d:%d:%d", s.Dev, s.Ino, changed.UnixNano()), changed
 }

@@ -1,4 +1,6 @@
-package llm
+// Package sampler draws tokens from a model's logits: by temperature, the most probable only, and
+// in an order that a seed repeats.
+package sampler
 
 import (
 	"cmp"
@@ -9,8 +11,8 @@ import (
 	"slices"
 )
 
-// SamplerConfig says how tokens are drawn from logits. The zero value is greedy.
-type SamplerConfig struct {
+// Config says how tokens are drawn from logits. The zero value is greedy.
+type Config struct {
 	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. 0 always takes the largest logit.
 	Temperature float64
 	// TopK keeps only the k most probable tokens; 0 keeps all.
@@ -27,9 +29,9 @@ type SamplerConfig struct {
 // A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the more probable. The
 // tokens drawn depend on the config and the logits alone. A Sampler is not safe for use by several goroutines.
 type Sampler struct {
-	config  SamplerConfig
+	config  Config
 	source  *rand.PCG
-	choices []choice // memory for Sample
+	choices []choice // memory for Draw
 }
 
 // A choice is a token with its logit and its probability relative to the most probable token.
@@ -39,26 +41,26 @@ type choice struct {
 	weight float64
 }
 
-// NewSampler checks the config.
-func NewSampler(c SamplerConfig) (*Sampler, error) {
+// New checks the config.
+func New(c Config) (*Sampler, error) {
 	switch {
 	case !(c.Temperature >= 0) || math.IsInf(c.Temperature, 1):
-		return nil, fmt.Errorf("llm: NewSampler: Temperature is %v, want a finite number of at least 0", c.Temperature)
+		return nil, fmt.Errorf("sampler: New: Temperature is %v, want a finite number of at least 0", c.Temperature)
 	case c.TopK < 0:
-		return nil, fmt.Errorf("llm: NewSampler: TopK is %d, want at least 0", c.TopK)
+		return nil, fmt.Errorf("sampler: New: TopK is %d, want at least 0", c.TopK)
 	case !(c.TopP >= 0 && c.TopP <= 1):
-		return nil, fmt.Errorf("llm: NewSampler: TopP is %v, want 0 to 1", c.TopP)
+		return nil, fmt.Errorf("sampler: New: TopP is %v, want 0 to 1", c.TopP)
 	case c.Vocab < 0:
-		return nil, fmt.Errorf("llm: NewSampler: Vocab is %d, want at least 0", c.Vocab)
+		return nil, fmt.Errorf("sampler: New: Vocab is %d, want at least 0", c.Vocab)
 	}
 	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
 }
 
-// Sample draws the id of the next token from the logits, which it leaves as they are. It is an error when a logit is NaN
+// Draw draws the id of the next token from the logits, which it leaves as they are. It is an error when a logit is NaN
 // or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
-func Sample[T float32 | float64](s *Sampler, logits []T) (int, error) {
+func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
-		return 0, fmt.Errorf("llm: Sample: the sampler is nil")
+		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
 	}
 	if v := s.config.Vocab; v > 0 && v < len(logits) {
 		logits = logits[:v]
@@ -67,14 +69,14 @@ func Sample[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	for i, logit := range logits {
 		l := float64(logit)
 		if math.IsNaN(l) || math.IsInf(l, 1) {
-			return 0, fmt.Errorf("llm: Sample: logits[%d] is %v", i, l)
+			return 0, fmt.Errorf("sampler: Draw: logits[%d] is %v", i, l)
 		}
 		if !math.IsInf(l, -1) {
 			s.choices = append(s.choices, choice{id: i, logit: l})
 		}
 	}
 	if len(s.choices) == 0 {
-		return 0, fmt.Errorf("llm: Sample: none of %d logits is more than -Inf", len(logits))
+		return 0, fmt.Errorf("sampler: Draw: none of %d logits is more than -Inf", len(logits))
 	}
 	if s.config.Temperature == 0 {
 		return slices.MinFunc(s.choices, moreProbable).id, nil
@@ -132,7 +134,7 @@ func (s *Sampler) draw(kept []choice) int {
 // State returns the state of the random numbers, to be kept with a checkpoint.
 func (s *Sampler) State() ([]byte, error) {
 	if s == nil || s.source == nil {
-		return nil, errors.New("llm: Sampler.State: the sampler is nil or its zero value: NewSampler makes one")
+		return nil, errors.New("sampler: Sampler.State: the sampler is nil or its zero value: New makes one")
 	}
 	return s.source.MarshalBinary()
 }
@@ -140,11 +142,11 @@ func (s *Sampler) State() ([]byte, error) {
 // SetState continues with the random numbers of a state that State returned.
 func (s *Sampler) SetState(state []byte) error {
 	if s == nil {
-		return errors.New("llm: Sampler.SetState: the sampler is nil: NewSampler makes one")
+		return errors.New("sampler: Sampler.SetState: the sampler is nil: New makes one")
 	}
 	restored := new(rand.PCG)
 	if err := restored.UnmarshalBinary(state); err != nil {
-		return fmt.Errorf("llm: Sampler.SetState: %w", err)
+		return fmt.Errorf("sampler: Sampler.SetState: %w", err)
 	}
 	s.source = restored
 	return nil

@@ -1,4 +1,4 @@
-package llm
+package tokenizer
 
 import (
 	"cmp"
@@ -17,15 +17,15 @@ import (
 // The function progress is called, if it is not nil, after each merge. An error of it ends the training.
 func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*BPE, error) {
 	if vocab < 257 || vocab > maxVocab {
-		return nil, fmt.Errorf("llm: TrainBPE: the vocabulary is %d, want 257 to %d: 256 bytes, the end of a document, and merges",
+		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 bytes, the end of a document, and merges",
 			vocab, maxVocab)
 	}
 	if text == nil {
-		return nil, errors.New("llm: TrainBPE: text must not be nil")
+		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
 	}
 	t, err := newBPETrainer(text)
 	if err != nil {
-		return nil, fmt.Errorf("llm: TrainBPE: %w", err)
+		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 	}
 	merges := make([]pair, 0, vocab-257)
 	for len(merges) < cap(merges) {
@@ -39,12 +39,12 @@ func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*
 			continue
 		}
 		if err := progress(len(merges), cap(merges)); err != nil {
-			return nil, fmt.Errorf("llm: TrainBPE: %w", err)
+			return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 		}
 	}
 	b, err := newBPE(merges)
 	if err != nil {
-		return nil, fmt.Errorf("llm: TrainBPE: %w", err)
+		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 	}
 	return b, nil
 }

@@ -1,4 +1,6 @@
-package llm
+// Package baseline says how well text can be predicted without a neural network, in bits per byte:
+// by counts of three bytes in a row, and by gzip. A model that does no better has learnt little.
+package baseline
 
 import (
 	"compress/gzip"
@@ -29,7 +31,7 @@ type Order2 struct {
 // Counts are 32 bits wide and stop growing when full.
 func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
 	if r == nil {
-		return nil, fmt.Errorf("llm: TrainOrder2: the reader is nil")
+		return nil, fmt.Errorf("baseline: TrainOrder2: the reader is nil")
 	}
 	m := new(Order2)
 	contexts := 1
@@ -58,11 +60,11 @@ func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
 			break
 		}
 		if err != nil {
-			return nil, fmt.Errorf("llm: TrainOrder2: after %d bytes: %w", read, err)
+			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w", read, err)
 		}
 	}
 	if read < 3 {
-		return nil, fmt.Errorf("llm: TrainOrder2: the training text has %d bytes, want at least 3", read)
+		return nil, fmt.Errorf("baseline: TrainOrder2: the training text has %d bytes, want at least 3", read)
 	}
 	m.sum()
 	return m, nil
@@ -107,10 +109,10 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 // is for a language model. The second byte is predicted as if the first had come twice.
 func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 	if m == nil || m.totals[2] == nil {
-		return 0, errors.New("llm: Order2.BitsPerByte: nothing has been counted: TrainOrder2 makes an Order2")
+		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: TrainOrder2 makes an Order2")
 	}
 	if len(text) < 2 {
-		return 0, fmt.Errorf("llm: Order2.BitsPerByte: the text has %d bytes, want at least 2", len(text))
+		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: the text has %d bytes, want at least 2", len(text))
 	}
 	bits := 0.0
 	a1, a2 := text[0], text[0]
@@ -124,7 +126,7 @@ func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 // GzipBitsPerByte returns the size in bits of the text compressed as by gzip -9, divided by its length in bytes.
 func GzipBitsPerByte(text []byte) (float64, error) {
 	if len(text) == 0 {
-		return 0, fmt.Errorf("llm: GzipBitsPerByte: the text is empty")
+		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")
 	}
 	var size countingWriter
 	z, err := gzip.NewWriterLevel(&size, gzip.BestCompression)
@@ -135,7 +137,7 @@ func GzipBitsPerByte(text []byte) (float64, error) {
 		err = z.Close()
 	}
 	if err != nil {
-		return 0, fmt.Errorf("llm: GzipBitsPerByte: %w", err)
+		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", err)
 	}
 	return 8 * float64(size) / float64(len(text)), nil
 }

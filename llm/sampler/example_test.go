@@ -1,28 +1,28 @@
-package llm_test
+package sampler_test
 
 import (
 	"fmt"
 	"log"
 
-	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-func ExampleSample() {
+func ExampleDraw() {
 	logits := []float64{0.5, 2, -1, 2.5}
-	greedy, err := llm.NewSampler(llm.SamplerConfig{})
+	greedy, err := sampler.New(sampler.Config{})
 	if err != nil {
 		log.Fatal(err)
 	}
-	id, err := llm.Sample(greedy, logits)
+	id, err := sampler.Draw(greedy, logits)
 	fmt.Println(id, err)
 
-	warm, err := llm.NewSampler(llm.SamplerConfig{Temperature: 0.8, TopK: 2, Seed: 1})
+	warm, err := sampler.New(sampler.Config{Temperature: 0.8, TopK: 2, Seed: 1})
 	if err != nil {
 		log.Fatal(err)
 	}
 	var counts [4]int
 	for range 1000 {
-		id, err := llm.Sample(warm, logits)
+		id, err := sampler.Draw(warm, logits)
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -1,4 +1,12 @@
-package llm
+// Package data finds text, keeps it as tokens and deals out batches of it.
+//
+//	Open  →  Corpus.Train    →  Tokenize, or CacheTokens  →  NewLoader  →  Batch after Batch
+//	         Corpus.HeldOut  →  Text.Sample  →  NewEvaluation
+//
+// A [Corpus] is the text of a file or a folder, split into a part to train on and one held out.
+// [Tokens] are text as ids, from files, from memory or from a [TokenFile]; a [Loader] deals them
+// out in a random order that it can take up again, and an [Evaluation] always in the same.
+package data
 
 import (
 	"bytes"
@@ -21,9 +29,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// ErrDataChanged is wrapped by errors that report text that is no longer what it was: a file of a Corpus that changed or
+// ErrChanged is wrapped by errors that report text that is no longer what it was: a file of a Corpus that changed or
 // vanished after it was opened, or a LoaderState of other data.
-var ErrDataChanged = errors.New("the data has changed")
+var ErrChanged = errors.New("the data has changed")
 
 // A Corpus is the text of a file or of the files of a folder, split into one part to train on and one held out. Only a
 // table of the files is kept in memory; their bytes are read when asked for.
@@ -45,19 +53,19 @@ type Corpus struct {
 // held-out share a matter of luck.
 const minFilesToSplit = 20
 
-type corpusConfig struct {
+type config struct {
 	extensions []string
 	heldOut    float64
 	seed       uint64
 	maxBytes   int64
 }
 
-// A CorpusOption changes how OpenCorpus chooses and splits files.
-type CorpusOption func(*corpusConfig) error
+// An Option changes how Open chooses and splits files.
+type Option func(*config) error
 
 // WithExtensions takes only files whose names end in one of the extensions, such as ".go" (or "go"), out of a folder.
-func WithExtensions(extensions ...string) CorpusOption {
-	return func(c *corpusConfig) error {
+func WithExtensions(extensions ...string) Option {
+	return func(c *config) error {
 		if len(extensions) == 0 {
 			return errors.New("WithExtensions: no extension given")
 		}
@@ -72,8 +80,8 @@ func WithExtensions(extensions ...string) CorpusOption {
 }
 
 // WithHeldOut sets the share of the text that is held out, between 0 and 1, both excluded; the default is 0.05.
-func WithHeldOut(share float64) CorpusOption {
-	return func(c *corpusConfig) error {
+func WithHeldOut(share float64) Option {
+	return func(c *config) error {
 		if !(share > 0 && share < 1) {
 			return fmt.Errorf("WithHeldOut: the share is %v, want more than 0 and less than 1", share)
 		}
@@ -83,8 +91,8 @@ func WithHeldOut(share float64) CorpusOption {
 }
 
 // WithSplitSeed sets the seed of the split and of the files' order; the default is 0.
-func WithSplitSeed(seed uint64) CorpusOption {
-	return func(c *corpusConfig) error {
+func WithSplitSeed(seed uint64) Option {
+	return func(c *config) error {
 		c.seed = seed
 		return nil
 	}
@@ -92,8 +100,8 @@ func WithSplitSeed(seed uint64) CorpusOption {
 
 // WithMaxBytes takes about n bytes only, the held-out share of them from the held-out part and the rest from the part to
 // train on: in both, the first files in the order drawn from the seed, the last of them cut short.
-func WithMaxBytes(n int64) CorpusOption {
-	return func(c *corpusConfig) error {
+func WithMaxBytes(n int64) Option {
+	return func(c *config) error {
 		if n < 2 {
 			return fmt.Errorf("WithMaxBytes: the limit is %d, want at least 2", n)
 		}
@@ -102,24 +110,24 @@ func WithMaxBytes(n int64) CorpusOption {
 	}
 }
 
-// OpenCorpus finds the text at path, a file or a folder. A folder is searched with all folders in it, but files and
+// Open finds the text at path, a file or a folder. A folder is searched with all folders in it, but files and
 // folders whose names start with a dot are passed over, and so are symbolic links (path itself may be one), empty files
 // and binary ones: those with a zero byte among the first 8192. A file that is named directly is always taken.
 //
 // It is an error when path does not exist, something in it cannot be read, or no text is found.
-func OpenCorpus(path string, options ...CorpusOption) (*Corpus, error) {
-	c := corpusConfig{heldOut: 0.05}
+func Open(path string, options ...Option) (*Corpus, error) {
+	c := config{heldOut: 0.05}
 	for _, o := range options {
 		if o == nil {
-			return nil, errors.New("llm: OpenCorpus: an option is nil")
+			return nil, errors.New("data: Open: an option is nil")
 		}
 		if err := o(&c); err != nil {
-			return nil, fmt.Errorf("llm: OpenCorpus: %w", err)
+			return nil, fmt.Errorf("data: Open: %w", err)
 		}
 	}
 	root, files, err := findFiles(path, c.extensions)
 	if err != nil {
-		return nil, fmt.Errorf("llm: OpenCorpus: %w", err)
+		return nil, fmt.Errorf("data: Open: %w", err)
 	}
 	train, held := c.split(files)
 	if c.maxBytes > 0 {
@@ -129,7 +137,7 @@ func OpenCorpus(path string, options ...CorpusOption) (*Corpus, error) {
 	}
 	corpus := &Corpus{Train: newText(root, train), HeldOut: newText(root, held)}
 	if corpus.Train.Size() == 0 || corpus.HeldOut.Size() == 0 {
-		return nil, fmt.Errorf("llm: OpenCorpus: %d files with %d bytes in %s are too little to hold out a share of %v",
+		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too little to hold out a share of %v",
 			len(files), corpus.Train.Size()+corpus.HeldOut.Size(), path, c.heldOut)
 	}
 	return corpus, nil
@@ -242,7 +250,7 @@ func isBinary(name string) (bool, error) {
 }
 
 // split returns the documents to train on and those held out, each in the order drawn from the seed.
-func (c *corpusConfig) split(files []document) (train, held []document) {
+func (c *config) split(files []document) (train, held []document) {
 	order := make(map[string]uint64, len(files))
 	for _, d := range files {
 		order[d.name] = c.hash("order", d.name)
@@ -278,7 +286,7 @@ func (c *corpusConfig) split(files []document) (train, held []document) {
 
 // hash returns 64 uniform bits for a purpose and a name. SHA-256 is here for its even spread and because it is the same
 // everywhere.
-func (c *corpusConfig) hash(purpose, name string) uint64 {
+func (c *config) hash(purpose, name string) uint64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%d\x00%s", purpose, c.seed, name))
 	return binary.BigEndian.Uint64(sum[:])
 }
@@ -292,13 +300,13 @@ func GoSource() (string, error) {
 		defer cancel()
 		out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
 		if err != nil {
-			return "", fmt.Errorf("llm: GoSource: GOROOT is not set and `go env GOROOT` fails: %w", err)
+			return "", fmt.Errorf("data: GoSource: GOROOT is not set and `go env GOROOT` fails: %w", err)
 		}
 		root = strings.TrimSpace(string(out))
 	}
 	dir := filepath.Join(root, "src")
 	if _, err := os.Stat(filepath.Join(dir, "fmt", "print.go")); err != nil {
-		return "", fmt.Errorf("llm: GoSource: %s does not hold Go's source: %w", dir, err)
+		return "", fmt.Errorf("data: GoSource: %s does not hold Go's source: %w", dir, err)
 	}
 	return dir, nil
 }

@@ -1,4 +1,4 @@
-package llm
+package sampler
 
 import (
 	"math"
@@ -6,22 +6,23 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
-func mustSampler(t testing.TB, c SamplerConfig) *Sampler {
+func mustSampler(t testing.TB, c Config) *Sampler {
 	t.Helper()
-	s, err := NewSampler(c)
+	s, err := New(c)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-func mustSample[T float32 | float64](t testing.TB, s *Sampler, logits []T) int {
+func mustDraw[T float32 | float64](t testing.TB, s *Sampler, logits []T) int {
 	t.Helper()
-	id, err := Sample(s, logits)
+	id, err := Draw(s, logits)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,7 +30,7 @@ func mustSample[T float32 | float64](t testing.TB, s *Sampler, logits []T) int {
 }
 
 // reference returns the distribution that a config makes of logits, by the definitions.
-func reference(c SamplerConfig, logits []float64) []float64 {
+func reference(c Config, logits []float64) []float64 {
 	order := make([]int, len(logits))
 	for i := range order {
 		order[i] = i
@@ -77,7 +78,7 @@ func reference(c SamplerConfig, logits []float64) []float64 {
 func TestSampleDistribution(t *testing.T) {
 	r := texttest.Rand(t)
 	const draws = 20000
-	for _, c := range []SamplerConfig{
+	for _, c := range []Config{
 		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1, TopK: 3}, {Temperature: 1, TopP: 0.7},
 		{Temperature: 1.5, TopK: 6, TopP: 0.8}, {Temperature: 1, TopK: 100, TopP: 1},
 	} {
@@ -92,7 +93,7 @@ func TestSampleDistribution(t *testing.T) {
 		want := reference(c, logits)
 		got := make([]float64, len(logits))
 		for range draws {
-			got[mustSample(t, s, logits)]++
+			got[mustDraw(t, s, logits)]++
 		}
 		chi2, cells := 0.0, 0.0
 		var rare, drawnRare float64
@@ -127,32 +128,32 @@ func TestSampleDistribution(t *testing.T) {
 func TestSampleEdges(t *testing.T) {
 	inf := math.Inf(-1)
 	for name, c := range map[string]struct {
-		config SamplerConfig
+		config Config
 		logits []float64
 		want   []int // exactly these come in 2000 draws
 	}{
-		"greedy":                      {SamplerConfig{}, []float64{1, 3, 2}, []int{1}},
-		"greedy, ties":                {SamplerConfig{}, []float64{1, 3, 3}, []int{1}},
-		"top-k 1, ties":               {SamplerConfig{Temperature: 1, TopK: 1}, []float64{0, 3, 3}, []int{1}},
-		"top-k 2, ties":               {SamplerConfig{Temperature: 9, TopK: 2}, []float64{1, 1, 1, 1}, []int{0, 1}},
-		"top-k beyond all":            {SamplerConfig{Temperature: 1, TopK: 9}, []float64{1, 1}, []int{0, 1}},
-		"top-p keeps one":             {SamplerConfig{Temperature: 1, TopP: 1e-300}, []float64{1, 1.1, 1}, []int{1}},
-		"top-p, ties":                 {SamplerConfig{Temperature: 1, TopP: 0.5}, []float64{1, 1, 1, 1}, []int{0, 1}},
-		"top-p crosses the limit":     {SamplerConfig{Temperature: 1, TopP: 0.51}, []float64{1, 1, 1, 1}, []int{0, 1, 2}},
-		"top-p of what top-k leaves":  {SamplerConfig{Temperature: 1, TopK: 2, TopP: 0.5}, []float64{1, 1, 1}, []int{0}},
-		"top-p 1 keeps all":           {SamplerConfig{Temperature: 1, TopP: 1}, []float64{1, 1, 1}, []int{0, 1, 2}},
-		"one token":                   {SamplerConfig{Temperature: 1}, []float64{-7}, []int{0}},
-		"only one possible":           {SamplerConfig{Temperature: 1}, []float64{inf, -1e300, inf}, []int{1}},
-		"greedy, very small":          {SamplerConfig{}, []float64{inf, -1e308}, []int{1}},
-		"large logits":                {SamplerConfig{Temperature: 1}, []float64{1e308, -1e308}, []int{0}},
-		"the least temperature":       {SamplerConfig{Temperature: 5e-324}, []float64{1, 2, 2 + 1e-9}, []int{2}},
-		"the least temperature, ties": {SamplerConfig{Temperature: 5e-324}, []float64{1, 2, 2}, []int{1, 2}},
-		"a high temperature":          {SamplerConfig{Temperature: 1e300}, []float64{1, 50}, []int{0, 1}},
+		"greedy":                      {Config{}, []float64{1, 3, 2}, []int{1}},
+		"greedy, ties":                {Config{}, []float64{1, 3, 3}, []int{1}},
+		"top-k 1, ties":               {Config{Temperature: 1, TopK: 1}, []float64{0, 3, 3}, []int{1}},
+		"top-k 2, ties":               {Config{Temperature: 9, TopK: 2}, []float64{1, 1, 1, 1}, []int{0, 1}},
+		"top-k beyond all":            {Config{Temperature: 1, TopK: 9}, []float64{1, 1}, []int{0, 1}},
+		"top-p keeps one":             {Config{Temperature: 1, TopP: 1e-300}, []float64{1, 1.1, 1}, []int{1}},
+		"top-p, ties":                 {Config{Temperature: 1, TopP: 0.5}, []float64{1, 1, 1, 1}, []int{0, 1}},
+		"top-p crosses the limit":     {Config{Temperature: 1, TopP: 0.51}, []float64{1, 1, 1, 1}, []int{0, 1, 2}},
+		"top-p of what top-k leaves":  {Config{Temperature: 1, TopK: 2, TopP: 0.5}, []float64{1, 1, 1}, []int{0}},
+		"top-p 1 keeps all":           {Config{Temperature: 1, TopP: 1}, []float64{1, 1, 1}, []int{0, 1, 2}},
+		"one token":                   {Config{Temperature: 1}, []float64{-7}, []int{0}},
+		"only one possible":           {Config{Temperature: 1}, []float64{inf, -1e300, inf}, []int{1}},
+		"greedy, very small":          {Config{}, []float64{inf, -1e308}, []int{1}},
+		"large logits":                {Config{Temperature: 1}, []float64{1e308, -1e308}, []int{0}},
+		"the least temperature":       {Config{Temperature: 5e-324}, []float64{1, 2, 2 + 1e-9}, []int{2}},
+		"the least temperature, ties": {Config{Temperature: 5e-324}, []float64{1, 2, 2}, []int{1, 2}},
+		"a high temperature":          {Config{Temperature: 1e300}, []float64{1, 50}, []int{0, 1}},
 	} {
 		s := mustSampler(t, c.config)
 		seen := make([]bool, len(c.logits))
 		for range 2000 {
-			seen[mustSample(t, s, c.logits)] = true
+			seen[mustDraw(t, s, c.logits)] = true
 		}
 		var got []int
 		for id, s := range seen {
@@ -172,12 +173,12 @@ func TestSamplerRepeats(t *testing.T) {
 	draw := func(s *Sampler) []int {
 		ids := make([]int, 40)
 		for i := range ids {
-			ids[i] = mustSample(t, s, logits)
+			ids[i] = mustDraw(t, s, logits)
 		}
 		return ids
 	}
 	seed := texttest.Rand(t).Uint64()
-	c := SamplerConfig{Temperature: 1, TopP: 0.9, Seed: seed}
+	c := Config{Temperature: 1, TopP: 0.9, Seed: seed}
 	s := mustSampler(t, c)
 	first := draw(s)
 	if again := draw(mustSampler(t, c)); !slices.Equal(again, first) {
@@ -185,7 +186,7 @@ func TestSamplerRepeats(t *testing.T) {
 	}
 	wide := mustSampler(t, c)
 	for i, want := range first {
-		if got := mustSample(t, wide, narrow); got != want {
+		if got := mustDraw(t, wide, narrow); got != want {
 			t.Fatalf("draw %d from float32 is %d, from float64 %d", i, got, want)
 		}
 	}
@@ -214,24 +215,24 @@ func TestSamplerRepeats(t *testing.T) {
 func TestSamplerErrors(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for _, c := range []struct {
-		config SamplerConfig
+		config Config
 		want   string
 	}{
-		{SamplerConfig{Temperature: -0.1}, "Temperature is -0.1"},
-		{SamplerConfig{Temperature: nan}, "Temperature is NaN"},
-		{SamplerConfig{Temperature: inf}, "Temperature is +Inf"},
-		{SamplerConfig{TopK: -1}, "TopK is -1"},
-		{SamplerConfig{TopP: -0.5}, "TopP is -0.5"},
-		{SamplerConfig{TopP: 1.01}, "TopP is 1.01"},
-		{SamplerConfig{TopP: nan}, "TopP is NaN"},
-		{SamplerConfig{Vocab: -1}, "Vocab is -1"},
+		{Config{Temperature: -0.1}, "Temperature is -0.1"},
+		{Config{Temperature: nan}, "Temperature is NaN"},
+		{Config{Temperature: inf}, "Temperature is +Inf"},
+		{Config{TopK: -1}, "TopK is -1"},
+		{Config{TopP: -0.5}, "TopP is -0.5"},
+		{Config{TopP: 1.01}, "TopP is 1.01"},
+		{Config{TopP: nan}, "TopP is NaN"},
+		{Config{Vocab: -1}, "Vocab is -1"},
 	} {
-		if _, err := NewSampler(c.config); err == nil || !strings.Contains(err.Error(), c.want) {
+		if _, err := New(c.config); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%+v: %v, want an error with %q", c.config, err, c.want)
 		}
 	}
 	for _, temperature := range []float64{0, 1} {
-		s := mustSampler(t, SamplerConfig{Temperature: temperature})
+		s := mustSampler(t, Config{Temperature: temperature})
 		before, _ := s.State()
 		for _, c := range []struct {
 			logits []float64
@@ -242,7 +243,7 @@ func TestSamplerErrors(t *testing.T) {
 			{[]float64{1, nan}, "logits[1] is NaN"},
 			{[]float64{inf, 1}, "logits[0] is +Inf"},
 		} {
-			if id, err := Sample(s, c.logits); err == nil || !strings.Contains(err.Error(), c.want) {
+			if id, err := Draw(s, c.logits); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("%v: %d, %v, want an error with %q", c.logits, id, err, c.want)
 			}
 		}
@@ -257,7 +258,7 @@ func TestSampleOutsideVocab(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 300 {
 		n, padding := 1+r.IntN(40), r.IntN(40)
-		c := SamplerConfig{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
+		c := Config{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
 		logits := make([]float64, n+padding)
 		for i := range logits {
 			logits[i] = r.NormFloat64()
@@ -269,20 +270,20 @@ func TestSampleOutsideVocab(t *testing.T) {
 		c.Vocab = n
 		masked := mustSampler(t, c)
 		for range 5 {
-			if got, want := mustSample(t, masked, logits), mustSample(t, bare, logits[:n]); got != want {
+			if got, want := mustDraw(t, masked, logits), mustDraw(t, bare, logits[:n]); got != want {
 				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
 			}
 		}
 	}
-	larger := mustSampler(t, SamplerConfig{Vocab: 9})
-	if id := mustSample(t, larger, []float64{1, 2}); id != 1 {
+	larger := mustSampler(t, Config{Vocab: 9})
+	if id := mustDraw(t, larger, []float64{1, 2}); id != 1 {
 		t.Errorf("token %d with fewer logits than the vocabulary has entries, want 1", id)
 	}
 }
 
 // FuzzSamplerState gives a sampler any state: it is refused, or is the one that it then has.
 func FuzzSamplerState(f *testing.F) {
-	s, err := NewSampler(SamplerConfig{Temperature: 1})
+	s, err := New(Config{Temperature: 1})
 	require.NoError(f, err)
 	whole, err := s.State()
 	require.NoError(f, err)
@@ -297,14 +298,14 @@ func FuzzSamplerState(f *testing.F) {
 		after, err := s.State()
 		require.NoError(t, err)
 		require.Equal(t, before, after)
-		_, err = Sample(s, []float64{1, 2, 3})
+		_, err = Draw(s, []float64{1, 2, 3})
 		require.NoError(t, err)
 	})
 }
 
 func mustState(t *testing.T) []byte {
 	t.Helper()
-	s, err := NewSampler(SamplerConfig{})
+	s, err := New(Config{})
 	require.NoError(t, err)
 	state, err := s.State()
 	require.NoError(t, err)
@@ -313,12 +314,12 @@ func mustState(t *testing.T) []byte {
 
 // TestZeroSampler wants the zero value to be greedy, and to have no state until it is set.
 func TestZeroSampler(t *testing.T) {
-	id, err := Sample(new(Sampler), []float32{1, 3, 2})
+	id, err := Draw(new(Sampler), []float32{1, 3, 2})
 	require.NoError(t, err)
 	require.Equal(t, 1, id)
 	_, err = new(Sampler).State()
 	require.ErrorContains(t, err, "New makes one")
 	require.NoError(t, new(Sampler).SetState(mustState(t)))
-	_, err = Sample(nil, []float32{1})
+	_, err = Draw(nil, []float32{1})
 	require.ErrorContains(t, err, "the sampler is nil")
 }

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"fmt"
@@ -6,6 +6,8 @@ import (
 	"math"
 	"slices"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // Evaluation is held-out text cut into batches, always the same ones. Every token but the first is a target once; rows
@@ -31,23 +33,23 @@ func (e *Evaluation) Fingerprint() string {
 
 // NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
 // two tokens, and those after the first have to stand for some of it.
-func NewEvaluation(text []byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
+func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
 }
 
 // NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with Config.Documents: batches say
 // where they start. They are encoded one by one, and if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE
 // has, that token follows each and is a target too.
-func NewDocumentEvaluation(documents [][]byte, tok Tokenizer, batch, seq int) (*Evaluation, error) {
+func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
 }
 
-func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, batch, seq int) (*Evaluation, error) {
+func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	if tok == nil {
-		return nil, fmt.Errorf("llm: %s: the tokenizer is nil", name)
+		return nil, fmt.Errorf("data: %s: the tokenizer is nil", name)
 	}
 	if err := checkBatches(batch, seq); err != nil {
-		return nil, fmt.Errorf("llm: %s: %w", name, err)
+		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
 	e := &Evaluation{batch: batch, seq: seq}
 	read := 0
@@ -56,14 +58,14 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, b
 		read += len(text)
 	}
 	if len(e.ids) < 2 {
-		return nil, fmt.Errorf("llm: %s: %d bytes of held-out text make %d tokens, want at least 2", name, read, len(e.ids))
+		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, want at least 2", name, read, len(e.ids))
 	}
 	targets, err := tok.Decode(e.ids[1:])
 	if err != nil {
-		return nil, fmt.Errorf("llm: %s: %w", name, err)
+		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
 	if e.bytes = len(targets); e.bytes == 0 {
-		return nil, fmt.Errorf("llm: %s: %d bytes of held-out text make %d tokens, and after the first one there is no text left to predict",
+		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, and after the first one there is no text left to predict",
 			name, read, len(e.ids))
 	}
 	return e, nil
@@ -71,14 +73,14 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok Tokenizer, b
 
 // add appends a document's tokens, and if documents are to be kept apart where it begins: with the token that ends the one
 // before, as in a Batch.
-func (e *Evaluation) add(tok Tokenizer, text []byte, apart bool) {
+func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	ids := tok.Encode(text)
 	if !apart {
 		e.ids = append(e.ids, ids...)
 		return
 	}
 	begin := len(e.ids)
-	end, ended := tok.(DocumentEnder)
+	end, ended := tok.(tokenizer.DocumentEnder)
 	if ended && begin > 0 {
 		begin--
 		e.begins[begin] = begin

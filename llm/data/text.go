@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"errors"
@@ -30,7 +30,7 @@ type document struct {
 	name     string // relative to the text's root, with slashes
 	offset   int64
 	size     int64
-	fileSize int64 // with modified, as found by OpenCorpus
+	fileSize int64 // with modified, as found by Open
 	modified time.Time
 	identity string    // of the file, as far as the system tells
 	changed  time.Time // the last change of the file, its times included; zero where the system does not tell
@@ -79,10 +79,10 @@ func (t *Text) Documents() int { return len(t.docs) }
 func (t *Text) Reader() io.Reader { return io.NewSectionReader(t, 0, t.Size()) }
 
 // ReadAt reads len(p) bytes from the given offset of the text, as io.ReaderAt says. A file that changed or vanished since
-// OpenCorpus is an ErrDataChanged that names it.
+// Open is an ErrChanged that names it.
 func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 	if offset < 0 {
-		return 0, fmt.Errorf("llm: Text.ReadAt: the offset is %d, want at least 0", offset)
+		return 0, fmt.Errorf("data: Text.ReadAt: the offset is %d, want at least 0", offset)
 	}
 	read := 0
 	first, _ := slices.BinarySearch(t.ends, offset+1)
@@ -91,7 +91,7 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 		start := offset + int64(read) - (t.ends[i] - d.size)
 		n := int(min(int64(len(p)-read), d.size-start))
 		if err := t.readDocument(d, p[read:read+n], d.offset+start); err != nil {
-			return read, fmt.Errorf("llm: Text.ReadAt: %w", err)
+			return read, fmt.Errorf("data: Text.ReadAt: %w", err)
 		}
 		read += n
 	}
@@ -107,7 +107,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	f, _, err := regular.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%w: %s has vanished", ErrDataChanged, name)
+		return fmt.Errorf("%w: %s has vanished", ErrChanged, name)
 	}
 	if err != nil {
 		return err
@@ -118,12 +118,12 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 		return err
 	}
 	if info.Size() != d.fileSize || !info.ModTime().Equal(d.modified) {
-		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v", ErrDataChanged, name,
+		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v", ErrChanged, name,
 			d.fileSize, d.modified.Format(time.DateTime), info.Size(), info.ModTime().Format(time.DateTime))
 	}
 	_, err = f.ReadAt(p, offset)
 	if err == io.EOF {
-		return fmt.Errorf("%w: %s was cut short", ErrDataChanged, name)
+		return fmt.Errorf("%w: %s was cut short", ErrChanged, name)
 	}
 	return err
 }
@@ -136,10 +136,10 @@ const sampleBlock = 64 << 10
 // The same text and limit give the same bytes, so that whatever is scored on them is scored on the same ones.
 func (t *Text) Sample(limit int) ([]byte, error) {
 	if t == nil {
-		return nil, errors.New("llm: Text.Sample: the text is nil: Open finds some")
+		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")
 	}
 	if limit < 1 {
-		return nil, fmt.Errorf("llm: Text.Sample: the limit is %d bytes, want at least 1", limit)
+		return nil, fmt.Errorf("data: Text.Sample: the limit is %d bytes, want at least 1", limit)
 	}
 	n := int(min(int64(limit), t.Size()))
 	sample := make([]byte, 0, n)

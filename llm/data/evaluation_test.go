@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"math"
@@ -6,14 +6,15 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 func TestEvaluation(t *testing.T) {
 	text := texttest.Bytes(texttest.Rand(t), 101)
 	for _, c := range []struct {
-		tok           Tokenizer
+		tok           tokenizer.Tokenizer
 		tokens, bytes int
-	}{{ByteTokenizer{}, 100, 100}, {pairs{1 << 17}, 50, 99}} {
+	}{{tokenizer.Bytes{}, 100, 100}, {pairs{1 << 17}, 50, 99}} {
 		for _, size := range []struct{ batch, seq int }{{2, 10}, {3, 7}, {1, 1}, {20, 30}} {
 			e, err := NewEvaluation(text, c.tok, size.batch, size.seq)
 			if err != nil {
@@ -52,7 +53,7 @@ func TestEvaluation(t *testing.T) {
 		text       string
 		batch, seq int
 	}{{"", 1, 1}, {"x", 1, 1}, {"text", 0, 1}, {"text", 1, 0}, {"text", math.MaxInt, 4}, {"text", 2, math.MaxInt}} {
-		if _, err := NewEvaluation([]byte(c.text), ByteTokenizer{}, c.batch, c.seq); err == nil {
+		if _, err := NewEvaluation([]byte(c.text), tokenizer.Bytes{}, c.batch, c.seq); err == nil {
 			t.Errorf("%+v is accepted", c)
 		}
 	}
@@ -68,7 +69,7 @@ func TestDocumentEvaluation(t *testing.T) {
 			documents = append(documents, append(texttest.Repetitive(r, 5+r.IntN(40)), "\n1"...)) // two tokens or more
 		}
 		batch, seq := 1+r.IntN(3), 1+r.IntN(12)
-		for _, tok := range []Tokenizer{ByteTokenizer{}, bpe} {
+		for _, tok := range []tokenizer.Tokenizer{tokenizer.Bytes{}, bpe} {
 			e, err := NewDocumentEvaluation(documents, tok, batch, seq)
 			if err != nil {
 				t.Fatal(err)
@@ -76,12 +77,12 @@ func TestDocumentEvaluation(t *testing.T) {
 			var ids, begins []int
 			for i, d := range documents {
 				begin := len(ids)
-				if tok == Tokenizer(bpe) && i > 0 {
+				if tok == tokenizer.Tokenizer(bpe) && i > 0 {
 					begin--
 					begins[begin] = begin
 				}
 				ids = append(ids, tok.Encode(d)...)
-				if tok == Tokenizer(bpe) {
+				if tok == tokenizer.Tokenizer(bpe) {
 					ids = append(ids, bpe.EndOfDocument())
 				}
 				for range len(ids) - len(begins) {
@@ -111,7 +112,7 @@ func TestDocumentEvaluation(t *testing.T) {
 		t.Errorf("a text with nothing to predict: the error is %v", err)
 	}
 	for _, documents := range [][][]byte{nil, {[]byte("x")}, {{}, {}}} {
-		if _, err := NewDocumentEvaluation(documents, ByteTokenizer{}, 1, 1); err == nil || !strings.Contains(err.Error(), "NewDocumentEvaluation") {
+		if _, err := NewDocumentEvaluation(documents, tokenizer.Bytes{}, 1, 1); err == nil || !strings.Contains(err.Error(), "NewDocumentEvaluation") {
 			t.Errorf("%q: the error is %v", documents, err)
 		}
 	}

@@ -1,4 +1,4 @@
-package llm
+package tokenizer
 
 import (
 	"bufio"
@@ -135,7 +135,7 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 	var text []byte
 	for i, id := range ids {
 		if id < 0 || id >= b.VocabSize() {
-			return nil, fmt.Errorf("llm: BPE.Decode: ids[%d] is %d, outside the vocabulary [0, %d)", i, id, b.VocabSize())
+			return nil, fmt.Errorf("tokenizer: BPE.Decode: ids[%d] is %d, outside the vocabulary [0, %d)", i, id, b.VocabSize())
 		}
 		text = b.appendToken(text, id)
 	}
@@ -278,7 +278,7 @@ func (b *BPE) Save(path string) error {
 		return w.Flush() // which knows of earlier errors too
 	})
 	if err != nil {
-		return fmt.Errorf("llm: BPE.Save: %w", err)
+		return fmt.Errorf("tokenizer: BPE.Save: %w", err)
 	}
 	return nil
 }
@@ -304,11 +304,11 @@ const maxBPEFile = 16*maxVocab + 256
 func LoadBPE(path string) (*BPE, error) {
 	text, err := regular.Read(path, maxBPEFile, "a byte-pair encoding has")
 	if err != nil {
-		return nil, fmt.Errorf("llm: LoadBPE: %w", err)
+		return nil, fmt.Errorf("tokenizer: LoadBPE: %w", err)
 	}
 	b, err := parseBPE(text)
 	if err != nil {
-		return nil, fmt.Errorf("llm: LoadBPE: %s: %w", path, err)
+		return nil, fmt.Errorf("tokenizer: LoadBPE: %s: %w", path, err)
 	}
 	return b, nil
 }
@@ -346,8 +346,8 @@ func parseBPE(text []byte) (*BPE, error) {
 	return newBPE(merges)
 }
 
-// Text_ is what LoadOrTrainBPE takes a sample of, such as a data.Text.
-type Text_ interface {
+// Text is what LoadOrTrainBPE takes a sample of, such as a data.Text.
+type Text interface {
 	// Sample returns up to limit bytes, spread evenly over the text.
 	Sample(limit int) ([]byte, error)
 }
@@ -355,16 +355,16 @@ type Text_ interface {
 // LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up to sample bytes of the
 // text, spread evenly over it, and saves it there; a place where it cannot be saved is an error before that. A file whose
 // vocabulary is larger than vocab is an error; a smaller one is not, as training ends early on a text with too few pairs.
-func LoadOrTrainBPE(path string, text Text_, vocab, sample int,
+func LoadOrTrainBPE(path string, text Text, vocab, sample int,
 	progress func(merges, of int) error) (*BPE, error) {
 	if text == nil {
-		return nil, errors.New("llm: LoadOrTrainBPE: text must not be nil")
+		return nil, errors.New("tokenizer: LoadOrTrainBPE: text must not be nil")
 	}
 	b, err := LoadBPE(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		if err := atomicfile.Writable(path); err != nil { // before the training is for nothing
-			return nil, fmt.Errorf("llm: LoadOrTrainBPE: %w", err)
+			return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %w", err)
 		}
 		raw, err := text.Sample(sample)
 		if err != nil {
@@ -380,7 +380,7 @@ func LoadOrTrainBPE(path string, text Text_, vocab, sample int,
 	case err != nil:
 		return nil, err
 	case b.VocabSize() > vocab:
-		return nil, fmt.Errorf("llm: LoadOrTrainBPE: %s has a vocabulary of %d, want at most %d", path, b.VocabSize(), vocab)
+		return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %s has a vocabulary of %d, want at most %d", path, b.VocabSize(), vocab)
 	}
 	return b, nil
 }

@@ -1,4 +1,4 @@
-package llm
+package tokenizer
 
 import "unicode/utf8"
 

@@ -1,4 +1,7 @@
-package llm
+// Package tokenizer turns text into token ids and back: [Bytes] one byte each, a [BPE] by a
+// byte-level byte-pair encoding, which it also trains, saves and loads. All are lossless. It knows
+// nothing of models or of where text comes from.
+package tokenizer
 
 import "fmt"
 
@@ -15,17 +18,17 @@ type Tokenizer interface {
 	Decode(ids []int) ([]byte, error)
 }
 
-// ByteTokenizer makes one token of each byte: the id is the byte's value and the vocabulary has 256 entries.
-type ByteTokenizer struct{}
+// Bytes makes one token of each byte: the id is the byte's value and the vocabulary has 256 entries.
+type Bytes struct{}
 
 // Name returns "bytes".
-func (ByteTokenizer) Name() string { return "bytes" }
+func (Bytes) Name() string { return "bytes" }
 
 // VocabSize returns 256.
-func (ByteTokenizer) VocabSize() int { return 256 }
+func (Bytes) VocabSize() int { return 256 }
 
 // Encode returns the values of the bytes.
-func (ByteTokenizer) Encode(text []byte) []int {
+func (Bytes) Encode(text []byte) []int {
 	ids := make([]int, len(text))
 	for i, b := range text {
 		ids[i] = int(b)
@@ -34,11 +37,11 @@ func (ByteTokenizer) Encode(text []byte) []int {
 }
 
 // Decode returns the ids as bytes.
-func (ByteTokenizer) Decode(ids []int) ([]byte, error) {
+func (Bytes) Decode(ids []int) ([]byte, error) {
 	text := make([]byte, len(ids))
 	for i, id := range ids {
 		if id < 0 || id > 255 {
-			return nil, fmt.Errorf("llm: ByteTokenizer.Decode: ids[%d] is %d, outside the vocabulary [0, 256)", i, id)
+			return nil, fmt.Errorf("tokenizer: Bytes.Decode: ids[%d] is %d, outside the vocabulary [0, 256)", i, id)
 		}
 		text[i] = byte(id)
 	}

@@ -1,15 +1,15 @@
-package llm_test
+package tokenizer_test
 
 import (
 	"fmt"
 	"log"
 	"strings"
 
-	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-func ExampleByteTokenizer() {
-	var tok llm.ByteTokenizer
+func ExampleBytes() {
+	var tok tokenizer.Bytes
 	ids := tok.Encode([]byte("Go!"))
 	fmt.Println(ids)
 	text, err := tok.Decode(append(ids, 10))
@@ -19,12 +19,12 @@ func ExampleByteTokenizer() {
 	// Output:
 	// [71 111 33]
 	// "Go!\n" <nil>
-	// llm: ByteTokenizer.Decode: ids[1] is 256, outside the vocabulary [0, 256)
+	// tokenizer: Bytes.Decode: ids[1] is 256, outside the vocabulary [0, 256)
 }
 
 func ExampleTrainBPE() {
 	text := strings.Repeat("if err != nil {\n\treturn err\n}\n", 100)
-	bpe, err := llm.TrainBPE(strings.NewReader(text), 50257, nil)
+	bpe, err := tokenizer.TrainBPE(strings.NewReader(text), 50257, nil)
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"context"
@@ -9,9 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/stretchr/testify/require"
 )
 
 // printOf is a text's fingerprint.
@@ -76,7 +77,7 @@ func TestFingerprintProgress(t *testing.T) {
 
 	var none context.Context
 	_, err = text.Fingerprint(none, nil)
-	require.ErrorIs(t, err, errNoContext_)
+	require.ErrorIs(t, err, errNoContext)
 	_, err = (*Text)(nil).Fingerprint(t.Context(), nil)
 	require.ErrorContains(t, err, "the text is nil")
 }

@@ -1,4 +1,4 @@
-package llm
+package data
 
 import (
 	"bufio"
@@ -16,6 +16,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // A TokenFile is text that was encoded once and for all: token ids in a file, read where they are asked for. It implements
@@ -50,7 +51,7 @@ const (
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // newTokenHeader returns what the header of the text's tokens says before they are counted.
-func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader, error) {
+func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (tokenHeader, error) {
 	h := tokenHeader{Tokenizer: tok.Name(), VocabSize: tok.VocabSize(), Width: 4}
 	if h.VocabSize <= 1<<16 {
 		h.Width = 2
@@ -64,10 +65,10 @@ func newTokenHeader(ctx context.Context, text *Text, tok Tokenizer) (tokenHeader
 // CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
 // another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
 // it is not overwritten.
-func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes,
+func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer, progress func(bytes,
 	of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
-	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrDataChanged) {
+	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrChanged) {
 		return t, err
 	}
 	if err := WriteTokens(ctx, path, text, tok, progress); err != nil {
@@ -77,25 +78,25 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 }
 
 // OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text (see
-// [Text.Fingerprint]) or by another tokenizer is an ErrDataChanged. When the context ends, so does the reading. Close it after use.
-func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*TokenFile, error) {
+// [Text.Fingerprint]) or by another tokenizer is an ErrChanged. When the context ends, so does the reading. Close it after use.
+func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (*TokenFile, error) {
 	if ctx == nil {
-		return nil, fmt.Errorf("llm: OpenTokens: %w", errNoContext_)
+		return nil, fmt.Errorf("data: OpenTokens: %w", errNoContext)
 	}
 	if text == nil || tok == nil {
-		return nil, errors.New("llm: OpenTokens: text and tokenizer must not be nil")
+		return nil, errors.New("data: OpenTokens: text and tokenizer must not be nil")
 	}
 	f, size, err := regular.Open(path)
 	if err != nil {
-		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
+		return nil, fmt.Errorf("data: OpenTokens: %w", err)
 	}
 	want, err := newTokenHeader(ctx, text, tok)
 	if err != nil {
 		f.Close()
-		return nil, fmt.Errorf("llm: OpenTokens: %w", err)
+		return nil, fmt.Errorf("data: OpenTokens: %w", err)
 	}
 	t := &TokenFile{f: f, end: -1}
-	if e, ok := tok.(DocumentEnder); ok {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok {
 		t.end = e.EndOfDocument()
 	}
 	err = t.readHeader()
@@ -107,7 +108,7 @@ func OpenTokens(ctx context.Context, path string, text *Text, tok Tokenizer) (*T
 	}
 	if err != nil {
 		f.Close()
-		return nil, fmt.Errorf("llm: OpenTokens: %s: %w", path, err)
+		return nil, fmt.Errorf("data: OpenTokens: %s: %w", path, err)
 	}
 	return t, nil
 }
@@ -138,10 +139,10 @@ func (t *TokenFile) readHeader() error {
 func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
-		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those of %s with %d", ErrDataChanged,
+		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those of %s with %d", ErrChanged,
 			h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
-		return fmt.Errorf("%w: its tokens are of other text", ErrDataChanged)
+		return fmt.Errorf("%w: its tokens are of other text", ErrChanged)
 	case h.Width != want.Width:
 		return fmt.Errorf("its header says ids of %d bytes, want ids of %d", h.Width, want.Width)
 	}
@@ -201,11 +202,11 @@ func (t *TokenFile) Len() int64 { return t.header.Count }
 // ReadTokens fills dst with the tokens from the given offset on.
 func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
 	if offset < 0 || offset > t.Len()-int64(len(dst)) {
-		return fmt.Errorf("llm: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset, offset+int64(len(dst)), t.Len(),
+		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset, offset+int64(len(dst)), t.Len(),
 			io.ErrUnexpectedEOF)
 	}
 	if err := t.read(dst, make([]byte, len(dst)*t.header.Width), offset); err != nil {
-		return fmt.Errorf("llm: TokenFile.ReadTokens: %w", err)
+		return fmt.Errorf("data: TokenFile.ReadTokens: %w", err)
 	}
 	return nil
 }
@@ -233,17 +234,17 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 //
 // The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
 // there are. An error of it ends the work, and so does the context.
-func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, progress func(bytes,
+func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer, progress func(bytes,
 	of int64) error) error {
 	if ctx == nil {
-		return fmt.Errorf("llm: WriteTokens: %w", errNoContext_)
+		return fmt.Errorf("data: WriteTokens: %w", errNoContext)
 	}
 	if text == nil || tok == nil {
-		return errors.New("llm: WriteTokens: text and tokenizer must not be nil")
+		return errors.New("data: WriteTokens: text and tokenizer must not be nil")
 	}
 	header, err := newTokenHeader(ctx, text, tok)
 	if err != nil {
-		return fmt.Errorf("llm: WriteTokens: %w", err)
+		return fmt.Errorf("data: WriteTokens: %w", err)
 	}
 	err = atomicfile.WriteMkdir(path, func(f *os.File) error {
 		// Count and checksum are known last, so the header goes in last, over the hole left for it.
@@ -280,7 +281,7 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok Tokenizer, pr
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("llm: WriteTokens: %w", err)
+		return fmt.Errorf("data: WriteTokens: %w", err)
 	}
 	return nil
 }
@@ -308,7 +309,7 @@ type portion struct {
 
 // encodeDocuments calls write for the text's portions in order, while others are being encoded. The queue holds a channel
 // for each portion that was begun, and has room for as many as there are cores.
-func encodeDocuments(text *Text, tok Tokenizer, width int, write func(portion) error) error {
+func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int, write func(portion) error) error {
 	queue := make(chan chan portion, runtime.GOMAXPROCS(0))
 	stop := make(chan struct{})
 	defer close(stop)
@@ -360,12 +361,12 @@ func eachPortion(text *Text, f func(portion) bool) {
 }
 
 // encode sets the portion's ids.
-func (p *portion) encode(tok Tokenizer, width int) {
+func (p *portion) encode(tok tokenizer.Tokenizer, width int) {
 	if p.err != nil {
 		return
 	}
 	ids := tok.Encode(p.text)
-	if e, ok := tok.(DocumentEnder); ok && p.last {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && p.last {
 		ids = append(ids, e.EndOfDocument())
 	}
 	p.ids = make([]byte, 0, len(ids)*width)

@@ -1,4 +1,4 @@
-package llm
+package tokenizer
 
 import (
 	"bytes"
@@ -7,12 +7,12 @@ import (
 	"testing"
 )
 
-func FuzzByteTokenizerRoundTrip(f *testing.F) {
+func FuzzBytesRoundTrip(f *testing.F) {
 	f.Add([]byte(""))
 	f.Add([]byte("func main() {}\n"))
 	f.Add([]byte{0, 0xff, 0x80, 0xc3, 0x28})
 	f.Fuzz(func(t *testing.T, text []byte) {
-		var tok ByteTokenizer
+		var tok Bytes
 		ids := tok.Encode(text)
 		for i, id := range ids {
 			if id < 0 || id >= tok.VocabSize() {
@@ -27,7 +27,7 @@ func FuzzByteTokenizerRoundTrip(f *testing.F) {
 }
 
 // Each two bytes of the input make one id, so that about one in 256 random ids is in the vocabulary.
-func FuzzByteTokenizerDecode(f *testing.F) {
+func FuzzBytesDecode(f *testing.F) {
 	f.Add([]byte{0, 65, 0, 255, 1, 0})
 	f.Add([]byte{0xff, 0xff})
 	f.Fuzz(func(t *testing.T, raw []byte) {
@@ -38,17 +38,17 @@ func FuzzByteTokenizerDecode(f *testing.F) {
 			ids = append(ids, id)
 			valid = valid && id >= 0 && id < 256
 		}
-		text, err := ByteTokenizer{}.Decode(ids)
+		text, err := Bytes{}.Decode(ids)
 		if valid != (err == nil) {
 			t.Fatalf("Decode(%v) = %q, %v", ids, text, err)
 		}
-		if valid && !slices.Equal(ByteTokenizer{}.Encode(text), ids) {
-			t.Fatalf("Encode(Decode(%v)) = %v", ids, ByteTokenizer{}.Encode(text))
+		if valid && !slices.Equal(Bytes{}.Encode(text), ids) {
+			t.Fatalf("Encode(Decode(%v)) = %v", ids, Bytes{}.Encode(text))
 		}
 	})
 }
 
-func TestByteTokenizerNamesTheBadID(t *testing.T) {
+func TestBytesNamesTheBadID(t *testing.T) {
 	for _, c := range []struct {
 		ids  []int
 		want string
@@ -57,7 +57,7 @@ func TestByteTokenizerNamesTheBadID(t *testing.T) {
 		{[]int{256}, "ids[0] is 256"},
 		{[]int{0, 255, 1 << 40}, "ids[2] is 1099511627776"},
 	} {
-		if text, err := (ByteTokenizer{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(), c.want) {
+		if text, err := (Bytes{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("Decode(%v) = %q, %v, want an error with %q", c.ids, text, err, c.want)
 		}
 	}
