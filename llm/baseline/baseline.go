@@ -10,25 +10,26 @@ import (
 	"math"
 )
 
-// Order2 predicts a byte from the two before it, by how often it followed them in the text it was trained on. The
-// estimates of orders 2, 1 and 0 and the uniform distribution are interpolated by Witten and Bell's method C:
+// Order2 predicts a byte from the two before it, by how often it followed them in the text it was
+// trained on. The estimates of orders 2, 1 and 0 and the uniform distribution are interpolated by
+// Witten and Bell's method C:
 //
 //	P₂(b | a₁a₂) = (n(a₁a₂b) + t(a₁a₂) · P₁(b | a₂)) / (n(a₁a₂) + t(a₁a₂))
 //	P₁(b | a₂)   = (n(a₂b) + t(a₂) · P₀(b)) / (n(a₂) + t(a₂))
 //	P₀(b)        = (n(b) + t / 256) / (n + t)
 //
-// where n counts occurrences in the training text and t the different bytes that were seen to follow the context. (Witten
-// and Bell, "The zero-frequency problem", 1991; on Go source it beat absolute discounting at every size of training text
-// from 100 KB to 86 MB.) It is the yardstick for a byte-level language model: one that does worse
-// has learnt less than a table of trigrams.
+// where n counts occurrences in the training text and t the different bytes that were seen to
+// follow the context. (Witten and Bell, "The zero-frequency problem", 1991; on Go source it beat
+// absolute discounting at every size of training text from 100 KB to 86 MB.) It is the yardstick
+// for a byte-level language model: one that does worse has learnt less than a table of trigrams.
 type Order2 struct {
 	counts [3][]uint32 // by order: n(b) [256], n(a₂b) [256²], n(a₁a₂b) [256³]
 	totals [3][]uint64 // n of each context: [1], [256], [256²]
 	seen   [3][]uint32 // t of each context
 }
 
-// TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the bytes read so far.
-// Counts are 32 bits wide and stop growing when full.
+// TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the
+// bytes read so far. Counts are 32 bits wide and stop growing when full.
 func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
 	if r == nil {
 		return nil, fmt.Errorf("baseline: TrainOrder2: the reader is nil")
@@ -64,14 +65,15 @@ func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
 		}
 	}
 	if read < 3 {
-		return nil, fmt.Errorf("baseline: TrainOrder2: the training text has %d bytes, want at least 3", read)
+		return nil, fmt.Errorf("baseline: TrainOrder2: the training text has %d bytes, want at "+
+			"least 3", read)
 	}
 	m.sum()
 	return m, nil
 }
 
-// sum derives the counts of lower orders and the contexts' totals from the trigram counts. The text's first two bytes,
-// which no trigram ends in, are thereby left out.
+// sum derives the counts of lower orders and the contexts' totals from the trigram counts. The
+// text's first two bytes, which no trigram ends in, are thereby left out.
 func (m *Order2) sum() {
 	for order := 2; order >= 0; order-- {
 		counts := m.counts[order]
@@ -105,14 +107,17 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	return p
 }
 
-// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first, which is only ever a context, as it
-// is for a language model. The second byte is predicted as if the first had come twice.
+// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first, which is only
+// ever a context, as it is for a language model. The second byte is predicted as if the first had
+// come twice.
 func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 	if m == nil || m.totals[2] == nil {
-		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: TrainOrder2 makes an Order2")
+		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: " +
+			"TrainOrder2 makes an Order2")
 	}
 	if len(text) < 2 {
-		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: the text has %d bytes, want at least 2", len(text))
+		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: the text has %d bytes, want at least 2",
+			len(text))
 	}
 	bits := 0.0
 	a1, a2 := text[0], text[0]
@@ -123,7 +128,8 @@ func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 	return bits / float64(len(text)-1), nil
 }
 
-// GzipBitsPerByte returns the size in bits of the text compressed as by gzip -9, divided by its length in bytes.
+// GzipBitsPerByte returns the size in bits of the text compressed as by gzip -9, divided by its
+// length in bytes.
 func GzipBitsPerByte(text []byte) (float64, error) {
 	if len(text) == 0 {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")

@@ -76,17 +76,19 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 	}
 }
 
-// A source in which the two last bytes choose one of four equally likely next bytes has an entropy of 2 bits, which the
-// model reaches and an order-1 model (3.9 bits here) does not.
+// A source in which the two last bytes choose one of four equally likely next bytes has an entropy
+// of 2 bits, which the model reaches and an order-1 model (3.9 bits here) does not.
 func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 	r := texttest.Rand(t)
 	text := []byte{0, 0}
 	for len(text) < 400_000 {
 		n := len(text)
-		text = append(text, byte(splitmix.Mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
+		text = append(text,
+			byte(splitmix.Mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
 	}
 	m := mustTrain(t, text[:300_000])
-	entropy := 0.0 // two of the four may be the same byte: the source's own code length for the held-out part
+	// two of the four may be the same byte: the source's own code length for the held-out part
+	entropy := 0.0
 	for i := 300_001; i < len(text); i++ {
 		same := 0
 		for k := range uint64(4) {
@@ -119,7 +121,9 @@ func TestOrder2Streams(t *testing.T) {
 	text := texttest.Bytes(texttest.Rand(t), 5<<20/2)
 	whole := mustTrain(t, text)
 	var calls []int64
-	pieces, err := TrainOrder2(iotest.HalfReader(bytes.NewReader(text)), func(n int64) { calls = append(calls, n) })
+	pieces, err := TrainOrder2(iotest.HalfReader(bytes.NewReader(text)), func(n int64) {
+		calls = append(calls, n)
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -138,7 +142,8 @@ func TestBaselineErrors(t *testing.T) {
 	if _, err := TrainOrder2(iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
 		t.Errorf("a reader that fails gives %v", err)
 	}
-	if _, err := TrainOrder2(strings.NewReader("ab"), nil); err == nil || !strings.Contains(err.Error(), "2 bytes, want at least 3") {
+	if _, err := TrainOrder2(strings.NewReader("ab"), nil); err == nil ||
+		!strings.Contains(err.Error(), "2 bytes, want at least 3") {
 		t.Errorf("two bytes give %v", err)
 	}
 	if _, err := mustTrain(t, []byte("abc")).BitsPerByte([]byte("a")); err == nil {

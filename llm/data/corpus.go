@@ -29,28 +29,29 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// ErrChanged is wrapped by errors that report text that is no longer what it was: a file of a Corpus that changed or
-// vanished after it was opened, or a LoaderState of other data.
+// ErrChanged is wrapped by errors that report text that is no longer what it was: a file of a
+// Corpus that changed or vanished after it was opened, or a LoaderState of other data.
 var ErrChanged = errors.New("the data has changed")
 
-// A Corpus is the text of a file or of the files of a folder, split into one part to train on and one held out. Only a
-// table of the files is kept in memory; their bytes are read when asked for.
+// A Corpus is the text of a file or of the files of a folder, split into one part to train on and
+// one held out. Only a table of the files is kept in memory; their bytes are read when asked for.
 //
-// The split depends on the files' paths relative to the folder, their number and the split seed, on nothing else, so that
-// it is the same in every run and on every machine:
-//   - 20 files and more are split by file. A file is held out when a hash of the seed and its path, taken as a number in
-//     [0, 1), is less than the held-out share, and the file with the least hash always is: new files leave the others
-//     where they are.
+// The split depends on the files' paths relative to the folder, their number and the split seed, on
+// nothing else, so that it is the same in every run and on every machine:
+//   - 20 files and more are split by file. A file is held out when a hash of the seed and its path,
+//     taken as a number in [0, 1), is less than the held-out share. The file with the least hash
+//     always is. New files leave the others where they are.
 //   - Of fewer files, each is cut: its last bytes are held out.
 //
-// In both parts the files lie in an order drawn from the seed, so that the first bytes are a fair sample of the whole.
+// In both parts the files lie in an order drawn from the seed, so that the first bytes are a fair
+// sample of the whole.
 type Corpus struct {
 	Train   *Text
 	HeldOut *Text
 }
 
-// minFilesToSplit is the number of files from which on whole files are held out: with fewer, their sizes would make the
-// held-out share a matter of luck.
+// minFilesToSplit is the number of files from which on whole files are held out: with fewer, their
+// sizes would make the held-out share a matter of luck.
 const minFilesToSplit = 20
 
 type config struct {
@@ -63,7 +64,8 @@ type config struct {
 // An Option changes how Open chooses and splits files.
 type Option func(*config) error
 
-// WithExtensions takes only files whose names end in one of the extensions, such as ".go" (or "go"), out of a folder.
+// WithExtensions takes only files whose names end in one of the extensions, such as ".go" (or
+// "go"), out of a folder.
 func WithExtensions(extensions ...string) Option {
 	return func(c *config) error {
 		if len(extensions) == 0 {
@@ -79,11 +81,13 @@ func WithExtensions(extensions ...string) Option {
 	}
 }
 
-// WithHeldOut sets the share of the text that is held out, between 0 and 1, both excluded; the default is 0.05.
+// WithHeldOut sets the share of the text that is held out, between 0 and 1, both excluded; the
+// default is 0.05.
 func WithHeldOut(share float64) Option {
 	return func(c *config) error {
 		if !(share > 0 && share < 1) {
-			return fmt.Errorf("WithHeldOut: the share is %v, want more than 0 and less than 1", share)
+			return fmt.Errorf("WithHeldOut: the share is %v, want more than 0 and less than 1",
+				share)
 		}
 		c.heldOut = share
 		return nil
@@ -98,8 +102,9 @@ func WithSplitSeed(seed uint64) Option {
 	}
 }
 
-// WithMaxBytes takes about n bytes only, the held-out share of them from the held-out part and the rest from the part to
-// train on: in both, the first files in the order drawn from the seed, the last of them cut short.
+// WithMaxBytes takes about n bytes only, the held-out share of them from the held-out part and the
+// rest from the part to train on: in both, the first files in the order drawn from the seed, the
+// last of them cut short.
 func WithMaxBytes(n int64) Option {
 	return func(c *config) error {
 		if n < 2 {
@@ -110,9 +115,10 @@ func WithMaxBytes(n int64) Option {
 	}
 }
 
-// Open finds the text at path, a file or a folder. A folder is searched with all folders in it, but files and
-// folders whose names start with a dot are passed over, and so are symbolic links (path itself may be one), empty files
-// and binary ones: those with a zero byte among the first 8192. A file that is named directly is always taken.
+// Open finds the text at path, a file or a folder. A folder is searched with all folders in it, but
+// files and folders whose names start with a dot are passed over, and so are symbolic links (path
+// itself may be one), empty files and binary ones: those with a zero byte among the first 8192. A
+// file that is named directly is always taken.
 //
 // It is an error when path does not exist, something in it cannot be read, or no text is found.
 func Open(path string, options ...Option) (*Corpus, error) {
@@ -137,13 +143,15 @@ func Open(path string, options ...Option) (*Corpus, error) {
 	}
 	corpus := &Corpus{Train: newText(root, train), HeldOut: newText(root, held)}
 	if corpus.Train.Size() == 0 || corpus.HeldOut.Size() == 0 {
-		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too little to hold out a share of %v",
+		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too little to hold "+
+			"out a share of %v",
 			len(files), corpus.Train.Size()+corpus.HeldOut.Size(), path, c.heldOut)
 	}
 	return corpus, nil
 }
 
-// findFiles returns the folder that the files' names are relative to and the files in lexical order.
+// findFiles returns the folder that the files' names are relative to and the files in lexical
+// order.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
 	root, err = filepath.EvalSymlinks(path)
 	if err != nil {
@@ -235,7 +243,8 @@ func (s *search) found() string {
 	if s.seen == 0 {
 		return "there are no files in it, hidden ones aside"
 	}
-	return fmt.Sprintf("of %d files, %d %s, %d of these empty and %d binary", s.seen, s.matched, wanted, s.empty, s.binary)
+	return fmt.Sprintf("of %d files, %d %s, %d of these empty and %d binary", s.seen, s.matched,
+		wanted, s.empty, s.binary)
 }
 
 // isBinary reports whether there is a zero byte among the file's first 8192.
@@ -249,7 +258,8 @@ func isBinary(name string) (bool, error) {
 	return bytes.IndexByte(head, 0) >= 0, err
 }
 
-// split returns the documents to train on and those held out, each in the order drawn from the seed.
+// split returns the documents to train on and those held out, each in the order drawn from the
+// seed.
 func (c *config) split(files []document) (train, held []document) {
 	order := make(map[string]uint64, len(files))
 	for _, d := range files {
@@ -272,7 +282,8 @@ func (c *config) split(files []document) (train, held []document) {
 		return train, held
 	}
 	least := slices.MinFunc(files, func(a, b document) int {
-		return cmp.Or(cmp.Compare(c.hash("split", a.name), c.hash("split", b.name)), cmp.Compare(a.name, b.name))
+		return cmp.Or(cmp.Compare(c.hash("split", a.name), c.hash("split", b.name)),
+			cmp.Compare(a.name, b.name))
 	})
 	for _, d := range files {
 		if d.name == least.name || float64(c.hash("split", d.name))*0x1p-64 < c.heldOut {
@@ -284,15 +295,15 @@ func (c *config) split(files []document) (train, held []document) {
 	return train, held
 }
 
-// hash returns 64 uniform bits for a purpose and a name. SHA-256 is here for its even spread and because it is the same
-// everywhere.
+// hash returns 64 uniform bits for a purpose and a name. SHA-256 is here for its even spread and
+// because it is the same everywhere.
 func (c *config) hash(purpose, name string) uint64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%d\x00%s", purpose, c.seed, name))
 	return binary.BigEndian.Uint64(sum[:])
 }
 
-// GoSource returns the folder with the source of Go's standard library and tools, which every Go installation has: some
-// 80 MB of .go files. It looks where `go env GOROOT` points to.
+// GoSource returns the folder with the source of Go's standard library and tools, which every Go
+// installation has: some 80 MB of .go files. It looks where `go env GOROOT` points to.
 func GoSource() (string, error) {
 	root := os.Getenv("GOROOT")
 	if root == "" {
@@ -300,7 +311,8 @@ func GoSource() (string, error) {
 		defer cancel()
 		out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
 		if err != nil {
-			return "", fmt.Errorf("data: GoSource: GOROOT is not set and `go env GOROOT` fails: %w", err)
+			return "", fmt.Errorf("data: GoSource: GOROOT is not set and `go env GOROOT` fails: %w",
+				err)
 		}
 		root = strings.TrimSpace(string(out))
 	}

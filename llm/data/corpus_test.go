@@ -119,19 +119,23 @@ func TestSplitIsStable(t *testing.T) {
 	if got := names(c.HeldOut); !slices.Equal(got, want) {
 		t.Errorf("held out: %q, want %q", got, want)
 	}
-	if got, want := names(c.Train)[:3], []string{"a/36.txt", "a/03.txt", "c/17.txt"}; !slices.Equal(got, want) {
+	if got, want := names(c.Train)[:3], []string{"a/36.txt", "a/03.txt",
+		"c/17.txt"}; !slices.Equal(got, want) {
 		t.Errorf("first to train on: %q, want %q", got, want)
 	}
-	if again := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1)); printOf(t, again.Train) != printOf(t, c.Train) {
+	if again := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1)); printOf(t,
+		again.Train) != printOf(t, c.Train) {
 		t.Error("the same files in another folder have another fingerprint")
 	}
-	if other := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1), WithSplitSeed(1)); slices.Equal(names(other.HeldOut), want) {
+	if other := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1),
+		WithSplitSeed(1)); slices.Equal(names(other.HeldOut), want) {
 		t.Error("another seed holds out the same files")
 	}
 
 	files["new.txt"] = "new"
 	more := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1))
-	if printOf(t, more.Train) == printOf(t, c.Train) && printOf(t, more.HeldOut) == printOf(t, c.HeldOut) {
+	if printOf(t, more.Train) == printOf(t, c.Train) && printOf(t, more.HeldOut) == printOf(t,
+		c.HeldOut) {
 		t.Error("a new file leaves both fingerprints as they were")
 	}
 	for _, name := range want {
@@ -166,7 +170,8 @@ func TestMaxBytesTakesTheFirst(t *testing.T) {
 			t.Errorf("%s has %d bytes, want the first %d of the whole", c.name, len(got), c.want)
 		}
 	}
-	if all := mustOpen(t, dir, WithHeldOut(0.2), WithMaxBytes(1<<40)); printOf(t, all.Train) != printOf(t, whole.Train) {
+	if all := mustOpen(t, dir, WithHeldOut(0.2), WithMaxBytes(1<<40)); printOf(t,
+		all.Train) != printOf(t, whole.Train) {
 		t.Error("a limit beyond the text's size changes it")
 	}
 }
@@ -175,7 +180,8 @@ func TestTextReadAt(t *testing.T) {
 	r := texttest.Rand(t)
 	files := make(map[string]string)
 	for i := range 30 {
-		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(texttest.Bytes(r, r.IntN(50))), "\x00", "0")
+		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(texttest.Bytes(r, r.IntN(50))),
+			"\x00", "0")
 	}
 	text := mustOpen(t, texttest.Files(t, files)).Train
 	whole := readAll(t, text)
@@ -183,7 +189,8 @@ func TestTextReadAt(t *testing.T) {
 		lo := r.IntN(len(whole) + 1)
 		want := whole[lo:min(lo+r.IntN(200), len(whole))]
 		got := bytes.Repeat([]byte{0xaa}, len(want))
-		if n, err := text.ReadAt(got, int64(lo)); n != len(want) || err != nil || !bytes.Equal(got, want) {
+		if n, err := text.ReadAt(got, int64(lo)); n != len(want) || err != nil || !bytes.Equal(got,
+			want) {
 			t.Fatalf("ReadAt(%d bytes, %d) = %d, %v: %q, want %q", len(want), lo, n, err, got, want)
 		}
 	}
@@ -203,7 +210,8 @@ func TestSample(t *testing.T) {
 	path := filepath.Join(texttest.Files(t, map[string]string{"x": string(whole)}), "x")
 	text := mustOpen(t, path, WithHeldOut(0.01)).Train
 	whole = whole[:text.Size()]
-	for _, limit := range []int{1, 1000, sampleBlock, sampleBlock + 100, 3 * sampleBlock, len(whole) - 1, len(whole), 1 << 30} {
+	for _, limit := range []int{1, 1000, sampleBlock, sampleBlock + 100, 3 * sampleBlock,
+		len(whole) - 1, len(whole), 1 << 30} {
 		got, err := text.Sample(limit)
 		if err != nil || len(got) != min(limit, len(whole)) {
 			t.Fatalf("Sample(%d) has %d bytes, %v", limit, len(got), err)
@@ -216,7 +224,8 @@ func TestSample(t *testing.T) {
 			}
 			at += i + len(block)
 			if lo+sampleBlock >= len(got) && limit > sampleBlock && at != len(whole) {
-				t.Errorf("Sample(%d) ends at %d of %d: it is not spread over the text", limit, at, len(whole))
+				t.Errorf("Sample(%d) ends at %d of %d: it is not spread over the text", limit, at,
+					len(whole))
 			}
 		}
 	}
@@ -227,7 +236,8 @@ func TestSample(t *testing.T) {
 
 func TestOpenErrors(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{
-		"empty/a.go": "", "binary/a.go": "\x00", "text/a.go": "package a", "one/a": "1", "none/.hidden": "x",
+		"empty/a.go": "", "binary/a.go": "\x00", "text/a.go": "package a", "one/a": "1",
+		"none/.hidden": "x",
 	})
 	for _, c := range []struct {
 		path    string
@@ -235,11 +245,13 @@ func TestOpenErrors(t *testing.T) {
 		want    []string
 	}{
 		{"missing", nil, []string{"missing"}},
-		{"empty", nil, []string{"no text in", "empty", "of 1 files, 1 of any extension, 1 of these empty and 0 binary"}},
+		{"empty", nil, []string{"no text in", "empty", "of 1 files, 1 of any extension, 1 of " +
+			"these empty and 0 binary"}},
 		{"empty/a.go", nil, []string{"a.go is empty"}},
 		{"binary", nil, []string{"no text in", "0 of these empty and 1 binary"}},
 		{"none", nil, []string{"no files in it"}},
-		{"text", []Option{WithExtensions("txt", ".md")}, []string{"of 1 files, 0 ending in .txt or .md"}},
+		{"text", []Option{WithExtensions("txt", ".md")},
+			[]string{"of 1 files, 0 ending in .txt or .md"}},
 		{"one", nil, []string{"1 files with 1 bytes", "too little"}},
 		{"text", []Option{WithExtensions()}, []string{"WithExtensions"}},
 		{"text", []Option{WithExtensions(".")}, []string{"WithExtensions", `"."`}},
@@ -273,7 +285,8 @@ func TestOpenNamesAnUnreadableFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{dir, secret} {
-		if _, err := Open(path); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(), "secret.txt") {
+		if _, err := Open(path); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(),
+			"secret.txt") {
 			t.Errorf("Open(%s) gives %v, want a refusal that names secret.txt", path, err)
 		}
 	}
@@ -281,13 +294,18 @@ func TestOpenNamesAnUnreadableFile(t *testing.T) {
 
 func TestReadNamesAChangedFile(t *testing.T) {
 	for name, change := range map[string]func(path string) error{
-		"grown":    func(path string) error { return os.WriteFile(path, bytes.Repeat([]byte("y"), 300), 0o666) },
-		"shrunk":   func(path string) error { return os.Truncate(path, 10) },
-		"touched":  func(path string) error { return os.Chtimes(path, time.Time{}, time.Now().Add(time.Hour)) },
+		"grown": func(path string) error {
+			return os.WriteFile(path, bytes.Repeat([]byte("y"), 300), 0o666)
+		},
+		"shrunk": func(path string) error { return os.Truncate(path, 10) },
+		"touched": func(path string) error {
+			return os.Chtimes(path, time.Time{}, time.Now().Add(time.Hour))
+		},
 		"vanished": os.Remove,
 	} {
 		t.Run(name, func(t *testing.T) {
-			dir := texttest.Files(t, map[string]string{"kept.txt": strings.Repeat("k", 200), "changed.txt": strings.Repeat("c", 200)})
+			dir := texttest.Files(t, map[string]string{"kept.txt": strings.Repeat("k", 200),
+				"changed.txt": strings.Repeat("c", 200)})
 			text := mustOpen(t, dir).Train
 			if err := change(filepath.Join(dir, "changed.txt")); err != nil {
 				t.Fatal(err)
@@ -344,18 +362,20 @@ func FuzzCorpus(f *testing.F) {
 	})
 }
 
-// TestSampleDocuments wants the bytes of a sample in pieces that are each of one document, without a gap, and as long as they
-// can be.
+// TestSampleDocuments wants the bytes of a sample in pieces that are each of one document, without
+// a gap, and as long as they can be.
 func TestSampleDocuments(t *testing.T) {
 	r := texttest.Rand(t)
 	files := map[string]string{}
 	for i := range 25 {
 		raw := texttest.Bytes(r, 1+r.IntN(3*sampleBlock))
-		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1})) // a file with zeros is binary
+		// a file with zeros is binary
+		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1}))
 	}
 	text := mustOpen(t, texttest.Files(t, files), WithHeldOut(1e-9)).Train
 	whole := readAll(t, text)
-	for _, limit := range []int{1, sampleBlock, sampleBlock + 100, 7*sampleBlock + 5, len(whole) - 1, len(whole), 1 << 30} {
+	for _, limit := range []int{1, sampleBlock, sampleBlock + 100, 7*sampleBlock + 5,
+		len(whole) - 1, len(whole), 1 << 30} {
 		sample, err := text.Sample(limit)
 		if err != nil {
 			t.Fatal(err)
@@ -372,10 +392,12 @@ func TestSampleDocuments(t *testing.T) {
 				document++
 			}
 			if end := text.ends[document]; int64(at+len(d)) > end {
-				t.Errorf("SampleDocuments(%d): piece %d goes on %d bytes beyond a document", limit, i, int64(at+len(d))-end)
+				t.Errorf("SampleDocuments(%d): piece %d goes on %d bytes beyond a document", limit,
+					i, int64(at+len(d))-end)
 			}
 			if i > 0 && !starts && at == last {
-				t.Errorf("SampleDocuments(%d): piece %d goes on where the one before ends", limit, i)
+				t.Errorf("SampleDocuments(%d): piece %d goes on where the one before ends", limit,
+					i)
 			}
 			last = at + len(d)
 		}

@@ -95,7 +95,8 @@ func TestReadingStops(t *testing.T) {
 // TestTokensStop wants an error of a progress function to end the work and to leave no file.
 func TestTokensStop(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
-	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"), mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train, tokenizer.Bytes{},
+	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"),
+		mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train, tokenizer.Bytes{},
 		func(int64, int64) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Evaluation is held-out text cut into batches, always the same ones. Every token but the first is a target once; rows
-// that are left over in the last batch have the target -1.
+// Evaluation is held-out text cut into batches, always the same ones. Every token but the first is
+// a target once; rows that are left over in the last batch have the target -1.
 type Evaluation struct {
 	ids    []int
 	begins []int // the token that begins the document of each; nil where nobody knows
@@ -26,25 +26,29 @@ type Evaluation struct {
 // Fingerprint stands for the tokens and how they are batched.
 func (e *Evaluation) Fingerprint() string {
 	e.hashed.Do(func() {
-		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes), fmt.Sprint(e.ids, e.begins))
+		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes),
+			fmt.Sprint(e.ids, e.begins))
 	})
 	return e.hash
 }
 
-// NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The text has to make at least
-// two tokens, and those after the first have to stand for some of it.
+// NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The
+// text has to make at least two tokens, and those after the first have to stand for some of it.
 func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
 }
 
-// NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with Config.Documents: batches say
-// where they start. They are encoded one by one, and if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE
-// has, that token follows each and is a target too.
-func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
+// NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with
+// Config.Documents: batches say where they start. They are encoded one by one, and if the tokenizer
+// is a BPE, or has a method EndOfDocument() int as a BPE has, that token follows each and is a
+// target too.
+func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
+	batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
 }
 
-func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
+func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.Tokenizer,
+	batch, seq int) (*Evaluation, error) {
 	if tok == nil {
 		return nil, fmt.Errorf("data: %s: the tokenizer is nil", name)
 	}
@@ -58,21 +62,24 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 		read += len(text)
 	}
 	if len(e.ids) < 2 {
-		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, want at least 2", name, read, len(e.ids))
+		return nil,
+			fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, want at least 2", name,
+				read, len(e.ids))
 	}
 	targets, err := tok.Decode(e.ids[1:])
 	if err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
 	if e.bytes = len(targets); e.bytes == 0 {
-		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, and after the first one there is no text left to predict",
+		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, and after "+
+			"the first one there is no text left to predict",
 			name, read, len(e.ids))
 	}
 	return e, nil
 }
 
-// add appends a document's tokens, and if documents are to be kept apart where it begins: with the token that ends the one
-// before, as in a Batch.
+// add appends a document's tokens, and if documents are to be kept apart where it begins: with the
+// token that ends the one before, as in a Batch.
 func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	ids := tok.Encode(text)
 	if !apart {
@@ -130,8 +137,8 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 	}
 }
 
-// Score turns the sum of the losses of all targets, in nats, into the mean loss in nats per token and bits per byte:
-// sum / (ln 2 · bytes). A batch adds its mean loss times its Count to the sum.
+// Score turns the sum of the losses of all targets, in nats, into the mean loss in nats per token
+// and bits per byte: sum / (ln 2 · bytes). A batch adds its mean loss times its Count to the sum.
 func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
 	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
 }

@@ -26,7 +26,8 @@ func exampleFile() (path string, remove func()) {
 	return path, func() { os.RemoveAll(dir) }
 }
 
-// Batches to train on come from one part of the text, and what the model is judged by from the other.
+// Batches to train on come from one part of the text, and what the model is judged by from the
+// other.
 func ExampleOpen() {
 	path, remove := exampleFile()
 	defer remove()
@@ -109,16 +110,19 @@ func ExampleCacheTokens() {
 		log.Fatal(err)
 	}
 	for range 2 {
-		bpe, err := tokenizer.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"), corpus.Train, 50257, 32<<20, nil)
+		bpe, err := tokenizer.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"),
+			corpus.Train, 50257, 32<<20, nil)
 		if err != nil {
 			log.Fatal(err)
 		}
-		tokens, err := data.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path), "cache",
+		tokens, err := data.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path),
+			"cache",
 			"tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)
 		}
-		fmt.Println(corpus.Train.Size(), "bytes,", tokens.Len(), "tokens of a vocabulary of", tokens.VocabSize())
+		fmt.Println(corpus.Train.Size(), "bytes,", tokens.Len(), "tokens of a vocabulary of",
+			tokens.VocabSize())
 		if err := tokens.Close(); err != nil {
 			log.Fatal(err)
 		}

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// fileIdentity tells a file from another one that took its place, and when it was last changed, its times included.
+// fileIdentity tells a file from another one that took its place, and when it was last changed, its
+// times included.
 func fileIdentity(info fs.FileInfo) (identity string, changed time.Time) {
 	s, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {

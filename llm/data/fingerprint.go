@@ -22,7 +22,8 @@ import (
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file too.
+// fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file
+// too.
 const fingerprintPiece = 16 << 20
 
 // fingerprinted is what a Text remembers of itself.
@@ -148,11 +149,13 @@ func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffe
 	return nil
 }
 
-// table stands for the files that the text is read from: where they are, and when they were written.
+// table stands for the files that the text is read from: where they are, and when they were
+// written.
 func (t *Text) table() string {
 	h := sha256.New()
 	for _, d := range t.docs {
-		fmt.Fprintf(h, "%q %d %d %d %d %s\n", t.file(d), d.offset, d.size, d.fileSize, d.modified.UnixNano(), d.identity)
+		fmt.Fprintf(h, "%q %d %d %d %d %s\n", t.file(d), d.offset, d.size, d.fileSize,
+			d.modified.UnixNano(), d.identity)
 	}
 	return hex.EncodeToString(h.Sum(nil))
 }
@@ -185,7 +188,8 @@ func (t *Text) unchanged() bool {
 			return true
 		}
 		now := newDocument(d.name, info)
-		return now.fileSize != d.fileSize || !now.modified.Equal(d.modified) || now.identity != d.identity
+		return now.fileSize != d.fileSize || !now.modified.Equal(d.modified) ||
+			now.identity != d.identity
 	})
 }
 
@@ -237,7 +241,8 @@ func (f fingerprints) read() (all []knownText) {
 
 func (f fingerprints) get(table string) (string, bool) {
 	for _, k := range f.read() {
-		if sum, err := hex.DecodeString(k.Fingerprint); k.Table == table && err == nil && len(sum) == sha256.Size {
+		if sum, err := hex.DecodeString(k.Fingerprint); k.Table == table && err == nil &&
+			len(sum) == sha256.Size {
 			return k.Fingerprint, true
 		}
 	}
@@ -255,5 +260,8 @@ func (f fingerprints) put(table, fingerprint string) {
 		return
 	}
 	// Whoever cannot write here hashes again.
-	_ = atomicfile.WriteMkdir(string(f), func(w *os.File) error { _, err := w.Write(text); return err })
+	_ = atomicfile.WriteMkdir(string(f), func(w *os.File) error {
+		_, err := w.Write(text)
+		return err
+	})
 }

@@ -23,20 +23,26 @@ func printOf(t *testing.T, text *Text) string {
 	return value
 }
 
-// TestFingerprint wants it to be of what a text says and where its documents end: not of names, folders or times.
+// TestFingerprint wants it to be of what a text says and where its documents end: not of names,
+// folders or times.
 func TestFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
-	of := func(files map[string]string) string { return printOf(t, mustOpen(t, texttest.Files(t, files)).Train) }
+	of := func(files map[string]string) string {
+		return printOf(t, mustOpen(t, texttest.Files(t, files)).Train)
+	}
 	text := of(map[string]string{"a": "the text of one file"})
 	require.Len(t, text, 64)
 	require.Equal(t, text, of(map[string]string{"b": "the text of one file"}), "another name")
-	require.NotEqual(t, text, of(map[string]string{"a": "the text of two file"}), "other text of the same size")
+	require.NotEqual(t, text, of(map[string]string{"a": "the text of two file"}),
+		"other text of the same size")
 	// The last bytes of each file are held out.
 	whole, parts := strings.Repeat("x", 40), strings.Repeat("x", 20)
-	require.NotEqual(t, of(map[string]string{"a": whole}), of(map[string]string{"a": parts, "b": parts}), "other ends of documents")
+	require.NotEqual(t, of(map[string]string{"a": whole}),
+		of(map[string]string{"a": parts, "b": parts}), "other ends of documents")
 }
 
-// TestFingerprintPieces wants a large file to have the same fingerprint on one core and on many, and a context to end the reading.
+// TestFingerprintPieces wants a large file to have the same fingerprint on one core and on many,
+// and a context to end the reading.
 func TestFingerprintPieces(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	dir := t.TempDir()
@@ -82,7 +88,8 @@ func TestFingerprintProgress(t *testing.T) {
 	require.ErrorContains(t, err, "the text is nil")
 }
 
-// TestFingerprintKept wants a fingerprint to be kept for files that have rested, and never to be that of what a file said before.
+// TestFingerprintKept wants a fingerprint to be kept for files that have rested, and never to be
+// that of what a file said before.
 func TestFingerprintKept(t *testing.T) {
 	cache := t.TempDir()
 	t.Setenv("XDG_CACHE_HOME", cache)
@@ -93,7 +100,8 @@ func TestFingerprintKept(t *testing.T) {
 
 	fingerprintSettle = time.Hour
 	first := printOf(t, mustOpen(t, dir).Train)
-	require.Empty(t, known.read(), "a file that was written a moment ago may be written again within one tick of its clock")
+	require.Empty(t, known.read(), "a file that was written a moment ago may be written again "+
+		"within one tick of its clock")
 	fingerprintSettle = -time.Hour
 	require.Equal(t, first, printOf(t, mustOpen(t, dir).Train))
 	require.Len(t, known.read(), 1)

@@ -9,15 +9,16 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A Batch holds sequences of token ids and for each id the one that follows it in the text, both [batch, seq] by rows. A
-// target of -1 marks a row that counts for nothing.
+// A Batch holds sequences of token ids and for each id the one that follows it in the text, both
+// [batch, seq] by rows. A target of -1 marks a row that counts for nothing.
 type Batch struct {
 	Inputs, Targets []int
 	Count           int // targets that count
 
-	// Starts [batch, seq] is the position in its sequence at which the document of each token begins, or 0 where that lies
-	// before the sequence; nil where nobody knows of documents. The token that ends a document counts to the next one: that
-	// begins with it, as it does in SampleText. Targets know no borders.
+	// Starts [batch, seq] is the position in its sequence at which the document of each token
+	// begins, or 0 where that lies before the sequence; nil where nobody knows of documents. The
+	// token that ends a document counts to the next one: that begins with it, as it does in
+	// SampleText. Targets know no borders.
 	Starts []int
 }
 
@@ -37,9 +38,10 @@ type LoaderState struct {
 	Data  string `json:"data"` // fingerprint of the tokens
 }
 
-// A Loader deals out batches of a text without end, in an order that depends on the seed alone. For each epoch the text is
-// cut into windows of Seq tokens, at boundaries that move from epoch to epoch, and these are taken in a random order that
-// needs no table of them. While a batch is in use, the next one is being read.
+// A Loader deals out batches of a text without end, in an order that depends on the seed alone. For
+// each epoch the text is cut into windows of Seq tokens, at boundaries that move from epoch to
+// epoch, and these are taken in a random order that needs no table of them. While a batch is in
+// use, the next one is being read.
 type Loader struct {
 	tokens Tokens
 	config LoaderConfig
@@ -50,7 +52,8 @@ type Loader struct {
 	inUse  Batch
 }
 
-// maxBatchTokens keeps what a Loader holds of a batch, some numbers for each token, under a few GiB.
+// maxBatchTokens keeps what a Loader holds of a batch, some numbers for each token, under a few
+// GiB.
 const maxBatchTokens = 1 << 26
 
 type readAhead struct {
@@ -59,8 +62,9 @@ type readAhead struct {
 	err   error
 }
 
-// NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not suffice for one
-// sequence and the target of its last token, and when a batch has more than 2²⁶ tokens.
+// NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not
+// suffice for one sequence and the target of its last token, and when a batch has more than 2²⁶
+// tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
@@ -69,11 +73,13 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 		return nil, fmt.Errorf("data: NewLoader: %w", err)
 	}
 	if c.Batch > maxBatchTokens/c.Seq {
-		return nil, fmt.Errorf("data: NewLoader: batches of %d sequences of %d tokens, want at most %d tokens; TrainConfig.Accumulate adds "+
+		return nil, fmt.Errorf("data: NewLoader: batches of %d sequences of %d tokens, want at "+
+			"most %d tokens; TrainConfig.Accumulate adds "+
 			"up the gradients of several batches", c.Batch, c.Seq, maxBatchTokens)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
-		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d with its last target needs %d: "+
+		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d "+
+			"with its last target needs %d: "+
 			"it takes more text, or shorter sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
 	l := &Loader{
@@ -97,7 +103,8 @@ const maxSide = 1 << 24
 // checkBatches returns an error unless batches of that size can be.
 func checkBatches(sequences, seq int) error {
 	if min(sequences, seq) < 1 || max(sequences, seq) > maxSide {
-		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences, seq, maxSide)
+		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences,
+			seq, maxSide)
 	}
 	return nil
 }
@@ -106,12 +113,12 @@ func newBatch(n int) Batch {
 	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
 }
 
-// documentStarts sets starts[i] to where the document of token i of a window begins, or 0 if before it. The window's tokens
-// stand at the given offset.
+// documentStarts sets starts[i] to where the document of token i of a window begins, or 0 if before
+// it. The window's tokens stand at the given offset.
 type documentStarts func(starts, window []int, offset int64)
 
-// startsOf returns how to find the documents among tokens that end each with a token of its own, or are bytes of files; nil
-// for others.
+// startsOf returns how to find the documents among tokens that end each with a token of its own, or
+// are bytes of files; nil for others.
 func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
@@ -134,8 +141,8 @@ func startsOf(t Tokens) documentStarts {
 
 var errNoLoader = errors.New("the loader is nil or its zero value: NewLoader makes one")
 
-// Next returns the next batch. Its memory is used again after the following call. After an error the same batch is tried
-// again.
+// Next returns the next batch. Its memory is used again after the following call. After an error
+// the same batch is tried again.
 func (l *Loader) Next() (Batch, error) {
 	if l == nil || l.tokens == nil {
 		return Batch{}, fmt.Errorf("data: Loader.Next: %w", errNoLoader)
@@ -154,8 +161,8 @@ func (l *Loader) Next() (Batch, error) {
 	return l.inUse, nil
 }
 
-// readAhead starts to read the batch at l.state into l.spare. The channel has room for the result, so that the goroutine
-// ends even when nobody asks for it.
+// readAhead starts to read the batch at l.state into l.spare. The channel has room for the result,
+// so that the goroutine ends even when nobody asks for it.
 func (l *Loader) readAhead() {
 	l.ahead = make(chan readAhead, 1)
 	go func(ahead chan<- readAhead, batch Batch, s LoaderState) {
@@ -176,8 +183,9 @@ func (l *Loader) readAhead() {
 	}(l.ahead, l.spare, l.state)
 }
 
-// advance moves the state past one window and returns the token at which that window starts. The boundaries of an epoch
-// are at shift, shift + Seq, shift + 2 Seq and so on; a shift that would leave no whole window is cut back.
+// advance moves the state past one window and returns the token at which that window starts. The
+// boundaries of an epoch are at shift, shift + Seq, shift + 2 Seq and so on; a shift that would
+// leave no whole window is cut back.
 func (s *LoaderState) advance(tokens int64) int64 {
 	seq := int64(s.Seq)
 	windows, shift := s.windows(tokens)
@@ -222,25 +230,29 @@ func (l *Loader) KnowsDocuments() bool { return l.starts != nil }
 // InUse returns the batch that Next returned last: one of zeros before the first.
 func (l *Loader) InUse() Batch { return l.inUse }
 
-// State returns the loader's place: a loader set to it continues with the batch that Next returns next.
+// State returns the loader's place: a loader set to it continues with the batch that Next returns
+// next.
 func (l *Loader) State() LoaderState { return l.state }
 
-// SetState moves the loader to a place that State returned, its seed included; the batch size may differ. A state of
-// other data is an ErrChanged, and a state that is refused changes nothing.
+// SetState moves the loader to a place that State returned, its seed included; the batch size may
+// differ. A state of other data is an ErrChanged, and a state that is refused changes nothing.
 func (l *Loader) SetState(s LoaderState) error {
 	if l == nil || l.tokens == nil {
 		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
 	}
 	if s.Data != l.state.Data {
-		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of the tokens is %q", ErrChanged,
+		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of "+
+			"the tokens is %q", ErrChanged,
 			s.Data, l.state.Data)
 	}
 	if s.Seq != l.config.Seq {
-		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the loader's have %d", s.Seq, l.config.Seq)
+		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the "+
+			"loader's have %d", s.Seq, l.config.Seq)
 	}
 	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||
 		s.Next > windows {
-		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in an epoch of 0 to %d", s.Next,
+		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in "+
+			"an epoch of 0 to %d", s.Next,
 			s.Epoch, windows, int64(maxEpoch))
 	}
 	if l.ahead != nil {
@@ -251,9 +263,9 @@ func (l *Loader) SetState(s LoaderState) error {
 	return nil
 }
 
-// permute returns the image of i under a pseudorandom permutation of [0, n): a Feistel network of four rounds over the
-// least even number of bits that hold n-1, applied again while the result lies outside (cycle walking; Black and Rogaway,
-// "Ciphers with arbitrary finite domains", 2002).
+// permute returns the image of i under a pseudorandom permutation of [0, n): a Feistel network of
+// four rounds over the least even number of bits that hold n-1, applied again while the result lies
+// outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 func permute(i, n, key uint64) uint64 {
 	half := (bits.Len64(n-1) + 1) / 2
 	mask := uint64(1)<<half - 1

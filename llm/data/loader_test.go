@@ -59,8 +59,9 @@ func TestPermuteIsABijection(t *testing.T) {
 	}
 }
 
-// Over many keys every place goes everywhere equally often: Pearson's chi-square with 99 cells around 99, which a uniform
-// permutation exceeds 175 by with a probability of 4e-6. A place that does is tried again.
+// Over many keys every place goes everywhere equally often: Pearson's chi-square with 99 cells
+// around 99, which a uniform permutation exceeds 175 by with a probability of 4e-6. A place that
+// does is tried again.
 func TestPermuteIsUniform(t *testing.T) {
 	r := texttest.Rand(t)
 	const n, trials = 100, 20000
@@ -77,13 +78,15 @@ func TestPermuteIsUniform(t *testing.T) {
 	for _, i := range []uint64{0, 1, n / 2, n - 1} {
 		if first := chi2(i); first > 175 {
 			if second := chi2(i); second > 175 {
-				t.Errorf("images of %d: chi-square is %.0f and, again, %.0f, want about 99", i, first, second)
+				t.Errorf("images of %d: chi-square is %.0f and, again, %.0f, want about 99", i,
+					first, second)
 			}
 		}
 	}
 }
 
-// Each window of an epoch comes once, windows do not overlap, and targets are the tokens that follow.
+// Each window of an epoch comes once, windows do not overlap, and targets are the tokens that
+// follow.
 func TestLoaderCoversTheTextOnce(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 30 {
@@ -102,7 +105,8 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 				b := mustNext(t, l)
 				for i, id := range b.Inputs {
 					if covered[id] || b.Targets[i] != id+1 || id != b.Inputs[0]+i {
-						t.Fatalf("seq %d of %d tokens: inputs %v, targets %v", seq, n, b.Inputs, b.Targets)
+						t.Fatalf("seq %d of %d tokens: inputs %v, targets %v", seq, n, b.Inputs,
+							b.Targets)
 					}
 					covered[id] = true
 				}
@@ -117,7 +121,8 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 				}
 			}
 			if missed > 2*seq || shift >= int64(seq) {
-				t.Fatalf("seq %d of %d tokens: epoch %d leaves out %d tokens and begins at %d", seq, n, epoch, missed, shift)
+				t.Fatalf("seq %d of %d tokens: epoch %d leaves out %d tokens and begins at %d", seq,
+					n, epoch, missed, shift)
 			}
 		}
 	}
@@ -160,8 +165,8 @@ func TestLoaderOrder(t *testing.T) {
 	}
 }
 
-// A loader that is set to a saved state continues as the one that was saved, in the middle of an epoch or at its end, while
-// reading ahead or not.
+// A loader that is set to a saved state continues as the one that was saved, in the middle of an
+// epoch or at its end, while reading ahead or not.
 func TestLoaderResumes(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 30 {
@@ -219,10 +224,14 @@ func TestLoaderRefusesStates(t *testing.T) {
 		change func(*LoaderState)
 		want   string
 	}{
-		"data":     {func(s *LoaderState) { s.Data = "other" }, `"other"`},
-		"seq":      {func(s *LoaderState) { s.Seq = 8 }, "sequences of 8 tokens, the loader's have 9"},
-		"epoch":    {func(s *LoaderState) { s.Epoch = -1 }, "epoch -1"},
-		"overflow": {func(s *LoaderState) { s.Epoch = math.MaxInt64 }, "epoch 9223372036854775807, want"},
+		"data": {func(s *LoaderState) { s.Data = "other" }, `"other"`},
+		"seq": {func(s *LoaderState) {
+			s.Seq = 8
+		}, "sequences of 8 tokens, the loader's have 9"},
+		"epoch": {func(s *LoaderState) { s.Epoch = -1 }, "epoch -1"},
+		"overflow": {func(s *LoaderState) {
+			s.Epoch = math.MaxInt64
+		}, "epoch 9223372036854775807, want"},
 		"negative": {func(s *LoaderState) { s.Next = -1 }, "window -1"},
 		"beyond":   {func(s *LoaderState) { s.Next = 1 << 40 }, "window 1099511627776"},
 		"zero":     {func(s *LoaderState) { *s = LoaderState{} }, "fingerprint"},
@@ -250,18 +259,22 @@ func TestNewLoaderErrors(t *testing.T) {
 	}{
 		{10, LoaderConfig{Batch: 0, Seq: 5}, "0 sequences of 5"},
 		{10, LoaderConfig{Batch: 5, Seq: -1}, "5 sequences of -1"},
-		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2}, "sequences of 2 tokens, want 1 to 16777216 of each"},
-		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 with its last target needs 11: it takes more text, or shorter sequences"},
+		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2},
+			"sequences of 2 tokens, want 1 to 16777216 of each"},
+		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 " +
+			"with its last target needs 11: it takes more text, or shorter sequences"},
 		{0, LoaderConfig{Batch: 1, Seq: 1}, "the text has 0 tokens"},
 		{10, LoaderConfig{Batch: 1 << 24, Seq: 8}, "want at most 67108864 tokens"},
 	} {
-		if _, err := NewLoader(upTo(c.tokens), c.config); err == nil || !strings.Contains(err.Error(), c.want) {
+		if _, err := NewLoader(upTo(c.tokens), c.config); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%d tokens, %+v: %v, want an error with %q", c.tokens, c.config, err, c.want)
 		}
 	}
 }
 
-// An error while reading leaves the loader where it is: once the file is back, the same batch is dealt out.
+// An error while reading leaves the loader where it is: once the file is back, the same batch is
+// dealt out.
 func TestLoaderReportsAVanishedFile(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
 	tokens, err := Tokenize(mustOpen(t, dir).Train, tokenizer.Bytes{})
@@ -276,7 +289,8 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if _, err := l.Next(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), "a.txt has vanished") {
+		if _, err := l.Next(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(),
+			"a.txt has vanished") {
 			t.Fatalf("without the file: %v, want an ErrChanged that names it", err)
 		}
 	}
@@ -331,13 +345,15 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 		t.Error("the tokens do not decode to the text")
 	}
 	if got := tokens.Len(); got < text.Size()/2 || got > text.Size()/2+4 {
-		t.Errorf("%d tokens for %d bytes, want half and at most one more for each piece", got, text.Size())
+		t.Errorf("%d tokens for %d bytes, want half and at most one more for each piece", got,
+			text.Size())
 	}
 	if err := tokens.ReadTokens(make([]int, 2), tokens.Len()-1); err == nil {
 		t.Error("reading beyond the last token is accepted")
 	}
 	if tokens.Tokenizer() != tok.Name() || tokens.VocabSize() != tok.VocabSize() {
-		t.Errorf("tokenizer %q of %d tokens, want %q of %d", tokens.Tokenizer(), tokens.VocabSize(), tok.Name(), tok.VocabSize())
+		t.Errorf("tokenizer %q of %d tokens, want %q of %d", tokens.Tokenizer(), tokens.VocabSize(),
+			tok.Name(), tok.VocabSize())
 	}
 	if tokens.Fingerprint() == printOf(t, text) {
 		t.Error("the fingerprint does not tell tokenizers apart")
@@ -380,7 +396,8 @@ func FuzzLoaderState(f *testing.F) {
 	})
 }
 
-// TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at the token that ends a document.
+// TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at
+// the token that ends a document.
 func TestLoaderKnowsDocuments(t *testing.T) {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30)), WithHeldOut(1e-9)).Train
 	raw, err := Tokenize(text, tokenizer.Bytes{})
@@ -417,7 +434,8 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 						}
 					}
 					if int64(start) != want {
-						t.Fatalf("%s: the document of token %d of the window of %d at %d starts at %d, want %d", name, i, seq, offset, start, want)
+						t.Fatalf("%s: the document of token %d of the window of %d at %d starts "+
+							"at %d, want %d", name, i, seq, offset, start, want)
 					}
 				}
 			}

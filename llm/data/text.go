@@ -32,17 +32,19 @@ type document struct {
 	size     int64
 	fileSize int64 // with modified, as found by Open
 	modified time.Time
-	identity string    // of the file, as far as the system tells
-	changed  time.Time // the last change of the file, its times included; zero where the system does not tell
+	identity string // of the file, as far as the system tells
+	// the last change of the file, its times included; zero where the system does not tell
+	changed time.Time
 }
 
 func newDocument(name string, info fs.FileInfo) document {
 	identity, changed := fileIdentity(info)
-	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime(), identity: identity, changed: changed}
+	return document{name: name, size: info.Size(), fileSize: info.Size(), modified: info.ModTime(),
+		identity: identity, changed: changed}
 }
 
-// A Text is one part of a Corpus: its documents, one after the other without anything between them. It may be read by
-// several goroutines at once.
+// A Text is one part of a Corpus: its documents, one after the other without anything between them.
+// It may be read by several goroutines at once.
 type Text struct {
 	root string
 	docs []document
@@ -78,8 +80,8 @@ func (t *Text) Documents() int { return len(t.docs) }
 // Reader returns a reader of the whole text from its start.
 func (t *Text) Reader() io.Reader { return io.NewSectionReader(t, 0, t.Size()) }
 
-// ReadAt reads len(p) bytes from the given offset of the text, as io.ReaderAt says. A file that changed or vanished since
-// Open is an ErrChanged that names it.
+// ReadAt reads len(p) bytes from the given offset of the text, as io.ReaderAt says. A file that
+// changed or vanished since Open is an ErrChanged that names it.
 func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 	if offset < 0 {
 		return 0, fmt.Errorf("data: Text.ReadAt: the offset is %d, want at least 0", offset)
@@ -101,8 +103,9 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 	return read, nil
 }
 
-// readDocument fills p from the given offset of the document's file. The file is opened for each read: that costs some
-// microseconds and leaves nothing to close, to run out of or to share between goroutines.
+// readDocument fills p from the given offset of the document's file. The file is opened for each
+// read: that costs some microseconds and leaves nothing to close, to run out of or to share between
+// goroutines.
 func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	f, _, err := regular.Open(name)
@@ -118,8 +121,10 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 		return err
 	}
 	if info.Size() != d.fileSize || !info.ModTime().Equal(d.modified) {
-		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v", ErrChanged, name,
-			d.fileSize, d.modified.Format(time.DateTime), info.Size(), info.ModTime().Format(time.DateTime))
+		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v",
+			ErrChanged, name,
+			d.fileSize, d.modified.Format(time.DateTime), info.Size(),
+			info.ModTime().Format(time.DateTime))
 	}
 	_, err = f.ReadAt(p, offset)
 	if err == io.EOF {
@@ -128,12 +133,13 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	return err
 }
 
-// sampleBlock is the size of the pieces that Sample puts together: twice gzip's window, so that what a seam costs gzip
-// is little.
+// sampleBlock is the size of the pieces that Sample puts together: twice gzip's window, so that
+// what a seam costs gzip is little.
 const sampleBlock = 64 << 10
 
-// Sample returns the whole text when it has at most limit bytes, else limit bytes in 64 KiB blocks spread evenly over it.
-// The same text and limit give the same bytes, so that whatever is scored on them is scored on the same ones.
+// Sample returns the whole text when it has at most limit bytes, else limit bytes in 64 KiB blocks
+// spread evenly over it. The same text and limit give the same bytes, so that whatever is scored on
+// them is scored on the same ones.
 func (t *Text) Sample(limit int) ([]byte, error) {
 	if t == nil {
 		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")
@@ -159,7 +165,8 @@ func (t *Text) sampleBlocks(n int) iter.Seq2[int64, int] {
 		blocks := (n + sampleBlock - 1) / sampleBlock
 		for i := range blocks {
 			lo, hi := i*sampleBlock, min((i+1)*sampleBlock, n)
-			// The gap before a block grows in proportion to its number, and the last block ends where the text ends.
+			// The gap before a block grows in proportion to its number, and the last block ends
+			// where the text ends.
 			gap := int64(0)
 			if blocks > 1 {
 				gap = (t.Size() - int64(n)) * int64(i) / int64(blocks-1)

@@ -19,13 +19,16 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A TokenFile is text that was encoded once and for all: token ids in a file, read where they are asked for. It implements
-// Tokens and may be read by several goroutines at once.
+// A TokenFile is text that was encoded once and for all: token ids in a file, read where they are
+// asked for. It implements Tokens and may be read by several goroutines at once.
 //
-//	bytes 0 to 4095   "kasmina tokens 1\n", a line of JSON, "crc32c " and 8 hexadecimal digits for that line, and spaces
-//	from 4096 on      the ids, little-endian, of 2 bytes if the vocabulary has at most 65536 entries, else of 4
+//	bytes 0 to 4095   "kasmina tokens 1\n", a line of JSON, "crc32c " and 8 hexadecimal digits for
+//	                  that line, and spaces
+//	from 4096 on      the ids, little-endian, of 2 bytes if the vocabulary has at most 65536
+//	                  entries, else of 4
 //
-// The line of JSON names text and tokenizer, so that a file of other text, or of text that has changed since, is not used.
+// The line of JSON names text and tokenizer, so that a file of other text, or of text that has
+// changed since, is not used.
 type TokenFile struct {
 	f      *os.File
 	header tokenHeader
@@ -44,7 +47,8 @@ type tokenHeader struct {
 const (
 	tokenMagic     = "kasmina tokens 1\n"
 	tokenDataStart = 4096
-	// portionSize is how much text is encoded at a time: enough to keep a core busy, little enough to have many.
+	// portionSize is how much text is encoded at a time: enough to keep a core busy, little enough
+	// to have many.
 	portionSize = 1 << 20
 )
 
@@ -62,11 +66,11 @@ func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (t
 	return h, err
 }
 
-// CacheTokens returns the text's tokens from the file at path. If there is none, or one of text that has changed or of
-// another tokenizer, it is written first, as WriteTokens does. A file that holds something else, or is damaged, is an error:
-// it is not overwritten.
-func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer, progress func(bytes,
-	of int64) error) (*TokenFile, error) {
+// CacheTokens returns the text's tokens from the file at path. If there is none, or one of text
+// that has changed or of another tokenizer, it is written first, as WriteTokens does. A file that
+// holds something else, or is damaged, is an error: it is not overwritten.
+func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
+	progress func(bytes, of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrChanged) {
 		return t, err
@@ -77,9 +81,11 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	return OpenTokens(ctx, path, text, tok)
 }
 
-// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file made of other text (see
-// [Text.Fingerprint]) or by another tokenizer is an ErrChanged. When the context ends, so does the reading. Close it after use.
-func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (*TokenFile, error) {
+// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file
+// made of other text (see [Text.Fingerprint]) or by another tokenizer is an ErrChanged. When the
+// context ends, so does the reading. Close it after use.
+func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (
+	*TokenFile, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("data: OpenTokens: %w", errNoContext)
 	}
@@ -121,7 +127,8 @@ func (t *TokenFile) readHeader() error {
 	}
 	rest, ok := bytes.CutPrefix(head[:n], []byte(tokenMagic))
 	if !ok {
-		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another version's format",
+		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another "+
+			"version's format",
 			head[:min(n, len(tokenMagic))], tokenMagic)
 	}
 	line, rest, _ := bytes.Cut(rest, []byte("\n"))
@@ -139,7 +146,8 @@ func (t *TokenFile) readHeader() error {
 func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
-		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those of %s with %d", ErrChanged,
+		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those "+
+			"of %s with %d", ErrChanged,
 			h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
 		return fmt.Errorf("%w: its tokens are of other text", ErrChanged)
@@ -154,7 +162,8 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	h := t.header
 	size -= tokenDataStart
 	if size%int64(h.Width) != 0 || size/int64(h.Width) != h.Count {
-		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count, h.Width)
+		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count,
+			h.Width)
 	}
 	var sum uint32
 	raw := make([]byte, min(portionSize, size))
@@ -170,7 +179,8 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 		sum = crc32.Update(sum, castagnoli, raw[:n*h.Width])
 		for i, id := range ids[:n] {
 			if id >= h.VocabSize {
-				return fmt.Errorf("token %d has the id %d, outside the vocabulary [0, %d)", at+int64(i), id, h.VocabSize)
+				return fmt.Errorf("token %d has the id %d, outside the vocabulary [0, %d)",
+					at+int64(i), id, h.VocabSize)
 			}
 		}
 		at += int64(n)
@@ -202,7 +212,8 @@ func (t *TokenFile) Len() int64 { return t.header.Count }
 // ReadTokens fills dst with the tokens from the given offset on.
 func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
 	if offset < 0 || offset > t.Len()-int64(len(dst)) {
-		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset, offset+int64(len(dst)), t.Len(),
+		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset,
+			offset+int64(len(dst)), t.Len(),
 			io.ErrUnexpectedEOF)
 	}
 	if err := t.read(dst, make([]byte, len(dst)*t.header.Width), offset); err != nil {
@@ -226,16 +237,17 @@ func (t *TokenFile) EndOfDocument() int { return t.end }
 // Close closes the file.
 func (t *TokenFile) Close() error { return t.f.Close() }
 
-// WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it replaces in one step: a
-// process that is killed leaves the old file or the new one. Folders that path needs are made. Documents are encoded one by
-// one, in portions of up to 1 MiB that end after a newline where there is one; if the tokenizer is a BPE, or has a method
-// EndOfDocument() int as a BPE has, that token follows each. The same text and tokenizer give the same file on any number of
+// WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it
+// replaces in one step: a process that is killed leaves the old file or the new one. Folders that
+// path needs are made. Documents are encoded one by one, in portions of up to 1 MiB that end after
+// a newline where there is one; if the tokenizer is a BPE, or has a method EndOfDocument() int as a
+// BPE has, that token follows each. The same text and tokenizer give the same file on any number of
 // cores. Memory for some portions is all that it takes.
 //
-// The function progress is called, if it is not nil, with the number of bytes of the text that are encoded and of those
-// there are. An error of it ends the work, and so does the context.
-func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer, progress func(bytes,
-	of int64) error) error {
+// The function progress is called, if it is not nil, with the number of bytes of the text that are
+// encoded and of those there are. An error of it ends the work, and so does the context.
+func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
+	progress func(bytes, of int64) error) error {
 	if ctx == nil {
 		return fmt.Errorf("data: WriteTokens: %w", errNoContext)
 	}
@@ -292,9 +304,11 @@ func (h tokenHeader) encode() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line, castagnoli))
+	head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line,
+		crc32.Checksum(line, castagnoli))
 	if len(head) > tokenDataStart {
-		return nil, fmt.Errorf("the tokenizer's name has %d bytes, too many for the header", len(h.Tokenizer))
+		return nil, fmt.Errorf("the tokenizer's name has %d bytes, too many for the header",
+			len(h.Tokenizer))
 	}
 	return append(head, bytes.Repeat([]byte(" "), tokenDataStart-len(head))...), nil
 }
@@ -307,9 +321,11 @@ type portion struct {
 	err  error
 }
 
-// encodeDocuments calls write for the text's portions in order, while others are being encoded. The queue holds a channel
-// for each portion that was begun, and has room for as many as there are cores.
-func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int, write func(portion) error) error {
+// encodeDocuments calls write for the text's portions in order, while others are being encoded. The
+// queue holds a channel for each portion that was begun, and has room for as many as there are
+// cores.
+func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
+	write func(portion) error) error {
 	queue := make(chan chan portion, runtime.GOMAXPROCS(0))
 	stop := make(chan struct{})
 	defer close(stop)
@@ -341,14 +357,15 @@ func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int, write func(
 	return nil
 }
 
-// eachPortion calls f for the portions of the text until f returns false or the text cannot be read; then the last portion
-// has the error.
+// eachPortion calls f for the portions of the text until f returns false or the text cannot be
+// read; then the last portion has the error.
 func eachPortion(text *Text, f func(portion) bool) {
 	for i, end := range text.ends {
 		for at := end - text.docs[i].size; at < end; {
 			p := portion{text: make([]byte, min(portionSize, end-at))}
 			_, p.err = text.ReadAt(p.text, at)
-			if newline := bytes.LastIndexByte(p.text, '\n'); newline >= 0 && at+int64(len(p.text)) < end {
+			if newline := bytes.LastIndexByte(p.text, '\n'); newline >= 0 &&
+				at+int64(len(p.text)) < end {
 				p.text = p.text[:newline+1]
 			}
 			at += int64(len(p.text))

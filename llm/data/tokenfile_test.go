@@ -46,7 +46,8 @@ func tokenBPE(t testing.TB) *tokenizer.BPE {
 	return trainBPE(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
 }
 
-// wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or two.
+// wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or
+// two.
 type wide struct{ broken bool }
 
 func (wide) Name() string   { return "wide" }
@@ -97,7 +98,8 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 				document := raw[end-text.docs[i].size : end]
 				for len(document) > 0 {
 					n := min(len(document), portionSize)
-					if newline := bytes.LastIndexByte(document[:n], '\n'); newline >= 0 && n < len(document) {
+					if newline := bytes.LastIndexByte(document[:n], '\n'); newline >= 0 &&
+						n < len(document) {
 						n = newline + 1
 					}
 					want = append(want, tok.Encode(document[:n])...)
@@ -118,7 +120,8 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 			for range 20 {
 				at := r.IntN(len(want))
 				part := make([]int, r.IntN(min(1000, len(want)-at)+1))
-				if err := f.ReadTokens(part, int64(at)); err != nil || !slices.Equal(part, want[at:at+len(part)]) {
+				if err := f.ReadTokens(part, int64(at)); err != nil || !slices.Equal(part,
+					want[at:at+len(part)]) {
 					t.Fatalf("tokens %d to %d are others, or %v", at, at+len(part), err)
 				}
 			}
@@ -177,7 +180,8 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2, Seq: 16}).SetState(first.State()); !errors.Is(err, ErrChanged) {
+	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2,
+		Seq: 16}).SetState(first.State()); !errors.Is(err, ErrChanged) {
 		t.Errorf("a state of other tokens: %v", err)
 	}
 }
@@ -204,7 +208,8 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		change func() error
 		want   string
 	}{
-		{"another tokenizer", func() error { return nil }, "of bytes with a vocabulary of 256, want those of wide with 16777216"},
+		{"another tokenizer", func() error { return nil },
+			"of bytes with a vocabulary of 256, want those of wide with 16777216"},
 		{"a file less", remove, "of other text"},
 		{"other text", rewrite, "of other text"},
 	} {
@@ -235,7 +240,8 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 	}
 }
 
-// Text that changes under the encoder, or a tokenizer that makes ids outside its vocabulary, leaves the old file.
+// Text that changes under the encoder, or a tokenizer that makes ids outside its vocabulary, leaves
+// the old file.
 func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	dir := texttest.Files(t, texttest.Numbered(30))
 	text := mustOpen(t, dir).Train
@@ -247,11 +253,13 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := WriteTokens(t.Context(), path, text, wide{broken: true}, nil); err == nil ||
-		!strings.Contains(err.Error(), "tokenizer wide made id 16777216, outside its vocabulary [0, 16777216)") {
+		!strings.Contains(err.Error(), "tokenizer wide made id 16777216, outside its vocabulary "+
+			"[0, 16777216)") {
 		t.Errorf("an id outside the vocabulary: %v", err)
 	}
 	last := text.docs[len(text.docs)-1]
-	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{}, time.Unix(1e9, 0)); err != nil {
+	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{},
+		time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}
 	if err := WriteTokens(t.Context(), path, text, tokenizer.Bytes{}, nil); !errors.Is(err,
@@ -278,7 +286,8 @@ func tokenFile(t testing.TB, h tokenHeader, ids []byte) []byte {
 
 func TestOpenTokensErrors(t *testing.T) {
 	r := texttest.Rand(t)
-	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("some text\n", 100)})).Train
+	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("some text\n",
+		100)})).Train
 	path := filepath.Join(t.TempDir(), "tokens")
 	good := mustCache(t, path, text, wide{}).header
 	file, err := os.ReadFile(path)
@@ -305,8 +314,10 @@ func TestOpenTokensErrors(t *testing.T) {
 	}{
 		{"empty", nil, "it begins with \"\""},
 		{"something else", []byte("package main\n"), "it begins with \"package main\\n\""},
-		{"another version", bytes.Replace(file, []byte("tokens 1"), []byte("tokens 2"), 1), "in another version's format"},
-		{"damage to the header", flipped(len(tokenMagic) + r.IntN(line+16-len(tokenMagic))), "it is damaged: the header"},
+		{"another version", bytes.Replace(file, []byte("tokens 1"), []byte("tokens 2"), 1),
+			"in another version's format"},
+		{"damage to the header", flipped(len(tokenMagic) + r.IntN(line+16-len(tokenMagic))),
+			"it is damaged: the header"},
 		{"damage to an id", flipped(id), "it is damaged: the checksum of the ids"},
 		{"damage to an id's highest byte", flipped(id + 3), "outside the vocabulary [0, 16777216)"},
 		{"a cut header", file[:tokenDataStart-1], "it is damaged: the header"},
@@ -314,23 +325,32 @@ func TestOpenTokensErrors(t *testing.T) {
 		{"ids that are missing", file[:tokenDataStart], "it is damaged: 0 bytes of ids"},
 		{"an id more", append(bytes.Clone(file), 0, 0, 0, 0), "bytes of ids, want"},
 		{"a byte more", append(bytes.Clone(file), 0), "bytes of ids, want"},
-		{"a count below zero", with(func(h *tokenHeader) { h.Count = -1 }, nil), "0 bytes of ids, want -1"},
-		{"a huge count", with(func(h *tokenHeader) { h.Count = math.MaxInt64 }, nil), "want 9223372036854775807 ids"},
-		{"ids of no bytes", with(func(h *tokenHeader) { h.Width = 0 }, nil), "ids of 0 bytes, want ids of 4"},
-		{"an id outside the vocabulary", with(func(*tokenHeader) {}, []byte{7: 1}), "token 1 has the id 16777216"},
+		{"a count below zero", with(func(h *tokenHeader) {
+			h.Count = -1
+		}, nil), "0 bytes of ids, want -1"},
+		{"a huge count", with(func(h *tokenHeader) {
+			h.Count = math.MaxInt64
+		}, nil), "want 9223372036854775807 ids"},
+		{"ids of no bytes", with(func(h *tokenHeader) {
+			h.Width = 0
+		}, nil), "ids of 0 bytes, want ids of 4"},
+		{"an id outside the vocabulary", with(func(*tokenHeader) {}, []byte{7: 1}),
+			"token 1 has the id 16777216"},
 	} {
 		if err := os.WriteFile(path, c.file, 0o666); err != nil {
 			t.Fatal(err)
 		}
 		_, err := CacheTokens(t.Context(), path, text, wide{}, nil)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(),
+			path) {
 			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
 		}
 		if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, c.file) {
 			t.Errorf("%s: the file was overwritten, or %v", c.name, err)
 		}
 	}
-	if _, err := (tokenHeader{Tokenizer: strings.Repeat("x", tokenDataStart)}).encode(); err == nil {
+	if _, err := (tokenHeader{Tokenizer: strings.Repeat("x",
+		tokenDataStart)}).encode(); err == nil {
 		t.Error("a name that does not fit the header is no error")
 	}
 	for _, err := range []error{
@@ -341,21 +361,23 @@ func TestOpenTokensErrors(t *testing.T) {
 			t.Errorf("nil: %v", err)
 		}
 	}
-	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil || !strings.Contains(err.Error(),
-		"must not be nil") {
+	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil ||
+		!strings.Contains(err.Error(), "must not be nil") {
 		t.Errorf("nil: %v", err)
 	}
 }
 
 func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
-	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	text := mustOpen(t,
+		texttest.Files(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tokenizer.Bytes{})
 	n := f.Len()
 	for _, c := range []struct {
 		length, offset int64
 		ok             bool
 	}{
-		{0, n, true}, {n, 0, true}, {n + 1, 0, false}, {1, n, false}, {2, n - 1, false}, {1, -1, false}, {1, math.MaxInt64, false},
+		{0, n, true}, {n, 0, true}, {n + 1, 0, false}, {1, n, false}, {2, n - 1, false},
+		{1, -1, false}, {1, math.MaxInt64, false},
 	} {
 		err := f.ReadTokens(make([]int, c.length), c.offset)
 		if c.ok != (err == nil) || err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
@@ -371,7 +393,8 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 // FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has
 // the ids that it holds.
 func FuzzOpenTokens(f *testing.F) {
-	text := mustOpen(f, texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
+	text := mustOpen(f,
+		texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	h, err := newTokenHeader(f.Context(), text, tokenizer.Bytes{})
 	if err != nil {
 		f.Fatal(err)
@@ -389,7 +412,8 @@ func FuzzOpenTokens(f *testing.F) {
 			head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line, crc32.Checksum(line,
 				castagnoli))
 			head = append(head, bytes.Repeat([]byte(" "), max(0, tokenDataStart-len(head)))...)
-			file = append(head, ids[min(len(ids), max(0, tokenDataStart-len(tokenMagic)-len(line)-1)):]...)
+			file = append(head,
+				ids[min(len(ids), max(0, tokenDataStart-len(tokenMagic)-len(line)-1)):]...)
 		}
 		if err := os.WriteFile(path, file, 0o666); err != nil {
 			t.Fatal(err)

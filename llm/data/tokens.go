@@ -12,8 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its data. The ids lie inside
-// the vocabulary of the tokenizer that made them. Where one of them ends each document, a method EndOfDocument() int says which.
+// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its
+// data. The ids lie inside the vocabulary of the tokenizer that made them. Where one of them ends
+// each document, a method EndOfDocument() int says which.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
@@ -21,14 +22,15 @@ type Tokens interface {
 	VocabSize() int
 	// ReadTokens fills dst with the tokens from the given offset on.
 	ReadTokens(dst []int, offset int64) error
-	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other data.
+	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other
+	// data.
 	Fingerprint() string
 }
 
-// Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when asked for. Any other
-// tokenizer encodes the whole text now, in pieces of up to 1 MiB that end after a newline where there is one, and its
-// tokens are kept in memory at four bytes each. It takes the text's fingerprint, which after
-// [Text.Fingerprint] is known.
+// Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when
+// asked for. Any other tokenizer encodes the whole text now, in pieces of up to 1 MiB that end
+// after a newline where there is one, and its tokens are kept in memory at four bytes each. It
+// takes the text's fingerprint, which after [Text.Fingerprint] is known.
 func Tokenize(text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
@@ -40,14 +42,16 @@ func Tokenize(text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if _, ok := tok.(tokenizer.Bytes); ok {
 		return byteTokens{text: text, fingerprint: fingerprint}, nil
 	}
-	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(), fingerprint: fingerprintOf(tok.Name(), fingerprint)}
+	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(),
+		fingerprint: fingerprintOf(tok.Name(), fingerprint)}
 	piece := make([]byte, 1<<20)
 	for offset := int64(0); offset < text.Size(); {
 		n := int(min(int64(len(piece)), text.Size()-offset))
 		if _, err := text.ReadAt(piece[:n], offset); err != nil {
 			return nil, fmt.Errorf("data: Tokenize: %w", err)
 		}
-		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 && offset+int64(n) < text.Size() {
+		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 &&
+			offset+int64(n) < text.Size() {
 			n = newline + 1
 		}
 		for _, id := range tok.Encode(piece[:n]) {

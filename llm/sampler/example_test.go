@@ -28,7 +28,8 @@ func ExampleDraw() {
 		}
 		counts[id]++
 	}
-	fmt.Println("only 1 and 3:", counts[0] == 0 && counts[2] == 0, "3 more often:", counts[3] > counts[1])
+	fmt.Println("only 1 and 3:", counts[0] == 0 && counts[2] == 0, "3 more often:",
+		counts[3] > counts[1])
 	// Output:
 	// 3 <nil>
 	// only 1 and 3: true 3 more often: true

@@ -13,21 +13,24 @@ import (
 
 // Config says how tokens are drawn from logits. The zero value is greedy.
 type Config struct {
-	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. 0 always takes the largest logit.
+	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. 0 always takes the largest
+	// logit.
 	Temperature float64
 	// TopK keeps only the k most probable tokens; 0 keeps all.
 	TopK int
-	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after TopK, add up to at least
-	// TopP; 0 keeps all. (Holtzman et al., "The curious case of neural text degeneration", 2020.)
+	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after
+	// TopK, add up to at least TopP; 0 keeps all. (Holtzman et al., "The curious case of neural
+	// text degeneration", 2020.)
 	TopP float64
-	// Vocab is the size of the tokenizer's vocabulary, where the model's is larger: ids from it on are never drawn. 0 is that
-	// of the logits.
+	// Vocab is the size of the tokenizer's vocabulary, where the model's is larger: ids from it on
+	// are never drawn. 0 is that of the logits.
 	Vocab int
 	Seed  uint64
 }
 
-// A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the more probable. The
-// tokens drawn depend on the config and the logits alone. A Sampler is not safe for use by several goroutines.
+// A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the
+// more probable. The tokens drawn depend on the config and the logits alone. A Sampler is not safe
+// for use by several goroutines.
 type Sampler struct {
 	config  Config
 	source  *rand.PCG
@@ -45,7 +48,8 @@ type choice struct {
 func New(c Config) (*Sampler, error) {
 	switch {
 	case !(c.Temperature >= 0) || math.IsInf(c.Temperature, 1):
-		return nil, fmt.Errorf("sampler: New: Temperature is %v, want a finite number of at least 0", c.Temperature)
+		return nil, fmt.Errorf("sampler: New: Temperature is %v, want a finite number of at "+
+			"least 0", c.Temperature)
 	case c.TopK < 0:
 		return nil, fmt.Errorf("sampler: New: TopK is %d, want at least 0", c.TopK)
 	case !(c.TopP >= 0 && c.TopP <= 1):
@@ -56,8 +60,8 @@ func New(c Config) (*Sampler, error) {
 	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
 }
 
-// Draw draws the id of the next token from the logits, which it leaves as they are. It is an error when a logit is NaN
-// or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
+// Draw draws the id of the next token from the logits, which it leaves as they are. It is an error
+// when a logit is NaN or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
 func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
 		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
@@ -134,7 +138,8 @@ func (s *Sampler) draw(kept []choice) int {
 // State returns the state of the random numbers, to be kept with a checkpoint.
 func (s *Sampler) State() ([]byte, error) {
 	if s == nil || s.source == nil {
-		return nil, errors.New("sampler: Sampler.State: the sampler is nil or its zero value: New makes one")
+		return nil, errors.New("sampler: Sampler.State: the sampler is nil or its zero value: " +
+			"New makes one")
 	}
 	return s.source.MarshalBinary()
 }

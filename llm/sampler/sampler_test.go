@@ -72,14 +72,16 @@ func reference(c Config, logits []float64) []float64 {
 	return p
 }
 
-// Pearson's chi-square of 20000 draws against the reference, where tokens that are expected less than 20 times count as
-// one: a single draw of what comes once in a hundred runs would outweigh all others. For k cells it is about k-1 with a
-// deviation of sqrt(2(k-1)); the limit of six deviations and a bit is passed by chance less than once in a million runs.
+// Pearson's chi-square of 20000 draws against the reference, where tokens that are expected less
+// than 20 times count as one: a single draw of what comes once in a hundred runs would outweigh all
+// others. For k cells it is about k-1 with a deviation of sqrt(2(k-1)); the limit of six deviations
+// and a bit is passed by chance less than once in a million runs.
 func TestSampleDistribution(t *testing.T) {
 	r := texttest.Rand(t)
 	const draws = 20000
 	for _, c := range []Config{
-		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1, TopK: 3}, {Temperature: 1, TopP: 0.7},
+		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1,
+			TopK: 3}, {Temperature: 1, TopP: 0.7},
 		{Temperature: 1.5, TopK: 6, TopP: 0.8}, {Temperature: 1, TopK: 100, TopP: 1},
 	} {
 		c.Seed = r.Uint64()
@@ -114,10 +116,12 @@ func TestSampleDistribution(t *testing.T) {
 		if rare >= 5 {
 			add(drawnRare, rare)
 		} else if drawnRare > 40 {
-			t.Errorf("%+v draws tokens %v times that are expected %v times\ngot  %v\nwant %v", c, drawnRare, rare, got, want)
+			t.Errorf("%+v draws tokens %v times that are expected %v times\ngot  %v\nwant %v", c,
+				drawnRare, rare, got, want)
 		}
 		if limit := cells + 8*math.Sqrt(2*cells) + 15; chi2 > limit {
-			t.Errorf("%+v: chi-square is %.1f with %v tokens\ngot  %v\nwant %v", c, chi2, cells, got, want)
+			t.Errorf("%+v: chi-square is %.1f with %v tokens\ngot  %v\nwant %v", c, chi2, cells,
+				got, want)
 		}
 		if !slices.Equal(logits, before) {
 			t.Error("the logits have been changed")
@@ -132,23 +136,34 @@ func TestSampleEdges(t *testing.T) {
 		logits []float64
 		want   []int // exactly these come in 2000 draws
 	}{
-		"greedy":                      {Config{}, []float64{1, 3, 2}, []int{1}},
-		"greedy, ties":                {Config{}, []float64{1, 3, 3}, []int{1}},
-		"top-k 1, ties":               {Config{Temperature: 1, TopK: 1}, []float64{0, 3, 3}, []int{1}},
-		"top-k 2, ties":               {Config{Temperature: 9, TopK: 2}, []float64{1, 1, 1, 1}, []int{0, 1}},
-		"top-k beyond all":            {Config{Temperature: 1, TopK: 9}, []float64{1, 1}, []int{0, 1}},
-		"top-p keeps one":             {Config{Temperature: 1, TopP: 1e-300}, []float64{1, 1.1, 1}, []int{1}},
-		"top-p, ties":                 {Config{Temperature: 1, TopP: 0.5}, []float64{1, 1, 1, 1}, []int{0, 1}},
-		"top-p crosses the limit":     {Config{Temperature: 1, TopP: 0.51}, []float64{1, 1, 1, 1}, []int{0, 1, 2}},
-		"top-p of what top-k leaves":  {Config{Temperature: 1, TopK: 2, TopP: 0.5}, []float64{1, 1, 1}, []int{0}},
-		"top-p 1 keeps all":           {Config{Temperature: 1, TopP: 1}, []float64{1, 1, 1}, []int{0, 1, 2}},
-		"one token":                   {Config{Temperature: 1}, []float64{-7}, []int{0}},
-		"only one possible":           {Config{Temperature: 1}, []float64{inf, -1e300, inf}, []int{1}},
-		"greedy, very small":          {Config{}, []float64{inf, -1e308}, []int{1}},
-		"large logits":                {Config{Temperature: 1}, []float64{1e308, -1e308}, []int{0}},
-		"the least temperature":       {Config{Temperature: 5e-324}, []float64{1, 2, 2 + 1e-9}, []int{2}},
-		"the least temperature, ties": {Config{Temperature: 5e-324}, []float64{1, 2, 2}, []int{1, 2}},
-		"a high temperature":          {Config{Temperature: 1e300}, []float64{1, 50}, []int{0, 1}},
+		"greedy":       {Config{}, []float64{1, 3, 2}, []int{1}},
+		"greedy, ties": {Config{}, []float64{1, 3, 3}, []int{1}},
+		"top-k 1, ties": {Config{Temperature: 1, TopK: 1}, []float64{0, 3, 3},
+			[]int{1}},
+		"top-k 2, ties": {Config{Temperature: 9, TopK: 2}, []float64{1, 1, 1, 1},
+			[]int{0, 1}},
+		"top-k beyond all": {Config{Temperature: 1, TopK: 9}, []float64{1, 1},
+			[]int{0, 1}},
+		"top-p keeps one": {Config{Temperature: 1, TopP: 1e-300}, []float64{1, 1.1, 1},
+			[]int{1}},
+		"top-p, ties": {Config{Temperature: 1, TopP: 0.5}, []float64{1, 1, 1, 1},
+			[]int{0, 1}},
+		"top-p crosses the limit": {Config{Temperature: 1, TopP: 0.51}, []float64{1, 1, 1, 1},
+			[]int{0, 1, 2}},
+		"top-p of what top-k leaves": {Config{Temperature: 1, TopK: 2, TopP: 0.5},
+			[]float64{1, 1, 1}, []int{0}},
+		"top-p 1 keeps all": {Config{Temperature: 1, TopP: 1}, []float64{1, 1, 1},
+			[]int{0, 1, 2}},
+		"one token": {Config{Temperature: 1}, []float64{-7}, []int{0}},
+		"only one possible": {Config{Temperature: 1}, []float64{inf, -1e300, inf},
+			[]int{1}},
+		"greedy, very small": {Config{}, []float64{inf, -1e308}, []int{1}},
+		"large logits":       {Config{Temperature: 1}, []float64{1e308, -1e308}, []int{0}},
+		"the least temperature": {Config{Temperature: 5e-324}, []float64{1, 2, 2 + 1e-9},
+			[]int{2}},
+		"the least temperature, ties": {Config{Temperature: 5e-324}, []float64{1, 2, 2},
+			[]int{1, 2}},
+		"a high temperature": {Config{Temperature: 1e300}, []float64{1, 50}, []int{0, 1}},
 	} {
 		s := mustSampler(t, c.config)
 		seen := make([]bool, len(c.logits))
@@ -258,7 +273,8 @@ func TestSampleOutsideVocab(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 300 {
 		n, padding := 1+r.IntN(40), r.IntN(40)
-		c := Config{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5), TopP: r.Float64(), Seed: r.Uint64()}
+		c := Config{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5),
+			TopP: r.Float64(), Seed: r.Uint64()}
 		logits := make([]float64, n+padding)
 		for i := range logits {
 			logits[i] = r.NormFloat64()
@@ -270,7 +286,8 @@ func TestSampleOutsideVocab(t *testing.T) {
 		c.Vocab = n
 		masked := mustSampler(t, c)
 		for range 5 {
-			if got, want := mustDraw(t, masked, logits), mustDraw(t, bare, logits[:n]); got != want {
+			if got, want := mustDraw(t, masked, logits), mustDraw(t, bare,
+				logits[:n]); got != want {
 				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
 			}
 		}

@@ -22,18 +22,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
-// A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with
-// Subword Units", 2016; on bytes as in Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Text is
-// cut into pieces: about words with the space before them, numbers, punctuation and line ends with indentation. Inside a
-// piece, which starts as its bytes, the pair of neighbouring tokens that training merged first is merged, the leftmost
+// A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation
+// of Rare Words with Subword Units", 2016; on bytes as in Radford et al., "Language Models are
+// Unsupervised Multitask Learners", 2019). Text is cut into pieces: about words with the space
+// before them, numbers, punctuation and line ends with indentation. Inside a piece, which starts as
+// its bytes, the pair of neighbouring tokens that training merged first is merged, the leftmost
 // where it occurs twice, until no pair is left that training merged.
 //
 //	ids 0 to 255           the bytes
 //	ids 256 to 255+merges  the merged pairs, in the order in which training found them
 //	id  256+merges         the end of a document: Encode never makes it, it decodes to nothing
 //
-// A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond VocabSize then stand for
-// nothing. The zero BPE has no merges: its tokens are the bytes and the end of a document.
+// A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond
+// VocabSize then stand for nothing. The zero BPE has no merges: its tokens are the bytes and the
+// end of a document.
 type BPE struct {
 	name   string
 	merges []pair
@@ -45,12 +47,13 @@ type BPE struct {
 // A pair of ids of neighbouring tokens.
 type pair struct{ left, right int32 }
 
-// maxVocab is the largest vocabulary that TrainBPE makes and LoadBPE reads. More than 2^20 is a mistake in a number rather
-// than a wish.
+// maxVocab is the largest vocabulary that TrainBPE makes and LoadBPE reads. More than 2^20 is a
+// mistake in a number rather than a wish.
 const maxVocab = 1 << 20
 
-// newBPE returns the encoding with the given merges. It is an error when one of them names a token that does not yet exist,
-// makes one that is longer than any piece, or occurs twice: training never does that.
+// newBPE returns the encoding with the given merges. It is an error when one of them names a token
+// that does not yet exist, makes one that is longer than any piece, or occurs twice: training never
+// does that.
 func newBPE(merges []pair) (*BPE, error) {
 	b := &BPE{merges: merges, merged: newPairTable(merges)}
 	sizes := make([]uint8, 256+len(merges)) // of the tokens, in bytes
@@ -60,14 +63,17 @@ func newBPE(merges []pair) (*BPE, error) {
 	for i, m := range merges {
 		id := int32(256 + i)
 		if m.left < 0 || m.left >= id || m.right < 0 || m.right >= id {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, want ids in [0, %d)", i, m.left, m.right, id)
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, want ids in [0, %d)", i,
+				m.left, m.right, id)
 		}
 		n := int(sizes[m.left]) + int(sizes[m.right])
 		if n > maxPiece {
-			return nil, fmt.Errorf("merge %d makes a token of %d bytes, want at most %d", i, n, maxPiece)
+			return nil, fmt.Errorf("merge %d makes a token of %d bytes, want at most %d", i, n,
+				maxPiece)
 		}
 		if first := b.merged.add(m, id); first != unmerged {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left, m.right,
+			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left,
+				m.right,
 				first-256)
 		}
 		sizes[id] = uint8(n)
@@ -106,16 +112,19 @@ func (b *BPE) appendToken(text []byte, id int) []byte {
 	return b.appendToken(b.appendToken(text, int(m.left)), int(m.right))
 }
 
-// Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the merges.
+// Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the
+// merges.
 func (b *BPE) Name() string { return b.made().name }
 
 // VocabSize returns 257 and the number of merges.
 func (b *BPE) VocabSize() int { return 257 + len(b.made().merges) }
 
-// EndOfDocument returns the id of the token that stands between documents, the last of the vocabulary.
+// EndOfDocument returns the id of the token that stands between documents, the last of the
+// vocabulary.
 func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
 
-// Encode returns the tokens of the text. The time it takes is proportional to the text's length, whatever the text.
+// Encode returns the tokens of the text. The time it takes is proportional to the text's length,
+// whatever the text.
 func (b *BPE) Encode(text []byte) []int {
 	b = b.made()
 	e := b.encoders.Get().(*bpeEncoder)
@@ -135,15 +144,16 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 	var text []byte
 	for i, id := range ids {
 		if id < 0 || id >= b.VocabSize() {
-			return nil, fmt.Errorf("tokenizer: BPE.Decode: ids[%d] is %d, outside the vocabulary [0, %d)", i, id, b.VocabSize())
+			return nil, fmt.Errorf("tokenizer: BPE.Decode: ids[%d] is %d, outside the "+
+				"vocabulary [0, %d)", i, id, b.VocabSize())
 		}
 		text = b.appendToken(text, id)
 	}
 	return text, nil
 }
 
-// A bpeEncoder is what one goroutine needs to encode: the tokens of the pieces that it met, since most of a text is a few
-// pieces many times over, and working memory.
+// A bpeEncoder is what one goroutine needs to encode: the tokens of the pieces that it met, since
+// most of a text is a few pieces many times over, and working memory.
 type bpeEncoder struct {
 	bpe   *BPE
 	cache map[string]span
@@ -179,8 +189,8 @@ func (e *bpeEncoder) append(ids []int, piece []byte) []int {
 	return ids
 }
 
-// merge returns the tokens of a piece, valid until the next call. Pieces are short, so that to look for the next merge
-// among all neighbours, a quadratic method, is the fastest.
+// merge returns the tokens of a piece, valid until the next call. Pieces are short, so that to look
+// for the next merge among all neighbours, a quadratic method, is the fastest.
 func (e *bpeEncoder) merge(piece []byte) []int32 {
 	e.parts, e.next = e.parts[:0], e.next[:0]
 	for _, c := range piece {
@@ -221,8 +231,9 @@ func (e *bpeEncoder) becomes(i int) int32 {
 // memory. The key of its hash is random, or a file could be made whose pairs all collide.
 type pairTable struct {
 	merges []pair
-	ids    []int32 // 0 where there is none; their number is a power of two, of which at most half are taken
-	key    uint64
+	// 0 where there is none; their number is a power of two, of which at most half are taken
+	ids []int32
+	key uint64
 }
 
 func newPairTable(merges []pair) pairTable {
@@ -257,12 +268,12 @@ func (t *pairTable) slot(p pair) uint64 {
 	return at
 }
 
-// bpeHeader is the first line of a BPE's file. Its number grows when the format does, or the way in which text is cut into
-// pieces: both decide what ids a text gets.
+// bpeHeader is the first line of a BPE's file. Its number grows when the format does, or the way in
+// which text is cut into pieces: both decide what ids a text gets.
 const bpeHeader = "kasmina bpe 1\n"
 
-// Save writes the encoding to a text file at path, which it replaces in one step: a process that is killed leaves the old
-// file or the new one. Folders that path needs are made.
+// Save writes the encoding to a text file at path, which it replaces in one step: a process that is
+// killed leaves the old file or the new one. Folders that path needs are made.
 //
 //	kasmina bpe 1        the format
 //	merges N
@@ -299,8 +310,8 @@ func (b *BPE) writeLines(w io.Writer) {
 // 1048575\n".
 const maxBPEFile = 16*maxVocab + 256
 
-// LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something else says what is wrong
-// with it.
+// LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something
+// else says what is wrong with it.
 func LoadBPE(path string) (*BPE, error) {
 	text, err := regular.Read(path, maxBPEFile, "a byte-pair encoding has")
 	if err != nil {
@@ -315,7 +326,8 @@ func LoadBPE(path string) (*BPE, error) {
 
 func parseBPE(text []byte) (*BPE, error) {
 	if !bytes.HasPrefix(text, []byte(bpeHeader)) {
-		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one of another version",
+		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one "+
+			"of another version",
 			text[:min(len(text), len(bpeHeader))], bpeHeader)
 	}
 	end := bytes.LastIndexByte(text[:len(text)-1], '\n') + 1
@@ -328,7 +340,8 @@ func parseBPE(text []byte) (*BPE, error) {
 	number, ok := strings.CutPrefix(string(second[:min(len(second), 40)]), "merges ")
 	n, err := strconv.Atoi(number)
 	if !ok || err != nil || n != lines || n > maxVocab-257 {
-		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines below, and no more than %d",
+		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines "+
+			"below, and no more than %d",
 			second, lines, maxVocab-257)
 	}
 	merges := make([]pair, n)
@@ -352,9 +365,10 @@ type Text interface {
 	Sample(limit int) ([]byte, error)
 }
 
-// LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up to sample bytes of the
-// text, spread evenly over it, and saves it there; a place where it cannot be saved is an error before that. A file whose
-// vocabulary is larger than vocab is an error; a smaller one is not, as training ends early on a text with too few pairs.
+// LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up
+// to sample bytes of the text, spread evenly over it, and saves it there; a place where it cannot
+// be saved is an error before that. A file whose vocabulary is larger than vocab is an error; a
+// smaller one is not, as training ends early on a text with too few pairs.
 func LoadOrTrainBPE(path string, text Text, vocab, sample int,
 	progress func(merges, of int) error) (*BPE, error) {
 	if text == nil {
@@ -380,7 +394,8 @@ func LoadOrTrainBPE(path string, text Text, vocab, sample int,
 	case err != nil:
 		return nil, err
 	case b.VocabSize() > vocab:
-		return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %s has a vocabulary of %d, want at most %d", path, b.VocabSize(), vocab)
+		return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %s has a vocabulary of %d, want at "+
+			"most %d", path, b.VocabSize(), vocab)
 	}
 	return b, nil
 }

@@ -74,7 +74,8 @@ func naiveBPE(text []byte, merges int) (found []pair) {
 		var best pair
 		for p, n := range counts {
 			m := counts[best]
-			if n > m || n == m && (p.left < best.left || p.left == best.left && p.right < best.right) {
+			if n > m || n == m && (p.left < best.left || p.left == best.left &&
+				p.right < best.right) {
 				best = p
 			}
 		}
@@ -120,7 +121,8 @@ func TestTrainBPEByHand(t *testing.T) {
 	}
 }
 
-// The reader's portions, at whose ends pieces wait, change nothing; nor does it matter who else trains.
+// The reader's portions, at whose ends pieces wait, change nothing; nor does it matter who else
+// trains.
 func TestTrainBPEIsDeterministic(t *testing.T) {
 	text, _ := texttest.Go(t, 3<<19) // more than a buffer
 	want := mustTrainBPE(t, text, 1000)
@@ -128,13 +130,15 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
 	}
 	calls := 0
-	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000, func(merges, of int) error {
-		if calls++; merges != calls || of != 743 {
-			t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
-		}
-		return nil
-	})
-	if err != nil || got.Name() != want.Name() || !slices.Equal(got.merges, want.merges) || calls != 743 {
+	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000,
+		func(merges, of int) error {
+			if calls++; merges != calls || of != 743 {
+				t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
+			}
+			return nil
+		})
+	if err != nil || got.Name() != want.Name() || !slices.Equal(got.merges, want.merges) ||
+		calls != 743 {
 		t.Errorf("%v after %d calls: %v, want %v", got.Name(), calls, err, want.Name())
 	}
 	if other := mustTrainBPE(t, text, 999); other.Name() == want.Name() {
@@ -149,7 +153,9 @@ func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
 	}
 	var pieces []string
-	err := readPieces(iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) { pieces = append(pieces, string(p)) })
+	err := readPieces(iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) {
+		pieces = append(pieces, string(p))
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -166,7 +172,8 @@ func TestTrainBPEErrors(t *testing.T) {
 		err   error
 		want  string
 	}{
-		{"no room for the end of a document", 256, nil, "the vocabulary is 256, want 257 to 1048576"},
+		{"no room for the end of a document", 256, nil,
+			"the vocabulary is 256, want 257 to 1048576"},
 		{"negative", -1, nil, "the vocabulary is -1"},
 		{"too large", 1<<20 + 1, nil, "the vocabulary is 1048577"},
 		{"reader", 300, broken, "broken"},
@@ -176,7 +183,8 @@ func TestTrainBPEErrors(t *testing.T) {
 			reader = strings.NewReader("text")
 		}
 		_, err := TrainBPE(reader, c.vocab, nil)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, c.err) && c.err != nil {
+		if err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, c.err) &&
+			c.err != nil {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
 	}
@@ -260,7 +268,8 @@ func TestBPECacheOverflows(t *testing.T) {
 			t.Fatal("the cache gives other tokens")
 		}
 		if n := len(e.cache); n > maxCached || len(e.slab) > 6*n {
-			t.Fatalf("the cache holds %d pieces of %d tokens, want at most %d of 6 each", n, len(e.slab), maxCached)
+			t.Fatalf("the cache holds %d pieces of %d tokens, want at most %d of 6 each", n,
+				len(e.slab), maxCached)
 		}
 	}
 }
@@ -282,7 +291,8 @@ func TestBPEInParallel(t *testing.T) {
 	wait.Wait()
 }
 
-// Source that training has not seen takes less than half as many tokens as bytes, already with few merges.
+// Source that training has not seen takes less than half as many tokens as bytes, already with few
+// merges.
 func TestBPECompressesSource(t *testing.T) {
 	text, heldOut := texttest.Go(t, 1<<20)
 	b := mustTrainBPE(t, text, 4096)
@@ -298,7 +308,8 @@ func TestBPECompressesSource(t *testing.T) {
 func TestBPEDecodeNamesTheBadID(t *testing.T) {
 	b := mustTrainBPE(t, []byte("ab ab"), 400) // 256 is "ab" and 257 the end of a document
 	if b.VocabSize() != 258 || b.EndOfDocument() != 257 {
-		t.Fatalf("a vocabulary of %d with the end at %d, want 258 and 257", b.VocabSize(), b.EndOfDocument())
+		t.Fatalf("a vocabulary of %d with the end at %d, want 258 and 257", b.VocabSize(),
+			b.EndOfDocument())
 	}
 	for _, c := range []struct {
 		ids  []int
@@ -313,7 +324,8 @@ func TestBPEDecodeNamesTheBadID(t *testing.T) {
 		text, err := b.Decode(c.ids)
 		if strings.Contains(c.want, "ids[") != (err != nil) {
 			t.Errorf("Decode(%v) = %q, %v", c.ids, text, err)
-		} else if err != nil && !strings.Contains(err.Error(), c.want) || err == nil && string(text) != c.want {
+		} else if err != nil && !strings.Contains(err.Error(), c.want) || err == nil &&
+			string(text) != c.want {
 			t.Errorf("Decode(%v) = %q, %v, want %q", c.ids, text, err, c.want)
 		}
 	}
@@ -321,15 +333,18 @@ func TestBPEDecodeNamesTheBadID(t *testing.T) {
 
 func FuzzBPE(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 1))
-	b := mustTrainBPE(f, slices.Concat(texttest.Repetitive(r, 5000), []byte(strings.Repeat("func main() {\n\treturn\n}\n", 20))), 400)
-	for _, text := range []string{"", "func main() {}\n", "\x00\xff\x80\xc3\x28", "aaaaaaa", "\t \n\r ", "日本\xe6\x97"} {
+	b := mustTrainBPE(f, slices.Concat(texttest.Repetitive(r, 5000),
+		[]byte(strings.Repeat("func main() {\n\treturn\n}\n", 20))), 400)
+	for _, text := range []string{"", "func main() {}\n", "\x00\xff\x80\xc3\x28", "aaaaaaa",
+		"\t \n\r ", "日本\xe6\x97"} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
 		ids := b.Encode(text)
 		for i, id := range ids {
 			if id < 0 || id >= b.EndOfDocument() {
-				t.Fatalf("ids[%d] = %d, want a token with text, less than %d", i, id, b.EndOfDocument())
+				t.Fatalf("ids[%d] = %d, want a token with text, less than %d", i, id,
+					b.EndOfDocument())
 			}
 		}
 		if back, err := b.Decode(ids); err != nil || !bytes.Equal(back, text) {
@@ -354,7 +369,8 @@ func TestBPESaveAndLoad(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if back.Name() != b.Name() || back.VocabSize() != vocab || !slices.Equal(back.Encode(text), b.Encode(text)) {
+		if back.Name() != b.Name() || back.VocabSize() != vocab || !slices.Equal(back.Encode(text),
+			b.Encode(text)) {
 			t.Errorf("%s came back as %s", b.Name(), back.Name())
 		}
 	}
@@ -402,7 +418,8 @@ func TestLoadBPEErrors(t *testing.T) {
 		want string
 	}{
 		{"empty", nil, "it begins with \"\""},
-		{"something else", []byte("package main\n\nfunc main() {}\n"), "it begins with \"package main\\n"},
+		{"something else", []byte("package main\n\nfunc main() {}\n"),
+			"it begins with \"package main\\n"},
 		{"another version", signed("kasmina bpe 2\nmerges 0\n"), "or one of another version"},
 		{"header alone", []byte(bpeHeader), "it is damaged: the last line is"},
 		{"nothing but the header", signed(bpeHeader), "its second line is \"\""},
@@ -412,10 +429,13 @@ func TestLoadBPEErrors(t *testing.T) {
 		{"negative", signed(bpeHeader + "merges -1\n"), "its second line is \"merges -1\""},
 		{"one id", signed(bpeHeader + "merges 1\n12\n"), "merge 0 is \"12\", want two ids"},
 		{"three ids", signed(bpeHeader + "merges 1\n1 2 3\n"), "merge 0 is \"1 2 3\""},
-		{"too large a number", signed(bpeHeader + "merges 1\n1 4294967296\n"), "merge 0 is \"1 4294967296\""},
-		{"a later token", signed(bpeHeader + "merges 2\n1 2\n257 1\n"), "merge 1 is of tokens 257 and 1, want ids in [0, 257)"},
+		{"too large a number", signed(bpeHeader + "merges 1\n1 4294967296\n"),
+			"merge 0 is \"1 4294967296\""},
+		{"a later token", signed(bpeHeader + "merges 2\n1 2\n257 1\n"),
+			"merge 1 is of tokens 257 and 1, want ids in [0, 257)"},
 		{"a negative id", signed(bpeHeader + "merges 1\n1 -1\n"), "merge 0 is of tokens 1 and -1"},
-		{"the same again", signed(bpeHeader + "merges 2\n1 2\n1 2\n"), "merge 1 is of tokens 1 and 2, as is merge 0"},
+		{"the same again", signed(bpeHeader + "merges 2\n1 2\n1 2\n"),
+			"merge 1 is of tokens 1 and 2, as is merge 0"},
 		{"a long token", signed(long), "merge 7 makes a token of 256 bytes, want at most 128"},
 	} {
 		path := filepath.Join(t.TempDir(), "text.bpe")
@@ -423,7 +443,8 @@ func TestLoadBPEErrors(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := LoadBPE(path)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(),
+			path) {
 			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
 		}
 	}
@@ -458,7 +479,8 @@ func TestHugeBPE(t *testing.T) {
 	})
 }
 
-// What is between header and checksum is arbitrary: a file is refused, or it is an encoding that works and keeps its name.
+// What is between header and checksum is arbitrary: a file is refused, or it is an encoding that
+// works and keeps its name.
 func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 0\n", []byte("a"))
 	f.Add("merges 2\n97 98\n256 99\n", []byte("abc abc"))
@@ -488,7 +510,10 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text.bpe")
 	trained := 0
 	load := func(vocab int) (*BPE, error) {
-		return LoadOrTrainBPE(path, text, vocab, 1<<20, func(int, int) error { trained++; return nil })
+		return LoadOrTrainBPE(path, text, vocab, 1<<20, func(int, int) error {
+			trained++
+			return nil
+		})
 	}
 	first, err := load(300)
 	if err != nil || trained == 0 {
@@ -500,7 +525,8 @@ func TestLoadOrTrainBPE(t *testing.T) {
 		t.Errorf("the file is not used: %d more merges, %v", trained-merges, err)
 	}
 	small := first.VocabSize() - 1
-	if _, err := load(small); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("want at most %d", small)) {
+	if _, err := load(small); err == nil || !strings.Contains(err.Error(),
+		fmt.Sprintf("want at most %d", small)) {
 		t.Errorf("a file with a larger vocabulary: %v", err)
 	}
 	if err := os.WriteFile(path, []byte("notes"), 0o666); err != nil {
@@ -585,7 +611,8 @@ func TestWhatIsNoEncoding(t *testing.T) {
 // TestTrainingStops wants an error of a progress function to end the training and to leave no file.
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
-	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300, 1<<20,
+	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300,
+		1<<20,
 		func(int, int) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)

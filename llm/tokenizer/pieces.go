@@ -2,8 +2,8 @@ package tokenizer
 
 import "unicode/utf8"
 
-// maxPiece is the most bytes that a piece, and so a token, can have. It bounds the time that a piece of hostile text takes;
-// few lines of text have a longer word, rule or indentation.
+// maxPiece is the most bytes that a piece, and so a token, can have. It bounds the time that a
+// piece of hostile text takes; few lines of text have a longer word, rule or indentation.
 const maxPiece = 128
 
 // A class is what a rune is for nextPiece.
@@ -17,11 +17,13 @@ const (
 	pastEnd              // no rune: the end of the text
 )
 
-// symbols are the runes beyond ASCII that are not letters: roughly, blocks of punctuation, mathematics and pictures. Package
-// unicode would know better, but not the same in every version of Go, and a vocabulary must give the same tokens in all.
+// symbols are the runes beyond ASCII that are not letters: roughly, blocks of punctuation,
+// mathematics and pictures. Package unicode would know better, but not the same in every version of
+// Go, and a vocabulary must give the same tokens in all.
 var symbols = [][2]rune{
 	{0x80, 0xbf}, {0xd7, 0xd7}, {0xf7, 0xf7}, // Latin-1
-	{0x2000, 0x2bff},                                     // from general punctuation to symbols and arrows
+	// from general punctuation to symbols and arrows
+	{0x2000, 0x2bff},
 	{0x3000, 0x303f}, {0xff01, 0xff0f}, {0xff1a, 0xff20}, // East Asian punctuation
 	{0xfff0, 0xffff}, // specials, with what stands for invalid UTF-8
 	{0x1f000, 0x1faff},
@@ -60,8 +62,8 @@ var asciiClass = func() (table [utf8.RuneSelf]class) {
 //	letters, with one blank or symbol before them
 //	symbols, with one blank before them and white space after them if that has a line end in it
 //
-// and at most maxPiece bytes. So words come with what usually introduces them, " the" or ".Println", and the layout of
-// source code takes few tokens, such as " {\n\t\t".
+// and at most maxPiece bytes. So words come with what usually introduces them, " the" or
+// ".Println", and the layout of source code takes few tokens, such as " {\n\t\t".
 func nextPiece(text []byte) int {
 	s := pieceScanner{text[:min(len(text), maxPiece)]}
 	first, n := s.class(0)

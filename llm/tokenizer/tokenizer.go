@@ -5,20 +5,23 @@ package tokenizer
 
 import "fmt"
 
-// A Tokenizer turns text into token ids in [0, VocabSize) and back. It is lossless: Decode(Encode(text)) equals text for
-// any bytes, valid UTF-8 or not. The number of bytes that some tokens cover, which bits per byte are measured by, is thus
-// the length of what they decode to. A Tokenizer may be used by several goroutines at once.
+// A Tokenizer turns text into token ids in [0, VocabSize) and back. It is lossless:
+// Decode(Encode(text)) equals text for any bytes, valid UTF-8 or not. The number of bytes that some
+// tokens cover, which bits per byte are measured by, is thus the length of what they decode to. A
+// Tokenizer may be used by several goroutines at once.
 type Tokenizer interface {
-	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every text. The
-	// checkpoints of a Trainer record it.
+	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every
+	// text. The checkpoints of a Trainer record it.
 	Name() string
 	VocabSize() int
 	Encode(text []byte) []int
-	// Decode returns the bytes that the ids stand for, or an error that names the first id outside the vocabulary.
+	// Decode returns the bytes that the ids stand for, or an error that names the first id outside
+	// the vocabulary.
 	Decode(ids []int) ([]byte, error)
 }
 
-// Bytes makes one token of each byte: the id is the byte's value and the vocabulary has 256 entries.
+// Bytes makes one token of each byte: the id is the byte's value and the vocabulary has 256
+// entries.
 type Bytes struct{}
 
 // Name returns "bytes".
@@ -41,7 +44,8 @@ func (Bytes) Decode(ids []int) ([]byte, error) {
 	text := make([]byte, len(ids))
 	for i, id := range ids {
 		if id < 0 || id > 255 {
-			return nil, fmt.Errorf("tokenizer: Bytes.Decode: ids[%d] is %d, outside the vocabulary [0, 256)", i, id)
+			return nil, fmt.Errorf("tokenizer: Bytes.Decode: ids[%d] is %d, outside the "+
+				"vocabulary [0, 256)", i, id)
 		}
 		text[i] = byte(id)
 	}

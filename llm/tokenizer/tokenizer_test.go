@@ -26,7 +26,8 @@ func FuzzBytesRoundTrip(f *testing.F) {
 	})
 }
 
-// Each two bytes of the input make one id, so that about one in 256 random ids is in the vocabulary.
+// Each two bytes of the input make one id, so that about one in 256 random ids is in the
+// vocabulary.
 func FuzzBytesDecode(f *testing.F) {
 	f.Add([]byte{0, 65, 0, 255, 1, 0})
 	f.Add([]byte{0xff, 0xff})
@@ -57,7 +58,8 @@ func TestBytesNamesTheBadID(t *testing.T) {
 		{[]int{256}, "ids[0] is 256"},
 		{[]int{0, 255, 1 << 40}, "ids[2] is 1099511627776"},
 	} {
-		if text, err := (Bytes{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(), c.want) {
+		if text, err := (Bytes{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(),
+			c.want) {
 			t.Errorf("Decode(%v) = %q, %v, want an error with %q", c.ids, text, err, c.want)
 		}
 	}

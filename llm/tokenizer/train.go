@@ -9,15 +9,18 @@ import (
 	"slices"
 )
 
-// TrainBPE finds the merges that compress the text: again and again, the most frequent pair of neighbouring tokens becomes
-// a token of its own, of equally frequent ones that with the lower ids. It ends at a vocabulary of the given size, 257 to
-// 2^20, or before, when no pair occurs twice. The same text and size give the same encoding, however the reader portions
-// it. Memory grows with the number of different pieces, not with the text.
+// TrainBPE finds the merges that compress the text: again and again, the most frequent pair of
+// neighbouring tokens becomes a token of its own, of equally frequent ones that with the lower ids.
+// It ends at a vocabulary of the given size, 257 to 2^20, or before, when no pair occurs twice. The
+// same text and size give the same encoding, however the reader portions it. Memory grows with the
+// number of different pieces, not with the text.
 //
-// The function progress is called, if it is not nil, after each merge. An error of it ends the training.
+// The function progress is called, if it is not nil, after each merge. An error of it ends the
+// training.
 func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*BPE, error) {
 	if vocab < 257 || vocab > maxVocab {
-		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 bytes, the end of a document, and merges",
+		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 "+
+			"bytes, the end of a document, and merges",
 			vocab, maxVocab)
 	}
 	if text == nil {
@@ -49,8 +52,8 @@ func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*
 	return b, nil
 }
 
-// A bpeTrainer counts pairs. A merge changes the counts of the pairs around it alone, and only words with the pair are
-// visited for it.
+// A bpeTrainer counts pairs. A merge changes the counts of the pairs around it alone, and only
+// words with the pair are visited for it.
 type bpeTrainer struct {
 	words []bpeWord
 	pairs map[pair]*pairCount
@@ -99,8 +102,9 @@ func newBPETrainer(text io.Reader) (*bpeTrainer, error) {
 	return t, nil
 }
 
-// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees maxPiece bytes at most,
-// the pieces are those of the whole text when less than that waits for the next portion.
+// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees
+// maxPiece bytes at most, the pieces are those of the whole text when less than that waits for the
+// next portion.
 func readPieces(text io.Reader, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0
@@ -126,7 +130,8 @@ func readPieces(text io.Reader, f func(piece []byte)) error {
 // mostFrequent returns the pair to merge next, or false when none occurs twice.
 func (t *bpeTrainer) mostFrequent() (pair, bool) {
 	for len(t.queue) > 0 {
-		// Counts of queued pairs only fall, as new pairs contain a new token: those that fell can wait until they are first.
+		// Counts of queued pairs only fall, as new pairs contain a new token: those that fell can
+		// wait until they are first.
 		top := &t.queue[0]
 		if now := top.pairCount.count; top.count != now {
 			top.count = now
@@ -211,7 +216,8 @@ func (q *pairQueue) Push(x any)   { *q = append(*q, x.(queued)) }
 
 func (q pairQueue) Less(i, j int) bool {
 	a, b := q[i], q[j]
-	return cmp.Or(cmp.Compare(b.count, a.count), cmp.Compare(a.left, b.left), cmp.Compare(a.right, b.right)) < 0
+	return cmp.Or(cmp.Compare(b.count, a.count), cmp.Compare(a.left, b.left),
+		cmp.Compare(a.right, b.right)) < 0
 }
 
 func (q *pairQueue) Pop() any {
