@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -145,7 +146,7 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 			return e, err
 		}})
 	must(err)
-	t.On(llm.JSONLog(filepath.Join(b.TempDir(), "log")), llm.Progress(io.Discard), func(e llm.Event) error {
+	t.On(runlog.JSON(filepath.Join(b.TempDir(), "log")), runlog.Progress(io.Discard), func(e llm.Event) error {
 		if e.Kind == llm.StepEnd && e.Step == warm {
 			c.waited = nil
 			b.ResetTimer()

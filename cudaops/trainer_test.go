@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -351,7 +352,7 @@ func TestTrainerTellsWays(t *testing.T) {
 	check(t, err)
 	defer tr.Close()
 	var told [][]llm.Choice
-	tr.On(llm.JSONLog(filepath.Join(folder, "log.jsonl")), func(e llm.Event) error {
+	tr.On(runlog.JSON(filepath.Join(folder, "log.jsonl")), func(e llm.Event) error {
 		if e.Kind == llm.Chosen {
 			told = append(told, e.Choices)
 		}

@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -36,11 +37,11 @@ type training struct {
 	Step         int              `json:"step"`
 	Settings     settings         `json:"settings"`
 	Loader       data.LoaderState `json:"loader"`
-	Loss         number           `json:"loss"`
+	Loss         jsonfloat.Float  `json:"loss"`
 	LearningRate float64          `json:"learning_rate"`
-	GradNorm     number           `json:"grad_norm"`
-	ValLoss      number           `json:"val_loss"`
-	ValBPB       number           `json:"val_bpb"`
+	GradNorm     jsonfloat.Float  `json:"grad_norm"`
+	ValLoss      jsonfloat.Float  `json:"val_loss"`
+	ValBPB       jsonfloat.Float  `json:"val_bpb"`
 	LossScale    *LossScale       `json:"loss_scale,omitempty"` // of a Scaler
 }
 
@@ -105,8 +106,8 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	e := t.Last()
 	for key, v := range map[string]any{
-		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: number(e.Loss),
-			LearningRate: e.LearningRate, GradNorm: number(e.GradNorm), ValLoss: number(e.ValLoss), ValBPB: number(e.ValBPB)},
+		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
+			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm), ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
 		notesKey: t.Config.Notes,
 	} {
 		text, err := json.Marshal(v)
@@ -408,4 +409,4 @@ func (t *Trainer) setLossScale(s *LossScale) error {
 	return nil
 }
 
-var unknown = number(math.NaN())
+var unknown = jsonfloat.Float(math.NaN())

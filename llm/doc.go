@@ -1,12 +1,20 @@
-// Package llm trains language models whose blocks may carry Kasmina layers: configuration, graph, text, training loop,
-// checkpoints and sampling.
+// Package llm trains language models whose blocks may carry Kasmina layers: configuration, graph,
+// training loop, checkpoints and generation. Its rooms hold the rest:
 //
-//	corpus  →  Tokenize  →  Loader  ┐
-//	Config  →  NewModel  ───────────┼→  Trainer  →  callbacks: Progress, JSONLog, LossCurve, Evaluate, Checkpoint, SampleText
-//	optim.AdamW or optim.Muon  ─────┘
+//	llm/data       text, tokens and batches
+//	llm/tokenizer  from text to token ids and back
+//	llm/sampler    from logits to a token
+//	llm/runlog     what a run shows and writes
+//	llm/plot       pictures
+//	llm/baseline   what a model is compared with
+//	llm/gpu        the engine on a GPU
 //
-// A [Model] is parameters and seed lattices; [Model.Graph] lays them out as a Gorgonia graph, as often as needed. The
-// [Trainer] only steps: what a run shows, measures and saves is up to callbacks, and a program adds its own. The same
-// seeds give the same bits on any number of cores, and a run that was killed goes on from its checkpoint as if nothing had
-// happened.
+//	data.Open  →  data.Tokenize  →  data.Loader  ┐
+//	Config  →  NewModel  ────────────────────────┼→  Trainer  →  callbacks: runlog.Progress,
+//	optim.AdamW or optim.Muon  ──────────────────┘    runlog.JSON, Evaluate, Checkpoint, SampleText
+//
+// A [Model] is parameters and seed lattices; [Model.Graph] lays them out as a Gorgonia graph, as
+// often as needed. The [Trainer] only steps: what a run shows, measures and saves is up to
+// callbacks, and a program adds its own. The same seeds give the same bits on any number of cores,
+// and a run that was killed goes on from its checkpoint as if nothing had happened.
 package llm

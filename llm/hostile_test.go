@@ -52,7 +52,6 @@ func TestNil(t *testing.T) {
 		"Checkpoint option":    func() error { return run(Checkpoint(tr, "x", 1, nil)) },
 		"SampleText trainer":   func() error { return run(SampleText(nil, tokenizer.Bytes{}, "a", 1, sampler.Config{}, "", 0)) },
 		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, sampler.Config{}, "", 0)) },
-		"LossCurve option":     func() error { return run(LossCurve("x", "", nil)) },
 		"Generate sampler": func() error {
 			g, err := NewGenerator(tr.Model)
 			if err != nil {
@@ -111,8 +110,6 @@ func TestCallbackArguments(t *testing.T) {
 		"SampleText: open": func(tr *Trainer) Callback {
 			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, filepath.Dir(file), 0)
 		},
-		"LossCurve: mkdir": func(tr *Trainer) Callback { return LossCurve(filepath.Join(file, "loss.png"), "") },
-		"JSONLog: mkdir":   func(tr *Trainer) Callback { return JSONLog(filepath.Join(file, "log.jsonl")) },
 	} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 		tr.On(callback(tr))

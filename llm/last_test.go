@@ -75,7 +75,7 @@ func TestLastCheckpoint(t *testing.T) {
 				return c.err
 			}
 			return nil
-		}, Checkpoint(tr, path, 0), JSONLog(filepath.Join(dir, "log")))
+		}, Checkpoint(tr, path, 0))
 		err := tr.Run(t.Context())
 		require.ErrorIs(t, err, c.err, name)
 		if c.want == 0 {

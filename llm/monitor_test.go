@@ -75,28 +75,30 @@ func TestMonitorOnCPU(t *testing.T) {
 	e, err := CPUEngine(cpuops.WithMonitor(2))(tr.Model, tr.Optimizer, tr.Config)
 	require.NoError(t, err)
 	tr.engine = e
-	path := filepath.Join(t.TempDir(), "log.jsonl")
 	var out strings.Builder
-	tr.On(JSONLog(path), Monitor(tr, &out, 2))
+	var events []Event
+	tr.On(func(e Event) error { events = append(events, e); return nil }, Monitor(tr, &out, 2))
 	require.NoError(t, tr.Run(context.Background()))
 	tr.Config.Steps++
 	require.NoError(t, tr.Run(context.Background()))
 	for _, name := range []string{"LinearGrad", "SiLUMLP", "Update"} {
 		require.Contains(t, out.String(), name)
 	}
-	var events []string
-	require.NoError(t, readLog(path, func(r logRecord) {
-		events = append(events, r.Event)
-		switch r.Event {
-		case "ways":
-			i := slices.IndexFunc(r.Choices, func(c Choice) bool { return c.Op == "LinearAdd" })
-			require.GreaterOrEqual(t, i, 0, "%v", r.Choices)
-			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{r.Choices[i].Way, r.Choices[i].Of, r.Choices[i].Source})
-		case "profile":
-			require.Contains(t, out.String(), r.Ops[0].Op)
+	var kinds []EventKind
+	for _, e := range events {
+		kinds = append(kinds, e.Kind)
+		switch e.Kind {
+		case Chosen:
+			i := slices.IndexFunc(e.Choices, func(c Choice) bool { return c.Op == "LinearAdd" })
+			require.GreaterOrEqual(t, i, 0, "%v", e.Choices)
+			c := e.Choices[i]
+			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{c.Way, c.Of, c.Source})
+		case Profiled:
+			require.Contains(t, out.String(), e.Ops[0].Op)
 		}
-	}))
-	require.Equal(t, "start ways step step profile step step profile end start ways step end", strings.Join(events, " "))
+	}
+	require.Equal(t, []EventKind{RunStart, Chosen, StepEnd, StepEnd, Profiled, StepEnd, StepEnd,
+		Profiled, RunEnd, RunStart, Chosen, StepEnd, RunEnd}, kinds)
 }
 
 // traced is an engine whose profile is there after some steps.

@@ -169,7 +169,6 @@ func readers(t *testing.T) map[string]func(path string) error {
 		"ReadNotes":     func(path string) error { return errorOf(ReadNotes(path)) },
 		"ReadBlueprint": func(path string) error { return errorOf(tr.Model.ReadBlueprint(path, 0, 0)) },
 		"LoadBlueprint": func(path string) error { return tr.Model.LoadBlueprint(path, 0, 0) },
-		"readLog":       func(path string) error { return readLog(path, func(logRecord) {}) },
 	}
 }
 
@@ -206,9 +205,6 @@ func TestHoles(t *testing.T) {
 	} {
 		path := texttest.Hole(t, content)
 		for name, read := range readers(t) {
-			if name == "readLog" { // which reads on, line by line
-				continue
-			}
 			bounded.Run(t, 0, func() {
 				err := read(path)
 				require.Error(t, err, "%s of %s", name, what)

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -24,7 +25,7 @@ type settings struct {
 	plainSettings
 	Rules map[string]optim.Rule `json:"rules,omitempty"` // what the optimiser does with each parameter
 	Steps int                   `json:"steps"`
-	Rates []number              `json:"rates"` // the schedule at step i·Steps/len(Rates)
+	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
 
 	Growth *growthSettings `json:"growth"` // nil in older checkpoints, where nobody knows
 }
@@ -141,7 +142,7 @@ func (t *Trainer) settings() settings {
 		}
 	}
 	for i := range ratePoints {
-		s.Rates = append(s.Rates, number(c.Schedule(ratePoint(i, c.Steps))))
+		s.Rates = append(s.Rates, jsonfloat.Float(c.Schedule(ratePoint(i, c.Steps))))
 	}
 	return s
 }

@@ -3,7 +3,6 @@ package llm
 import (
 	"context"
 	"errors"
-	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -184,7 +183,7 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 			}
 			tr.On(Evaluate(tr, e, 3), Checkpoint(tr, filepath.Join(dir, "m.safetensors"), 4),
 				SampleText(tr, tokenizer.Bytes{}, "func ", 20, sampler.Config{Temperature: 1}, filepath.Join(dir, "sub", "s.txt"), 0),
-				Progress(io.Discard), func(e Event) error { kinds = append(kinds, e.Kind); return nil })
+				func(e Event) error { kinds = append(kinds, e.Kind); return nil })
 		}
 		if err := tr.Run(context.Background()); err != nil {
 			t.Fatal(err)

@@ -48,6 +48,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/plot"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -354,9 +356,9 @@ func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error 
 	}
 	in := func(name string) string { return filepath.Join(o.out, name) }
 	t.On(
-		llm.Progress(stderr),
-		llm.JSONLog(in(logName)),
-		llm.LossCurve(in(curveName), in(logName)),
+		runlog.Progress(stderr),
+		runlog.JSON(in(logName)),
+		plot.LossCurve(in(curveName), in(logName)),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
 		llm.Checkpoint(t, in(checkpointName), o.saveEvery, llm.InBackground()),
 		llm.Monitor(t, stderr, o.saveEvery),

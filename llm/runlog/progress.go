@@ -1,4 +1,4 @@
-package llm
+package runlog
 
 import (
 	"fmt"
@@ -9,17 +9,20 @@ import (
 	"time"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/llm"
 )
 
-// Progress shows a run to the person who waits for it: a bar with step, loss, tokens per second, time left and the last
-// held-out bits per byte, and the samples. On a terminal the bar is redrawn in place, ten times a second at most; in any
-// other writer, such as a file, it is a line at each evaluation and otherwise every ten seconds.
-func Progress(w io.Writer) Callback {
+// Progress shows a run to the person who waits for it: a bar with step, loss, tokens per second,
+// time left and the last held-out bits per byte, and the samples. On a terminal the bar is redrawn
+// in place, ten times a second at most; in any other writer, such as a file, it is a line at each
+// evaluation and otherwise every ten seconds.
+func Progress(w io.Writer) llm.Callback {
 	p := &progress{w: w, terminal: isTerminal(w)}
-	return func(e Event) error {
+	return func(e llm.Event) error {
 		p.event(e)
 		if p.err != nil {
-			return fmt.Errorf("llm: Progress: %w", p.err)
+			return fmt.Errorf("runlog: Progress: %w", p.err)
 		}
 		return nil
 	}
@@ -50,16 +53,17 @@ func isTerminal(w io.Writer) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-func (p *progress) event(e Event) {
+func (p *progress) event(e llm.Event) {
 	switch e.Kind {
-	case RunStart:
+	case llm.RunStart:
 		p.start, p.step, p.drawn, p.width = e.Step, -1, 0, 0
 		from := ""
 		if e.Step > 0 {
 			from = fmt.Sprintf(" from step %d", e.Step)
 		}
-		p.line(fmt.Sprintf("training %s parameters, %d seeds%s to step %d", thousands(e.Params), e.Seeds, from, e.Steps))
-	case StepEnd:
+		p.line(fmt.Sprintf("training %s parameters, %d seeds%s to step %d", thousands(e.Params),
+			e.Seeds, from, e.Steps))
+	case llm.StepEnd:
 		every := lineEvery
 		if p.terminal {
 			every = redrawEvery
@@ -67,11 +71,11 @@ func (p *progress) event(e Event) {
 		if e.Elapsed-p.drawn >= every || e.Step == p.start+1 {
 			p.draw(e)
 		}
-	case EvalEnd:
+	case llm.EvalEnd:
 		p.draw(e)
-	case Sampled:
+	case llm.Sampled:
 		p.line(printable(e.Text))
-	case RunEnd:
+	case llm.RunEnd:
 		if p.terminal {
 			p.draw(e)
 			p.write("\n")
@@ -86,7 +90,7 @@ func (p *progress) event(e Event) {
 }
 
 // draw shows the bar.
-func (p *progress) draw(e Event) {
+func (p *progress) draw(e llm.Event) {
 	p.step, p.drawn = e.Step, e.Elapsed
 	if p.terminal {
 		p.write("\r" + p.padded(p.bar(e)))
@@ -104,7 +108,8 @@ func (p *progress) line(s string) {
 	p.write(s + "\n")
 }
 
-// padded fills s with spaces up to the width of the bar that it replaces, which works on terminals without escape codes.
+// padded fills s with spaces up to the width of the bar that it replaces, which works on terminals
+// without escape codes.
 func (p *progress) padded(s string) string {
 	n := utf8.RuneCountInString(s)
 	s += strings.Repeat(" ", max(0, p.width-n))
@@ -118,15 +123,16 @@ func (p *progress) write(s string) {
 	}
 }
 
-// bar returns for instance "[=====>    ] 120/400  loss 2.3450  12.3k tok/s  0:42 left  val 3.123 bpb". Both rates are means
-// over the run, so that the time left allows for evaluations still to come.
-func (p *progress) bar(e Event) string {
+// bar returns for instance "[=====> ] 120/400 loss 2.3450 12.3k tok/s 0:42 left val 3.123 bpb".
+// Both rates are means over the run, so that the time left allows for evaluations still to come.
+func (p *progress) bar(e llm.Event) string {
 	figures := fmt.Sprintf("%d/%d", e.Step, e.Steps)
 	if steps := e.Step - p.start; steps > 0 {
 		figures += fmt.Sprintf("  loss %.4f", e.Loss)
 		if seconds := e.Elapsed.Seconds(); seconds > 0 {
 			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
-			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds), clock(left))
+			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds),
+				clock(left))
 		}
 	}
 	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
@@ -175,7 +181,8 @@ func thousands(n int) string {
 	return s
 }
 
-// printable replaces what a terminal might obey rather than show: a model that knows little can write any bytes.
+// printable replaces what a terminal might obey rather than show: a model that knows little can
+// write any bytes.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '\n' || r == '\t' || unicode.IsPrint(r) {

@@ -1,4 +1,4 @@
-package llm
+package runlog
 
 import (
 	"errors"
@@ -7,40 +7,14 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
 )
-
-// run is a run of the given steps, 1.5 s and 1000 tokens each, that is evaluated after each fifth.
-func run(from, to int) []Event {
-	e := Event{Kind: RunStart, Step: from, Steps: to, Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN(),
-		Params: 1234567, Seeds: 64, StepTokens: 1000, LearningRate: 3e-4, GradNorm: math.Inf(1)}
-	events := []Event{e}
-	for e.Step < to {
-		e.Step++
-		e.Kind, e.Elapsed, e.RunTokens = StepEnd, e.Elapsed+1500*time.Millisecond, e.RunTokens+1000
-		e.Loss = 5 / float64(e.Step)
-		events = append(events, e)
-		if e.Step%5 == 0 {
-			e.Kind, e.ValLoss = EvalEnd, e.Loss+0.5
-			e.ValBPB = e.ValLoss / math.Ln2
-			events = append(events, e)
-		}
-	}
-	e.Kind = RunEnd
-	return append(events, e)
-}
-
-func send(t testing.TB, c Callback, events ...Event) {
-	t.Helper()
-	for _, e := range events {
-		if err := c(e); err != nil {
-			t.Fatal(err)
-		}
-	}
-}
 
 func TestProgressInAFile(t *testing.T) {
 	var out strings.Builder
-	send(t, Progress(&out), run(20, 40)...)
+	eventtest.Send(t, Progress(&out), eventtest.Run(20, 40)...)
 	want := `training 1,234,567 parameters, 64 seeds from step 20 to step 40
 [==========>         ] 21/40  loss 0.2381  667 tok/s  0:29 left
 [============>       ] 25/40  loss 0.2000  667 tok/s  0:23 left  val 1.010 bpb
@@ -53,14 +27,15 @@ func TestProgressInAFile(t *testing.T) {
 	}
 }
 
-// On a terminal lines overwrite each other: what is seen in the end is what a terminal of that kind makes of the output.
+// On a terminal lines overwrite each other: what is seen in the end is what a terminal of that kind
+// makes of the output.
 func TestProgressOnATerminal(t *testing.T) {
 	var out strings.Builder
 	p := &progress{w: &out, terminal: true}
-	events := run(0, 10)
+	events := eventtest.Run(0, 10)
 	last := events[len(events)-1]
 	sampled := last
-	sampled.Kind, sampled.Text = Sampled, "fun\x1b[2Jc\xff"
+	sampled.Kind, sampled.Text = llm.Sampled, "fun\x1b[2Jc\xff"
 	failed := last
 	failed.Err = errors.New("loss is NaN")
 	for _, e := range append(events[:len(events)-1], sampled, failed) {
@@ -103,7 +78,7 @@ func TestProgressIsNotTooOften(t *testing.T) {
 	for _, terminal := range []bool{true, false} {
 		var out strings.Builder
 		p := &progress{w: &out, terminal: terminal}
-		e := Event{Kind: StepEnd, Steps: 10000}
+		e := llm.Event{Kind: llm.StepEnd, Steps: 10000}
 		for e.Step < 10000 { // one second
 			e.Step++
 			e.Elapsed += 100 * time.Microsecond
@@ -120,10 +95,12 @@ func TestProgressIsNotTooOften(t *testing.T) {
 }
 
 func TestProgressFitsALine(t *testing.T) {
-	for _, e := range []Event{
+	for _, e := range []llm.Event{
 		{Step: 5, Steps: 10, Loss: 1, Elapsed: time.Second},
-		{Step: 120000, Steps: 1200000, Loss: 12.5, RunTokens: 1e9, Elapsed: 9 * time.Hour, ValBPB: 13.5},
-		{Step: 1, Steps: math.MaxInt, Loss: math.MaxFloat64, Elapsed: 1, RunTokens: math.MaxInt64, ValBPB: 1e300},
+		{Step: 120000, Steps: 1200000, Loss: 12.5, RunTokens: 1e9, Elapsed: 9 * time.Hour,
+			ValBPB: 13.5},
+		{Step: 1, Steps: math.MaxInt, Loss: math.MaxFloat64, Elapsed: 1, RunTokens: math.MaxInt64,
+			ValBPB: 1e300},
 		{Step: 12, Steps: 3, Loss: math.NaN(), Elapsed: time.Second, ValBPB: math.Inf(1)},
 	} {
 		if bar := new(progress).bar(e); len(bar) > 79 {
@@ -137,7 +114,8 @@ type fullDisk struct{}
 func (fullDisk) Write([]byte) (int, error) { return 0, errors.New("no space left") }
 
 func TestProgressReportsAFailedWrite(t *testing.T) {
-	if err := Progress(fullDisk{})(Event{Kind: RunStart}); err == nil || !strings.Contains(err.Error(), "no space left") {
+	if err := Progress(fullDisk{})(llm.Event{Kind: llm.RunStart}); err == nil ||
+		!strings.Contains(err.Error(), "no space left") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -151,7 +129,8 @@ func TestIsTerminal(t *testing.T) {
 	if isTerminal(f) || isTerminal(&strings.Builder{}) {
 		t.Error("a file passes for a terminal")
 	}
-	device, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0) // a device of characters, as a terminal is
+	// a device of characters, as a terminal is
+	device, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,9 +143,11 @@ func TestIsTerminal(t *testing.T) {
 func TestNumbersForPeople(t *testing.T) {
 	for _, c := range []struct{ got, want string }{
 		{rate(0), "0"}, {rate(999.4), "999"}, {rate(12345), "12.3k"}, {rate(1.2e6), "1.20M"},
-		{clock(0), "0:00"}, {clock(59*time.Second + 600*time.Millisecond), "1:00"}, {clock(-time.Second), "0:00"},
+		{clock(0), "0:00"},
+		{clock(59*time.Second + 600*time.Millisecond), "1:00"}, {clock(-time.Second), "0:00"},
 		{clock(26*time.Hour + 61*time.Second), "26:01:01"},
-		{thousands(0), "0"}, {thousands(999), "999"}, {thousands(1000), "1,000"}, {thousands(1234567), "1,234,567"},
+		{thousands(0), "0"}, {thousands(999), "999"}, {thousands(1000), "1,000"},
+		{thousands(1234567), "1,234,567"},
 	} {
 		if c.got != c.want {
 			t.Errorf("got %q, want %q", c.got, c.want)

@@ -1,4 +1,4 @@
-package llm
+package plot
 
 import (
 	"image"
@@ -10,8 +10,14 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/stretchr/testify/require"
 	"gonum.org/v1/plot/plotter"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
 func decodePNG(t testing.TB, path string) image.Image {
@@ -42,17 +48,22 @@ func pixels(picture image.Image, c interface{ RGBA() (r, g, b, a uint32) }) (n i
 }
 
 func TestLossCurve(t *testing.T) {
-	for name, options := range map[string][]CurveOption{"linear": nil, "logarithmic": {WithLogSteps()}} {
+	for name, options := range map[string][]CurveOption{"linear": nil,
+		"logarithmic": {WithLogSteps()}} {
 		dir := filepath.Join(t.TempDir(), "new")
 		path := filepath.Join(dir, "loss.png")
-		events := slices.DeleteFunc(run(0, 100), func(e Event) bool { return e.Kind == EvalEnd && e.Step%25 != 0 })
-		send(t, LossCurve(path, "", options...), events...)
+		events := slices.DeleteFunc(eventtest.Run(0, 100), func(e llm.Event) bool {
+			return e.Kind == llm.EvalEnd && e.Step%25 != 0
+		})
+		eventtest.Send(t, LossCurve(path, "", options...), events...)
 		picture := decodePNG(t, path)
 		if size := picture.Bounds().Size(); size.X < 600 || size.Y < 400 {
 			t.Errorf("%s: the picture has %v pixels", name, size)
 		}
-		if train, held := pixels(picture, trainColor), pixels(picture, heldOutColor); train < 200 || held < 200 {
-			t.Errorf("%s: %d pixels of the training loss, %d of the held-out one", name, train, held)
+		if train, held := pixels(picture, trainColor), pixels(picture, heldOutColor); train < 200 ||
+			held < 200 {
+			t.Errorf("%s: %d pixels of the training loss, %d of the held-out one", name, train,
+				held)
 		}
 		if files, _ := os.ReadDir(dir); len(files) != 1 {
 			t.Errorf("%s: besides the picture there is %v", name, files)
@@ -64,9 +75,11 @@ func TestLossCurve(t *testing.T) {
 func TestLossCurveTakesAnyLosses(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for name, losses := range map[string][]float64{
-		"none": {}, "one": {3}, "equal": {3, 3, 3}, "all bad": {nan, inf}, "some bad": {5, nan, 4, inf, 3},
-		"nearly equal": {3, math.Nextafter(3, 4), 3}, "large, nearly equal": {999999, math.Nextafter(999999, 0)},
-		"huge": {1e308, -1e308, 1e300, 5}, "tiny": {5e-324, 0}, "negative": {-1, -2},
+		"none": {}, "one": {3}, "equal": {3, 3, 3}, "all bad": {nan, inf},
+		"some bad":            {5, nan, 4, inf, 3},
+		"nearly equal":        {3, math.Nextafter(3, 4), 3},
+		"large, nearly equal": {999999, math.Nextafter(999999, 0)},
+		"huge":                {1e308, -1e308, 1e300, 5}, "tiny": {5e-324, 0}, "negative": {-1, -2},
 	} {
 		for _, logSteps := range []bool{false, true} {
 			if logSteps && testing.Short() {
@@ -90,15 +103,17 @@ func TestLossCurveTakesAnyLosses(t *testing.T) {
 	}
 }
 
-// A run that was killed at step 15, resumed from its checkpoint at 10, has the curve of a run that was never stopped.
+// A run that was killed at step 15, resumed from its checkpoint at 10, has the curve of a run that
+// was never stopped.
 func TestLossCurveResumes(t *testing.T) {
 	dir := t.TempDir()
 	log := filepath.Join(dir, "log.jsonl")
 	for _, logFirst := range []bool{true, false} {
 		os.Remove(log)
-		older := run(0, 8) // and begun anew
-		send(t, JSONLog(log), slices.Insert(older, 1, Event{Kind: EvalEnd, ValLoss: 99})...)
-		killed := run(0, 20)
+		older := eventtest.Run(0, 8) // and begun anew
+		eventtest.Send(t, runlog.JSON(log), slices.Insert(older, 1, llm.Event{Kind: llm.EvalEnd,
+			ValLoss: 99})...)
+		killed := eventtest.Run(0, 20)
 		for i := range killed {
 			if killed[i].Step > 10 {
 				killed[i].Loss, killed[i].ValLoss = 99, 99 // what is replaced must not be seen
@@ -110,25 +125,28 @@ func TestLossCurveResumes(t *testing.T) {
 				break
 			}
 		}
-		write := JSONLog(log)
-		send(t, write, killed...)
-		send(t, write, Event{Kind: RunEnd, Step: 15})
+		write := runlog.JSON(log)
+		eventtest.Send(t, write, killed...)
+		eventtest.Send(t, write, llm.Event{Kind: llm.RunEnd, Step: 15})
 
 		var c lossCurve
-		draw, write := c.callback(filepath.Join(dir, "loss.png"), log), JSONLog(log)
-		for _, e := range run(10, 20) {
+		draw, write := c.callback(filepath.Join(dir, "loss.png"), log), runlog.JSON(log)
+		for _, e := range eventtest.Run(10, 20) {
 			if logFirst {
-				send(t, write, e)
-				send(t, draw, e)
+				eventtest.Send(t, write, e)
+				eventtest.Send(t, draw, e)
 			} else {
-				send(t, draw, e)
-				send(t, write, e)
+				eventtest.Send(t, draw, e)
+				eventtest.Send(t, write, e)
 			}
 		}
 		var straight lossCurve
-		send(t, straight.callback(filepath.Join(dir, "straight.png"), ""), run(0, 20)...)
-		if !slices.Equal(c.train.XYs, straight.train.XYs) || !slices.Equal(c.heldOut.XYs, straight.heldOut.XYs) {
-			t.Errorf("log first %t: resumed %v, %v\nstraight %v, %v", logFirst, c.train, c.heldOut, straight.train, straight.heldOut)
+		eventtest.Send(t, straight.callback(filepath.Join(dir, "straight.png"), ""),
+			eventtest.Run(0, 20)...)
+		if !slices.Equal(c.train.XYs, straight.train.XYs) || !slices.Equal(c.heldOut.XYs,
+			straight.heldOut.XYs) {
+			t.Errorf("log first %t: resumed %v, %v\nstraight %v, %v", logFirst, c.train, c.heldOut,
+				straight.train, straight.heldOut)
 		}
 	}
 }
@@ -139,8 +157,9 @@ func TestLossCurveReportsWhereItFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := LossCurve(filepath.Join(file, "loss.png"), "")
-	err := c(Event{Kind: EvalEnd, Step: 1, ValLoss: 1})
-	if err == nil || !strings.Contains(err.Error(), file) || !strings.HasPrefix(err.Error(), "llm: LossCurve: ") {
+	err := c(llm.Event{Kind: llm.EvalEnd, Step: 1, ValLoss: 1})
+	if err == nil || !strings.Contains(err.Error(), file) || !strings.HasPrefix(err.Error(),
+		"plot: LossCurve: ") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -150,7 +169,8 @@ func TestRoundTicks(t *testing.T) {
 		lo, hi float64
 		want   string
 	}{
-		{0, 3000, "0 500 1000 1500 2000 2500 3000"}, {1.4, 9.2, "2 3 4 5 6 7 8 9"}, {2.31, 2.52, "2.32 2.34 2.36 2.38 2.4 2.42 2.44 2.46 2.48 2.5 2.52"},
+		{0, 3000, "0 500 1000 1500 2000 2500 3000"}, {1.4, 9.2, "2 3 4 5 6 7 8 9"},
+		{2.31, 2.52, "2.32 2.34 2.36 2.38 2.4 2.42 2.44 2.46 2.48 2.5 2.52"},
 		{-1, 1, "-1 -0.8 -0.6 -0.4 -0.2 0 0.2 0.4 0.6 0.8 1"},
 	} {
 		var got []string
@@ -210,4 +230,55 @@ func TestSmoothedIsTheCentredMean(t *testing.T) {
 	if variance > 0.03 { // 1/201 and its scatter
 		t.Errorf("noise of variance 1 keeps a variance of %v", variance)
 	}
+}
+
+// Whatever the log holds, it can be read and drawn.
+func FuzzRestore(f *testing.F) {
+	f.Add([]byte(`{"event":"start","step":0}` + "\n" + `{"event":"step","step":1,"train_loss":2}` +
+		"\n" + `{"event":"eval"`))
+	f.Add([]byte(`{"event":"step","step":-5,"train_loss":1e308}` + "\n" +
+		`{"event":"step","step":9e15,"train_loss":-1e308}`))
+	f.Add([]byte("null\n[]\n3\n{}\n"))
+	dir := f.TempDir()
+	f.Fuzz(func(t *testing.T, content []byte) {
+		path := filepath.Join(dir, "log.jsonl")
+		if err := os.WriteFile(path, content, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		var c lossCurve
+		bounded.Run(t, int64(len(content)), func() {
+			if err := c.restore(path); err != nil {
+				t.Fatal(err)
+			}
+		})
+		for _, points := range [][]float64{xs(c.train), xs(c.heldOut)} {
+			for _, x := range points {
+				if math.IsNaN(x) || math.IsInf(x, 0) {
+					t.Fatalf("a point at %v", x)
+				}
+			}
+		}
+	})
+}
+
+func xs(c curve) []float64 {
+	var xs []float64
+	for _, p := range c.XYs {
+		xs = append(xs, p.X, p.Y)
+	}
+	return xs
+}
+
+func TestOptionThatIsNil(t *testing.T) {
+	err := LossCurve("x", "", nil)(llm.Event{Kind: llm.RunStart})
+	require.ErrorContains(t, err, "plot: LossCurve: an option is nil")
+}
+
+// TestPlaceOfThePicture wants a place where no picture can be written to end a run before its first
+// step.
+func TestPlaceOfThePicture(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file") // in the place of a folder
+	require.NoError(t, os.WriteFile(file, nil, 0o666))
+	err := LossCurve(filepath.Join(file, "loss.png"), "")(llm.Event{Kind: llm.RunStart})
+	require.ErrorContains(t, err, "plot: LossCurve: mkdir")
 }

@@ -1,4 +1,6 @@
-package llm
+// Package plot draws training runs. It stands apart from package llm so that only who draws pays
+// for fonts and a plotting library.
+package plot
 
 import (
 	"errors"
@@ -16,6 +18,8 @@ import (
 	"gonum.org/v1/plot/vg/draw"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
 // CurveOption changes how LossCurve draws.
@@ -26,16 +30,17 @@ func WithLogSteps() CurveOption {
 	return func(c *lossCurve) { c.logSteps = true }
 }
 
-// LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it makes: the training loss as
-// it was (thin) and smoothed, and the held-out loss, all in bits per token. The picture is drawn anew at each evaluation and
-// at the end, and a reader of the file sees the old one or the new one, never a part. When a run is resumed, the points
-// before are taken from the log that JSONLog wrote to logPath; with "" the curve begins where this process does. A place where it cannot be written
-// ends the run before its first step.
-func LossCurve(path, logPath string, options ...CurveOption) Callback {
+// LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it
+// makes: the training loss as it was (thin) and smoothed, and the held-out loss, all in bits per
+// token. The picture is drawn anew at each evaluation and at the end, and a reader of the file sees
+// the old one or the new one, never a part. When a run is resumed, the points before are taken from
+// the log that runlog.JSON wrote to logPath; with "" the curve begins where this process does. A
+// place where it cannot be written ends the run before its first step.
+func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {
 		if o == nil {
-			return refuse("LossCurve: an option is nil")
+			return func(llm.Event) error { return errors.New("plot: LossCurve: an option is nil") }
 		}
 		o(&c)
 	}
@@ -47,23 +52,23 @@ type lossCurve struct {
 	logSteps       bool
 }
 
-func (c *lossCurve) callback(path, logPath string) Callback {
-	return func(e Event) (err error) {
+func (c *lossCurve) callback(path, logPath string) llm.Callback {
+	return func(e llm.Event) (err error) {
 		switch e.Kind {
-		case RunStart:
+		case llm.RunStart:
 			if err = errors.Join(atomicfile.Writable(path), c.restore(logPath)); err == nil {
 				c.rewind(e.Step)
 			}
-		case StepEnd:
+		case llm.StepEnd:
 			c.train.add(e.Step, e.Loss)
-		case EvalEnd:
+		case llm.EvalEnd:
 			c.heldOut.add(e.Step, e.ValLoss)
 			err = c.draw(path)
-		case RunEnd:
+		case llm.RunEnd:
 			err = c.draw(path)
 		}
 		if err != nil {
-			return fmt.Errorf("llm: LossCurve: %w", err)
+			return fmt.Errorf("plot: LossCurve: %w", err)
 		}
 		return nil
 	}
@@ -75,7 +80,7 @@ func (c *lossCurve) restore(logPath string) error {
 		return nil
 	}
 	c.rewind(-1)
-	return readLog(logPath, func(r logRecord) {
+	return runlog.Read(logPath, func(r runlog.Record) {
 		switch {
 		case r.Event == "start":
 			c.rewind(r.Step)
@@ -87,7 +92,8 @@ func (c *lossCurve) restore(logPath string) error {
 	})
 }
 
-// rewind forgets what the run that now begins at step replaces: the points beyond it, and all before a fresh start.
+// rewind forgets what the run that now begins at step replaces: the points beyond it, and all
+// before a fresh start.
 func (c *lossCurve) rewind(step int) {
 	if step == 0 {
 		step = -1
@@ -114,8 +120,9 @@ func (c *curve) rewind(step int) {
 	c.XYs = c.XYs[:n]
 }
 
-// smoothed returns the means over a centred window of about 4 % of the points, which do not lag behind as a running mean
-// does. At the start, where the loss falls fast, the window shrinks on both sides; at the end it loses its right side.
+// smoothed returns the means over a centred window of about 4 % of the points, which do not lag
+// behind as a running mean does. At the start, where the loss falls fast, the window shrinks on
+// both sides; at the end it loses its right side.
 func (c *curve) smoothed() plotter.XYs {
 	sums := make([]float64, len(c.XYs)+1)
 	for i, p := range c.XYs {
@@ -130,10 +137,12 @@ func (c *curve) smoothed() plotter.XYs {
 	return smooth
 }
 
-// maxDrawn is the number of points that a line is thinned to: more than the picture is wide in pixels.
+// maxDrawn is the number of points that a line is thinned to: more than the picture is wide in
+// pixels.
 const maxDrawn = 2000
 
-// thinned returns the least and the greatest point of each of maxDrawn/2 spans of a longer line, which look the same.
+// thinned returns the least and the greatest point of each of maxDrawn/2 spans of a longer line,
+// which look the same.
 func thinned(points plotter.XYs) plotter.XYs {
 	if len(points) <= maxDrawn {
 		return points
@@ -174,7 +183,8 @@ func newPlot() *plot.Plot {
 	p.Legend.Top = true
 	p.Legend.Padding = vg.Points(3)
 	p.Legend.XOffs, p.Legend.YOffs = vg.Points(-8), vg.Points(-8)
-	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle, &p.X.Label.TextStyle, &p.Y.Label.TextStyle,
+	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle,
+		&p.X.Label.TextStyle, &p.Y.Label.TextStyle,
 		&p.X.Tick.Label, &p.Y.Tick.Label} {
 		style.Font.Variant = "Sans"
 	}
@@ -184,7 +194,8 @@ func newPlot() *plot.Plot {
 	return p
 }
 
-// roundTicks returns the multiples of 1, 2 or 5 times a power of ten of which five to thirteen lie between lo and hi.
+// roundTicks returns the multiples of 1, 2 or 5 times a power of ten of which five to thirteen lie
+// between lo and hi.
 func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 	unit := math.Pow(10, math.Floor(math.Log10((hi-lo)/5)))
 	step := unit
@@ -197,7 +208,8 @@ func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 	// Counted from 0: first + 1 may equal first when lo and hi are very close.
 	for i := 0.0; i <= math.Floor(hi/step)-first; i++ {
 		value := (first + i) * step
-		ticks = append(ticks, plot.Tick{Value: value, Label: strconv.FormatFloat(value, 'g', 6, 64)})
+		ticks = append(ticks, plot.Tick{Value: value, Label: strconv.FormatFloat(value, 'g', 6,
+			64)})
 	}
 	return ticks
 }
@@ -220,7 +232,9 @@ func (c *lossCurve) draw(path string) error {
 		{"held out", c.heldOut.XYs, heldOutColor, vg.Points(1.6), true},
 	} {
 		if c.logSteps {
-			l.points = slices.DeleteFunc(slices.Clone(l.points), func(p plotter.XY) bool { return p.X < 1 })
+			l.points = slices.DeleteFunc(slices.Clone(l.points), func(p plotter.XY) bool {
+				return p.X < 1
+			})
 		}
 		if len(l.points) == 0 {
 			continue
@@ -239,7 +253,8 @@ func (c *lossCurve) draw(path string) error {
 	}
 	if c.logSteps {
 		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
-		p.X.Min, p.X.Max = 1, max(p.X.Max, 10) // also when there is no point, or only one, that has a logarithm
+		// also when there is no point, or only one, that has a logarithm
+		p.X.Min, p.X.Max = 1, max(p.X.Max, 10)
 	}
 	png, err := p.WriterTo(8*vg.Inch, 5*vg.Inch, "png")
 	if err != nil {

@@ -1,0 +1,18 @@
+// Package jsonfloat writes numbers as JSON that may be no numbers.
+package jsonfloat
+
+import (
+	"encoding/json"
+	"math"
+)
+
+// Float is null in JSON when it is NaN or infinite, for which JSON has no words.
+type Float float64
+
+// MarshalJSON implements json.Marshaler.
+func (f Float) MarshalJSON() ([]byte, error) {
+	if math.IsNaN(float64(f)) || math.IsInf(float64(f), 0) {
+		return []byte("null"), nil
+	}
+	return json.Marshal(float64(f))
+}

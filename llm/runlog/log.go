@@ -1,0 +1,197 @@
+// Package runlog tells of a training run, from its events alone: [Progress] to the person who waits
+// for it, [JSON] to a file that programs and people read later, with [Read] or without.
+package runlog
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// JSON writes a line with one JSON object to the file at path, whose folders it makes, for every
+// event. Each has "time", "event", "step" and "elapsed_s", the seconds since this process started
+// the run, and by event:
+//
+//	start   steps, params, seeds
+//	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
+//	        source: why, times), before the first step
+//	complete
+//	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since
+//	        elapsed_s began)
+//	eval    val_loss (nats per token), val_bpb (bits per byte)
+//	saved   path
+//	sample  text
+//	profile ops (op, tasks, ns a step, bytes, flops, ways)
+//	interrupted
+//	failed  error
+//	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
+//
+// A number that is NaN or infinite is null. An existing file is continued: after a resumption its
+// lines may reach beyond the step of the "start" line, and what follows that line replaces them. A
+// line that a killed process left half written is ended, and readers should pass over it.
+func JSON(path string) llm.Callback {
+	var file *os.File
+	failed := false // in this run, whose end need not be told of it again
+	return func(e llm.Event) (err error) {
+		if failed = failed && e.Kind != llm.RunStart; failed {
+			return nil
+		}
+		defer func() {
+			if err != nil {
+				failed = true
+				err = fmt.Errorf("runlog: JSON: %w", err)
+			}
+		}()
+		if file == nil {
+			if file, err = openLog(path); err != nil {
+				return err
+			}
+		}
+		line, err := json.Marshal(newRecord(e))
+		if err != nil {
+			return err
+		}
+		// One write call a line: a killed process leaves at most its last line incomplete.
+		_, err = file.Write(append(line, '\n'))
+		if e.Kind == llm.RunEnd || err != nil {
+			err = errors.Join(err, file.Close())
+			file = nil
+		}
+		return err
+	}
+}
+
+// openLog opens the file to append to, and ends its last line if that has no end.
+func openLog(path string) (*os.File, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o666)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && info.Size() > 0 {
+		last := make([]byte, 1)
+		if _, err = f.ReadAt(last, info.Size()-1); err == nil && last[0] != '\n' {
+			_, err = f.Write([]byte{'\n'})
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// A Record is a line of the log; JSON says which fields it has by event.
+type Record struct {
+	Time           time.Time        `json:"time"`
+	Event          string           `json:"event"`
+	Step           int              `json:"step"`
+	ElapsedSeconds float64          `json:"elapsed_s"`
+	Steps          *int             `json:"steps,omitempty"`
+	Params         *int             `json:"params,omitempty"`
+	Seeds          *int             `json:"seeds,omitempty"`
+	TrainLoss      *jsonfloat.Float `json:"train_loss,omitempty"`
+	LearningRate   *jsonfloat.Float `json:"learning_rate,omitempty"`
+	GradNorm       *jsonfloat.Float `json:"grad_norm,omitempty"`
+	TokensPerS     *jsonfloat.Float `json:"tokens_per_s,omitempty"`
+	ValLoss        *jsonfloat.Float `json:"val_loss,omitempty"`
+	ValBPB         *jsonfloat.Float `json:"val_bpb,omitempty"`
+	Path           string           `json:"path,omitempty"`
+	Text           string           `json:"text,omitempty"`
+	Ops            []llm.OpTime     `json:"ops,omitempty"`
+	Choices        []llm.Choice     `json:"choices,omitempty"`
+	Error          string           `json:"error,omitempty"`
+}
+
+func newRecord(e llm.Event) Record {
+	r := Record{Time: time.Now().UTC(), Step: e.Step, ElapsedSeconds: e.Elapsed.Seconds()}
+	loss := jsonfloat.Float(e.Loss)
+	valLoss, valBPB := jsonfloat.Float(e.ValLoss), jsonfloat.Float(e.ValBPB)
+	learningRate, gradNorm := jsonfloat.Float(e.LearningRate), jsonfloat.Float(e.GradNorm)
+	tokensPerS := jsonfloat.Float(float64(e.RunTokens) / e.Elapsed.Seconds())
+	switch e.Kind {
+	case llm.RunStart:
+		r.Event, r.Steps, r.Params, r.Seeds = "start", &e.Steps, &e.Params, &e.Seeds
+	case llm.Complete:
+		r.Event = "complete"
+	case llm.StepEnd:
+		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
+		r.TokensPerS = &tokensPerS
+	case llm.EvalEnd:
+		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
+	case llm.Saved:
+		r.Event, r.Path = "saved", e.Path
+	case llm.Sampled:
+		r.Event, r.Text = "sample", e.Text
+	case llm.Profiled:
+		r.Event, r.Ops = "profile", e.Ops
+	case llm.Chosen:
+		r.Event, r.Choices = "ways", e.Choices
+	case llm.Interrupted:
+		r.Event = "interrupted"
+	case llm.Failed:
+		r.Event = "failed"
+	case llm.RunEnd:
+		r.Event, r.TrainLoss, r.TokensPerS = "end", &loss, &tokensPerS
+		r.ValLoss, r.ValBPB = &valLoss, &valBPB
+	}
+	if e.Err != nil {
+		r.Error = e.Err.Error()
+	}
+	return r
+}
+
+// maxRecord is the longest line that is read as a record, in bytes. Those of steps have some
+// hundreds.
+const maxRecord = 1 << 20
+
+// Read calls f with each record of the log at path, in order. Lines that are no records are passed
+// over, and a file that does not exist has none.
+func Read(path string, f func(Record)) error {
+	file, _, err := regular.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("runlog: Read: %w", err)
+	}
+	defer file.Close()
+	lines := bufio.NewReaderSize(file, maxRecord)
+	for {
+		line, err := lines.ReadSlice('\n')
+		if errors.Is(err, bufio.ErrBufferFull) { // no record has so long a line
+			line, err = nil, skipLine(lines)
+		}
+		var r Record
+		if json.Unmarshal(line, &r) == nil {
+			f(r)
+		}
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("runlog: Read: %w", err)
+		}
+	}
+}
+
+// skipLine reads on to the end of a line.
+func skipLine(lines *bufio.Reader) error {
+	for {
+		if _, err := lines.ReadSlice('\n'); !errors.Is(err, bufio.ErrBufferFull) {
+			return err
+		}
+	}
+}
