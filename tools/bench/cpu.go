@@ -25,8 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, and training.
-func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "train"} }
+// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, ops one by one, and training.
+func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "ops", "train"} }
 
 // onCPU measures in float32, on as many cores as GOMAXPROCS says.
 func onCPU(o options) error {
@@ -38,13 +38,13 @@ func onCPU(o options) error {
 	}
 	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")
 	fmt.Fprintln(os.Stderr, line.Card)
-	if err := emit(line); err != nil {
+	if err := o.begin(line); err != nil {
 		return err
 	}
 	for _, g := range []struct {
 		name    string
 		measure func(options) error
-	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"train", cpuTrain}} {
+	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"ops", cpuOps}, {"train", cpuTrain}} {
 		if !o.has(g.name) {
 			continue
 		}

@@ -4,6 +4,7 @@
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
 //	go run ./tools/bench -groups train -models llama124M       # some of it
 //	go run ./tools/bench -device cpu                           # the CPU's counterpart
+//	go run ./tools/bench -against before.jsonl > after.jsonl    # fails where something became slower
 //
 // peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py training steps of llm.c. The lines
 // of all, taken in one go on one machine, become a table:
@@ -69,6 +70,7 @@ type options struct {
 	clip      float64
 	tune      cudaops.Tuning
 	monitor   int
+	before    *earlier // nil without -against
 }
 
 func main() {
@@ -87,6 +89,9 @@ func main() {
 		"and print a summary to standard error; of several models to a file each, with the model's name in its name")
 	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
+	against := flag.String("against", "", "compare with the lines of an earlier run on this machine, in this `FILE`, and fail where\nsomething became slower by more than 3 %; "+
+		"of several measurements of one name the fastest counts")
+	repeat := flag.Int("repeat", 1, "measure everything so many times")
 	table := flag.Bool("table", false, "print the lines of the files that follow as a Markdown table, and measure nothing")
 	flag.Parse()
 	o.models = strings.Split(*models, ",")
@@ -99,17 +104,38 @@ func main() {
 		err = printTable(os.Stdout, flag.Args())
 	case flag.NArg() > 0:
 		err = fmt.Errorf("%q is no option; files go with -table", flag.Arg(0))
-	case *device == "cuda":
-		err = onGPU(o)
-	case *device == "cpu":
-		err = onCPU(o)
+	case *repeat < 1:
+		err = fmt.Errorf("-repeat is %d, want at least 1", *repeat)
 	default:
-		err = fmt.Errorf("-device is %q, want cuda or cpu", *device)
+		err = o.run(*device, *repeat, *against)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
+}
+
+// run measures on a device, and compares with an earlier run if its file is given.
+func (o options) run(device string, repeat int, against string) error {
+	measure := map[string]func(options) error{"cuda": onGPU, "cpu": onCPU}[device]
+	if measure == nil {
+		return fmt.Errorf("-device is %q, want cuda or cpu", device)
+	}
+	if against != "" {
+		var err error
+		if o.before, err = readEarlier(against); err != nil {
+			return err
+		}
+	}
+	for range repeat {
+		if err := measure(o); err != nil {
+			return err
+		}
+	}
+	if o.before == nil {
+		return nil
+	}
+	return o.before.compare(os.Stderr, emitted)
 }
 
 // gpuGroups are cudabench's, then what is measured through the public machine.
@@ -168,7 +194,8 @@ func onGPU(o options) error {
 	}
 	defer device.Close()
 	fmt.Fprintln(os.Stderr, device)
-	if err := emit(where(device.Name(), driverVersion())); err != nil {
+	line := where(device.Name(), driverVersion())
+	if err := o.begin(line); err != nil {
 		return err
 	}
 	var kernels []string
@@ -202,6 +229,14 @@ func onGPU(o options) error {
 	return nil
 }
 
+// begin prints a run's first line, unless the earlier run is of another machine.
+func (o options) begin(line result) error {
+	if err := o.before.fits(line); err != nil {
+		return err
+	}
+	return emit(line)
+}
+
 // measured is the line of a measurement.
 func measured(name string, d time.Duration, bytes, flops float64) result {
 	s := d.Seconds()
@@ -231,8 +266,12 @@ func driverVersion() string {
 	return strings.TrimSpace(version)
 }
 
+// emitted is all that emit has printed.
+var emitted []result
+
 // emit prints a line, and the measurement for people to standard error.
 func emit(r result) error {
+	emitted = append(emitted, r)
 	line, err := json.Marshal(r)
 	if err != nil {
 		return err

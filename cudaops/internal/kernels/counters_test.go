@@ -5,11 +5,11 @@ import (
 	"testing"
 )
 
-// TestCounters launches every kernel that memory should bound once, at the shapes that KERNELS.md speaks of, for a profiler to
+// TestCounters launches every kernel that memory should bound once, at the shapes that docs/lab speaks of, for a profiler to
 // count what each does.
 func TestCounters(t *testing.T) {
 	if os.Getenv("KASMINA_GPU_COUNTERS") == "" {
-		t.Skip("set KASMINA_GPU_COUNTERS to launch the kernels of KERNELS.md under a profiler")
+		t.Skip("set KASMINA_GPU_COUNTERS to launch the kernels of docs/lab under a profiler")
 	}
 	g := newRig(t)
 	g.scope("kasmina", (*rig).countKasmina)

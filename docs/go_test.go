@@ -1,0 +1,215 @@
+package docs_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/importer"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"io"
+	"os"
+	"os/exec"
+	"path"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const module = "github.com/kasmina-go/kasmina"
+
+// packages is what Go blocks can import.
+type packages struct {
+	export map[string]string // files of compiled packages, by path
+	paths  map[string]string // by the name that code calls them: ours before Gorgonia's and Go's
+	check  types.Importer
+	fset   *token.FileSet
+}
+
+// load compiles the module's packages and lists them with all that they import.
+var load = sync.OnceValues(func() (*packages, error) {
+	command := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Name,Export", "./...", "std")
+	command.Dir = root
+	var stderr bytes.Buffer
+	command.Stderr = &stderr
+	out, err := command.Output()
+	if err != nil {
+		return nil, fmt.Errorf("%w\n%s", err, stderr.Bytes())
+	}
+	p := &packages{map[string]string{}, map[string]string{}, nil, token.NewFileSet()}
+	best := map[string]int{}
+	for d := json.NewDecoder(bytes.NewReader(out)); ; {
+		var listed struct{ ImportPath, Name, Export string }
+		if err := d.Decode(&listed); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return nil, err
+		}
+		p.export[listed.ImportPath] = listed.Export
+		internal := strings.Contains("/"+listed.ImportPath+"/", "/internal/")
+		if rank := rankOf(listed.ImportPath); rank > best[listed.Name] && listed.Name != "main" && !internal {
+			best[listed.Name], p.paths[listed.Name] = rank, listed.ImportPath
+		}
+	}
+	p.check = importer.ForCompiler(p.fset, "gc", func(path string) (io.ReadCloser, error) {
+		file := p.export[path]
+		if file == "" {
+			return nil, fmt.Errorf("%s was not compiled", path)
+		}
+		return os.Open(file)
+	})
+	return p, nil
+})
+
+// rankOf orders packages of one name: this module's first, then Gorgonia's, then Go's shortest path.
+func rankOf(importPath string) int {
+	switch {
+	case strings.HasPrefix(importPath, module):
+		return 1000 - len(importPath)/10
+	case strings.HasPrefix(importPath, "gorgonia.org/"):
+		return 800
+	case !strings.Contains(importPath, "."):
+		return 700 - len(importPath)
+	}
+	return 1
+}
+
+// typeCheck checks a file. Variables that nothing uses are no error: a block may end with one.
+func (p *packages) typeCheck(name, source string) error {
+	file, err := parser.ParseFile(p.fset, name, source, parser.SkipObjectResolution)
+	if err != nil {
+		return err
+	}
+	var all []error
+	config := types.Config{Importer: p.check, Error: func(err error) {
+		if soft := (types.Error{}); !errors.As(err, &soft) || !soft.Soft {
+			all = append(all, err)
+		}
+	}}
+	_, _ = config.Check("main", p.fset, []*ast.File{file}, nil)
+	return errors.Join(all...)
+}
+
+var selectorPattern = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.[A-Z]`)
+
+// imports are the declarations for the packages that code names.
+func (p *packages) imports(code string) string {
+	var all strings.Builder
+	seen := map[string]bool{}
+	for _, m := range selectorPattern.FindAllStringSubmatch(code, -1) {
+		if importPath := p.paths[m[1]]; importPath != "" && !seen[m[1]] {
+			fmt.Fprintf(&all, "import %s %q\n", m[1], importPath)
+			seen[m[1]] = true
+		}
+	}
+	return all.String()
+}
+
+// fragments joins blocks of statements, each in a scope within that of the one before. Functions and
+// types stand beside them.
+func (p *packages) fragments(blocks []block) string {
+	var body, beside strings.Builder
+	depth := 0
+	for _, b := range blocks {
+		_, err := parser.ParseFile(token.NewFileSet(), "", "package p\n"+b.code, 0)
+		if err == nil {
+			fmt.Fprintf(&beside, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
+			continue
+		}
+		body.WriteString("{\n")
+		depth++
+		for _, given := range strings.Split(b.notes["given"], ";") {
+			if given != "" {
+				fmt.Fprintf(&body, "var %s\n", given)
+			}
+		}
+		fmt.Fprintf(&body, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
+	}
+	code := fmt.Sprintf("func _() error {\n%s%s\nreturn nil\n}\n%s", body.String(), strings.Repeat("}\n", depth), beside.String())
+	return "package main\n" + p.imports(code) + code
+}
+
+// TestGoBlocks compiles every Go block: whole programs as they stand, statements in a function.
+func TestGoBlocks(t *testing.T) {
+	p, err := load()
+	require.NoError(t, err)
+	for _, doc := range documents(t) {
+		var statements []block
+		for _, b := range doc.blocks {
+			switch {
+			case b.language == "json":
+				require.True(t, json.Valid([]byte(b.code)), "%v is no JSON", b)
+			case b.language != "go":
+			case strings.HasPrefix(b.code, "package ") || strings.Contains(b.code, "\npackage "):
+				require.NoError(t, p.typeCheck(b.String(), b.code), "%v", b)
+			default:
+				statements = append(statements, b)
+			}
+		}
+		require.NoError(t, p.typeCheck(doc.path, p.fragments(statements)), doc.path)
+	}
+}
+
+// TestGoBlocksFail wants wrong blocks to be found, and what a block takes from those above it to hold.
+func TestGoBlocksFail(t *testing.T) {
+	p, err := load()
+	require.NoError(t, err)
+	check := func(blocks ...block) error { return p.typeCheck("d.md", p.fragments(blocks)) }
+	given := block{document: "d.md", line: 1, code: "y, err := op.Linear(x, w)\n",
+		notes: map[string]string{"given": "x, w *gorgonia.Node"}}
+	require.NoError(t, check(given))
+	require.NoError(t, check(given, block{code: "y, err := op.Linear(y, w)\nfmt.Println(y.Shape())\n"}))
+	require.Error(t, check(block{code: given.code}), "nothing declares x")
+	require.Error(t, check(given, block{code: "y.Nothing()\n"}))
+	require.Error(t, check(block{code: "op.Nothing()\n"}))
+	require.Error(t, check(block{code: "x := \n"}))
+}
+
+var namePattern = regexp.MustCompile(`^([a-z][a-z0-9]*(?:/[a-z0-9]+)*)\.([A-Z]\w*)(?:\.([A-Z]\w*))?(?:\(.*\))?$`)
+
+// TestNames wants names of this module's packages that sentences mention, such as `op.Kasmina` and
+// `llm.Config.SlotWidth`, to exist.
+func TestNames(t *testing.T) {
+	p, err := load()
+	require.NoError(t, err)
+	for _, doc := range documents(t) {
+		for _, s := range doc.spans {
+			m := namePattern.FindStringSubmatch(s.code)
+			if m == nil {
+				continue
+			}
+			importPath := p.paths[path.Base(m[1])]
+			if len(m[1]) == 1 || importPath != "" && !strings.HasPrefix(importPath, module) {
+				continue // a variable; Gorgonia's or Go's
+			}
+			if err := p.exists(importPath, m[2], m[3]); err != nil {
+				t.Errorf("%s:%d: `%s`: %v", doc.path, s.line, s.code, err)
+			}
+		}
+	}
+}
+
+// exists returns an error unless a package has the name, and that the field or method.
+func (p *packages) exists(importPath, name, member string) error {
+	pkg, err := p.check.Import(importPath)
+	if err != nil {
+		return err
+	}
+	object := pkg.Scope().Lookup(name)
+	if object == nil {
+		return fmt.Errorf("%s has no %s", importPath, name)
+	}
+	if member == "" {
+		return nil
+	}
+	if found, _, _ := types.LookupFieldOrMethod(object.Type(), true, pkg, member); found == nil {
+		return fmt.Errorf("%s.%s has no %s", importPath, name, member)
+	}
+	return nil
+}

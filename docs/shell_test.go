@@ -1,0 +1,396 @@
+package docs_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// programs are the module's commands, built once: the options of each, and the folder of binaries.
+type programs struct {
+	folder  string
+	options map[string]map[string]bool // by package path below the module, without dashes
+}
+
+var optionPattern = regexp.MustCompile(`(?m)^  -([a-z0-9-]+)`)
+
+// build builds every command that documents name.
+var build = sync.OnceValues(func() (*programs, error) {
+	folder, err := os.MkdirTemp("", "documents")
+	if err != nil {
+		return nil, err
+	}
+	p := &programs{folder, map[string]map[string]bool{}}
+	out, err := command("go", "list", "-f", "{{if eq .Name \"main\"}}{{.ImportPath}}{{end}}", "./...")
+	if err != nil {
+		return p, err
+	}
+	all := strings.Fields(out)
+	if _, err := command("go", append([]string{"build", "-o", folder}, all...)...); err != nil {
+		return p, err
+	}
+	for _, importPath := range all {
+		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)), "-help").CombinedOutput()
+		options := map[string]bool{"help": true}
+		for _, m := range optionPattern.FindAllStringSubmatch(string(help), -1) {
+			options[m[1]] = true
+		}
+		if len(options) > 1 || err == nil { // one without options runs with any
+			p.options["."+strings.TrimPrefix(importPath, module)] = options
+		}
+	}
+	return p, nil
+})
+
+func TestMain(m *testing.M) {
+	status := m.Run()
+	if p, _ := build(); p != nil && needsBuild {
+		os.RemoveAll(p.folder)
+	}
+	os.Exit(status)
+}
+
+// needsBuild is set where a test has built.
+var needsBuild bool
+
+func built(t *testing.T) *programs {
+	t.Helper()
+	needsBuild = true
+	p, err := build()
+	require.NoError(t, err)
+	return p
+}
+
+// command runs a program in the module's folder.
+func command(name string, args ...string) (string, error) {
+	c := exec.Command(name, args...)
+	c.Dir = root
+	out, err := c.CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return string(out), nil
+}
+
+// shellCommands splits a block into commands of words. Comments, and where output goes, are left out.
+func shellCommands(code string) (all [][]string) {
+	code = strings.ReplaceAll(code, "\\\n", " ")
+	for line := range strings.Lines(code) {
+		if i := strings.Index(line, "# "); i == 0 || i > 0 && line[i-1] == ' ' {
+			line = line[:i]
+		}
+		line = regexp.MustCompile(`\$\(([^)]*)\)`).ReplaceAllString(line, "X; $1;")
+		for _, c := range regexp.MustCompile(`&&|\|\||[;|]`).Split(line, -1) {
+			words := regexp.MustCompile(`"[^"]*"|'[^']*'|\S+`).FindAllString(c, -1)
+			for i, w := range words {
+				if words[i] = strings.Trim(w, `"'`); strings.HasPrefix(w, ">") || strings.HasPrefix(w, "<") {
+					words = words[:i]
+					break
+				}
+			}
+			for len(words) > 0 && regexp.MustCompile(`^[A-Za-z_]+=|^(do|then)$`).MatchString(words[0]) {
+				words = words[1:] // settings for one command
+			}
+			if len(words) > 0 && words[0] != "#" {
+				all = append(all, words)
+			}
+		}
+	}
+	return all
+}
+
+// plain are commands of the shell that need no check but the shell's own.
+var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls", "tail", "grep", "git"}
+
+// checkCommand returns what is wrong with a command that is not run.
+func (p *programs) checkCommand(words []string) error {
+	name, args := words[0], words[1:]
+	switch {
+	case slices.Contains(plain, name):
+		return nil
+	case name == "go" && len(args) > 0:
+		return p.checkGo(args[0], args[1:])
+	case name == "python3" && len(args) > 0:
+		return checkScript(args[0], args[1:])
+	case strings.HasPrefix(name, ".ci/"):
+		info, err := os.Stat(filepath.Join(root, name))
+		if err == nil && info.Mode()&0o111 == 0 {
+			err = fmt.Errorf("%s cannot be executed", name)
+		}
+		return err
+	case name == "ncu": // NVIDIA's profiler
+		return nil
+	}
+	return fmt.Errorf("%q: this test does not know how to check it", name)
+}
+
+// checkGo checks a call of go.
+func (p *programs) checkGo(verb string, args []string) error {
+	switch verb {
+	case "run":
+		return p.checkRun(args)
+	case "get":
+		if len(args) != 1 || args[0] != module {
+			return fmt.Errorf("go get %q, want %s", args, module)
+		}
+		return nil
+	case "test":
+		return checkGoTest(args)
+	case "list", "build", "generate", "doc":
+		for _, a := range args {
+			if err := checkPackage(a); err != nil {
+				return err
+			}
+		}
+		return nil
+	case "mod", "install":
+		return nil
+	}
+	return fmt.Errorf("go %s: this test does not know how to check it", verb)
+}
+
+// checkRun wants the program to be there, and the options that it is given.
+func (p *programs) checkRun(args []string) error {
+	if len(args) == 0 {
+		return fmt.Errorf("go run of nothing")
+	}
+	name := strings.Replace(args[0], module, ".", 1)
+	if name == "." {
+		return nil // the reader's own
+	}
+	options, ok := p.options[name]
+	if !ok {
+		return fmt.Errorf("go run %s: there is no such program, have %q", args[0], slices.Sorted(maps.Keys(p.options)))
+	}
+	for _, a := range args[1:] {
+		option, _, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
+		if strings.HasPrefix(a, "-") && !options[option] {
+			return fmt.Errorf("%s has no option -%s", args[0], option)
+		}
+	}
+	return nil
+}
+
+// testOptions are those of go test that documents use, and whether a value follows.
+var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "timeout": true, "count": true, "fuzz": true,
+	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false, "c": false, "json": false, "benchmem": false}
+
+// checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
+func checkGoTest(args []string) error {
+	var wanted, found []string
+	for i := 0; i < len(args); i++ {
+		option, value, assigned := strings.Cut(strings.TrimLeft(args[i], "-"), "=")
+		if !strings.HasPrefix(args[i], "-") {
+			if err := checkPackage(args[i]); err != nil {
+				return err
+			}
+			found = append(found, testsOf(args[i])...)
+			continue
+		}
+		takes, ok := testOptions[option]
+		if !ok {
+			return fmt.Errorf("go test has no option -%s, or this test does not know it", option)
+		}
+		if takes && !assigned {
+			if i++; i == len(args) {
+				return fmt.Errorf("go test -%s lacks a value", option)
+			}
+			value = args[i]
+		}
+		if option == "run" || option == "bench" || option == "fuzz" {
+			wanted = append(wanted, value)
+		}
+	}
+	for _, w := range wanted {
+		pattern, err := regexp.Compile(w)
+		if err != nil {
+			return err
+		}
+		if w != "x" && w != "^$" && !slices.ContainsFunc(found, pattern.MatchString) { // x: no test at all
+			return fmt.Errorf("go test: nothing is named like %q", w)
+		}
+	}
+	return nil
+}
+
+var testPattern = regexp.MustCompile(`(?m)^func ((?:Test|Benchmark|Fuzz|Example)\w*)\(`)
+
+// testsOf are the names of tests of a package, or of all below it.
+func testsOf(pkg string) (names []string) {
+	folder := filepath.Join(root, strings.Replace(strings.TrimSuffix(pkg, "/..."), module, ".", 1))
+	files, _ := filepath.Glob(filepath.Join(folder, "*_test.go"))
+	if strings.HasSuffix(pkg, "/...") {
+		files = nil
+		_ = filepath.Walk(folder, func(path string, _ os.FileInfo, err error) error {
+			if err == nil && strings.HasSuffix(path, "_test.go") {
+				files = append(files, path)
+			}
+			return nil
+		})
+	}
+	for _, f := range files {
+		text, _ := os.ReadFile(f)
+		for _, m := range testPattern.FindAllSubmatch(text, -1) {
+			names = append(names, string(m[1]))
+		}
+	}
+	return names
+}
+
+// checkPackage wants a package of this module to be there.
+func checkPackage(pattern string) error {
+	below, ours := strings.CutPrefix(pattern, module)
+	if strings.HasPrefix(pattern, "./") || ours {
+		folder := filepath.Join(root, strings.TrimSuffix(strings.TrimPrefix(below, "."), "..."))
+		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
+			return fmt.Errorf("there is no package %s", pattern)
+		}
+	}
+	return nil
+}
+
+// checkScript wants a Python file to be there, and its options in its text.
+func checkScript(file string, args []string) error {
+	text, err := os.ReadFile(filepath.Join(root, file))
+	if err != nil {
+		return err
+	}
+	for _, a := range args {
+		option, _, _ := strings.Cut(a, "=")
+		if strings.HasPrefix(a, "-") && !strings.Contains(string(text), `"`+option+`"`) {
+			return fmt.Errorf("%s has no option %s", file, option)
+		}
+	}
+	return nil
+}
+
+// TestCommands checks commands that are not run, in blocks and in sentences, and says which those are.
+func TestCommands(t *testing.T) {
+	p := built(t)
+	inline := regexp.MustCompile(`^(go (run|test|get|list|generate) |python3 |\.ci/)`)
+	for _, doc := range documents(t) {
+		for _, b := range doc.blocks {
+			if _, run := b.notes["run"]; b.language != "sh" || run {
+				continue
+			}
+			out, err := exec.Command("bash", "-n", "-c", b.code).CombinedOutput()
+			require.NoError(t, err, "%v: %s", b, out)
+			for _, words := range shellCommands(b.code) {
+				t.Logf("%v: parsed, not run: %s", b, strings.Join(words, " "))
+				require.NoError(t, p.checkCommand(words), "%v", b)
+			}
+		}
+		for _, s := range doc.spans {
+			if !inline.MatchString(s.code) {
+				continue
+			}
+			for _, words := range shellCommands(s.code) {
+				t.Logf("%s:%d: parsed, not run: %s", doc.path, s.line, s.code)
+				require.NoError(t, p.checkCommand(words), "%s:%d", doc.path, s.line)
+			}
+		}
+	}
+}
+
+// TestCommandsFail wants wrong commands to be found.
+func TestCommandsFail(t *testing.T) {
+	p := built(t)
+	for code, good := range map[string]bool{
+		"go run ./examples/grow -dry-run > a.txt":           true,
+		"KASMINA_WAYS='A=b' go run ./examples/grow -runs 2": true,
+		"go test ./op -run TestGolden -v && go test ./...":  true,
+		"x=$(go list -m -f '{{.Dir}}' " + module + ")":      true,
+		"go run ./examples/nothing":                         false,
+		"go run ./examples/grow -dry-runs":                  false,
+		"go test ./nothing":                                 false,
+		"go test ./op -run TestNothingAtAll":                false,
+		"go test ./op -nothing":                             false,
+		"go get example.com/other":                          false,
+		"python3 tools/nothing.py":                          false,
+		"python3 testdata/make_golden.py --nothing":         false,
+		".ci/nothing":                    false,
+		"frobnicate":                     false,
+		"ls | go run ./examples/nothing": false,
+		"for s in 1 2; do go run ./examples/grow -no $s; done": false,
+	} {
+		var err error
+		for _, words := range shellCommands(code) {
+			if e := p.checkCommand(words); e != nil {
+				err = e
+			}
+		}
+		require.Equal(t, good, err == nil, "%s: %v", code, err)
+	}
+}
+
+// shim has the shell run this module's commands as they were built, and adds the module as it is here
+// to a reader's own, without a network.
+const shim = `set -euo pipefail
+go() {
+	case "$1 ${2-}" in
+	"run ./"*) "$BIN/$(basename "$2")" "${@:3}" ;;
+	"get "*)
+		command go mod edit -require="$2@v0.0.0" -replace="$2=$MODULE"
+		command go mod edit -json "$MODULE/go.mod" | awk -F'"' '/"Path"/ { p = $4 } /"Version"/ { print "-require=" p "@" $4 }' |
+			xargs go mod edit
+		cp "$MODULE/go.sum" .
+		;;
+	*) command go "$@" ;;
+	esac
+}
+`
+
+// TestRun runs the blocks that say so, of one document in one folder, and compares what they print.
+func TestRun(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the blocks are run without -short")
+	}
+	p := built(t)
+	cache, err := command("go", "env", "GOCACHE")
+	require.NoError(t, err)
+	cache = strings.TrimSpace(cache)
+	module, err := filepath.Abs(root)
+	require.NoError(t, err)
+	for _, doc := range documents(t) {
+		if !slices.ContainsFunc(doc.blocks, func(b block) bool { _, run := b.notes["run"]; return run }) {
+			continue
+		}
+		t.Run(doc.path, func(t *testing.T) {
+			folder, printed := t.TempDir(), ""
+			for _, b := range doc.blocks {
+				if name, ok := b.notes["file"]; ok {
+					require.NoError(t, os.WriteFile(filepath.Join(folder, name), []byte(b.code), 0o666))
+				}
+				if _, ok := b.notes["output"]; ok {
+					require.Equal(t, b.code, printed, "%v: what the block before prints", b)
+				}
+				if _, ok := b.notes["run"]; !ok {
+					continue
+				}
+				ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+				c := exec.CommandContext(ctx, "bash", "-c", shim+b.code)
+				c.Dir = folder
+				c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOFLAGS=-mod=mod", "GOPROXY=off", "GOWORK=off",
+					"XDG_CACHE_HOME="+folder, "GOCACHE="+cache)
+				var out, told strings.Builder
+				c.Stdout, c.Stderr = &out, &told
+				err := c.Run()
+				cancel()
+				require.NoError(t, err, "%v\n%s%s", b, out.String(), told.String())
+				printed = out.String()
+				t.Logf("%v: ran", b)
+			}
+		})
+	}
+}
