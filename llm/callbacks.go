@@ -15,12 +15,15 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// due reports whether a callback that acts every so many steps, and after the last one, should act on this event.
+// due reports whether a callback that acts every so many steps, and after the last one, should act
+// on this event.
 func due(e Event, every int) bool {
-	return e.Kind == Complete || e.Kind == StepEnd && (e.Step == e.Steps || every > 0 && e.Step%every == 0)
+	return e.Kind == Complete || e.Kind == StepEnd && (e.Step == e.Steps || every > 0 &&
+		e.Step%every == 0)
 }
 
-// refuse returns the callback of arguments that no run can use: it ends the run with an error before the first step.
+// refuse returns the callback of arguments that no run can use: it ends the run with an error
+// before the first step.
 func refuse(format string, args ...any) Callback {
 	err := fmt.Errorf("llm: "+format, args...)
 	return func(e Event) error {
@@ -41,8 +44,8 @@ func WithQuick(text *data.Evaluation) EvaluateOption {
 	return func(c *evaluateConfig) { c.quick = text }
 }
 
-// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and tells the callbacks. Of a
-// run whose context ends it scores nothing more.
+// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and
+// tells the callbacks. Of a run whose context ends it scores nothing more.
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
 	c := evaluateConfig{quick: text}
 	for _, opt := range opts {
@@ -76,8 +79,9 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 	}
 }
 
-// unlessStopped drops an error that only says that the run's context has ended: all callbacks have to see a step's end
-// before the run is interrupted, those that change the model before the one that saves it.
+// unlessStopped drops an error that only says that the run's context has ended: all callbacks have
+// to see a step's end before the run is interrupted, those that change the model before the one
+// that saves it.
 func (t *Trainer) unlessStopped(err error) error {
 	if stopped := t.stopped(); stopped != nil && errors.Is(err, stopped) {
 		return nil
@@ -88,15 +92,17 @@ func (t *Trainer) unlessStopped(err error) error {
 // A CheckpointOption changes what Checkpoint does.
 type CheckpointOption func(*checkpointer)
 
-// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy of everything in it that
-// takes memory until the file is complete. Its Saved event has the step that was saved, and comes after a later one.
+// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy
+// of everything in it that takes memory until the file is complete. Its Saved event has the step
+// that was saved, and comes after a later one.
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
-// Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for never), at the last step, and
-// when the run is interrupted. After a callback or a step has failed it tries to save the last step, unless that is ErrDiverged:
-// then the file's old contents are better. The file is replaced as a whole: there is always a complete one. Folders that it
-// needs are made. A place where it cannot be written ends the run before its first step, and so does a folder that another
-// program has claimed: it is claimed for the run, as by [ClaimFolder].
+// Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
+// never), at the last step, and when the run is interrupted. After a callback or a step has failed
+// it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
+// better. The file is replaced as a whole: there is always a complete one. Folders that it needs
+// are made. A place where it cannot be written ends the run before its first step, and so does a
+// folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t.made() != nil {
 		return refuse("Checkpoint: %w", errZeroTrainer)
@@ -140,7 +146,8 @@ func (c *checkpointer) event(e Event) error {
 	return c.save(e.Step)
 }
 
-// rescue saves the last step of a run that has failed, unless it has been tried, or there is no sound one.
+// rescue saves the last step of a run that has failed, unless it has been tried, or there is no
+// sound one.
 func (c *checkpointer) rescue(e Event) error {
 	sound := c.t.inTurn(func() error { return nil })
 	if e.Step == c.tried || errors.Is(e.Err, ErrDiverged) || sound != nil {
@@ -195,7 +202,9 @@ func (c *checkpointer) saveBeside(step int) error {
 		return err
 	}
 	c.step, c.written = step, make(chan error, 1)
-	go func(written chan<- error) { written <- safetensors.Save(c.path, tensors, metadata) }(c.written)
+	go func(written chan<- error) {
+		written <- safetensors.Save(c.path, tensors, metadata)
+	}(c.written)
 	return nil
 }
 
@@ -232,12 +241,14 @@ func (c *checkpointer) saved(step int) error {
 	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
 }
 
-// SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last step, tells the callbacks,
-// and writes the text of the latest sample to the file at path, whose folders it makes, unless that is empty. With an empty
-// prompt a document begins, if the tokenizer is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the
-// tokenizer's vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be used end the
-// run before its first step, and so does a place where the file cannot be written.
-func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config, path string, every int) Callback {
+// SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
+// step, tells the callbacks, and writes the text of the latest sample to the file at path, whose
+// folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer
+// is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
+// vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be
+// used end the run before its first step, and so does a place where the file cannot be written.
+func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
+	path string, every int) Callback {
 	switch _, err := sampler.New(c); {
 	case err != nil:
 		return refuse("SampleText: %w", err)
@@ -276,7 +287,8 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	}
 }
 
-// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be one that no file can be made beside.
+// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be
+// one that no file can be made beside.
 func overwritable(path string) error {
 	if _, err := os.Stat(path); err != nil {
 		return atomicfile.Writable(path)
@@ -288,7 +300,8 @@ func overwritable(path string) error {
 	return f.Close()
 }
 
-// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a document.
+// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
+// document.
 func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
 	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" {
 		return []int{e.EndOfDocument()}
@@ -297,7 +310,8 @@ func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
 }
 
 // sample returns the prompt and n tokens that follow it.
-func (t *Trainer) sample(tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config) (string, error) {
+func (t *Trainer) sample(tok tokenizer.Tokenizer, prompt string, n int,
+	c sampler.Config) (string, error) {
 	s, err := sampler.New(c)
 	if err != nil {
 		return "", err

@@ -18,11 +18,13 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is loaded into.
+// ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is
+// loaded into.
 var ErrArchitecture = errors.New("checkpoint of another architecture")
 
-// A checkpoint is a safetensors file. Parameters stand under their own names, as in the model files of other programs; the
-// state of the optimiser and the arrays of the lattices stand under these prefixes.
+// A checkpoint is a safetensors file. Parameters stand under their own names, as in the model files
+// of other programs; the state of the optimiser and the arrays of the lattices stand under these
+// prefixes.
 const (
 	optimizerPrefix = "optimizer."
 	latticePrefix   = "lattice."
@@ -45,9 +47,10 @@ type training struct {
 	LossScale    *LossScale       `json:"loss_scale,omitempty"` // of a Scaler
 }
 
-// Save writes the model with its lattices to the safetensors file at path, replacing it in one step: a process killed at
-// any moment leaves the old file or the new one. A model with a parameter that is not finite is refused with ErrDiverged,
-// and the old file stays. While a trainer runs, it waits for the end of the present step, and the run for the file.
+// Save writes the model with its lattices to the safetensors file at path, replacing it in one
+// step: a process killed at any moment leaves the old file or the new one. A model with a parameter
+// that is not finite is refused with ErrDiverged, and the old file stays. While a trainer runs, it
+// waits for the end of the present step, and the run for the file.
 func (m *Model) Save(path string) error {
 	if err := m.made(); err != nil {
 		return fmt.Errorf("llm: saving the model: %w", err)
@@ -60,8 +63,9 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It refuses, with ErrDiverged,
-// also a model whose loss on the last batch is not finite: the next step would fail, and the file's old contents are better.
+// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
+// refuses, with ErrDiverged, also a model whose loss on the last batch is not finite: the next step
+// would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
@@ -82,7 +86,8 @@ func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, metadata, err
 }
 
-// snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's own.
+// snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's
+// own.
 func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
@@ -96,7 +101,8 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	for _, s := range t.Optimizer.State() {
 		if !finite(s.Data) {
-			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, s.Name)
+			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w: %s is not finite",
+				ErrDiverged, s.Name)
 		}
 		x, err := safetensors.New(optimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
@@ -106,8 +112,10 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	e := t.Last()
 	for key, v := range map[string]any{
-		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(), Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
-			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm), ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
+		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(),
+			Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
+			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
+			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
 		notesKey: t.Config.Notes,
 	} {
 		text, err := json.Marshal(v)
@@ -119,7 +127,8 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, metadata, nil
 }
 
-// copyTensors gives parameters memory of their own, on all cores. All else in a snapshot has its own already.
+// copyTensors gives parameters memory of their own, on all cores. All else in a snapshot has its
+// own already.
 func copyTensors(tensors []safetensors.Tensor) {
 	cpu.Parallel(len(tensors), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
@@ -133,7 +142,8 @@ func copyTensors(tensors []safetensors.Tensor) {
 	})
 }
 
-// ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads the file's header alone.
+// ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads
+// the file's header alone.
 func ReadNotes(path string) (map[string]string, error) {
 	f, err := openCheckpoint(path)
 	if err != nil {
@@ -141,7 +151,8 @@ func ReadNotes(path string) (map[string]string, error) {
 	}
 	defer f.Close()
 	if _, ok := f.metadata[notesKey]; !ok {
-		return nil, f.errorf("it has no notes of a run, which Trainer.Save writes: a model alone cannot go on")
+		return nil, f.errorf("it has no notes of a run, which Trainer.Save writes: a model " +
+			"alone cannot go on")
 	}
 	var notes map[string]string
 	if err := f.decode(notesKey, "the notes", maxNotes, &notes); err != nil {
@@ -167,7 +178,8 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
 	if t := m.trainer; t != nil && t.spoiled != nil {
-		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w", t.spoiled)
+		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w",
+			t.spoiled)
 	}
 	config, err := json.Marshal(m.Config)
 	if err != nil {
@@ -184,7 +196,8 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	for _, p := range m.Params {
 		if !finite(p.Value.Data()) {
-			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite", ErrDiverged, p.Name)
+			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite",
+				ErrDiverged, p.Name)
 		}
 		if err := add(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
 			return nil, nil, err
@@ -198,11 +211,11 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, map[string]string{"format": "pt", configKey: string(config)}, nil
 }
 
-// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included: what they were made
-// with (gates, telemetry, history) is in the file too. A damaged file is an error that says where,
-// and so is one with a parameter that is not finite (ErrDiverged) or with tensors that such a model
-// does not have (ErrArchitecture). Whatever the file says, memory is taken for what it holds. When
-// the context ends, so does the reading.
+// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included:
+// what they were made with (gates, telemetry, history) is in the file too. A damaged file is an
+// error that says where, and so is one with a parameter that is not finite (ErrDiverged) or with
+// tensors that such a model does not have (ErrArchitecture). Whatever the file says, memory is
+// taken for what it holds. When the context ends, so does the reading.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
@@ -220,7 +233,8 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if d, _, err := f.Info(embedName); err == nil && d == safetensors.F64 {
 		dt = tensor.Float64
 	}
-	// Before memory for a model is taken, the file must hold one: a configuration can ask for any amount.
+	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
+	// amount.
 	if err := f.fits(c, dt); err != nil {
 		return nil, err
 	}
@@ -246,16 +260,19 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	return m, nil
 }
 
-// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path; the run then continues
-// as if it had never stopped, bit for bit on processors with the same instructions. A file that is damaged, of another
-// architecture (ErrArchitecture), of other data (data.ErrChanged), of a run with other settings (ErrSettings: the fields of
-// TrainConfig that matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
-// engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as before. When the engine cannot take what was
-// read, the error says so: model and optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate
-// refuse until a Resume succeeds. When the context ends while the file is read, nothing has changed
-// either. A run that goes on meanwhile goes on from there.
+// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path;
+// the run then continues as if it had never stopped, bit for bit on processors with the same
+// instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
+// (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
+// matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
+// engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
+// before. When the engine cannot take what was read, the error says so: model and optimiser are the
+// file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate refuse until a
+// Resume succeeds. When the context ends while the file is read, nothing has changed either. A run
+// that goes on meanwhile goes on from there.
 //
-// Grow may be called before or after: where the run grew in another way, or not at all, Resume or Run returns the ErrSettings.
+// Grow may be called before or after: where the run grew in another way, or not at all, Resume or
+// Run returns the ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
 	if ctx == nil {
 		return fmt.Errorf("llm: Resume: %w", errNoContext)
@@ -287,9 +304,10 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if diff := differences(t.Model.Config, c); len(diff) > 0 {
 		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
-	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown} // null in the file
+	// null in the file
+	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.metadata[trainingKey]; !ok {
-		return f.errorf("it holds a model alone, without the state of a run: load it with LoadModel")
+		return f.errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
 	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule,
 		&run); err != nil {
@@ -299,11 +317,13 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		run.begin(*r.newData, t.Loader)
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
-		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of more steps goes on from there",
-			run.Step, t.Config.Steps)
+		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a "+
+			"plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
-	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" && there != here {
-		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those of %s: "+
+	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
+		there != here {
+		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those "+
+			"of %s: "+
 			"encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
 	switch here := t.Loader.State().Data; {
@@ -313,8 +333,9 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 			"(fingerprint %s), not by what it says: if yours is the same, go on with it, from its "+
 			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
-		return f.errorf("%w: the run learnt from other text than the trainer's loader has (fingerprint %.12s, not %.12s): give it the "+
-			"same text, or go on with this one by the option WithNewData", data.ErrChanged, run.Loader.Data, here)
+		return f.errorf("%w: the run learnt from other text than the trainer's loader has "+
+			"(fingerprint %.12s, not %.12s): give it the same text, or go on with this one by "+
+			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
 	diff := t.differs(run.Settings)
 	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
@@ -345,9 +366,10 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		own := strings.TrimPrefix(name, optimizerPrefix)
 		optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
 	}
-	// Each SetState refuses what does not fit and then has changed nothing; if a later part is refused, the earlier are put
-	// back.
-	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) { // which is what a checkpoint is for
+	// Each SetState refuses what does not fit and then has changed nothing; if a later part is
+	// refused, the earlier are put back.
+	// which is what a checkpoint is for
+	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
 		return f.errorf("%w", err)
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()
@@ -358,13 +380,15 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		return f.errorf("%w", errors.Join(err, t.setLossScale(oldScale)))
 	}
 	if err := t.Optimizer.SetState(optimizer); err != nil {
-		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale)))
+		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader),
+			t.setLossScale(oldScale)))
 	}
 	loadModel()
 	t.Model.changes.Add(1)
 	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
 	t.note(func(e *Event) {
-		e.Step, e.Loss, e.LearningRate, e.GradNorm = run.Step, float64(run.Loss), run.LearningRate, float64(run.GradNorm)
+		e.Step, e.Loss = run.Step, float64(run.Loss)
+		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	if t.apart = t.engine.Push(); t.apart != nil {

@@ -143,18 +143,19 @@ func (f *checkpoint) fitsRest(c Config, params int, bytes int64) error {
 			ErrArchitecture, -params, f.stranger(c))
 	}
 	if limit := maxMoments*bytes + maxMomentsMore; moments > limit {
-		return f.errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of parameters: "+
+		return f.errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of "+
+			"parameters: "+
 			"want at most %d", ErrArchitecture,
 			moments, bytes, limit)
 	}
 	for _, block := range c.Kasmina {
 		n, seeds := lattices[strconv.Itoa(block)], int64(c.Seeds)
 		// While a seed is grafted, what its slot had before is there too, as float64.
-		least, most := seeds*minSeedData, seeds*(maxSeedData+8*int64(c.slotWidth()+1))+maxLatticeMore
+		least := seeds * minSeedData
+		most := seeds*(maxSeedData+8*int64(c.slotWidth()+1)) + maxLatticeMore
 		if n < least || n > most {
 			return f.errorf("%w: the lattice of layer %q has %d bytes, want %d to %d for %d seeds",
-				ErrArchitecture,
-				strconv.Itoa(block), n, least, most, seeds)
+				ErrArchitecture, strconv.Itoa(block), n, least, most, seeds)
 		}
 	}
 	return nil
@@ -206,8 +207,9 @@ func (f *checkpoint) lattices(ctx context.Context, m *Model) (install func(), er
 		if err != nil {
 			return nil, f.errorf("%w", err)
 		}
-		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, latticePrefix), Shape: x.Shape,
-			Data: x.Data})
+		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, latticePrefix),
+			Shape: x.Shape,
+			Data:  x.Data})
 	}
 	if install, err = m.loadLattices(arrays); err != nil {
 		return nil, f.errorf("%w", err)

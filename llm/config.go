@@ -7,8 +7,9 @@ import (
 	"slices"
 )
 
-// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual stream, with
-// RMSNorm before each, rotary positions, and Kasmina layers after chosen blocks. It is stored with every checkpoint.
+// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a
+// residual stream, with RMSNorm before each, rotary positions, and Kasmina layers after chosen
+// blocks. It is stored with every checkpoint.
 type Config struct {
 	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
 	Dim     int     `json:"dim"`               // features of the residual stream
@@ -17,28 +18,30 @@ type Config struct {
 	KVHeads int     `json:"kv_heads"`          // key-value heads, a divisor of Heads
 	HeadDim int     `json:"head_dim"`          // features of a head, even
 	FF      int     `json:"ff"`                // hidden features of the perceptron
-	Seq     int     `json:"seq"`               // positions of a training sequence, and the longest context
+	Seq     int     `json:"seq"`               // positions of a sequence, and the longest context
 	Base    float64 `json:"rope_base"`         // base of the rotary angles
 	Eps     float64 `json:"eps"`               // RMSNorm's epsilon
-	Untied  bool    `json:"untied,omitempty"`  // the output layer has its own weight instead of the embedding's
-	Kasmina []int   `json:"kasmina,omitempty"` // blocks, counted from 0, after which a Kasmina layer stands
+	Untied  bool    `json:"untied,omitempty"`  // the output layer has a weight of its own
+	Kasmina []int   `json:"kasmina,omitempty"` // blocks, from 0, after which a Kasmina layer stands
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
-	Slots   int     `json:"slots,omitempty"`   // rows of each Kasmina layer's weights; slot 0 stays unused
+	Slots   int     `json:"slots,omitempty"`   // rows of a Kasmina layer's weights; 0 stays unused
 
-	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The blueprints LowRank and ChunkMLP
-	// have rank SlotWidth·Seeds/(2·Dim), and need it to be at least 1.
+	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The
+	// blueprints LowRank and ChunkMLP have rank SlotWidth·Seeds/(2·Dim), and need it to be at least
+	// 1.
 	SlotWidth int `json:"slot_width,omitempty"`
 
-	// Documents keeps attention to the document that a token belongs to, where the batches of training and evaluation say
-	// where documents start. Text that is generated is one document.
+	// Documents keeps attention to the document that a token belongs to, where the batches of
+	// training and evaluation say where documents start. Text that is generated is one document.
 	Documents bool `json:"documents,omitempty"`
 }
 
 // slotWidth is the number of columns of a Kasmina layer's weights.
 func (c Config) slotWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
 
-// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where that is whole), FF (8/3·Dim,
-// rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots (one for each seed).
+// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where
+// that is whole), FF (8/3·Dim, rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots
+// (one for each seed).
 func (c Config) Default() Config {
 	set := func(v *int, to int) {
 		if *v == 0 {
@@ -73,22 +76,26 @@ const (
 func (c Config) knows(ids iter.Seq[int]) error {
 	for id := range ids {
 		if id < 0 || id >= c.Vocab {
-			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: another tokenizer made it", id, c.Vocab)
+			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: "+
+				"another tokenizer made it", id, c.Vocab)
 		}
 	}
 	return nil
 }
 
-// Check returns an error that names the first field that does not fit, what it holds and what it could.
+// Check returns an error that names the first field that does not fit, what it holds and what it
+// could.
 func (c Config) Check() error {
 	if c.HeadDim == 0 && c.Heads > 0 && c.Dim%c.Heads != 0 {
-		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of its own", c.Dim, c.Heads)
+		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of "+
+			"its own", c.Dim, c.Heads)
 	}
 	for _, f := range []struct {
 		name       string
 		value, max int
-	}{{"Vocab", c.Vocab, maxField}, {"Dim", c.Dim, maxField}, {"Layers", c.Layers, maxLayers}, {"Heads", c.Heads, maxField},
-		{"KVHeads", c.KVHeads, maxField}, {"HeadDim", c.HeadDim, maxField}, {"FF", c.FF, maxField}, {"Seq", c.Seq, maxField}} {
+	}{{"Vocab", c.Vocab, maxField}, {"Dim", c.Dim, maxField}, {"Layers", c.Layers, maxLayers},
+		{"Heads", c.Heads, maxField}, {"KVHeads", c.KVHeads, maxField},
+		{"HeadDim", c.HeadDim, maxField}, {"FF", c.FF, maxField}, {"Seq", c.Seq, maxField}} {
 		if f.value < 1 || f.value > f.max {
 			hint := ""
 			if f.value == 0 && slices.Contains([]string{"KVHeads", "HeadDim", "FF"}, f.name) {
@@ -99,9 +106,11 @@ func (c Config) Check() error {
 	}
 	switch {
 	case c.Heads%c.KVHeads != 0:
-		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
+		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads,
+			c.KVHeads)
 	case c.HeadDim%2 != 0:
-		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions turn features in pairs", c.HeadDim)
+		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions "+
+			"turn features in pairs", c.HeadDim)
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
 		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
@@ -122,16 +131,20 @@ func (c Config) Check() error {
 			return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
 		}
 		if c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > maxField) {
-			return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth, c.Dim/c.Seeds, maxField)
+			return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth,
+				c.Dim/c.Seeds, maxField)
 		}
 		if c.Slots < 2 || c.Slots > 1<<16 {
-			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536", c.Slots)
+			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
+				c.Slots)
 		}
 	}
 	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
-	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim, float64(c.SlotWidth))
+	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,
+		float64(c.SlotWidth))
 	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
-		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n, float64(maxParams))
+		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n,
+			float64(maxParams))
 	}
 	return nil
 }

@@ -128,7 +128,8 @@ func (c *keyValues) angles(position int) (cos, sin []float64) {
 	half := c.config.HeadDim / 2
 	if len(c.cos) < (position+1)*half {
 		rows := c.config.roomFor(position + 1)
-		c.cos, c.sin = op.RoPEConfig{Seq: rows, HeadDim: c.config.HeadDim, Base: c.config.Base}.Tables()
+		c.cos, c.sin = op.RoPEConfig{Seq: rows, HeadDim: c.config.HeadDim,
+			Base: c.config.Base}.Tables()
 	}
 	return c.cos[position*half:][:half], c.sin[position*half:][:half]
 }
@@ -185,9 +186,8 @@ func (c *keyValues) attention(h, wq, wk, v *gorgonia.Node) (*gorgonia.Node, erro
 	o := &cachedAttentionOp{cache: c, block: c.blocks}
 	c.blocks++
 	in := gorgonia.Nodes{q, k, v}
-	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprint("block=", o.block), in, q.Dtype(), q.Shape(),
-		attendCached[float32],
-		attendCached[float64])
+	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprint("block=", o.block), in, q.Dtype(),
+		q.Shape(), attendCached[float32], attendCached[float64])
 	return gorgonia.ApplyOp(o, in...)
 }
 

@@ -11,7 +11,7 @@
 //
 //	data.Open  →  data.Tokenize  →  data.Loader  ┐
 //	Config  →  NewModel  ────────────────────────┼→  Trainer  →  callbacks: runlog.Progress,
-//	optim.AdamW or optim.Muon  ──────────────────┘    runlog.JSON, Evaluate, Checkpoint, SampleText
+//	optim.AdamW or optim.Muon  ──────────────────┘    runlog.JSON, Evaluate, Checkpoint and more
 //
 // A [Model] is parameters and seed lattices; [Model.Graph] lays them out as a Gorgonia graph, as
 // often as needed. The [Trainer] only steps: what a run shows, measures and saves is up to

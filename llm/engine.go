@@ -19,40 +19,44 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's with copies of the
-// parameters and of what the optimiser remembers. Package llm/gpu has one for NVIDIA GPUs.
+// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's
+// with copies of the parameters and of what the optimiser remembers. Package llm/gpu has one for
+// NVIDIA GPUs.
 type Engine interface {
-	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other bits under another name.
+	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
+	// bits under another name.
 	Name() string
-	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's loss.
+	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's
+	// loss.
 	Gradients(b data.Batch) (loss float64, err error)
-	// Update applies them at the optimiser's learning rate, and returns their global norm before clipping. After
-	// ErrGradients nothing has changed; after ErrOverflow parameters have, and one is no longer finite or the norm was not. A [Scaler] may
-	// make no update, without an error, and return a norm that is not finite.
+	// Update applies them at the optimiser's learning rate, and returns their global norm before
+	// clipping. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
+	// is no longer finite or the norm was not. A [Scaler] may make no update, without an error, and
+	// return a norm that is not finite.
 	Update() (norm float64, err error)
 	// Drop forgets the gradients gathered so far.
 	Drop() error
 	// Loss returns the model's loss on a batch, without a trace in it.
 	Loss(b data.Batch) (float64, error)
-	// Decoder returns a function that returns the logits for what follows some tokens, which fit the model's window: a []float32
-	// or a []float64. It may remember the tokens of its last call, so it is no longer right once the
-	// model has changed. It may end with the context.
+	// Decoder returns a function that returns the logits for what follows some tokens, which fit
+	// the model's window: a []float32 or a []float64. It may remember the tokens of its last call,
+	// so it is no longer right once the model has changed. It may end with the context.
 	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
 	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
 	FirstNonFinite() (name, kind string, found bool)
-	// Pull makes the model's parameters of the given names on the host those of the engine, and without names all, and the
-	// optimiser's state.
+	// Pull makes the model's parameters of the given names on the host those of the engine, and
+	// without names all, and the optimiser's state.
 	Pull(params ...string) error
-	// Push makes the engine's parameters of the given names those on the host, and without names all, and what it keeps of
-	// the optimiser.
+	// Push makes the engine's parameters of the given names those on the host, and without names
+	// all, and what it keeps of the optimiser.
 	Push(params ...string) error
 	// Forget is the optimiser's, of what the engine remembers.
 	Forget(param string, from, to int) error
 	Close() error
 }
 
-// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its gradients fit a narrow type. What
-// it has learnt of the scale is saved with a run.
+// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its
+// gradients fit a narrow type. What it has learnt of the scale is saved with a run.
 type Scaler interface {
 	Engine
 	LossScale() LossScale
@@ -60,11 +64,12 @@ type Scaler interface {
 	SetLossScale(LossScale) error
 }
 
-// Stepper is an engine that can compute the last batch of a step and update without a wait in between.
+// Stepper is an engine that can compute the last batch of a step and update without a wait in
+// between.
 type Stepper interface {
 	Engine
-	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an update unless the loss is not
-	// finite, or a [Scaler] has skipped it.
+	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an
+	// update unless the loss is not finite, or a [Scaler] has skipped it.
 	Step(b data.Batch) (loss, norm float64, err error)
 }
 
@@ -75,9 +80,9 @@ type LossScale struct {
 	Skipped int     `json:"skipped"` // steps without an update, since a gradient overflowed
 }
 
-// Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite after every update; that of
-// llm/gpu does not, where it would take another pass over all parameters: there the next loss shows it, and ends the run with
-// ErrDiverged too.
+// Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
+// after every update; that of llm/gpu does not, where it would take another pass over all
+// parameters: there the next loss shows it, and ends the run with ErrDiverged too.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")
@@ -96,10 +101,12 @@ type host struct {
 	took    time.Duration // all of them
 }
 
-// CPUEngine returns what makes the engine of a trainer on the CPU, as TrainConfig.Engine does where it is nil, with options for the
-// machine that trains, such as cpuops.WithMonitor.
+// CPUEngine returns what makes the engine of a trainer on the CPU, as TrainConfig.Engine does where
+// it is nil, with options for the machine that trains, such as cpuops.WithMonitor.
 func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig) (Engine, error) {
-	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) { return newHost(m, o, c, opts...) }
+	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+		return newHost(m, o, c, opts...)
+	}
 }
 
 func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) (Engine, error) {
@@ -107,11 +114,13 @@ func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) 
 	if err != nil {
 		return nil, err
 	}
-	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))...)
+	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
+		cpuops.WithOutputs(g.Loss))...)
 	if err != nil {
 		return nil, err
 	}
-	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip, train: Runner{g, machine}, machine: machine,
+	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip,
+		train: Runner{g, machine}, machine: machine,
 		grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
@@ -135,7 +144,8 @@ func (t *host) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) 
 func (t *host) OpTimes() ([]OpTime, error) {
 	times := t.machine.Monitor()
 	if len(times) > 0 && t.updates > 0 {
-		times = append(times, OpTime{Op: "Update", Tasks: 1, Time: t.took / time.Duration(t.updates)})
+		times = append(times, OpTime{Op: "Update", Tasks: 1,
+			Time: t.took / time.Duration(t.updates)})
 		optime.SortTimes(times)
 	}
 	return times, nil
@@ -145,7 +155,9 @@ func (t *host) OpTimes() ([]OpTime, error) {
 func (t *host) Choices() []Choice { return t.machine.Choices() }
 
 func (t *host) Update() (float64, error) {
-	defer func(from time.Time) { t.updates, t.took = t.updates+1, t.took+time.Since(from) }(time.Now())
+	defer func(from time.Time) {
+		t.updates, t.took = t.updates+1, t.took+time.Since(from)
+	}(time.Now())
 	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
 	if err != nil {
 		return 0, ErrGradients
@@ -183,7 +195,10 @@ func (t *host) FirstNonFinite() (name, kind string, found bool) {
 func (t *host) Pull(...string) error { return nil }
 func (t *host) Push(...string) error { return nil }
 
-func (t *host) Forget(param string, from, to int) error { return t.optimizer.Forget(param, from, to) }
+func (t *host) Forget(param string,
+	from, to int) error {
+	return t.optimizer.Forget(param, from, to)
+}
 
 func (t *host) Close() error { return errors.Join(t.train.Machine.Close(), t.Inference.Close()) }
 
@@ -213,8 +228,9 @@ func (g *Graph) Let(b data.Batch) error {
 	return gorgonia.Let(g.Targets, ids(b.Targets))
 }
 
-// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The window is filled up with
-// zeros to the right: the model, being causal, does not see those from the last token's position.
+// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The
+// window is filled up with zeros to the right: the model, being causal, does not see those from the
+// last token's position.
 func (g *Graph) LetTokens(tokens []int) error {
 	window := make([]int, g.IDs.Shape()[0])
 	copy(window, tokens)
@@ -224,4 +240,7 @@ func (g *Graph) LetTokens(tokens []int) error {
 	return gorgonia.Let(g.IDs, ids(window))
 }
 
-func ids(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
+func ids(x []int) *tensor.Dense {
+	return tensor.New(tensor.WithShape(len(x)),
+		tensor.WithBacking(x))
+}

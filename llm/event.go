@@ -5,24 +5,24 @@ import "time"
 // EventKind says what happened in a training run.
 type EventKind uint8
 
-// The events of a run, in the order in which they can first occur. Every run begins with RunStart and ends with RunEnd,
-// whether it succeeded or not.
+// The events of a run, in the order in which they can first occur. Every run begins with RunStart
+// and ends with RunEnd, whether it succeeded or not.
 const (
 	RunStart    EventKind = iota + 1 // before the first step
-	Complete                         // after RunStart when all steps were done before: a chance to evaluate and to save
+	Complete                         // after RunStart, when all steps were done before
 	StepEnd                          // the optimiser has updated the parameters
-	EvalEnd                          // the held-out text has been scored: ValLoss and ValBPB are set
+	EvalEnd                          // held-out text has been scored: ValLoss and ValBPB are set
 	Saved                            // a checkpoint has been written: Path is set
 	Sampled                          // text has been drawn from the model: Text is set
 	Profiled                         // the engine has timed its ops: Ops is set
-	Interrupted                      // the run was asked to stop and does so between steps: a last chance to save
+	Interrupted                      // between steps, as asked to: a last chance to save
 	RunEnd                           // after the last step, or after the failure in Err
 	Chosen                           // before the first StepEnd of a run: Choices is set
-	Failed                           // a step or a callback has failed, for the reason in Err: a last chance to save, before RunEnd
+	Failed                           // before RunEnd, a step or callback has: a last chance to save
 )
 
-// Event is what a callback sees. Fields that an event does not set hold what the run last knew, so that a callback needs
-// no memory of its own.
+// Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
+// that a callback needs no memory of its own.
 type Event struct {
 	Kind         EventKind
 	Step         int           // optimiser steps done since the model was initialised
@@ -44,7 +44,7 @@ type Event struct {
 	Err          error         // Failed, RunEnd: why the run stopped early, nil after success
 }
 
-// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates, saves. Callbacks run in
-// the order in which they were added, on the training goroutine, between steps, and may call all methods of the trainer and
-// its model but Run. An error ends the run.
+// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,
+// saves. Callbacks run in the order in which they were added, on the training goroutine, between
+// steps, and may call all methods of the trainer and its model but Run. An error ends the run.
 type Callback func(Event) error

@@ -40,7 +40,8 @@ func NewGenerator(m *Model) (*Generator, error) {
 // logitsFunc returns the logits for what follows some tokens, as [Engine.Decoder] does.
 type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
 
-// beside returns a decoder whose every call is a turn of its own, with the parameters that the model has then.
+// beside returns a decoder whose every call is a turn of its own, with the parameters that the
+// model has then.
 func (i *Inference) beside(m *Model) (logitsFunc, error) {
 	var next logitsFunc
 	var seen uint64
@@ -90,8 +91,8 @@ func (g *Generator) Close() error {
 // An error is the last that it yields, and so is the end of the context, which it looks for within
 // the passes over the model too. When the model changes between two tokens, the next one is drawn
 // from the changed model.
-func (g *Generator) Generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler) iter.Seq2[int,
-	error] {
+func (g *Generator) Generate(ctx context.Context, prompt []int, n int,
+	s *sampler.Sampler) iter.Seq2[int, error] {
 	return func(yield func(int, error) bool) {
 		if err := g.generate(ctx, prompt, n, s, func(token int) bool {
 			return yield(token,

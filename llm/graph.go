@@ -18,20 +18,22 @@ type GraphKind uint8
 const (
 	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
 	ForLoss                          // the loss alone; lattices only count what is not finite
-	ForLogits                        // the logits of one position of each sequence; lattices only count what is not finite
+	// the logits of one position of each sequence; lattices only count what is not finite
+	ForLogits
 )
 
-// Graph is a model's computation on one batch. Every graph of a model shares the memory of its parameters.
+// Graph is a model's computation on one batch. Every graph of a model shares the memory of its
+// parameters.
 type Graph struct {
 	G       *gorgonia.ExprGraph
 	Kind    GraphKind
 	Batch   int            // sequences
 	IDs     *gorgonia.Node // int [Batch·Seq]
-	Targets *gorgonia.Node // int [Batch·Seq], negative where there is nothing to predict; nil for ForLogits
-	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil for ForLogits and without Config.Documents
-	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil for ForLogits
-	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted; nil but for ForLogits
-	Logits  *gorgonia.Node // [Batch, Vocab]; nil but for ForLogits
+	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
+	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
+	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
+	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
 	Params  gorgonia.Nodes // one for each of the model's Params
 
 	keys, values gorgonia.Nodes // of the blocks' attentions, but for a graph with a cache of them
@@ -40,15 +42,17 @@ type Graph struct {
 // GraphOption changes how a graph is built.
 type GraphOption func(*graphBuilder)
 
-// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its input instead of keeping
-// what is inside: less memory for about a third more work.
+// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
+// input instead of keeping what is inside: less memory for about a third more work.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
-// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those of their mean loss.
+// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
+// of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
 
-// Graph builds the model's computation on batches of the given number of sequences. ForTraining it includes the
-// gradients of all parameters; run it on a machine made with gorgonia.BindDualValues(g.Params...).
+// Graph builds the model's computation on batches of the given number of sequences. ForTraining it
+// includes the gradients of all parameters; run it on a machine made with
+// gorgonia.BindDualValues(g.Params...).
 func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
 	if err := m.made(); err != nil {
 		return nil, fmt.Errorf("llm: Graph: %w", err)
@@ -90,9 +94,11 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	}
 	out := &Graph{G: b.g, Kind: b.kind, Batch: batch}
 	b.out = out
-	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("ids"))
+	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+		gorgonia.WithName("ids"))
 	if c.Documents && b.kind != ForLogits {
-		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("starts"))
+		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("starts"))
 	}
 	for _, p := range b.Params {
 		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
@@ -109,7 +115,8 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		return nil, err
 	}
 	if b.kind == ForLogits && b.cache == nil {
-		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch), gorgonia.WithName("rows"))
+		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
+			gorgonia.WithName("rows"))
 		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
 			return nil, err
 		}
@@ -126,8 +133,10 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		out.Logits, err = op.Linear(x, head)
 		return out, err
 	case ForTraining, ForLoss:
-		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("targets"))
-		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil || b.kind == ForLoss {
+		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("targets"))
+		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil ||
+			b.kind == ForLoss {
 			return out, err
 		}
 		return out, b.differentiate(out)
@@ -179,7 +188,8 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		if b.kind != ForTraining {
 			opts = append(opts, op.WithoutTelemetry())
 		}
-		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales], b.Kasmina.Lattice(n), opts...)
+		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales],
+			b.Kasmina.Lattice(n), opts...)
 		if err != nil {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}
@@ -189,15 +199,17 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 
 // blockParams are the parameters of one block, in the order in which decoder takes them.
 var blockParams = []string{
-	"input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
-	"self_attn.o_proj.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+	"input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
+	"self_attn.v_proj.weight", "self_attn.o_proj.weight",
+	"post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
 	"mlp.down_proj.weight",
 }
 
-// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x, its parameters and, where attention
-// is to keep documents apart, their starts.
+// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x, its
+// parameters and, where attention is to keep documents apart, their starts.
 func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
-	x, norm1, wq, wk, wv, wo, norm2, gate, up, down := in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], in[8], in[9]
+	x, norm1, wq, wk, wv, wo := in[0], in[1], in[2], in[3], in[4], in[5]
+	norm2, gate, up, down := in[6], in[7], in[8], in[9]
 	c := b.Config
 	h, err := op.RMSNorm(x, norm1, c.Eps)
 	if err != nil {
@@ -222,7 +234,8 @@ func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
 }
 
 // attention computes that of a block, without its output layer.
-func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node, starts ...*gorgonia.Node) (*gorgonia.Node, error) {
+func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node,
+	starts ...*gorgonia.Node) (*gorgonia.Node, error) {
 	c := b.Config
 	v, err := op.Linear(h, wv)
 	if err != nil {

@@ -10,23 +10,26 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Growth lets a controller decide, at the end of every epoch of the Kasmina lattices, what becomes of a model's seeds.
+// Growth lets a controller decide, at the end of every epoch of the Kasmina lattices, what becomes
+// of a model's seeds.
 type Growth struct {
 	Controller state.Controller
-	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance is minus the model's mean
-	// loss on it, and in Evaluating and FineTuning that is compared with the loss of the model without the seed. The stability
-	// of such a seed is the share of the text's batches in which the two differ in the direction in which their means do.
-	// A seed that trains is tried at full strength: by how much the loss rises with it is its training error.
+	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance
+	// is minus the model's mean loss on it, and in Evaluating and FineTuning that is compared with
+	// the loss of the model without the seed. The stability of such a seed is the share of the
+	// text's batches in which the two differ in the direction in which their means do. A seed that
+	// trains is tried at full strength: by how much the loss rises with it is its training error.
 	Validation *data.Evaluation
-	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of the model over the text,
-	// and another for each seed that is compared.
+	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of
+	// the model over the text, and another for each seed that is compared.
 	Every int
-	// Refused hears of commands of the controller that were not possible. When nil, one ends the run.
+	// Refused hears of commands of the controller that were not possible. When nil, one ends the
+	// run.
 	Refused func(state.Command, error)
 }
 
-// Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as state.Heuristic does, is
-// refused where the run has fewer.
+// Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as
+// state.Heuristic does, is refused where the run has fewer.
 //
 // The controller is asked within a step: it may read reports, but call no method of the trainer or
 // the model, which would wait for the step's end. The same goes for Refused.
@@ -39,7 +42,8 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 	switch {
 	case g.Controller == nil:
-		return errors.New("llm: Grow: the controller is nil, want one such as state.NewHeuristic returns")
+		return errors.New("llm: Grow: the controller is nil, want one such as " +
+			"state.NewHeuristic returns")
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
 	}
@@ -71,8 +75,10 @@ func (t *Trainer) hasTime(g Growth) error {
 			return err
 		}
 		if have := c.Steps / c.Epoch; least > have {
-			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be fossilized: plan at least %d steps, or shorter "+
-				"epochs (TrainConfig.Epoch), or lattices with state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
+			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be "+
+				"fossilized: plan at least %d steps, or shorter "+
+				"epochs (TrainConfig.Epoch), or lattices with "+
+				"state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
 				"with fewer RampEpochs", c.Steps, have, c.Epoch, least, least*c.Epoch, have)
 		}
 	}
@@ -108,8 +114,8 @@ func (t *Trainer) endEpoch(loss float64) error {
 	return nil
 }
 
-// judge measures the model with all seeds, with each of those that train, and without each of those that are being evaluated,
-// and adds what it finds to the metrics of their layers.
+// judge measures the model with all seeds, with each of those that train, and without each of those
+// that are being evaluated, and adds what it finds to the metrics of their layers.
 func (t *Trainer) judge(metrics []state.Metrics) error {
 	var with []float64
 	for layer, l := range t.Model.Kasmina.Lattices() {
@@ -123,7 +129,8 @@ func (t *Trainer) judge(metrics []state.Metrics) error {
 					return err
 				}
 			}
-			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with), Stability: s.Stability}
+			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with),
+				Stability: s.Stability}
 			switch s.Stage {
 			case state.Training:
 				err = t.try(&m, l, with)
@@ -141,8 +148,8 @@ func (t *Trainer) judge(metrics []state.Metrics) error {
 	return nil
 }
 
-// try measures the model with the blueprint of a seed that trains, at full strength. with are the losses of the batches as
-// they are, without it.
+// try measures the model with the blueprint of a seed that trains, at full strength. with are the
+// losses of the batches as they are, without it.
 func (t *Trainer) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
 	if err := l.Probe(m.Seed, true); err != nil {
 		return err
@@ -182,8 +189,8 @@ func (t *Trainer) compare(m *state.SeedMetrics, l *state.Lattice, with []float64
 	return nil
 }
 
-// validate returns the model's loss on each batch of the validation text; it may be NaN or infinite. It does not stop when the
-// run is asked to: an epoch ends as a whole or not at all.
+// validate returns the model's loss on each batch of the validation text; it may be NaN or
+// infinite. It does not stop when the run is asked to: an epoch ends as a whole or not at all.
 func (t *Trainer) validate() (losses []float64, err error) {
 	for b := range t.growth.Validation.Batches() {
 		l, err := t.engine.Loss(b)
@@ -195,12 +202,12 @@ func (t *Trainer) validate() (losses []float64, err error) {
 	return losses, nil
 }
 
-// worst is the loss from which on a performance is no more told from another: a lattice takes none below -worst, and a model
-// that has come to this has diverged.
+// worst is the loss from which on a performance is no more told from another: a lattice takes none
+// below -worst, and a model that has come to this has diverged.
 const worst = 65504
 
-// mean returns minus the mean of those losses that are finite here and in others, or minus the worst if that is worse or there
-// are none, and how many are not finite here.
+// mean returns minus the mean of those losses that are finite here and in others, or minus the
+// worst if that is worse or there are none, and how many are not finite here.
 func mean(losses, others []float64) (performance float64, bad int) {
 	n := 0
 	for i, l := range losses {

@@ -47,8 +47,8 @@ func (r Runner) Run(b data.Batch) (float64, error) {
 	return 0, fmt.Errorf("the loss is a %T", data)
 }
 
-// Next computes a graph for logits, and returns those for the token that follows the given ones: a []float32 or a []float64.
-// On a cpuops.Machine it ends with the context.
+// Next computes a graph for logits, and returns those for the token that follows the given ones: a
+// []float32 or a []float64. On a cpuops.Machine it ends with the context.
 func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
@@ -74,10 +74,12 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	return v.Data(), nil
 }
 
-// Inference is the part of an engine that has no gradients: graphs of a model, each built when it is first needed.
+// Inference is the part of an engine that has no gradients: graphs of a model, each built when it
+// is first needed.
 type Inference struct {
 	Model *Model
-	Make  func(*Graph) (Machine, error) // what computes a graph with the model's parameters; nil for a machine on the CPU
+	// what computes a graph with the model's parameters; nil for a machine on the CPU
+	Make func(*Graph) (Machine, error)
 
 	losses    map[int]Runner // by batch size
 	generator *Runner

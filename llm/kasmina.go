@@ -28,12 +28,14 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 
 func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 	slots, width := m.Config.Slots, m.Config.slotWidth()
-	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim, append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
+	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim,
+		append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
 	if err == nil && l.Slots() != slots {
 		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
 	}
 	if err == nil && l.Width() != width {
-		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says", l.Width(), width)
+		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says",
+			l.Width(), width)
 	}
 	return l, err
 }
@@ -47,9 +49,10 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	return install, err
 }
 
-// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets the slot to the kind's
-// identity start, unless a living seed has it too, and requests germination. Random weights follow from the layer, the seed,
-// the slot and the lattice's epoch. On an error nothing has changed. It is m.Kasmina.Do with one command.
+// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets
+// the slot to the kind's identity start, unless a living seed has it too, and requests germination.
+// Random weights follow from the layer, the seed, the slot and the lattice's epoch. On an error
+// nothing has changed. It is m.Kasmina.Do with one command.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	err := m.made()
 	if err == nil {
@@ -61,16 +64,20 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	return nil
 }
 
-// slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the moment.
+// slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
+// moment.
 type slots struct{ m *Model }
 
-// Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a resumed run draws the same.
-// The network asks for it with the lattice locked, in which the epoch is known.
+// Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a
+// resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
+// is known.
 func (s slots) Start(g state.Germination) (p state.SlotParams, err error) {
 	width := s.m.Config.slotWidth()
 	w, a := make([]float64, 2*width), make([]float64, 2)
-	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)), uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
-	if err := blueprints.Identity(g.Kind, 1, s.m.Config.Dim/s.m.Config.Seeds, draw, w, a); err != nil {
+	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
+		uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
+	if err := blueprints.Identity(g.Kind, 1, s.m.Config.Dim/s.m.Config.Seeds, draw, w,
+		a); err != nil {
 		return p, err
 	}
 	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
@@ -90,8 +97,10 @@ func (s slots) Read(layer, slot int) (p state.SlotParams, err error) {
 func (s slots) Write(writes []state.SlotWrite) error {
 	s.m.changes.Add(1)
 	for _, w := range writes {
-		if want := s.m.Config.slotWidth(); len(w.Params.Weights) != want || w.Slot < 1 || w.Slot >= s.m.Config.Slots {
-			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a slot from 1 to %d",
+		if want := s.m.Config.slotWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
+			w.Slot >= s.m.Config.Slots {
+			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a "+
+				"slot from 1 to %d",
 				len(w.Params.Weights), w.Slot, w.Layer, want, s.m.Config.Slots-1)
 		}
 	}
@@ -123,21 +132,25 @@ func (s slots) Write(writes []state.SlotWrite) error {
 	return err
 }
 
-// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer: it is of other parameters than those
-// that they have now, or would move them on while no seed learns with them.
+// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer: it
+// is of other parameters than those that they have now, or would move them on while no seed learns
+// with them.
 func (s slots) forget(e Engine, layer, from, to int) error {
 	names, width := s.names(layer), s.m.Config.slotWidth()
 	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
 }
 
-// forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an update leaves them as they are,
-// bit for bit. Weight decay needs no gradient; of that [Trainer] tells.
+// forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an
+// update leaves them as they are, bit for bit. Weight decay needs no gradient; of that [Trainer]
+// tells.
 func (t *Trainer) forgetFrozen() error {
 	known := t.learning != nil
 	t.learning = slices.Grow(t.learning, t.Model.Kasmina.Layers())[:t.Model.Kasmina.Layers()]
 	for layer, l := range t.Model.Kasmina.Lattices() {
 		before, now := t.learning[layer], l.LearningSlots()
-		frozen := func(slot int) bool { return slot < len(now) && !now[slot] && (!known || before[slot]) }
+		frozen := func(slot int) bool {
+			return slot < len(now) && !now[slot] && (!known || before[slot])
+		}
 		for from := 0; from < len(now); from++ {
 			to := from
 			for frozen(to) {

@@ -22,11 +22,13 @@ type Param struct {
 	Value *tensor.Dense
 }
 
-// Model is a set of parameters and seed lattices in the shape that a [Config] describes. It holds no graph: Graph builds as
-// many as needed (to train, to evaluate, to sample), all of which share the model's parameters.
+// Model is a set of parameters and seed lattices in the shape that a [Config] describes. It holds
+// no graph: Graph builds as many as needed (to train, to evaluate, to sample), all of which share
+// the model's parameters.
 //
-// While a [Trainer] runs, any goroutine may call Save, Germinate, the methods for blueprints and Kasmina.Do and Submit: they wait
-// for the end of the present step. Params and graphs are for callbacks alone then.
+// While a [Trainer] runs, any goroutine may call Save, Germinate, the methods for blueprints and
+// Kasmina.Do and Submit: they wait for the end of the present step. Params and graphs are for
+// callbacks alone then.
 type Model struct {
 	Config  Config
 	Params  []Param        // in the order in which the model uses them
@@ -40,10 +42,11 @@ type Model struct {
 	changes  atomic.Uint64 // so far, of parameters
 }
 
-// NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with deviation 0.02, those that
-// write to the residual stream divided by sqrt(2·Layers) (Radford et al., "Language Models are Unsupervised Multitask
-// Learners", 2019), norms at 1, and Kasmina slots at the Residual kind's identity. The same seed gives the same parameters.
-// The lattices get the given options; Config.Slots is their number of slots.
+// NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with
+// deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
+// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1, and Kasmina slots
+// at the Residual kind's identity. The same seed gives the same parameters. The lattices get the
+// given options; Config.Slots is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has a stream of its own, so that adding one does not change the others.
 	return newModel(c, dt, func(i int, p paramSpec) func() float64 {
@@ -127,7 +130,8 @@ func (c Config) params() iter.Seq[paramSpec] {
 			}
 		}
 		for _, b := range c.Kasmina {
-			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, []int{c.Slots, c.slotWidth()}, 0, 0}) ||
+			weights := []int{c.Slots, c.slotWidth()}
+			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, weights, 0, 0}) ||
 				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0}) {
 				return
 			}
@@ -146,7 +150,8 @@ func (m *Model) mirror() Engine {
 	return m.trainer.engine
 }
 
-// pull makes parameters on the host, those of the given names or all, what they are where a trainer has them.
+// pull makes parameters on the host, those of the given names or all, what they are where a trainer
+// has them.
 func (m *Model) pull(params ...string) error {
 	if e := m.mirror(); e != nil {
 		return e.Pull(params...)

@@ -22,16 +22,18 @@ type Profiler interface {
 // Choice is the way in which an op of some shape is computed.
 type Choice = optime.Choice
 
-// Chooser is an engine that tells the ways in which it computes ops; see the Choices of cudaops.Machine and cpuops.Machine.
+// Chooser is an engine that tells the ways in which it computes ops; see the Choices of
+// cudaops.Machine and cpuops.Machine.
 type Chooser interface {
 	Engine
 	// Choices returns those made so far. The last ones are made in the first step.
 	Choices() []Choice
 }
 
-// Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the ops of the trainer's engine
-// take, as a Profiled event, and at the end of the run prints them as a table. It does nothing for an engine that is no
-// [Profiler] or has timed nothing: engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
+// Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the
+// ops of the trainer's engine take, as a Profiled event, and at the end of the run prints them as a
+// table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
+// and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	if t.made() != nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")
@@ -74,9 +76,10 @@ type Tracer interface {
 	Profile() (*Profile, error)
 }
 
-// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least 1), which load kernels and
-// warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the file at path, whose folders it makes, and prints a
-// summary. The trainer's engine must be a [Tracer]. Of a run that ends before, it writes nothing and says so.
+// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least
+// 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
+// file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
+// [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
 	case t.made() != nil || w == nil:
@@ -86,7 +89,8 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	}
 	tracer, ok := t.engine.(Tracer)
 	if !ok {
-		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package llm/gpu does")
+		return refuse("ProfileStep: the trainer's engine does not profile steps; that of " +
+			"package llm/gpu does")
 	}
 	if err := atomicfile.Writable(path); err != nil { // now, not when the steps have been made
 		return refuse("ProfileStep: the trace cannot be written: %w", err)
@@ -98,7 +102,8 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 			return nil
 		case e.Kind == RunEnd:
 			done = true
-			_, err := fmt.Fprintf(w, "profile   the run ended too early: there is none in %s\n", path)
+			_, err := fmt.Fprintf(w, "profile   the run ended too early: there is none in %s\n",
+				path)
 			return err
 		case e.Kind != StepEnd:
 			return nil
@@ -124,7 +129,9 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 // writeProfile writes the trace to a file, and the table.
 func writeProfile(p *Profile, w io.Writer, path string) error {
-	if err := atomicfile.WriteMkdir(path, func(f *os.File) error { return p.WriteTrace(f) }); err != nil {
+	if err := atomicfile.WriteMkdir(path, func(f *os.File) error {
+		return p.WriteTrace(f)
+	}); err != nil {
 		return fmt.Errorf("llm: ProfileStep: %w", err)
 	}
 	_, err := fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())

@@ -16,14 +16,15 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the trainer, so that its
-// continuation would not have the bits of an uninterrupted run.
+// ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the
+// trainer, so that its continuation would not have the bits of an uninterrupted run.
 var ErrSettings = errors.New("checkpoint of a run with other settings")
 
 // settings are what decides the bits of a run besides the model's shape and the data.
 type settings struct {
 	plainSettings
-	Rules map[string]optim.Rule `json:"rules,omitempty"` // what the optimiser does with each parameter
+	// what the optimiser does with each parameter
+	Rules map[string]optim.Rule `json:"rules,omitempty"`
 	Steps int                   `json:"steps"`
 	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
 
@@ -38,7 +39,8 @@ type growthSettings struct {
 	Validation string          `json:"validation,omitempty"` // fingerprint of the text
 }
 
-// maxControllerOptions bounds what a checkpoint says of a controller; of more it has the fingerprint.
+// maxControllerOptions bounds what a checkpoint says of a controller; of more it has the
+// fingerprint.
 const maxControllerOptions = 4 << 10
 
 // growthSettings are those of the trainer as it is now.
@@ -47,12 +49,14 @@ func (t *Trainer) growthSettings() *growthSettings {
 	if g == nil {
 		return &growthSettings{}
 	}
-	s := &growthSettings{Controller: fmt.Sprintf("%T", g.Controller), Every: g.Every, Validation: g.Validation.Fingerprint()}
+	s := &growthSettings{Controller: fmt.Sprintf("%T", g.Controller), Every: g.Every,
+		Validation: g.Validation.Fingerprint()}
 	options, err := json.Marshal(g.Controller)
 	switch {
 	case err != nil: // its type has to do
 	case len(options) > maxControllerOptions:
-		s.Options = fmt.Appendf(nil, `"%x"`, sha256.Sum256(append([]byte("controller "), options...)))
+		s.Options = fmt.Appendf(nil, `"%x"`,
+			sha256.Sum256(append([]byte("controller "), options...)))
 	default:
 		s.Options = options
 	}
@@ -66,9 +70,11 @@ func (t *Trainer) growsAs(there *growthSettings) []string {
 	case there == nil:
 		return nil
 	case here.Controller == "" && there.Controller != "":
-		return []string{fmt.Sprintf("the run grew by a %s, and this trainer does not grow: call Grow", there.Controller)}
+		return []string{fmt.Sprintf("the run grew by a %s, and this trainer does not grow: call "+
+			"Grow", there.Controller)}
 	case here.Controller != "" && there.Controller == "":
-		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %s", here.Controller)}
+		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %s",
+			here.Controller)}
 	}
 	var diff []string
 	for _, d := range []struct{ what, here, there string }{
@@ -129,9 +135,11 @@ func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / rate
 
 func (t *Trainer) settings() settings {
 	c := t.Config
-	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip, Epoch: c.Epoch,
-		Seed: t.Loader.Config().Seed, Tokenizer: t.Loader.Tokens().Tokenizer(), Optimizer: fmt.Sprintf("%T", t.Optimizer),
-		Engine: t.engine.Name()},
+	s := settings{plainSettings: plainSettings{Batch: c.Batch, Accumulate: c.Accumulate,
+		Clip: c.Clip, Epoch: c.Epoch,
+		Seed: t.Loader.Config().Seed, Tokenizer: t.Loader.Tokens().Tokenizer(),
+		Optimizer: fmt.Sprintf("%T", t.Optimizer),
+		Engine:    t.engine.Name()},
 		Steps: c.Steps, Growth: cmp.Or(t.grew, t.growthSettings())}
 	if o, ok := t.Optimizer.(interface {
 		Rule(name string, shape []int) optim.Rule
@@ -147,8 +155,8 @@ func (t *Trainer) settings() settings {
 	return s
 }
 
-// differs says in what the trainer's settings are not those of a checkpoint. Steps alone is no difference: it only says
-// where a run ends, unless the schedule follows it.
+// differs says in what the trainer's settings are not those of a checkpoint. Steps alone is no
+// difference: it only says where a run ends, unless the schedule follows it.
 func (t *Trainer) differs(there settings) []string {
 	here := t.settings()
 	if there.Engine == "" {
@@ -159,13 +167,15 @@ func (t *Trainer) differs(there settings) []string {
 		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)
 	}
 	if len(there.Rates) != ratePoints {
-		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d", len(there.Rates), ratePoints))
+		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d",
+			len(there.Rates), ratePoints))
 	}
 	for i, rate := range there.Rates {
 		// A schedule need not have values outside the run.
 		if step := ratePoint(i, there.Steps); step >= 0 && step < t.Config.Steps {
 			if r := t.Config.Schedule(step); r != float64(rate) {
-				return append(diff, fmt.Sprintf("the learning rate of step %d is %v here and %v there", step+1, r, rate))
+				return append(diff, fmt.Sprintf("the learning rate of step %d is %v here and %v "+
+					"there", step+1, r, rate))
 			}
 		}
 	}
@@ -199,7 +209,8 @@ func differences(here, there any) []string {
 	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
 	for i := range a.NumField() {
 		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
-			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x, y))
+			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x,
+				y))
 		}
 	}
 	return diff
@@ -230,23 +241,27 @@ func (r *resumption) tell(differences []string) {
 	}
 }
 
-// WithNewSettings goes on with the trainer's settings where they are not those of the run that wrote the checkpoint,
-// instead of refusing it with ErrSettings. If there are such, report, unless it is nil, is told of them once everything is
-// loaded. A loader of another seed begins its next epoch. Another tokenizer is refused all the same: to the model, its ids
-// would mean nothing. Other data is another matter: see [WithNewData].
+// WithNewSettings goes on with the trainer's settings where they are not those of the run that
+// wrote the checkpoint, instead of refusing it with ErrSettings. If there are such, report, unless
+// it is nil, is told of them once everything is loaded. A loader of another seed begins its next
+// epoch. Another tokenizer is refused all the same: to the model, its ids would mean nothing. Other
+// data is another matter: see [WithNewData].
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
 }
 
-// Keep says what a run keeps that goes on with other data. The model and its lattices it always keeps.
+// Keep says what a run keeps that goes on with other data. The model and its lattices it always
+// keeps.
 type Keep struct {
 	Optimizer bool // what the optimiser remembers; else it starts anew
-	Steps     bool // the number of steps so far, and with it the place in the schedule; else the run is at step 0
+	// the number of steps so far, and with it the place in the schedule; else the run is at step 0
+	Steps bool
 }
 
-// WithNewData goes on with the data of the trainer's loader, also where it is not that of the run that wrote the checkpoint,
-// instead of refusing it with data.ErrChanged. The loader begins at the start of that data, and losses on the text before are
-// forgotten. It goes with WithNewSettings, for a schedule of its own, say.
+// WithNewData goes on with the data of the trainer's loader, also where it is not that of the run
+// that wrote the checkpoint, instead of refusing it with data.ErrChanged. The loader begins at the
+// start of that data, and losses on the text before are forgotten. It goes with WithNewSettings,
+// for a schedule of its own, say.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }
 }

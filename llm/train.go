@@ -16,25 +16,29 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer finite. Parameters are
-// those before the step that failed, unless its update overflowed; such ones are never saved, and the trainer refuses to go on from them.
+// ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
+// finite. Parameters are those before the step that failed, unless its update overflowed; such ones
+// are never saved, and the trainer refuses to go on from them.
 var ErrDiverged = errors.New("training diverged")
 
 // TrainConfig says how a model is trained.
 type TrainConfig struct {
-	Steps      int            // the run ends after this many optimiser steps, counted from the model's initialisation
+	Steps      int            // optimiser steps, from the model's start, after which the run ends
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
 	Clip       float64        // limit of the global gradient norm; 0 for none
 	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
-	Recompute  bool           // save memory: compute the inside of each block again for its gradient
+	Recompute  bool           // save memory: compute each block again for its gradient
 
-	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its defaults filled in. The model is
-	// its own until it returns: it must not call what waits for a step, such as Save.
+	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its
+	// defaults filled in. The model is its own until it returns: it must not call what waits for a
+	// step, such as Save.
 	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
-	Notes map[string]string // saved with every checkpoint, for ReadNotes: what the program wants to know on resumption, up to 256 KiB
+	// Notes are what the program wants to know on resumption, up to 256 KiB. They are saved with
+	// every checkpoint, for ReadNotes.
+	Notes map[string]string
 }
 
 func (c *TrainConfig) check() error {
@@ -59,21 +63,25 @@ func (c *TrainConfig) check() error {
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
 	}
 	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > maxNotes {
-		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep long texts in files of their own", len(notes), maxNotes)
+		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep "+
+			"long texts in files of their own", len(notes), maxNotes)
 	}
 	return nil
 }
 
-// Trainer trains a model on batches of a loader. What else a run does (showing progress, evaluating, saving) is up to its
-// callbacks. Commands that are submitted to Model.Kasmina, from whatever goroutine, take effect after a step and before its
-// StepEnd, or when the run begins or ends.
+// Trainer trains a model on batches of a loader. What else a run does (showing progress,
+// evaluating, saving) is up to its callbacks. Commands that are submitted to Model.Kasmina, from
+// whatever goroutine, take effect after a step and before its StepEnd, or when the run begins or
+// ends.
 //
-// A step leaves blueprints with which no seed learns as they are, unless the optimiser decays weights, as optim.NewAdamW does
-// by default: optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) spares them.
+// A step leaves blueprints with which no seed learns as they are, unless the optimiser decays
+// weights, as optim.NewAdamW does by default: optim.WithGroup(optim.NameContains("kasmina"),
+// optim.Decay(0)) spares them.
 //
-// While Run goes on, any goroutine may call the other methods: Step, Last and On answer at once, all others wait for the end of
-// the present step, and see the model as it is then. What callbacks that are still to be called will change is not in it. Loader
-// and Optimizer are for callbacks alone then.
+// While Run goes on, any goroutine may call the other methods: Step, Last and On answer at once,
+// all others wait for the end of the present step, and see the model as it is then. What callbacks
+// that are still to be called will change is not in it. Loader and Optimizer are for callbacks
+// alone then.
 type Trainer struct {
 	Model     *Model
 	Loader    *data.Loader
@@ -84,9 +92,9 @@ type Trainer struct {
 	engine   Engine
 	growth   *Growth         // nil without a controller
 	grew     *growthSettings // of the run that was resumed, until Run has compared it; or nil
-	learning [][]bool        // slots of each Kasmina layer that learned at the last step; nil before the first
-	apart    error           // why the engine's parameters are not the model's, after a Resume that failed
-	spoiled  error           // of the update that failed, until a Resume: its parameters may be finite, but are of no step
+	learning [][]bool        // slots of each Kasmina layer that learned at the last step; or nil
+	apart    error           // after a failed Resume: why the engine has other parameters
+	spoiled  error           // of the update that failed, until a Resume: parameters are of no step
 	torn     error           // why the last step lacks its epoch's end, until a Resume
 	closed   bool
 
@@ -98,8 +106,9 @@ type Trainer struct {
 	ctx       context.Context // of Run; nil outside
 }
 
-// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's, and its tokens inside the
-// model's vocabulary. Trainers of the same model take turns: each goes on with what the others have made of it.
+// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
+// and its tokens inside the model's vocabulary. Trainers of the same model take turns: each goes on
+// with what the others have made of it.
 func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -109,23 +118,29 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	case m.made() != nil:
 		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
 	case l.Tokens() == nil:
-		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader makes one")
+		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader " +
+			"makes one")
 	case o == nil:
-		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as optim.NewAdamW returns")
+		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as " +
+			"optim.NewAdamW returns")
 	}
 	if err := c.check(); err != nil {
 		return nil, err
 	}
 	if v := l.Tokens().VocabSize(); v > m.Config.Vocab {
-		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most Config.Vocab, %d", v, m.Config.Vocab)
+		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at "+
+			"most Config.Vocab, %d", v, m.Config.Vocab)
 	}
 	if l.Config().Seq != m.Config.Seq || l.Config().Batch != c.Batch {
-		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: TrainConfig.Batch by Config.Seq",
+		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: "+
+			"TrainConfig.Batch by Config.Seq",
 			l.Config().Batch, l.Config().Seq, c.Batch, m.Config.Seq)
 	}
 	if m.Config.Documents && !l.KnowsDocuments() {
-		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where documents end; want those that Tokenize makes with a " +
-			"tokenizer.Bytes, or CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
+		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where " +
+			"documents end; want those that Tokenize makes with a " +
+			"tokenizer.Bytes, or CacheTokens with a BPE or another tokenizer that has a method " +
+			"EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {
@@ -140,11 +155,13 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, err
 	}
 	if isNil(t.engine) {
-		return nil, errors.New("llm: NewTrainer: TrainConfig.Engine has returned neither an engine nor an error")
+		return nil, errors.New("llm: NewTrainer: TrainConfig.Engine has returned neither an " +
+			"engine nor an error")
 	}
 	m.trainer, m.trainers = t, m.trainers+1
 	m.Kasmina.Open()
-	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq, Params: m.NumParams(), Seeds: m.NumSeeds(),
+	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
+		Params: m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
 }
@@ -155,8 +172,9 @@ func isNil(e Engine) bool {
 	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// On adds callbacks, which see events in the order in which they were added, from the next event on. One that changes the
-// model or its lattices must stand before one that saves, or a resumed run would miss its last change.
+// On adds callbacks, which see events in the order in which they were added, from the next event
+// on. One that changes the model or its lattices must stand before one that saves, or a resumed run
+// would miss its last change.
 func (t *Trainer) On(callbacks ...Callback) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -180,8 +198,9 @@ func (t *Trainer) note(set func(*Event)) {
 	set(&t.last)
 }
 
-// Close frees the machines. The model is left as it was trained; the trainer can do no more, and a run ends before its next step.
-// When no other trainer of the model is left, commands that wait are answered with state.ErrClosed.
+// Close frees the machines. The model is left as it was trained; the trainer can do no more, and a
+// run ends before its next step. When no other trainer of the model is left, commands that wait are
+// answered with state.ErrClosed.
 func (t *Trainer) Close() error {
 	if t.made() != nil {
 		return nil
@@ -202,7 +221,8 @@ func (t *Trainer) Close() error {
 	return errors.Join(err, t.engine.Close())
 }
 
-// usable returns an error when the trainer cannot work with the model. If it is another one's turn, that ends here.
+// usable returns an error when the trainer cannot work with the model. If it is another one's turn,
+// that ends here.
 func (t *Trainer) usable() error {
 	switch {
 	case t.closed:
@@ -210,12 +230,14 @@ func (t *Trainer) usable() error {
 	case t.Model.trainer != t:
 		return t.takeOver()
 	case t.apart != nil:
-		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the trainer cannot be used before another Resume: %w",
-			t.engine.Name(), t.apart)
+		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the "+
+			"trainer cannot be used before another Resume: %w", t.engine.Name(), t.apart)
 	case t.spoiled != nil:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update failed: %w", t.spoiled)
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
+			"failed: %w", t.spoiled)
 	case t.torn != nil:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is not complete: %w", t.torn)
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is "+
+			"not complete: %w", t.torn)
 	}
 	return nil
 }
@@ -229,15 +251,17 @@ func (t *Trainer) takeOver() error {
 	}
 	t.Model.trainer = nil
 	if err := t.engine.Push(); err != nil {
-		return fmt.Errorf("the engine %s has not taken what another trainer has made of the model: %w", t.engine.Name(), err)
+		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
+			"model: %w", t.engine.Name(), err)
 	}
 	t.Model.trainer, t.apart, t.spoiled, t.torn = t, nil, nil, nil
 	t.Model.changes.Add(1)
 	return nil
 }
 
-// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error the rest hear only of
-// events that are a last chance to save and to close files, and of what was saved.
+// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error
+// the rest hear only of events that are a last chance to save and to close files, and of what was
+// saved.
 func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	t.mu.Lock()
 	t.last.Kind, t.last.Elapsed = kind, time.Since(t.started)
@@ -260,9 +284,10 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	return errs
 }
 
-// Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which is checked between
-// steps, between the batches of one, which then has not been, and within evaluations and samples; in every case the callbacks
-// see RunEnd. A trainer does one run at a time.
+// Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which
+// is checked between steps, between the batches of one, which then has not been, and within
+// evaluations and samples; in every case the callbacks see RunEnd. A trainer does one run at a
+// time.
 func (t *Trainer) Run(ctx context.Context) error {
 	if err := t.begin(ctx); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
@@ -314,7 +339,8 @@ func (t *Trainer) end() {
 	t.running, t.ctx = false, nil
 }
 
-// tellChoices tells the callbacks, behind the first step of a run, which makes the last choices, how ops are computed.
+// tellChoices tells the callbacks, behind the first step of a run, which makes the last choices,
+// how ops are computed.
 func (t *Trainer) tellChoices() error {
 	c, ok := t.engine.(Chooser)
 	if e := t.Last(); !ok || e.RunTokens != int64(e.StepTokens) {
@@ -345,11 +371,12 @@ func (t *Trainer) context() context.Context {
 // stopped returns why the run's context has ended, if it has.
 func (t *Trainer) stopped() error { return context.Cause(t.context()) }
 
-// errBetweenBatches is the end of a step whose context ended before all of its batches were computed.
+// errBetweenBatches is the end of a step whose context ended before all of its batches were
+// computed.
 var errBetweenBatches = errors.New("the context has ended between two batches")
 
-// step computes the gradients of one optimiser step and applies them. On an error all is as before, unless the update has been
-// made or may have been: then the trainer is spoiled or torn.
+// step computes the gradients of one optimiser step and applies them. On an error all is as before,
+// unless the update has been made or may have been: then the trainer is spoiled or torn.
 func (t *Trainer) step() error {
 	defer t.Model.takeToChange()()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
@@ -361,7 +388,8 @@ func (t *Trainer) step() error {
 	t.Model.changes.Add(1)
 	loss, err := t.compute(&u)
 	if err != nil && !u.made {
-		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before), t.Loader.SetState(from), measured())
+		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before),
+			t.Loader.SetState(from), measured())
 	} else if err != nil {
 		t.spoiled = err
 		err = errors.Join(err, t.engine.Drop())
@@ -478,13 +506,15 @@ func (t *Trainer) finish(e Stepper, b data.Batch, u *update) (loss float64, err 
 	return loss, err
 }
 
-// diverged says what is no longer finite and where that shows first: in a parameter's value, or else in its gradient.
+// diverged says what is no longer finite and where that shows first: in a parameter's value, or
+// else in its gradient.
 func (t *Trainer) diverged(what string) error {
 	where := "all parameters and gradients are finite"
 	if name, kind, found := t.engine.FirstNonFinite(); found {
 		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
 	}
-	return fmt.Errorf("%w: %s: %s; resume from the last checkpoint with a lower learning rate, or clip gradients", ErrDiverged, what, where)
+	return fmt.Errorf("%w: %s: %s; resume from the last checkpoint with a lower learning rate, "+
+		"or clip gradients", ErrDiverged, what, where)
 }
 
 // loss returns the model's mean loss on a batch, without a trace in the model.
@@ -510,7 +540,8 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 	case e == nil:
 		return errors.New("the held-out text is nil")
 	case e.Seq() != seq:
-		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d", e.Seq(), seq)
+		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d",
+			e.Seq(), seq)
 	}
 	if err := t.Model.Config.knows(e.IDs()); err != nil {
 		return fmt.Errorf("the held-out text: %w", err)
@@ -518,8 +549,8 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 	return nil
 }
 
-// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It changes nothing in
-// the model. A loss that is not finite is an ErrDiverged.
+// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per
+// byte. It changes nothing in the model. A loss that is not finite is an ErrDiverged.
 func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
 	if err := t.canEvaluate(e); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)

@@ -5,14 +5,16 @@ import (
 	"sync"
 )
 
-// A model is changed by one goroutine at a time, whose turn it is: a step with all that it changes is one turn, and so is each
-// save, score, sample's token, blueprint and command. A run has no turn while callbacks and listeners are called, so that these
-// may do all of that too, and other goroutines with them.
+// A model is changed by one goroutine at a time, whose turn it is: a step with all that it changes
+// is one turn, and so is each save, score, sample's token, blueprint and command. A run has no turn
+// while callbacks and listeners are called, so that these may do all of that too, and other
+// goroutines with them.
 //
 // The turn comes before the locks of the lattices, and before a Trainer's own.
 
 var (
-	errZeroModel   = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
+	errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel " +
+		"make one")
 	errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
 )
 

@@ -72,8 +72,7 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	}
 	if e.bytes = len(targets); e.bytes == 0 {
 		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, and after "+
-			"the first one there is no text left to predict",
-			name, read, len(e.ids))
+			"the first one there is no text left to predict", name, read, len(e.ids))
 	}
 	return e, nil
 }

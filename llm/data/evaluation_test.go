@@ -42,8 +42,7 @@ func TestEvaluation(t *testing.T) {
 				}
 				if count != c.tokens || e.Tokens() != c.tokens || e.Bytes() != c.bytes {
 					t.Fatalf("%s: %d targets, Tokens %d, Bytes %d, want %d, %d bytes", c.tok.Name(),
-						count, e.Tokens(), e.Bytes(),
-						c.tokens, c.bytes)
+						count, e.Tokens(), e.Bytes(), c.tokens, c.bytes)
 				}
 			}
 			// A model that gives each byte a probability of 1/8 has 3 bits per byte, however the

@@ -116,8 +116,7 @@ func ExampleCacheTokens() {
 			log.Fatal(err)
 		}
 		tokens, err := data.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path),
-			"cache",
-			"tokens"), corpus.Train, bpe, nil)
+			"cache", "tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -242,8 +242,7 @@ func (l *Loader) SetState(s LoaderState) error {
 	}
 	if s.Data != l.state.Data {
 		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of "+
-			"the tokens is %q", ErrChanged,
-			s.Data, l.state.Data)
+			"the tokens is %q", ErrChanged, s.Data, l.state.Data)
 	}
 	if s.Seq != l.config.Seq {
 		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the "+
@@ -252,8 +251,7 @@ func (l *Loader) SetState(s LoaderState) error {
 	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||
 		s.Next > windows {
 		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in "+
-			"an epoch of 0 to %d", s.Next,
-			s.Epoch, windows, int64(maxEpoch))
+			"an epoch of 0 to %d", s.Next, s.Epoch, windows, int64(maxEpoch))
 	}
 	if l.ahead != nil {
 		l.spare = (<-l.ahead).batch

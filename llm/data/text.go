@@ -122,8 +122,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	}
 	if info.Size() != d.fileSize || !info.ModTime().Equal(d.modified) {
 		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v",
-			ErrChanged, name,
-			d.fileSize, d.modified.Format(time.DateTime), info.Size(),
+			ErrChanged, name, d.fileSize, d.modified.Format(time.DateTime), info.Size(),
 			info.ModTime().Format(time.DateTime))
 	}
 	_, err = f.ReadAt(p, offset)

@@ -128,8 +128,7 @@ func (t *TokenFile) readHeader() error {
 	rest, ok := bytes.CutPrefix(head[:n], []byte(tokenMagic))
 	if !ok {
 		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another "+
-			"version's format",
-			head[:min(n, len(tokenMagic))], tokenMagic)
+			"version's format", head[:min(n, len(tokenMagic))], tokenMagic)
 	}
 	line, rest, _ := bytes.Cut(rest, []byte("\n"))
 	want := fmt.Sprintf("crc32c %08x\n", crc32.Checksum(line, castagnoli))
@@ -147,8 +146,7 @@ func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
 		return fmt.Errorf("%w: its tokens are those of %s with a vocabulary of %d, want those "+
-			"of %s with %d", ErrChanged,
-			h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
+			"of %s with %d", ErrChanged, h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
 		return fmt.Errorf("%w: its tokens are of other text", ErrChanged)
 	case h.Width != want.Width:
@@ -213,8 +211,7 @@ func (t *TokenFile) Len() int64 { return t.header.Count }
 func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
 	if offset < 0 || offset > t.Len()-int64(len(dst)) {
 		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset,
-			offset+int64(len(dst)), t.Len(),
-			io.ErrUnexpectedEOF)
+			offset+int64(len(dst)), t.Len(), io.ErrUnexpectedEOF)
 	}
 	if err := t.read(dst, make([]byte, len(dst)*t.header.Width), offset); err != nil {
 		return fmt.Errorf("data: TokenFile.ReadTokens: %w", err)

@@ -184,8 +184,7 @@ func newPlot() *plot.Plot {
 	p.Legend.Padding = vg.Points(3)
 	p.Legend.XOffs, p.Legend.YOffs = vg.Points(-8), vg.Points(-8)
 	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle,
-		&p.X.Label.TextStyle, &p.Y.Label.TextStyle,
-		&p.X.Tick.Label, &p.Y.Tick.Label} {
+		&p.X.Label.TextStyle, &p.Y.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label} {
 		style.Font.Variant = "Sans"
 	}
 	grid := plotter.NewGrid()

@@ -73,8 +73,7 @@ func newBPE(merges []pair) (*BPE, error) {
 		}
 		if first := b.merged.add(m, id); first != unmerged {
 			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left,
-				m.right,
-				first-256)
+				m.right, first-256)
 		}
 		sizes[id] = uint8(n)
 	}
@@ -327,8 +326,7 @@ func LoadBPE(path string) (*BPE, error) {
 func parseBPE(text []byte) (*BPE, error) {
 	if !bytes.HasPrefix(text, []byte(bpeHeader)) {
 		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one "+
-			"of another version",
-			text[:min(len(text), len(bpeHeader))], bpeHeader)
+			"of another version", text[:min(len(text), len(bpeHeader))], bpeHeader)
 	}
 	end := bytes.LastIndexByte(text[:len(text)-1], '\n') + 1
 	if sum := fmt.Sprintf("sha256 %x\n", sha256.Sum256(text[:end])); string(text[end:]) != sum {
@@ -341,8 +339,7 @@ func parseBPE(text []byte) (*BPE, error) {
 	n, err := strconv.Atoi(number)
 	if !ok || err != nil || n != lines || n > maxVocab-257 {
 		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines "+
-			"below, and no more than %d",
-			second, lines, maxVocab-257)
+			"below, and no more than %d", second, lines, maxVocab-257)
 	}
 	merges := make([]pair, n)
 	for i := range merges {

@@ -612,8 +612,7 @@ func TestWhatIsNoEncoding(t *testing.T) {
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
 	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300,
-		1<<20,
-		func(int, int) error { calls++; return stop })
+		1<<20, func(int, int) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)
 	left, err := os.ReadDir(dir)

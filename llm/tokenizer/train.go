@@ -20,8 +20,7 @@ import (
 func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*BPE, error) {
 	if vocab < 257 || vocab > maxVocab {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 "+
-			"bytes, the end of a document, and merges",
-			vocab, maxVocab)
+			"bytes, the end of a document, and merges", vocab, maxVocab)
 	}
 	if text == nil {
 		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
