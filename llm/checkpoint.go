@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -36,15 +37,15 @@ const (
 
 // training is the part of a run's state that is not a tensor.
 type training struct {
-	Step         int              `json:"step"`
-	Settings     settings         `json:"settings"`
-	Loader       data.LoaderState `json:"loader"`
-	Loss         jsonfloat.Float  `json:"loss"`
-	LearningRate float64          `json:"learning_rate"`
-	GradNorm     jsonfloat.Float  `json:"grad_norm"`
-	ValLoss      jsonfloat.Float  `json:"val_loss"`
-	ValBPB       jsonfloat.Float  `json:"val_bpb"`
-	LossScale    *LossScale       `json:"loss_scale,omitempty"` // of a Scaler
+	Step         int               `json:"step"`
+	Settings     settings.Settings `json:"settings"`
+	Loader       data.LoaderState  `json:"loader"`
+	Loss         jsonfloat.Float   `json:"loss"`
+	LearningRate float64           `json:"learning_rate"`
+	GradNorm     jsonfloat.Float   `json:"grad_norm"`
+	ValLoss      jsonfloat.Float   `json:"val_loss"`
+	ValBPB       jsonfloat.Float   `json:"val_bpb"`
+	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
 }
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one
@@ -112,7 +113,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	e := t.Last()
 	for key, v := range map[string]any{
-		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: t.settings(),
+		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: *t.settings(),
 			Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
 			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
@@ -301,7 +302,7 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if err != nil {
 		return err
 	}
-	if diff := differences(t.Model.Config, c); len(diff) > 0 {
+	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
 		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	// null in the file
@@ -337,9 +338,9 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 			"(fingerprint %.12s, not %.12s): give it the same text, or go on with this one by "+
 			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
-	diff := t.differs(run.Settings)
+	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
 	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
-		diff = append(diff, t.growsAs(run.Settings.Growth)...)
+		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
 	}
 	if len(diff) > 0 && !r.newSettings {
 		return f.errorf("%w: %s", ErrSettings, withRemedy(diff))

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -81,8 +82,8 @@ type graphBuilder struct {
 	kind      GraphKind
 	recompute bool
 	shares    int
-	seq       int        // positions of a sequence, up to Config.Seq
-	cache     *keyValues // ForLogits: of the positions before the only one that the graph computes
+	seq       int            // positions of a sequence, up to Config.Seq
+	cache     *kvcache.Cache // ForLogits: of the positions before the only one that the graph computes
 	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
 }
@@ -242,7 +243,7 @@ func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node,
 		return nil, err
 	}
 	if b.cache != nil {
-		return b.cache.attention(h, wq, wk, v)
+		return b.cache.Attention(h, wq, wk, v)
 	}
 	q, err := b.project(h, wq, c.Heads)
 	if err != nil {

@@ -256,7 +256,7 @@ func TestJudge(t *testing.T) {
 		}
 	}
 	metrics := make([]state.Metrics, 2)
-	if err := tr.judge(metrics); err != nil {
+	if err := tr.judge().Add(metrics); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := score(false)
@@ -312,7 +312,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Fatal(err)
 		}
 		metrics := make([]state.Metrics, 2)
-		if err := tr.judge(metrics); err != nil {
+		if err := tr.judge().Add(metrics); err != nil {
 			t.Fatal(err)
 		}
 		for _, m := range metrics[1].Seeds {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -90,12 +91,12 @@ type Trainer struct {
 
 	// In the model's turn.
 	engine   Engine
-	growth   *Growth         // nil without a controller
-	grew     *growthSettings // of the run that was resumed, until Run has compared it; or nil
-	learning [][]bool        // slots of each Kasmina layer that learned at the last step; or nil
-	apart    error           // after a failed Resume: why the engine has other parameters
-	spoiled  error           // of the update that failed, until a Resume: parameters are of no step
-	torn     error           // why the last step lacks its epoch's end, until a Resume
+	growth   *Growth          // nil without a controller
+	grew     *settings.Growth // of the run that was resumed, until Run has compared it; or nil
+	learning [][]bool         // slots of each Kasmina layer that learned at the last step; or nil
+	apart    error            // after a failed Resume: why the engine has other parameters
+	spoiled  error            // of the update that failed, until a Resume: parameters are of no step
+	torn     error            // why the last step lacks its epoch's end, until a Resume
 	closed   bool
 
 	mu        sync.Mutex // guards what follows
@@ -316,7 +317,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 // begin makes the trainer ready for a run.
 func (t *Trainer) begin(ctx context.Context) error {
 	return t.inTurn(func() error {
-		if diff := t.growsAs(t.grew); len(diff) > 0 {
+		if diff := t.growthSettings().Differences(t.grew); len(diff) > 0 {
 			return fmt.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 		}
 		t.grew = nil

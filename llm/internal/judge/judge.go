@@ -1,0 +1,127 @@
+// Package judge measures what the blueprints of a model's seeds do to its loss on a text.
+package judge
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Judge measures a model by its seeds.
+type Judge struct {
+	Seeds *state.Network
+	Text  *data.Evaluation
+	Loss  func(data.Batch) (float64, error) // of the model as it is
+}
+
+// Add measures the model with all seeds, with each of those that train, and without each of those
+// that are being evaluated, and adds what it finds to the metrics of their layers.
+func (j Judge) Add(metrics []state.Metrics) error {
+	var with []float64
+	for layer, l := range j.Seeds.Lattices() {
+		for _, s := range l.Report().Seeds {
+			if s.Stage < state.Training || s.Stage > state.FineTuning {
+				continue
+			}
+			var err error
+			if with == nil {
+				if with, err = j.losses(); err != nil {
+					return err
+				}
+			}
+			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with),
+				Stability: s.Stability}
+			switch s.Stage {
+			case state.Training:
+				err = j.try(&m, l, with)
+			case state.Evaluating, state.FineTuning:
+				err = j.compare(&m, l, with)
+			default:
+				m.Performance, m.Errors = mean(with, with)
+			}
+			if err != nil {
+				return err
+			}
+			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
+		}
+	}
+	return nil
+}
+
+// try measures the model with the blueprint of a seed that trains, at full strength. with are the
+// losses of the batches as they are, without it.
+func (j Judge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Probe(m.Seed, true); err != nil {
+		return err
+	}
+	tried, err := j.losses()
+	if err := errors.Join(err, l.Probe(m.Seed, false)); err != nil {
+		return err
+	}
+	m.Unscored = true
+	now, _ := mean(with, tried)
+	then, bad := mean(tried, with)
+	if m.TrainingError, m.Errors = now-then, bad; bad > 0 {
+		m.TrainingError = worst
+	}
+	return nil
+}
+
+// compare measures the model without a seed. with are the losses of the batches with it.
+func (j Judge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Mute(m.Seed, true); err != nil {
+		return err
+	}
+	without, err := j.losses()
+	if err := errors.Join(err, l.Mute(m.Seed, false)); err != nil {
+		return err
+	}
+	m.Compared = true
+	m.Performance, m.Errors = mean(with, without)
+	m.Without, _ = mean(without, with)
+	agree := 0
+	for i := range with {
+		if d := without[i] - with[i]; d*(m.Performance-m.Without) > 0 {
+			agree++
+		}
+	}
+	m.Stability = float64(agree) / float64(len(with))
+	return nil
+}
+
+// losses returns the model's loss on each batch of the text; it may be NaN or infinite.
+func (j Judge) losses() (losses []float64, err error) {
+	for b := range j.Text.Batches() {
+		l, err := j.Loss(b)
+		if err != nil {
+			return nil, fmt.Errorf("validation: %w", err)
+		}
+		losses = append(losses, l)
+	}
+	return losses, nil
+}
+
+// worst is the loss from which on a performance is no more told from another: a lattice takes none
+// below -worst, and a model that has come to this has diverged.
+const worst = 65504
+
+// mean returns minus the mean of those losses that are finite here and in others, or minus the
+// worst if that is worse or there are none, and how many are not finite here.
+func mean(losses, others []float64) (performance float64, bad int) {
+	n := 0
+	for i, l := range losses {
+		if l-l != 0 {
+			bad++
+		} else if others[i]-others[i] == 0 {
+			performance -= l
+			n++
+		}
+	}
+	if n == 0 {
+		return -worst, bad
+	}
+	return max(performance/float64(n), -worst), bad
+}

@@ -1,0 +1,82 @@
+package settings
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// maxControllerOptions bounds what a checkpoint says of a controller; of more it has the
+// fingerprint.
+const maxControllerOptions = 4 << 10
+
+// GrowthOf returns what decides how a run grows by a controller.
+func GrowthOf(controller any, every int, validation string) *Growth {
+	g := &Growth{Controller: fmt.Sprintf("%T", controller), Every: every, Validation: validation}
+	options, err := json.Marshal(controller)
+	switch {
+	case err != nil: // its type has to do
+	case len(options) > maxControllerOptions:
+		g.Options = fmt.Appendf(nil, `"%x"`,
+			sha256.Sum256(append([]byte("controller "), options...)))
+	default:
+		g.Options = options
+	}
+	return g
+}
+
+// Differences says in what a run does not grow as another one did.
+func (here *Growth) Differences(there *Growth) []string {
+	switch {
+	case there == nil:
+		return nil
+	case here.Controller == "" && there.Controller != "":
+		return []string{fmt.Sprintf("the run grew by a %s, and this trainer does not grow: call "+
+			"Grow", there.Controller)}
+	case here.Controller != "" && there.Controller == "":
+		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %s",
+			here.Controller)}
+	}
+	var diff []string
+	for _, d := range []struct{ what, here, there string }{
+		{"the controller", here.Controller, there.Controller},
+		{"Growth.Every", fmt.Sprint(here.Every), fmt.Sprint(there.Every)},
+		{"the fingerprint of Growth.Validation", here.Validation, there.Validation},
+	} {
+		if d.here != d.there {
+			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", d.what, d.here, d.there))
+		}
+	}
+	if here.Controller == there.Controller {
+		diff = append(diff, optionDifferences(here.Options, there.Options)...)
+	}
+	return diff
+}
+
+// optionDifferences names the fields in which the JSON of two controllers differs.
+func optionDifferences(here, there json.RawMessage) []string {
+	var fields [2]map[string]json.RawMessage
+	for i, options := range []json.RawMessage{here, there} {
+		if json.Unmarshal(options, &fields[i]) == nil {
+			continue
+		}
+		if bytes.Equal(here, there) {
+			return nil
+		}
+		return []string{fmt.Sprintf("the controller as JSON is %s here and %s there", here, there)}
+	}
+	all := maps.Clone(fields[0])
+	maps.Copy(all, fields[1])
+	var diff []string
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if x, y := fields[0][name], fields[1][name]; !bytes.Equal(x, y) {
+			diff = append(diff, fmt.Sprintf("the controller's %s is %s here and %s there",
+				name, cmp.Or(string(x), "none"), cmp.Or(string(y), "none")))
+		}
+	}
+	return diff
+}

@@ -1,0 +1,119 @@
+// Package settings compares how two runs are set up, one of them as a checkpoint has it: a run goes
+// on with the same bits only where nothing differs.
+package settings
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Settings are what decides the bits of a run besides the model's shape and the data.
+type Settings struct {
+	Plain
+	Rules map[string]optim.Rule `json:"rules,omitempty"` // of the optimiser, by parameter
+	Steps int                   `json:"steps"`
+	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
+
+	Growth *Growth `json:"growth"` // nil in older checkpoints, where nobody knows
+}
+
+// Growth is what decides how a run grows. The zero value is a run that does not.
+type Growth struct {
+	Controller string          `json:"controller,omitempty"` // its type
+	Options    json.RawMessage `json:"options,omitempty"`    // the controller as JSON
+	Every      int             `json:"every,omitempty"`
+	Validation string          `json:"validation,omitempty"` // fingerprint of the text
+}
+
+// Plain are those of one value each.
+type Plain struct {
+	Batch      int     `json:"batch"`
+	Accumulate int     `json:"accumulate"`
+	Clip       float64 `json:"clip"`
+	Epoch      int     `json:"epoch"`
+	Seed       uint64  `json:"seed"` // of the loader
+	Tokenizer  string  `json:"tokenizer"`
+	Optimizer  string  `json:"optimizer"`
+	Engine     string  `json:"engine,omitempty"` // its name; older checkpoints have none
+}
+
+// ratePoints is how many values of the schedule stand for it.
+const ratePoints = 32
+
+// ratePoint returns the step of value i of the schedule of a run of the given number of steps.
+func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / ratePoints) }
+
+// RatesOf returns values of the schedule that stand for it.
+func RatesOf(schedule optim.Schedule, steps int) []jsonfloat.Float {
+	var rates []jsonfloat.Float
+	for i := range ratePoints {
+		rates = append(rates, jsonfloat.Float(schedule(ratePoint(i, steps))))
+	}
+	return rates
+}
+
+// Differences says in what settings, with a schedule, are not those of a checkpoint. Steps alone is
+// no difference: it only says where a run ends, unless the schedule follows it.
+func (here *Settings) Differences(there Settings, schedule optim.Schedule) []string {
+	if there.Engine == "" {
+		there.Engine = here.Engine
+	}
+	diff := Fields(here.Plain, there.Plain)
+	if here.Optimizer == there.Optimizer {
+		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)
+	}
+	if len(there.Rates) != ratePoints {
+		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d",
+			len(there.Rates), ratePoints))
+	}
+	for i, rate := range there.Rates {
+		// A schedule need not have values outside the run.
+		if step := ratePoint(i, there.Steps); step >= 0 && step < here.Steps {
+			if r := schedule(step); r != float64(rate) {
+				return append(diff, fmt.Sprintf("the learning rate of step %d is %v here and %v "+
+					"there", step+1, r, rate))
+			}
+		}
+	}
+	return diff
+}
+
+// ruleDifferences names each difference once, with the first parameter that shows it.
+func ruleDifferences(here, there map[string]optim.Rule) []string {
+	var diff []string
+	params := map[string][]string{}
+	for _, name := range slices.Sorted(maps.Keys(here)) {
+		for _, d := range Fields(here[name], there[name]) {
+			if params[d] == nil {
+				diff = append(diff, d)
+			}
+			params[d] = append(params[d], name)
+		}
+	}
+	for i, d := range diff {
+		diff[i] = fmt.Sprintf("%s of the optimiser for %s", d, params[d][0])
+		if more := len(params[d]) - 1; more > 0 {
+			diff[i] += fmt.Sprintf(" and %d more", more)
+		}
+	}
+	return diff
+}
+
+// Fields names the fields in which two structs of one type differ, with both values.
+func Fields(here, there any) []string {
+	var diff []string
+	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
+	for i := range a.NumField() {
+		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
+			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x,
+				y))
+		}
+	}
+	return diff
+}
