@@ -33,14 +33,15 @@ func follow(t *llm.Trainer, o options, text *corpus, r *result, w io.Writer) (*h
 	return &history{network: t.Model.Kasmina, every: t.Config.Epoch}, err
 }
 
-// narrated prints the reasons of a controller's commands; the events tell what comes of them.
+// narrated prints the reasons of a controller's commands; the events tell what comes of them. To
+// Grow it is the Heuristic that it is: one that can be checked before a run.
 type narrated struct {
-	state.Controller
+	*state.Heuristic
 	w io.Writer
 }
 
 func (n narrated) Decide(reports []state.Report) []state.Command {
-	commands := n.Controller.Decide(reports)
+	commands := n.Heuristic.Decide(reports)
 	for _, c := range commands {
 		if c.Why != "" {
 			fmt.Fprintf(n.w, "decision  %v\n", c)

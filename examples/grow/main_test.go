@@ -7,11 +7,14 @@ import (
 	"flag"
 	"fmt"
 	"image/png"
+	"io"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/llm"
 )
@@ -71,17 +74,34 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestShortestRun wants a picture of a run that is shorter than an epoch too.
+// tiny are options of a model that trains in no time, for so many steps.
+func tiny(t *testing.T, out string, steps int) []string {
+	return []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", fmt.Sprint(steps),
+		"-layers", "1", "-dim", "8", "-heads", "2", "-seq", "8", "-batch", "1", "-seeds", "2",
+		"-rank", "4"}
+}
+
+// TestShortestRun wants a run in which no blueprint can be fossilized to be refused with the steps
+// that this takes, and one of so many to go through.
 func TestShortestRun(t *testing.T) {
+	const least = 32
+	for _, steps := range []int{1, least - 1, least} {
+		err := run(t.Context(), tiny(t, t.TempDir(), steps), io.Discard, io.Discard)
+		if steps == least {
+			require.NoError(t, err)
+		} else {
+			require.ErrorContains(t, err, fmt.Sprintf("plan at least %d steps", least))
+		}
+	}
+}
+
+// TestShortPicture wants a picture of a run that is shorter than an epoch too. In a dry run nothing
+// grows, so it may be as short as that.
+func TestShortPicture(t *testing.T) {
 	out := t.TempDir()
-	args := []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", "1", "-layers", "1", "-dim", "8", "-heads", "2", "-seq", "8",
-		"-batch", "1", "-seeds", "2", "-rank", "4"}
-	if err := run(context.Background(), args, &bytes.Buffer{}, &bytes.Buffer{}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Stat(filepath.Join(out, "lattice-1.png")); err != nil {
-		t.Error(err)
-	}
+	args := append(tiny(t, out, 1), "-dry-run")
+	require.NoError(t, run(t.Context(), args, io.Discard, io.Discard))
+	require.FileExists(t, filepath.Join(out, "lattice-1.png"))
 }
 
 func TestBadOptions(t *testing.T) {

@@ -86,8 +86,12 @@ func (o *options) plan() {
 	*t = state.DefaultThresholds()
 	clear(t.MinEpochs[:])
 	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = 2, part(20)
-	fineTuning := epochs * 3 / 5 // most of the run: a fossilized blueprint learns no more, while the model around it does
-	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating], t.MinEpochs[state.FineTuning] = part(40), part(20), fineTuning
+	// Most of the run: a fossilized blueprint learns no more, while the model around it does. It is
+	// planted at the end of epoch Begin, trains from the next on, and then comes what leads here.
+	before := part(50) + 1 + t.MinEpochs[state.Training] + part(20) + part(40) + part(20)
+	fineTuning := max(1, min(epochs*3/5, epochs-before))
+	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating] = part(40), part(20)
+	t.MinEpochs[state.FineTuning] = fineTuning
 	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
 	o.embargo = part(20)
 	c := state.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
