@@ -323,19 +323,18 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	}
 	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
-		return f.errorf("%w: its model's tokens are those of %s, the trainer's data is in those "+
-			"of %s: "+
-			"encode the text with the tokenizer of that run", ErrSettings, there, here)
+		return f.errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
+			"of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
 	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
 		return f.errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
-			"(fingerprint %s), not by what it says: if yours is the same, go on with it, from its "+
+			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
 			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
 		return f.errorf("%w: the run learnt from other text than the trainer's loader has "+
-			"(fingerprint %.12s, not %.12s): give it the same text, or go on with this one by "+
+			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+
 			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
 	diff := t.settings().Differences(run.Settings, t.Config.Schedule)

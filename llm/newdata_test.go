@@ -122,7 +122,7 @@ func TestResumeGrowth(t *testing.T) {
 		"no longer": {true, nil, "this trainer does not grow"},
 		"only now":  {false, &grown, "the run did not grow"},
 		"another budget": {true, with(func(g *Growth) { g.Controller = controller(5) }),
-			"the controller's MaxActive is 5 here and 4 there"},
+			`the controller's "MaxActive" is 5 here and 4 there`},
 		"another interval":   {true, with(func(g *Growth) { g.Every = 1 }), "Growth.Every is 1 here and 2 there"},
 		"another text":       {true, with(func(g *Growth) { g.Validation = validation(text[1:], 2) }), "Growth.Validation"},
 		"another batch":      {true, with(func(g *Growth) { g.Validation = validation(text, 1) }), "Growth.Validation"},

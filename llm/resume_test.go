@@ -269,6 +269,10 @@ func TestResumeErrors(t *testing.T) {
 		"no settings": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[trainingKey] = strings.Replace(m[trainingKey], `"settings"`, `"others"`, 1)
 		}, "Batch is 3 here and 0 there"},
+		"other tokenizer": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[trainingKey] = strings.Replace(m[trainingKey], `"tokenizer":"`,
+				`"tokenizer":"\u001b[2J`, 1)
+		}, `those of "\x1b[2J`},
 		"other data": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[trainingKey] = strings.Replace(m[trainingKey], `"data":"words"`, `"data":"others"`, 1)
 		}, "fingerprint"},

@@ -62,7 +62,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 			c.Seed = 6
 			tr.Loader = mustLoader(t, tr.Loader.Tokens(), c)
 		},
-		"Engine is abacus here and cpu there": func(_ *testing.T, tr *Trainer) {
+		"Engine is \"abacus\" here and \"cpu\" there": func(_ *testing.T, tr *Trainer) {
 			tr.engine = abacus{tr.engine}
 		},
 		"learning rate of step 1 is 0.02 here and 0.01 there": func(_ *testing.T, tr *Trainer) {

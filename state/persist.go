@@ -241,7 +241,7 @@ func (h *header) columns() ([]column, error) {
 		last = h.Fields[n-1]
 	}
 	if last != (savedField{crcName, "uint32"}) {
-		return nil, fmt.Errorf("%w: header: the last field is %v, want the checksums", ErrCorrupt, last)
+		return nil, fmt.Errorf("%w: header: the last field is %q, want the checksums", ErrCorrupt, last)
 	}
 	return columns, nil
 }

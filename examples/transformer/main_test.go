@@ -174,7 +174,7 @@ func TestResumeWithMoreSteps(t *testing.T) {
 	train(t, small(data, out, "-steps", "20")...)
 	checkpoint := filepath.Join(out, checkpointName)
 	result, told := train(t, "-out", out, "-resume", checkpoint, "-data", data, "-steps", "30")
-	for _, words := range []string{"at step 20", "-steps from 20 to 30", "another model", "learning rate of step"} {
+	for _, words := range []string{"at step 20", `-steps from "20" to "30"`, "another model", "learning rate of step"} {
 		if !strings.Contains(told, words) {
 			t.Errorf("the user does not hear %q:\n%s", words, told)
 		}

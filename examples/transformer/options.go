@@ -175,7 +175,7 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		return err
 	}
 	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
-		return fmt.Errorf("-preset is %s, and the run in %s was begun with %s: without -preset it goes on as it was",
+		return fmt.Errorf("-preset is %s, and the run in %s was begun with %q: without -preset it goes on as it was",
 			o.preset, o.resume.path, was)
 	}
 	var errs []error
@@ -192,7 +192,7 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 				errs = append(errs, fmt.Errorf("-%s of %s is %q: %w", fl.Name, o.resume.path, was, err))
 			}
 		case fl.Value.String() != was:
-			o.changed = append(o.changed, fmt.Sprintf("-%s from %s to %s", fl.Name, was, fl.Value))
+			o.changed = append(o.changed, fmt.Sprintf("-%s from %q to %q", fl.Name, was, fl.Value))
 		}
 	})
 	return errors.Join(errs...)

@@ -164,6 +164,7 @@ func TestHostileFiles(t *testing.T) {
 		{"huge length", binary.LittleEndian.AppendUint64(nil, math.MaxUint64), "it may be no safetensors file"},
 		{"length above the limit", binary.LittleEndian.AppendUint64(nil, maxHeader+1), "the format allows"},
 		{"not JSON", file("{hello}", 0), "JSON"},
+		{"what a terminal obeys", file("{\x1b[2J}", 0), `found "\x1b"`},
 		{"not UTF-8", file("{\"\xff\":{}}", 0), "UTF-8"},
 		{"leading space", file(" {}", 0), "start with {"},
 		{"an array", file("[]", 0), "start with {"},

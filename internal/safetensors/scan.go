@@ -55,7 +55,7 @@ func (s *scanner) found(want string) error {
 	if end := strings.IndexAny(next[1:], ",:{}[] "); end >= 0 {
 		next = next[:1+end]
 	}
-	return fmt.Errorf("%w: found %.20s at byte %d, expected %s", errNotJSON, next, s.at, want)
+	return fmt.Errorf("%w: found %.20q at byte %d, expected %s", errNotJSON, next, s.at, want)
 }
 
 // end is an error unless the text ends here.

@@ -290,7 +290,7 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	}
 	for range 2 {
 		if _, err := l.Next(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(),
-			"a.txt has vanished") {
+			`a.txt" has vanished`) {
 			t.Fatalf("without the file: %v, want an ErrChanged that names it", err)
 		}
 	}

@@ -110,7 +110,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	f, _, err := regular.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%w: %s has vanished", ErrChanged, name)
+		return fmt.Errorf("%w: %q has vanished", ErrChanged, name)
 	}
 	if err != nil {
 		return err
@@ -121,13 +121,13 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 		return err
 	}
 	if info.Size() != d.fileSize || !info.ModTime().Equal(d.modified) {
-		return fmt.Errorf("%w: %s had %d bytes, last modified %v, and now has %d, modified %v",
+		return fmt.Errorf("%w: %q had %d bytes, last modified %v, and now has %d, modified %v",
 			ErrChanged, name, d.fileSize, d.modified.Format(time.DateTime), info.Size(),
 			info.ModTime().Format(time.DateTime))
 	}
 	_, err = f.ReadAt(p, offset)
 	if err == io.EOF {
-		return fmt.Errorf("%w: %s was cut short", ErrChanged, name)
+		return fmt.Errorf("%w: %q was cut short", ErrChanged, name)
 	}
 	return err
 }

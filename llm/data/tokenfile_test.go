@@ -209,7 +209,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		want   string
 	}{
 		{"another tokenizer", func() error { return nil },
-			"of bytes with a vocabulary of 256, want those of wide with 16777216"},
+			`of "bytes" with a vocabulary of 256, want those of "wide" with 16777216`},
 		{"a file less", remove, "of other text"},
 		{"other text", rewrite, "of other text"},
 	} {

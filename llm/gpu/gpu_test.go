@@ -285,7 +285,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
 	if err := onCPU.Resume(t.Context(), path); !errors.Is(err, llm.ErrSettings) ||
-		!strings.Contains(err.Error(), "Engine is cpu here and cuda f32 there") {
+		!strings.Contains(err.Error(), `Engine is "cpu" here and "cuda f32" there`) {
 		t.Errorf("a run of the GPU on the CPU: %v", err)
 	}
 	if err := onCPU.Resume(t.Context(), path, llm.WithNewSettings(nil)); err != nil {
@@ -331,8 +331,8 @@ func TestResumeGradientPrecision(t *testing.T) {
 			t.Errorf("the losses are %v, and %v without a break (the same: %v)", rest, all, same)
 		}
 	}
-	resume(wide, narrow, 1, "Engine is cuda bf16, gradients bf16 here and cuda bf16 there")
-	resume(narrow, wide, 1, "Engine is cuda bf16 here and cuda bf16, gradients bf16 there")
+	resume(wide, narrow, 1, `Engine is "cuda bf16, gradients bf16" here and "cuda bf16" there`)
+	resume(narrow, wide, 1, `Engine is "cuda bf16" here and "cuda bf16, gradients bf16" there`)
 	resume(narrow, narrow, 1, "")
 	resume(wide, narrow, 2, "")
 }

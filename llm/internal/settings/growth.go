@@ -8,6 +8,10 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
 )
 
 // maxControllerOptions bounds what a checkpoint says of a controller; of more it has the
@@ -35,17 +39,18 @@ func (here *Growth) Differences(there *Growth) []string {
 	case there == nil:
 		return nil
 	case here.Controller == "" && there.Controller != "":
-		return []string{fmt.Sprintf("the run grew by a %s, and this trainer does not grow: call "+
+		return []string{fmt.Sprintf("the run grew by a %q, and this trainer does not grow: call "+
 			"Grow", there.Controller)}
 	case here.Controller != "" && there.Controller == "":
-		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %s",
+		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %q",
 			here.Controller)}
 	}
 	var diff []string
 	for _, d := range []struct{ what, here, there string }{
-		{"the controller", here.Controller, there.Controller},
+		{"the controller", strconv.Quote(here.Controller), strconv.Quote(there.Controller)},
 		{"Growth.Every", fmt.Sprint(here.Every), fmt.Sprint(there.Every)},
-		{"the fingerprint of Growth.Validation", here.Validation, there.Validation},
+		{"the fingerprint of Growth.Validation", strconv.Quote(here.Validation),
+			strconv.Quote(there.Validation)},
 	} {
 		if d.here != d.there {
 			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", d.what, d.here, d.there))
@@ -67,16 +72,26 @@ func optionDifferences(here, there json.RawMessage) []string {
 		if bytes.Equal(here, there) {
 			return nil
 		}
-		return []string{fmt.Sprintf("the controller as JSON is %s here and %s there", here, there)}
+		return []string{fmt.Sprintf("the controller as JSON is %s here and %s there",
+			printable(here), printable(there))}
 	}
 	all := maps.Clone(fields[0])
 	maps.Copy(all, fields[1])
 	var diff []string
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		if x, y := fields[0][name], fields[1][name]; !bytes.Equal(x, y) {
-			diff = append(diff, fmt.Sprintf("the controller's %s is %s here and %s there",
-				name, cmp.Or(string(x), "none"), cmp.Or(string(y), "none")))
+			diff = append(diff, fmt.Sprintf("the controller's %q is %s here and %s there",
+				name, cmp.Or(printable(x), "none"), cmp.Or(printable(y), "none")))
 		}
 	}
 	return diff
+}
+
+// printable is JSON as an error has it. A file may hold what a terminal would obey, also in JSON.
+func printable(text json.RawMessage) string {
+	s, strange := string(text), func(r rune) bool { return !unicode.IsPrint(r) }
+	if utf8.ValidString(s) && !strings.ContainsFunc(s, strange) {
+		return s
+	}
+	return strconv.Quote(s)
 }

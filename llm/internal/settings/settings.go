@@ -8,6 +8,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"strconv"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/optim"
@@ -110,10 +111,18 @@ func Fields(here, there any) []string {
 	var diff []string
 	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
 	for i := range a.NumField() {
-		if x, y := fmt.Sprint(a.Field(i)), fmt.Sprint(b.Field(i)); x != y {
+		if x, y := shown(a.Field(i)), shown(b.Field(i)); x != y {
 			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x,
 				y))
 		}
 	}
 	return diff
+}
+
+// shown is a field as an error has it. A file may hold strings that a terminal would obey.
+func shown(v reflect.Value) string {
+	if v.Kind() == reflect.String {
+		return strconv.Quote(v.String())
+	}
+	return fmt.Sprint(v)
 }
