@@ -1,6 +1,10 @@
 package llm
 
-import "time"
+import (
+	"time"
+
+	"github.com/kasmina-go/kasmina/state"
+)
 
 // EventKind says what happened in a training run.
 type EventKind uint8
@@ -19,6 +23,7 @@ const (
 	RunEnd                           // after the last step, or after the failure in Err
 	Chosen                           // before the first StepEnd of a run: Choices is set
 	Failed                           // before RunEnd, a step or callback has: a last chance to save
+	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 )
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
@@ -39,9 +44,16 @@ type Event struct {
 	Text         string        // Sampled: prompt and continuation
 	Ops          []OpTime      // Profiled: what the engine's ops take
 	Choices      []Choice      // Chosen: the ways in which they are computed
-	Params       int           // trainable parameters of the model
-	Seeds        int           // seeds of its Kasmina layers
-	Err          error         // Failed, RunEnd: why the run stopped early, nil after success
+
+	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has ended,
+	// or a run has (before its RunEnd) in which more has happened to seeds since.
+	Reports []state.Report
+	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
+	SeedEvents []state.Event
+
+	Params int   // trainable parameters of the model
+	Seeds  int   // seeds of its Kasmina layers
+	Err    error // Failed, RunEnd: why the run stopped early, nil after success
 }
 
 // A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,

@@ -99,12 +99,15 @@ type Trainer struct {
 	torn     error            // why the last step lacks its epoch's end, until a Resume
 	closed   bool
 
+	happened seedEvents // in a run, and not yet told
+
 	mu        sync.Mutex // guards what follows
 	callbacks []Callback
 	last      Event // which changes in the model's turn alone
 	started   time.Time
 	running   bool
 	ctx       context.Context // of Run; nil outside
+	unlisten  func()          // ends the run's gathering of what happens to seeds
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
@@ -301,7 +304,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	for err == nil && t.stopped() == nil && t.Step() < t.Config.Steps {
 		if err = t.step(); err == nil {
-			err = errors.Join(t.tellChoices(), t.emit(StepEnd, nil))
+			err = errors.Join(t.tellChoices(), t.tellEpoch(), t.emit(StepEnd, nil))
 		}
 	}
 	switch {
@@ -311,6 +314,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
 	t.Model.apply()
+	err = errors.Join(err, t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
@@ -329,7 +333,13 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if t.running {
 			return errors.New("the trainer is running already")
 		}
+		t.happened.take()
+		stop, err := t.Model.Kasmina.Listen(t.happened.add)
+		if err != nil {
+			return err
+		}
 		t.running, t.ctx, t.started, t.last.RunTokens = true, ctx, time.Now(), 0
+		t.unlisten = stop
 		return nil
 	})
 }
@@ -337,6 +347,7 @@ func (t *Trainer) begin(ctx context.Context) error {
 func (t *Trainer) end() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.unlisten()
 	t.running, t.ctx = false, nil
 }
 

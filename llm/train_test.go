@@ -190,7 +190,8 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		}
 	}
 	checkSame(t, got[0], got[1])
-	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EvalEnd, StepEnd, Saved, StepEnd, StepEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
+	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EpochEnd, EvalEnd, StepEnd, Saved, StepEnd,
+		StepEnd, EpochEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
 	if !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
@@ -380,9 +381,9 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 		if err := tr.Run(ctx); !errors.Is(err, context.Canceled) {
 			t.Errorf("step %d: got %v, want context.Canceled", at, err)
 		}
-		want := []EventKind{StepEnd, Interrupted, Saved, RunEnd}
+		want := []EventKind{EpochEnd, StepEnd, Interrupted, Saved, RunEnd}
 		if at == 6 {
-			want = []EventKind{StepEnd, Saved, Interrupted, Saved, RunEnd}
+			want = []EventKind{EpochEnd, StepEnd, Saved, Interrupted, Saved, RunEnd}
 		}
 		if !slices.Equal(kinds, want) {
 			t.Errorf("step %d: events %v, want %v", at, kinds, want)

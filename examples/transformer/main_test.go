@@ -28,6 +28,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -113,6 +114,40 @@ func TestRun(t *testing.T) {
 			checkpointName)); err != nil || m.Config.Documents == kasmina {
 			t.Errorf("the model is %+v, %v", m, err)
 		}
+	}
+}
+
+// TestLogOfSeeds wants the log to follow each seed: once an epoch its stage, α and health, and all
+// that it has gone through from one to the next.
+func TestLogOfSeeds(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	train(t, small(textFolder(t), out, "-steps", "20")...) // in epochs of 10
+	type address struct{ epoch, layer, seed int }
+	seeds, life := map[address]runlog.SeedRecord{}, map[address][]string{}
+	require.NoError(t, runlog.Read(filepath.Join(out, logName), func(r runlog.Record) {
+		for _, s := range r.States {
+			require.Equal(t, 10**r.Epoch, r.Step)
+			at := address{*r.Epoch, *r.Layer, s.Seed}
+			require.NotContains(t, seeds, at)
+			seeds[at] = s
+			for _, e := range s.Events {
+				if e.Kind == state.StageChanged.String() {
+					life[address{0, *r.Layer, s.Seed}] = append(life[address{0, *r.Layer, s.Seed}], e.To)
+				}
+			}
+		}
+	}))
+	require.Len(t, seeds, 2*2*4) // epochs, layers, seeds of each
+	for at, s := range seeds {
+		want := map[int]string{1: "Stabilization", 2: "Fossilized"}[at.epoch]
+		require.Equal(t, want, s.Stage, "%v", at)
+		require.Equal(t, want == "Fossilized", s.Alpha == 1, "%v", at)
+		require.Positive(t, s.Health.Variance, "%v", at)
+	}
+	require.Len(t, life, 2*4)
+	for at, stages := range life {
+		require.Equal(t, []string{"Germinated", "Training", "Grafting", "Stabilization", "Evaluating",
+			"FineTuning", "Fossilized"}, stages, "%v", at)
 	}
 }
 

@@ -6,7 +6,8 @@ import (
 	"math"
 )
 
-// Float is null in JSON when it is NaN or infinite, for which JSON has no words.
+// Float is null in JSON when it is NaN or infinite, for which JSON has no words, and NaN when it is
+// read from null.
 type Float float64
 
 // MarshalJSON implements json.Marshaler.
@@ -15,4 +16,13 @@ func (f Float) MarshalJSON() ([]byte, error) {
 		return []byte("null"), nil
 	}
 	return json.Marshal(float64(f))
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (f *Float) UnmarshalJSON(text []byte) error {
+	if string(text) == "null" {
+		*f = Float(math.NaN())
+		return nil
+	}
+	return json.Unmarshal(text, (*float64)(f))
 }

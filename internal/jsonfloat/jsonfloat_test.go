@@ -18,3 +18,15 @@ func TestFloat(t *testing.T) {
 		require.Equal(t, c.want, string(got))
 	}
 }
+
+func TestFloatFromJSON(t *testing.T) {
+	var got struct {
+		Plain   []Float
+		Pointer *Float
+	}
+	require.NoError(t, json.Unmarshal([]byte(`{"Plain":[1.5,null,-2],"Pointer":null}`), &got))
+	require.Len(t, got.Plain, 3)
+	require.True(t, got.Plain[0] == 1.5 && math.IsNaN(float64(got.Plain[1])) && got.Plain[2] == -2)
+	require.Nil(t, got.Pointer)
+	require.Error(t, json.Unmarshal([]byte(`["x"]`), &got.Plain))
+}

@@ -4,6 +4,7 @@ package runlog
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -26,6 +27,8 @@ import (
 //	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
 //	        source: why, times), before the first step
 //	complete
+//	epoch   epoch, layer, states: of each seed of a Kasmina layer, once an epoch and before the
+//	        step's line, and at the end of a run in which more has happened since; see below
 //	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since
 //	        elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
@@ -35,6 +38,21 @@ import (
 //	interrupted
 //	failed  error
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
+//
+// In an "epoch" line epoch is how many epochs of the lattices have ended, layer the place of a layer
+// in llm.Config.Kasmina, from 0, and each of the states has:
+//
+//	seed    its number in the layer, from 0
+//	stage   such as "Grafting"
+//	alpha   with which the output blends, from 0 to 1
+//	health  of the activations that the seed looks after, when they were last measured: variance,
+//	        mean, min and max in their own unit (variance in its square), dead_ratio (share from 0 to
+//	        1 that is all but 0), snr (|mean| by standard deviation); null before the first time
+//	events  if there were any since the last such line or the start: kind (a state.EventKind), epoch
+//	        (as above), from and to (stages, which differ in a transition), value (of a kind that has
+//	        one, else 0), reason (the first words)
+//
+// These numbers have four digits. A layer of many seeds takes several lines.
 //
 // A number that is NaN or infinite is null. An existing file is continued: after a resumption its
 // lines may reach beyond the step of the "start" line, and what follows that line replaces them. A
@@ -57,18 +75,34 @@ func JSON(path string) llm.Callback {
 				return err
 			}
 		}
-		line, err := json.Marshal(newRecord(e))
+		lines, err := linesOf(e)
 		if err != nil {
 			return err
 		}
-		// One write call a line: a killed process leaves at most its last line incomplete.
-		_, err = file.Write(append(line, '\n'))
+		// One write call: a killed process leaves at most its last line incomplete.
+		_, err = file.Write(lines)
 		if e.Kind == llm.RunEnd || err != nil {
 			err = errors.Join(err, file.Close())
 			file = nil
 		}
 		return err
 	}
+}
+
+// linesOf returns what the log has of an event.
+func linesOf(e llm.Event) (lines []byte, err error) {
+	records := []Record{newRecord(e)}
+	if e.Kind == llm.EpochEnd {
+		records = epochRecords(e)
+	}
+	for _, r := range records {
+		line, err := json.Marshal(r)
+		if err != nil {
+			return nil, err
+		}
+		lines = append(append(lines, line...), '\n')
+	}
+	return lines, nil
 }
 
 // openLog opens the file to append to, and ends its last line if that has no end.
@@ -112,6 +146,9 @@ type Record struct {
 	Text           string           `json:"text,omitempty"`
 	Ops            []llm.OpTime     `json:"ops,omitempty"`
 	Choices        []llm.Choice     `json:"choices,omitempty"`
+	Epoch          *int             `json:"epoch,omitempty"`
+	Layer          *int             `json:"layer,omitempty"`
+	States         []SeedRecord     `json:"states,omitempty"`
 	Error          string           `json:"error,omitempty"`
 }
 
@@ -139,6 +176,8 @@ func newRecord(e llm.Event) Record {
 		r.Event, r.Ops = "profile", e.Ops
 	case llm.Chosen:
 		r.Event, r.Choices = "ways", e.Choices
+	case llm.EpochEnd:
+		r.Event = "epoch"
 	case llm.Interrupted:
 		r.Event = "interrupted"
 	case llm.Failed:
@@ -153,9 +192,13 @@ func newRecord(e llm.Event) Record {
 	return r
 }
 
-// maxRecord is the longest line that is read as a record, in bytes. Those of steps have some
-// hundreds.
-const maxRecord = 1 << 20
+// Limits of a line that is read as a record. Those of steps have some hundred bytes, those of epochs
+// some hundred for each of lineSeeds seeds. Values take more memory than the shortest text of them,
+// so that it takes two limits to bound it.
+const (
+	maxRecord = 1 << 20 // bytes
+	maxValues = 1 << 14
+)
 
 // Read calls f with each record of the log at path, in order. Lines that are no records are passed
 // over, and a file that does not exist has none.
@@ -175,7 +218,7 @@ func Read(path string, f func(Record)) error {
 			line, err = nil, skipLine(lines)
 		}
 		var r Record
-		if json.Unmarshal(line, &r) == nil {
+		if bytes.Count(line, []byte{','}) < maxValues && json.Unmarshal(line, &r) == nil {
 			f(r)
 		}
 		if err == io.EOF {
