@@ -24,6 +24,7 @@ const (
 	Chosen                           // before the first StepEnd of a run: Choices is set
 	Failed                           // before RunEnd, a step or callback has: a last chance to save
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
+	Corrupted                        // Scrub has found corrupt seeds: Err is set
 )
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
@@ -53,7 +54,7 @@ type Event struct {
 
 	Params int   // trainable parameters of the model
 	Seeds  int   // seeds of its Kasmina layers
-	Err    error // Failed, RunEnd: why the run stopped early, nil after success
+	Err    error // Corrupted: what was found; Failed, RunEnd: why the run stopped early, or nil
 }
 
 // A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,

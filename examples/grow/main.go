@@ -1,6 +1,7 @@
 // Command grow trains the same small language model twice from one random seed, on the same batches: as it is, and with a
 // controller that lets it grow where its activations are unhealthy. It shows what happens to the seeds as it happens, and ends
-// with a comparison of the two and a picture of every seed's stages.
+// with a comparison of the two and a picture of every seed's stages. A log of each run, with a JSON object a line, stands beside
+// its model.
 //
 //	go run ./examples/grow                   # about two minutes on two cores, on the Go source tree
 //	go run ./examples/grow -data ~/notes -runs 3
@@ -30,6 +31,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -100,7 +102,7 @@ func train(ctx context.Context, o options, text *corpus, device *cudaops.Device,
 		return r, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
-	t.On(progress(t, stderr, grown))
+	addCallbacks(t, o, seed, grown, stderr)
 	var h *history
 	if grown {
 		if h, err = follow(t, o, text, &r, stderr); err != nil {
@@ -125,6 +127,15 @@ func train(ctx context.Context, o options, text *corpus, device *cudaops.Device,
 		fmt.Fprintf(stderr, "picture   %s\n", path)
 	}
 	return r, t.Model.Save(filepath.Join(o.out, fmt.Sprintf("%s-%d.safetensors", name(grown), seed)))
+}
+
+// addCallbacks shows a run, logs it, and looks after its seeds.
+func addCallbacks(t *llm.Trainer, o options, seed uint64, grown bool, stderr io.Writer) {
+	log := filepath.Join(o.out, fmt.Sprintf("%s-%d.jsonl", name(grown), seed))
+	t.On(progress(t, stderr, grown), runlog.JSON(log))
+	if o.scrub > 0 {
+		t.On(llm.Scrub(t, stderr, o.scrub))
+	}
 }
 
 func name(grown bool) string {

@@ -16,7 +16,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/seedtest"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 func textFile(t *testing.T) string {
@@ -104,11 +106,33 @@ func TestShortPicture(t *testing.T) {
 	require.FileExists(t, filepath.Join(out, "lattice-1.png"))
 }
 
+// TestScrub wants damage to a seed to be told and logged before it ends the run.
+func TestScrub(t *testing.T) {
+	const damage = "layer 0: seed state is corrupt: seed 1 does not match its checksum: bit 3 of alpha"
+	out := t.TempDir()
+	o, err := parse(append(tiny(t, out, 32), "-scrub", "1h"), io.Discard)
+	require.NoError(t, err)
+	text, err := openText(o)
+	require.NoError(t, err)
+	tr, err := newTrainer(o, text, nil, o.seed, true)
+	require.NoError(t, err)
+	defer tr.Close()
+	var told strings.Builder
+	addCallbacks(tr, o, o.seed, true, &told)
+	seedtest.FlipAlpha(t, tr.Model.Kasmina.Lattice(0), 1)
+	require.ErrorIs(t, tr.Run(t.Context()), state.ErrCorrupt)
+	require.Contains(t, told.String(), "corrupt   "+damage)
+	log, err := os.ReadFile(filepath.Join(out, "grown-1.jsonl"))
+	require.NoError(t, err)
+	require.Regexp(t, `"event":"corrupt","step":1,.*"error":"`+damage, string(log))
+}
+
 func TestBadOptions(t *testing.T) {
 	for want, args := range map[string][]string{
 		`"x" is not an option`:     {"x"},
 		"-runs is 0":               {"-runs", "0"},
 		"-rank is -1":              {"-rank", "-1"},
+		"-scrub is -1s":            {"-scrub", "-1s"},
 		"-steps is 0":              {"-steps", "0"},
 		"a divisor of -dim":        {"-seeds", "5", "-dim", "16"},
 		"-device is":               {"-device", "tpu"},

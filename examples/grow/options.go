@@ -6,6 +6,7 @@ import (
 	"io"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -19,6 +20,7 @@ type options struct {
 	lr                float64
 	seed              uint64
 	runs              int
+	scrub             time.Duration
 	dryRun            bool
 	thresholds        state.Thresholds
 	embargo           int
@@ -33,9 +35,10 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
-	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"), "folder for models and pictures")
+	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"), "folder for models, logs and pictures")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
 	f.IntVar(&o.runs, "runs", 1, "how often to compare, with one random seed after the other")
+	f.DurationVar(&o.scrub, "scrub", time.Minute, "verify the checksums of all seeds once in so long while a run goes on; 0 for never")
 	f.BoolVar(&o.dryRun, "dry-run", false, "print what the controller would do, and do nothing")
 	f.IntVar(&o.train.Steps, "steps", 2000, "optimiser steps")
 	f.IntVar(&o.train.Batch, "batch", 16, "sequences in a batch")
@@ -55,6 +58,8 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		return o, fmt.Errorf("%q is not an option", f.Arg(0))
 	case o.runs < 1:
 		return o, fmt.Errorf("-runs is %d, want at least 1", o.runs)
+	case o.scrub < 0:
+		return o, fmt.Errorf("-scrub is %v, want at least 0", o.scrub)
 	case rank < 1:
 		return o, fmt.Errorf("-rank is %d, want at least 1", rank)
 	case o.train.Batch < 1:

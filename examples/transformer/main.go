@@ -364,6 +364,9 @@ func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error 
 		llm.Monitor(t, stderr, o.saveEvery),
 		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in(sampleName), 0),
 	)
+	if o.scrub > 0 {
+		t.On(llm.Scrub(t, stderr, o.scrub))
+	}
 	if o.profile != "" {
 		t.On(llm.ProfileStep(t, stderr, o.profile, profileAfter))
 	}

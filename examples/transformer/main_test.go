@@ -26,6 +26,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/seedtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/runlog"
@@ -151,6 +152,36 @@ func TestLogOfSeeds(t *testing.T) {
 	}
 }
 
+// TestScrub wants damage to a seed to be told and logged before it ends the run, unless the user does
+// not want to hear of it.
+func TestScrub(t *testing.T) {
+	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 of alpha"
+	folder := textFolder(t)
+	for _, scrub := range []string{"1h", "0"} {
+		o, err := parse(small(folder, filepath.Join(t.TempDir(), "out"), "-device", "cpu", "-steps", "20",
+			"-scrub", scrub), io.Discard)
+		require.NoError(t, err)
+		texts, err := openData(o, io.Discard)
+		require.NoError(t, err)
+		require.NoError(t, texts.tokenize(t.Context(), o, io.Discard))
+		tr, err := newTrainer(o, texts.tokens)
+		require.NoError(t, err)
+		defer tr.Close()
+		var told strings.Builder
+		require.NoError(t, addCallbacks(tr, o, texts, &told))
+		seedtest.FlipAlpha(t, tr.Model.Kasmina.Lattice(1), 3)
+		require.ErrorIs(t, tr.Run(t.Context()), state.ErrCorrupt)
+		log := string(read(t, o.out, logName))
+		if scrub == "0" {
+			require.NotContains(t, told.String(), "corrupt   ")
+			require.NotContains(t, log, `"event":"corrupt"`)
+			continue
+		}
+		require.Contains(t, told.String(), "corrupt   "+damage)
+		require.Regexp(t, `"event":"corrupt","step":1,.*"error":"`+damage, log)
+	}
+}
+
 // endsAfter is a context that ends once it has been asked n times.
 type endsAfter struct {
 	context.Context
@@ -257,6 +288,7 @@ func TestBadOptions(t *testing.T) {
 		"-temperature -1":       "Temperature is -1",
 		"-top-p 2":              "TopP is 2",
 		"-sample -1":            "-sample is -1",
+		"-scrub -1s":            "-scrub is -1s",
 		"-max-bytes -5":         "-max-bytes is -5",
 		"-heldout 0":            "-heldout is 0",
 		"-optimizer foo":        `-optimizer is "foo", want adamw or muon`,

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -37,6 +38,7 @@ type options struct {
 	seed                     uint64
 	maxBytes, heldOut        int64
 	evalEvery, saveEvery     int
+	scrub                    time.Duration
 	sample                   int
 	sampler                  sampler.Config
 
@@ -149,6 +151,7 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.Int64Var(&o.heldOut, "heldout", 256<<10, "bytes of held-out text to score at the end; evaluations before it score 64 KiB at most")
 	f.IntVar(&o.evalEvery, "eval-every", 200, "steps between evaluations, 0 for the last step alone")
 	f.IntVar(&o.saveEvery, "save-every", 200, "steps between checkpoints, 0 for the last step alone")
+	f.DurationVar(&o.scrub, "scrub", time.Minute, "verify the checksums of all seeds once in so long while the run goes on; 0 for never")
 	f.IntVar(&o.sample, "sample", 300, "tokens to draw at the end")
 	f.StringVar(&o.prompt, "prompt", "func ", "start of the drawn text; with -vocab it may be empty, for the start of a document")
 	f.Float64Var(&o.sampler.Temperature, "temperature", 0.7, "of the drawn text; 0 always takes the likeliest token")
@@ -270,6 +273,7 @@ func (o *options) finish() error {
 		{o.vocab == 0 || o.vocab >= 257 && o.vocab <= 1<<20, "vocab", "0, or 257 to 1048576", o.vocab},
 		{o.prompt != "" || o.vocab > 0, "prompt", "some text", `""`},
 		{o.monitor == 0 || o.monitor >= 2, "monitor", "0, or at least 2", o.monitor},
+		{o.scrub >= 0, "scrub", "at least 0", o.scrub},
 		{o.sample >= 0, "sample", "at least 0", o.sample},
 		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},

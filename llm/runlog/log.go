@@ -32,6 +32,7 @@ import (
 //	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since
 //	        elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
+//	corrupt error: what is wrong with the seeds of a layer, as llm.Scrub has found
 //	saved   path
 //	sample  text
 //	profile ops (op, tasks, ns a step, bytes, flops, ways)
@@ -176,6 +177,8 @@ func newRecord(e llm.Event) Record {
 		r.Event, r.Ops = "profile", e.Ops
 	case llm.Chosen:
 		r.Event, r.Choices = "ways", e.Choices
+	case llm.Corrupted:
+		r.Event = "corrupt"
 	case llm.EpochEnd:
 		r.Event = "epoch"
 	case llm.Interrupted:
