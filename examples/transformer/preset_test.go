@@ -120,7 +120,7 @@ func TestSubwords(t *testing.T) {
 		t.Errorf("what the cache holds is made again:\n%s", told)
 	}
 	err = run(context.Background(), []string{"-resume", "-preset", "350M", "-out", broken, "-cache", cache}, io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") || !strings.Contains(err.Error(), "begun with small") {
+	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") || !strings.Contains(err.Error(), `begun with "small"`) {
 		t.Errorf("another preset on resumption: %v", err)
 	}
 	for _, kind := range []string{"*.tokens", "*.bpe"} {
