@@ -265,8 +265,8 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 // the run then continues as if it had never stopped, bit for bit on processors with the same
 // instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
 // (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
-// matter, the schedule, the optimiser and its options, the loader's seed, the tokenizer, the
-// engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
+// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed, the
+// tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
 // before. When the engine cannot take what was read, the error says so: model and optimiser are the
 // file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate refuse until a
 // Resume succeeds. When the context ends while the file is read, nothing has changed either. A run
@@ -302,6 +302,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if err != nil {
 		return err
 	}
+	options := c.KasminaOptions
+	c.KasminaOptions = t.Model.Config.KasminaOptions
 	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
 		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
@@ -338,6 +340,9 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
 	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
+	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
+		diff = append(diff, "Config.KasminaOptions."+d)
+	}
 	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
 		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
 	}

@@ -5,6 +5,8 @@ import (
 	"iter"
 	"math"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a
@@ -34,6 +36,66 @@ type Config struct {
 	// Documents keeps attention to the document that a token belongs to, where the batches of
 	// training and evaluation say where documents start. Text that is generated is one document.
 	Documents bool `json:"documents,omitempty"`
+
+	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a run
+	// that goes on with others has other settings.
+	KasminaOptions KasminaOptions `json:"kasmina_options,omitzero"`
+}
+
+// KasminaOptions are the options of a model's Kasmina layers. The zero value has the defaults of
+// [op.Kasmina].
+type KasminaOptions struct {
+	Stability op.Stability `json:"stability,omitempty"` // as op.WithStability
+	Epsilon   float64      `json:"epsilon,omitempty"`   // as op.WithEpsilon; 0 means its default
+	GradClip  float64      `json:"grad_clip,omitempty"` // as op.WithGradClip; 0 for none
+
+	// AdaptiveClip is as op.WithAdaptiveGradClip, 0 for none. It excludes GradClip.
+	AdaptiveClip float64 `json:"adaptive_clip,omitempty"`
+	// StopOnNonFinite ends a run at a step of training in which a layer meets NaN or Inf, as
+	// op.StopOnNonFinite does, with an error that wraps op.ErrNonFinite and ErrDiverged.
+	StopOnNonFinite bool `json:"stop_on_non_finite,omitempty"`
+}
+
+func (o KasminaOptions) check() error {
+	for _, f := range []struct {
+		name  string
+		value float64
+	}{{"Epsilon", o.Epsilon}, {"GradClip", o.GradClip}, {"AdaptiveClip", o.AdaptiveClip}} {
+		if !(f.value >= 0) || math.IsInf(f.value, 0) {
+			return fmt.Errorf("llm: Config.KasminaOptions.%s is %v, want a finite number of at least 0",
+				f.name, f.value)
+		}
+	}
+	if _, err := o.Stability.MarshalText(); err != nil {
+		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast or Strict",
+			o.Stability)
+	}
+	if o.GradClip > 0 && o.AdaptiveClip > 0 {
+		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, want one "+
+			"of them to be 0", o.GradClip, o.AdaptiveClip)
+	}
+	return nil
+}
+
+// options are those of a layer in a graph that trains, or in another one.
+func (o KasminaOptions) options(kind GraphKind) []op.KasminaOption {
+	opts := []op.KasminaOption{op.WithStability(o.Stability)}
+	if o.Epsilon > 0 {
+		opts = append(opts, op.WithEpsilon(o.Epsilon))
+	}
+	if o.GradClip > 0 {
+		opts = append(opts, op.WithGradClip(o.GradClip))
+	}
+	if o.AdaptiveClip > 0 {
+		opts = append(opts, op.WithAdaptiveGradClip(o.AdaptiveClip))
+	}
+	if kind != ForTraining {
+		return append(opts, op.WithoutTelemetry())
+	}
+	if o.StopOnNonFinite {
+		opts = append(opts, op.StopOnNonFinite())
+	}
+	return opts
 }
 
 // slotWidth is the number of columns of a Kasmina layer's weights.
@@ -115,6 +177,9 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
+	}
+	if err := c.KasminaOptions.check(); err != nil {
+		return err
 	}
 	seen := make(map[int]bool, min(len(c.Kasmina), c.Layers))
 	for _, b := range c.Kasmina {

@@ -185,12 +185,8 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		if after != i {
 			continue
 		}
-		var opts []op.KasminaOption
-		if b.kind != ForTraining {
-			opts = append(opts, op.WithoutTelemetry())
-		}
 		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales],
-			b.Kasmina.Lattice(n), opts...)
+			b.Kasmina.Lattice(n), b.Config.KasminaOptions.options(b.kind)...)
 		if err != nil {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -448,6 +449,9 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 		} else {
 			l, err = t.engine.Gradients(batch)
 		}
+		if errors.Is(err, op.ErrNonFinite) {
+			err = t.diverged(err)
+		}
 		if err != nil {
 			return 0, err
 		}
@@ -455,7 +459,7 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 	}
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
 		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
-		return 0, t.diverged(fmt.Sprintf("the loss is %v", loss))
+		return 0, t.diverged(fmt.Errorf("the loss is %v", loss))
 	}
 	if !u.made {
 		if err := t.prepare(u.rate); err != nil {
@@ -467,9 +471,9 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 	switch {
 	case errors.Is(u.err, ErrGradients):
 		u.made = false
-		return 0, t.diverged(u.err.Error())
+		return 0, t.diverged(u.err)
 	case errors.Is(u.err, ErrOverflow):
-		return 0, t.diverged(u.err.Error())
+		return 0, t.diverged(u.err)
 	}
 	return loss, u.err
 }
@@ -520,12 +524,12 @@ func (t *Trainer) finish(e Stepper, b data.Batch, u *update) (loss float64, err 
 
 // diverged says what is no longer finite and where that shows first: in a parameter's value, or
 // else in its gradient.
-func (t *Trainer) diverged(what string) error {
+func (t *Trainer) diverged(what error) error {
 	where := "all parameters and gradients are finite"
 	if name, kind, found := t.engine.FirstNonFinite(); found {
 		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
 	}
-	return fmt.Errorf("%w: %s: %s; resume from the last checkpoint with a lower learning rate, "+
+	return fmt.Errorf("%w: %w: %s; resume from the last checkpoint with a lower learning rate, "+
 		"or clip gradients", ErrDiverged, what, where)
 }
 
@@ -533,7 +537,7 @@ func (t *Trainer) diverged(what string) error {
 func (t *Trainer) loss(b data.Batch) (float64, error) {
 	l, err := t.engine.Loss(b)
 	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
-		err = t.diverged(fmt.Sprintf("the loss is %v", l))
+		err = t.diverged(fmt.Errorf("the loss is %v", l))
 	}
 	return l, err
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 
@@ -42,6 +43,24 @@ func (s Stability) String() string {
 		return stabilityNames[s]
 	}
 	return fmt.Sprintf("Stability(%d)", uint8(s))
+}
+
+// MarshalText implements encoding.TextMarshaler, by the mode's name.
+func (s Stability) MarshalText() ([]byte, error) {
+	if int(s) >= len(stabilityNames) {
+		return nil, fmt.Errorf("op: %v is none of %q", s, stabilityNames)
+	}
+	return []byte(s.String()), nil
+}
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (s *Stability) UnmarshalText(name []byte) error {
+	i := slices.Index(stabilityNames[:], string(name))
+	if i < 0 {
+		return fmt.Errorf("op: the stability mode is %.100q, want one of %q", name, stabilityNames)
+	}
+	*s = Stability(i)
+	return nil
 }
 
 // KasminaConfig is what the options of [Kasmina] set.
