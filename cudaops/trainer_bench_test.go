@@ -126,7 +126,7 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 	must(os.WriteFile(path, bytes.Repeat([]byte("if err != nil { return err }\n"), 1<<17), 0o666))
 	corpus, err := data.Open(path)
 	must(err)
-	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
+	tokens, err := data.Tokenize(b.Context(), corpus.Train, tokenizer.Bytes{})
 	must(err)
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq})
 	must(err)

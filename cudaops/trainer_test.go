@@ -98,7 +98,7 @@ func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, opt
 	check(t, os.WriteFile(path, text, 0o666))
 	corpus, err := data.Open(path)
 	check(t, err)
-	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
+	tokens, err := data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{})
 	check(t, err)
 	loader, err := data.NewLoader(&stumbling{tokens, fails}, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
 	check(t, err)

@@ -24,7 +24,7 @@ func onText(t *testing.T, name, text string) *Trainer {
 	require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
 	corpus, err := data.Open(path)
 	require.NoError(t, err)
-	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
+	tokens, err := data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{})
 	require.NoError(t, err)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
 	tr.Loader, err = data.NewLoader(tokens, data.LoaderConfig{Batch: tr.Config.Batch, Seq: tr.Model.Config.Seq, Seed: 5})

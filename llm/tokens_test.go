@@ -61,7 +61,7 @@ func numberedText(t *testing.T) *data.Text {
 
 func trainBPE(t *testing.T, seed uint64, vocab int) *tokenizer.BPE {
 	t.Helper()
-	b, err := tokenizer.TrainBPE(bytes.NewReader(texttest.Words(seed, 3000)), vocab, nil)
+	b, err := tokenizer.TrainBPE(t.Context(), bytes.NewReader(texttest.Words(seed, 3000)), vocab, nil)
 	require.NoError(t, err)
 	return b
 }

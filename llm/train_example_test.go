@@ -34,7 +34,7 @@ func ExampleTrainer() {
 	}
 	var bytes tokenizer.Bytes
 	corpus := must(data.Open(path))
-	tokens := must(data.Tokenize(corpus.Train, bytes))
+	tokens := must(data.Tokenize(context.Background(), corpus.Train, bytes))
 	config := llm.Config{Vocab: 256, Dim: 32, Layers: 1, Heads: 2, Seq: 16, Kasmina: []int{0}, Seeds: 4}.Default()
 
 	model := must(llm.NewModel(config, tensor.Float32, 1))

@@ -27,7 +27,7 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	if err != nil {
 		t.Fatal(err)
 	}
-	tokens, err := data.Tokenize(text, bpe)
+	tokens, err := data.Tokenize(t.Context(), text, bpe)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
@@ -21,7 +23,7 @@ const (
 	validationBatches = 16 // about: the share of them in which a blueprint helps is its stability
 )
 
-func openText(o options) (*corpus, error) {
+func openText(ctx context.Context, o options) (*corpus, error) {
 	t := &corpus{path: o.data}
 	var opts []data.Option
 	if t.path == "" {
@@ -36,7 +38,7 @@ func openText(o options) (*corpus, error) {
 		return nil, err
 	}
 	t.train = c.Train
-	if t.tokens, err = data.Tokenize(t.train, tokenizer.Bytes{}); err != nil {
+	if t.tokens, err = data.Tokenize(ctx, t.train, tokenizer.Bytes{}); err != nil {
 		return nil, err
 	}
 	held, err := c.HeldOut.Sample(validationBytes + testBytes)

@@ -54,7 +54,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
-	text, err := openText(o)
+	text, err := openText(ctx, o)
 	if err != nil {
 		return err
 	}

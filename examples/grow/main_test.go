@@ -112,7 +112,7 @@ func TestScrub(t *testing.T) {
 	out := t.TempDir()
 	o, err := parse(append(tiny(t, out, 32), "-scrub", "1h"), io.Discard)
 	require.NoError(t, err)
-	text, err := openText(o)
+	text, err := openText(t.Context(), o)
 	require.NoError(t, err)
 	tr, err := newTrainer(o, text, nil, o.seed, true)
 	require.NoError(t, err)

@@ -67,7 +67,7 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 	}
 	if o.vocab == 0 {
 		d.tokenizer = tokenizer.Bytes{}
-		d.tokens, err = data.Tokenize(d.train, d.tokenizer)
+		d.tokens, err = data.Tokenize(ctx, d.train, d.tokenizer)
 		return err
 	}
 	bpe, err := d.trainTokenizer(ctx, o, fingerprint, stderr)
@@ -106,7 +106,7 @@ func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint str
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d-%d.bpe", fingerprint, o.vocab, sample))
 	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
-	bpe, err := tokenizer.LoadOrTrainBPE(path, d.train, o.vocab, int(sample), progress)
+	bpe, err := tokenizer.LoadOrTrainBPE(ctx, path, d.train, o.vocab, int(sample), progress)
 	if err != nil {
 		return nil, withRemedy(ctx, err, path)
 	}

@@ -20,8 +20,8 @@ func TestNil(t *testing.T) {
 	for name, err := range map[string]error{
 		"NewLoader":          second(NewLoader(nil, LoaderConfig{Batch: 1, Seq: 1})),
 		"Open option":        second(Open(".", nil)),
-		"Tokenize text":      second(Tokenize(nil, tokenizer.Bytes{})),
-		"Tokenize tokenizer": second(Tokenize(&Text{}, nil)),
+		"Tokenize text":      second(Tokenize(t.Context(), nil, tokenizer.Bytes{})),
+		"Tokenize tokenizer": second(Tokenize(t.Context(), &Text{}, nil)),
 		"NewEvaluation":      second(NewEvaluation([]byte("abc"), nil, 1, 1)),
 		"Sample":             second((*Text)(nil).Sample(1)),
 	} {

@@ -63,7 +63,7 @@ func ExampleLoader() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
+	tokens, err := data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -110,7 +110,7 @@ func ExampleCacheTokens() {
 		log.Fatal(err)
 	}
 	for range 2 {
-		bpe, err := tokenizer.LoadOrTrainBPE(filepath.Join(filepath.Dir(path), "cache", "bpe"),
+		bpe, err := tokenizer.LoadOrTrainBPE(context.Background(), filepath.Join(filepath.Dir(path), "cache", "bpe"),
 			corpus.Train, 50257, 32<<20, nil)
 		if err != nil {
 			log.Fatal(err)

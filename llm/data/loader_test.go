@@ -1,6 +1,8 @@
 package data
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -277,7 +279,7 @@ func TestNewLoaderErrors(t *testing.T) {
 // dealt out.
 func TestLoaderReportsAVanishedFile(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
-	tokens, err := Tokenize(mustOpen(t, dir).Train, tokenizer.Bytes{})
+	tokens, err := Tokenize(t.Context(), mustOpen(t, dir).Train, tokenizer.Bytes{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -333,7 +335,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	content := strings.ReplaceAll(string(texttest.Bytes(texttest.Rand(t), 3<<20)), "\x00", "0")
 	text := mustOpen(t, texttest.Files(t, map[string]string{"a": content})).Train
 	tok := pairs{256 + 1<<16}
-	tokens, err := Tokenize(text, tok)
+	tokens, err := Tokenize(t.Context(), text, tok)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -358,7 +360,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	if tokens.Fingerprint() == printOf(t, text) {
 		t.Error("the fingerprint does not tell tokenizers apart")
 	}
-	_, err = Tokenize(text, pairs{300})
+	_, err = Tokenize(t.Context(), text, pairs{300})
 	if err == nil || !strings.Contains(err.Error(), "outside its vocabulary [0, 300)") {
 		t.Errorf("ids outside the vocabulary give %v", err)
 	}
@@ -400,7 +402,7 @@ func FuzzLoaderState(f *testing.F) {
 // the token that ends a document.
 func TestLoaderKnowsDocuments(t *testing.T) {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30)), WithHeldOut(1e-9)).Train
-	raw, err := Tokenize(text, tokenizer.Bytes{})
+	raw, err := Tokenize(t.Context(), text, tokenizer.Bytes{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -448,3 +450,31 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 		}
 	}
 }
+
+// TestContextEndsTokenize wants Tokenize to end with the cause of its context, in the text too.
+func TestContextEndsTokenize(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "text")
+	require.NoError(t, os.WriteFile(path, bytes.Repeat([]byte("some words\n"), 1<<19), 0o666))
+	text := mustOpen(t, path).Train
+	_, err := text.Fingerprint(t.Context(), nil)
+	require.NoError(t, err)
+	cause := errors.New("stopped by hand")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	calls := 0
+	tok := counting{func() {
+		if calls++; calls == 2 {
+			cancel(cause)
+		}
+	}}
+	_, err = Tokenize(ctx, text, tok)
+	require.ErrorIs(t, err, cause)
+	require.Equal(t, 2, calls)
+}
+
+// counting is a tokenizer that tells of each piece.
+type counting struct{ encoding func() }
+
+func (counting) Name() string                 { return "counting" }
+func (counting) VocabSize() int               { return 300 }
+func (counting) Decode([]int) ([]byte, error) { return nil, nil }
+func (c counting) Encode([]byte) []int        { c.encoding(); return []int{1} }

@@ -37,7 +37,7 @@ func tokenText(t testing.TB) *Text {
 
 func trainBPE(t testing.TB, text []byte, vocab int) *tokenizer.BPE {
 	t.Helper()
-	b, err := tokenizer.TrainBPE(bytes.NewReader(text), vocab, nil)
+	b, err := tokenizer.TrainBPE(t.Context(), bytes.NewReader(text), vocab, nil)
 	require.NoError(t, err)
 	return b
 }
@@ -176,7 +176,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 		t.Error("resumed with another batch")
 	}
 	// Tokenize does not end documents, so that its tokens are others.
-	tokens, err := Tokenize(text, bpe)
+	tokens, err := Tokenize(t.Context(), text, bpe)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -30,12 +30,15 @@ type Tokens interface {
 // Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when
 // asked for. Any other tokenizer encodes the whole text now, in pieces of up to 1 MiB that end
 // after a newline where there is one, and its tokens are kept in memory at four bytes each. It
-// takes the text's fingerprint, which after [Text.Fingerprint] is known.
-func Tokenize(text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
+// takes the text's fingerprint, which after [Text.Fingerprint] is known. The context ends the work.
+func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
+	if ctx == nil {
+		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)
+	}
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
 	}
-	fingerprint, err := text.Fingerprint(context.Background(), nil)
+	fingerprint, err := text.Fingerprint(ctx, nil)
 	if err != nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", err)
 	}
@@ -46,6 +49,9 @@ func Tokenize(text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 		fingerprint: fingerprintOf(tok.Name(), fingerprint)}
 	piece := make([]byte, 1<<20)
 	for offset := int64(0); offset < text.Size(); {
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("data: Tokenize: %w", context.Cause(ctx))
+		}
 		n := int(min(int64(len(piece)), text.Size()-offset))
 		if _, err := text.ReadAt(piece[:n], offset); err != nil {
 			return nil, fmt.Errorf("data: Tokenize: %w", err)

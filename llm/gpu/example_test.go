@@ -25,7 +25,7 @@ func ExampleEngine() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	tokens, err := data.Tokenize(corpus.Train, tokenizer.Bytes{})
+	tokens, err := data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		log.Fatal(err)
 	}

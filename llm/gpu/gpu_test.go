@@ -98,7 +98,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 		SlotWidth: 53}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
 	corpus := must[*data.Corpus](t)(data.Open(path))
-	tokens := must[data.Tokens](t)(data.Tokenize(corpus.Train, tokenizer.Bytes{}))
+	tokens := must[data.Tokens](t)(data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{}))
 	loader := must[*data.Loader](t)(data.NewLoader(tokens, data.LoaderConfig{Batch: p.batch, Seq: config.Seq, Seed: 1}))
 	var optimizer optim.Optimizer = must[*optim.AdamW](t)(optim.NewAdamW(optim.WithLR(3e-3)))
 	if muon {

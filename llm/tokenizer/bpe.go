@@ -3,6 +3,7 @@ package tokenizer
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -365,9 +366,13 @@ type Text interface {
 // LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up
 // to sample bytes of the text, spread evenly over it, and saves it there; a place where it cannot
 // be saved is an error before that. A file whose vocabulary is larger than vocab is an error; a
-// smaller one is not, as training ends early on a text with too few pairs.
-func LoadOrTrainBPE(path string, text Text, vocab, sample int,
+// smaller one is not, as training ends early on a text with too few pairs. The context ends the
+// training.
+func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample int,
 	progress func(merges, of int) error) (*BPE, error) {
+	if ctx == nil {
+		return nil, errors.New("tokenizer: LoadOrTrainBPE: the context must not be nil")
+	}
 	if text == nil {
 		return nil, errors.New("tokenizer: LoadOrTrainBPE: text must not be nil")
 	}
@@ -381,7 +386,7 @@ func LoadOrTrainBPE(path string, text Text, vocab, sample int,
 		if err != nil {
 			return nil, err
 		}
-		if b, err = TrainBPE(bytes.NewReader(raw), vocab, progress); err != nil {
+		if b, err = TrainBPE(ctx, bytes.NewReader(raw), vocab, progress); err != nil {
 			return nil, err
 		}
 		if err := b.Save(path); err != nil {

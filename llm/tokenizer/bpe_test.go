@@ -2,6 +2,7 @@ package tokenizer
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -23,7 +24,7 @@ import (
 
 func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
 	t.Helper()
-	b, err := TrainBPE(bytes.NewReader(text), vocab, nil)
+	b, err := TrainBPE(t.Context(), bytes.NewReader(text), vocab, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -130,7 +131,7 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
 	}
 	calls := 0
-	got, err := TrainBPE(iotest.HalfReader(bytes.NewReader(text)), 1000,
+	got, err := TrainBPE(t.Context(), iotest.HalfReader(bytes.NewReader(text)), 1000,
 		func(merges, of int) error {
 			if calls++; merges != calls || of != 743 {
 				t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
@@ -153,7 +154,7 @@ func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
 	}
 	var pieces []string
-	err := readPieces(iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) {
+	err := readPieces(t.Context(), iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) {
 		pieces = append(pieces, string(p))
 	})
 	if err != nil {
@@ -182,13 +183,13 @@ func TestTrainBPEErrors(t *testing.T) {
 		if c.err == nil {
 			reader = strings.NewReader("text")
 		}
-		_, err := TrainBPE(reader, c.vocab, nil)
+		_, err := TrainBPE(t.Context(), reader, c.vocab, nil)
 		if err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, c.err) &&
 			c.err != nil {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
 	}
-	if _, err := TrainBPE(nil, 300, nil); err == nil {
+	if _, err := TrainBPE(t.Context(), nil, 300, nil); err == nil {
 		t.Error("no reader is no error")
 	}
 }
@@ -510,7 +511,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text.bpe")
 	trained := 0
 	load := func(vocab int) (*BPE, error) {
-		return LoadOrTrainBPE(path, text, vocab, 1<<20, func(int, int) error {
+		return LoadOrTrainBPE(t.Context(), path, text, vocab, 1<<20, func(int, int) error {
 			trained++
 			return nil
 		})
@@ -611,7 +612,7 @@ func TestWhatIsNoEncoding(t *testing.T) {
 // TestTrainingStops wants an error of a progress function to end the training and to leave no file.
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
-	_, err := LoadOrTrainBPE(filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300,
+	_, err := LoadOrTrainBPE(t.Context(), filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300,
 		1<<20, func(int, int) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)
@@ -624,3 +625,32 @@ func TestTrainingStops(t *testing.T) {
 type sampled []byte
 
 func (s sampled) Sample(limit int) ([]byte, error) { return s[:min(limit, len(s))], nil }
+
+// TestContextEndsTraining wants a training whose context has ended, before or between two merges, to
+// end with its cause.
+func TestContextEndsTraining(t *testing.T) {
+	text := texttest.Words(1, 3000)
+	cause := errors.New("stopped by hand")
+	for _, after := range []int{0, 1, 5} {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		defer cancel(nil)
+		if after == 0 {
+			cancel(cause)
+		}
+		done := 0
+		_, err := TrainBPE(ctx, bytes.NewReader(text), 1000, func(merges, _ int) error {
+			if done = merges; merges == after {
+				cancel(cause)
+			}
+			return nil
+		})
+		require.ErrorIs(t, err, cause)
+		require.Equal(t, after, done)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(cause)
+	path := filepath.Join(t.TempDir(), "bpe")
+	_, err := LoadOrTrainBPE(ctx, path, sampled(text), 300, 1<<20, nil)
+	require.ErrorIs(t, err, cause)
+	require.NoFileExists(t, path)
+}

@@ -1,6 +1,7 @@
 package tokenizer_test
 
 import (
+	"context"
 	"fmt"
 	"log"
 	"strings"
@@ -24,7 +25,7 @@ func ExampleBytes() {
 
 func ExampleTrainBPE() {
 	text := strings.Repeat("if err != nil {\n\treturn err\n}\n", 100)
-	bpe, err := tokenizer.TrainBPE(strings.NewReader(text), 50257, nil)
+	bpe, err := tokenizer.TrainBPE(context.Background(), strings.NewReader(text), 50257, nil)
 	if err != nil {
 		log.Fatal(err)
 	}

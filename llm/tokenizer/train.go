@@ -3,6 +3,7 @@ package tokenizer
 import (
 	"cmp"
 	"container/heap"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -16,8 +17,12 @@ import (
 // number of different pieces, not with the text.
 //
 // The function progress is called, if it is not nil, after each merge. An error of it ends the
-// training.
-func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*BPE, error) {
+// training, and so does the context.
+func TrainBPE(ctx context.Context, text io.Reader, vocab int,
+	progress func(merges, of int) error) (*BPE, error) {
+	if ctx == nil {
+		return nil, errors.New("tokenizer: TrainBPE: the context must not be nil")
+	}
 	if vocab < 257 || vocab > maxVocab {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 "+
 			"bytes, the end of a document, and merges", vocab, maxVocab)
@@ -25,12 +30,15 @@ func TrainBPE(text io.Reader, vocab int, progress func(merges, of int) error) (*
 	if text == nil {
 		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
 	}
-	t, err := newBPETrainer(text)
+	t, err := newBPETrainer(ctx, text)
 	if err != nil {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 	}
 	merges := make([]pair, 0, vocab-257)
 	for len(merges) < cap(merges) {
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("tokenizer: TrainBPE: %w", context.Cause(ctx))
+		}
 		p, ok := t.mostFrequent()
 		if !ok {
 			break
@@ -73,10 +81,10 @@ type pairCount struct {
 }
 
 // newBPETrainer counts the pieces of the text and the pairs of bytes in them.
-func newBPETrainer(text io.Reader) (*bpeTrainer, error) {
+func newBPETrainer(ctx context.Context, text io.Reader) (*bpeTrainer, error) {
 	t := &bpeTrainer{pairs: map[pair]*pairCount{}}
 	index := map[string]int{}
-	err := readPieces(text, func(piece []byte) {
+	err := readPieces(ctx, text, func(piece []byte) {
 		i, ok := index[string(piece)]
 		if !ok {
 			i = len(t.words)
@@ -104,10 +112,13 @@ func newBPETrainer(text io.Reader) (*bpeTrainer, error) {
 // readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees
 // maxPiece bytes at most, the pieces are those of the whole text when less than that waits for the
 // next portion.
-func readPieces(text io.Reader, f func(piece []byte)) error {
+func readPieces(ctx context.Context, text io.Reader, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0
 	for {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		n, err := io.ReadFull(text, buffer[have:])
 		last := err == io.EOF || errors.Is(err, io.ErrUnexpectedEOF)
 		if err != nil && !last {

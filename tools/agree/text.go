@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"cmp"
+	"context"
 	"encoding/binary"
 	"fmt"
 	"os"
@@ -68,7 +69,7 @@ func readText(folder, bpe string, vocab int) (data.Tokens, error) {
 		return nil, err
 	}
 	if vocab <= bytesVocab {
-		return data.Tokenize(corpus.Train, tokenizer.Bytes{})
+		return data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{})
 	}
 	progress := func(done, of int) error {
 		if done%1000 == 0 || done == of {
@@ -77,9 +78,9 @@ func readText(folder, bpe string, vocab int) (data.Tokens, error) {
 		return nil
 	}
 	sample := int(min(corpus.Train.Size(), bpeText))
-	tok, err := tokenizer.LoadOrTrainBPE(bpe, corpus.Train, vocab, sample, progress)
+	tok, err := tokenizer.LoadOrTrainBPE(context.Background(), bpe, corpus.Train, vocab, sample, progress)
 	if err != nil {
 		return nil, err
 	}
-	return data.Tokenize(corpus.Train, tok)
+	return data.Tokenize(context.Background(), corpus.Train, tok)
 }
