@@ -31,27 +31,6 @@ var ErrUnsupportedDevice = errors.New("unsupported GPU")
 // The error around it says what there is, what it takes, and what to use instead.
 var ErrUnsupportedPrecision = errors.New("unsupported precision")
 
-// joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
-func joined(errs ...error) error {
-	for _, err := range errs {
-		var e *gpu.Error
-		if errors.As(err, &e) && e.Sticky() {
-			return err
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// inTurn makes calls until one fails.
-func inTurn(calls ...func() error) error {
-	for _, call := range calls {
-		if err := call(); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.
 const minMajor, minMinor = 8, 0
 

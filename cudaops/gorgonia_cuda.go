@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -27,11 +28,11 @@ func init() { opbase.CUDA = onEngine }
 // engines holds what the ops on an engine share. Entries of engines that are gone are dropped.
 var engines struct {
 	sync.Mutex
-	of map[weak.Pointer[cuda.Engine]]*loneOps
+	of map[weak.Pointer[cuda.Engine]]*singleOps
 }
 
 // placed is what is kept of an op: its machine on each engine that has run it.
-type placed map[weak.Pointer[cuda.Engine]]*loneOp
+type placed map[weak.Pointer[cuda.Engine]]*singleOp
 
 func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value, in []gorgonia.Value) (bool, error) {
 	for _, v := range append(in[:len(in):len(in)], prealloc) {
@@ -41,7 +42,7 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	}
 	engines.Lock()
 	defer engines.Unlock()
-	l, err := loneOpOn(engine, o, kept, in)
+	l, err := singleOpOn(engine, o, kept, in)
 	if err != nil {
 		return false, err
 	}
@@ -52,8 +53,8 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	return true, l.run(operands, gpu.Ptr(prealloc.Uintptr()))
 }
 
-// loneOpOn returns the op's machine on an engine.
-func loneOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value) (*loneOp, error) {
+// singleOpOn returns the op's machine on an engine.
+func singleOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value) (*singleOp, error) {
 	key := weak.Make(engine)
 	machines, _ := (*kept).(placed)
 	if machines == nil {
@@ -64,13 +65,13 @@ func loneOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value
 		return l, nil
 	}
 	dropGone(machines)
-	ops, err := loneOpsOn(key, engine)
+	ops, err := singleOpsOn(key, engine)
 	if err != nil {
 		return nil, err
 	}
-	operands := make([]loneOperand, len(in))
+	operands := make([]singleOperand, len(in))
 	for i, v := range in {
-		operands[i] = loneOperand{v.Dtype(), v.Shape().Clone()}
+		operands[i] = singleOperand{v.Dtype(), v.Shape().Clone()}
 	}
 	l, err := ops.open(o, operands)
 	if err == nil {
@@ -79,19 +80,19 @@ func loneOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value
 	return l, err
 }
 
-func loneOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*loneOps, error) {
+func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps, error) {
 	if ops := engines.of[key]; ops != nil {
 		return ops, nil
 	}
 	if engines.of == nil {
-		engines.of = map[weak.Pointer[cuda.Engine]]*loneOps{}
+		engines.of = map[weak.Pointer[cuda.Engine]]*singleOps{}
 	}
 	dropGone(engines.of)
 	device, err := Open(WithContext(cuhandle.OfContext(engine.Context().CUDAContext())))
 	if err != nil {
 		return nil, err
 	}
-	ops, err := newLoneOps(device, realKernels)
+	ops, err := newSingleOps(device, func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil })
 	if err == nil {
 		engines.of[key] = ops
 	}

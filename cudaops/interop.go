@@ -1,9 +1,11 @@
 package cudaops
 
 import (
-	"errors"
 	"fmt"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 
@@ -48,7 +50,7 @@ func WithStream(handle uintptr) MachineOption {
 
 // Stream is the CUstream that the machine's work is on. Another library that uses the machine's memory must order its work
 // by it: on the stream itself, with an event, or by waiting. It is valid until Close, if the machine made it.
-func (m *Machine) Stream() uintptr { return uintptr(m.stream) }
+func (m *Machine) Stream() uintptr { return uintptr(m.runner.Stream) }
 
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
 // [Precision] and [WithGradientPrecision] have it, integers as int64, in row-major order. The node must be one that
@@ -56,11 +58,12 @@ func (m *Machine) Stream() uintptr { return uintptr(m.stream) }
 // holds what the last run left once the machine's stream has come to its end. With [Float16], gradients lie there multiplied by
 // the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
-	a, err := m.lasting(n)
+	defer in("Address", &err)
+	a, err := lasting(m, n)
 	if err != nil {
-		return 0, 0, fmt.Errorf("cudaops.Machine.Address: %w", err)
+		return 0, 0, err
 	}
-	return uintptr(a.ptr()), a.extent(), nil
+	return uintptr(a.Ptr()), a.Extent(), nil
 }
 
 // Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr is a CUdeviceptr that is
@@ -74,105 +77,82 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 // Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding the node to other memory.
 // It must be accessible in the device's context, and is used on the machine's stream. An input that holds integers cannot be
 // bound: the machine checks them before it sends them.
-func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) error {
-	if err := m.bind(n, gpu.Ptr(ptr), bytes); err != nil {
-		return fmt.Errorf("cudaops.Machine.Bind: %w", err)
-	}
-	return nil
-}
-
-func (m *Machine) bind(n *gorgonia.Node, ptr gpu.Ptr, bytes int) error {
-	a, err := m.lasting(n)
+func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
+	defer in("Bind", &err)
+	a, err := lasting(m, n)
 	if err != nil {
 		return err
 	}
-	size := a.extent()
 	switch {
-	case ptr == 0 || ptr%alignment != 0:
-		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", describe(n), uint64(ptr), alignment)
-	case bytes != size:
-		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", describe(n), bytes, size, a.len(), a.elem)
+	case ptr == 0 || ptr%program.Alignment != 0:
+		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", lower.Describe(n), uint64(ptr), program.Alignment)
+	case bytes != a.Extent():
+		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", lower.Describe(n), bytes, a.Extent(), a.Len(), a.Type)
 	}
-	i := slices.IndexFunc(m.program.inputs, func(in *input) bool { return in.array.block == a.block })
+	i := slices.IndexFunc(m.inputs.All, func(i *program.Input) bool { return i.Array.Buffer == a.Buffer })
 	if i < 0 {
-		return m.bindOutput(n, a, ptr)
-	}
-	in := m.program.inputs[i]
-	switch {
-	case in.node != n:
-		return fmt.Errorf("%s is part of %s: bind that", describe(n), describe(in.node))
-	case n.Op() != nil:
-		return fmt.Errorf("%s is a constant", describe(n))
-	case len(in.ids) > 0:
-		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a value with gorgonia.Let",
-			describe(n), in.ids[0].argument, in.ids[0].op)
-	case in.sharers > 0:
-		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", describe(n))
-	case in.constant && m.optimizer != nil:
-		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", describe(n))
-	}
-	return m.move(a.block, ptr, func() { in.bound = true })
-}
-
-func (m *Machine) bindOutput(n *gorgonia.Node, a *array, ptr gpu.Ptr) error {
-	switch {
-	case m.config.share != nil && a.resident:
-		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", describe(n))
-	case a.resident, a.at != 0, a.len()*a.elem.size() != a.block.Bytes:
-		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it from its Address", describe(n))
-	case m.optimizer != nil && slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() == n }):
-		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer", describe(n))
-	}
-	return m.move(a.block, ptr, func() {})
-}
-
-// move puts a block elsewhere, and gives back what the machine has allocated for it alone.
-func (m *Machine) move(b *block, ptr gpu.Ptr, done func()) error {
-	m.bound = true
-	if b.base == ptr {
-		done()
-		return nil
-	}
-	if err := m.device.ctx.SyncStream(m.stream); err != nil {
-		return err
-	}
-	if err := m.forget(); err != nil {
-		return err
-	}
-	old := b.base
-	b.base = ptr
-	done()
-	if _, ok := m.owned[old]; ok && b.resident {
-		return m.free(old)
-	}
-	return nil
-}
-
-// refresh takes an input as the program that holds its memory has left it.
-func (in *input) refresh() error {
-	for _, c := range in.copies {
-		if err := c.renew(); err != nil {
+		if err := canBindOutput(m, n, a); err != nil {
 			return err
 		}
+		return moveBuffer(m, a.Buffer, gpu.Ptr(ptr))
+	}
+	input := m.inputs.All[i]
+	if err := canBindInput(m, n, input); err != nil {
+		return err
+	}
+	if err := moveBuffer(m, a.Buffer, gpu.Ptr(ptr)); err != nil {
+		return err
+	}
+	m.inputs.Bind(input)
+	return nil
+}
+
+// canBindInput returns why an input, of which node n is, cannot lie elsewhere.
+func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
+	switch {
+	case i.Node != n:
+		return fmt.Errorf("%s is part of %s: bind that", lower.Describe(n), lower.Describe(i.Node))
+	case n.Op() != nil:
+		return fmt.Errorf("%s is a constant", lower.Describe(n))
+	case len(i.IDs) > 0:
+		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a value with gorgonia.Let",
+			lower.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
+	case m.inputs.Shared(i):
+		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", lower.Describe(n))
+	case i.Constant && m.optimizer != nil:
+		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", lower.Describe(n))
 	}
 	return nil
 }
 
-// lasting returns the memory of a node whose value outlives a run.
-func (m *Machine) lasting(n *gorgonia.Node) (*array, error) {
-	if m.closed {
-		return nil, errClosed
-	}
-	a, ok := m.program.values[n]
+// canBindOutput returns why an output cannot lie elsewhere.
+func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	switch {
-	case n == nil || !ok:
-		return nil, errors.New("the node is not part of the graph that the machine runs")
-	case a.block == nil && len(a.parts) > 0:
-		return nil, fmt.Errorf("%s packs several values: ask for those", describe(n))
-	case a.block == nil:
-		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", describe(n))
-	case !a.resident && a.Last < len(m.program.tasks):
-		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", describe(n))
+	case m.config.share != nil && a.Resident:
+		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", lower.Describe(n))
+	case a.Resident, a.At != 0, a.Extent() != a.Buffer.Bytes:
+		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it from its Address", lower.Describe(n))
+	case m.optimizer != nil && slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() == n }):
+		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer", lower.Describe(n))
 	}
-	return a, nil
+	return nil
+}
+
+// moveBuffer puts a buffer elsewhere, and gives back what the machine has allocated for it alone.
+func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
+	if b.Base == to {
+		return nil
+	}
+	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
+		return err
+	}
+	if err := m.runner.Forget(); err != nil {
+		return err
+	}
+	old := b.Base
+	b.Base = to
+	if b.Resident && m.memory.Owns(old) {
+		return m.memory.Free(old)
+	}
+	return nil
 }

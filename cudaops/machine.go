@@ -7,11 +7,18 @@ import (
 	"slices"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/place"
+	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/cudaops/internal/schedule"
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 )
 
 // Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has gorgonia.NewTapeMachine(g), it can have
@@ -25,53 +32,30 @@ import (
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
-	device *Device
-	graph  *gorgonia.ExprGraph
-	config machineConfig
-	stream gpu.Stream
-	k      kernelSet
-	blas   *matmuls
+	device    *Device
+	config    machineConfig
+	memory    run.Memory
+	runner    *run.Runner
+	inputs    *run.Inputs
+	layers    *kasmina.Layers
+	chooser   *choose.Chooser
+	options   lower.Options
+	optimizer *update.Optimizer
+	measured  *profile.Machine
+	monitor   *profile.Monitor  // nil without WithMonitor
+	profiler  *profile.Profiler // nil but during a profile
 
-	program   *program
-	optimizer *optimizer
-	arena     gpu.Ptr
-	owned     map[gpu.Ptr]int // bytes of each allocation
-	expected  int             // bytes of Device.expected that are this machine's
-	sent      gpu.Event       // the last run's inputs have left their staging memory
-	ran       bool
-	read      bool // the stream has been waited for since the last run
-	gathered  bool // there are gradients of runs since the last update, which WithAccumulation keeps
-
-	bound bool // values lie in memory of the program's
-
-	returned  []byte                // pinned, for values that come back
-	recorded  map[string]*recording // by what the attendants measure
-	now       *recording            // that of the run under way, or of the last one
-	warned    map[string]bool
-	borrowed  []*input // parameters of another machine
-	tuner     *tuner
-	monitor   *monitor  // nil without WithMonitor
-	profiler  *profiler // nil but during a profile
-	capturing bool
-	apart     bool // the passes of Kasmina layers make their ends, for the time of a pass to hold all that the layer takes
-	closed    bool
-
-	scale   kernels.LossScale // as on the device
-	carried float32           // the scale that the gradients of the last run carry
-
-	attendants []attendant
+	sent     gpu.Event // the last run's inputs have left their staging memory
+	expected int       // bytes of Device.expected that are this machine's
+	borrowed []*program.Input
+	warned   map[string]bool
 }
 
-var errClosed = errors.New("the machine is closed")
-
-// attendant has work of its own around every run, on the machine's stream but outside of what is captured.
-type attendant interface {
-	// appendMode adds to b what tells this run's work from that of other runs, which are captured apart.
-	appendMode(b []byte) []byte
-	before() error // ahead of a run, when the last one's inputs have left their staging memory
-	after() error  // when a run's work is on its way, to bring back what it leaves
-	settle() error // all that was asked for is done: take in what came back
-	close() error
+// in names the method in an error that it returns.
+func in(method string, err *error) {
+	if *err != nil {
+		*err = fmt.Errorf("cudaops.Machine.%s: %w", method, *err)
+	}
 }
 
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The graph's floats
@@ -88,115 +72,129 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d.ctx == nil {
 		return nil, errNotOpened
 	}
-	config := machineConfig{kernels: realKernels}
-	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("an option is nil")
-		}
-		if err := opt(&config); err != nil {
-			return nil, err
-		}
-	}
-	if config.logger == nil {
-		config.logger = slog.Default()
-	}
-	if err := joined(config.narrowGradients(), config.within(g)); err != nil {
+	config, err := configOf(g, opts)
+	if err != nil {
 		return nil, err
 	}
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, graph: g, config: config, warned: map[string]bool{}, recorded: map[string]*recording{}, owned: map[gpu.Ptr]int{},
-		scale: kernels.LossScale{Scale: 1}}
+	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx}, warned: map[string]bool{}}
+	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
+		Scale: run.Scale{Now: kernels.LossScale{Scale: 1}}}
 	defer func() {
 		if err != nil {
-			err = joined(err, m.Close())
+			err = run.Joined(err, m.Close())
 		}
 	}()
-	if m.k, err = config.kernels(d.ctx); err != nil {
+	if err := m.open(); err != nil {
 		return nil, err
 	}
-	if m.stream = config.stream; m.stream == 0 {
-		if m.stream, err = d.ctx.NewStream(); err != nil {
-			return nil, err
+	if err := m.plan(g); err != nil {
+		return nil, err
+	}
+	return m, m.load()
+}
+
+// configOf gathers the options.
+func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
+	for _, opt := range opts {
+		if opt == nil {
+			return config, errors.New("an option is nil")
+		}
+		if err := opt(&config); err != nil {
+			return config, err
 		}
 	}
-	if m.sent, err = d.ctx.NewEvent(false); err != nil {
-		return nil, err
+	if config.logger == nil {
+		config.logger = slog.Default()
 	}
-	if m.tuner, err = newTuner(m); err != nil {
-		return nil, err
+	return config, run.Joined(config.narrowGradients(), config.within(g))
+}
+
+// open takes what the machine has beside a program: kernels, a stream, a chooser.
+func (m *Machine) open() (err error) {
+	x, ctx := m.runner.Executor, m.device.ctx
+	if x.Kernels, err = m.config.kernels(ctx); err != nil {
+		return err
 	}
-	m.k = tunedKernels{m.k, m.tuner}
-	m.blas = newMatmuls(m)
-	if err := m.plan(); err != nil {
-		return nil, err
-	}
-	if config.share != nil && len(m.borrowed) == 0 {
-		return nil, errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
-	}
-	if err := m.allocate(); err != nil {
-		return nil, err
-	}
-	m.expect(m.momentsToCome())
-	for _, t := range m.program.tables {
-		if err := d.ctx.CopyToDevice(t.ptr(), gpu.Bytes(t.data), m.stream); err != nil {
-			return nil, err
+	if x.Stream == 0 {
+		if x.Stream, err = ctx.NewStream(); err != nil {
+			return err
 		}
 	}
-	for _, in := range m.program.inputs {
-		if in.constant {
-			if err := m.send(in); err != nil {
-				return nil, err
-			}
+	if m.sent, err = ctx.NewEvent(false); err != nil {
+		return err
+	}
+	x.Products = &run.Products{Kernels: x.Kernels, Ctx: ctx, Alloc: m.memory.Alloc}
+	if m.config.single != nil {
+		x.Products.Workspace = m.config.single.workspace
+	}
+	if m.chooser, err = newChooser(m); err != nil {
+		return err
+	}
+	if m.config.float8 {
+		if err := checkFloat8(m); err != nil {
+			return err
 		}
 	}
-	if err := m.quantizeAgain(func(*input) bool { return true }); err != nil {
-		return nil, err
+	c := &m.config
+	m.options = lower.Options{Params: c.params, Outputs: c.outputs, Device: m.device.info, Activation: c.act,
+		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled, Accumulate: c.gather, Strict: c.strict,
+		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warn, Chooser: m.chooser}
+	if s := c.share; s != nil {
+		m.options.Shared, m.options.SharedParams = s.runner.Program, s.config.params
 	}
-	if m.program.scale != nil {
-		if err := m.setLossScale(LossScale{Scale: firstLossScale}); err != nil {
-			return nil, err
-		}
-	}
-	if err := m.clearSums(); err != nil {
-		return nil, err
-	}
-	if config.monitor > 0 {
-		if m.monitor, err = newMonitor(m); err != nil {
-			return nil, err
-		}
-	}
-	return m, d.ctx.SyncStream(m.stream)
+	return nil
 }
 
 // plan compiles the graph: to a program that saves time with memory, or where that would leave too little to one that does without.
-func (m *Machine) plan() (err error) {
-	kept := m.keep()
-	if m.program, err = compile(m, kept, true); err != nil || !m.program.spent {
+func (m *Machine) plan(g *gorgonia.ExprGraph) (err error) {
+	m.options.Roomy = true
+	if m.runner.Program, err = compile(m, g); err != nil || !m.runner.Program.Roomy {
 		return err
 	}
-	if room, err := m.hasRoom(); room || err != nil {
+	if room, err := hasRoom(m); room || err != nil {
 		return err
 	}
-	m.attendants = nil // which have taken nothing so far
-	if err := m.blas.again(); err != nil {
+	if err := m.runner.Products.Forget(); err != nil {
 		return err
 	}
-	m.tuner.again()
-	m.program, err = compile(m, kept, false)
+	m.chooser.Again()
+	m.options.Roomy = false
+	m.runner.Program, err = compile(m, g)
 	return err
 }
 
+// compile makes a program of a graph: in passes, of which only the choice of ways knows the device.
+func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
+	p, kept, err := lower.Lower(g, m.options)
+	if err != nil {
+		return nil, err
+	}
+	if err := m.chooser.Program(p); err != nil {
+		return nil, err
+	}
+	schedule.JoinSums(p)
+	var lasting []*program.Array
+	for _, n := range kept {
+		lasting = append(lasting, p.Values[n])
+	}
+	place.Arena(p, lasting)
+	return p, nil
+}
+
 // roomLeft is the share of the card's memory that saving time must leave free: for machines beside this one, as for evaluation, for what
-// the tuner takes while it times, and for other programs.
+// is taken while ways are timed, and for other programs.
 const roomLeft = 0.1
 
 // hasRoom reports whether the program leaves enough of the device's memory to the optimisers that are still to come, the machine's and
 // those of others on the device, and to what roomLeft is for.
-func (m *Machine) hasRoom() (bool, error) {
+func hasRoom(m *Machine) (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
-	need := m.program.arena + m.program.resident() + m.momentsToCome() + int(m.device.expected.Load())
+	p := m.runner.Program
+	need := p.Arena + p.Resident() + momentsToCome(m) + int(m.device.expected.Load())
 	return float64(need)+roomLeft*float64(total) <= float64(free), err
 }
 
@@ -206,324 +204,177 @@ func (m *Machine) expect(bytes int) {
 	m.expected = bytes
 }
 
-// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an optimiser. Muon has one moment, and
-// directions.
-func (m *Machine) momentsToCome() (bytes int) {
-	if m.optimizer != nil {
-		return 0
-	}
-	for _, in := range m.program.inputs {
-		if g := m.gradientIn(m.program, in); g != nil {
-			bytes += 2 * 4 * g.len()
+// load takes the program's memory and fills what is there from the start.
+func (m *Machine) load() error {
+	p, ctx, x := m.runner.Program, m.device.ctx, m.runner.Executor
+	if s := m.config.share; s != nil {
+		if len(p.Borrowed) == 0 {
+			return errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
 		}
-	}
-	return bytes
-}
-
-// gradientIn returns the gradient that a program has of an input that is a parameter, nil if there is none.
-func (m *Machine) gradientIn(p *program, in *input) *array {
-	if d := in.node.Deriv(); d != nil && slices.Contains(m.config.params, in.node) {
-		return p.values[d]
-	}
-	return nil
-}
-
-// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node needs.
-func (m *Machine) keep() gorgonia.Nodes {
-	kept := slices.Clone(m.config.outputs)
-	used := map[*gorgonia.Node]bool{}
-	for _, n := range m.graph.AllNodes() {
-		for _, c := range opbase.Children(n) {
-			used[c] = true
+		for _, b := range p.Borrowed {
+			s.inputs.Share(b, 1)
 		}
+		m.borrowed = p.Borrowed
 	}
-	for _, n := range m.graph.AllNodes() {
-		if !used[n] && n.Op() != nil {
-			kept = append(kept, n)
-		}
+	if err := m.memory.Place(p); err != nil {
+		return err
 	}
-	for _, p := range m.config.params {
-		if g := p.Deriv(); g != nil {
-			kept = append(kept, g)
-		}
+	var err error
+	if m.inputs, err = run.NewInputs(x, p); err != nil {
+		return err
 	}
-	return kept
-}
-
-// alloc takes device memory that Close gives back.
-func (m *Machine) alloc(bytes int, what string) (gpu.Ptr, error) {
-	p, err := m.device.ctx.Alloc(bytes)
+	if m.runner.Returned, err = ctx.AllocHost(returnedBytes); err != nil {
+		return err
+	}
+	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Strict: m.config.strict, Warn: m.warn,
+		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
 	if err != nil {
-		return 0, fmt.Errorf("allocating %s for %s: %w", gpu.Size(uint64(bytes)), what, err)
+		return err
 	}
-	m.owned[p] = bytes
-	return p, nil
-}
-
-// free gives back what alloc has taken.
-func (m *Machine) free(p gpu.Ptr) error {
-	delete(m.owned, p)
-	return m.device.ctx.Free(p)
+	x.Host, x.Pass = m.runner.OnTheHost, m.layers.Run
+	m.expect(momentsToCome(m))
+	for _, b := range p.Buffers {
+		if b.Data != nil {
+			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), x.Stream); err != nil {
+				return err
+			}
+		}
+	}
+	if err := m.inputs.SendConstants(); err != nil {
+		return err
+	}
+	if p.Scale != nil {
+		if err := setLossScale(m, LossScale{Scale: firstLossScale}); err != nil {
+			return err
+		}
+	}
+	if err := update.ClearSums(m.runner); err != nil {
+		return err
+	}
+	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers, Chooser: m.chooser, Warn: m.warn,
+		Name: m.device.Name(), Operands: m.config.act, Float8: m.config.float8, Copy: m.config.ceilingBytes}
+	if m.config.monitor > 0 {
+		if m.monitor, err = profile.NewMonitor(m.measured, m.config.monitor); err != nil {
+			return err
+		}
+	}
+	return ctx.SyncStream(x.Stream)
 }
 
 // returnedBytes is the size up to which values come back by way of pinned memory, which for small ones takes less time.
 const returnedBytes = 4 << 10
 
-// allocate takes the memory that the program was planned for.
-func (m *Machine) allocate() error {
-	need := uint64(m.program.arena + m.program.resident())
-	if free, _, err := m.device.ctx.MemInfo(); err != nil {
-		return err
-	} else if need > free {
-		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
-			gpu.Size(need), gpu.Size(uint64(m.program.resident())), gpu.Size(uint64(m.program.arena)), gpu.Size(free), gpu.OutOfMemory)
-	}
-	var err error
-	if m.program.arena > 0 {
-		if m.arena, err = m.alloc(m.program.arena, "a run"); err != nil {
-			return err
-		}
-	}
-	for _, b := range m.program.blocks {
-		if !b.resident {
-			b.base = m.arena.Offset(b.Offset)
-		} else if b.base, err = m.alloc(b.Bytes, "parameters and constants"); err != nil {
-			return err
-		}
-	}
-	for _, in := range m.program.inputs {
-		if in.staging, err = m.device.ctx.AllocHost(max(1, in.array.extent())); err != nil {
-			return err
-		}
-	}
-	m.returned, err = m.device.ctx.AllocHost(returnedBytes)
-	return err
-}
-
 // Memory returns the device memory in bytes that the machine holds: parameters and constants, everything a run needs, the
 // optimiser's state and workspace.
-func (m *Machine) Memory() int {
-	held := 0
-	for _, n := range m.owned {
-		held += n
-	}
-	if t := m.blas.table; t != nil {
-		held += t.Bytes
-	}
-	if m.optimizer != nil {
-		for _, t := range m.optimizer.tables() {
-			held += t.Bytes
-		}
-	}
-	return held
-}
+func (m *Machine) Memory() int { return m.memory.Held() + m.inputs.Held() + m.optimizer.Held() }
 
 // RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value] waits for it. An error
 // on the device may show in a later call.
-func (m *Machine) RunAll() error {
-	if err := m.run(); err != nil {
-		return fmt.Errorf("cudaops.Machine.RunAll: %w", err)
+func (m *Machine) RunAll() (err error) {
+	defer in("RunAll", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return err
 	}
-	return nil
-}
-
-func (m *Machine) run() error {
-	if m.closed {
-		return errClosed
-	}
-	if s := m.config.share; s != nil && s.closed {
+	if s := m.config.share; s != nil && s.runner.State.Closed() {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 	}
-	if x := m.optimizer; x != nil {
-		x.looked = false
-	}
-	if m.ran {
-		if err := m.device.ctx.SyncEvent(m.sent); err != nil {
+	ctx, ran := m.device.ctx, m.runner.State.Ran()
+	m.runner.State.On(run.Begin)
+	if ran {
+		if err := ctx.SyncEvent(m.sent); err != nil {
 			return err
 		}
 	}
-	if err := m.profiler.start(); err != nil {
+	if err := m.profiler.Start(); err != nil {
 		return err
 	}
-	defer m.profiler.call("RunAll")()
-	for _, a := range m.attendants {
-		if err := a.before(); err != nil {
+	defer m.profiler.Call("RunAll")()
+	for _, a := range m.runner.Attendants {
+		if err := a.Before(); err != nil {
 			return err
 		}
 	}
-	for _, in := range m.program.inputs {
-		var err error
-		switch {
-		case in.bound:
-			err = in.refresh()
-		case !in.constant:
-			err = m.send(in)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	bound := func(in *input) bool { return in.bound }
-	if err := joined(m.quantizeAgain(bound), m.device.ctx.Record(m.sent, m.stream)); err != nil {
+	if err := m.inputs.SendAll(); err != nil {
 		return err
 	}
-	if err := m.compute(); err != nil {
+	if err := ctx.Record(m.sent, m.runner.Stream); err != nil {
 		return err
 	}
-	for _, a := range m.attendants {
-		if err := a.after(); err != nil {
+	if err := m.runner.Compute(m.observe); err != nil {
+		return err
+	}
+	for _, a := range m.runner.Attendants {
+		if err := a.After(); err != nil {
 			return err
 		}
 	}
 	if m.optimizer == nil {
-		m.profiler.finish()
+		m.profiler.Finish()
 	}
 	return nil
 }
 
-// settle lets the attendants take in what came back.
-func (m *Machine) settle() error {
-	var errs []error
-	for _, a := range m.attendants {
-		errs = append(errs, a.settle())
+// observe enqueues a run, with the marks of a profiler or of the monitor.
+func (m *Machine) observe(capture bool, run func() error) error {
+	plain := run
+	if m.monitor != nil && m.runner.Loaded() && !m.profiler.Busy() {
+		run = func() error { return m.monitor.Run(plain) }
 	}
-	return errors.Join(errs...)
-}
-
-// activations is how the machine stores activations.
-func (m *Machine) activations() elem { return m.config.act }
-
-// param returns the parameter that n is an image of in another graph, nil if there is none.
-func (m *Machine) param(n *gorgonia.Node) *input {
-	if m == nil {
-		return nil
-	}
-	for _, in := range m.program.inputs {
-		if slices.Contains(m.config.params, in.node) && in.node.Name() == n.Name() && n.Dtype() == in.node.Dtype() &&
-			slices.Equal(n.Shape(), in.node.Shape()) {
-			return in
-		}
-	}
-	return nil
-}
-
-// owns reports whether an input is this machine's.
-func (m *Machine) owns(in *input) bool { return m != nil && slices.Contains(m.program.inputs, in) }
-
-// Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the
-// gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
-func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
-	v, err := m.value(n)
-	if err == nil {
-		err = m.settle()
-	}
-	if err != nil {
-		return nil, fmt.Errorf("cudaops.Machine.Value: %w", err)
-	}
-	return v, nil
-}
-
-func (m *Machine) value(n *gorgonia.Node) (gorgonia.Value, error) {
-	defer m.profiler.call("Value")()
-	a, err := m.lasting(n)
-	if err != nil {
-		return nil, err
-	}
-	if !m.ran && n.Op() != nil {
-		return nil, errors.New("the machine has not run")
-	}
-	v, err := m.fetch(a, n.Dtype())
-	if err != nil {
-		return nil, err
-	}
-	if m.program.scaling != nil && m.program.scaling.carried[n] {
-		if m.carried == 0 {
-			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", describe(n))
-		}
-		if v, err = divided(v, m.carried); err != nil {
-			return nil, err
-		}
-	}
-	return v, nil
-}
-
-// fetch copies an array back as a value of type dt.
-func (m *Machine) fetch(a *array, dt tensor.Dtype) (gorgonia.Value, error) {
-	raw := m.returned
-	if n := a.extent(); n <= len(raw) {
-		raw = raw[:n]
-	} else {
-		raw = make([]byte, n)
-	}
-	if err := m.device.ctx.CopyToHost(raw, a.ptr(), m.stream); err != nil {
-		return nil, err
-	}
-	if err := m.device.ctx.SyncStream(m.stream); err != nil {
-		return nil, err
-	}
-	m.read = m.ran
-	return decode(raw, a.elem, dt, a.shape)
+	return m.profiler.Around(capture, m.optimizer, run, func() error { return m.profiler.Marked() })
 }
 
 // Reset does nothing: every run begins anew. It is part of gorgonia.VM.
 func (m *Machine) Reset() {}
 
 // Close waits for the device and frees what the machine holds there.
-func (m *Machine) Close() error {
-	if m.closed {
+func (m *Machine) Close() (err error) {
+	defer in("Close", &err)
+	if m.runner.State.Closed() {
 		return nil
 	}
-	m.closed = true
+	m.runner.State.On(run.Close)
 	m.expect(0)
-	for _, in := range m.borrowed {
-		in.sharers--
+	for _, b := range m.borrowed {
+		m.config.share.inputs.Share(b, -1)
 	}
-	ctx := m.device.ctx
+	ctx, x := m.device.ctx, m.runner.Executor
 	var errs []error
-	if m.stream != 0 {
-		errs = append(errs, ctx.SyncStream(m.stream))
+	closing := func(errsOf ...error) { errs = append(errs, errsOf...) }
+	if x.Stream != 0 {
+		closing(ctx.SyncStream(x.Stream))
 	}
-	errs = append(errs, m.settle())
-	for _, a := range m.attendants {
-		errs = append(errs, a.close())
+	closing(m.runner.Settle())
+	for _, a := range m.runner.Attendants {
+		closing(a.Close())
 	}
-	errs = append(errs, m.dropRecordings())
+	closing(m.runner.Drop())
 	if m.monitor != nil {
-		errs = append(errs, m.monitor.close())
+		closing(m.monitor.Close())
 	}
-	errs = append(errs, m.profiler.close())
+	closing(m.profiler.Close())
 	if m.optimizer != nil {
-		errs = append(errs, m.optimizer.close(m))
+		closing(m.optimizer.Close())
 	}
-	if m.blas != nil {
-		errs = append(errs, m.blas.close())
+	if x.Products != nil {
+		closing(x.Products.Forget())
 	}
-	for p := range m.owned {
-		errs = append(errs, m.free(p))
+	if m.inputs != nil {
+		closing(m.inputs.Close())
 	}
-	if m.program != nil {
-		for _, in := range m.program.inputs {
-			if in.staging != nil {
-				errs = append(errs, ctx.FreeHost(in.staging))
-			}
-		}
-	}
-	if m.returned != nil {
-		errs = append(errs, ctx.FreeHost(m.returned))
+	closing(m.memory.Close())
+	if m.runner.Returned != nil {
+		closing(ctx.FreeHost(m.runner.Returned))
 	}
 	if m.sent != 0 {
-		errs = append(errs, ctx.DestroyEvent(m.sent))
+		closing(ctx.DestroyEvent(m.sent))
 	}
-	if m.stream != 0 && m.config.stream == 0 {
-		errs = append(errs, ctx.DestroyStream(m.stream))
+	if x.Stream != 0 && m.config.stream == 0 {
+		closing(ctx.DestroyStream(x.Stream))
 	}
-	if m.k != nil {
-		errs = append(errs, m.k.Close())
+	if x.Kernels != nil {
+		closing(x.Kernels.Close())
 	}
-	if err := joined(errs...); err != nil {
-		return fmt.Errorf("cudaops.Machine.Close: %w", err)
-	}
-	return nil
+	return run.Joined(errs...)
 }
 
 // warn logs a message once.
@@ -532,4 +383,26 @@ func (m *Machine) warn(message string) {
 		m.warned[message] = true
 		m.config.logger.Warn("cudaops: " + message)
 	}
+}
+
+// gradientOf returns the gradient that the program has of an input that is a parameter, nil if there is none.
+func gradientOf(m *Machine, in *program.Input) *program.Array {
+	if d := in.Node.Deriv(); d != nil && slices.Contains(m.config.params, in.Node) {
+		return m.runner.Program.Values[d]
+	}
+	return nil
+}
+
+// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an optimiser. Muon has one moment, and
+// directions.
+func momentsToCome(m *Machine) (bytes int) {
+	if m.optimizer != nil {
+		return 0
+	}
+	for _, in := range m.runner.Program.Inputs {
+		if g := gradientOf(m, in); g != nil {
+			bytes += 2 * 4 * g.Len()
+		}
+	}
+	return bytes
 }

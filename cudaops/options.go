@@ -6,6 +6,9 @@ import (
 	"log/slog"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -19,15 +22,15 @@ type machineConfig struct {
 	share   *Machine
 	strict  bool
 	gather  bool
-	act     elem
+	act     gpu.DType  // what activations are stored as
 	stream  gpu.Stream // adopted; 0 for one of the machine's own
 	scaled  bool       // gradients carry a loss scale
 	float8  bool       // linear layers multiply float8
 	grads   Precision  // asked for by WithGradientPrecision
-	narrow  elem       // what gradients that only updates read are stored as
-	lone    *loneOps   // whose op the machine computes; nil for a whole graph
+	narrow  gpu.DType  // what gradients that only updates read are stored as
+	single  *singleOps // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
-	kernels func(gpu.Context) (kernelSet, error)
+	kernels func(gpu.Context) (kernels.Launcher, error)
 
 	tuning    tune.Mode
 	rules     wayrule.Rules
@@ -61,7 +64,7 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 // later. Runs of the two must not overlap: have a value of one before running the other.
 func WithParamsOf(other *Machine) MachineOption {
 	return func(c *machineConfig) error {
-		if other == nil || other.closed {
+		if other == nil || other.runner.State.Closed() {
 			return errors.New("WithParamsOf: the machine is nil or closed")
 		}
 		c.share = other
@@ -143,11 +146,11 @@ func WithPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
 		switch p {
 		case Float32:
-			c.act = float32s
+			c.act = gpu.Float32
 		case BFloat16, Float8:
-			c.act = bfloat16s
+			c.act = gpu.BFloat16
 		case Float16:
-			c.act = float16s
+			c.act = gpu.Float16
 		default:
 			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16, Float16 or Float8", p)
 		}
@@ -199,9 +202,22 @@ func (c *machineConfig) within(g *gorgonia.ExprGraph) error {
 	for option, nodes := range map[string]gorgonia.Nodes{"WithParams": c.params, "WithOutputs": c.outputs} {
 		for _, n := range nodes {
 			if !all[n] {
-				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option, describe(n))
+				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option, lower.Describe(n))
 			}
 		}
 	}
+	return nil
+}
+
+// narrowGradients has gradients stored as the options ask for, whose order does not matter.
+func (c *machineConfig) narrowGradients() error {
+	if c.grads == Float32 {
+		return nil
+	}
+	if c.act != gpu.BFloat16 {
+		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and Float8, and WithPrecision has %v: leave out one of them",
+			c.grads, map[gpu.DType]Precision{gpu.Float32: Float32, gpu.Float16: Float16}[c.act])
+	}
+	c.narrow = gpu.BFloat16
 	return nil
 }

@@ -4,7 +4,9 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
@@ -17,99 +19,65 @@ func Table(times []OpTime) string { return optime.Table(times) }
 // Profile is where the time of one step went: see [Machine.StartProfile].
 type Profile = optime.Profile
 
-// plainSteps is how many steps a profile times as they are, beside one more before these, which is not looked at; markedSteps is
-// how many have marks.
-const plainSteps, markedSteps = 7, 4
-
 // ProfileSteps is how many steps a profile takes.
-const ProfileSteps = 1 + plainSteps + markedSteps
+const ProfileSteps = profile.Steps
 
 // StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last ones run with a time stamp after
 // every kernel; all compute the same bits as ever. A step ends with [Machine.Update], in a machine without an optimiser with
 // [Machine.RunAll]. The machine must have run before. Then [Machine.Profile] has the profile.
-func (m *Machine) StartProfile() error {
-	err := errClosed
-	switch {
-	case m.closed:
-	case !m.ran:
-		err = errors.New("the machine has not run: profile it after a few steps")
-	default:
-		if err = joined(m.profiler.close(), m.device.ctx.SyncStream(m.stream)); err == nil {
-			m.profiler = &profiler{m: m, pieces: map[pieceKey]*markedPiece{}}
-		}
+func (m *Machine) StartProfile() (err error) {
+	defer in("StartProfile", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return err
 	}
-	if err != nil {
-		return fmt.Errorf("cudaops.Machine.StartProfile: %w", err)
+	if !m.runner.State.Ran() {
+		return errors.New("the machine has not run: profile it after a few steps")
 	}
+	if err := run.Joined(m.profiler.Close(), m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
+		return err
+	}
+	m.profiler = profile.NewProfiler(m.measured)
 	return nil
 }
 
 // Profile returns the profile that [Machine.StartProfile] has begun, nil while steps are lacking. It measures the card's
 // ceilings, which takes a fraction of a second and up to a GiB of memory that is free.
-func (m *Machine) Profile() (*Profile, error) {
-	p, err := m.profile()
-	if err != nil {
-		return nil, fmt.Errorf("cudaops.Machine.Profile: %w", err)
-	}
-	return p, nil
-}
-
-func (m *Machine) profile() (*Profile, error) {
+func (m *Machine) Profile() (_ *Profile, err error) {
+	defer in("Profile", &err)
 	switch p := m.profiler; {
-	case m.closed:
-		return nil, errClosed
+	case m.runner.State.Closed():
+		return nil, run.ErrClosed
 	case p == nil:
 		return nil, errors.New("no profile was begun with StartProfile")
-	case !p.done:
+	case !p.Done():
 		return nil, nil
 	}
-	r, err := m.profiler.result()
-	err = joined(err, m.profiler.close())
+	p := m.profiler
 	m.profiler = nil
-	if err != nil {
-		return nil, err
-	}
-	if err := m.measureCeilings(r); err != nil {
-		return nil, err
-	}
-	r.SetShares()
-	return r, nil
+	return p.Result()
 }
 
-// byOp gathers tasks by their ops; add adds what is known of one.
-func byOp(tasks []task, add func(i int, t *OpTime)) (times []OpTime) {
-	at := map[string]int{}
-	for i, t := range tasks {
-		name := opName(t)
-		if _, ok := at[name]; !ok {
-			at[name] = len(times)
-			times = append(times, OpTime{Op: name})
+// WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed with a time stamp between
+// one call and the next, and computes the same bits; in it the passes of Kasmina layers that measure also run without
+// telemetry, and end each by itself, for what the lattices' reports say of the layer. Where all this would take more than 0.4 %
+// of the time, fewer runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is
+// logged as a warning.
+func WithMonitor(every int) MachineOption {
+	return func(c *machineConfig) error {
+		if every < 2 {
+			return fmt.Errorf("WithMonitor: every %d runs, want at least 2", every)
 		}
-		o := &times[at[name]]
-		o.Tasks++
-		o.Bytes += t.bytes
-		o.FLOPs += t.flops
-		add(i, o)
+		c.monitor = every
+		return nil
 	}
-	return times
 }
 
-// opName is the name of this module's ops, and the description of others.
-func opName(t task) string {
-	if t.op != "" {
-		return t.op
+// Monitor returns what the ops of a run have taken so far on average, the longest first, with the ways in which they are
+// computed, and under the name Update what the optimiser took. It is empty before the first sample, and without [WithMonitor].
+func (m *Machine) Monitor() (_ []OpTime, err error) {
+	defer in("Monitor", &err)
+	if err := m.runner.State.Open(); err != nil || m.monitor == nil {
+		return nil, err
 	}
-	if o, ok := t.node.Op().(interface{ Name() string }); ok {
-		return o.Name()
-	}
-	return fmt.Sprint(t.node.Op())
-}
-
-// attentionFLOPs is the operations of so many products of an attention, of which a causal mask leaves half.
-func attentionFLOPs(s kernels.AttentionShape, products int) float64 {
-	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
-	if s.Causal {
-		n /= 2
-	}
-	return n
+	return m.monitor.Times(m.optimizer.Bytes())
 }

@@ -2,24 +2,6 @@ package gpu
 
 import "fmt"
 
-// DType is a type of matrix elements.
-type DType uint8
-
-// The element types, by size and then range.
-const (
-	Float32 DType = iota
-	Float16
-	BFloat16
-	Float8E4M3
-	Float8E5M2
-)
-
-// Size is the bytes of an element.
-func (t DType) Size() int { return [...]int{4, 2, 2, 1, 1}[t] }
-
-func (t DType) String() string {
-	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "float8e5m2"}[t]
-}
 
 // Compute is how a product is computed; sums are in float32 always.
 type Compute uint8

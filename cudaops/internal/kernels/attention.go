@@ -107,7 +107,7 @@ const attentionStatsTile = 128
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func (k *Kernels) AttentionStatsBytes(a AttentionShape, t gpu.DType) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
-	if t.Size() == 2 && a.HeadDim <= 128 && k.ctx.Device().Capability() == 90 {
+	if t.Size() == 2 && a.HeadDim <= 128 && k.info.Capability() == 90 {
 		sums, bytes := a.fusedSums()
 		n += sums*(bytes+4) + 4
 	}
@@ -232,7 +232,7 @@ func (k *Kernels) attention(op string, a AttentionShape, t gpu.DType, queries, k
 	for _, o := range all {
 		tensorCores = tensorCores && o.Ptr%16 == 0 && o.Stride%8 == 0
 	}
-	hopper := k.ctx.Device().Capability() == 90
+	hopper := k.info.Capability() == 90
 	switch v := a.Variant; {
 	case v < 0 || v >= attentionVariants:
 		return nil, fmt.Errorf("kernels.%s: there is no variant %d", op, v)
@@ -247,7 +247,7 @@ func (k *Kernels) attention(op string, a AttentionShape, t gpu.DType, queries, k
 			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, v, t, a)
 	case (v == AttentionHopper || v == AttentionHopperFused) && !hopper:
 		return nil, fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has %.1f", op, v,
-			float64(k.ctx.Device().Capability())/10)
+			float64(k.info.Capability())/10)
 	}
 	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads), kvHeads: int32(a.KVHeads),
 		headDim: int32(a.HeadDim), scale: float32(a.Scale)}
@@ -327,7 +327,7 @@ func (c *attentionCall) run(k *Kernels, s gpu.Stream, unit, name string, l gpu.L
 // section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.
 func (c *attentionCall) section(k *Kernels, heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
-	return min(max(k.ctx.Device().L2*5/8/each, 1), heads)
+	return min(max(k.info.L2*5/8/each, 1), heads)
 }
 
 func (p *attentionParams) bytes() []byte {

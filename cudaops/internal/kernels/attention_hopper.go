@@ -77,7 +77,7 @@ func (c *attentionCall) launchHopper(k *Kernels, s gpu.Stream, pass attentionPas
 	if pass != attentionForward {
 		c.addAngles(a)
 	}
-	l := line(k.sms, 128*(h.workers+1))
+	l := line(k.info.SMs, 128*(h.workers+1))
 	l.Shared = h.shared(pass, dim)
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
@@ -89,12 +89,12 @@ func (c *attentionCall) launchHopper(k *Kernels, s gpu.Stream, pass attentionPas
 // most section and at least half of it, for which the given hand-out ends first.
 func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out handOut) int {
 	limit := c.section(k, heads, others)
-	if !c.Causal || out == onDemand && heads*tiles > k.sms*worksToEven {
+	if !c.Causal || out == onDemand && heads*tiles > k.info.SMs*worksToEven {
 		return limit
 	}
-	sms := k.sms
+	sms := k.info.SMs
 	if out == inTurns { // of launchHopper's blocks
-		sms = k.sms
+		sms = k.info.SMs
 	}
 	key := sectionKey{heads, tiles, limit, sms, out}
 	k.mu.Lock()
@@ -241,7 +241,7 @@ func (c *attentionCall) launchFused(k *Kernels, s gpu.Stream) error {
 		return err
 	}
 	c.addAngles(a)
-	l := line(k.sms, 128*(h.workers+1))
+	l := line(k.info.SMs, 128*(h.workers+1))
 	l.Shared = h.sharedFused(dim, c.Documents != 0)
 	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
 	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it

@@ -69,8 +69,8 @@ func TestAttentionSections(t *testing.T) {
 			if out == onDemand {
 				around = 1
 			}
-			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.sms), float64(2*tiles+around))
-			if longest := out.longest(heads, tiles, n, k.sms); float64(longest) > 1.04*even {
+			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.info.SMs), float64(2*tiles+around))
+			if longest := out.longest(heads, tiles, n, k.info.SMs); float64(longest) > 1.04*even {
 				t.Errorf("%+v, %v: in sections of %d heads the longest work is %d, on average it is %.0f", a, out, n, longest, even)
 			}
 		}

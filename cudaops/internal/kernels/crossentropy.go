@@ -54,7 +54,7 @@ func (k *Kernels) CrossEntropy(s gpu.Stream, a CrossEntropy) error {
 		return k.launch(s, "crossentropy", "cross_entropy_forward"+suf, c, l.Int32(a.V))
 	}
 	l.Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
-	if row := a.V * a.Type.Size(); packed(a.Type, a.V, a.Logits) && row <= k.ctx.Device().SharedPerBlock-1024 {
+	if row := a.V * a.Type.Size(); packed(a.Type, a.V, a.Logits) && row <= k.info.SharedPerBlock-1024 {
 		c.Shared = row // beside what the kernel itself declares
 		return k.launch(s, "crossentropy", "cross_entropy_shared"+suf, c, l)
 	}

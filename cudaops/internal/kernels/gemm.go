@@ -21,6 +21,7 @@ type SiLUProduct struct {
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Rows, F, D          int
+	KeepsH              bool // H is null, and the forward pass's is kept
 	Type                gpu.DType
 	Way                 Way
 }
@@ -29,7 +30,7 @@ type SiLUProductBackward struct {
 // of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8.
 func (k *Kernels) SiLUProductWays(rows, f, d int, t gpu.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
+	if k.info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
 		return nil
 	}
 	return []Way{{Family: "fused"}}

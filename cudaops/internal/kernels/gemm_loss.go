@@ -23,7 +23,8 @@ type LinearCrossEntropy struct {
 	Scale, Grad                    gpu.Ptr
 	Workspace                      gpu.Ptr // of LinearCrossEntropyWorkspace bytes
 	LinearCrossEntropyShape
-	Way Way
+	Type gpu.DType // of the matrices: bfloat16
+	Way  Way
 }
 
 // LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
@@ -40,7 +41,7 @@ const (
 // multiples of 8, and addresses are multiples of 16.
 func (k *Kernels) LinearCrossEntropyWays(a LinearCrossEntropyShape, t gpu.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
+	if k.info.Capability() != 90 || t != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.V, a.D) < 1 || max(a.Rows, a.V, a.D) > limit {
 		return nil
 	}
@@ -58,7 +59,7 @@ func (k *Kernels) LinearCrossEntropy(s gpu.Stream, a LinearCrossEntropy) error {
 	if empty, err := checkInts(op, a.Rows, a.V, a.D); err != nil || empty {
 		return err
 	}
-	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, gpu.BFloat16)
+	ways := k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, a.Type)
 	if len(ways) == 0 || !aligned(a.Terms, a.Scaled, a.X, a.W) {
 		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, and addresses that are multiples of 16",
 			op, a.LinearCrossEntropyShape)

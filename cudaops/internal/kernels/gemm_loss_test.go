@@ -43,7 +43,7 @@ func (g *rig) newLoss(s LinearCrossEntropyShape, ids []int, rows map[int][]float
 	}
 	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr, Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
 		Targets: Ints{g.uploadInts(ids, size), wide}, Scale: scale.Ptr, Grad: grad.Ptr, LinearCrossEntropyShape: s,
-		Workspace: g.alloc(g.LinearCrossEntropyWorkspace(s)/4, f32, 0).Ptr}
+		Workspace: g.alloc(g.LinearCrossEntropyWorkspace(s)/4, f32, 0).Ptr, Type: bf16}
 	return l
 }
 
@@ -159,7 +159,7 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := fakeAttention(t, capability, 227<<10)
 		ok := LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p, Targets: Ints{Ptr: p}, Scale: p, Workspace: p,
-			LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}}
+			Type: bf16, LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}}
 		for what, change := range map[string]func(a *LinearCrossEntropy){
 			"rows":    func(a *LinearCrossEntropy) { a.Rows = -1 },
 			"v":       func(a *LinearCrossEntropy) { a.V = 12 },
@@ -222,7 +222,7 @@ func TestLinearCrossEntropySpeed(t *testing.T) {
 				g.Logf("%-32s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.V)*float64(s.D)/took/1e12)
 			}
 			a := LinearCrossEntropy{Terms: terms, Scaled: scaled, Factors: factors.Ptr, Losses: losses.Ptr, X: x.Ptr, W: w, Targets: targets,
-				Scale: scale.Ptr, Workspace: work.Ptr, LinearCrossEntropyShape: s}
+				Scale: scale.Ptr, Workspace: work.Ptr, LinearCrossEntropyShape: s, Type: bf16}
 			show("cuBLASLt alone", product)
 			show("cuBLASLt, then cross-entropy", func() {
 				product()

@@ -31,7 +31,7 @@ const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 // more than 384. The number is the columns of a tile.
 func (k *Kernels) ProductWays(a ProductShape, t gpu.DType) []Way {
 	const limit = 1 << 30
-	if k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 ||
+	if k.info.Capability() != 90 || t.Size() != 2 || a.Columns%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit || a.Float8 && !(a.TransW && float8Product(a.Columns, a.D, t)) {
 		return nil
 	}

@@ -49,7 +49,7 @@ func RoPEAngleAt(position, pair, h int) int {
 func (k *Kernels) RoPEProductWays(a RoPEProductShape, t gpu.DType) []Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
-	if tile.columns == 0 || k.ctx.Device().Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
+	if tile.columns == 0 || k.info.Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
 		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit ||
 		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, t)) {

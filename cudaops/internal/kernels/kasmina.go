@@ -160,9 +160,9 @@ type KasminaForward struct {
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, KasminaBins] of uint32, or null
 	Workspace gpu.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
-	// Leave, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
+	// Records, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
 	// kept until then.
-	Leave *KasminaRecords
+	Records *KasminaRecords
 }
 
 // KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
@@ -177,9 +177,9 @@ type KasminaBackward struct {
 	Figures                  gpu.Ptr // [KasminaBackwardFigures, Seeds] of float32
 	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Workspace                gpu.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
-	// Leave, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
+	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
 	// Workspace and what the layer has beside X are to be kept until then.
-	Leave *KasminaParts
+	Parts *KasminaParts
 }
 
 // KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
@@ -321,7 +321,7 @@ func (k *Kernels) kasminaPass(s gpu.Stream, l KasminaLayer, suf string, use kasm
 	if l.Blocks > 0 {
 		blocks = min(blocks, l.Blocks)
 	}
-	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.sms)))
+	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.info.SMs)))
 	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
 	p.layer = l.bytes(p.gates, use.clip)
 	if p.gates != 0 {
@@ -372,8 +372,8 @@ func (p *kasminaPass) mergeRows(figures gpu.Ptr, r KasminaReduction, count, norm
 // KasminaForward launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
 // does that at once or it is left; a tiny one before them where a chunk is more than 32 threads'.
 func (k *Kernels) KasminaForward(s gpu.Stream, f KasminaForward) error {
-	if f.Leave != nil {
-		*f.Leave = KasminaRecords{}
+	if f.Records != nil {
+		*f.Records = KasminaRecords{}
 	}
 	suf, empty, err := f.check("KasminaForward", f.Reduction)
 	if empty || err != nil {
@@ -387,8 +387,8 @@ func (k *Kernels) KasminaForward(s gpu.Stream, f KasminaForward) error {
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
-	if left := p.left(f); f.Leave != nil && f.Reduction == KasminaExact {
-		*f.Leave = left
+	if left := p.left(f); f.Records != nil && f.Reduction == KasminaExact {
+		*f.Records = left
 	} else if err := k.MergeKasminaRecords(s, []KasminaRecords{left}); err != nil {
 		return err
 	}
@@ -412,7 +412,7 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 	}
 	tiles := ceilDiv(p.State.Seeds*p.Chunk, 256)
 	return p.launch(p.Stream, "kasmina_rows", "kasmina_histogram"+p.suf, gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.sms/tiles))},
+		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.info.SMs/tiles))},
 		Block: gpu.Dim{X: 256},
 	}, args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
@@ -421,8 +421,8 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 // unless the family does that at once, and one that adds them up over the seeds of a slot; these two unless that is left. Where
 // a chunk's threads are more than a warp, norms and clipping take one more pass over G.
 func (k *Kernels) KasminaBackward(s gpu.Stream, b KasminaBackward) error {
-	if b.Leave != nil {
-		*b.Leave = KasminaParts{}
+	if b.Parts != nil {
+		*b.Parts = KasminaParts{}
 	}
 	suf, empty, err := b.check("KasminaBackward", b.Reduction)
 	if err != nil {
@@ -458,8 +458,8 @@ func (k *Kernels) KasminaBackward(s gpu.Stream, b KasminaBackward) error {
 		return err
 	}
 	byRow = byRow && b.Telemetry
-	if left := p.parts(b); b.Leave != nil && !byRow {
-		*b.Leave = left
+	if left := p.parts(b); b.Parts != nil && !byRow {
+		*b.Parts = left
 	} else if err := k.AddKasminaParts(s, []KasminaParts{left}); err != nil {
 		return err
 	}

@@ -112,7 +112,7 @@ func (k *Kernels) mixGrid(l KasminaLayer, w KasminaWide, arrays int) (g mixGrid)
 	}
 	g.tile = min(g.tile, powerOfTwo(l.Rows))
 	g.shared = size()
-	g.parts = min(ceilDiv(l.Rows, g.tile), max(mixSpread, ceilDiv(4*k.sms, l.State.Seeds)))
+	g.parts = min(ceilDiv(l.Rows, g.tile), max(mixSpread, ceilDiv(4*k.info.SMs, l.State.Seeds)))
 	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
 	return g
 }
@@ -173,8 +173,8 @@ func (k *Kernels) KasminaWideForward(s gpu.Stream, f KasminaForward, w KasminaWi
 
 // KasminaWideBackward is KasminaBackward for a layer with wide slots. DX must not be G.
 func (k *Kernels) KasminaWideBackward(s gpu.Stream, b KasminaBackward, w KasminaWide) error {
-	if b.Leave != nil { // what follows needs the gradients
-		*b.Leave, b.Leave = KasminaParts{}, nil
+	if b.Parts != nil { // what follows needs the gradients
+		*b.Parts, b.Parts = KasminaParts{}, nil
 	}
 	suf, empty, err := b.checkWide("KasminaWideBackward", b.Reduction, w)
 	if err != nil {
@@ -225,7 +225,7 @@ func (l KasminaLayer) checkWide(op string, r KasminaReduction, w KasminaWide) (s
 func (k *Kernels) narrow(s gpu.Stream, l KasminaLayer, wide gpu.Ptr, width int) error {
 	n := l.State.Slots * l.Chunk
 	a := args().Ptr(l.Weights).Ptr(wide).Int64(int64(n)).Int32(l.Chunk).Int32(width)
-	return k.launch(s, mixUnit, "kasmina_narrow", line(min(ceilDiv(n, mixThreads), 8*k.sms), mixThreads), a)
+	return k.launch(s, mixUnit, "kasmina_narrow", line(min(ceilDiv(n, mixThreads), 8*k.info.SMs), mixThreads), a)
 }
 
 // mix launches a kernel whose blocks take seeds and parts of the rows in turn.

@@ -51,7 +51,7 @@ func (k *Kernels) kasminaRows(l KasminaLayer) (r kasminaRows) {
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = ceilDiv(l.State.Seeds, r.across)
-	r.blocks = min(ceilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts), max(1, 4*k.sms/r.tiles))
+	r.blocks = min(ceilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts), max(1, 4*k.info.SMs/r.tiles))
 	return r
 }
 
@@ -282,7 +282,7 @@ func (k *Kernels) KasminaBackwardWorkspace(l KasminaLayer, clip bool) int {
 func (k *Kernels) kasminaWorkspace(l KasminaLayer, use kasminaUse) (bytes int) {
 	for _, aligned := range []bool{false, true} {
 		for f := KasminaPlain; f < KasminaTile; f++ { // a tile takes less
-			g := k.kasminaGrid(l, f, kasminaBlocks*k.sms, aligned, use)
+			g := k.kasminaGrid(l, f, kasminaBlocks*k.info.SMs, aligned, use)
 			few := k.kasminaGrid(l, f, 1, aligned, use)
 			g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
 			bytes = max(bytes, g.scratch(l, 0).bytes)

@@ -20,13 +20,13 @@ var kasminaPacked = [][4]int{
 
 // TestKasminaPacked needs no GPU.
 func TestKasminaPacked(t *testing.T) {
-	k := &Kernels{sms: 132}
+	k := &Kernels{info: gpu.DeviceInfo{SMs: 132}}
 	for i, s := range kasminaPacked {
 		for _, dt := range storageTypes {
 			l := KasminaLayer{Rows: s[0], Chunk: s[2], Type: dt, State: KasminaState{Seeds: s[1], Slots: s[3]}}
 			for _, telemetry := range []bool{false, true} {
 				use := kasminaUse{backward: true, telemetry: telemetry}
-				g := k.kasminaGrid(l, KasminaRing, kasminaBlocks*k.sms, true, use)
+				g := k.kasminaGrid(l, KasminaRing, kasminaBlocks*k.info.SMs, true, use)
 				if g.chunks == 0 && (telemetry || dt != f32 && i >= len(kasminaPacked)-3) {
 					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
 				}
@@ -79,7 +79,7 @@ func TestKasminaFewSeeds(t *testing.T) {
 
 // TestKasminaGrid needs no GPU.
 func TestKasminaGrid(t *testing.T) {
-	k := &Kernels{sms: 132}
+	k := &Kernels{info: gpu.DeviceInfo{SMs: 132}}
 	for range few(2000, 500) {
 		l := KasminaLayer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70), Type: storageTypes[rand.IntN(3)],
 			State: KasminaState{Seeds: 1 + rand.IntN(100), Slots: 1}}
@@ -96,7 +96,7 @@ func TestKasminaGrid(t *testing.T) {
 			}
 		}
 		for _, f := range families {
-			g := k.kasminaGrid(l, f, 1+rand.IntN(kasminaBlocks*k.sms), aligned, use)
+			g := k.kasminaGrid(l, f, 1+rand.IntN(kasminaBlocks*k.info.SMs), aligned, use)
 			space := k.KasminaForwardWorkspace(l)
 			if use.backward {
 				space = k.KasminaBackwardWorkspace(l, use.clip)

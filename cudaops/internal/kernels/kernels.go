@@ -18,8 +18,8 @@ import (
 
 // Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
 type Kernels struct {
-	ctx gpu.Context
-	sms int
+	ctx  gpu.Context
+	info gpu.DeviceInfo
 
 	mu      sync.Mutex
 	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is asked for
@@ -39,7 +39,7 @@ type kernel struct {
 
 // New returns the kernels for a context.
 func New(ctx gpu.Context) *Kernels {
-	return &Kernels{ctx: ctx, sms: ctx.Device().SMs, modules: map[string]gpu.Module{}, kernels: map[key]*kernel{},
+	return &Kernels{ctx: ctx, info: ctx.Device(), modules: map[string]gpu.Module{}, kernels: map[key]*kernel{},
 		sections: map[sectionKey]int{}}
 }
 
@@ -97,7 +97,7 @@ func (k *Kernels) module(unit string) (gpu.Module, error) {
 	m, err := k.ctx.LoadModule(image)
 	if err != nil {
 		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
-			float64(k.ctx.Device().Capability())/10, err)
+			float64(k.info.Capability())/10, err)
 	}
 	k.modules[unit] = m
 	return m, nil
@@ -133,7 +133,7 @@ func (k *Kernels) resident(unit, name string, threads, shared int) (int, error) 
 		if n, err = k.ctx.Occupancy(f.Function, threads, shared); err != nil {
 			return 0, err
 		}
-		n = max(n, 1) * k.sms
+		n = max(n, 1) * k.info.SMs
 		f.resident[[2]int{threads, shared}] = n
 	}
 	return n, nil
@@ -161,7 +161,7 @@ func (k *Kernels) clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 // overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of
 // compute capability 9.0 and 10 do, the PTX that other GPUs run does not.
 func (k *Kernels) overlaps() bool {
-	c := k.ctx.Device().Capability()
+	c := k.info.Capability()
 	return c == 90 || c/10 == 10
 }
 

@@ -132,11 +132,11 @@ func (k *Kernels) walk(a RMSNormBackward, suf string, most int) (c gpu.LaunchCon
 	down := max(1, 512/across)
 	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
-		c.Shared > k.ctx.Device().SharedPerBlock-1024 { // beside what the kernel itself declares
+		c.Shared > k.info.SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
 	}
 	blocks, err := k.resident("norm", a.kernel("rmsnorm_backward")+suf, across*down, c.Shared)
-	c.Grid.X = min(blocks, most*k.sms, ceilDiv(a.Rows, down), k.normParts(a.D, a.Type))
+	c.Grid.X = min(blocks, most*k.info.SMs, ceilDiv(a.Rows, down), k.normParts(a.D, a.Type))
 	return c, true, err
 }
 
@@ -159,12 +159,12 @@ func (k *Kernels) own(a RMSNormBackward) (name string, c gpu.LaunchConfig, fits 
 		return name, c, false
 	}
 	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
-	warps := min(most, (k.ctx.Device().SharedPerBlock-1024)/perWarp)
+	warps := min(most, (k.info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return name, c, false
 	}
 	down := warps / across
-	return name + strconv.Itoa(packs), gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.sms, ceilDiv(a.Rows, down))},
+	return name + strconv.Itoa(packs), gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.info.SMs, ceilDiv(a.Rows, down))},
 		Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
 }
 
@@ -177,7 +177,7 @@ func (k *Kernels) own(a RMSNormBackward) (name string, c gpu.LaunchConfig, fits 
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
 //
-// Where Leave is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
+// Where Parts is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
 // until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
@@ -185,7 +185,7 @@ type RMSNormBackward struct {
 	Type, DWType               gpu.DType
 	Workspace                  gpu.Ptr
 	DX8, Scale8                gpu.Ptr
-	Leave                      *RMSNormParts
+	Parts                      *RMSNormParts
 	Way                        Way
 }
 
@@ -243,9 +243,9 @@ const normBlocks = 4
 // rows of their own, since these are kept for long.
 func (k *Kernels) normParts(d int, t gpu.DType) int {
 	if n := vector(t); d%n == 0 && ceilDiv(d, 32*n) <= 2*len(ownWarps) {
-		return k.sms
+		return k.info.SMs
 	}
-	return normBlocks * k.sms
+	return normBlocks * k.info.SMs
 }
 
 // RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type takes.
@@ -261,8 +261,8 @@ func (k *Kernels) RMSNormBackward(s gpu.Stream, a RMSNormBackward) error {
 	if _, err := suffix("RMSNormBackward", a.DWType); err != nil {
 		return err
 	}
-	if a.Leave != nil {
-		*a.Leave = RMSNormParts{}
+	if a.Parts != nil {
+		*a.Parts = RMSNormParts{}
 	}
 	if empty, err := checkInts("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
 		return err
@@ -277,8 +277,8 @@ func (k *Kernels) RMSNormBackward(s gpu.Stream, a RMSNormBackward) error {
 		return err
 	}
 	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D, Type: a.DWType}
-	if a.Leave != nil {
-		*a.Leave = left
+	if a.Parts != nil {
+		*a.Parts = left
 		return nil
 	}
 	return k.AddRMSNormParts(s, []RMSNormParts{left})

@@ -67,5 +67,5 @@ func (k *Kernels) normalize(s gpu.Stream, name string, l *gpu.Args, parts, x, g 
 	if err := k.launch(s, "normalize", "normalize_sums"+suf, line(blocks, 256), sums); err != nil {
 		return err
 	}
-	return k.launch(s, "normalize", name, line(min(8*k.sms, ceilDiv(n, 4*256)), 256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
+	return k.launch(s, "normalize", name, line(min(8*k.info.SMs, ceilDiv(n, 4*256)), 256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
 }

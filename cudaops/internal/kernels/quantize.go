@@ -118,7 +118,7 @@ const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
 // columnSections is the parts of the rows of which the largest are found at once: two blocks a multiprocessor, of at least 32 rows.
 func (k *Kernels) columnSections(rows, d int) int {
-	return max(1, min(32, ceilDiv(rows, 32), 2*k.sms/max(1, ceilDiv(d, largestColumns))))
+	return max(1, min(32, ceilDiv(rows, 32), 2*k.info.SMs/max(1, ceilDiv(d, largestColumns))))
 }
 
 // QuantizeColumnsWorkspace is the bytes of workspace that [Kernels.QuantizeColumns] takes.

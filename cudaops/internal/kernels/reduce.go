@@ -40,10 +40,10 @@ const (
 // these come late ones with a fifth of the rows, where that leaves the first four times as many as them.
 func (k *Kernels) parts(a Reduce) (parts, late int) {
 	if a.Inner == 1 {
-		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(2*8*k.sms, a.Outer))), 0
+		return max(1, min(ceilDiv(a.N, rowPart), ceilDiv(2*8*k.info.SMs, a.Outer))), 0
 	}
 	blocks := a.Outer * ceilDiv(a.Inner, 32*vector(a.XType))
-	parts = max(1, min(ceilDiv(a.N, columnPart), ceilDiv(4*k.sms, blocks)))
+	parts = max(1, min(ceilDiv(a.N, columnPart), ceilDiv(4*k.info.SMs, blocks)))
 	if parts > 1 && a.N >= 5*columnRun*parts {
 		late = min(a.N/5/columnRun, 2*parts)
 	}
@@ -138,6 +138,6 @@ func (k *Kernels) FirstNonFinite(s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DT
 	if err := k.ctx.Memset8(first, 0xff, 8, s); err != nil || n == 0 { // −1 is the greatest as an unsigned number
 		return err
 	}
-	blocks := min(ceilDiv(n, 256*vector(t)), 8*k.sms)
+	blocks := min(ceilDiv(n, 256*vector(t)), 8*k.info.SMs)
 	return k.launch(s, "reduce", "first_nonfinite"+suf, line(blocks, 256), args().Ptr(first).Ptr(x).Int64(int64(n)))
 }

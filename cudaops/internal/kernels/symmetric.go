@@ -30,7 +30,7 @@ type SymmetricShape struct {
 // multiples of 8.
 func (k *Kernels) TakesSymmetric(a SymmetricShape, t gpu.DType) bool {
 	const limit = 1 << 30
-	return k.ctx.Device().Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&
+	return k.info.Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&
 		max(a.N, a.Depth, a.Batch) <= limit
 }
 

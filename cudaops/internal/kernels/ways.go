@@ -40,7 +40,7 @@ func (k *Kernels) AttentionVariants(a AttentionShape, t gpu.DType, rows ...Rows)
 		return variants
 	}
 	variants = []AttentionVariant{AttentionMMA, AttentionPlain}
-	if k.ctx.Device().Capability() == 90 {
+	if k.info.Capability() == 90 {
 		variants = []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain}
 		if a.HeadDim <= 64 { // above, AttentionHopper is the same
 			variants = slices.Insert(variants, 1, AttentionHopperFused)

@@ -1,0 +1,113 @@
+package cudaops
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
+)
+
+// Tuning says how a machine finds the fastest of several ways to compute something: those that cuBLASLt has for a matrix
+// product, and the families of kernels that a norm, attention or a Kasmina layer has. Another way may add in another order:
+// only with the same ways do two machines compute the same bits.
+type Tuning uint8
+
+// The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache directory, by card, driver,
+// build of the kernels or version of cuBLASLt, op, shape and types.
+const (
+	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
+	TuneOff     = Tuning(tune.Off)     // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
+	TuneCached  = Tuning(tune.Cached)  // take what is stored, and time, once, what is not
+	TuneFull    = Tuning(tune.Full)    // time anew, and replace what is stored
+)
+
+// MarshalText is off, cached, full or default, for flag.TextVar.
+func (t Tuning) MarshalText() ([]byte, error) { return []byte(tune.Mode(t).String()), nil }
+
+// UnmarshalText is the inverse of MarshalText.
+func (t *Tuning) UnmarshalText(text []byte) error {
+	for m := TuneDefault; m <= TuneFull; m++ {
+		if tune.Mode(m).String() == string(text) {
+			*t = m
+			return nil
+		}
+	}
+	return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
+}
+
+// WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a
+// second for a small model, and ten to fifteen for one that fills the card: of products at NewMachine and [Machine.SetOptimizer], of
+// other ops in the first run.
+func WithTuning(t Tuning) MachineOption {
+	return func(c *machineConfig) error {
+		if t > TuneFull {
+			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or TuneFull", t)
+		}
+		c.tuning = tune.Mode(t)
+		return nil
+	}
+}
+
+// WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY, with names as in
+// [Machine.Choices] and with the wildcards of [path.Match]:
+//
+//	cudaops.WithWays("Attention*=mma", "RMSNorm*!=rows-*")
+//
+// The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be computed in is not forced upon
+// it. The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
+func WithWays(rules ...string) MachineOption {
+	return func(c *machineConfig) error {
+		parsed, err := wayrule.Parse(rules)
+		if err != nil {
+			return fmt.Errorf("WithWays: %w", err)
+		}
+		c.rules = append(c.rules, parsed...)
+		return nil
+	}
+}
+
+// Choice is the way in which a machine computes an op of some shape.
+type Choice = optime.Choice
+
+// Source says why a way was chosen.
+type Source = optime.Source
+
+// The sources of a choice.
+const (
+	ByRule   = optime.ByRule   // by rule of thumb
+	Stored   = optime.Stored   // timed before
+	Measured = optime.Measured // in this process
+	Forced   = optime.Forced   // by WithWays or KASMINA_WAYS
+)
+
+// Choices returns what the machine has chosen so far, in that order.
+func (m *Machine) Choices() []Choice { return m.chooser.Made() }
+
+// newChooser returns what chooses the ways of a machine.
+func newChooser(m *Machine) (*choose.Chooser, error) {
+	c := &m.config
+	o := choose.Config{Mode: c.tuning, Path: c.tunePath, Least: c.tuneLeast, Device: m.device.info,
+		Version: m.device.version, Logger: c.logger, Warn: m.warn, Alloc: m.memory.Alloc, Free: m.memory.Free}
+	var err error
+	if o.Rules, err = slices.Clone(c.rules).WithEnvironment(); err != nil {
+		return nil, err
+	}
+	if o.Mode == tune.Default {
+		if o.Mode = tune.Cached; c.act == gpu.Float32 {
+			o.Mode = tune.Off
+		}
+	}
+	if o.Mode, err = tune.Override(o.Mode); err != nil {
+		return nil, err
+	}
+	if o.Path == "" && o.Mode != tune.Off {
+		if o.Path, err = tune.DefaultPath(); err != nil {
+			m.warn(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
+		}
+	}
+	return choose.New(m.runner.Executor, o), nil
+}

@@ -1,0 +1,289 @@
+// Package choose decides how each call of a program is computed, where there are several ways: by rules
+// that users give, by what was stored, or by timing all ways on operands made up for that.
+package choose
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
+)
+
+// Config says what a chooser may do.
+type Config struct {
+	Mode    tune.Mode // not Default
+	Rules   wayrule.Rules
+	Path    string  // of the stored choices; "" for none
+	Least   float64 // operations of a product that is worth timing; 0 for the usual
+	Device  gpu.DeviceInfo
+	Version int // of the driver
+	Logger  *slog.Logger
+	Warn    func(message string)
+	Alloc   func(bytes int, what string) (gpu.Ptr, error)
+	Free    func(gpu.Ptr) error
+}
+
+// Chooser chooses the ways of a machine.
+type Chooser struct {
+	Config
+	x     *run.Executor
+	store *tune.Store // nil where nothing is timed
+	made  []optime.Choice
+	known map[string]int  // positions in made
+	older []optime.Choice // of a program that is not made use of
+	full  bool            // has been told: there was no memory to time in
+}
+
+const (
+	// leastOperations is the multiplications and additions from which on a product is worth timing.
+	leastOperations = 1e9
+	// productWays is how many ways are timed, of those that cuBLASLt thinks the fastest.
+	productWays = 12
+)
+
+// New returns a chooser whose timings run on x.
+func New(x *run.Executor, c Config) *Chooser {
+	t := &Chooser{Config: c, x: x, known: map[string]int{}}
+	if t.Least == 0 {
+		t.Least = leastOperations
+	}
+	if c.Mode != tune.Off {
+		t.store = tune.Open(c.Path, c.Warn)
+	}
+	return t
+}
+
+// Made returns what was chosen so far, in that order.
+func (t *Chooser) Made() []optime.Choice { return slices.Clone(t.made) }
+
+// Of returns the choice that a call's Choice stands for.
+func (t *Chooser) Of(choice int) (c optime.Choice, ok bool) {
+	if choice == 0 {
+		return c, false
+	}
+	return t.made[choice-1], true
+}
+
+// Again begins anew, for another program of the same graph, whose choices are those of the one before.
+func (t *Chooser) Again() {
+	t.older, t.made = t.made, nil
+	clear(t.known)
+}
+
+// Tunes reports whether anything may be timed.
+func (t *Chooser) Tunes() bool { return t.store != nil }
+
+// Ways lists the ways in which a kernel can do a launch.
+func (t *Chooser) Ways(k kernels.Tuned) []kernels.Way { return t.x.Kernels.Ways(k) }
+
+// worthTiming reports whether so many operations are.
+func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
+
+// Program chooses for every call of a program.
+func (t *Chooser) Program(p *program.Program) error {
+	for _, c := range p.Calls {
+		if err := t.call(p, c); err != nil {
+			return fmt.Errorf("%s: %w", c.Node, err)
+		}
+	}
+	return nil
+}
+
+// call chooses for a call.
+func (t *Chooser) call(p *program.Program, c *program.Call) error {
+	if m, ok := c.Params.(program.Matmul); ok {
+		plan, err := t.product(&m)
+		if err != nil {
+			return err
+		}
+		c.Choice = plan.Choice
+		if n := plan.WorkspaceBytes(); n > 0 && n <= littleWorkspace {
+			m.WorkspaceBytes = n
+			c.Args = append(c.Args, program.Reads("Workspace", p.NewZeros(n)))
+		}
+		c.Params = m
+		return nil
+	}
+	if _, ok := c.Params.(kernels.Tuned); !ok || c.Choice != 0 || hasNone(c) {
+		return nil
+	}
+	tuned := c.Bind(c.Params, (*program.Array).StandIn).(kernels.Tuned)
+	ways := t.Ways(tuned)
+	if len(ways) < 2 {
+		return nil
+	}
+	g := lower.Group{Op: c.Name(), Shape: tuned.Shape(), Units: tuned.Units(), Plain: len(ways) - 1}
+	for _, a := range c.Args {
+		if a.Role == program.Write || a.Role == program.Update {
+			g.Results = append(g.Results, a.Array)
+		}
+	}
+	for _, w := range ways {
+		one := *c
+		one.Params = program.WithWay(whole(c.Params), w)
+		g.Alternatives = append(g.Alternatives, lower.Alternative{Name: w.String(), Calls: []*program.Call{&one}})
+	}
+	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...), computes: tuned.Computes()})
+	if err != nil {
+		return err
+	}
+	c.Params, c.Choice = program.WithWay(c.Params, ways[way]), choice
+	return nil
+}
+
+// littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once a
+// run: counters, which cuBLASLt would set to zero in front of each product.
+const littleWorkspace = 1 << 10
+
+// hasNone reports whether a call has an operand without elements.
+func hasNone(c *program.Call) bool {
+	return slices.ContainsFunc(c.Args, func(a program.Arg) bool { return a.Field != "" && a.Len() == 0 })
+}
+
+// whole is a launch that leaves nothing for another one to finish.
+func whole(params any) any {
+	if p, ok := params.(interface{ Whole() any }); ok {
+		return p.Whole()
+	}
+	return params
+}
+
+// Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the first
+// is taken, unless a rule asks for another one.
+func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
+	for _, a := range g.Alternatives {
+		for _, c := range a.Calls {
+			if m, ok := c.Params.(program.Matmul); ok {
+				plan, err := t.product(&m)
+				if err != nil {
+					return 0, 0, err
+				}
+				c.Params, c.Choice = m, plan.Choice
+			}
+		}
+	}
+	blas, err := t.x.Ctx.Blas()
+	if err != nil {
+		return 0, 0, err
+	}
+	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...), blas.Version())
+	return t.choose(job{Group: g, build: build, computes: true, tiny: g.FLOPs < t.Least})
+}
+
+// productUnit is where the kernels for products are.
+const productUnit = "gemm_hopper_plain"
+
+// job is a group whose ways are to be timed.
+type job struct {
+	lower.Group
+	build    string // what its ways are from
+	computes bool   // arithmetic, not memory, bounds it
+	tiny     bool   // too little to be timed: what the rules leave is chosen by rule of thumb
+	product  *run.Plan
+}
+
+func (j job) names() (names []string) {
+	for _, a := range j.Alternatives {
+		names = append(names, a.Name)
+	}
+	return names
+}
+
+// choose returns the way for a job, and the number of the choice.
+func (t *Chooser) choose(j job) (way, choice int, err error) {
+	key := j.Op + " " + j.Shape
+	names := j.names()
+	if i, ok := t.known[key]; ok {
+		if way := slices.Index(names, t.made[i].Way); way >= 0 {
+			return way, i + 1, nil
+		}
+	}
+	if i := slices.IndexFunc(t.older, func(c optime.Choice) bool { return c.Op == j.Op && c.Shape == j.Shape }); i >= 0 {
+		if way := slices.Index(names, t.older[i].Way); way >= 0 {
+			return way, t.note(key, t.older[i]), nil
+		}
+	}
+	c := optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Ways: names, Source: optime.ByRule}
+	left, forced := t.Rules.Allowed(j.Op, names, t.Warn)
+	way = left[0]
+	if forced {
+		c.Source = optime.Forced
+	}
+	if t.Tunes() && len(left) > 1 && !j.tiny {
+		if way, err = t.timed(j, left, &c); err != nil {
+			return 0, 0, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
+		}
+	}
+	c.Way = names[way]
+	return way, t.note(key, c), nil
+}
+
+// note adds a choice.
+func (t *Chooser) note(key string, c optime.Choice) (choice int) {
+	t.known[key] = len(t.made)
+	t.made = append(t.made, c)
+	return len(t.made)
+}
+
+// stored is a choice in the store.
+type stored struct {
+	Way  string        `json:"way"`
+	Cold time.Duration `json:"cold_ns"`
+	Warm time.Duration `json:"warm_ns"`
+}
+
+// timed returns the fastest of some ways: as it is stored, or timed and stored.
+func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
+	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", t.Device.Name, t.Version, j.build, j.Op, j.Shape)
+	if len(left) < len(j.Alternatives) {
+		key += fmt.Sprintf(", of %v", left)
+	}
+	var s stored
+	if t.Mode == tune.Cached && t.store.Get(key, &s, t.Warn) {
+		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
+			c.Source, c.Cold, c.Warm = optime.Stored, s.Cold, s.Warm
+			return way, nil
+		}
+	}
+	x, err := newTimer(t, j)
+	if err != nil {
+		t.cannot(j, err)
+		return left[0], x.close()
+	}
+	way, err := x.fastest(left)
+	if err = run.Joined(err, x.close()); err != nil {
+		return 0, err
+	}
+	if way < 0 {
+		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random numbers", j.Op, j.Shape, j.names()))
+		return left[0], nil
+	}
+	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
+	if err := t.store.Put(map[string]any{key: stored{j.names()[way], c.Cold, c.Warm}}); err != nil {
+		t.Warn(err.Error())
+	}
+	return way, nil
+}
+
+// cannot tells why a job is not timed; of a card that is full, which does no harm, once for all jobs.
+func (t *Chooser) cannot(j job, err error) {
+	if !errors.Is(err, gpu.OutOfMemory) {
+		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))
+		return
+	}
+	if !t.full {
+		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a rule of thumb chooses, "+
+			"for %s and for what else is new here: that is harmless, but may be slower (%v)", j.Op, err))
+	}
+	t.full = true
+}

@@ -1,0 +1,124 @@
+package choose
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+)
+
+// product plans a matrix product, in the way that is chosen for all products like it.
+func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
+	var err error
+	if m.Spec, err = m.Spec.Normal(); err != nil {
+		return nil, err
+	}
+	if p := t.x.Products.Find(*m); p != nil {
+		return p, nil
+	}
+	own := t.ownWays(m.Spec)
+	if m.Added() == program.Factors {
+		own = nil // there are no kernels for them
+	}
+	ways := 1
+	if t.worthTiming(flops(m.Spec)) {
+		ways = productWays
+	}
+	p, err := t.x.Products.Make(*m, ways, own)
+	if err != nil {
+		return nil, err
+	}
+	j, err := t.productJob(p)
+	if err != nil {
+		return nil, err
+	}
+	p.Way, p.Choice, err = t.choose(j)
+	return p, err
+}
+
+// ownWays lists the ways that this module has for a product which is worth timing, or for which a rule
+// asks for one.
+func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernels.Way {
+	shape := run.ProductShape(m)
+	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
+	if shape.Float8 {
+		whole.A, whole.B = gpu.Float8E4M3, gpu.Float8E4M3
+		whole.Scaling, whole.FastAccumulation = gpu.ScaledRows, true
+	}
+	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
+		return nil
+	}
+	ways := t.x.Kernels.Ways(kernels.Product{ProductShape: shape, Type: m.D})
+	asked := func(w kernels.Way) bool { return t.Rules.Ask(productOp, w.String()) }
+	if !t.worthTiming(flops(m)) && !slices.ContainsFunc(ways, asked) {
+		return nil
+	}
+	return ways
+}
+
+// flops is the multiplications and additions of a product.
+func flops(m gpu.MatmulSpec) float64 {
+	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
+}
+
+// productOp is the op of matrix products among the choices.
+const productOp = "Matmul"
+
+// productJob is a product as it is timed: of operands of its own.
+func (t *Chooser) productJob(p *run.Plan) (job, error) {
+	blas, err := t.x.Ctx.Blas()
+	if err != nil {
+		return job{}, err
+	}
+	m := p.Spec()
+	a, b, d := operands(m)
+	params := program.Matmul{Spec: m, Alpha: 1}
+	args := []program.Arg{program.Reads("A", a), program.Reads("B", b), program.Writes("D", d)}
+	shape := fmt.Sprintf("%+v", m)
+	if m.Scaling != gpu.Unscaled {
+		args = append(args, program.Reads("ScaleA", operand(gpu.Float32, m.M)), program.Reads("ScaleB", operand(gpu.Float32, m.N)))
+	}
+	switch p.Added {
+	case program.AMatrix:
+		params.Beta = 1
+		args = append(args, program.Reads("C", operand(m.D, m.M, m.N)))
+		shape += " with a matrix added"
+	case program.Factors:
+		shape += " scaled"
+	}
+	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
+	if len(p.Own) > 0 {
+		build += ", " + t.x.Kernels.Build(productUnit)
+	}
+	j := job{build: build, computes: true, tiny: !t.worthTiming(flops(m)), product: p,
+		Group: lower.Group{Op: productOp, Shape: shape, Results: []*program.Array{d}}}
+	for _, name := range p.Ways() {
+		j.Alternatives = append(j.Alternatives, lower.Alternative{Name: name,
+			Calls: []*program.Call{{Params: params, Args: args}}})
+	}
+	return j, nil
+}
+
+// operand is an array in a buffer of its own.
+func operand(t gpu.DType, shape ...int) *program.Array {
+	a := &program.Array{Buffer: &program.Buffer{}, Type: t, Shape: shape}
+	a.Bytes = a.Extent()
+	return a
+}
+
+// operands are A, B and D of a product, with the gaps between rows and matrices.
+func operands(m gpu.MatmulSpec) (a, b, d *program.Array) {
+	rowsA, rowsB := m.M, m.K
+	if m.TransA {
+		rowsA = m.K
+	}
+	if m.TransB {
+		rowsB = m.N
+	}
+	return operand(m.A, (m.Batch-1)*m.StrideA+rowsA*m.LDA), operand(m.B, (m.Batch-1)*m.StrideB+rowsB*m.LDB),
+		operand(m.D, (m.Batch-1)*m.StrideD+m.M*m.LDD)
+}

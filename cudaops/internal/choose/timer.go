@@ -1,0 +1,412 @@
+package choose
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/plan"
+)
+
+const (
+	// tuneRounds is how often each way that is not hopeless is timed.
+	tuneRounds = 7
+	// tuneGain is what another way must save to take the place of the first: less than that is noise.
+	tuneGain = 0.01
+	// tuneHopeless is the multiple of the best time beyond which a way is timed only once.
+	tuneHopeless = 1.5
+	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to gain.
+	tuneFloor = 0.95
+)
+
+// tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add in
+// orders of their own.
+func tolerance(t gpu.DType) float64 {
+	if t == gpu.Float32 {
+		return 1e-3
+	}
+	return 2e-2
+}
+
+// timer times the ways of a job on memory of its own.
+type timer struct {
+	*Chooser
+	j          job
+	owned      gpu.Ptr
+	pieces     map[*program.Buffer]*piece
+	order      []*program.Buffer // of pieces
+	results    []*piece
+	flush      gpu.Ptr // what the cache is overwritten with
+	flushBytes int
+	events     []gpu.Event
+	cold, warm []time.Duration
+}
+
+// piece is memory that stands for a buffer, from the byte at which the lowest of its operands begins.
+type piece struct {
+	from, to  int // bytes into the buffer
+	at        gpu.Ptr
+	kind      gpu.DType
+	random    bool // it is read before it is written
+	deviation float64
+	data      []float32
+}
+
+func (p *piece) bytes() int { return p.to - p.from }
+
+// newTimer allocates a job's operands, and fills those that are read with random numbers: zeros cost less
+// power, and so less time. To be closed also on an error.
+func newTimer(t *Chooser, j job) (*timer, error) {
+	n := len(j.Alternatives)
+	x := &timer{Chooser: t, j: j, flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
+		cold: make([]time.Duration, n), warm: make([]time.Duration, n), pieces: map[*program.Buffer]*piece{}}
+	for _, a := range j.Alternatives {
+		x.gather(a.Calls)
+	}
+	for _, r := range j.Results {
+		if p := x.pieces[r.Buffer]; !slices.Contains(x.results, p) {
+			x.results = append(x.results, p)
+		}
+	}
+	total := x.flushBytes
+	for _, p := range x.pieces {
+		total += plan.Align(p.bytes(), program.Alignment)
+	}
+	var err error
+	if x.owned, err = t.Alloc(max(1, total), "timing"); err != nil {
+		return x, err
+	}
+	x.flush = x.owned
+	at := x.owned.Offset(x.flushBytes)
+	for i, b := range x.order {
+		p := x.pieces[b]
+		p.at = at
+		at = at.Offset(plan.Align(p.bytes(), program.Alignment))
+		if err := x.fill(p, uint64(i)); err != nil {
+			return x, err
+		}
+	}
+	return x, nil
+}
+
+// gather finds the operands of calls, which are made one after the other.
+func (x *timer) gather(calls []*program.Call) {
+	written := map[*program.Buffer]bool{}
+	for _, c := range calls {
+		for _, a := range c.Args {
+			if a.Field == "" || a.Role == program.Untimed {
+				continue
+			}
+			p := x.pieces[a.Buffer]
+			from := a.At / program.Alignment * program.Alignment
+			if p == nil {
+				p = &piece{from: from, kind: a.Type, data: a.Data, deviation: 1}
+				x.pieces[a.Buffer], x.order = p, append(x.order, a.Buffer)
+			}
+			p.from, p.to = min(p.from, from), max(p.to, a.At+a.Span())
+			if a.Deviation > 0 {
+				p.deviation = a.Deviation
+			}
+			if (a.Role == program.Read || a.Role == program.Update) && !written[a.Buffer] {
+				p.random = true
+			}
+		}
+		for _, a := range c.Args {
+			written[a.Buffer] = written[a.Buffer] || a.Role != program.Read
+		}
+	}
+}
+
+// address is where an operand's stand-in lies, null where there is none.
+func (x *timer) address(a *program.Array) gpu.Ptr {
+	p := x.pieces[a.Buffer]
+	if p == nil {
+		return 0
+	}
+	return p.at.Offset(a.At - p.from)
+}
+
+func (x *timer) close() error {
+	var errs []error
+	for _, e := range x.events {
+		errs = append(errs, x.x.Ctx.DestroyEvent(e))
+	}
+	if x.owned != 0 {
+		errs = append(errs, x.Free(x.owned))
+	}
+	return errors.Join(errs...)
+}
+
+// fill puts into a piece what is to be read there: what its buffer holds, zeros where integers are, and
+// else random numbers, some, again and again.
+func (x *timer) fill(p *piece, seed uint64) error {
+	ctx, s := x.x.Ctx, x.x.Stream
+	switch {
+	case p.data != nil:
+		return ctx.CopyToDevice(p.at, gpu.Bytes(p.data)[p.from:p.to], s)
+	case !p.random:
+		return nil
+	case p.kind == gpu.Int64:
+		return ctx.Memset8(p.at, 0, p.bytes(), s)
+	}
+	return Fill(ctx, s, p.at, p.bytes(), p.kind, p.deviation, seed)
+}
+
+// Fill fills memory with random numbers of a standard deviation: some, again and again.
+func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType, deviation float64, seed uint64) error {
+	const some = 1 << 16
+	r := rand.New(rand.NewPCG(1, seed))
+	numbers := make([]float32, some)
+	for i := range numbers {
+		numbers[i] = float32(deviation * r.NormFloat64())
+	}
+	raw := make([]byte, some*t.Size())
+	value.EncodeFloats(raw, t, numbers)
+	done := min(bytes, len(raw))
+	err := ctx.CopyToDevice(at, raw[:done], s)
+	for ; err == nil && done < bytes; done += min(done, bytes-done) {
+		err = ctx.CopyOnDevice(at.Offset(done), at, min(done, bytes-done), s)
+	}
+	return err
+}
+
+// fastest returns the way of some that computes the job in the least time. Ways that fail, or whose result is not that of the
+// plain one, do not count; it is -1 if none is left.
+func (x *timer) fastest(ways []int) (int, error) {
+	live, err := x.right(ways)
+	if err != nil {
+		return 0, err
+	}
+	if x.j.computes && len(live) > 1 && live[0] != x.j.Plain {
+		live = slices.DeleteFunc(live, func(i int) bool { return i == x.j.Plain }) // which is there to be compared with
+	}
+	if len(live) == 0 {
+		return -1, nil
+	}
+	if err := x.time(live, 1); err != nil { // which tells the hopeless ones
+		return 0, err
+	}
+	best := x.took(slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) }))
+	live = slices.DeleteFunc(live, func(i int) bool { return float64(x.took(i)) > tuneHopeless*float64(best) })
+	if len(live) > 1 && best > x.floor() {
+		if err := x.time(live, tuneRounds); err != nil {
+			return 0, err
+		}
+	}
+	return slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0])) }), nil
+}
+
+// key is what a way is chosen by: its time, where the first has a little advance.
+func (x *timer) key(way, first int) float64 {
+	if way == first {
+		return (1 - tuneGain) * float64(x.took(way))
+	}
+	return float64(x.took(way))
+}
+
+// right returns those of some ways that work, and whose result is that of the plain way or, where that fails itself, of the
+// first that works. The run also loads the kernels. A fault that loses the context is an error.
+func (x *timer) right(ways []int) ([]int, error) {
+	plain := x.j.Plain
+	var want [][]float32
+	good := map[int]bool{}
+	for k, i := range append([]int{plain}, ways...) {
+		if k > 0 && i == x.j.Plain {
+			continue
+		}
+		got, err := x.result(i)
+		var e *gpu.Error
+		if errors.As(err, &e) && e.Sticky() {
+			return nil, err
+		}
+		if err == nil && want == nil {
+			plain, want = i, got
+		}
+		if err == nil {
+			err = x.compare(got, want, plain)
+		}
+		if err != nil {
+			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.j.Op, x.j.Shape, x.j.Alternatives[i].Name, err))
+			continue
+		}
+		good[i] = true
+	}
+	return slices.DeleteFunc(slices.Clone(ways), func(i int) bool { return !good[i] }), nil
+}
+
+// took is the time by which ways are compared.
+func (x *timer) took(way int) time.Duration {
+	if x.isSmall() {
+		return x.warm[way]
+	}
+	return x.cold[way]
+}
+
+// floor is the least time in which arguments that are not in the cache can move, so that to look on is in vain.
+func (x *timer) floor() time.Duration {
+	d := x.Device
+	perSecond := 2 * 1e3 * float64(d.MemoryClock) * float64(d.MemoryBusBits) / 8
+	if x.isSmall() || x.j.computes || perSecond == 0 {
+		return 0
+	}
+	bytes := 0
+	for _, p := range x.pieces {
+		if p.random || slices.Contains(x.results, p) {
+			bytes += p.bytes()
+		}
+	}
+	return time.Duration(float64(bytes) / (tuneFloor * perSecond) * 1e9)
+}
+
+// run enqueues the job in some way.
+func (x *timer) run(way int) error {
+	for _, c := range x.j.Alternatives[way].Calls {
+		bound := c.Bind(c.Params, x.address)
+		if m, ok := bound.(program.Matmul); ok && x.j.product != nil {
+			if err := x.x.Products.RunIn(x.j.product, way, m, x.x.Stream); err != nil {
+				return err
+			}
+			continue
+		}
+		if err := x.x.Launch(bound); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// time sets the median times of some ways. In each of the rounds a way runs with a cold cache and then again with a warm one.
+// All runs are enqueued together and the ways take turns, so that each meets the clock rates of a GPU at work.
+func (x *timer) time(ways []int, rounds int) error {
+	ctx, s := x.x.Ctx, x.x.Stream
+	x.store.Timed(rounds * len(ways))
+	for len(x.events) < 3*rounds*len(ways) {
+		e, err := ctx.NewEvent(true)
+		if err != nil {
+			return err
+		}
+		x.events = append(x.events, e)
+	}
+	marks := x.events
+	mark := func() error {
+		e := marks[0]
+		marks = marks[1:]
+		return ctx.Record(e, s)
+	}
+	for range rounds {
+		for _, way := range ways {
+			flush, run := func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) }, func() error { return x.run(way) }
+			if err := inTurn(flush, mark, run, mark, run, mark); err != nil {
+				return err
+			}
+		}
+	}
+	if err := ctx.SyncStream(s); err != nil {
+		return err
+	}
+	for i, way := range ways {
+		for k, median := range []*time.Duration{&x.cold[way], &x.warm[way]} {
+			var all []time.Duration
+			for round := range rounds {
+				at := 3*(round*len(ways)+i) + k
+				d, err := ctx.Elapsed(x.events[at], x.events[at+1])
+				if err != nil {
+					return err
+				}
+				all = append(all, d)
+			}
+			slices.Sort(all)
+			*median = all[len(all)/2]
+		}
+	}
+	return nil
+}
+
+// result is the first and the last numbers of each result of a way.
+func (x *timer) result(way int) ([][]float32, error) {
+	ctx, s := x.x.Ctx, x.x.Stream
+	for _, p := range x.results {
+		if err := ctx.Memset8(p.at, 0xff, p.bytes(), s); err != nil { // NaN
+			return nil, err
+		}
+	}
+	if err := x.run(way); err != nil {
+		return nil, err
+	}
+	var results [][]float32
+	for _, p := range x.results {
+		raw := make([]byte, min(p.bytes(), 1<<17)/p.kind.Size()*p.kind.Size())
+		for _, at := range []int{0, p.bytes() - len(raw)} {
+			if err := ctx.CopyToHost(raw, p.at.Offset(at), s); err != nil {
+				return nil, err
+			}
+			if err := ctx.SyncStream(s); err != nil {
+				return nil, err
+			}
+			numbers := make([]float32, len(raw)/p.kind.Size())
+			value.DecodeFloats(numbers, p.kind, raw)
+			results = append(results, numbers)
+		}
+	}
+	return results, nil
+}
+
+// compare says what is wrong with a result, of which the other is that of the plain way.
+func (x *timer) compare(got, want [][]float32, plain int) error {
+	for i := range got {
+		if d := distance(got[i], want[i]); !(d <= tolerance(x.results[i/2].kind)) {
+			return fmt.Errorf("its result differs by %.2g from that of %s", d, x.j.Alternatives[plain].Name)
+		}
+	}
+	return nil
+}
+
+// distance is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN as before. It is NaN where
+// one is, or all are.
+func distance(x, y []float32) float64 {
+	var diff, norm float64
+	written := false
+	for i := range x {
+		if x[i] != x[i] && y[i] != y[i] {
+			continue
+		}
+		written = true
+		d := float64(x[i]) - float64(y[i])
+		diff += d * d
+		norm += float64(y[i]) * float64(y[i])
+	}
+	switch {
+	case !written:
+		return math.NaN()
+	case diff == 0:
+		return 0
+	}
+	return math.Sqrt(diff / norm)
+}
+
+// isSmall reports whether what a job works on is in the cache when it runs, since the work before it has
+// left it there.
+func (x *timer) isSmall() bool {
+	bytes := 0
+	for _, p := range x.pieces {
+		bytes += p.bytes()
+	}
+	return !x.j.computes && bytes <= x.Device.L2/2
+}
+
+// inTurn makes calls until one fails.
+func inTurn(calls ...func() error) error {
+	for _, call := range calls {
+		if err := call(); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,345 @@
+// Package kasmina keeps a machine's Kasmina layers in step with their lattices: it sends the lattices'
+// state to the device, computes the passes, and gives the lattices what was measured.
+package kasmina
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Machine is what the layers need of theirs.
+type Machine struct {
+	*run.Runner
+	Strict bool                 // a kind of blueprint without a kernel is an error
+	Apart  bool                 // op and backward op are in graphs of their own
+	Warn   func(message string) // once for each message
+
+	Sent    func(*program.Input) bool  // whether an input's value goes to the device before every run
+	Refresh func(*program.Input) error // renews an input's copies
+}
+
+// layer mirrors a lattice's state on the device, and sends it again before a run when it has changed.
+// What a run measures comes back behind it ([reports]), and is given to the lattice when the machine
+// next meets it there: when a value is asked for, at a later run, or at the end. Two runs may be on
+// their way, so no run waits for the figures of the one before, unless its limits are made of them.
+type layer struct {
+	*program.KasminaLayer
+	m          *Machine
+	reports    *reports
+	mode       mode
+	hosted     bool   // the run under way computes the layer on the host: see choose
+	next, last []byte // the state as encoded for the run, and as the device has it
+	staging    []byte
+	opened     bool // all that the machine has not allocated is there
+	flights    [2]flight
+	counts     []uint32 // as last seen
+}
+
+// mode is what a run measures. It is part of what is captured.
+type mode struct {
+	telemetry, histogram bool
+	reduction            kernels.KasminaReduction
+}
+
+// flight is a run whose report may still be on its way.
+type flight struct {
+	pass    *op.KasminaPass
+	mode    mode
+	scale   float32   // that gradients carry
+	report  []byte    // of all layers, of which the memory belongs to the reports
+	arrived gpu.Event // likewise
+	busy    bool
+}
+
+// Layers are the Kasmina layers of a machine.
+type Layers struct {
+	m   *Machine
+	all map[*program.KasminaLayer]*layer
+}
+
+// New prepares the layers of a machine's program, whose runs they attend from now on.
+func New(m *Machine) (*Layers, error) {
+	ls := &Layers{m: m, all: map[*program.KasminaLayer]*layer{}}
+	p := m.Program
+	if p.Reports == nil {
+		return ls, nil
+	}
+	r := &reports{m: m, memory: p.Reports, seeds: p.Reports.Shape[1]}
+	m.Attendants = append(m.Attendants, r)
+	for _, k := range p.Kasmina {
+		l := &layer{KasminaLayer: k, m: m, reports: r, next: gpu.Bytes(make([]uint32, k.State.Len())),
+			counts: make([]uint32, program.KasminaHealth*k.Seeds())}
+		pass := k.Op.NewPass()
+		pass.Begin()
+		if err := l.choose(l.encode(pass)); err != nil {
+			return nil, err
+		}
+		ls.all[k], r.layers = l, append(r.layers, l)
+		m.Attendants = append(m.Attendants, l)
+	}
+	for _, s := range p.Starts {
+		m.Attendants = append(m.Attendants, newStart(m, s))
+	}
+	return ls, nil
+}
+
+func (l *layer) latticeState() kernels.KasminaState {
+	s := l.Shape().State
+	s.Ptr = l.State.Ptr()
+	return s
+}
+
+// at is where the device has an array of the layer's report.
+func (l *layer) at(word int) gpu.Ptr {
+	return l.reports.memory.Ptr().Offset(4 * l.place(word))
+}
+
+func (l *layer) place(word int) int { return l.Place(word, l.reports.seeds) }
+
+// moving is of how many seeds the backward pass of the last run read x at least, and wrote the gradient
+// of x.
+func (l *layer) moving(inPlace bool) (reads, writes int) {
+	if l.Wide() { // those that mix, which Residual ones stand for below
+		reads = int(gpu.View[uint32](l.last[l.latticeState().Bytes():])[0])
+	}
+	for _, word := range gpu.View[uint32](l.last)[:l.Seeds()] { // as KasminaState.Encode has them
+		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
+			reads++ // what is dormant is Residual there
+		}
+		if !inPlace || l.Clips() || word>>8&1 != 0 {
+			writes++ // what blends or is clipped
+		}
+	}
+	return reads, writes
+}
+
+// encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
+func (l *layer) encode(pass *op.KasminaPass) error {
+	st := kernels.KasminaState{Seeds: l.Seeds(), Slots: l.Slots()}
+	var narrow error
+	seed := func(i int) kernels.KasminaSeed {
+		s := pass.Seed(i)
+		k := kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
+			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit) * l.m.Scale.Now.Scale}
+		if k.Mixes() && narrow == nil {
+			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
+				narrow = fmt.Errorf("seed %d: %w", i, err)
+			}
+		}
+		return k
+	}
+	err := st.Encode(l.next, func(i int) kernels.KasminaSeed {
+		s := seed(i)
+		if s.Mixes() {
+			s.Slot = 0
+		}
+		return s
+	})
+	if narrow != nil || err != nil || !l.Wide() {
+		return errors.Join(narrow, err)
+	}
+	return kernels.KasminaMixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
+}
+
+// open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
+func (l *layer) open() (err error) {
+	if l.staging == nil {
+		l.staging, err = l.m.Ctx.AllocHost(len(l.next))
+	}
+	for i := range l.flights {
+		f := &l.flights[i]
+		f.pass, f.report, f.arrived = l.Op.NewPass(), l.reports.host[i], l.reports.arrived[i]
+	}
+	l.opened = err == nil
+	return err
+}
+
+// begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op serves both.
+func (l *layer) begin(pass *op.KasminaPass) error {
+	if !l.Forward {
+		return pass.Resume()
+	}
+	pass.Begin()
+	if l.m.Apart {
+		pass.Leave()
+	}
+	return nil
+}
+
+// Before receives what runs have measured, and sends the lattice's state.
+func (l *layer) Before() error {
+	if !l.opened {
+		if err := l.open(); err != nil {
+			return err
+		}
+	}
+	f := &l.flights[l.reports.runs%2]
+	if err := l.receive(f, true); err != nil { // two runs ago
+		return err
+	}
+	if err := l.receive(l.flight(), f.pass.NeedsLast()); err != nil {
+		return err
+	}
+	if err := l.begin(f.pass); err != nil {
+		return fmt.Errorf("%v: %w", l.Op, err)
+	}
+	if err := l.choose(l.encode(f.pass)); err != nil {
+		return fmt.Errorf("%v: %w", l.Op, err)
+	}
+	f.scale = l.m.Scale.Now.Scale
+	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
+		f.mode, l.mode = mode{}, mode{}
+		return l.receive(l.flight(), true)
+	}
+	ctx := l.m.Ctx
+	if !bytes.Equal(l.next, l.last) {
+		copy(l.staging, l.next)
+		if err := ctx.CopyToDevice(l.State.Ptr(), l.staging, l.m.Stream); err != nil {
+			return err
+		}
+		l.last = append(l.last[:0], l.next...)
+	}
+	f.mode = modeOf(f.pass)
+	l.mode = f.mode
+	return nil
+}
+
+// modeOf is what a pass shall measure.
+func modeOf(pass *op.KasminaPass) (m mode) {
+	t := pass.Snapshot().Telemetry
+	if m.telemetry = pass.Measures(); m.telemetry {
+		m.histogram = t.Mode == state.Debug
+		m.reduction = map[state.Reduction]kernels.KasminaReduction{
+			state.Hierarchical: kernels.KasminaExact, state.MeanOfRows: kernels.KasminaMean, state.MaxOfRows: kernels.KasminaMax,
+		}[t.Reduction]
+	}
+	return m
+}
+
+// flight is that of the last run.
+func (l *layer) flight() *flight { return &l.flights[(l.reports.runs+1)%2] }
+
+// AppendMode adds what the run measures, and where.
+func (l *layer) AppendMode(b []byte) []byte {
+	mode := byte(l.mode.reduction) << 2
+	if l.mode.telemetry {
+		mode |= 1
+	}
+	if l.mode.histogram {
+		mode |= 2
+	}
+	if l.hosted {
+		mode |= 1 << 4
+	}
+	return append(b, mode)
+}
+
+// After comes behind that of the reports.
+func (l *layer) After() error {
+	l.flight().busy = !l.hosted
+	return nil
+}
+
+// Settle receives what the last runs have measured.
+func (l *layer) Settle() error {
+	return errors.Join(l.receive(&l.flights[l.reports.runs%2], true), l.receive(l.flight(), true))
+}
+
+// receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
+func (l *layer) receive(f *flight, wait bool) error {
+	ctx := l.m.Ctx
+	switch {
+	case !f.busy:
+		return nil
+	case wait:
+		if err := ctx.SyncEvent(f.arrived); err != nil {
+			return err
+		}
+	default:
+		if done, err := ctx.EventDone(f.arrived); err != nil || !done {
+			return err
+		}
+	}
+	f.busy = false
+	if err := l.deliver(f); err != nil {
+		return fmt.Errorf("%v: %w", l.Op, err)
+	}
+	return nil
+}
+
+func (l *layer) deliver(f *flight) error {
+	seeds := l.Seeds()
+	words, figures := gpu.View[uint32](f.report), gpu.View[float32](f.report)
+	counts := words[l.place(0):][:len(l.counts)]
+	counted := slices.Clone(counts)
+	for i, v := range l.counts {
+		counted[i] -= v
+	}
+	copy(l.counts, counts)
+	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
+	figure := func(what, i, seed int) float64 { return float64(figures[l.place(what+i)+seed]) }
+	elements := float64(l.Rows * l.Chunk)
+
+	health := func(seed int) state.HealthSample {
+		h := state.HealthSample{NonFinite: count(program.KasminaBadX, seed)}
+		if !f.mode.telemetry {
+			return h
+		}
+		v := func(i int) float64 { return figure(program.KasminaHealth, i, seed) }
+		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)}
+		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kernels.KasminaMoments), Variance: v(kernels.KasminaMoments + 1)}
+		if f.mode.histogram {
+			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+seed*kernels.KasminaBins:])
+		}
+		return h
+	}
+	var err error
+	if l.Forward {
+		err = f.pass.RecordHealth(health)
+	}
+	if !l.Backward {
+		return err
+	}
+	gradient := func(seed int) state.GradientSample {
+		g := state.GradientSample{NonFinite: count(program.KasminaBadG, seed), Clipped: count(program.KasminaClipped, seed)}
+		if !f.mode.telemetry {
+			return g
+		}
+		v := func(i int) float64 { return figure(program.KasminaGradient, i, seed) }
+		s := float64(f.scale)
+		g.Gradient = state.Gradient{Norm: v(0) / s, Variance: v(1) / s / s, Max: v(2) / s}
+		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms) / s, Variance: v(kernels.KasminaNorms+1) / s / s}
+		return g
+	}
+	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
+}
+
+// unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a loss scale above 1: it may have
+// made them so. They count all the same, and the step is skipped. At a scale of 1 nothing else can be the cause.
+func unlessScaled(err error, scale float32) error {
+	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
+		return nil
+	}
+	return err
+}
+
+// Close gives back memory.
+func (l *layer) Close() error {
+	if l.staging == nil {
+		return nil
+	}
+	return l.m.Ctx.FreeHost(l.staging)
+}
+
+// OnHost reports whether the run under way computes the layer on the host.
+func (l *layer) OnHost() bool { return l.hosted }

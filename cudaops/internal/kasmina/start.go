@@ -1,0 +1,138 @@
+package kasmina
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/params"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks
+// at a slot when a seed begins to compute with it.
+type start struct {
+	program.KasminaStart
+	m          *Machine
+	pass       state.Pass
+	seen, used []bool // of each slot: a seed computed with it before, and does so now
+}
+
+func newStart(m *Machine, k program.KasminaStart) *start {
+	slots := k.Op.InputShape(1)[0]
+	return &start{KasminaStart: k, m: m, seen: make([]bool, slots), used: make([]bool, slots)}
+}
+
+// Before looks at the slots that seeds begin to use.
+func (s *start) Before() error {
+	s.Op.Lattice.Begin(&s.pass, false)
+	clear(s.used)
+	var scales []float32 // read once, if a slot is new
+	for seed, stage := range s.pass.Stage {
+		slot := int(s.pass.Slot[seed])
+		if slot == 0 || slot >= len(s.used) || !(stage.Blends() || stage.Learns()) {
+			continue
+		}
+		if !s.seen[slot] && !s.used[slot] {
+			var err error
+			if scales == nil {
+				scales, err = s.read(s.OfScales, s.Scales, 0, len(s.used))
+			}
+			if err == nil && scales[slot] == 0 {
+				err = s.fill(seed, slot)
+			}
+			if err != nil {
+				return fmt.Errorf("%v: seed %d: %w", s.Op, seed, err)
+			}
+		}
+		s.used[slot] = true
+	}
+	s.seen, s.used = s.used, s.seen
+	return nil
+}
+
+// fill writes a slot whose scale is 0, if there is nothing in it.
+func (s *start) fill(seed, slot int) error {
+	width := s.Weights.Len() / s.Scales.Len()
+	w, err := s.read(s.OfWeights, s.Weights, slot*width, width)
+	if err != nil {
+		return err
+	}
+	a := []float32{0}
+	started, err := s.Op.Start(s.pass.Kind[seed], seed, slot, w, a)
+	if err != nil || !started {
+		return err
+	}
+	if err := s.write(s.OfWeights, s.Weights, slot*width, w); err != nil {
+		return err
+	}
+	return s.write(s.OfScales, s.Scales, slot, a)
+}
+
+// read returns n elements of an input, from the one that is given, where they are now.
+func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float32, error) {
+	x := make([]float32, n)
+	if s.m.Sent(in) {
+		value, err := hostMemory(in)
+		if err != nil {
+			return nil, err
+		}
+		copy(x, value[from:])
+		return x, nil
+	}
+	ctx := s.m.Ctx
+	if err := ctx.CopyToHost(gpu.Bytes(x), a.Ptr().Offset(4*from), s.m.Stream); err != nil {
+		return nil, err
+	}
+	return x, ctx.SyncStream(s.m.Stream)
+}
+
+// write is read the other way round.
+func (s *start) write(in *program.Input, a *program.Array, from int, x []float32) error {
+	if s.m.Sent(in) {
+		value, err := hostMemory(in)
+		if err == nil {
+			copy(value[from:], x)
+		}
+		return err
+	}
+	ctx := s.m.Ctx
+	if err := ctx.CopyToDevice(a.Ptr().Offset(4*from), gpu.Bytes(x), s.m.Stream); err != nil {
+		return err
+	}
+	return run.Joined(s.m.Refresh(in), ctx.SyncStream(s.m.Stream))
+}
+
+// hostMemory returns the memory of an input's value.
+func hostMemory(in *program.Input) ([]float32, error) {
+	if in.Node.Value() == nil {
+		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let", lower.Describe(in.Node))
+	}
+	memory, err := params.Memory(in.Node.Value())
+	if err != nil {
+		return nil, fmt.Errorf("%s: its value %w", lower.Describe(in.Node), err)
+	}
+	x, ok := memory.([]float32)
+	if !ok || len(x) != in.Array.Len() {
+		return nil, fmt.Errorf("%s has a value of type %v and shape %v", lower.Describe(in.Node),
+			in.Node.Value().Dtype(), in.Node.Value().Shape())
+	}
+	return x, nil
+}
+
+// AppendMode adds nothing: slots are looked at outside of what is captured.
+func (s *start) AppendMode(b []byte) []byte { return b }
+
+// OnHost is false.
+func (s *start) OnHost() bool { return false }
+
+// After does nothing.
+func (s *start) After() error { return nil }
+
+// Settle does nothing.
+func (s *start) Settle() error { return nil }
+
+// Close does nothing.
+func (s *start) Close() error { return nil }

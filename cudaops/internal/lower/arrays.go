@@ -1,0 +1,174 @@
+package lower
+
+import (
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+)
+
+// Activations, their gradients and the operands of matrix products are of the program's activation type.
+// Weights of norms, losses, what a forward op leaves for its backward op, and gradients of parameters
+// are float32, but for what weightGradient is for.
+
+// converted is an array in another type.
+type converted struct {
+	*program.Buffer
+	at, len int
+	to      gpu.DType
+}
+
+// packed is a result that consists of several arrays.
+func packed(parts ...*program.Array) *program.Array { return &program.Array{Parts: parts} }
+
+// aux is float32 memory that no node stands for.
+func (c *compiler) aux(shape ...int) *program.Array { return c.NewArray(gpu.Float32, shape...) }
+
+// bytes is workspace.
+func (c *compiler) bytes(n int) *program.Array { return c.NewArray(gpu.Float32, (n+3)/4) }
+
+// like is a new array of a's type and shape.
+func (c *compiler) like(a *program.Array) *program.Array { return c.NewArray(a.Type, a.Shape...) }
+
+// cast is the call that writes b, a's values in another type.
+func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
+	return c.newCall(n, kernels.Cast{YType: b.Type, XType: a.Type, N: a.Len()},
+		program.Writes("Y", b), program.Reads("X", a))
+}
+
+// as returns a's values in another type: a itself, or a copy that is made once, or for a parameter one
+// that is kept beside it and renewed with it.
+func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
+	if a.Type == t {
+		return a
+	}
+	key := converted{a.Buffer, a.At, a.Len(), t}
+	if b := c.copies[key]; b != nil {
+		return b.View(0, a.Shape...)
+	}
+	in := c.inputOf[a.Buffer]
+	if in != nil && c.o.shares(in) {
+		for _, s := range in.Copies {
+			if s.Type == t && s.Len() == a.Len() {
+				return s.View(0, a.Shape...)
+			}
+		}
+	} else if in != nil && in.Constant {
+		b := c.NewResident(t, a.Shape...)
+		in.Copies = append(in.Copies, program.Copy{Array: b, Renew: c.cast(n, b, a)})
+		c.copies[key], c.sources[b.Buffer] = b, []*program.Input{in}
+		return b
+	}
+	b := c.NewArray(t, a.Shape...)
+	c.Add(c.cast(n, b, a))
+	c.copies[key] = b
+	return b
+}
+
+// act returns a's values as activations.
+func (c *compiler) act(n *gorgonia.Node, a *program.Array) *program.Array {
+	return c.as(n, a, c.o.Activation)
+}
+
+// acts is act of two.
+func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, *program.Array) {
+	return c.act(n, a), c.act(n, b)
+}
+
+// stacked is the matrices of a stack, at most three.
+type stacked [3]converted
+
+// stack returns matrices of as many columns as activations, one above the other, so that one product
+// serves all. Of parameters the stack is kept, and renewed with them; of others it is made in every run.
+func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
+	var key stacked
+	var inputs []*program.Input
+	rows, kept := 0, true
+	for i, a := range all {
+		key[i] = converted{a.Buffer, a.At, a.Len(), a.Type}
+		in := c.inputOf[a.Buffer]
+		inputs = append(inputs, in)
+		rows += a.Shape[0]
+		kept = kept && in != nil && in.Constant && !c.o.shares(in)
+	}
+	if s := c.stacks[key]; s != nil {
+		return s
+	}
+	t := c.o.Activation
+	s := c.sharedStack(inputs, all, t)
+	if s != nil {
+		c.stacks[key] = s
+		return s
+	}
+	if kept {
+		s = c.NewResident(t, rows, all[0].Shape[1])
+		c.sources[s.Buffer] = inputs
+	} else {
+		s = c.NewArray(t, rows, all[0].Shape[1])
+	}
+	c.stacks[key] = s
+	at := 0
+	for i, a := range all {
+		to := s.View(at, a.Shape...)
+		at += a.Len()
+		if kept {
+			inputs[i].Copies = append(inputs[i].Copies, program.Copy{Array: to, Renew: c.cast(n, to, a)})
+		} else {
+			c.Add(c.cast(n, to, a))
+		}
+	}
+	return s
+}
+
+// sharedStack returns the stack of parameters that the program they belong to keeps, nil if there is
+// none.
+func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array, t gpu.DType) *program.Array {
+	var top *program.Array
+	rows, at := 0, 0
+	for i, in := range inputs {
+		if in == nil || !c.o.shares(in) {
+			return nil
+		}
+		j := slices.IndexFunc(in.Copies, func(s program.Copy) bool {
+			return s.Type == t && s.Len() == all[i].Len() &&
+				(i == 0 || s.Buffer == top.Buffer && s.At == top.At+at*t.Size())
+		})
+		if j < 0 {
+			return nil
+		}
+		if i == 0 {
+			top = in.Copies[j].Array
+		}
+		rows += all[i].Shape[0]
+		at += all[i].Len()
+	}
+	return top.View(0, rows, all[0].Shape[1])
+}
+
+// VectorBytes is what optimisers and fused products read at once.
+const VectorBytes = 16
+
+// aligned returns a, or a copy of it where it begins at an address that optimisers do not take.
+func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
+	if a.At%VectorBytes == 0 {
+		return a
+	}
+	b := c.like(a)
+	c.Add(c.cast(n, b, a))
+	return b
+}
+
+// ints is ids as kernels take them.
+func ints() kernels.Ints { return kernels.Ints{Wide: true} }
+
+// typeOf is how values of a Gorgonia type are stored.
+func typeOf(dt tensor.Dtype) gpu.DType {
+	if dt == tensor.Int {
+		return gpu.Int64
+	}
+	return gpu.Float32
+}

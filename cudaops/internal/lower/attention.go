@@ -1,0 +1,103 @@
+package lower
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
+	c := o.Config
+	return kernels.AttentionShape{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
+}
+
+func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	q, k := c.acts(n, in[0], in[1])
+	v := c.act(n, in[2])
+	o := n.Op().(*op.AttentionOp)
+	s := attentionShape(o, q.Shape[0])
+	documents := c.documentsOf(n, o, in)
+	y, lse := c.like(q), c.aux(s.Batch, s.Heads, s.Seq)
+	c.saved[o] = lse
+	call := c.call(n, kernels.Attention{AttentionShape: s, Type: q.Type}, program.Writes("Y", y),
+		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v), program.Writes("LSE", lse),
+		untimed("Documents", documents))
+	if documents == nil { // of these, the lengths decide how much there is to compute
+		call.FLOPs = attentionFLOPs(s, 2)
+	}
+	return y, nil
+}
+
+func untimed(field string, a *program.Array) program.Arg {
+	return program.Arg{Field: field, Array: a, Role: program.Untimed}
+}
+
+// packing is where the documents of sequences of seq tokens start.
+type packing struct {
+	starts *program.Array
+	seq    int
+}
+
+// documentsOf returns the table of where documents start, which all attentions to the same share, nil if
+// o knows of none.
+func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*program.Array) *program.Array {
+	if !o.Documents() {
+		return nil
+	}
+	starts, seq := in[3], o.Config.Seq
+	if table := c.documents[packing{starts, seq}]; table != nil {
+		return table
+	}
+	c.bound(starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: seq})
+	batch := starts.Len() / seq
+	table := c.bytes(kernels.AttentionDocumentsBytes(batch, seq))
+	c.call(n, kernels.AttentionDocuments{Starts: ints(), Batch: batch, Seq: seq},
+		program.Writes("Table", table), program.Reads("Starts", starts))
+	c.documents[packing{starts, seq}] = table
+	return table
+}
+
+func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	q, k, v, t := in[0], in[1], in[2], c.o.Activation
+	dq, dk, dv := c.NewArray(t, q.Shape...), c.NewArray(t, k.Shape...), c.NewArray(t, v.Shape...)
+	c.attentionGrad(n, in, dq, dk, dv, nil)
+	return packed(dq, dk, dv), nil
+}
+
+// attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of
+// what they were before.
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, dv *program.Array, turned *op.RoPEOp) {
+	q, k := c.acts(n, in[0], in[1])
+	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
+	o := n.Op().(*op.AttentionGradOp).Forward
+	documents := c.documentsOf(n, o, in)
+	var cos, sin *program.Array
+	if turned != nil {
+		t := c.rotation(turned)
+		cos, sin = t.cos, t.sin
+	}
+	s := attentionShape(o, q.Shape[0])
+	a := kernels.AttentionBackward{AttentionShape: s, Type: q.Type}
+	stats := c.bytes(a.WorkspaceBytes(c.o.Device))
+	call := c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk), program.Writes("DV", dv),
+		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
+		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
+		program.Uses("Stats", stats), program.Reads("Cos", cos), program.Reads("Sin", sin),
+		untimed("Documents", documents))
+	if documents == nil {
+		call.FLOPs = attentionFLOPs(s, 5)
+	}
+}
+
+// attentionFLOPs is the operations of so many products of an attention, of which a causal mask leaves
+// half.
+func attentionFLOPs(s kernels.AttentionShape, products int) float64 {
+	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
+	if s.Causal {
+		n /= 2
+	}
+	return n
+}

@@ -1,0 +1,258 @@
+// Package lower turns a Gorgonia graph into a program: each node into calls, by a table of the ops'
+// types, or several nodes together where that takes fewer passes over memory. It knows no device but
+// what describes it.
+package lower
+
+import (
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Options says what a program is for.
+type Options struct {
+	Params, Outputs gorgonia.Nodes
+	Device          gpu.DeviceInfo
+	Activation      gpu.DType // what activations are stored as
+	Gradient        gpu.DType // what gradients of weights are stored as that only updates read
+	Float8          bool      // linear layers multiply float8
+	Scaled          bool      // gradients carry a loss scale
+	Accumulate      bool      // gradients add up from run to run
+	Strict          bool      // a node without a kernel is an error
+	Roomy           bool      // memory may be spent to save time
+	Timed           bool      // passes of Kasmina layers also run without telemetry, which takes memory
+
+	Shared       *program.Program // whose parameters are used; nil for none
+	SharedParams gorgonia.Nodes
+
+	OnHost func(op string) bool // whether a rule wants an op computed there
+	Warn   func(message string)
+	Chooser
+}
+
+// Chooser chooses among ways to compute something.
+type Chooser interface {
+	// Tunes reports whether anything may be timed.
+	Tunes() bool
+	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses among.
+	Ways(k kernels.Tuned) []kernels.Way
+	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
+	Choose(g Group) (alternative, choice int, err error)
+}
+
+// Group is a piece of work that several lists of calls can do.
+type Group struct {
+	Op, Shape    string // all that its time depends on, beside the device and the build of the kernels
+	Units        []string
+	FLOPs        float64
+	Alternatives []Alternative
+	Plain        int              // whose results count as right
+	Results      []*program.Array // what all of them write
+}
+
+// Alternative is one of the lists.
+type Alternative struct {
+	Name  string
+	Calls []*program.Call
+}
+
+// compiler turns a graph into a program.
+type compiler struct {
+	*program.Program
+	o     Options
+	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
+	kept  map[*gorgonia.Node]bool
+	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
+
+	inputOf   map[*program.Buffer]*program.Input
+	copies    map[converted]*program.Array
+	quantized map[program.QuantizedKey]program.Quantized
+	sources   map[*program.Buffer][]*program.Input // what parameters and constants, and copies and stacks of them, are made of
+	stacks    map[stacked]*program.Array
+	rotations map[rotation]*rotationTables
+	documents map[packing]*program.Array
+	gradients map[gorgonia.Op]int     // backward ops that the graph has of a forward op
+	updating  map[*gorgonia.Node]bool // gradients of parameters that nobody asks for but an update
+	layers    map[*gorgonia.Node]place
+}
+
+func newCompiler(o Options) *compiler {
+	return &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{}},
+		saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{},
+		users:     map[*gorgonia.Node]gorgonia.Nodes{},
+		inputOf:   map[*program.Buffer]*program.Input{},
+		copies:    map[converted]*program.Array{},
+		quantized: map[program.QuantizedKey]program.Quantized{},
+		sources:   map[*program.Buffer][]*program.Input{},
+		stacks:    map[stacked]*program.Array{},
+		rotations: map[rotation]*rotationTables{},
+		documents: map[packing]*program.Array{},
+		gradients: map[gorgonia.Op]int{},
+		layers:    map[*gorgonia.Node]place{}}
+}
+
+// Lower lowers every node of a graph that those whose values outlive a run depend on, which it returns
+// too. If the options are Roomy, the program takes more memory than it needs where that saves time,
+// and says so.
+func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
+	c := newCompiler(o)
+	kept := keep(g, o)
+	for _, n := range kept {
+		c.kept[n] = true
+	}
+	c.updating = o.updating()
+	if o.Scaled {
+		var err error
+		if c.Scaling, err = gradientOf(g, o.Params); err != nil {
+			return nil, nil, err
+		}
+		if c.Scaling != nil {
+			c.Scale = c.NewResident(gpu.Float32, kernels.LossScaleBytes/4)
+		}
+	}
+	if err := c.lowerAll(kept); err != nil {
+		return nil, nil, err
+	}
+	if o.Accumulate {
+		c.gather()
+	}
+	return c.Program, kept, nil
+}
+
+// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node
+// needs.
+func keep(g *gorgonia.ExprGraph, o Options) gorgonia.Nodes {
+	kept := slices.Clone(o.Outputs)
+	used := map[*gorgonia.Node]bool{}
+	for _, n := range g.AllNodes() {
+		for _, c := range opbase.Children(n) {
+			used[c] = true
+		}
+	}
+	for _, n := range g.AllNodes() {
+		if !used[n] && n.Op() != nil {
+			kept = append(kept, n)
+		}
+	}
+	for _, p := range o.Params {
+		if g := p.Deriv(); g != nil {
+			kept = append(kept, g)
+		}
+	}
+	return kept
+}
+
+// lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those that
+// have a value already.
+func (c *compiler) lowerAll(results gorgonia.Nodes) error {
+	if len(results) == 0 {
+		return nil
+	}
+	sorted, err := gorgonia.Sort(results[0].Graph().ExactSubgraphRoots(results...))
+	if err != nil {
+		return fmt.Errorf("sorting the graph: %w", err)
+	}
+	for _, n := range sorted {
+		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
+			c.gradients[o.Forward]++
+		}
+		for _, child := range opbase.Children(n) {
+			c.users[child] = append(c.users[child], n)
+		}
+	}
+	c.placeAll(sorted)
+	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
+		if c.Values[n] != nil {
+			continue
+		}
+		fused, err := c.fuse(n)
+		if err == nil && !fused {
+			err = c.lower(n)
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", Describe(n), err)
+		}
+	}
+	return nil
+}
+
+// gather adds the gradient of each parameter to a sum that outlives runs.
+func (c *compiler) gather() {
+	c.Sums = map[*gorgonia.Node]*program.Array{}
+	for _, p := range c.o.Params {
+		g := c.Values[p.Deriv()]
+		if g == nil {
+			continue
+		}
+		sum := c.NewResident(gpu.Float32, g.Shape...)
+		c.Sums[p] = sum
+		c.call(p.Deriv(), kernels.Axpby{Alpha: 1, Beta: 1, N: g.Len(), YType: gpu.Float32, XType: g.Type},
+			program.Updates("Y", sum), program.Reads("X", g))
+	}
+}
+
+// Describe says what a node is.
+func Describe(n *gorgonia.Node) string {
+	if n.Op() == nil {
+		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())
+	}
+	return fmt.Sprintf("node %d, %v %v", n.ID(), n.Op(), n.Shape())
+}
+
+// opName is the name of this module's ops, and the description of others.
+func opName(n *gorgonia.Node) string {
+	if o, ok := n.Op().(interface{ Name() string }); ok {
+		return o.Name()
+	}
+	return fmt.Sprint(n.Op())
+}
+
+// newCall is a call of a node. Operands that are nil are left out.
+func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
+	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil || a.Buffer == nil })
+	if n == nil { // of no graph
+		return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
+	}
+	return &program.Call{Op: opName(n), Node: Describe(n), Layer: c.layers[n].layer, Params: params, Args: args}
+}
+
+// call adds a call of a node.
+func (c *compiler) call(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
+	return c.Add(c.newCall(n, params, args...))
+}
+
+// bound makes the integers of an input be checked when they are sent.
+func (c *compiler) bound(a *program.Array, r program.IDRange) {
+	if in := c.inputOf[a.Buffer]; in != nil {
+		in.IDs = append(in.IDs, r)
+	}
+}
+
+// hasGradient reports whether the graph holds the backward op of n's op.
+func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op()] > 0 }
+
+// shares reports whether an input is of the program whose parameters are used.
+func (o Options) shares(in *program.Input) bool {
+	return o.Shared != nil && slices.Contains(o.Shared.Inputs, in)
+}
+
+// sharedParam returns the parameter of that program that n is an image of, nil if there is none.
+func (o Options) sharedParam(n *gorgonia.Node) *program.Input {
+	if o.Shared == nil {
+		return nil
+	}
+	for _, in := range o.Shared.Inputs {
+		if slices.Contains(o.SharedParams, in.Node) && in.Node.Name() == n.Name() &&
+			n.Dtype() == in.Node.Dtype() && slices.Equal(n.Shape(), in.Node.Shape()) {
+			return in
+		}
+	}
+	return nil
+}

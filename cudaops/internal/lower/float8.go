@@ -1,0 +1,172 @@
+package lower
+
+import (
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a product lie along what is added up,
+// and each of their rows has a factor of its own, by which the sums are multiplied: KERNELS.md explains it. So weights are there
+// twice, as they are and turned, and are made anew when they change; activations are made where they come about, or ahead of
+// the first product that takes them. Everything else is as with [BFloat16].
+
+const (
+	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time to read its weights, and
+	// rounding the rows is a kernel more.
+	float8Rows = 128
+	// float8Pack is what the other sizes of a product are multiples of.
+	float8Pack = 16
+)
+
+// float8 reports whether a product with so many rows and columns, and sums of so many products, is one of float8. It is a rule of
+// sizes, so that what is computed does not depend on what was timed.
+func (c *compiler) float8(rows, columns, depth int) bool {
+	return c.o.Float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
+}
+
+// linearProduct adds y = x·wᵀ, and another matrix to it, if there is one.
+func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) {
+	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
+		c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
+		return
+	}
+	c.float8Product(n, y, c.quantize(n, x), c.quantizeWeight(n, w, false), add)
+}
+
+// linearProductGrad adds dx = g·w.
+func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w *program.Array) {
+	if !c.float8(g.Shape[0], w.Shape[1], w.Shape[0]) {
+		c.matmul(n, product{d: dx, a: g, b: w})
+		return
+	}
+	c.float8Product(n, dx, c.quantize(n, g), c.quantizeWeight(n, w, true), nil)
+}
+
+// float8Product adds d = a·bᵀ, and another matrix to it, if there is one.
+func (c *compiler) float8Product(n *gorgonia.Node, d *program.Array, a, b program.Quantized, add *program.Array) {
+	c.matmul(n, float8Product(d, a, b).plus(add))
+}
+
+// float8Product is d = a·bᵀ.
+func float8Product(d *program.Array, a, b program.Quantized) product {
+	return product{d: d, a: a.Values, b: b.Values, transB: true, scaleA: a.Scales, scaleB: b.Scales}
+}
+
+// newQuantized returns memory in the arena for a matrix.
+func (c *compiler) newQuantized(rows, columns int) program.Quantized {
+	return program.Quantized{Values: c.NewArray(gpu.Float8E4M3, rows, columns), Scales: c.aux(rows)}
+}
+
+// quantize returns the rows of x, which are made once.
+func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantized {
+	key := program.KeyOf(x, false)
+	if q, ok := c.quantized[key]; ok {
+		return q
+	}
+	q := c.newQuantized(x.Shape[0], x.Shape[1])
+	c.call(n, kernels.Quantize{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
+		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", x)).Op = "Quantize"
+	c.quantized[key] = q
+	return q
+}
+
+// quantizeWeight returns the rows of w, or its columns turned to rows. Of parameters and constants they
+// are kept, and renewed with these.
+func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array, turned bool) program.Quantized {
+	key := program.KeyOf(w, turned)
+	if q, ok := c.quantized[key]; ok {
+		return q
+	}
+	of := c.sources[w.Buffer]
+	kept := len(of) > 0 && !slices.ContainsFunc(of, func(in *program.Input) bool {
+		return !in.Constant || c.o.shares(in)
+	})
+	switch q, shared := c.o.Shared.Quantized(key); {
+	case shared:
+		c.quantized[key] = q
+	case kept:
+		c.quantized[key] = c.keepWeight(w, of, turned)
+	case turned:
+		c.quantized[key] = c.quantizeColumns(n, w)
+	default:
+		return c.quantize(n, w)
+	}
+	return c.quantized[key]
+}
+
+// quantizeColumns adds what makes rows of the columns of w.
+func (c *compiler) quantizeColumns(n *gorgonia.Node, w *program.Array) program.Quantized {
+	rows, d := w.Shape[0], w.Shape[1]
+	q, a := c.newQuantized(d, rows), kernels.QuantizeColumns{Rows: rows, D: d, Type: w.Type}
+	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", w),
+		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
+	return q
+}
+
+// keepWeight returns what is kept of w, which is made of some inputs.
+func (c *compiler) keepWeight(w *program.Array, of []*program.Input, turned bool) program.Quantized {
+	resident := func(rows, columns int) program.Quantized {
+		return program.Quantized{Values: c.NewResident(gpu.Float8E4M3, rows, columns),
+			Scales: c.NewResident(gpu.Float32, rows)}
+	}
+	i := slices.IndexFunc(c.Weights, func(k *program.QuantizedWeight) bool {
+		return program.KeyOf(k.Array, false) == program.KeyOf(w, false)
+	})
+	if i < 0 {
+		i = len(c.Weights)
+		c.Weights = append(c.Weights, &program.QuantizedWeight{Of: of, Array: w,
+			Rows: resident(w.Shape[0], w.Shape[1])})
+	}
+	k := c.Weights[i]
+	if !turned {
+		return k.Rows
+	}
+	if k.Turned.Values == nil {
+		k.Turned = resident(w.Shape[1], w.Shape[0])
+	}
+	return k.Turned
+}
+
+// multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the rows of n's value in float8.
+func (c *compiler) multiplied(n *gorgonia.Node) bool {
+	if n == nil || !c.o.Float8 {
+		return false
+	}
+	return slices.ContainsFunc(c.users[n], func(u *gorgonia.Node) bool {
+		in := opbase.Children(u)
+		switch u.Op().(type) {
+		case *op.LinearOp:
+			w := in[1].Shape()
+			return in[0] == n && c.float8(n.Shape()[0], w[0], w[1])
+		case *op.LinearGradOp:
+			w := in[1].Shape()
+			return in[2] == n && c.float8(n.Shape()[0], w[1], w[0])
+		case *op.SiLUMLPOp:
+			gate := in[1].Shape()
+			return in[0] == n && c.float8(n.Shape()[0], 2*gate[0], gate[1])
+		case *op.SiLUMLPGradOp:
+			down := in[3].Shape()
+			return in[5] == n && c.float8(n.Shape()[0], down[1], down[0])
+		}
+		return false
+	})
+}
+
+// quantizing returns memory for a's rows in float8, which the op that makes a writes too, if a product
+// wants them; else none.
+func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
+	if !wanted {
+		return program.Quantized{}
+	}
+	q := c.newQuantized(a.Shape[0], a.Shape[1])
+	c.quantized[program.KeyOf(a, false)] = q
+	return q
+}

@@ -1,0 +1,222 @@
+package lower
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Nodes that are lowered together, since that takes fewer passes over memory than one after the other:
+//
+//   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
+//   - a sum and a norm of it: one kernel writes both;
+//   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
+//   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
+//   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
+//
+// A value is left out only if the nodes that it is for are all lowered with it and nobody asked for it. Such a value is
+// folded: an array without memory.
+
+// fuse lowers a node together with others, whose inputs are all there, if a rule fits, and reports whether it did.
+func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
+	switch n.Op().(type) {
+	case *op.RMSNormGradOp:
+		return c.fuseNormGrad(n), nil
+	case *op.LinearOp:
+		if fused, err := c.fuseProjections(n); fused || err != nil {
+			return fused, err
+		}
+		return c.fuseResidual(n, (*compiler).linear)
+	case *op.SiLUMLPOp:
+		return c.fuseResidual(n, (*compiler).perceptron)
+	case *op.AttentionGradOp:
+		return c.fuseProjectionsGrad(n)
+	case *op.EmbeddingGradOp:
+		return c.fuseEmbeddingGrad(n), nil
+	}
+	return c.fuseNorm(n), nil
+}
+
+// folded is a value that exists only within another one.
+func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Shape()} }
+
+// sole returns the node that alone uses n, nil if there is none, if there are several, or if n's value is asked for.
+func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
+	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == users[0] }) {
+		return users[0]
+	}
+	return nil
+}
+
+// partOf returns the node that takes the part of a packed result that begins at the given element, nil if there is none.
+func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
+	for _, u := range c.users[n] {
+		if o, ok := u.Op().(*opbase.PartOp); ok && o.Offset == offset {
+			return u
+		}
+	}
+	return nil
+}
+
+// addends returns the two different nodes whose sum n is, if they are matrices of its shape.
+func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
+	if n.Op() == nil || fmt.Sprintf("%T", n.Op()) != "gorgonia.elemBinOp" || !strings.HasPrefix(fmt.Sprint(n.Op()), "+ ") || !floats(n) {
+		return nil, nil, false
+	}
+	in := opbase.Children(n)
+	for _, a := range in {
+		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 || !slices.Equal(a.Shape(), n.Shape()) {
+			return nil, nil, false
+		}
+	}
+	return in[0], in[1], in[0] != in[1]
+}
+
+// other returns the addend of the sum n that is not the given one, nil if n is no such sum.
+func other(n, addend *gorgonia.Node) *gorgonia.Node {
+	if n == nil {
+		return nil
+	}
+	switch a, b, ok := addends(n); {
+	case ok && a == addend:
+		return b
+	case ok && b == addend:
+		return a
+	}
+	return nil
+}
+
+// there returns the value of a node, nil if that is still to come. That of an input can come at once.
+func (c *compiler) there(n *gorgonia.Node) *program.Array {
+	if n == nil {
+		return nil
+	}
+	if c.Values[n] == nil && n.Op() == nil && c.input(n) != nil {
+		return nil
+	}
+	return c.Values[n]
+}
+
+// activation returns the value of a node if it is there and stored as activations are, without gaps, else nil.
+func (c *compiler) activation(n *gorgonia.Node) *program.Array {
+	if a := c.there(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
+		return a
+	}
+	return nil
+}
+
+// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it: it is in the arena, of no other
+// node that could have further users, and n is its node's only one, so that no copy of it in another type is known by its address.
+func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
+	of := opbase.Children(n)[i]
+	if c.sole(of) != n || c.Values[of] != a || a.Buffer == nil || a.Resident || a.Stride != 0 {
+		return false
+	}
+	for v, value := range c.Values {
+		if v != of && value.On(a.Buffer) && !c.onlyGives(v, of) {
+			return false
+		}
+	}
+	return true
+}
+
+// onlyGives reports whether v is the gradients of a norm, of which that of its input is the value of the given node, or was added to
+// another one there.
+func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
+	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v], func(u *gorgonia.Node) bool {
+		if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
+			return !ok
+		}
+		value := c.Values[u]
+		return u != to && (value == nil || value.Buffer != nil)
+	})
+}
+
+// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and that.
+func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
+	var sum *gorgonia.Node
+	for _, u := range c.users[n] {
+		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(opbase.Children(u), n) == 4 {
+			continue // which has the result as an input only to come after it
+		}
+		if sum != nil && u != sum {
+			return false, nil
+		}
+		sum = u
+	}
+	add := c.activation(other(sum, n))
+	if add == nil || c.kept[n] {
+		return false, nil
+	}
+	y, err := lower(c, n, c.operands(n), add)
+	if err != nil {
+		return false, err
+	}
+	c.Values[n], c.Values[sum] = folded(n), y
+	return true, nil
+}
+
+// fuseNorm lowers the sum n and a norm of it.
+func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
+	i := slices.IndexFunc(c.users[n], func(u *gorgonia.Node) bool {
+		_, ok := u.Op().(*op.RMSNormOp)
+		return ok && c.Values[u] == nil && opbase.Children(u)[0] == n
+	})
+	a, b, ok := addends(n)
+	if !ok || i < 0 {
+		return false
+	}
+	norm := c.users[n][i]
+	x, residual, weight := c.activation(a), c.activation(b), c.there(opbase.Children(norm)[1])
+	if x == nil || residual == nil || weight == nil {
+		return false
+	}
+	c.Values[norm], c.Values[n] = c.norm(norm, norm.Op().(*op.RMSNormOp), x, residual, weight)
+	return true
+}
+
+// fuseNormGrad lowers the gradients n of a norm, and the sum of the one of its input and another.
+func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
+	dx := c.partOf(n, 0)
+	if dx == nil {
+		return false
+	}
+	sum := c.sole(dx)
+	add := c.activation(other(sum, dx))
+	if add == nil {
+		return false
+	}
+	grads := c.normGrad(n, c.operands(n), add, sum)
+	c.Values[n], c.Values[sum], c.Values[dx] = grads, grads.Parts[0], folded(dx)
+	return true
+}
+
+// fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in the memory of the latter.
+func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
+	sum := c.sole(n)
+	head := other(sum, n)
+	if head == nil || c.sole(head) == nil {
+		return false
+	}
+	part, ok := head.Op().(*opbase.PartOp)
+	if !ok || part.Offset == 0 {
+		return false
+	}
+	grad, ok := opbase.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
+	to := c.Values[head]
+	if !ok || c.gradients[grad.Forward] != 1 || to == nil || to.Type != gpu.Float32 {
+		return false
+	}
+	in := c.operands(n)
+	c.embeddingGrad(n, in[0], c.act(n, in[1]), program.Updates("DT", to))
+	c.Values[n], c.Values[sum], c.Values[head] = folded(n), to, folded(head)
+	return true
+}

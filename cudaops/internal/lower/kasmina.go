@@ -1,0 +1,132 @@
+package lower
+
+import (
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// kasminaLayerOf returns the layer that o belongs to.
+func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
+	for _, l := range c.Kasmina {
+		if l.Op.SharesRun(o) {
+			return l
+		}
+	}
+	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
+	l := &program.KasminaLayer{Op: o, Rows: x[0], Chunk: o.Chunk(), Width: weights[1], Type: c.o.Activation,
+		Figures: c.token(), Gradients: c.token()}
+	bytes := (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()
+	if l.Wide() {
+		bytes += (kernels.KasminaMixing{Seeds: seeds, Slots: weights[0]}).Bytes()
+	}
+	l.State = c.NewResident(gpu.Float32, bytes/4)
+	if c.Reports == nil {
+		c.Reports = c.NewResident(gpu.Float32, 0, 0)
+	}
+	for _, other := range c.Kasmina {
+		l.First += other.Seeds()
+	}
+	c.Kasmina = append(c.Kasmina, l)
+	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}
+	c.Reports.Bytes = c.Reports.Extent()
+	return l
+}
+
+// token is an array without memory, which orders the calls that write it.
+func (c *compiler) token() *program.Array {
+	return &program.Array{Buffer: &program.Buffer{Resident: true}, Type: gpu.Float32, Shape: []int{0}}
+}
+
+// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales are
+// inputs of the graph.
+func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) {
+	w, s := c.inputOf[weights.Buffer], c.inputOf[scales.Buffer]
+	if o.Replaying || w == nil || s == nil || weights.Type != gpu.Float32 || scales.Type != gpu.Float32 {
+		return
+	}
+	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: weights, Scales: scales, OfWeights: w, OfScales: s})
+}
+
+func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	o := n.Op().(*op.KasminaOp)
+	l := c.kasminaLayerOf(o)
+	c.startsSlots(o, in[1], in[2])
+	l.Forward = l.Forward || !o.Replaying
+	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
+	y := c.like(x)
+	plain := kernels.KasminaForward{KasminaLayer: l.Shape()}
+	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
+	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying}
+	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
+		program.Writes("Y", y), program.Uses("Workspace", workspace), program.Reads("State", l.State)}
+	if l.Wide() {
+		p.Wide = c.bytes(kernels.KasminaWideForward{KasminaForward: plain, KasminaWide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		args = append(args, program.Uses("", p.Wide))
+	}
+	if o.Replaying {
+		c.call(n, p, args...)
+		return y, nil
+	}
+	p.Records = new(kernels.KasminaRecords)
+	c.call(n, p, append(args, program.Writes("", l.Figures))...)
+	merge := c.call(n, kernels.MergeKasminaRecords{All: []*kernels.KasminaRecords{p.Records}},
+		program.Writes("", l.Figures), program.Reads("", workspace))
+	merge.Op = "KasminaFigures"
+	return y, nil
+}
+
+func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	l := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
+	l.Backward = true
+	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
+	g := c.act(n, in[4])
+	dx, dw, ds := g, c.aux(weights.Shape...), c.aux(scales.Shape...)
+	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kernels.KasminaParts)}
+	if p.InPlace = c.inPlace(l, n, x, g); p.InPlace {
+		of := opbase.Children(n)[4]
+		c.Values[of] = folded(of) // for nobody to be given dx in its place
+		if c.o.Timed {
+			p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
+		}
+	} else {
+		dx = c.like(x)
+	}
+	plain := kernels.KasminaBackward{KasminaLayer: l.Shape(), Clip: l.Clips()}
+	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
+	result := program.Writes("DX", dx)
+	if p.InPlace {
+		result.Role = program.Update
+	}
+	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
+		program.Reads("G", g), result, program.Writes("DWeights", dw), program.Writes("DScales", ds),
+		program.Uses("Workspace", workspace), program.Reads("State", l.State), program.Writes("", l.Gradients)}
+	if p.Spare != nil {
+		args = append(args, program.Uses("", p.Spare))
+	}
+	if l.Wide() {
+		p.Parts = nil
+		p.Wide = c.bytes(kernels.KasminaWideBackward{KasminaBackward: plain, KasminaWide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		c.call(n, p, append(args, program.Uses("", p.Wide))...)
+		return packed(dx, dw, ds), nil
+	}
+	c.call(n, p, args...)
+	sum := c.call(n, kernels.SumKasminaParts{All: []*kernels.KasminaParts{p.Parts}}, program.Writes("", l.Gradients),
+		program.Writes("", dw), program.Writes("", ds), program.Reads("", workspace),
+		program.Reads("", weights), program.Reads("", scales))
+	sum.Op = "KasminaWeightGrad"
+	return packed(dx, dw, ds), nil
+}
+
+// inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of y, g,
+// is. x of an input may begin anywhere.
+func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *program.Array) bool {
+	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident && x.Buffer != g.Buffer &&
+		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool { return a.At%VectorBytes != 0 })
+}

@@ -1,0 +1,121 @@
+package lower
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
+type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error)
+
+// ownOp is what the compiler knows of an op of this module.
+type ownOp struct {
+	lower  lowering
+	scaled linearity // nil for an op that is not linear in anything
+}
+
+// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither: what one leaves for the other
+// is on the device.
+var ownOps map[reflect.Type]ownOp
+
+func init() {
+	ownOps = map[reflect.Type]ownOp{
+		reflect.TypeFor[*opbase.PartOp]():               {lowerPart, in(0)},
+		reflect.TypeFor[*op.RMSNormOp]():                {lowerRMSNorm, nil},
+		reflect.TypeFor[*op.RMSNormGradOp]():            {lowerRMSNormGrad, in(3)},
+		reflect.TypeFor[*op.RoPEOp]():                   {lowerRoPE, in(0)},
+		reflect.TypeFor[*op.SiLUMLPOp]():                {lowerSiLUMLP, nil},
+		reflect.TypeFor[*op.SiLUMLPGradOp]():            {lowerSiLUMLPGrad, in(5)},
+		reflect.TypeFor[*op.EmbeddingOp]():              {lowerEmbedding, nil},
+		reflect.TypeFor[*op.EmbeddingGradOp]():          {lowerEmbeddingGrad, in(1)},
+		reflect.TypeFor[*op.CrossEntropyOp]():           {lowerCrossEntropy, nil},
+		reflect.TypeFor[*op.CrossEntropyGradOp]():       {lowerCrossEntropyGrad, in(3)},
+		reflect.TypeFor[*op.LinearCrossEntropyOp]():     {lowerLinearCrossEntropy, nil},
+		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
+		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
+		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
+		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, inLast},
+		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
+		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
+		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
+		reflect.TypeFor[*op.KasminaGradOp]():            {lowerKasminaGrad, in(4)},
+		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
+	}
+}
+
+// lower adds the tasks of a node.
+func (c *compiler) lower(n *gorgonia.Node) error {
+	if n.Type() == nil { // a statement, which has no value
+		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
+			"and ask Machine.Value for it")
+	}
+	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
+		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
+	}
+	nodes := opbase.Children(n)
+	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && opbase.IsConstant(n) {
+		return c.input(n)
+	}
+	f := ownOps[reflect.TypeOf(n.Op())].lower
+	if f == nil {
+		f = stock(n)
+		if f != nil && c.o.OnHost(fmt.Sprint(n.Op())) {
+			f = (*compiler).onHostByRule
+		}
+	}
+	if f == nil {
+		f = (*compiler).onHost
+	}
+	out, err := f(c, n, c.operands(n))
+	if err != nil {
+		return err
+	}
+	c.Values[n] = out
+	return nil
+}
+
+// input gives a node whose value comes from the host a place on the device.
+func (c *compiler) input(n *gorgonia.Node) error {
+	if shared := c.o.sharedParam(n); shared != nil {
+		c.Values[n] = shared.Array
+		c.inputOf[shared.Array.Buffer], c.sources[shared.Array.Buffer] = shared, []*program.Input{shared}
+		if !slices.Contains(c.Borrowed, shared) {
+			c.Borrowed = append(c.Borrowed, shared)
+		}
+		return nil
+	}
+	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
+	c.Values[n] = a
+	in := &program.Input{Node: n, Array: a, Constant: opbase.IsConstant(n) || slices.Contains(c.o.Params, n)}
+	c.Inputs = append(c.Inputs, in)
+	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
+	return nil
+}
+
+// lowerPart views a tensor of a packed result.
+func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	offset := n.Op().(*opbase.PartOp).Offset
+	if len(in[0].Parts) == 0 {
+		return c.aligned(n, in[0].View(offset, n.Shape()...)), nil
+	}
+	for _, p := range in[0].Parts {
+		if offset == 0 {
+			return p, nil
+		}
+		offset -= p.Len()
+	}
+	return nil, fmt.Errorf("no part of the packed result begins at element %d", n.Op().(*opbase.PartOp).Offset)
+}

@@ -1,0 +1,138 @@
+package lower
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab
+// [rows, 2F], the weights of both, one above the other [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ, which is
+// nil in float8 and need not be kept: the backward pass can form it.
+type gated struct{ ab, weights, h *program.Array }
+
+// halves is the columns of ab, or of its gradient, that belong to gate and to up.
+func halves(ab *program.Array) (a, b *program.Array) {
+	f := ab.Shape[1] / 2
+	return ab.Columns(0, f), ab.Columns(f, f)
+}
+
+func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	return c.perceptron(n, in, nil)
+}
+
+// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
+func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array, add *program.Array) (*program.Array, error) {
+	x, down := c.acts(n, in[0], in[3])
+	rows, f := x.Shape[0], in[1].Shape[0]
+	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2])}
+	y := c.like(x)
+	if c.float8(rows, 2*f, x.Shape[1]) {
+		c.saved[n.Op()] = s
+		c.perceptronFloat8(n, s, y, x, down, add)
+		return y, nil
+	}
+	s.h = c.NewArray(x.Type, rows, f)
+	c.saved[n.Op()] = s
+	if err := c.gate(n, s, x); err != nil {
+		return nil, err
+	}
+	c.matmul(n, product{d: y, a: s.h, b: down, transB: true}.plus(add))
+	return y, nil
+}
+
+// perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If that
+// with down is too, nobody needs h but in float8.
+func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *program.Array) {
+	c.linearProduct(n, s.ab, x, s.weights, nil)
+	rows, f := x.Shape[0], down.Shape[1]
+	if c.float8(rows, down.Shape[0], f) {
+		q := c.newQuantized(rows, f)
+		c.Add(c.siluMul(n, nil, s.ab, q))
+		c.float8Product(n, y, q, c.quantizeWeight(n, down, false), add)
+		return
+	}
+	h := c.NewArray(x.Type, rows, f)
+	c.Add(c.siluMul(n, h, s.ab, program.Quantized{}))
+	c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
+}
+
+// siluMul is the call that forms h, or its float8.
+func (c *compiler) siluMul(n *gorgonia.Node, h, ab *program.Array, q program.Quantized) *program.Call {
+	rows, f := ab.Shape[0], ab.Shape[1]/2
+	a, b := halves(ab)
+	return c.newCall(n, kernels.SiLUMul{Rows: rows, F: f, Stride: 2 * f, Type: ab.Type},
+		program.Writes("H", h), program.Reads("A", a), program.Reads("B", b),
+		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
+}
+
+// gate adds what forms s.ab and s.h.
+func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
+	p := product{d: s.ab, a: x, b: s.weights, transB: true}
+	one := kernels.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
+	_, err := c.either(fusion{
+		one: c.fusedCall(n, p, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
+			program.Reads("X", x), program.Reads("Weights", s.weights)),
+		several: []*program.Call{c.newProduct(n, p), c.siluMul(n, s.h, s.ab, program.Quantized{})},
+	})
+	return err
+}
+
+func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	x, g := c.acts(n, in[0], in[5])
+	down := c.act(n, in[3])
+	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
+	f, d := in[1].Shape[0], x.Shape[1]
+	dab := c.like(s.ab)
+	h, err := c.gateGrad(n, s, dab, g, down)
+	if err != nil {
+		return nil, err
+	}
+	gate, up, rest := c.partOf(n, x.Len()), c.partOf(n, x.Len()+f*d), c.partOf(n, x.Len()+2*f*d)
+	dx, dweights := c.like(x), c.weightGradient([]int{2 * f, d}, gate, up)
+	ddown := c.weightGradient([]int{d, f}, rest)
+	c.matmul(n, product{d: ddown, a: g, b: h, transA: true})
+	c.matmul(n, product{d: dweights, a: dab, b: x, transA: true})
+	c.linearProductGrad(n, dx, dab, s.weights)
+	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown), nil
+}
+
+// siluMulGrad is the call that forms dab, and h again.
+func (c *compiler) siluMulGrad(n *gorgonia.Node, h, dab, ab, dh *program.Array, q program.Quantized) *program.Call {
+	rows, f := h.Shape[0], h.Shape[1]
+	a, b := halves(ab)
+	da, db := halves(dab)
+	return c.newCall(n, kernels.SiLUMulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: ab.Type},
+		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db), program.Reads("DH", dh),
+		program.Reads("A", a), program.Reads("B", b),
+		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
+}
+
+// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h: formed again, or
+// where memory may be spent, and one kernel does all of it, that of the forward pass.
+func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array, error) {
+	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
+	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
+	if c.float8(rows, f, d) {
+		c.linearProductGrad(n, dh, g, down)
+		q := c.quantizing(dab, c.float8(rows, d, 2*f))
+		c.Add(c.siluMulGrad(n, h, dab, s.ab, dh, q))
+		return h, nil
+	}
+	keeps := c.o.Roomy && s.h != nil
+	p := product{d: dh, a: g, b: down}
+	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab), program.Reads("G", g),
+		program.Reads("Down", down)}
+	if !keeps {
+		args = append(args, program.Writes("H", h))
+	}
+	one := kernels.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
+	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: []*program.Call{
+		c.newProduct(n, p), c.siluMulGrad(n, h, dab, s.ab, dh, program.Quantized{})}})
+	if fused && keeps {
+		c.Program.Roomy, h = true, s.h
+	}
+	return h, err
+}

@@ -1,0 +1,157 @@
+package lower
+
+import (
+	"math"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that of a
+// model of up to narrowFeatures. Large enough for a full GPU, small beside the activations of a model
+// with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024 features, and as
+// much at 2048 (H200).
+const (
+	logitBytes     = 540 << 20
+	narrowFeatures = 1024
+)
+
+// outputChunk is how many of the rows the output layer takes at a time. The gradient of its input, of d
+// columns, is a product with few blocks, each of which goes over the whole vocabulary: what counts is how
+// many turns they take on the GPU's multiprocessors in all. Fewer chunks also add less often to the
+// weights' gradient.
+func outputChunk(rows, vocab, d, size, multiprocessors int) int {
+	const tile, width = 128, 256 // of a block of cuBLASLt's
+	up := func(n, to int) int { return (n + to - 1) / to }
+	most := logitBytes
+	if d <= narrowFeatures {
+		most *= 2
+	}
+	fewest := up(rows, max(tile, most/(vocab*size)/tile*tile))
+	best, least := 0, math.MaxInt
+	for n := fewest; n <= 2*fewest; n++ {
+		chunk := min(rows, up(up(rows, n), tile)*tile)
+		if turns := n * up(up(chunk, tile)*up(d, width), multiprocessors); turns < least {
+			best, least = chunk, turns
+		}
+	}
+	return best
+}
+
+// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss
+// gradient of 1, or the loss scale in its place: the logits then need to be formed only once.
+func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	x, w := c.acts(n, in[0], in[1])
+	targets := in[2]
+	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
+	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets", Vocab: v, Negative: true})
+	losses, saved := c.aux(rows), classified{scale: c.aux(1)}
+	if c.hasGradient(n) {
+		saved.dx, saved.dw = c.like(x), c.aux(w.Shape...)
+	}
+	c.saved[n.Op()] = saved
+	c.targetScale(n, saved.scale, targets)
+	chunk := outputChunk(rows, v, d, x.Type.Size(), c.o.Device.SMs)
+	logits := c.NewArray(x.Type, chunk, v)
+	for lo := 0; lo < rows; lo += chunk {
+		here := min(chunk, rows-lo)
+		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
+			losses: losses.View(lo, here), targets: targets.View(lo, here), scale: saved.scale}
+		if saved.dx != nil {
+			o.dx, o.dw = saved.dx.View(lo*d, here, d), program.Updates("D", saved.dw)
+			if lo == 0 {
+				o.dw.Role = program.Write
+			}
+		}
+		if err := c.outputRows(o); err != nil {
+			return nil, err
+		}
+	}
+	return c.meanLoss(n, losses, saved.scale), nil
+}
+
+// outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
+type outputRows struct {
+	node                                     *gorgonia.Node
+	x, w, logits, losses, targets, scale, dx *program.Array
+	dw                                       program.Arg // written by the first chunk, added to by others
+}
+
+// weightGrad is the product that forms the gradient of w, or adds to it.
+func (o outputRows) weightGrad(x *program.Array) product {
+	p := product{d: o.dw.Array, a: o.logits, b: x, transA: true}
+	if o.dw.Role == program.Update {
+		p.beta = 1
+	}
+	return p
+}
+
+// outputRows adds the losses of a chunk, and their gradients where they are wanted.
+func (c *compiler) outputRows(o outputRows) error {
+	n, p := o.node, product{d: o.logits, a: o.x, b: o.w, transB: true}
+	a := kernels.CrossEntropy{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
+	if o.dx == nil {
+		c.matmul(n, p)
+		c.call(n, a, program.Reads("Logits", o.logits), program.Writes("Losses", o.losses),
+			program.Reads("Targets", o.targets))
+		return nil
+	}
+	// The gradient takes the place of the logits.
+	several := []*program.Call{c.newProduct(n, p), c.newCall(n, a, program.Updates("Logits", o.logits),
+		program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
+		program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
+	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
+	one, err := c.either(fusion{one: c.fusedOutput(o, p, scaled, factors), several: several})
+	if err != nil {
+		return err
+	}
+	c.matmul(n, product{d: o.dx, a: o.logits, b: o.w})
+	if !one {
+		c.matmul(n, o.weightGrad(o.x))
+		return nil
+	}
+	c.call(n, kernels.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
+		program.Updates("X", o.dx), program.Reads("Factors", factors))
+	c.matmul(n, o.weightGrad(scaled))
+	return nil
+}
+
+// fusedOutput is the call that forms the exponentials in the product of the logits (see
+// [kernels.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
+func (c *compiler) fusedOutput(o outputRows, p product, scaled, factors *program.Array) *program.Call {
+	a := kernels.LinearCrossEntropy{Targets: ints(), Type: o.x.Type, LinearCrossEntropyShape: kernels.LinearCrossEntropyShape{
+		Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
+	x := program.Reads("X", o.x)
+	x.Deviation = 4 / math.Sqrt(float64(a.D))
+	return c.fusedCall(o.node, p, a, program.Uses("Terms", o.logits), program.Uses("Scaled", scaled),
+		program.Uses("Factors", factors), program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
+		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale),
+		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
+}
+
+func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
+	if g := opbase.Children(n)[4]; opbase.IsConstant(g) && isOne(g.Value()) {
+		return packed(saved.dx, saved.dw), nil
+	}
+	upstream := c.as(n, in[4], gpu.Float32)
+	if c.Scale != nil { // which both have
+		upstream = c.elementwise(n, kernels.Div, upstream, c.Scale.View(0), upstream.Shape)
+	}
+	var scaled []*program.Array
+	for _, d := range []*program.Array{saved.dx, saved.dw} {
+		scaled = append(scaled, c.elementwise(n, kernels.Mul, d, c.as(n, upstream, d.Type), d.Shape))
+	}
+	return packed(scaled...), nil
+}
+
+func isOne(v gorgonia.Value) bool {
+	x, err := opbase.Flat(v)
+	one, ok := x.([]float32)
+	return err == nil && ok && len(one) == 1 && one[0] == 1
+}

@@ -1,0 +1,263 @@
+package lower
+
+import (
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two turned by RoPE. They are
+// lowered as
+//
+//	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
+//
+// one product each in place of three and two sums. Attention and RoPE read and write columns of the wide matrices, RoPE in
+// place or, where that is faster, the product in its stead; attention's gradient turns dq and dk back itself.
+
+// projections is such queries, keys and values.
+type projections struct {
+	x      *gorgonia.Node
+	linear [3]*gorgonia.Node
+	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
+}
+
+// projections returns how the first three inputs of an attention, or of its gradient, come about, nil if not like this.
+// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps.
+func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
+	p := &projections{}
+	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
+	for i, n := range opbase.Children(n)[:3] {
+		if !c.onlyUsedBy(n, byAttention) {
+			return nil
+		}
+		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
+			p.turned[i] = n
+			turned := n
+			n = opbase.Children(n)[0]
+			if !c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == turned }) {
+				return nil
+			}
+		}
+		if !isOp[*op.LinearOp](n) || slices.Contains(p.linear[:i], n) || i > 0 && opbase.Children(n)[0] != p.x {
+			return nil
+		}
+		p.x, p.linear[i] = opbase.Children(n)[0], n
+	}
+	if !sameRotation(p.turned[0], p.turned[1]) {
+		return nil
+	}
+	return p
+}
+
+func isOp[T any](n *gorgonia.Node) bool {
+	_, ok := n.Op().(T)
+	return ok
+}
+
+// sameRotation reports whether two nodes turn by the same angles, or both are nil.
+func sameRotation(a, b *gorgonia.Node) bool {
+	if a == nil || b == nil {
+		return a == b
+	}
+	x, y := a.Op().(*op.RoPEOp), b.Op().(*op.RoPEOp)
+	return rotationOf(x) == rotationOf(y) && x.Inverse == y.Inverse
+}
+
+// place returns the columns of the queries, keys and values in a matrix that holds them side by side, and those of the first
+// two together.
+func (p *projections) place(wide *program.Array) (parts [3]*program.Array, both *program.Array) {
+	at := 0
+	for i, n := range p.linear {
+		width := n.Shape()[1]
+		parts[i] = wide.Columns(at, width)
+		if at += width; i == 1 {
+			both = wide.Columns(0, at)
+		}
+	}
+	return parts, both
+}
+
+// width is the columns of all three together.
+func (p *projections) width() (n int) {
+	for _, l := range p.linear {
+		n += l.Shape()[1]
+	}
+	return n
+}
+
+// fuseProjections lowers the linear function n with the others of its attention.
+func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
+	at := n
+	for range 2 { // past RoPE, to the attention
+		i := slices.IndexFunc(c.users[at], func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.RoPEOp](u) })
+		if i < 0 {
+			return false, nil
+		}
+		if at = c.users[at][i]; isOp[*op.AttentionOp](at) {
+			break
+		}
+	}
+	if !isOp[*op.AttentionOp](at) {
+		return false, nil
+	}
+	p := c.projections(at, at.Op().(*op.AttentionOp))
+	if p == nil || !slices.Contains(p.linear[:], n) {
+		return false, nil
+	}
+	var weights []*program.Array
+	for _, l := range p.linear {
+		w := c.there(opbase.Children(l)[1])
+		if w == nil {
+			return false, nil
+		}
+		weights = append(weights, w)
+	}
+	x := c.act(n, c.Values[p.x])
+	wide := c.NewArray(x.Type, x.Shape[0], p.width())
+	parts, both := p.place(wide)
+	if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
+		return false, err
+	}
+	for i, l := range p.linear {
+		c.Values[l] = parts[i]
+	}
+	if p.turned[0] != nil {
+		c.Values[p.turned[0]], c.Values[p.turned[1]] = parts[0], parts[1]
+	}
+	return true, nil
+}
+
+// project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is
+// nil.
+func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *program.Array) error {
+	if turned == nil {
+		c.linearProduct(n, wide, x, weights, nil)
+		return nil
+	}
+	o := turned.Op().(*op.RoPEOp)
+	s := kernels.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1], Turned: both.Shape[1],
+		Seq: o.Config.Seq, HeadDim: o.Config.HeadDim, Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
+	p := product{d: wide, a: x, b: weights, transB: true}
+	if s.Float8 {
+		p = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
+	}
+	several := []*program.Call{c.newProduct(n, p), c.rotate(turned, both, both)}
+	one := kernels.RoPEProduct{RoPEProductShape: s, Type: x.Type}
+	if len(c.o.Ways(one)) == 0 {
+		c.Calls = append(c.Calls, several...)
+		return nil
+	}
+	_, err := c.either(fusion{several: several, one: c.fusedCall(n, p, one, program.Writes("Y", wide),
+		program.Reads("X", p.a), program.Reads("Weights", p.b), program.Reads("ScaleX", p.scaleA),
+		program.Reads("ScaleWeights", p.scaleB), program.Reads("Angles", c.angles(o).angles))})
+	return err
+}
+
+// projectionsGrad is the nodes between an attention's gradient and the gradient of x.
+type projectionsGrad struct {
+	parts, linear [3]*gorgonia.Node
+	turned        [2]*gorgonia.Node
+	dx            []*gorgonia.Node // the three that add up to the gradient of x, and their sums: that of all three comes last
+}
+
+// grad returns those nodes for the gradient n of the attention, nil if anything else uses what would be left out.
+func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
+	g := &projectionsGrad{}
+	offset := 0
+	for i, l := range p.linear {
+		d := c.partOf(n, offset)
+		offset += program.Size(l.Shape())
+		if d == nil || c.sole(d) == nil {
+			return nil
+		}
+		g.parts[i] = d
+		if i < 2 && p.turned[i] != nil {
+			d = c.sole(d)
+			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse || rotationOf(o) != rotationOf(p.turned[i].Op().(*op.RoPEOp)) {
+				return nil
+			}
+			g.turned[i] = d
+		}
+		back := c.sole(d)
+		if back == nil || !isOp[*op.LinearGradOp](back) {
+			return nil
+		}
+		in, want := opbase.Children(back), opbase.Children(l)
+		if in[0] != p.x || in[1] != want[1] || in[2] != d {
+			return nil
+		}
+		dx := c.partOf(back, 0)
+		if dx == nil {
+			return nil
+		}
+		g.linear[i], g.dx = back, append(g.dx, dx)
+	}
+	for rest := slices.Clone(g.dx); len(rest) > 1; {
+		i := slices.IndexFunc(rest, func(n *gorgonia.Node) bool { return slices.Contains(rest, other(c.sole(n), n)) })
+		if i < 0 {
+			return nil
+		}
+		sum := c.sole(rest[i])
+		second := other(sum, rest[i])
+		if c.sole(second) != sum {
+			return nil
+		}
+		g.dx = append(g.dx, sum)
+		rest = append(slices.DeleteFunc(rest, func(n *gorgonia.Node) bool { return other(sum, n) != nil }), sum)
+	}
+	return g
+}
+
+// fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its inputs are.
+func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
+	p := c.projections(n, n.Op().(*op.AttentionGradOp).Forward)
+	if p == nil || c.Values[p.linear[0]].Stride == 0 {
+		return false, nil
+	}
+	g := p.grad(c, n)
+	if g == nil {
+		return false, nil
+	}
+	var weights []*program.Array
+	for _, l := range p.linear {
+		weights = append(weights, c.Values[opbase.Children(l)[1]])
+	}
+	back := g.linear[0]
+	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
+	wide := c.NewArray(x.Type, x.Shape[0], p.width())
+	parts, _ := p.place(wide)
+	var turned *op.RoPEOp
+	if p.turned[0] != nil {
+		turned = p.turned[0].Op().(*op.RoPEOp)
+		c.Values[g.turned[0]], c.Values[g.turned[1]] = parts[0], parts[1]
+	}
+	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned)
+	c.Values[n] = packed(parts[:]...)
+	for i, d := range g.parts {
+		c.Values[d] = parts[i]
+	}
+	var dws []*gorgonia.Node
+	for _, l := range g.linear {
+		dws = append(dws, c.partOf(l, x.Len()))
+	}
+	dx, dw := c.like(x), c.weightGradient(w.Shape, dws...)
+	c.linearProductGrad(back, dx, wide, w)
+	c.matmul(back, product{d: dw, a: wide, b: x, transA: true})
+	at := 0
+	for i, l := range g.linear {
+		part := c.aligned(back, dw.View(at, weights[i].Shape...))
+		at += part.Len()
+		c.Values[l] = packed(folded(p.x), part)
+	}
+	for _, d := range g.dx {
+		c.Values[d] = folded(d)
+	}
+	c.Values[g.dx[len(g.dx)-1]] = dx
+	return true, nil
+}

@@ -1,0 +1,185 @@
+package lower
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+var (
+	unaryOps = map[string]kernels.UnaryOp{
+		"abs": kernels.Abs, "sign": kernels.Sign, "ceil": kernels.Ceil, "floor": kernels.Floor, "sin": kernels.Sin,
+		"cos": kernels.Cos, "exp": kernels.Exp, "ln": kernels.Log, "log2": kernels.Log2, "neg": kernels.Neg,
+		"square": kernels.Square, "sqrt": kernels.Sqrt, "inv": kernels.Inverse, "invSqrt": kernels.InverseSqrt,
+		"cube": kernels.Cube, "tanh": kernels.Tanh, "sigmoid": kernels.Sigmoid, "log1p": kernels.Log1p,
+		"expm1": kernels.Expm1, "softplus": kernels.Softplus,
+	}
+	binaryOps = map[string]kernels.BinaryOp{
+		"+": kernels.Add, "-": kernels.Sub, "⊙": kernels.Mul, "÷": kernels.Div, "^": kernels.Pow, "<": kernels.Less,
+		">": kernels.Greater, "<=": kernels.LessEqual, ">=": kernels.GreaterEqual, "==": kernels.Equal, "!=": kernels.NotEqual,
+		"MinBetween": kernels.Minimum, "MaxBetween": kernels.Maximum,
+	}
+	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known beforehand.
+	withLeft = map[kernels.BinaryOp]kernels.UnaryOp{kernels.Add: kernels.AddScalar, kernels.Sub: kernels.SubFrom,
+		kernels.Mul: kernels.MulScalar, kernels.Div: kernels.DivideInto, kernels.Pow: kernels.PowOf}
+	withRight = map[kernels.BinaryOp]kernels.UnaryOp{kernels.Add: kernels.AddScalar, kernels.Mul: kernels.MulScalar,
+		kernels.Pow: kernels.PowScalar}
+)
+
+func stockUnary(n *gorgonia.Node) lowering {
+	f, ok := unaryOps[fmt.Sprint(n.Op())]
+	if !ok || !floats(n) {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+		return c.unary(n, f, in[0], 0), nil
+	}
+}
+
+// readsSpread reports whether a node is an elementwise op that reads what its operands repeat.
+func (c *compiler) readsSpread(n *gorgonia.Node) bool {
+	switch fmt.Sprintf("%T", n.Op()) {
+	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
+		isNumber := func(n *gorgonia.Node) bool { _, ok := number(n); return ok }
+		return c.hasKernel(n) && !slices.ContainsFunc(opbase.Children(n), isNumber)
+	}
+	return false
+}
+
+// stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or 0.
+func stockBinary(n *gorgonia.Node) lowering {
+	symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " ")
+	f, ok := binaryOps[symbol]
+	if !ok || !floats(n) {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+		return c.binary(n, f, in[0], in[1])
+	}
+}
+
+func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *program.Array, p float64) *program.Array {
+	return c.map1(n, f, c.NewArray(x.Type, n.Shape()...), x, p)
+}
+
+// map1 adds y = f(x) for every element, of which p is a parameter.
+func (c *compiler) map1(n *gorgonia.Node, f kernels.UnaryOp, y, x *program.Array, p float64) *program.Array {
+	c.call(n, kernels.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}, program.Reads("X", x), program.Writes("Y", y))
+	return y
+}
+
+// map2 adds y = f(a, b) for every element, where operands may repeat.
+func (c *compiler) map2(n *gorgonia.Node, f kernels.BinaryOp, y *program.Array, a, b repeated) *program.Array {
+	c.call(n, kernels.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(), Type: y.Type},
+		program.Reads("A", a.Array), program.Reads("B", b.Array), program.Writes("Y", y))
+	return y
+}
+
+// binary computes elementwise; an operand of one element goes with every element of the other, and one that a node repeats
+// is read as often from what the node repeats. Where the operands' types differ, float32 wins: it is that of gradients of
+// parameters and of scalars, but a scalar does not widen a tensor.
+func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *program.Array) (*program.Array, error) {
+	nodes := opbase.Children(n)
+	if p, ok := c.number(n, 0); ok {
+		if u, ok := withLeft[f]; ok {
+			return c.unary(n, u, b, p), nil
+		}
+	}
+	if p, ok := c.number(n, 1); ok {
+		switch u, ok := withRight[f]; {
+		case ok:
+			return c.unary(n, u, a, p), nil
+		case f == kernels.Sub:
+			return c.unary(n, kernels.AddScalar, a, -p), nil
+		case f == kernels.Div && a.Type != gpu.Float32: // rounds less than a divisor of that type would
+			return c.unary(n, kernels.MulScalar, a, 1/p), nil
+		}
+	}
+	in := [2]*program.Array{a, b}
+	var spreads [2]spread
+	for i, child := range nodes {
+		if s, ok := spreadOf(child); ok {
+			in[i], spreads[i] = c.fed(n, c.operand(child, 0)), s
+		}
+	}
+	e := in[0].Type
+	switch {
+	case len(in[0].Shape) == 0 && len(in[1].Shape) > 0:
+		e = in[1].Type
+	case len(in[1].Shape) > 0 && in[1].Type == gpu.Float32:
+		e = gpu.Float32
+	}
+	y := c.NewArray(e, n.Shape()...)
+	x, z := c.as(n, in[0], e), c.as(n, in[1], e)
+	return c.map2(n, f, y, repeated{x, spreads[0]}, repeated{z, spreads[1]}), nil
+}
+
+// spread is how elements are repeated, as in kernels.Operand.
+type spread struct{ repeat, period int }
+
+// repeated is an operand whose elements are repeated.
+type repeated struct {
+	*program.Array
+	spread
+}
+
+// operand is how the kernel reads the operand for a result like y: a number goes with every element.
+func (r repeated) operand(y *program.Array) kernels.Operand {
+	if r.period == 0 && r.Len() == 1 && y.Len() != 1 {
+		return kernels.Operand{Period: 1}
+	}
+	return kernels.Operand{Repeat: r.repeat, Period: r.period}
+}
+
+// spreadOf returns the repetition that a node is, if an elementwise op can read its input in its place.
+func spreadOf(n *gorgonia.Node) (spread, bool) {
+	r, ok := repetitionOf(n)
+	switch {
+	case !ok || r.times == 1 || !floats(n):
+		return spread{}, false
+	case r.inner == 1:
+		return spread{repeat: r.times, period: r.outer * r.along}, true
+	case r.outer*r.along == 1:
+		return spread{repeat: 1, period: r.inner}, true
+	}
+	return spread{}, false
+}
+
+// number is the value of an input that is a number known beforehand, which the scaled gradient of the loss is not.
+func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
+	if c.Scaling != nil && c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
+		return 0, false
+	}
+	return number(opbase.Children(n)[input])
+}
+
+// number is the value of a node that is a number known beforehand: a constant, or the size of a dimension.
+func number(n *gorgonia.Node) (float64, bool) {
+	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
+		return 0, false
+	}
+	if opbase.IsConstant(n) {
+		if flat, err := opbase.Flat(n.Value()); err == nil {
+			if x, ok := flat.([]float32); ok && len(x) == 1 {
+				return float64(x[0]), true
+			}
+		}
+		return 0, false
+	}
+	v, ok := sizeOf(n)
+	return float64(v), ok
+}
+
+// elementwise is binary for operands of one type.
+func (c *compiler) elementwise(n *gorgonia.Node, f kernels.BinaryOp, a, b *program.Array, shape []int) *program.Array {
+	return c.map2(n, f, c.NewArray(a.Type, shape...), repeated{Array: a}, repeated{Array: b})
+}

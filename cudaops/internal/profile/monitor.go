@@ -1,0 +1,379 @@
+// Package profile measures where the time of runs goes: a monitor now and then, in the background, and a
+// profiler of a few steps, kernel by kernel.
+package profile
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/optime"
+)
+
+const (
+	// monitorShare is how much of the time the monitor may take.
+	monitorShare = 0.004
+	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted, if it is also more than
+	// monitorNoise above it, in monitorTimes samples on end.
+	monitorDrift, monitorNoise, monitorTimes = 1.5, 10 * time.Microsecond, 3
+)
+
+// Monitor times one run in every so many.
+type Monitor struct {
+	*Machine
+	least int // runs from one sample to the next
+	every int
+	runs  int // since the last sample
+
+	marks  []gpu.Event  // before the first task, and after each
+	around [2]gpu.Event // the run without marks; the second one also the end of that with marks
+	state  monitorState
+	plain  time.Duration // of a run without marks
+	cost   float64       // of a run with marks, as a share of that
+	update updateMarks
+
+	samples int
+	tasks   []taskTime
+}
+
+// monitorState is what the device is at.
+type monitorState uint8
+
+const (
+	monitorIdle   monitorState = iota
+	monitorPlain               // a run without marks, between two events
+	monitorSample              // a run with marks
+)
+
+// taskTime is what is known of a task.
+type taskTime struct {
+	latest  time.Duration // in the latest sample
+	total   time.Duration // in all samples
+	tuned   time.Duration // 0 for one that has not been timed
+	ways    []string
+	drifted int // samples on end
+	bare    bareTime
+}
+
+// updateMarks stand around an update.
+type updateMarks struct {
+	events  [2]gpu.Event
+	busy    bool
+	total   time.Duration
+	samples int
+}
+
+// NewMonitor prepares a monitor of one run in so many.
+func NewMonitor(m *Machine, every int) (*Monitor, error) {
+	o := &Monitor{Machine: m, least: every, every: every, runs: every - 2, cost: math.Inf(1)}
+	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
+	o.marks = make([]gpu.Event, len(m.Program.Calls)+1)
+	o.tasks = make([]taskTime, len(m.Program.Calls))
+	for i := range o.marks {
+		events = append(events, &o.marks[i])
+	}
+	for i, c := range m.Program.Calls {
+		if m.Layers.CanMeasure(c) {
+			b := &o.tasks[i].bare
+			events = append(events, &b.from, &b.to)
+		}
+	}
+	for _, e := range events {
+		var err error
+		if *e, err = m.Ctx.NewEvent(true); err != nil {
+			return nil, errors.Join(err, o.Close())
+		}
+	}
+	return o, nil
+}
+
+// Close gives back events.
+func (o *Monitor) Close() error {
+	ctx := o.Ctx
+	var errs []error
+	all := append(append(o.marks, o.around[:]...), o.update.events[:]...)
+	for _, t := range o.tasks {
+		all = append(all, t.bare.from, t.bare.to)
+	}
+	for _, e := range all {
+		if e != 0 {
+			errs = append(errs, ctx.DestroyEvent(e))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
+func (o *Monitor) Run(replay func() error) error {
+	if err := o.collect(); err != nil {
+		return err
+	}
+	if o.runs++; o.state != monitorIdle || o.runs < o.every-1 || len(o.Program.Calls) == 0 {
+		return replay()
+	}
+	record := func(e gpu.Event) func() error {
+		return func() error { return o.Ctx.Record(e, o.Stream) }
+	}
+	calls, state := []func() error{record(o.around[0]), replay, record(o.around[1])}, monitorPlain
+	if o.runs >= o.every {
+		o.runs = 0
+		calls, state = []func() error{o.sample, record(o.around[1])}, monitorSample
+	}
+	err := inTurn(calls...)
+	if err == nil {
+		o.state = state
+	}
+	return err
+}
+
+// sample enqueues a run with marks.
+func (o *Monitor) sample() error {
+	for i, c := range o.Program.Calls {
+		o.tasks[i].bare.on = o.Layers.Measures(c)
+	}
+	if o.OnHost() {
+		return o.enqueue(o.Ctx.Record)
+	}
+	now := o.Now()
+	if now.Monitored == nil {
+		err := o.loadBare()
+		if err != nil {
+			return err
+		}
+		if now.Monitored, err = o.Capture(func() error { return o.enqueue(o.Ctx.Mark) }); err != nil {
+			return err
+		}
+	}
+	return o.Ctx.LaunchGraph(now.Monitored, o.Stream)
+}
+
+// loadBare runs what a capture would have to load modules for. Nothing that a run has computed is alive
+// between two runs.
+func (o *Monitor) loadBare() error {
+	for i, c := range o.Program.Calls {
+		if !o.tasks[i].bare.on {
+			continue
+		}
+		if err := o.Layers.Bare(c); err != nil {
+			return fmt.Errorf("%s: %w", c.Node, err)
+		}
+	}
+	return nil
+}
+
+// runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the first
+// time only for the caches.
+func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
+	b, c := o.tasks[i].bare, o.Program.Calls[i]
+	if !b.on {
+		return nil
+	}
+	bare := func() error { return o.Layers.Bare(c) }
+	if err := inTurn(func() error { return o.Layers.Save(c) }, bare,
+		func() error { return mark(b.from, o.Stream) }, bare,
+		func() error { return mark(b.to, o.Stream) }); err != nil {
+		return fmt.Errorf("%s: %w", c.Node, err)
+	}
+	return nil
+}
+
+// enqueue enqueues the calls with marks between them, and notes how each is computed.
+func (o *Monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
+	if err := errors.Join(o.Zero(), mark(o.marks[0], o.Stream)); err != nil {
+		return err
+	}
+	for i, c := range o.Program.Calls {
+		if err := o.runBare(i, mark); err != nil {
+			return err
+		}
+		if err := inTurn(func() error { return o.Whole(c) }, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
+			return err
+		}
+		known := &o.tasks[i]
+		known.ways, known.tuned = nil, 0
+		if chosen, ok := o.Chooser.Of(c.Choice); ok {
+			if chosen.Of > 1 {
+				known.ways = []string{chosen.Way}
+			}
+			known.tuned = max(chosen.Cold, chosen.Warm)
+		}
+	}
+	return nil
+}
+
+// collect takes in what has been timed, if the device is done with it.
+func (o *Monitor) collect() error {
+	ctx := o.Ctx
+	if u := &o.update; u.busy {
+		done, err := ctx.EventDone(u.events[1])
+		if err != nil {
+			return err
+		}
+		if done {
+			d, err := ctx.Elapsed(u.events[0], u.events[1])
+			if err != nil {
+				return err
+			}
+			u.total, u.samples, u.busy = u.total+d, u.samples+1, false
+		}
+	}
+	if o.state == monitorIdle {
+		return nil
+	}
+	if done, err := ctx.EventDone(o.around[1]); err != nil || !done {
+		return err
+	}
+	from, to := o.around[0], o.around[1]
+	if o.state == monitorSample {
+		from, to = o.marks[0], o.marks[len(o.marks)-1]
+	}
+	state := o.state
+	o.state = monitorIdle
+	whole, err := ctx.Elapsed(from, to)
+	if err != nil {
+		return err
+	}
+	if state == monitorPlain {
+		o.plain = whole
+		return nil
+	}
+	if err := o.read(); err != nil { // before anything is taken in: a sample counts as a whole or not at all
+		return err
+	}
+	for i := range o.tasks {
+		o.note(i)
+		if b := o.tasks[i].bare; b.on {
+			o.Layers.Note(o.Program.Calls[i], b.latest, o.tasks[i].latest)
+		}
+	}
+	o.samples++
+	if o.plain > 0 { // the least cost: runs differ for other reasons too
+		o.cost = min(o.cost, max(0, float64(whole-o.plain)/float64(o.plain)))
+		o.every = max(o.least, int(o.cost/monitorShare))
+	}
+	return nil
+}
+
+// read asks the device for the times of a sample.
+func (o *Monitor) read() (err error) {
+	ctx := o.Ctx
+	for i := range o.tasks {
+		t, from := &o.tasks[i], o.marks[i]
+		if b := &t.bare; b.on {
+			if b.latest, err = ctx.Elapsed(b.from, b.to); err != nil {
+				return err
+			}
+			from = b.to
+		}
+		if t.latest, err = ctx.Elapsed(from, o.marks[i+1]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// note takes in the time of a task.
+func (o *Monitor) note(i int) {
+	t := &o.tasks[i]
+	d := t.latest
+	t.total += d
+	if t.tuned == 0 || float64(d) < monitorDrift*float64(t.tuned) || d < t.tuned+monitorNoise {
+		t.drifted = 0
+		return
+	}
+	if t.drifted++; t.drifted == monitorTimes {
+		o.Warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned", o.Program.Calls[i].Node, d,
+			strings.Join(t.ways, ", "), t.tuned))
+	}
+}
+
+// Updating enqueues an update, and times it after a run that is timed.
+func (o *Monitor) Updating(enqueue func() error) error {
+	if o == nil || o.state != monitorSample || o.update.busy {
+		return enqueue()
+	}
+	ctx, s := o.Ctx, o.Stream
+	if err := inTurn(func() error { return ctx.Record(o.update.events[0], s) }, enqueue); err != nil {
+		return err
+	}
+	o.update.busy = ctx.Record(o.update.events[1], s) == nil // an update that is on its way is no error for want of a mark
+	return nil
+}
+
+// Times returns what the ops of a run have taken so far on average, the longest first, with the ways in
+// which they are computed, and under the name Update what the optimiser took, which moves so many bytes.
+// It is empty before the first sample.
+func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
+	if err := o.collect(); err != nil || o.samples == 0 {
+		return nil, err
+	}
+	times := byOp(o.Program.Calls, func(i int, t *optime.OpTime) {
+		known := o.tasks[i]
+		t.Time += known.total / time.Duration(o.samples)
+		t.Tuned += known.tuned
+		for _, w := range known.ways {
+			if !slices.Contains(t.Ways, w) {
+				t.Ways = append(t.Ways, w)
+			}
+		}
+	})
+	if u := o.update; u.samples > 0 {
+		times = append(times, optime.OpTime{Op: "Update", Tasks: 1, Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
+	}
+	optime.SortTimes(times)
+	return times, nil
+}
+
+// byOp gathers calls by their ops; add adds what is known of one.
+func byOp(calls []*program.Call, add func(i int, t *optime.OpTime)) (times []optime.OpTime) {
+	at := map[string]int{}
+	for i, c := range calls {
+		if _, ok := at[c.Op]; !ok {
+			at[c.Op] = len(times)
+			times = append(times, optime.OpTime{Op: c.Op})
+		}
+		o := &times[at[c.Op]]
+		o.Tasks++
+		o.Bytes += c.Bytes()
+		o.FLOPs += c.FLOPs
+		add(i, o)
+	}
+	return times
+}
+
+// inTurn makes calls until one fails.
+func inTurn(calls ...func() error) error {
+	for _, call := range calls {
+		if err := call(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Machine is the machine whose runs are measured.
+type Machine struct {
+	*run.Runner
+	Layers   *kasmina.Layers
+	Chooser  *choose.Chooser
+	Warn     func(message string)
+	Name     string    // of the device
+	Operands gpu.DType // of products
+	Float8   bool      // products of float8 are measured too
+	Copy     int       // bytes of the copy that measures the card; 0 for the usual
+}
+
+// bareTime is a pass without telemetry.
+type bareTime struct {
+	on       bool          // in the sample under way
+	from, to gpu.Event     // around the second run
+	latest   time.Duration // of that, in the latest sample
+}

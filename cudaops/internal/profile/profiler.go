@@ -1,0 +1,380 @@
+package profile
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/optime"
+)
+
+// Profiler times steps: some by events around their pieces, which are what is captured, and then some with a mark after every
+// kernel, of which the last one counts: a capture lets the card rest, and then it is faster for a while. A nil one does nothing.
+type Profiler struct {
+	*Machine
+	begun  int // steps
+	open   bool
+	marked bool // the step that is open has marks
+	done   bool
+	events []gpu.Event
+	pieces map[pieceKey]*markedPiece
+
+	plain []*plainStep
+	begin gpu.Event // of the marked step
+	first gpu.Event // of all marked steps
+	tasks []markedTask
+	spans []markedSpan // of the marked step
+	whole []*markedPiece
+	piece *markedPiece // that is being enqueued, nil between pieces
+	task  int          // in tasks, -1 where no task is being enqueued
+	last  gpu.Event    // the last mark
+}
+
+// plainSteps is how many steps a profile times as they are, beside one more before these, which is not
+// looked at; markedSteps is how many have marks.
+const plainSteps, markedSteps = 7, 4
+
+// Steps is how many steps a profile takes.
+const Steps = 1 + plainSteps + markedSteps
+
+// NewProfiler returns a profiler of the steps that follow.
+func NewProfiler(m *Machine) *Profiler {
+	return &Profiler{Machine: m, pieces: map[pieceKey]*markedPiece{}}
+}
+
+// Done reports whether all steps were timed.
+func (p *Profiler) Done() bool { return p.done }
+
+// Result returns the profile, with the card's ceilings.
+func (p *Profiler) Result() (*optime.Profile, error) {
+	r, err := p.result()
+	if err = run.Joined(err, p.Close()); err != nil {
+		return nil, err
+	}
+	if err := p.measureCeilings(r); err != nil {
+		return nil, err
+	}
+	r.SetShares()
+	return r, nil
+}
+
+// pieceKey tells pieces apart: by the kind of run, by the optimiser, and by their number in the step.
+type pieceKey struct {
+	run       *run.Recording
+	optimizer any
+	number    int
+}
+
+// markedPiece is a piece of a marked step.
+type markedPiece struct {
+	graph *gpu.Graph  // nil where it cannot be captured
+	pause []gpu.Event // marks with nothing between them
+	spans []markedSpan
+}
+
+// plainStep is a step without marks.
+type plainStep struct {
+	begin  gpu.Event
+	at     time.Time // when that was enqueued
+	pieces [][2]gpu.Event
+	calls  []optime.HostSpan
+}
+
+// markedSpan is a piece of work between two marks.
+type markedSpan struct {
+	kernel   string
+	from, to gpu.Event
+	piece    *markedPiece // nil for what is between pieces
+	task     int
+}
+
+type markedTask struct {
+	op, layer    string
+	bytes, flops float64
+	float8       bool // of which flops is
+	ways         []string
+	counts       bool // flops is the sum of what its products say
+}
+
+// mark returns an event that the stream records when it gets there.
+func (p *Profiler) mark() (gpu.Event, error) {
+	ctx := p.Ctx
+	e, err := ctx.NewEvent(true)
+	if err != nil {
+		return 0, err
+	}
+	p.events = append(p.events, e)
+	if p.State.Capturing() {
+		return e, ctx.Mark(e, p.Stream)
+	}
+	return e, ctx.Record(e, p.Stream)
+}
+
+// Busy reports whether there are steps to come.
+func (p *Profiler) Busy() bool { return p != nil && !p.done }
+
+// Start begins a step, unless one has begun.
+func (p *Profiler) Start() error {
+	if !p.Busy() || p.open {
+		return nil
+	}
+	e, err := p.mark()
+	if err != nil {
+		return err
+	}
+	p.open, p.task, p.begun = true, -1, p.begun+1
+	if p.begun <= 1+plainSteps {
+		p.plain = append(p.plain, &plainStep{begin: e, at: time.Now()})
+		return nil
+	}
+	p.marked, p.begin, p.first = true, e, cmp.Or(p.first, e)
+	p.spans, p.whole = nil, nil
+	p.Ctx.Observe(p.Stream, p)
+	return nil
+}
+
+// Finish ends a step.
+func (p *Profiler) Finish() {
+	if p == nil || !p.open {
+		return
+	}
+	p.open = false
+	if p.marked {
+		p.marked, p.done = false, p.begun == Steps
+		p.Ctx.Observe(p.Stream, nil)
+	}
+}
+
+// Call notes a call of the program, from now until what it returns is called.
+func (p *Profiler) Call(name string) func() {
+	if p == nil || !p.open || p.marked {
+		return func() {}
+	}
+	s, from := p.plain[len(p.plain)-1], time.Now()
+	return func() {
+		s.calls = append(s.calls, optime.HostSpan{Name: name, Start: from.Sub(s.at), Time: time.Since(from)})
+	}
+}
+
+// Around enqueues a piece of the step: with run, or, in the marked step, with marked, captured if that is allowed.
+func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error) error {
+	switch {
+	case p == nil || !p.open:
+		return run()
+	case !p.marked:
+		from, err := p.mark()
+		if err != nil {
+			return err
+		}
+		if err := run(); err != nil {
+			return err
+		}
+		to, err := p.mark()
+		s := p.plain[len(p.plain)-1]
+		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
+		return err
+	}
+	key := pieceKey{p.Now(), optimizer, len(p.whole)}
+	piece := p.pieces[key]
+	if piece == nil || piece.graph == nil {
+		piece = &markedPiece{}
+		p.pieces[key], p.piece = piece, piece
+		defer func() { p.piece, p.task = nil, -1 }()
+		var err error
+		if !capture {
+			err = p.enqueue(marked)
+		} else {
+			piece.graph, err = p.Capture(func() error { return p.enqueue(marked) })
+		}
+		if err != nil {
+			return err
+		}
+	}
+	p.whole, p.spans = append(p.whole, piece), append(p.spans, piece.spans...)
+	if piece.graph == nil {
+		return nil
+	}
+	return p.Ctx.LaunchGraph(piece.graph, p.Stream)
+}
+
+// enqueue enqueues a piece, which begins with marks that have nothing between them.
+func (p *Profiler) enqueue(marked func() error) error {
+	for range 9 {
+		e, err := p.mark()
+		if err != nil {
+			return err
+		}
+		p.piece.pause, p.last = append(p.piece.pause, e), e
+	}
+	return marked()
+}
+
+// Before is a gpu.Observer's.
+func (p *Profiler) Before(w gpu.Work) (err error) {
+	if !p.State.Capturing() {
+		p.last, err = p.mark()
+	}
+	return err
+}
+
+// After is a gpu.Observer's.
+func (p *Profiler) After(w gpu.Work) error {
+	e, err := p.mark()
+	if err != nil {
+		return err
+	}
+	if p.task < 0 { // between pieces
+		p.spans = append(p.spans, markedSpan{w.Name, p.last, e, nil, len(p.tasks)})
+		p.tasks = append(p.tasks, markedTask{op: "Copies"})
+		return nil
+	}
+	if t := &p.tasks[p.task]; t.counts {
+		t.flops += w.FLOPs
+	}
+	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, p.piece, p.task})
+	p.last = e
+	return nil
+}
+
+// doing says what is enqueued from now on.
+func (p *Profiler) doing(t markedTask) {
+	p.task = len(p.tasks)
+	p.tasks = append(p.tasks, t)
+}
+
+// Marked enqueues the program.
+func (p *Profiler) Marked() error {
+	if z := p.Program.Zeros; z != nil {
+		p.doing(markedTask{op: "Workspaces", bytes: float64(z.Extent())})
+		if err := p.Zero(); err != nil {
+			return err
+		}
+	}
+	for _, c := range p.Program.Calls {
+		t := markedTask{op: c.Op, layer: c.Layer, bytes: c.Bytes(), flops: c.FLOPs, float8: c.Float8}
+		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" { // whose ways are numbers
+			t.ways = []string{chosen.Way}
+		}
+		p.doing(t)
+		if err := p.Executor.Call(c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Update enqueues an update that moves so many bytes.
+func (p *Profiler) Update(bytes float64, launch func() error) error {
+	p.doing(markedTask{op: "Update", bytes: bytes, counts: true})
+	return launch()
+}
+
+// Close gives back events and graphs.
+func (p *Profiler) Close() error {
+	if p == nil {
+		return nil
+	}
+	ctx := p.Ctx
+	ctx.Observe(p.Stream, nil)
+	errs := []error{ctx.SyncStream(p.Stream)}
+	for _, piece := range p.pieces {
+		if piece.graph != nil {
+			errs = append(errs, ctx.DestroyGraph(piece.graph))
+		}
+	}
+	for _, e := range p.events {
+		errs = append(errs, ctx.DestroyEvent(e))
+	}
+	p.pieces, p.events, p.open, p.done = nil, nil, false, true
+	return run.Joined(errs...)
+}
+
+// result is the profile but for the card's ceilings.
+func (p *Profiler) result() (*optime.Profile, error) {
+	ctx := p.Ctx
+	if err := ctx.SyncStream(p.Stream); err != nil {
+		return nil, err
+	}
+	var failed error
+	elapsed := func(from, to gpu.Event) time.Duration {
+		d, err := ctx.Elapsed(from, to)
+		failed = cmp.Or(failed, err)
+		return d
+	}
+	r := &optime.Profile{Device: p.Name, Steps: plainSteps}
+	var periods []time.Duration
+	for i := range p.plain {
+		next := p.first
+		if i+1 < len(p.plain) {
+			next = p.plain[i+1].begin
+		}
+		periods = append(periods, elapsed(p.plain[i].begin, next))
+	}
+	sorted := slices.Sorted(slices.Values(periods[1:]))
+	r.Period = sorted[len(sorted)/2]
+	usual := p.plain[1+slices.Index(periods[1:], r.Period)]
+	r.Host = usual.calls
+	var pauses []time.Duration
+	for _, piece := range p.whole {
+		for i := 1; i < len(piece.pause); i++ {
+			pauses = append(pauses, elapsed(piece.pause[i-1], piece.pause[i]))
+		}
+	}
+	if len(usual.pieces) != len(p.whole) || len(pauses) == 0 {
+		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike", len(p.whole),
+			len(usual.pieces))
+	}
+	slices.Sort(pauses)
+	r.Mark = pauses[len(pauses)/2]
+	p.layOut(r, usual, elapsed)
+	return r, failed
+}
+
+// layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny kernels the times add up to
+// more than it took without marks, since these keep one kernel from starting while the one before it ends: they are then taken
+// to be shorter in proportion.
+func (p *Profiler) layOut(r *optime.Profile, usual *plainStep, elapsed func(from, to gpu.Event) time.Duration) {
+	var end time.Duration                         // of the last span
+	anchor, anchored := p.begin, time.Duration(0) // an event of the marked step, and its place
+	pieces := usual.pieces
+	for rest := p.spans; len(rest) > 0; {
+		n := slices.IndexFunc(rest, func(s markedSpan) bool { return s.piece != rest[0].piece })
+		if n < 0 {
+			n = len(rest)
+		}
+		spans := rest[:n]
+		rest = rest[n:]
+		took := make([]time.Duration, n)
+		var sum, gap time.Duration
+		for i, s := range spans {
+			took[i] = max(0, elapsed(s.from, s.to)-r.Mark)
+			sum += took[i]
+		}
+		captured := spans[0].piece != nil
+		if captured {
+			whole := elapsed(pieces[0][0], pieces[0][1])
+			end = max(end, elapsed(usual.begin, pieces[0][0]))
+			pieces = pieces[1:]
+			gap = max(0, whole-sum) / time.Duration(n)
+			for i := range took {
+				took[i] = time.Duration(float64(took[i]) * min(1, float64(whole)/float64(max(1, sum))))
+			}
+			r.Graphs += whole
+			r.Marked += elapsed(spans[0].from, spans[n-1].to)
+		}
+		for i, s := range spans {
+			start := end + gap
+			if !captured {
+				start = max(end, anchored+elapsed(anchor, s.from))
+			}
+			end = start + took[i]
+			t := p.tasks[s.task]
+			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer, Task: s.task, Start: start, Time: took[i],
+				Bytes: t.bytes, FLOPs: t.flops, Float8: t.float8, Ways: t.ways, Loose: !captured})
+		}
+		anchor, anchored = spans[n-1].to, end
+	}
+}

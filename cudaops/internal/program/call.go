@@ -1,0 +1,132 @@
+package program
+
+import (
+	"fmt"
+	"reflect"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// Call is one piece of device work: what is computed, and what it reads and writes.
+type Call struct {
+	Op     string // as profiles name it
+	Node   string // of the graph, for people
+	Layer  string // of the model, as parameters' names tell
+	Params any    // a launch of package kernels with null addresses, or HostOp or KasminaPass
+	Args   []Arg
+	FLOPs  float64 // of matrix products
+	Float8 bool    // of which these are
+	Choice int     // which choice of the machine's tells its way, from 1 on; 0 for none
+}
+
+// Arg is an operand of a call.
+type Arg struct {
+	Field string // of the call's Params, which takes its address; "" where none does
+	*Array
+	Role Role
+	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts as 1.
+	Deviation float64
+}
+
+// Role is what a call does with an operand.
+type Role uint8
+
+// The roles. What is timed on operands made up for that reads random numbers, and its results count
+// as right when what it writes does.
+const (
+	Read    Role = iota
+	Write        // all of it
+	Update       // read and written
+	Scratch      // written, and of use to nobody but perhaps a later call of the same op
+	Untimed      // read, but null when ways are timed
+)
+
+// Reads, Writes, Updates and Uses are operands of these roles, Uses of Scratch.
+func Reads(field string, a *Array) Arg { return Arg{Field: field, Array: a} }
+
+// Writes is an operand that is written as a whole.
+func Writes(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Write} }
+
+// Updates is an operand that is read and written.
+func Updates(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Update} }
+
+// Uses is an operand that only the op itself has a use for.
+func Uses(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Scratch} }
+
+// Name is what choices call the op: the name of its Params' type.
+func (c *Call) Name() string { return reflect.TypeOf(c.Params).Name() }
+
+// Bytes is what the call moves: its operands once, twice what it reads and writes.
+func (c *Call) Bytes() (n float64) {
+	for i, a := range c.Args {
+		if a.Buffer == nil || c.repeats(i) {
+			continue
+		}
+		n += float64(a.Extent())
+		if a.Role == Update {
+			n += float64(a.Extent())
+		}
+	}
+	return n
+}
+
+// repeats reports whether an operand is the same array as one before it.
+func (c *Call) repeats(i int) bool {
+	for _, a := range c.Args[:i] {
+		if a.Array == c.Args[i].Array {
+			return true
+		}
+	}
+	return false
+}
+
+// Touches reports whether an operand is in a buffer.
+func (c *Call) Touches(b *Buffer) bool {
+	for _, a := range c.Args {
+		if a.Array.On(b) {
+			return true
+		}
+	}
+	return false
+}
+
+// Bound returns the launch with its operands' addresses.
+func (c *Call) Bound() any { return c.Bind(c.Params, (*Array).Ptr) }
+
+// Bind returns a launch with what address says of the call's operands in the fields that name them: an
+// address, or a structure that holds one as Ptr and perhaps a Stride of rows.
+func (c *Call) Bind(params any, address func(*Array) gpu.Ptr) any {
+	bound := reflect.New(reflect.TypeOf(params)).Elem()
+	bound.Set(reflect.ValueOf(params))
+	for _, a := range c.Args {
+		if a.Field == "" {
+			continue
+		}
+		f := bound.FieldByName(a.Field)
+		if !f.IsValid() {
+			panic(fmt.Sprintf("program: %T has no field %s", params, a.Field))
+		}
+		p := f
+		if f.Kind() == reflect.Struct {
+			if p = f.FieldByName("Ptr"); f.FieldByName("Stride").IsValid() {
+				f.FieldByName("Stride").SetInt(int64(a.RowStride()))
+			}
+		}
+		p.SetUint(uint64(address(a.Array)))
+	}
+	return bound.Interface()
+}
+
+// WithWay returns a launch that is to be computed in a way: what its field Way is.
+func WithWay(params, way any) any {
+	v := reflect.New(reflect.TypeOf(params)).Elem()
+	v.Set(reflect.ValueOf(params))
+	v.FieldByName("Way").Set(reflect.ValueOf(way))
+	return v.Interface()
+}
+
+// Zero is the Params of a call that fills memory with zeros.
+type Zero struct {
+	Ptr   gpu.Ptr
+	Bytes int
+}

@@ -1,0 +1,127 @@
+package program
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Input is a node whose value the host provides.
+type Input struct {
+	Node     *gorgonia.Node
+	Array    *Array
+	Constant bool      // sent once: a constant or a parameter
+	Copies   []Copy    // of a parameter, in other types
+	IDs      []IDRange // what the ops that use it ask of it
+}
+
+// Copy is a parameter in another type, and the call that makes it from the parameter.
+type Copy struct {
+	*Array
+	Renew *Call
+}
+
+// IDRange is what an op asks of an input that holds ids or, in sequences of Seq tokens, where their
+// documents start.
+type IDRange struct {
+	Op, Argument string
+	Vocab        int
+	Negative     bool // a negative id means that the row does not count; one must not be negative
+	Seq          int  // 0 for ids
+}
+
+// Check says of ids what the op would say on the CPU; a kernel cannot.
+func (r IDRange) Check(ids []int64) error {
+	if r.Seq > 0 {
+		return r.checkStarts(ids)
+	}
+	all := int64(-1) // whose sign is that of all of them, if they have the same
+	for i, id := range ids {
+		if uint64(id) >= uint64(r.Vocab) && (id >= 0 || !r.Negative) {
+			return fmt.Errorf("%s: %s[%d] is %d, want an id of the vocabulary, 0 to %d",
+				r.Op, r.Argument, i, id, r.Vocab-1)
+		}
+		all &= id
+	}
+	if all < 0 {
+		return fmt.Errorf("%s: all %d %s are negative: %w", r.Op, len(ids), r.Argument, op.ErrNoTargets)
+	}
+	return nil
+}
+
+// checkStarts is Check for where documents start.
+func (r IDRange) checkStarts(starts []int64) error {
+	least := int64(0)
+	for row, start := range starts {
+		i := row % r.Seq
+		if i == 0 {
+			least = 0
+		}
+		if start < least || start > int64(i) {
+			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own position in "+
+				"the sequence", r.Op, r.Argument, row, start, least, i)
+		}
+		least = start
+	}
+	return nil
+}
+
+// Quantized is a matrix in float8, and the float32 factor of each of its rows.
+type Quantized struct{ Values, Scales *Array }
+
+// QuantizedKey tells quantized matrices apart: what they are made of, and whether its columns have
+// become rows.
+type QuantizedKey struct {
+	*Buffer
+	At, Len, Width, Stride int
+	Turned                 bool
+}
+
+// KeyOf is the key of a matrix.
+func KeyOf(a *Array, turned bool) QuantizedKey {
+	return QuantizedKey{a.Buffer, a.At, a.Len(), a.Shape[1], a.Stride, turned}
+}
+
+// QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless nobody
+// needs them, its columns turned to rows. They are made again when one of the inputs changes.
+type QuantizedWeight struct {
+	Of           []*Input
+	Array        *Array
+	Rows, Turned Quantized
+}
+
+// Quantized returns what the program keeps of a matrix, if it does. No program is nil.
+func (p *Program) Quantized(key QuantizedKey) (q Quantized, ok bool) {
+	if p == nil {
+		return q, false
+	}
+	for _, w := range p.Weights {
+		if q = w.Rows; key.Turned {
+			q = w.Turned
+		}
+		if KeyOf(w.Array, key.Turned) == key && q.Values != nil {
+			return q, true
+		}
+	}
+	return q, false
+}
+
+// Scaling is where the loss scale takes the place of the loss's gradient, and which nodes carry it.
+type Scaling struct {
+	Edges   map[Edge]bool
+	Carried map[*gorgonia.Node]bool
+}
+
+// Edge is an input of a node.
+type Edge struct {
+	Node  *gorgonia.Node
+	Input int
+}
+
+// Carries reports whether an input of a node carries the scale. No scaling is nil.
+func (s *Scaling) Carries(n *gorgonia.Node, input int) bool {
+	return s != nil && (s.Edges[Edge{n, input}] || s.Carried[opbase.Children(n)[input]])
+}

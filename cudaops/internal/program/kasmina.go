@@ -1,0 +1,112 @@
+package program
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// KasminaLayer is a Kasmina op with its replays and its backward op, which share one lattice.
+type KasminaLayer struct {
+	Op       *op.KasminaOp
+	Rows     int
+	Chunk    int
+	Width    int // of a slot
+	Type     gpu.DType
+	State    *Array // kernels.KasminaState, and kernels.KasminaMixing behind it where slots are wide
+	First    int    // seed of the layer, among those of all layers
+	Forward  bool   // the graph has the op itself, not replays or the backward op alone
+	Backward bool   // the graph has the backward op
+
+	// Figures and Gradients order the passes that measure them and what merges their records.
+	Figures, Gradients *Array
+}
+
+// Seeds is how many the layer has.
+func (l *KasminaLayer) Seeds() int { return l.Op.Lattice.Seeds() }
+
+// Slots is how many the layer has.
+func (l *KasminaLayer) Slots() int { return l.Op.InputShape(1)[0] }
+
+// Mixing describes slots that have more weights than a chunk has features.
+func (l *KasminaLayer) Mixing() kernels.KasminaWide {
+	return kernels.KasminaWide{Width: l.Width,
+		Mixing: kernels.KasminaMixing{Seeds: l.Seeds(), Slots: l.Slots()}}
+}
+
+// Wide is whether slots have more weights than chunks have features: the kernels of the kinds that mix
+// are launched too.
+func (l *KasminaLayer) Wide() bool { return l.Width > l.Chunk }
+
+// Clips is whether the backward pass clips gradients.
+func (l *KasminaLayer) Clips() bool { return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0 }
+
+// Shape is the part of the layer's description that does not depend on where things lie.
+func (l *KasminaLayer) Shape() kernels.KasminaLayer {
+	return kernels.KasminaLayer{
+		State: kernels.KasminaState{Seeds: l.Seeds(), Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
+		Eps: l.Op.Config.Epsilon, Type: l.Type,
+		Stability: map[op.Stability]kernels.KasminaStability{
+			op.Adaptive: kernels.KasminaAdaptive, op.Fast: kernels.KasminaFast,
+			op.Strict: kernels.KasminaStrict,
+		}[l.Op.Config.Stability],
+	}
+}
+
+// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run, and so does
+// where it is computed: on the host while a seed has a kind without a kernel.
+type KasminaPass struct {
+	Layer   *KasminaLayer
+	Node    *gorgonia.Node
+	Replay  bool   // measures nothing
+	InPlace bool   // a backward pass whose result replaces the gradient that it reads
+	Spare   *Array // a copy of what such a pass replaces, for runs of it that nobody reads
+	Wide    *Array // workspace of slots with more weights than a chunk has features
+	// What the pass leaves for one launch that finishes several; nil where there is none.
+	Records *kernels.KasminaRecords
+	Parts   *kernels.KasminaParts
+}
+
+// KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use them.
+type KasminaStart struct {
+	Op                  *op.KasminaOp
+	Weights, Scales     *Array
+	OfWeights, OfScales *Input
+}
+
+// HostOp is the Params of a call that the host computes, between two copies, with the node's own op.
+type HostOp struct {
+	Node *gorgonia.Node
+	In   []*Array
+	Out  *Array
+}
+
+// Where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped
+// rows, and of what a replay counts, which nobody reads; figures; histograms.
+const (
+	KasminaBadX = iota
+	KasminaBadG
+	KasminaClipped
+	KasminaIgnored
+	KasminaHealth
+	KasminaGradient = KasminaHealth + kernels.KasminaForwardFigures
+	KasminaBins     = KasminaGradient + kernels.KasminaBackwardFigures
+	KasminaWords    = KasminaBins + kernels.KasminaBins
+)
+
+// kasminaRegions is where begins what all runs have of a report, those that measure, and those with
+// histograms.
+var kasminaRegions = [...]int{0, KasminaHealth, KasminaBins, KasminaWords}
+
+// Place is where an array of the layer's report is, or a row of one, in words, of all layers with so many
+// seeds together.
+func (l *KasminaLayer) Place(word, seeds int) int {
+	i := 0
+	for word >= kasminaRegions[i+1] {
+		i++
+	}
+	from, to := kasminaRegions[i], kasminaRegions[i+1]
+	return from*seeds + (to-from)*l.First + (word-from)*l.Seeds()
+}

@@ -1,0 +1,97 @@
+// Package program is a graph as calls over buffers: plain data, which the passes of the machine make
+// (package lower), order (schedule), give memory (place), choose ways for (choose) and run.
+package program
+
+import (
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/plan"
+)
+
+// Program is a graph as a list of calls, and all that stays on the device between runs of them.
+type Program struct {
+	Calls    []*Call
+	Buffers  []*Buffer
+	Values   map[*gorgonia.Node]*Array
+	Inputs   []*Input
+	Borrowed []*Input                  // parameters of another program
+	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
+	Weights  []*QuantizedWeight
+	Zeros    *Array // what is zero when a run begins; nil where no call asks for it
+
+	Scale   *Array // kernels.LossScale, whose first number is the loss scale; nil where there is none
+	Scaling *Scaling
+
+	Kasmina []*KasminaLayer
+	Starts  []KasminaStart
+	Reports *Array // what the Kasmina layers measure; nil where there are none
+
+	Arena int  // bytes of all buffers that are not resident
+	Roomy bool // some memory saves time, and could be done without
+}
+
+// Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
+const Alignment = 256
+
+// Buffer is a piece of device memory: in the arena for the calls of a run that need it, or resident,
+// with an allocation of its own, for as long as the machine lives.
+type Buffer struct {
+	plan.Interval
+	Resident bool
+	Data     []float32 // what it holds from the start; nil for anything
+	Base     gpu.Ptr   // where it lies, once the machine has memory
+}
+
+// NewBuffer adds a buffer of so many bytes.
+func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
+	b := &Buffer{Interval: plan.Interval{Bytes: max(1, bytes), First: -1}, Resident: resident}
+	p.Buffers = append(p.Buffers, b)
+	return b
+}
+
+// NewArray returns an array in the arena, for the calls that are given it.
+func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
+	return &Array{Buffer: p.NewBuffer(Size(shape)*t.Size(), false), Type: t, Shape: clone(shape)}
+}
+
+// NewResident returns an array that lives as long as the machine.
+func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
+	return &Array{Buffer: p.NewBuffer(Size(shape)*t.Size(), true), Type: t, Shape: clone(shape)}
+}
+
+// NewConstant returns a resident array that holds data.
+func (p *Program) NewConstant(data []float32) *Array {
+	a := p.NewResident(gpu.Float32, len(data))
+	a.Data = data
+	return a
+}
+
+// NewZeros returns bytes that are zero when a run begins, for one call, which may leave anything there.
+func (p *Program) NewZeros(bytes int) *Array {
+	if p.Zeros == nil {
+		p.Zeros = &Array{Buffer: p.NewBuffer(0, true), Type: gpu.Float8E4M3, Shape: []int{0}}
+		p.Zeros.Bytes = 0
+	}
+	z := p.Zeros
+	a := &Array{Buffer: z.Buffer, At: z.Bytes, Type: gpu.Float8E4M3, Shape: []int{bytes}}
+	z.Bytes += plan.Align(bytes, Alignment)
+	z.Shape[0] = z.Bytes
+	return a
+}
+
+// Resident returns the bytes of resident memory.
+func (p *Program) Resident() (n int) {
+	for _, b := range p.Buffers {
+		if b.Resident {
+			n += plan.Align(b.Bytes, Alignment)
+		}
+	}
+	return n
+}
+
+// Add appends a call.
+func (p *Program) Add(c *Call) *Call {
+	p.Calls = append(p.Calls, c)
+	return c
+}

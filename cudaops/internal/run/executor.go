@@ -1,0 +1,81 @@
+// Package run executes the calls of programs on a device.
+package run
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+)
+
+// Executor enqueues launches on a stream.
+type Executor struct {
+	Ctx      *gpu.Observed
+	Stream   gpu.Stream
+	Kernels  kernels.Launcher
+	Products *Products
+
+	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself if
+	// whole. They are nil where a program has no such calls.
+	Host func(program.HostOp) error
+	Pass func(c *program.Call, p program.KasminaPass, whole bool) error
+}
+
+// Launch enqueues the work that the parameters of a call say, whose addresses are set.
+func (x *Executor) Launch(params any) error {
+	switch p := params.(type) {
+	case program.Matmul:
+		return x.Products.run(p, x.Stream)
+	case program.Zero:
+		return x.Ctx.Memset8(p.Ptr, 0, p.Bytes, x.Stream)
+	}
+	return x.Kernels.Launch(x.Stream, params)
+}
+
+// Call enqueues a call whose operands have memory.
+func (x *Executor) Call(c *program.Call) error { return x.call(c, false) }
+
+// Whole is Call, but what finishes the call's sums is a part of it, and no later call's work.
+func (x *Executor) Whole(c *program.Call) error { return x.call(c, true) }
+
+func (x *Executor) call(c *program.Call, whole bool) (err error) {
+	switch p := c.Params.(type) {
+	case program.HostOp:
+		err = x.Host(p)
+	case program.KasminaPass:
+		err = x.Pass(c, p, whole)
+	default:
+		params := c.Params
+		if w, ok := params.(interface{ Whole() any }); ok && whole {
+			params = w.Whole()
+		}
+		err = x.Launch(c.Bind(params, (*program.Array).Ptr))
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", c.Node, err)
+	}
+	return nil
+}
+
+// Calls enqueues calls until one fails.
+func (x *Executor) Calls(calls []*program.Call) error {
+	for _, c := range calls {
+		if err := x.Call(c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
+func Joined(errs ...error) error {
+	for _, err := range errs {
+		var e *gpu.Error
+		if errors.As(err, &e) && e.Sticky() {
+			return err
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,240 @@
+package run
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+)
+
+// Inputs sends the values of a program's inputs to the device, and keeps what is made of them there in
+// step.
+type Inputs struct {
+	*Executor
+	All     []*program.Input
+	weights []*program.QuantizedWeight
+	host    map[*program.Input]*hostInput
+	laidOut []kernels.QuantizeWeight // the weights as they lie in the table
+	table   *kernels.QuantizeTable   // of float8
+}
+
+// hostInput is what the host knows of an input.
+type hostInput struct {
+	staging []byte // pinned
+	bound   bool   // its memory is the user's own, who fills it
+	sharers int    // other machines that use its memory
+}
+
+// NewInputs takes pinned memory for the inputs of a program.
+func NewInputs(x *Executor, p *program.Program) (*Inputs, error) {
+	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, host: map[*program.Input]*hostInput{}}
+	for _, in := range p.Inputs {
+		h := &hostInput{}
+		s.host[in] = h
+		var err error
+		if h.staging, err = x.Ctx.AllocHost(max(1, in.Array.Extent())); err != nil {
+			return nil, errors.Join(err, s.Close())
+		}
+	}
+	return s, nil
+}
+
+// Close gives back pinned memory and the table of weights. The stream is idle.
+func (s *Inputs) Close() error {
+	var errs []error
+	for _, h := range s.host {
+		if h.staging != nil {
+			errs = append(errs, s.Ctx.FreeHost(h.staging))
+		}
+	}
+	return errors.Join(append(errs, s.freeTable())...)
+}
+
+// Of returns the input that a node is, nil if it is none.
+func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
+	if i := slices.IndexFunc(s.All, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
+		return s.All[i]
+	}
+	return nil
+}
+
+// Sent reports whether an input's value goes to the device before every run.
+func (s *Inputs) Sent(in *program.Input) bool { return !in.Constant && !s.bound(in) }
+
+func (s *Inputs) bound(in *program.Input) bool { h := s.host[in]; return h != nil && h.bound }
+
+// Bind says that an input's memory is the user's own.
+func (s *Inputs) Bind(in *program.Input) { s.host[in].bound = true }
+
+// Share counts a machine that uses an input's memory, or with −1 one that did.
+func (s *Inputs) Share(in *program.Input, n int) { s.host[in].sharers += n }
+
+// Shared reports whether another machine uses an input's memory.
+func (s *Inputs) Shared(in *program.Input) bool { return s.host[in].sharers > 0 }
+
+// SendConstants copies the values of constants and parameters to the device.
+func (s *Inputs) SendConstants() error {
+	for _, in := range s.All {
+		if in.Constant {
+			if err := s.Send(in); err != nil {
+				return err
+			}
+		}
+	}
+	return s.Quantize(func(*program.Input) bool { return true })
+}
+
+// SendAll copies the values of all other inputs, ahead of a run.
+func (s *Inputs) SendAll() error {
+	for _, in := range s.All {
+		var err error
+		switch {
+		case s.bound(in):
+			err = s.Refresh(in)
+		case !in.Constant:
+			err = s.Send(in)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return s.Quantize(s.bound)
+}
+
+// Send copies an input's value to the device, by way of pinned memory.
+func (s *Inputs) Send(in *program.Input) error {
+	if err := s.stage(in); err != nil {
+		return err
+	}
+	return s.transmit(in)
+}
+
+// SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
+// waits.
+func (s *Inputs) SendSome(inputs []*program.Input) error {
+	for _, in := range inputs {
+		if err := s.stage(in); err != nil {
+			return err
+		}
+	}
+	var err error
+	for i := 0; i < len(inputs) && err == nil; i++ {
+		err = s.transmit(inputs[i])
+	}
+	sent := func(in *program.Input) bool { return slices.Contains(inputs, in) } // also some of them
+	return Joined(err, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))
+}
+
+// stage writes an input's value to pinned memory, if it can be sent.
+func (s *Inputs) stage(in *program.Input) error {
+	v := in.Node.Value()
+	if v == nil {
+		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", lower.Describe(in.Node))
+	}
+	staging := s.host[in].staging
+	if err := value.Encode(staging, in.Array.Type, v, in.Array.Len()); err != nil {
+		return fmt.Errorf("%s: %w", lower.Describe(in.Node), err)
+	}
+	for _, r := range in.IDs {
+		if err := r.Check(gpu.View[int64](staging)[:in.Array.Len()]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// CheckIDs reads ids back, and says of them what the op would say on the CPU.
+func (s *Inputs) CheckIDs(in *program.Input) error {
+	if len(in.IDs) == 0 {
+		return nil
+	}
+	ids := s.host[in].staging[:in.Array.Extent()]
+	if err := errors.Join(s.Ctx.CopyToHost(ids, in.Array.Ptr(), s.Stream), s.Ctx.SyncStream(s.Stream)); err != nil {
+		return err
+	}
+	for _, r := range in.IDs {
+		if err := r.Check(gpu.View[int64](ids)[:in.Array.Len()]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// transmit copies what stage has written.
+func (s *Inputs) transmit(in *program.Input) error {
+	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()], s.Stream); err != nil {
+		return err
+	}
+	return s.Refresh(in)
+}
+
+// Refresh makes an input's copies in other types again.
+func (s *Inputs) Refresh(in *program.Input) error {
+	for _, c := range in.Copies {
+		if err := s.Call(c.Renew); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Quantize makes the float8 of weights anew if some of the inputs are among those that they are made of,
+// whose copies in other types are new already. It is one pass over all of them, which takes little more
+// than one over a few.
+func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
+	if !slices.ContainsFunc(s.weights, func(w *program.QuantizedWeight) bool {
+		return slices.ContainsFunc(w.Of, changed)
+	}) {
+		return nil
+	}
+	var all []kernels.QuantizeWeight
+	for _, w := range s.weights {
+		k := kernels.QuantizeWeight{X: w.Array.Ptr(), Rows: w.Array.Shape[0], D: w.Array.Shape[1]}
+		k.Y, k.Scale = w.Rows.Values.Ptr(), w.Rows.Scales.Ptr()
+		if w.Turned.Values != nil {
+			k.Turned, k.TurnedScale = w.Turned.Values.Ptr(), w.Turned.Scales.Ptr()
+		}
+		all = append(all, k)
+	}
+	if !slices.Equal(all, s.laidOut) { // at first, and when the user has moved some
+		if s.table != nil {
+			if err := s.Ctx.SyncStream(s.Stream); err != nil {
+				return err
+			}
+		}
+		if err := s.freeTable(); err != nil {
+			return err
+		}
+		var err error
+		if s.table, err = s.Kernels.NewQuantizeTable(all); err != nil {
+			return err
+		}
+		s.laidOut = all
+	}
+	return s.Launch(kernels.QuantizeWeights{Table: s.table})
+}
+
+// freeTable lets go of the table of weights.
+func (s *Inputs) freeTable() error {
+	if s.table == nil {
+		return nil
+	}
+	t := s.table
+	s.table, s.laidOut = nil, nil
+	return t.Free()
+}
+
+// Held is the bytes of the table of weights.
+func (s *Inputs) Held() int {
+	if s == nil || s.table == nil {
+		return 0
+	}
+	return s.table.Bytes
+}

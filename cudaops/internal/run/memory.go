@@ -1,0 +1,80 @@
+package run
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+)
+
+// Memory is device memory that goes back when a machine is closed.
+type Memory struct {
+	Ctx   gpu.Context
+	owned map[gpu.Ptr]int // bytes of each allocation
+}
+
+// Alloc takes device memory.
+func (m *Memory) Alloc(bytes int, what string) (gpu.Ptr, error) {
+	p, err := m.Ctx.Alloc(bytes)
+	if err != nil {
+		return 0, fmt.Errorf("allocating %s for %s: %w", gpu.Size(uint64(bytes)), what, err)
+	}
+	if m.owned == nil {
+		m.owned = map[gpu.Ptr]int{}
+	}
+	m.owned[p] = bytes
+	return p, nil
+}
+
+// Free gives back what Alloc has taken.
+func (m *Memory) Free(p gpu.Ptr) error {
+	delete(m.owned, p)
+	return m.Ctx.Free(p)
+}
+
+// Owns reports whether an address is of an allocation.
+func (m *Memory) Owns(p gpu.Ptr) bool { return m.owned[p] > 0 }
+
+// Held is the bytes of all allocations.
+func (m *Memory) Held() (n int) {
+	for _, bytes := range m.owned {
+		n += bytes
+	}
+	return n
+}
+
+// Close gives back everything.
+func (m *Memory) Close() error {
+	var errs []error
+	for p := range m.owned {
+		errs = append(errs, m.Free(p))
+	}
+	return errors.Join(errs...)
+}
+
+// Place takes the memory that a program was planned for.
+func (m *Memory) Place(p *program.Program) error {
+	need := uint64(p.Arena + p.Resident())
+	if free, _, err := m.Ctx.MemInfo(); err != nil {
+		return err
+	} else if need > free {
+		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
+			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)), gpu.Size(free), gpu.OutOfMemory)
+	}
+	var arena gpu.Ptr
+	var err error
+	if p.Arena > 0 {
+		if arena, err = m.Alloc(p.Arena, "a run"); err != nil {
+			return err
+		}
+	}
+	for _, b := range p.Buffers {
+		if !b.Resident {
+			b.Base = arena.Offset(b.Offset)
+		} else if b.Base, err = m.Alloc(max(1, b.Bytes), "parameters and constants"); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,147 @@
+package run
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+)
+
+// WorkspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
+const WorkspaceBytes = 32 << 20
+
+// Products plans matrix products: one plan for each shape, or where this module has ways of its own one
+// for each addend.
+type Products struct {
+	Kernels   kernels.Launcher
+	Ctx       gpu.Context
+	Workspace gpu.Ptr // cuBLASLt's; taken with Alloc when the first product is planned
+	Alloc     func(bytes int, what string) (gpu.Ptr, error)
+
+	plans map[planKey]*Plan
+}
+
+// planKey tells plans apart.
+type planKey struct {
+	gpu.MatmulSpec
+	added program.Addend
+}
+
+// Plan is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's own.
+type Plan struct {
+	gpu.MatmulPlan
+	Added  program.Addend
+	BLAS   []string // cuBLASLt's ways
+	Own    []kernels.Way
+	Way    int // chosen, among both
+	Choice int // as in a call
+}
+
+// Ways are the names of all ways.
+func (p *Plan) Ways() []string {
+	names := append([]string{}, p.BLAS...)
+	for _, w := range p.Own {
+		names = append(names, w.String())
+	}
+	return names
+}
+
+// WorkspaceBytes is what the chosen way needs.
+func (p *Plan) WorkspaceBytes() int {
+	if p.Way >= len(p.BLAS) {
+		return 0
+	}
+	return p.Algos()[p.Way].Workspace
+}
+
+// key is where the plan of a product is kept. For cuBLASLt all addends are the same.
+func (x *Products) key(m program.Matmul, own bool) planKey {
+	k := planKey{m.Spec, m.Added()}
+	if !own {
+		k.added = program.Nothing
+	}
+	return k
+}
+
+// Find returns the plan of a product, whose Spec is a normal one, if it was made.
+func (x *Products) Find(m program.Matmul) *Plan {
+	if p := x.plans[x.key(m, true)]; p != nil && (len(p.Own) > 0 || m.Added() == program.Nothing) {
+		return p
+	}
+	return x.plans[x.key(m, false)]
+}
+
+// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
+func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way) (*Plan, error) {
+	if x.Workspace == 0 {
+		var err error
+		if x.Workspace, err = x.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
+			return nil, err
+		}
+	}
+	blas, err := x.Ctx.Blas()
+	if err != nil {
+		return nil, err
+	}
+	plan, err := blas.Plan(m.Spec, WorkspaceBytes, ways)
+	if err != nil {
+		return nil, err
+	}
+	p := &Plan{MatmulPlan: plan, Own: own}
+	if len(own) > 0 {
+		p.Added = m.Added()
+	}
+	for _, a := range plan.Algos() {
+		p.BLAS = append(p.BLAS, strings.Trim(fmt.Sprint(a.ID), "[]"))
+	}
+	if x.plans == nil {
+		x.plans = map[planKey]*Plan{}
+	}
+	x.plans[x.key(m, len(own) > 0)] = p
+	return p, nil
+}
+
+// run enqueues a product in the chosen way.
+func (x *Products) run(m program.Matmul, s gpu.Stream) error {
+	p := x.Find(m)
+	if p == nil {
+		return fmt.Errorf("the product %+v was not planned", m.Spec)
+	}
+	return x.RunIn(p, p.Way, m, s)
+}
+
+// RunIn enqueues a product in one of the ways of its plan.
+func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error {
+	a := m.Operands()
+	if way < len(p.BLAS) {
+		if a.Workspace == 0 {
+			a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
+		}
+		return p.Run(way, a, s)
+	}
+	own := kernels.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A, W: a.B, ScaleX: a.ScaleA,
+		ScaleW: a.ScaleB, Type: p.Spec().D, Way: p.Own[way-len(p.BLAS)]}
+	if p.Added == program.AMatrix {
+		own.C = a.C
+	}
+	return x.Kernels.Launch(s, own)
+}
+
+// ProductShape is what the kernels of this module know of a product.
+func ProductShape(m gpu.MatmulSpec) kernels.ProductShape {
+	return kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
+		Float8: m.Scaling == gpu.ScaledRows}
+}
+
+// Forget drops the plans, for another program.
+func (x *Products) Forget() error {
+	var errs []error
+	for _, p := range x.plans {
+		errs = append(errs, p.Close())
+	}
+	clear(x.plans)
+	return errors.Join(errs...)
+}

@@ -1,0 +1,187 @@
+package run
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+)
+
+// Attendant has work of its own around every run, on the machine's stream but outside of what is
+// captured.
+type Attendant interface {
+	// AppendMode adds to b what tells this run's work from that of other runs, which are captured apart.
+	AppendMode(b []byte) []byte
+	// OnHost reports whether the run under way computes something of the attendant's on the host.
+	OnHost() bool
+	Before() error // ahead of a run, when the last one's inputs have left their staging memory
+	After() error  // when a run's work is on its way, to bring back what it leaves
+	Settle() error // all that was asked for is done: take in what came back
+	Close() error
+}
+
+// Scale is the loss scale of a machine.
+type Scale struct {
+	Now     kernels.LossScale // as on the device
+	Carried float32           // the scale that the gradients of the last run carry; 0 where they were dropped
+}
+
+// Runner runs a program: as it is the first time, which loads what the kernels need, and then as what was
+// captured of that.
+type Runner struct {
+	*Executor
+	Program    *program.Program
+	Attendants []Attendant
+	State      State
+	Scale      Scale
+
+	Returned []byte // pinned, for values that come back
+
+	recorded map[string]*Recording // by what the attendants do
+	now      *Recording            // that of the run under way, or of the last one
+}
+
+// Recording is what was captured of runs that do the same work.
+type Recording struct {
+	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
+	graph     *gpu.Graph
+	Monitored *gpu.Graph // with a monitor's marks
+}
+
+// recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change
+// them together.
+const recordings = 16
+
+// Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of time:
+// capture says that the run's work can be captured.
+func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
+	defer r.State.On(Run)
+	r.Scale.Carried = r.Scale.Now.Scale
+	var mode []byte
+	for _, a := range r.Attendants {
+		mode = a.AppendMode(mode)
+	}
+	if r.now = r.recorded[string(mode)]; r.now == nil {
+		if len(r.recorded) == recordings {
+			if err := r.Forget(); err != nil {
+				return err
+			}
+		}
+		if r.recorded == nil {
+			r.recorded = map[string]*Recording{}
+		}
+		r.now = new(Recording)
+		r.recorded[string(mode)] = r.now
+	}
+	// The first run loads modules, which a capture does not allow; the second is recorded, and later
+	// ones replay it.
+	if !r.now.loaded {
+		return observe(false, r.load)
+	}
+	return observe(!r.OnHost(), r.replay)
+}
+
+// Now is the recording of the run under way.
+func (r *Runner) Now() *Recording { return r.now }
+
+// Loaded reports whether the run under way was enqueued as it is before.
+func (r *Runner) Loaded() bool { return r.now.loaded }
+
+// load enqueues the program as it is.
+func (r *Runner) load() error {
+	err := r.Enqueue()
+	r.now.loaded = err == nil
+	return err
+}
+
+// OnHost reports whether the run under way computes something on the host, so that it cannot be captured.
+func (r *Runner) OnHost() bool {
+	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
+		_, host := c.Params.(program.HostOp)
+		return host
+	}) || slices.ContainsFunc(r.Attendants, Attendant.OnHost)
+}
+
+// replay enqueues the program, which has been loaded.
+func (r *Runner) replay() error {
+	if r.OnHost() {
+		return r.Enqueue()
+	}
+	if r.now.graph == nil {
+		var err error
+		if r.now.graph, err = r.Capture(r.Enqueue); err != nil {
+			return err
+		}
+	}
+	return r.Ctx.LaunchGraph(r.now.graph, r.Stream)
+}
+
+// Enqueue enqueues all calls.
+func (r *Runner) Enqueue() error {
+	if err := r.Zero(); err != nil {
+		return err
+	}
+	return r.Calls(r.Program.Calls)
+}
+
+// Zero sets to zero what calls expect to be so: in what is captured, since that alone can do without other
+// work for it.
+func (r *Runner) Zero() error {
+	z := r.Program.Zeros
+	if z == nil || !r.State.capturing {
+		return nil
+	}
+	return r.Ctx.Memset8(z.Ptr(), 0, z.Extent(), r.Stream)
+}
+
+// Capture records what is enqueued as a graph.
+func (r *Runner) Capture(enqueue func() error) (*gpu.Graph, error) {
+	if err := r.Ctx.BeginCapture(r.Stream); err != nil {
+		return nil, err
+	}
+	r.State.capturing = true
+	err := enqueue()
+	r.State.capturing = false
+	g, endErr := r.Ctx.EndCapture(r.Stream)
+	if err != nil && g != nil { // a part of it
+		endErr = r.Ctx.DestroyGraph(g)
+	}
+	if err := Joined(err, endErr); err != nil {
+		return nil, err
+	}
+	return g, nil
+}
+
+// Forget drops what was captured, since later runs differ from it.
+func (r *Runner) Forget() error {
+	if len(r.recorded) == 0 {
+		return nil
+	}
+	return errors.Join(r.Ctx.SyncStream(r.Stream), r.Drop())
+}
+
+// Drop is Forget while the stream is idle.
+func (r *Runner) Drop() error {
+	var errs []error
+	for _, rec := range r.recorded {
+		for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
+			if g != nil {
+				errs = append(errs, r.Ctx.DestroyGraph(g))
+			}
+		}
+	}
+	clear(r.recorded)
+	r.now = nil
+	return errors.Join(errs...)
+}
+
+// Settle lets the attendants take in what came back.
+func (r *Runner) Settle() error {
+	var errs []error
+	for _, a := range r.Attendants {
+		errs = append(errs, a.Settle())
+	}
+	return errors.Join(errs...)
+}

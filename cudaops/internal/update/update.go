@@ -1,0 +1,421 @@
+// Package update applies optimisers on the device: their moments, their control block, and the calls of
+// an update, which are a program of their own.
+package update
+
+import (
+	"bytes"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Rules is an optimiser that says what it does with each parameter, as those of the package optim do.
+type Rules interface {
+	optim.Optimizer
+	Rule(name string, shape []int) optim.Rule
+}
+
+// Machine is what an optimiser needs of the machine whose parameters it updates.
+type Machine struct {
+	*run.Runner
+	Inputs  *run.Inputs
+	Chooser *choose.Chooser
+	Lower   lower.Options
+}
+
+// Param is a parameter and what the optimiser remembers of it, on the device.
+type Param struct {
+	Input   *program.Input
+	Grad    *program.Array
+	Rule    optim.Rule
+	Moments []*program.Array // AdamW: exp_avg and exp_avg_sq; Muon: momentum_buffer
+	Step    int64            // updates before those that the device counts
+}
+
+// Names are what package optim calls the moments.
+func (p *Param) Names() []string {
+	if p.Rule.Muon {
+		return []string{"momentum_buffer"}
+	}
+	return []string{"exp_avg", "exp_avg_sq"}
+}
+
+// Optimizer updates a machine's parameters.
+type Optimizer struct {
+	Rules
+	Params []*Param
+	Steps  int // updates on the device
+
+	m          Machine
+	memory     run.Memory
+	adamw      *kernels.Table
+	muon       *kernels.Table
+	iterations *program.Program // of Muon
+	control    gpu.Ptr          // kernels.Control
+	staging    []byte           // the same, pinned
+	squares    gpu.Ptr          // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
+	settings   kernels.Control
+	loss       []byte                 // pinned, of a step
+	ran        gpu.Event              // the run before the update is done
+	done       gpu.Event              // the control block is back
+	recorded   map[gpu.Ptr]*recording // by the loss that the update looks at; 0 for none
+	renew      []*program.Call        // copies of parameters that the update does not write
+}
+
+// recording is what was captured of an update.
+type recording struct {
+	loaded bool
+	graph  *gpu.Graph
+}
+
+// New puts an optimiser, with what it remembers so far, on the device.
+func New(m Machine, rules Rules, params []*Param, maxNorm float64) (*Optimizer, error) {
+	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
+		settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
+		recorded: map[gpu.Ptr]*recording{}}
+	if err := x.prepare(); err != nil {
+		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
+	}
+	return x, nil
+}
+
+func (x *Optimizer) prepare() (err error) {
+	ctx := x.m.Ctx
+	if err := x.loadState(); err != nil {
+		return err
+	}
+	if err := x.buildTables(); err != nil {
+		return err
+	}
+	if x.control, err = x.memory.Alloc(kernels.ControlBytes, "the optimiser"); err != nil {
+		return err
+	}
+	chunks := x.sums()
+	if x.muon != nil {
+		chunks += x.muon.Chunks
+	}
+	if x.squares, err = x.memory.Alloc(4*chunks, "the optimiser"); err != nil {
+		return err
+	}
+	if x.staging, err = ctx.AllocHost(kernels.ControlBytes); err != nil {
+		return err
+	}
+	clear(x.staging)
+	if x.loss, err = ctx.AllocHost(4); err != nil {
+		return err
+	}
+	if x.ran, err = ctx.NewEvent(false); err != nil {
+		return err
+	}
+	x.done, err = ctx.NewEvent(false)
+	return err
+}
+
+// Updates reports whether the optimiser changes an input.
+func (x *Optimizer) Updates(in *program.Input) bool {
+	return slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Input == in })
+}
+
+// Bytes is what an update has to move: it reads gradients for their norm, and then these, parameters and
+// moments, and writes the last two and the parameters' copies. Those of float8, which are made of the
+// others, it does not count. Without an optimiser it is 0.
+func (x *Optimizer) Bytes() (n float64) {
+	if x == nil {
+		return 0
+	}
+	for _, p := range x.Params {
+		n += 2 * float64(p.Grad.Extent())
+		for _, a := range append([]*program.Array{p.Input.Array}, p.Moments...) {
+			n += 2 * float64(a.Extent())
+		}
+		for _, c := range p.Input.Copies {
+			n += float64(c.Extent())
+		}
+	}
+	return n
+}
+
+// Held is the bytes of device memory that the optimiser holds.
+func (x *Optimizer) Held() int {
+	if x == nil {
+		return 0
+	}
+	n := x.memory.Held()
+	for _, t := range x.tables() {
+		n += t.Bytes
+	}
+	return n
+}
+
+// tables are those of AdamW's and of Muon's parameters, where there are any.
+func (x *Optimizer) tables() []*kernels.Table {
+	return slices.DeleteFunc([]*kernels.Table{x.adamw, x.muon}, func(t *kernels.Table) bool { return t == nil })
+}
+
+// sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
+func (x *Optimizer) sums() int {
+	n := 1
+	for _, t := range x.tables() {
+		n += t.Chunks
+	}
+	return n
+}
+
+// newArray is an array in memory of its own.
+func (x *Optimizer) newArray(t gpu.DType, what string, shape ...int) (*program.Array, error) {
+	a := &program.Array{Buffer: &program.Buffer{Resident: true}, Type: t, Shape: shape}
+	a.Buffer.Bytes = max(1, a.Extent())
+	var err error
+	a.Base, err = x.memory.Alloc(a.Buffer.Bytes, what)
+	return a, err
+}
+
+// loadState copies what the optimiser remembers to the device.
+func (x *Optimizer) loadState() error {
+	ctx, s := x.m.Ctx, x.m.Stream
+	known := map[string]optim.Tensor{}
+	for _, t := range x.State() {
+		known[t.Name] = t
+	}
+	for _, p := range x.Params {
+		name := p.Input.Node.Name()
+		if t, ok := known[name+".step"]; ok {
+			p.Step = t.Data.([]int64)[0]
+		}
+		for _, moment := range p.Names() {
+			a, err := x.newArray(gpu.Float32, "the optimiser's state", p.Input.Array.Shape...)
+			if err != nil {
+				return err
+			}
+			p.Moments = append(p.Moments, a)
+			if t, ok := known[name+"."+moment]; ok {
+				err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)), s)
+			} else {
+				err = ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, s)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return ctx.SyncStream(s)
+}
+
+// buildTables lays out the parameters for the kernels.
+func (x *Optimizer) buildTables() error {
+	var adamw, muon []kernels.OptimTensor
+	var matrices []*Param // of muon
+	for _, p := range x.Params {
+		r := p.Rule
+		t := kernels.OptimTensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(), GradType: p.Grad.Type,
+			First: p.Moments[0].Ptr(), Size: p.Grad.Len(), LRScale: r.LRScale, Decay: r.Decay,
+			Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step}
+		for _, c := range p.Input.Copies {
+			if t.Copy == 0 && c.At%lower.VectorBytes == 0 {
+				t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
+			} else {
+				x.renew = append(x.renew, c.Renew)
+			}
+		}
+		if !r.Muon {
+			x.settings.Eps = r.Eps
+			t.Second = p.Moments[1].Ptr()
+			adamw = append(adamw, t)
+			continue
+		}
+		t.ShapeScale = r.ShapeScale
+		muon, matrices = append(muon, t), append(matrices, p)
+	}
+	err := x.orthogonalise(muon, matrices)
+	if err != nil {
+		return err
+	}
+	if len(adamw) > 0 {
+		if x.adamw, err = x.m.Kernels.NewTable(adamw); err != nil {
+			return err
+		}
+	}
+	if len(muon) > 0 {
+		x.muon, err = x.m.Kernels.NewTable(muon)
+	}
+	return err
+}
+
+// Enqueue puts an update at the learning rate lr on its way, with what brings its result back: without a
+// loss, or such that a loss that is not finite keeps the parameters as they are, and its value comes back
+// too. Around enqueues the update's calls, which it is given with whether they can be captured.
+func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, plain func() error) error) error {
+	ctx, s := x.m.Ctx, x.m.Stream
+	x.settings.LR = x.LR()
+	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
+		copy(x.staging, want)
+		if err := ctx.CopyToDevice(x.control, x.staging, s); err != nil {
+			clear(x.staging)
+			return err
+		}
+	}
+	var key gpu.Ptr
+	if loss != nil {
+		key = loss.Ptr()
+		if err := ctx.Record(x.ran, s); err != nil {
+			return err
+		}
+	}
+	r := x.recorded[key]
+	if r == nil {
+		r = new(recording)
+		x.recorded[key] = r
+	}
+	plain := func() error { return x.launch(loss) }
+	if err := around(r.loaded, func() error { return x.replay(r, plain) }, plain); err != nil {
+		return err
+	}
+	x.m.State.On(run.Look) // also where launch was captured before
+	if err := ctx.CopyToHost(x.staging, x.control, s); err != nil {
+		return err
+	}
+	if loss != nil {
+		if err := ctx.CopyToHost(x.loss, loss.Ptr(), s); err != nil {
+			return err
+		}
+	}
+	return ctx.Record(x.done, s)
+}
+
+// replay launches an update: as it is the first time, which loads the kernels, and then as a graph.
+func (x *Optimizer) replay(r *recording, plain func() error) error {
+	if !r.loaded {
+		err := plain()
+		r.loaded = err == nil
+		return err
+	}
+	if r.graph == nil {
+		var err error
+		if r.graph, err = x.m.Capture(plain); err != nil {
+			return err
+		}
+	}
+	return x.m.Ctx.LaunchGraph(r.graph, x.m.Stream)
+}
+
+// WaitForRun waits for the run before the update.
+func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
+
+// Wait waits for the update, and returns its control block and the loss.
+func (x *Optimizer) Wait() (kernels.Control, float32, error) {
+	if err := x.m.Ctx.SyncEvent(x.done); err != nil {
+		return kernels.Control{}, 0, err
+	}
+	c := kernels.DecodeControl(x.staging)
+	if !c.Skipped {
+		x.Steps++
+	}
+	return c, gpu.View[float32](x.loss)[0], nil
+}
+
+// launch launches an update's calls.
+func (x *Optimizer) launch(loss *program.Array) error {
+	if err := x.zeroWorkspaces(); err != nil {
+		return err
+	}
+	if err := x.m.Calls(x.calls(loss)); err != nil {
+		return err
+	}
+	if err := x.m.Calls(x.renew); err != nil {
+		return err
+	}
+	if err := x.m.Inputs.Quantize(x.Updates); err != nil {
+		return err
+	}
+	return x.ClearSums()
+}
+
+// ClearSums sets gathered gradients to zero.
+func (x *Optimizer) ClearSums() error { return ClearSums(x.m.Runner) }
+
+// ClearSums sets the gathered gradients of a program to zero.
+func ClearSums(r *run.Runner) error {
+	for _, s := range r.Program.Sums {
+		if err := r.Launch(program.Zero{Ptr: s.Ptr(), Bytes: s.Buffer.Bytes}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// newCall is a call of the update, whose operands are in the tables.
+func newCall(params any, args ...program.Arg) *program.Call {
+	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
+}
+
+// squareCalls form the sums of the gradients' squares, and tell how many there are.
+func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
+	for _, t := range x.tables() {
+		calls = append(calls, newCall(kernels.GradSquares{Squares: x.squares.Offset(4 * n), Table: t}))
+		n += t.Chunks
+	}
+	return calls, n
+}
+
+// calls are those of an update. Where there is a loss, 0·loss stands among the squares of the gradients:
+// 0, which leaves their sum as it is, or NaN, at which the update is not made.
+func (x *Optimizer) calls(loss *program.Array) []*program.Call {
+	calls, n := x.squareCalls()
+	if loss != nil {
+		calls = append(calls, newCall(kernels.Unary{Op: kernels.MulScalar, Y: x.squares.Offset(4 * n), N: 1, Type: gpu.Float32},
+			program.Reads("X", loss)))
+		n++
+	}
+	calls = append(calls, newCall(kernels.GradNorm{Control: x.control, Squares: x.squares, Count: n},
+		scaleArg(x.m.Program)...))
+	if x.adamw != nil {
+		calls = append(calls, newCall(kernels.AdamW{Control: x.control, Table: x.adamw}))
+	}
+	if x.muon == nil {
+		return calls
+	}
+	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Rule.Muon && p.Rule.Nesterov })
+	calls = append(calls, newCall(kernels.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
+		Table: x.muon, Nesterov: nesterov}))
+	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...) // between what stands for the others
+	return append(calls, newCall(kernels.MuonApply{Control: x.control, Table: x.muon}))
+}
+
+// scaleArg is the loss scale, where there is one.
+func scaleArg(p *program.Program) []program.Arg {
+	if p.Scale == nil {
+		return nil
+	}
+	return []program.Arg{program.Updates("Scale", p.Scale)}
+}
+
+// Close gives back all memory. The stream is idle.
+func (x *Optimizer) Close() error {
+	ctx := x.m.Ctx
+	errs := []error{x.memory.Close()}
+	for _, t := range x.tables() {
+		errs = append(errs, t.Free())
+	}
+	for _, r := range x.recorded {
+		if r.graph != nil {
+			errs = append(errs, ctx.DestroyGraph(r.graph))
+		}
+	}
+	for _, b := range [][]byte{x.staging, x.loss} {
+		if b != nil {
+			errs = append(errs, ctx.FreeHost(b))
+		}
+	}
+	for _, e := range []gpu.Event{x.ran, x.done} {
+		if e != 0 {
+			errs = append(errs, ctx.DestroyEvent(e))
+		}
+	}
+	return run.Joined(errs...)
+}

@@ -1,0 +1,121 @@
+// Package value turns Gorgonia's values into what lies in device memory, and back.
+package value
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"unsafe"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Encode writes the n elements of a value to raw, stored as t.
+func Encode(raw []byte, t gpu.DType, v gorgonia.Value, n int) error {
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return err
+	}
+	switch x := flat.(type) {
+	case []float32:
+		if len(x) == n && t != gpu.Int64 {
+			EncodeFloats(raw, t, x)
+			return nil
+		}
+	case []int:
+		if len(x) == n && t == gpu.Int64 {
+			dst := gpu.View[int64](raw)[:n]
+			if strconv.IntSize == 64 { // the GPU may be waiting
+				copy(dst, unsafe.Slice((*int64)(unsafe.Pointer(unsafe.SliceData(x))), n))
+				return nil
+			}
+			for i, v := range x {
+				dst[i] = int64(v)
+			}
+			return nil
+		}
+	}
+	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v", v.Dtype(), v.Shape(), n, t)
+}
+
+// EncodeFloats writes numbers to raw, stored as t.
+func EncodeFloats(raw []byte, t gpu.DType, x []float32) {
+	switch t {
+	case gpu.Float32:
+		copy(gpu.View[float32](raw), x)
+	case gpu.Float16:
+		dst := gpu.View[uint16](raw)
+		for i, v := range x {
+			dst[i] = uint16(state.NewFloat16(float64(v)))
+		}
+	case gpu.BFloat16:
+		dst := gpu.View[uint16](raw)
+		for i, v := range x {
+			dst[i] = bfloat16(v)
+		}
+	case gpu.Float8E4M3:
+		for i, v := range x {
+			raw[i] = gpu.E4M3(v)
+		}
+	}
+}
+
+// bfloat16 rounds to nearest, ties to even, and keeps NaN.
+func bfloat16(v float32) uint16 {
+	b := math.Float32bits(v)
+	if v != v {
+		return uint16(b>>16) | 0x40
+	}
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+
+// Decode returns elements stored as t as a value of type dt.
+func Decode(raw []byte, t gpu.DType, dt tensor.Dtype, shape []int) (gorgonia.Value, error) {
+	n := program.Size(shape)
+	switch {
+	case dt == tensor.Float32 && t != gpu.Int64:
+		x := make([]float32, n)
+		DecodeFloats(x, t, raw)
+		if len(shape) == 0 {
+			return gorgonia.NewF32(x[0]), nil
+		}
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+	case dt == tensor.Int && t == gpu.Int64:
+		x := make([]int, n)
+		for i, v := range gpu.View[int64](raw)[:n] {
+			x[i] = int(v)
+		}
+		if len(shape) == 0 {
+			return gorgonia.NewI(x[0]), nil
+		}
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+	}
+	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, t)
+}
+
+// DecodeFloats is the inverse of EncodeFloats.
+func DecodeFloats(x []float32, t gpu.DType, raw []byte) {
+	switch t {
+	case gpu.Float32:
+		copy(x, gpu.View[float32](raw))
+	case gpu.Float16:
+		for i, b := range gpu.View[uint16](raw)[:len(x)] {
+			x[i] = float32(state.Float16(b).Float64())
+		}
+	case gpu.BFloat16:
+		for i, b := range gpu.View[uint16](raw)[:len(x)] {
+			x[i] = math.Float32frombits(uint32(b) << 16)
+		}
+	case gpu.Float8E4M3:
+		for i, b := range raw[:len(x)] {
+			x[i] = gpu.FromE4M3(b)
+		}
+	}
+}
+

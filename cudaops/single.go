@@ -1,0 +1,158 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// singleOps computes single ops of a graph that another machine runs, on memory of that machine's: each op is a graph of its
+// own, with a Machine. The other machine is Gorgonia's, with its build tag cuda; this file needs no tag, so that its tests need
+// none. Operands are copied on the device, since the other machine's memory moves from run to run and begins anywhere, while
+// what is captured, and the matrix products' plans, go by fixed and aligned addresses.
+type singleOps struct {
+	device    *Device
+	launcher  func(gpu.Context) (kernels.Launcher, error)
+	shared    kernels.Launcher // of all machines
+	workspace gpu.Ptr          // cuBLASLt's, of all machines: they run one after the other
+}
+
+// singleOperand is the type and shape of a value.
+type singleOperand struct {
+	dt    tensor.Dtype
+	shape tensor.Shape
+}
+
+// sharedKernels are kernels that their user does not close.
+type sharedKernels struct{ kernels.Launcher }
+
+func (sharedKernels) Close() error { return nil }
+
+func newSingleOps(d *Device, launcher func(gpu.Context) (kernels.Launcher, error)) (_ *singleOps, err error) {
+	s := &singleOps{device: d, launcher: launcher}
+	if s.shared, err = launcher(d.ctx); err != nil {
+		return nil, err
+	}
+	if s.workspace, err = d.ctx.Alloc(run.WorkspaceBytes); err != nil {
+		return nil, errors.Join(err, s.shared.Close())
+	}
+	return s, nil
+}
+
+// close gives back what the ops have shared. They must have been closed.
+func (s *singleOps) close() error {
+	return errors.Join(s.device.ctx.Free(s.workspace), s.shared.Close())
+}
+
+// singleOp is one of them.
+type singleOp struct {
+	m   *Machine
+	in  []*program.Input // nil where the op does not read the operand
+	out []*program.Array // the result, in the parts that it packs
+}
+
+// open makes a machine for an op with the given operands.
+func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, error) {
+	g := gorgonia.NewGraph()
+	in := make(gorgonia.Nodes, len(operands))
+	for i, t := range operands {
+		name := gorgonia.WithName(fmt.Sprintf("operand %d", i))
+		if len(t.shape) == 0 {
+			in[i] = gorgonia.NewScalar(g, t.dt, name)
+		} else {
+			in[i] = gorgonia.NewTensor(g, t.dt, len(t.shape), gorgonia.WithShape(t.shape...), name)
+		}
+	}
+	children := append(gorgonia.Nodes{}, in...)
+	if f := forwardOf(o); f != nil {
+		// The backward op reads what the forward op leaves on the device, where the other machine has no place for it. So it
+		// is computed again, and its result stands for the operand that is the same.
+		y, err := gorgonia.ApplyOp(f, in[:f.Arity()]...)
+		if err != nil {
+			return nil, err
+		}
+		children[f.Arity()] = y
+	}
+	result, err := gorgonia.ApplyOp(o, children...)
+	if err != nil {
+		return nil, err
+	}
+	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
+		c.single = s
+		c.kernels = func(gpu.Context) (kernels.Launcher, error) { return sharedKernels{s.shared}, nil }
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	l := &singleOp{m: m, in: make([]*program.Input, len(in)), out: []*program.Array{m.runner.Program.Values[result]}}
+	if parts := l.out[0].Parts; len(parts) > 0 {
+		l.out = parts
+	}
+	for _, input := range m.inputs.All {
+		m.inputs.Bind(input)
+		if i := slices.Index(in, input.Node); i >= 0 {
+			l.in[i] = input
+		}
+	}
+	return l, nil
+}
+
+// forwardOf returns the forward op whose record a backward op reads on the device, nil if it needs none.
+func forwardOf(o gorgonia.Op) gorgonia.Op {
+	switch o := o.(type) {
+	case *op.RMSNormGradOp:
+		return o.Forward
+	case *op.AttentionGradOp:
+		return o.Forward
+	case *op.SiLUMLPGradOp:
+		return o.Forward
+	case *op.CrossEntropyGradOp:
+		return o.Forward
+	case *op.LinearCrossEntropyGradOp:
+		return o.Forward
+	}
+	return nil
+}
+
+// run computes the op from operands at the given addresses, whose work must be done, and waits for the result.
+func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
+	m := l.m
+	ctx, s := m.device.ctx, m.runner.Stream
+	for i, in := range l.in {
+		if in == nil {
+			continue
+		}
+		if err := ctx.CopyOnDevice(in.Array.Ptr(), operands[i], in.Array.Extent(), s); err != nil {
+			return err
+		}
+		if err := m.inputs.CheckIDs(in); err != nil {
+			return err
+		}
+	}
+	if err := m.RunAll(); err != nil {
+		return err
+	}
+	for _, part := range l.out {
+		if err := ctx.CopyOnDevice(result, part.Ptr(), part.Extent(), s); err != nil {
+			return err
+		}
+		result = result.Offset(part.Extent())
+	}
+	if err := ctx.SyncStream(s); err != nil {
+		return err
+	}
+	return m.runner.Settle()
+}
+
+func (l *singleOp) close() error { return l.m.Close() }

@@ -1,0 +1,160 @@
+package cudaops
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/params"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the
+// gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
+func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
+	defer in("Value", &err)
+	if v, err = value(m, n); err == nil {
+		err = m.runner.Settle()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// value is a node's value, without the loss scale.
+func value(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
+	defer m.profiler.Call("Value")()
+	a, err := lasting(m, n)
+	if err != nil {
+		return nil, err
+	}
+	if !m.runner.State.Ran() && n.Op() != nil {
+		return nil, errors.New("the machine has not run")
+	}
+	v, err := m.runner.Fetch(a, n.Dtype())
+	if err != nil {
+		return nil, err
+	}
+	if s := m.runner.Program.Scaling; s != nil && s.Carried[n] {
+		if m.runner.Scale.Carried == 0 {
+			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", lower.Describe(n))
+		}
+		return run.Divided(v, m.runner.Scale.Carried)
+	}
+	return v, nil
+}
+
+// lasting returns the memory of a node whose value outlives a run.
+func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
+	if err := m.runner.State.Open(); err != nil {
+		return nil, err
+	}
+	a, ok := m.runner.Program.Values[n]
+	switch {
+	case n == nil || !ok:
+		return nil, errors.New("the node is not part of the graph that the machine runs")
+	case a.Buffer == nil && len(a.Parts) > 0:
+		return nil, fmt.Errorf("%s packs several values: ask for those", lower.Describe(n))
+	case a.Buffer == nil:
+		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", lower.Describe(n))
+	case !a.Resident && a.Last < len(m.runner.Program.Calls):
+		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", lower.Describe(n))
+	}
+	return a, nil
+}
+
+// Upload copies the values of parameters to the device again, after the host has changed them. If one of them
+// has no value that can be sent, none is copied.
+func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
+	defer in("Upload", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
+		return err
+	}
+	var inputs []*program.Input
+	for _, p := range params {
+		if p == nil {
+			return errors.New("a node is nil")
+		}
+		i := m.inputs.Of(p)
+		if i == nil {
+			return fmt.Errorf("%s is no input of the graph", lower.Describe(p))
+		}
+		inputs = append(inputs, i)
+	}
+	return m.inputs.SendSome(inputs)
+}
+
+// Download waits for the device and copies the parameters back into their nodes' values and, if there is an optimiser, what
+// it remembers into that.
+func (m *Machine) Download() (err error) {
+	defer in("Download", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	for _, i := range m.inputs.All {
+		if !slices.Contains(m.config.params, i.Node) {
+			continue
+		}
+		v, err := m.runner.Fetch(i.Array, i.Node.Dtype())
+		if err != nil {
+			return err
+		}
+		if err := setValue(i.Node, v); err != nil {
+			return err
+		}
+	}
+	return downloadState(m)
+}
+
+// downloadState copies back what the optimiser remembers.
+func downloadState(m *Machine) error {
+	x := m.optimizer
+	if x == nil || x.Steps == 0 {
+		return nil
+	}
+	var state []optim.Tensor
+	for _, p := range x.Params {
+		name := p.Input.Node.Name()
+		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.Step + int64(x.Steps)}})
+		for i, moment := range p.Names() {
+			v, err := m.runner.Fetch(p.Moments[i], p.Input.Node.Dtype())
+			if err != nil {
+				return err
+			}
+			data := v.Data()
+			if f, ok := data.(float32); ok {
+				data = []float32{f}
+			}
+			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.Input.Array.Shape), Data: data})
+		}
+	}
+	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	if err := x.SetState(state); err != nil { // which refuses nothing else of what these kernels leave
+		return fmt.Errorf("%w: %w", ErrNonFinite, err)
+	}
+	return nil
+}
+
+// setValue copies v into the memory of the node's own value, which others may share.
+func setValue(n *gorgonia.Node, v gorgonia.Value) error {
+	to, err := params.Memory(n.Value())
+	if err != nil {
+		return fmt.Errorf("%s: its value %w", lower.Describe(n), err)
+	}
+	from, err := params.Memory(v)
+	if err != nil {
+		return err
+	}
+	copy(to.([]float32), from.([]float32))
+	return nil
+}
