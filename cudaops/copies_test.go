@@ -3,6 +3,8 @@ package cudaops
 import (
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -49,18 +51,18 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	with := func(c gpu.Copies, bytes int64) gpu.Copies {
 		return gpu.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
 	}
-	stateBytes, alpha := int64(len(l.machine.attendants[1].(*kasminaLayer).next)), 0.0
+	stateBytes, alpha := int64(l.machine.runner.Program.Kasmina[0].State.Extent()), 0.0
 	cases := []struct {
 		name     string
 		set      func() error
 		up, down gpu.Copies
 	}{
-		{"a steady step", nil, up, with(down, 4*kasminaBins*seeds)},
+		{"a steady step", nil, up, with(down, 4*program.KasminaBins*seeds)},
 		{"telemetry with histograms", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug}) }, up,
-			with(down, 4*kasminaWords*seeds)},
-		{"telemetry off", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Off}) }, up, with(down, 4*kasminaHealth*seeds)},
-		{"a seed that changes", func() error { alpha += 0.1; return lattice.SetAlpha(1, alpha) }, with(up, stateBytes), with(down, 4*kasminaHealth*seeds)},
-		{"another learning rate", func() error { return l.optimizer.SetLR(l.optimizer.LR() / 2) }, with(up, control), with(down, 4*kasminaHealth*seeds)},
+			with(down, 4*program.KasminaWords*seeds)},
+		{"telemetry off", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Off}) }, up, with(down, 4*program.KasminaHealth*seeds)},
+		{"a seed that changes", func() error { alpha += 0.1; return lattice.SetAlpha(1, alpha) }, with(up, stateBytes), with(down, 4*program.KasminaHealth*seeds)},
+		{"another learning rate", func() error { return l.optimizer.SetLR(l.optimizer.LR() / 2) }, with(up, control), with(down, 4*program.KasminaHealth*seeds)},
 	}
 	for _, c := range cases[:few(len(cases), 2)] {
 		// Runs and updates are launched one by one at first and recorded at the second time.
@@ -109,7 +111,7 @@ func TestModesAreCapturedApart(t *testing.T) {
 			t.Errorf("step %d launches %d graphs, want that of the run and that of the update", i, work.GraphLaunches)
 		}
 	}
-	if n := len(l.machine.recorded); n != 2 {
+	if n := l.machine.runner.Recordings(); n != 2 {
 		t.Errorf("%d kinds of runs are captured, want 2", n)
 	}
 }

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -52,7 +54,7 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 				t.Fatal(err)
 			}
 			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
-				t.Errorf("%s differs by %.2g", describe(n), d)
+				t.Errorf("%s differs by %.2g", lower.Describe(n), d)
 			}
 		}
 	}
@@ -115,7 +117,7 @@ func TestLoneDocuments(t *testing.T) {
 	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
 	g, params, _ := f.graph(t, seed)
 	same, sameParams, _ := f.graph(t, seed)
-	r := newLoneRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device, fakeOption)
 	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
 	defer tape.Close()
 	if err := errors.Join(r.run(g), tape.RunAll()); err != nil {

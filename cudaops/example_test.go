@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // newVM returns a machine on the GPU if there is one, and one on the CPU otherwise.
@@ -108,40 +107,4 @@ func ExampleMachine_SetOptimizer() {
 		log.Fatal(err)
 	}
 	fmt.Println(value, w.Value())
-}
-
-// Batches of 64 rows go through a Kasmina layer without a launch each.
-func ExampleOpenStream() {
-	device, err := cudaops.Open()
-	if err != nil {
-		log.Fatal(err)
-	}
-	defer device.Close()
-	lattice, err := state.NewLattice(16, 256)
-	if err != nil {
-		log.Fatal(err)
-	}
-	g := gorgonia.NewGraph()
-	input := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...),
-			gorgonia.WithInit(gorgonia.Zeroes()))
-	}
-	layer, err := op.Kasmina(input("x", 64, 256), input("weights", 4, 16), input("scales", 4), lattice)
-	if err != nil {
-		log.Fatal(err)
-	}
-	stream, err := cudaops.OpenStream(device, layer, cudaops.StreamConfig{})
-	if err != nil {
-		log.Fatal(err)
-	}
-	defer stream.Close()
-	x, y := make([]float32, 64*256), make([]float32, 64*256)
-	batch, err := stream.Submit(x)
-	if err != nil {
-		log.Fatal(err)
-	}
-	if err := stream.Wait(batch, y); err != nil {
-		log.Fatal(err)
-	}
-	fmt.Println(y[:4])
 }

@@ -189,7 +189,7 @@ func TestRetry(t *testing.T) {
 					if !errors.Is(err, gpu.OutOfMemory) {
 						t.Fatalf("%s, call %d: %v", call, nth, err)
 					}
-					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.now.loaded {
+					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.runner.Loaded() {
 						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
 					}
 					err = l.machine.RunAll()
@@ -427,7 +427,7 @@ func TestChild(t *testing.T) {
 		t.Fatal(err)
 	}
 	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
-	if err := device.ctx.Launch(kernel, one, l.machine.stream, new(gpu.Args)); err != nil {
+	if err := device.ctx.Launch(kernel, one, l.machine.runner.Stream, new(gpu.Args)); err != nil {
 		t.Fatal(err)
 	}
 	l.checkLost(t, device, 0)

@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -49,7 +50,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 		}
 	})
 	return device, d, func(c *machineConfig) error {
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
+		c.kernels = func(ctx gpu.Context) (kernels.Launcher, error) {
 			k.ctx = ctx
 			m, err := ctx.LoadModule([]byte("fake"))
 			if err != nil {
@@ -76,6 +77,139 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 	i := len(k.calls) - 1
 	k.mu.Unlock()
 	return k.ctx.Launch(k.call, gpu.LaunchConfig{}, s, new(gpu.Args).Int32(i))
+}
+
+// Launch does what a structure says.
+func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
+	switch p := params.(type) {
+	case kernels.Unary:
+		return k.Unary(s, p.Op, p.Y, p.X, p.P, p.N, p.Type)
+	case kernels.Binary:
+		return k.Binary(s, p.Op, p.Y, p.A, p.B, p.N, p.Type)
+	case kernels.Cast:
+		return k.Cast(s, p.Y, p.YType, p.X, p.XType, p.N)
+	case kernels.Axpby:
+		return k.Axpby(s, p.Y, p.YType, p.Alpha, p.X, p.XType, p.Beta, p.N)
+	case kernels.Softmax:
+		return k.Softmax(s, p.Y, p.X, p.Rows, p.N, p.Type)
+	case kernels.SoftmaxBackward:
+		return k.SoftmaxBackward(s, p.DX, p.G, p.Y, p.Rows, p.N, p.Type)
+	case kernels.Attention:
+		return k.Attention(s, p.AttentionShape, p.Y, p.LSE, p.Q, p.K, p.V, p.Type)
+	case kernels.AttentionBackward:
+		return k.AttentionBackward(s, p.AttentionShape, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K, p.V, p.Y, p.LSE, p.Type)
+	case kernels.AttentionDocuments:
+		return k.AttentionDocuments(s, p.Table, p.Starts, p.Batch, p.Seq)
+	case kernels.CrossEntropyScale:
+		return k.CrossEntropyScale(s, p.Scale, p.Targets, p.Rows)
+	case kernels.CrossEntropy:
+		return k.CrossEntropy(s, p)
+	case kernels.CrossEntropyMean:
+		return k.CrossEntropyMean(s, p.Mean, p.Losses, p.Scale, p.Rows)
+	case kernels.CrossEntropyBackward:
+		return k.CrossEntropyBackward(s, p.Out, p.CrossEntropy)
+	case kernels.RMSNorm:
+		return k.RMSNorm(s, p)
+	case kernels.RMSNormBackward:
+		return k.RMSNormBackward(s, p)
+	case kernels.SumRMSNormParts:
+		return k.AddRMSNormParts(s, values(p.All))
+	case kernels.RoPE:
+		return k.RoPE(s, p)
+	case kernels.Embedding:
+		return k.Embedding(s, p)
+	case kernels.EmbeddingBackward:
+		return k.EmbeddingBackward(s, p)
+	case kernels.Reduce:
+		return k.Reduce(s, p)
+	case kernels.Copy:
+		return k.Copy(s, p)
+	case kernels.SiLUMul:
+		return k.SiLUMul(s, p)
+	case kernels.SiLUMulBackward:
+		return k.SiLUMulBackward(s, p)
+	}
+	return k.launchMore(s, params)
+}
+
+// launchMore is Launch for products, optimisers and Kasmina layers.
+func (k *fakeKernels) launchMore(s gpu.Stream, params any) error {
+	switch p := params.(type) {
+	case kernels.SiLUProduct:
+		return k.SiLUProduct(s, p)
+	case kernels.SiLUProductBackward:
+		return k.SiLUProductBackward(s, p)
+	case kernels.RoPEProduct:
+		return k.RoPEProduct(s, p)
+	case kernels.LinearCrossEntropy:
+		return k.LinearCrossEntropy(s, p)
+	case kernels.ScaleRows:
+		return k.ScaleRows(s, p.X, p.Factors, p.Rows, p.D)
+	case kernels.Product:
+		return k.Product(s, p)
+	case kernels.Quantize:
+		return k.Quantize(s, p)
+	case kernels.QuantizeColumns:
+		return k.QuantizeColumns(s, p)
+	case kernels.QuantizeWeights:
+		return k.QuantizeWeights(s, p.Table)
+	case kernels.Normalize:
+		return k.Normalize(s, p)
+	case kernels.NormalizeBackward:
+		return k.NormalizeBackward(s, p)
+	case kernels.Symmetric:
+		return k.Symmetric(s, p)
+	case kernels.GradSquares:
+		return k.GradSquares(s, p.Squares, p.Table)
+	case kernels.GradNorm:
+		return k.GradNorm(s, p.Control, p.Squares, p.Count, p.Scale)
+	case kernels.AdamW:
+		return k.AdamW(s, p.Control, p.Table)
+	case kernels.MuonDirection:
+		return k.MuonDirection(s, p.Control, p.Squares, p.Table, p.Nesterov)
+	case kernels.MuonApply:
+		return k.MuonApply(s, p.Control, p.Table)
+	case kernels.KasminaForward:
+		return k.KasminaForward(s, p)
+	case kernels.KasminaBackward:
+		return k.KasminaBackward(s, p)
+	case kernels.KasminaWideForward:
+		return k.KasminaWideForward(s, p.KasminaForward, p.KasminaWide)
+	case kernels.KasminaWideBackward:
+		return k.KasminaWideBackward(s, p.KasminaBackward, p.KasminaWide)
+	case kernels.MergeKasminaRecords:
+		return k.MergeKasminaRecords(s, values(p.All))
+	case kernels.SumKasminaParts:
+		return k.AddKasminaParts(s, values(p.All))
+	}
+	return fmt.Errorf("the fake has no %T", params)
+}
+
+func values[T any](all []*T) []T {
+	v := make([]T, len(all))
+	for i, p := range all {
+		v[i] = *p
+	}
+	return v
+}
+
+// Ways are those of the kernels that the fake has.
+func (k *fakeKernels) Ways(params any) []kernels.Way {
+	switch p := params.(type) {
+	case kernels.SiLUProduct:
+		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
+	case kernels.SiLUProductBackward:
+		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
+	case kernels.RoPEProduct:
+		return k.RoPEProductWays(p.RoPEProductShape, p.Type)
+	case kernels.LinearCrossEntropy:
+		return k.LinearCrossEntropyWays(p.LinearCrossEntropyShape, p.Type)
+	case kernels.Symmetric:
+		if k.TakesSymmetric(p.SymmetricShape, p.Type) {
+			return []kernels.Way{{Family: "half"}}
+		}
+	}
+	return nil
 }
 
 func (k *fakeKernels) Unary(s gpu.Stream, op kernels.UnaryOp, y, x gpu.Ptr, p float64, n int, _ gpu.DType) error {
@@ -326,9 +460,9 @@ func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ gpu.DType)
 
 func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) error {
 	dw := a.DW
-	if a.Leave != nil {
+	if a.Parts != nil {
 		dw = a.Workspace
-		*a.Leave = kernels.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
+		*a.Parts = kernels.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
 	}
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D

@@ -12,6 +12,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -38,7 +41,7 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
 	r := rand.New(rand.NewPCG(seed, 9))
 	input := func(name string, scale float64, s ...int) *gorgonia.Node {
-		x := make([]float32, size(s))
+		x := make([]float32, program.Size(s))
 		for i := range x {
 			x[i] = float32(scale * r.NormFloat64())
 		}
@@ -107,7 +110,7 @@ func TestFloat8(t *testing.T) {
 		got, want := l.values(t, narrow), l.values(t, plain)
 		for i, n := range l.keep[1:] {
 			if d := distance(t, got[i+1], want[i+1]); !(d < tolerance) || (d == 0) == differs {
-				t.Errorf("%s differs by %.2g", describe(n), d)
+				t.Errorf("%s differs by %.2g", lower.Describe(n), d)
 			}
 		}
 	}
@@ -140,7 +143,7 @@ func TestFloat8(t *testing.T) {
 			t.Setenv("KASMINA_WAYS", "")
 			var alone, adding int
 			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, withOwnProducts(&alone, &adding),
-				WithWays(productOp+"=hopper-*", "RoPEProduct=fused")})
+				WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			if fused := tasksOf(own)["RoPE"] == 0; !fused || alone == 0 || adding == 0 {
 				t.Errorf("RoPE is in the product: %v; %d products of this module's own, %d with a matrix added", fused, alone, adding)
@@ -157,7 +160,7 @@ func TestFloat8(t *testing.T) {
 			plain := newFuseMachine(t, device, l.g, l.params, l.keep, nil)
 			near(t, l, newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8)}), plain, 0.2, true)
 			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8),
-				WithWays(productOp+"=hopper-*", "RoPEProduct=fused")})
+				WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			fused := tasksOf(own)["RoPE"] == 0
 			if want := size[2] > 384 && device.info.Capability() == 90; fused != want { // what the kernels take
@@ -169,9 +172,9 @@ func TestFloat8(t *testing.T) {
 
 // flopsOfFloat8 is the operations that a profile measures by the ceiling of float8.
 func flopsOfFloat8(m *Machine) (flops float64) {
-	for _, t := range m.program.tasks {
-		if t.float8 {
-			flops += t.flops
+	for _, t := range m.runner.Program.Calls {
+		if t.Float8 {
+			flops += t.FLOPs
 		}
 	}
 	return flops
@@ -350,8 +353,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	score := &batch{Graph: scoring}
 	score.draw(t, seed)
 	borrower := open(score, WithParamsOf(m))
-	if n := len(borrower.program.weights); n != 0 || len(m.program.weights) == 0 {
-		t.Errorf("%d weights are made by the machine that owns them, and %d by the one that does not", len(m.program.weights), n)
+	if n := len(borrower.runner.Program.Weights); n != 0 || len(m.runner.Program.Weights) == 0 {
+		t.Errorf("%d weights are made by the machine that owns them, and %d by the one that does not", len(m.runner.Program.Weights), n)
 	}
 	if got := tasksOf(borrower)["Quantize"]; got != 2 {
 		t.Errorf("the borrower has %d tasks of Quantize, want those of attentions", got)
@@ -402,7 +405,7 @@ func TestFloat8Bound(t *testing.T) {
 		got, want := l.values(t, m), l.values(t, fresh)
 		for i, n := range l.keep {
 			if !slices.Equal(flat(t, got[i]), flat(t, want[i])) {
-				t.Errorf("%s differs from that of a machine that was given the value", describe(n))
+				t.Errorf("%s differs from that of a machine that was given the value", lower.Describe(n))
 			}
 		}
 	}
@@ -539,7 +542,7 @@ func TestFloat8Tuned(t *testing.T) {
 	}
 	timed, turned := 0, 0
 	for _, c := range m.Choices() {
-		if c.Op == productOp && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 4 {
+		if c.Op == "Matmul" && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 4 {
 			timed++
 		}
 		if c.Op == "RoPEProduct" && strings.HasSuffix(c.Shape, "of float8") && c.Source == Measured {

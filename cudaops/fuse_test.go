@@ -7,6 +7,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -19,8 +23,8 @@ import (
 // tasksOf counts a machine's tasks by their node's op.
 func tasksOf(m *Machine) map[string]int {
 	count := map[string]int{}
-	for _, t := range m.program.tasks {
-		name, _, _ := strings.Cut(opName(t), "{")
+	for _, t := range m.runner.Program.Calls {
+		name, _, _ := strings.Cut(t.Op, "{")
 		count[name]++
 	}
 	return count
@@ -105,7 +109,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	r, g := rand.New(rand.NewPCG(seed, 8)), gorgonia.NewGraph()
 	var params gorgonia.Nodes
 	param := func(name string, s ...int) *gorgonia.Node {
-		x := make([]float32, size(s))
+		x := make([]float32, program.Size(s))
 		for i := range x {
 			x[i] = float32(0.3 * r.NormFloat64())
 		}
@@ -228,7 +232,7 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 			machine := newFuseMachine(t, device, g, params, keep, opts)
 			got := tasksOf(machine)
 			for op, n := range fuseCases[0].want {
-				if len(f.alsoUsed) > 0 && machine.activations() != float32s {
+				if len(f.alsoUsed) > 0 && machine.config.act != gpu.Float32 {
 					break // products with float32 parameters are float32, and take casts
 				}
 				if other, ok := f.want[op]; ok {
@@ -262,7 +266,7 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 						d = min(d, math.Abs(float64(flat(t, v)[0]-flat(t, w)[0])))
 					}
 					if !(d < tolerance) {
-						t.Errorf("%s differs by %.2g", describe(n), d)
+						t.Errorf("%s differs by %.2g", lower.Describe(n), d)
 					}
 				}
 			}
@@ -340,15 +344,4 @@ func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 		}
 	}
 	return all
-}
-
-// TestHeadChunk wants chunks that fit, whole tiles but for the last, and full turns at the sizes of common models.
-func TestHeadChunk(t *testing.T) {
-	for _, c := range []struct{ rows, vocab, d, want int }{
-		{32768, 50304, 768, 11008}, {16384, 50304, 1024, 8192}, {16384, 50304, 2048, 4096}, {7, 19, 18, 7}, {300, 1 << 24, 8, 128},
-	} {
-		if got := headChunk(c.rows, c.vocab, c.d, 2, 132); got != c.want {
-			t.Errorf("%d rows, %d columns, vocabulary of %d: %d rows at a time, want %d", c.rows, c.d, c.vocab, got, c.want)
-		}
-	}
 }

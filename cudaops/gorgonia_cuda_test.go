@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -29,7 +31,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 	d := &doerGraph{g: gorgonia.NewGraph()}
 	r := rand.New(rand.NewPCG(seed, 9))
 	input := func(name string, shape ...int) *gorgonia.Node {
-		x := make([]float32, size(shape))
+		x := make([]float32, program.Size(shape))
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -21,7 +23,7 @@ import (
 
 // narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which fakeKernels do not know.
 func narrowGradients(c *machineConfig) error {
-	c.narrow = bfloat16s
+	c.narrow = gpu.BFloat16
 	return nil
 }
 
@@ -33,7 +35,7 @@ func brain(x float32) float32 {
 
 // tableTypes counts the types of gradients in optimisers' tables.
 type tableTypes struct {
-	kernelSet
+	kernels.Launcher
 	count map[gpu.DType]int
 }
 
@@ -41,18 +43,11 @@ func (k tableTypes) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, err
 	for _, t := range tensors {
 		k.count[t.GradType]++
 	}
-	return k.kernelSet.NewTable(tensors)
+	return k.Launcher.NewTable(tensors)
 }
 
 func countTypes(count map[gpu.DType]int) MachineOption {
-	return func(c *machineConfig) error {
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-			k, err := inner(ctx)
-			return tableTypes{k, count}, err
-		}
-		return nil
-	}
+	return withKernels(func(k kernels.Launcher) kernels.Launcher { return tableTypes{k, count} })
 }
 
 // ofLayer reports whether a model's parameter is the weights of a linear layer or of a perceptron.
@@ -61,7 +56,7 @@ func ofLayer(name string) bool { return strings.HasSuffix(name, "_proj.weight") 
 // narrowed is the names of parameters whose gradients a machine keeps in bfloat16.
 func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
 	for _, p := range params {
-		if m.program.values[p.Deriv()].elem == bfloat16s {
+		if m.runner.Program.Values[p.Deriv()].Type == gpu.BFloat16 {
 			names = append(names, p.Name())
 		}
 	}
@@ -117,11 +112,11 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimiz
 	}
 	layers := 0
 	for _, p := range b.Params {
-		want := float32s
+		want := gpu.Float32
 		if ofLayer(p.Name()) {
-			want, layers = bfloat16s, layers+1
+			want, layers = gpu.BFloat16, layers+1
 		}
-		if got := m.program.values[p.Deriv()].elem; got != want {
+		if got := m.runner.Program.Values[p.Deriv()].Type; got != want {
 			t.Errorf("the gradient of %s is %v, want %v", p.Name(), got, want)
 		}
 	}
@@ -182,7 +177,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimiz
 	}
 	gain := map[string]float64{}
 	for _, p := range b.Params {
-		r := o.(ruled).Rule(p.Name(), p.Shape())
+		r := o.(update.Rules).Rule(p.Name(), p.Shape())
 		gain[p.Name()+".exp_avg"], gain[p.Name()+".momentum_buffer"] = 1-r.Beta1, 1-r.Beta1
 	}
 	seen := 0
@@ -239,7 +234,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		"asked for down":   {b.Params, []MachineOption{WithOutputs(named("0.mlp.down").Deriv())}, without("0.mlp.down")},
 		"no parameter o":   {others("0.self_attn.o"), nil, without("0.self_attn.o")},
 		"no parameter v":   {others("0.self_attn.v"), nil, without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
-		"without a choice": {b.Params, []MachineOption{func(c *machineConfig) error { c.narrow = float32s; return nil }}, nil},
+		"without a choice": {b.Params, []MachineOption{func(c *machineConfig) error { c.narrow = gpu.Float32; return nil }}, nil},
 	} {
 		m := newFuseMachine(t, device, b.G, c.params, gorgonia.Nodes{b.Loss}, append([]MachineOption{fakeOption, narrowGradients}, c.opts...))
 		if got := narrowed(m, b.Params); !slices.Equal(got, c.want) {
@@ -312,7 +307,7 @@ func TestGradientPrecisionMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...MachineOption) int {
 		b := deepGraph(t, 4, 96, 4, 1)
-		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(opts, fakeOption)).program.arena
+		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(opts, fakeOption)).runner.Program.Arena
 	}
 	wide, narrow := arena(), arena(narrowGradients)
 	t.Logf("%d KiB for a run, %d KiB with gradients of bfloat16", wide>>10, narrow>>10)

@@ -84,7 +84,7 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 			before := device.ctx.Stats()
 			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()), at)
 			captured := device.ctx.Stats().Sub(before).GraphLaunches > 0
-			require.Equal(t, c.onHost, m.onHost(), at)
+			require.Equal(t, c.onHost, m.runner.OnHost(), at)
 			require.Equal(t, !c.onHost && (step > 0 || c.to != state.Dormant), captured, at)
 			nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
 			for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {

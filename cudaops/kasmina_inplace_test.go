@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -56,8 +58,8 @@ func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 }
 
 func inPlaceTasks(m *Machine) (n int) {
-	for _, t := range m.program.tasks {
-		if t.inPlace {
+	for _, t := range m.runner.Program.Calls {
+		if p, ok := t.Params.(program.KasminaPass); ok && p.InPlace {
 			n++
 		}
 	}
@@ -175,17 +177,17 @@ func TestKasminaElsewhere(t *testing.T) {
 
 // directions counts norms by the end of their input that they begin with.
 type directions struct {
-	kernelSet
+	kernels.Launcher
 	ascending, descending int
 }
 
-func (k *directions) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
-	if a.Ascending {
+func (k *directions) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(kernels.RMSNorm); ok && a.Ascending {
 		k.ascending++
-	} else {
+	} else if ok {
 		k.descending++
 	}
-	return k.kernelSet.RMSNorm(s, a)
+	return k.Launcher.Launch(s, params)
 }
 
 // TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer with the first rows.
@@ -193,14 +195,8 @@ func TestNormsBehindKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := &directions{}
 	b := grafted(t, 1)
-	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, func(c *machineConfig) error {
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (set kernelSet, err error) {
-			k.kernelSet, err = inner(ctx)
-			return k, err
-		}
-		return nil
-	}})
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption,
+		withKernels(func(inner kernels.Launcher) kernels.Launcher { k.Launcher = inner; return k })})
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -84,10 +86,10 @@ func TestKasminaReports(t *testing.T) {
 		telemetry []state.Telemetry
 		words     int64 // that a run measures of each seed at most
 	}{
-		"off":        {[]state.Telemetry{off, off, off, off}, kasminaHealth},
-		"production": {[]state.Telemetry{production, production, mean, production}, kasminaBins},
-		"some":       {[]state.Telemetry{off, production, off, sampled}, kasminaBins},
-		"histograms": {[]state.Telemetry{sampled, mean, debug, off}, kasminaWords},
+		"off":        {[]state.Telemetry{off, off, off, off}, program.KasminaHealth},
+		"production": {[]state.Telemetry{production, production, mean, production}, program.KasminaBins},
+		"some":       {[]state.Telemetry{off, production, off, sampled}, program.KasminaBins},
+		"histograms": {[]state.Telemetry{sampled, mean, debug, off}, program.KasminaWords},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			a, b := newKasminaChain(t, seed, c.telemetry, seeds), newKasminaChain(t, seed, c.telemetry, seeds)

@@ -107,10 +107,10 @@ func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kernels.KasminaForward,
 }
 
 func (k *fakeKernels) kasminaForward(s gpu.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
-	if f.Leave != nil {
-		*f.Leave = kernels.KasminaRecords{}
+	if f.Records != nil {
+		*f.Records = kernels.KasminaRecords{}
 		if f.Telemetry && f.Reduction == kernels.KasminaExact {
-			*f.Leave = kernels.KasminaRecords{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
+			*f.Records = kernels.KasminaRecords{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
 			f.Figures = f.Workspace
 		}
 	}
@@ -152,8 +152,8 @@ func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kernels.KasminaBackwar
 }
 
 func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
-	if b.Leave != nil {
-		*b.Leave = kernels.KasminaParts{}
+	if b.Parts != nil {
+		*b.Parts = kernels.KasminaParts{}
 		if wide == nil && (!b.Telemetry || b.Reduction == kernels.KasminaExact) {
 			seeds, slots := b.State.Seeds, b.State.Slots
 			left := kernels.KasminaParts{Layer: b.KasminaLayer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
@@ -163,7 +163,7 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, w
 				b.Figures = b.Workspace
 			}
 			b.DWeights, b.DScales = left.Total, left.Total.Offset(4*slots*b.Chunk)
-			*b.Leave = left
+			*b.Parts = left
 		}
 	}
 	return k.launch(s, func(l *fake.Launch) {
@@ -450,7 +450,7 @@ func TestKasminaMachineCopies(t *testing.T) {
 	if n := copies(); n != first {
 		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n, first)
 	}
-	if err := m.settle(); err != nil {
+	if err := m.runner.Settle(); err != nil {
 		t.Fatal(err)
 	}
 	if n := len(k.lattice.History()); n == 0 {

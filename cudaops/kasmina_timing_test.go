@@ -15,24 +15,28 @@ import (
 
 // slowKasmina is kernels whose passes take as long as they are told, and longer with telemetry.
 type slowKasmina struct {
-	kernelSet
+	kernels.Launcher
 	fake                         *fakeKernels
 	forward, backward, telemetry time.Duration
 }
 
-func (k *slowKasmina) take(s gpu.Stream, d time.Duration, telemetry bool) error {
-	if telemetry {
-		d += k.telemetry
+func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
+	if err := k.Launcher.Launch(s, params); err != nil {
+		return err
 	}
-	return k.fake.launch(s, func(l *fake.Launch) { l.Took = d })
-}
-
-func (k *slowKasmina) KasminaForward(s gpu.Stream, f kernels.KasminaForward) error {
-	return joined(k.kernelSet.KasminaForward(s, f), k.take(s, k.forward, f.Telemetry))
-}
-
-func (k *slowKasmina) KasminaBackward(s gpu.Stream, b kernels.KasminaBackward) error {
-	return joined(k.kernelSet.KasminaBackward(s, b), k.take(s, k.backward, b.Telemetry))
+	took, measures := time.Duration(0), false
+	switch p := params.(type) {
+	case kernels.KasminaForward:
+		took, measures = k.forward, p.Telemetry
+	case kernels.KasminaBackward:
+		took, measures = k.backward, p.Telemetry
+	default:
+		return nil
+	}
+	if measures {
+		took += k.telemetry
+	}
+	return k.fake.launch(s, func(l *fake.Launch) { l.Took = took })
 }
 
 // TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and what telemetry costs, and all
@@ -46,18 +50,10 @@ func TestKasminaTiming(t *testing.T) {
 		var machines [2]*Machine
 		for i := range graphs {
 			device, _, fakeOption := openFake(t, fake.Config{})
-			slow := func(c *machineConfig) error {
-				inner := c.kernels
-				c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-					set, err := inner(ctx)
-					if err != nil {
-						return nil, err
-					}
-					return &slowKasmina{kernelSet: set, fake: set.(*moduleOf).fakeKernels, forward: 2 * time.Millisecond,
-						backward: 4 * time.Millisecond, telemetry: 300 * time.Microsecond}, nil
-				}
-				return nil
-			}
+			slow := withKernels(func(k kernels.Launcher) kernels.Launcher {
+				return &slowKasmina{Launcher: k, fake: fakeOf(k), forward: 2 * time.Millisecond,
+					backward: 4 * time.Millisecond, telemetry: 300 * time.Microsecond}
+			})
 			graphs[i] = newKasminaGraph(t, seed, opts, op.WithGradClip(0.05))
 			more := []MachineOption{fakeOption, slow, WithMonitor(3)}
 			machines[i] = graphs[i].open(t, device, more[:2+i]...)
@@ -104,7 +100,7 @@ func TestKasminaTiming(t *testing.T) {
 		// x and y, the gradients of both, and x again of the seeds that are neither dormant nor Residual.
 		bytes, perRun := 4*float64(k.rows*(4*k.dim+5*k.chunk)), (6 * time.Millisecond).Seconds()
 		l := timed.Layer
-		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.samples || math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
+		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples() || math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
 			math.Abs(l.Bandwidth/(bytes/perRun)-1) > 0.01 {
 			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l, perRun/2, bytes/perRun)
 		}

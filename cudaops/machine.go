@@ -216,7 +216,10 @@ func (m *Machine) load() error {
 		}
 		m.borrowed = p.Borrowed
 	}
-	if err := m.memory.Place(p); err != nil {
+	if err := m.memory.Fits(p); err != nil {
+		return err
+	}
+	if err := m.memory.Place(p, "a run"); err != nil {
 		return err
 	}
 	var err error

@@ -205,8 +205,8 @@ func profileRuns(t *testing.T, machine *Machine) {
 			t.Errorf("%s took %v, after %v", o.Op, o.Time, times[max(0, i-1)])
 		}
 	}
-	if tasks != len(machine.program.tasks) {
-		t.Errorf("the profile has %d tasks of %d", tasks, len(machine.program.tasks))
+	if tasks != len(machine.runner.Program.Calls) {
+		t.Errorf("the profile has %d tasks of %d", tasks, len(machine.runner.Program.Calls))
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -21,25 +23,30 @@ import (
 
 // ownProducts is kernels that have a way of their own to multiply, and how often each is launched.
 type ownProducts struct {
-	kernelSet
+	kernels.Launcher
 	plain  *int
 	adding *int
 }
 
-func (o ownProducts) ProductWays(kernels.ProductShape, gpu.DType) []kernels.Way {
-	return []kernels.Way{{Family: "hopper", Size: 256}}
+func (o ownProducts) Ways(params any) []kernels.Way {
+	if _, ok := params.(kernels.Product); ok {
+		return []kernels.Way{{Family: "hopper", Size: 256}}
+	}
+	return o.Launcher.Ways(params)
 }
 
-func (o ownProducts) Product(s gpu.Stream, a kernels.Product) error {
-	if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
-		return errors.New("the matrix that is added lies where factors are")
+func (o ownProducts) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(kernels.Product); ok {
+		if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
+			return errors.New("the matrix that is added lies where factors are")
+		}
+		if a.C != 0 {
+			*o.adding++
+		} else {
+			*o.plain++
+		}
 	}
-	if a.C != 0 {
-		*o.adding++
-	} else {
-		*o.plain++
-	}
-	return o.kernelSet.Product(s, a)
+	return o.Launcher.Launch(s, params)
 }
 
 // residualGraph is h = x·vᵀ, y = h + (h·uᵀ)·wᵀ of random numbers with its gradients.
@@ -67,7 +74,7 @@ func TestProductWays(t *testing.T) {
 			values = valuesOf(t, m, keep, values, tolerance)
 			ours, plus := 0, 0
 			for _, c := range m.Choices() {
-				if c.Op == productOp && strings.HasPrefix(c.Way, "hopper") {
+				if c.Op == "Matmul" && strings.HasPrefix(c.Way, "hopper") {
 					ours++
 					if strings.HasSuffix(c.Shape, "with a matrix added") {
 						plus++
@@ -95,14 +102,7 @@ func TestProductWays(t *testing.T) {
 
 // withOwnProducts has the machine's kernels be [ownProducts].
 func withOwnProducts(plain, adding *int) MachineOption {
-	return func(c *machineConfig) error {
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-			k, err := inner(ctx)
-			return ownProducts{k, plain, adding}, err
-		}
-		return nil
-	}
+	return withKernels(func(k kernels.Launcher) kernels.Launcher { return ownProducts{k, plain, adding} })
 }
 
 // TestProductTuned wants the kernels timed beside cuBLASLt's ways where products are worth it, and what is left of them used.
@@ -127,7 +127,7 @@ func TestProductTuned(t *testing.T) {
 			WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
 		own, all := map[bool]bool{}, 0 // whether x·wᵀ, and others, have a way of this module's own
 		for _, choice := range m.Choices() {
-			if choice.Op == productOp {
+			if choice.Op == "Matmul" {
 				forward := strings.Contains(choice.Shape, "TransB:true")
 				own[forward] = own[forward] || choice.Way == "hopper-256"
 				all++
@@ -158,14 +158,14 @@ func TestProductTiny(t *testing.T) {
 			WithTuning(TuneCached)})
 		products := 0
 		for _, c := range m.Choices() {
-			if c.Op != productOp || c.Of < 2 {
+			if c.Op != "Matmul" || c.Of < 2 {
 				continue
 			}
 			if products++; c.Source != want.Source || !strings.HasPrefix(c.Way, want.Way) {
 				t.Errorf("%s: %+v", rule, c)
 			}
 		}
-		if timings := m.tuner.store.Timings(); products == 0 || timings > 0 {
+		if timings := m.chooser.Timings(); products == 0 || timings > 0 {
 			t.Errorf("%s: %d products, %d timings", rule, products, timings)
 		}
 	}
@@ -204,20 +204,20 @@ func TestProductCounters(t *testing.T) {
 		for _, opt := range []MachineOption{func(*machineConfig) error { return nil }, WithMonitor(2)} {
 			m := check(t, device, 6, 7, 5, fakeOption, private, WithTuning(TuneCached), opt)
 			products := 0
-			for _, task := range m.program.tasks {
-				if task.flops > 0 {
+			for _, task := range m.runner.Program.Calls {
+				if task.FLOPs > 0 {
 					products++
 				}
 			}
-			if z := m.program.zeroed; z == nil || z.extent() != products*1024 || products < 7 {
+			if z := m.runner.Program.Zeros; z == nil || z.Extent() != products*1024 || products < 7 {
 				t.Errorf("%d products, and %+v to be set to zero, want 1024 bytes for each", products, z)
 			}
 		}
 	})
 	t.Run("bfloat16", func(t *testing.T) {
 		m := check(t, openGPU(t), 16384, 2816, 1024, WithPrecision(BFloat16), WithTuning(TuneOff), WithWays("Matmul!=hopper-*"))
-		if z := m.program.zeroed; z != nil {
-			t.Logf("%d bytes are set to zero", z.extent())
+		if z := m.runner.Program.Zeros; z != nil {
+			t.Logf("%d bytes are set to zero", z.Extent())
 		}
 	})
 }
@@ -242,7 +242,7 @@ func TestProductScaled(t *testing.T) {
 		x, w := square("x"), square("w")
 		y := gorgonia.Must(op.NewtonSchulz(gorgonia.Must(gorgonia.Mul(x, w)), 2)) // whose squares have factors, behind a product that has none
 		m := newFuseMachine(t, device, g, gorgonia.Nodes{x, w}, gorgonia.Nodes{y}, []MachineOption{fakeOption,
-			withOwnProducts(&plain, &adding), WithWays(rule, newtonSchulzOp+"="+byProducts)})
+			withOwnProducts(&plain, &adding), WithWays(rule, "NewtonSchulz=products")})
 		if err := m.RunAll(); err != nil {
 			t.Fatal(err)
 		}
@@ -258,17 +258,17 @@ func TestProductScaled(t *testing.T) {
 		t.Error("no product is computed in a way of this module's own")
 	}
 
-	for _, order := range [][]addend{{nothing, aMatrix, scaled}, {scaled, aMatrix, nothing}} {
+	for _, order := range [][][2]float32{{{1, 0}, {1, 1}, {2, 1}}, {{2, 1}, {1, 1}, {1, 0}}} { // Alpha and Beta
 		g, params, keep := residualGraph(t, 1, 6, 7, 5)
 		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), WithWays("Matmul=hopper-*")})
-		for _, added := range order {
-			spec := gpu.MatmulSpec{M: 16, N: 16, K: 16}
-			p, err := m.blas.plan(spec, added)
-			if err != nil {
+		for _, factors := range order {
+			c := &program.Call{Params: program.Matmul{Spec: gpu.MatmulSpec{M: 16, N: 16, K: 16}, Alpha: factors[0], Beta: factors[1]}}
+			if err := m.chooser.Program(&program.Program{Calls: []*program.Call{c}}); err != nil {
 				t.Fatal(err)
 			}
-			if own := p.way >= len(p.ways); own != (added != scaled) {
-				t.Errorf("in the order %v, %v: in a way of this module's own: %v", order, added, own)
+			p := m.runner.Products.Find(c.Params.(program.Matmul))
+			if own := p.Way >= len(p.BLAS); own != (factors[0] == 1) {
+				t.Errorf("in the order %v, %v: in a way of this module's own: %v", order, factors, own)
 			}
 		}
 	}

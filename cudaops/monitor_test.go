@@ -45,19 +45,14 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	}
 	private := func(c *machineConfig) error {
 		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-			set, err := inner(ctx)
-			if err != nil {
-				return nil, err
-			}
-			slow := fake.Way{Took: 40 * time.Millisecond}
-			return &slowNorm{normWays{kernelSet: set, fake: set.(*moduleOf).fakeKernels, names: []kernels.Way{{Family: "fast"}, {Family: "plain"}},
-				ways: []fake.Way{{}, slow}}, norm}, nil
-		}
 		return nil
 	}
-	all := append([]MachineOption{fakeOption, private, WithParams(w), WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
+	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
+		slow := fake.Way{Took: 40 * time.Millisecond}
+		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k), names: []kernels.Way{{Family: "fast"}, {Family: "plain"}},
+			ways: []fake.Way{{}, slow}}, norm}
+	})
+	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w), WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
 	m, err := NewMachine(device, g, all...)
 	if err != nil {
 		t.Fatal(err)
@@ -79,11 +74,11 @@ type slowNorm struct {
 	norm *fake.Way
 }
 
-func (k *slowNorm) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
-	if a.Way.Family != "fast" {
-		return k.normWays.RMSNorm(s, a)
+func (k *slowNorm) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(kernels.RMSNorm); !ok || a.Way.Family != "fast" {
+		return k.normWays.Launch(s, params)
 	}
-	if err := k.kernelSet.RMSNorm(s, a); err != nil {
+	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
 	return k.fake.launch(s, func(l *fake.Launch) { l.Took = k.norm.Took })
@@ -116,8 +111,8 @@ func TestMonitor(t *testing.T) {
 	if err != nil || len(times) == 0 {
 		t.Fatalf("%v, %v", times, err)
 	}
-	if m.monitor.samples < 3 || m.monitor.samples > 5 {
-		t.Errorf("%d samples in 14 runs, want one in 4", m.monitor.samples)
+	if m.monitor.Samples() < 3 || m.monitor.Samples() > 5 {
+		t.Errorf("%d samples in 14 runs, want one in 4", m.monitor.Samples())
 	}
 	first := times[0]
 	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond || first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
@@ -174,7 +169,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	}
 	context := device.ctx.Context
 	Wrap(device, func(gpu.Context) gpu.Context { return full{context} })
-	if err := m.SetOptimizer(m.optimizer.rules, 1); !errors.Is(err, gpu.OutOfMemory) {
+	if err := m.SetOptimizer(m.optimizer.Rules, 1); !errors.Is(err, gpu.OutOfMemory) {
 		t.Errorf("an optimiser without room: %v", err)
 	}
 	Wrap(device, func(gpu.Context) gpu.Context { return context })
@@ -193,32 +188,30 @@ func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(byt
 func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
-	for o.state != monitorSample {
+	for !o.Sampling() {
 		if err := m.RunAll(); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := device.ctx.SyncStream(m.stream); err != nil {
+	if err := device.ctx.SyncStream(m.runner.Stream); err != nil {
 		t.Fatal(err)
 	}
 	context := device.ctx.Context
-	Wrap(device, func(gpu.Context) gpu.Context { return &unread{context, len(o.tasks)} })
+	Wrap(device, func(gpu.Context) gpu.Context { return &unread{context, len(m.runner.Program.Calls)} })
 	if _, err := m.Monitor(); !errors.Is(err, gpu.LaunchFailed) {
 		t.Fatalf("a time that cannot be read: %v", err)
 	}
 	Wrap(device, func(gpu.Context) gpu.Context { return context })
-	for i, known := range o.tasks {
-		if known.total != 0 || o.samples != 0 {
-			t.Errorf("task %d has taken %v in %d samples", i, known.total, o.samples)
-		}
+	if times, err := m.Monitor(); len(times) != 0 || err != nil || o.Samples() != 0 {
+		t.Errorf("%d samples, %v, %v", o.Samples(), times, err)
 	}
 	for range 6 {
 		if err := m.RunAll(); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.samples == 0 {
-		t.Errorf("%d samples later: %v, %v", o.samples, times, err)
+	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.Samples() == 0 {
+		t.Errorf("%d samples later: %v, %v", o.Samples(), times, err)
 	}
 }
 
@@ -244,15 +237,15 @@ func TestMonitorCost(t *testing.T) {
 			t.Fatal(err)
 		}
 		norm.Took = 5 * time.Millisecond
-		if m.monitor.state == monitorSample { // as if the stamps took so much
+		if m.monitor.Sampling() { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond
 		}
 		if _, err := m.Value(m.config.params[0]); err != nil { // computes it
 			t.Fatal(err)
 		}
 	}
-	if m.monitor.samples == 0 || m.monitor.every < 100 {
-		t.Errorf("%d samples, one in %d", m.monitor.samples, m.monitor.every)
+	if m.monitor.Samples() == 0 || m.monitor.Every() < 100 {
+		t.Errorf("%d samples, one in %d", m.monitor.Samples(), m.monitor.Every())
 	}
 	device, _, fakeOption := openFake(t, fake.Config{})
 	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1)); err == nil || !strings.Contains(err.Error(), "at least 2") {

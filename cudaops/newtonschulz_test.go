@@ -10,6 +10,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -43,7 +45,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 			t.Run(fmt.Sprint(s, " ", steps), func(t *testing.T) {
 				g := gorgonia.NewGraph()
 				input := func(name string) *gorgonia.Node {
-					values := make([]float32, size(s))
+					values := make([]float32, program.Size(s))
 					for i := range values {
 						values[i] = float32(r.NormFloat64())
 					}
@@ -69,7 +71,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 					t.Fatal(err)
 				}
 				// Gorgonia's machine writes other results over y.
-				want := make([]float32, size(s))
+				want := make([]float32, program.Size(s))
 				cpu.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
@@ -90,15 +92,15 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption)) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	for _, way := range []string{byProducts, bySymmetry, byGram} {
-		rule := WithWays(newtonSchulzOp + "=" + way)
+	for _, way := range []string{"products", "symmetric", "gram"} {
+		rule := WithWays("NewtonSchulz=" + way)
 		t.Run("fake/"+way, func(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
 			test(t, device, way, 1e-3, fakeOption, rule)
 		})
 		t.Run("bfloat16/"+way, func(t *testing.T) {
 			device := openGPU(t)
-			if device.info.Capability() != 90 && way != byProducts {
+			if device.info.Capability() != 90 && way != "products" {
 				t.Skip("needs a GPU of compute capability 9.0")
 			}
 			test(t, device, way, 2e-2, rule, WithPrecision(BFloat16), WithTuning(TuneOff))
@@ -107,7 +109,7 @@ func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way str
 }
 
 func chose(m *Machine, way string) bool {
-	return slices.ContainsFunc(m.Choices(), func(c Choice) bool { return c.Op == newtonSchulzOp && c.Way == way })
+	return slices.ContainsFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" && c.Way == way })
 }
 
 func TestNewtonSchulzWays(t *testing.T) {
@@ -117,7 +119,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		for _, s := range []shape{{8, 24}, {16, 72}, {72, 16}, {136, 136}, {24, 1000}} {
 			for steps := 1; steps <= few(7, 5); steps++ {
-				x := make([]float32, size(s))
+				x := make([]float32, program.Size(s))
 				for i := range x {
 					x[i] = float32(r.NormFloat64())
 				}
@@ -135,7 +137,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 				if err := errors.Join(err, valueErr, m.Close()); err != nil {
 					t.Fatal(err)
 				}
-				want := make([]float32, size(s))
+				want := make([]float32, program.Size(s))
 				cpu.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
 				if !(d < tolerance) || !chose(m, way) {
@@ -158,13 +160,13 @@ func TestNewtonSchulzTuned(t *testing.T) {
 	}{
 		{shape{16, 40}, 1, "", 3, Measured},
 		{shape{16, 40}, 1e9, "", 3, ByRule},
-		{shape{16, 40}, 1e9, "NewtonSchulz!=" + byProducts, 3, Forced},
+		{shape{16, 40}, 1e9, "NewtonSchulz!=" + "products", 3, Forced},
 		{shape{13, 40}, 1, "", 1, ByRule},
 	} {
 		t.Setenv("KASMINA_WAYS", c.rule)
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
-		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, size(c.shape))))
+		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, program.Size(c.shape))))
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		if err != nil {
 			t.Fatal(err)
@@ -179,7 +181,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == newtonSchulzOp })
+		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
 			t.Errorf("%v, least %g, rule %q: %+v; %s", c.shape, c.least, c.rule, got, log.String())
 		}
@@ -200,7 +202,7 @@ func TestMuonTogether(t *testing.T) {
 		var start [][]float32
 		for i, s := range []shape{{16, 40}, {5, 7}, {16, 40}, {40, 16}, {24, 24}, {16, 40}, {5, 7}, {40, 16}} {
 			input := func(name string) *gorgonia.Node {
-				x := make([]float32, size(s))
+				x := make([]float32, program.Size(s))
 				for i := range x {
 					x[i] = float32(r.NormFloat64())
 				}

@@ -117,7 +117,7 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 }
 
 func lossValue(m *Machine, loss *gorgonia.Node) (float64, error) {
-	v, err := value(m, loss)
+	v, err := valueOf(m, loss)
 	if err != nil {
 		return 0, err
 	}

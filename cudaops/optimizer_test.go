@@ -9,6 +9,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -134,7 +137,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		t.Fatal(err)
 	}
 	defer scorer.Close()
-	if held, all := scorer.Memory(), machine.Memory(); held > all/2+workspaceBytes {
+	if held, all := scorer.Memory(), machine.Memory(); held > all/2+run.WorkspaceBytes {
 		t.Errorf("the scoring machine holds %d bytes beside %d", held, all)
 	}
 	if err := scorer.RunAll(); err != nil {
@@ -324,10 +327,10 @@ func TestNonFinite(t *testing.T) {
 		}
 		spoil := func(p *gorgonia.Node) {
 			t.Helper()
-			i := slices.IndexFunc(m.optimizer.states, func(s *paramState) bool { return s.input.node == p })
-			g := m.optimizer.states[i].grad
+			i := slices.IndexFunc(m.optimizer.Params, func(s *update.Param) bool { return s.Input.Node == p })
+			g := m.optimizer.Params[i].Grad
 			bad := gpu.Bytes([]float32{float32(math.Inf(-1))})
-			if err := device.ctx.CopyToDevice(g.ptr().Offset(g.extent()-4), bad, m.stream); err != nil {
+			if err := device.ctx.CopyToDevice(g.Ptr().Offset(g.Extent()-4), bad, m.runner.Stream); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -8,6 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -82,35 +85,26 @@ func TestRoom(t *testing.T) {
 	for _, p := range m.config.params {
 		elements += p.Shape().TotalSize()
 	}
-	need := m.program.arena + m.program.resident() + 8*elements
-	least := int(float64(need+workspaceBytes) / (1 - roomLeft)) // of a card for which the workspace is taken before
-	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.program.spent {
-		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed, m.program.spent)
+	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
+	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft)) // of a card for which the workspace is taken before
+	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.runner.Program.Roomy {
+		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed, m.runner.Program.Roomy)
 	}
 	held := m.Memory()
 	for _, c := range []struct {
 		what  string
 		bytes int
 		spent bool
-	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + workspaceBytes, false}} {
+	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + run.WorkspaceBytes, false}} {
 		m, got := train(t, c.bytes)
-		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent || m.program.spent != c.spent {
-			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed, m.program.spent)
+		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent || m.runner.Program.Roomy != c.spent {
+			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed, m.runner.Program.Roomy)
 		}
 		if less := m.Memory() < held; less == c.spent {
 			t.Errorf("%s: the machine holds %d bytes, with h %d", c.what, m.Memory(), held)
 		}
-		layers, reports := 0, 0
-		for _, a := range m.attendants {
-			switch a.(type) {
-			case *kasminaLayer:
-				layers++
-			case *kasminaReports:
-				reports++
-			}
-		}
-		if layers != 1 || reports != 1 {
-			t.Errorf("%s: %d layers and %d reports attend", c.what, layers, reports)
+		if n := len(m.runner.Attendants); n != 3 { // the reports, a layer, and what starts its slots
+			t.Errorf("%s: %d attend runs", c.what, n)
 		}
 		if !slices.Equal(want, got) {
 			t.Errorf("%s: losses or gradients differ", c.what)
@@ -124,7 +118,7 @@ func TestRoom(t *testing.T) {
 	m, _ = train(t, least-64, private, WithTuning(TuneCached))
 	products := 0
 	for _, c := range m.Choices() {
-		if c.Op == productOp {
+		if c.Op == "Matmul" {
 			if products++; c.Source != Measured {
 				t.Errorf("%+v", c)
 			}
@@ -157,8 +151,8 @@ func TestRoom(t *testing.T) {
 			}
 		})
 		less, got := trainWithGates(t, device, opts...)
-		if !m.program.spent || less.program.spent {
-			t.Errorf("spent %v on an empty card, %v on a full one", m.program.spent, less.program.spent)
+		if !m.runner.Program.Roomy || less.runner.Program.Roomy {
+			t.Errorf("spent %v on an empty card, %v on a full one", m.runner.Program.Roomy, less.runner.Program.Roomy)
 		}
 		if !slices.Equal(want, got) {
 			t.Error("losses or gradients differ")
@@ -195,20 +189,20 @@ func TestRoomShared(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	hog, err := device.ctx.Alloc(int(free) - workspaceBytes - 4<<20)
+	hog, err := device.ctx.Alloc(int(free) - run.WorkspaceBytes - 4<<20)
 	if err != nil {
 		t.Fatal(err)
 	}
 	m := newBorrower(t, device, l.machine, fakeOption)
-	if m.program.spent || len(m.borrowed) != len(l.batch.Params) {
-		t.Errorf("spent %v, %d of %d parameters are borrowed", m.program.spent, len(m.borrowed), len(l.batch.Params))
+	if m.runner.Program.Roomy || len(m.borrowed) != len(l.batch.Params) {
+		t.Errorf("spent %v, %d of %d parameters are borrowed", m.runner.Program.Roomy, len(m.borrowed), len(l.batch.Params))
 	}
 	if err := errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)); err != nil {
 		t.Error(err)
 	}
-	for _, in := range l.machine.program.inputs {
-		if in.sharers != 0 {
-			t.Errorf("%s has %d sharers", describe(in.node), in.sharers)
+	for _, in := range l.machine.runner.Program.Inputs {
+		if l.machine.inputs.Shared(in) {
+			t.Errorf("%s is still shared", lower.Describe(in.Node))
 		}
 	}
 	if err := l.machine.Close(); err != nil {
@@ -244,9 +238,9 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 	l := newLifetime(t, newAdamW)
 	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss}, []MachineOption{fakeOption, gatesFused})
 	m := other(t, device, first, fakeOption)
-	need, moments := m.Memory()+m.momentsToCome(), first.momentsToCome()
-	if err := m.Close(); err != nil || !m.program.spent || moments == 0 {
-		t.Fatalf("spent %v on an empty card, error %v", m.program.spent, err)
+	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
+	if err := m.Close(); err != nil || !m.runner.Program.Roomy || moments == 0 {
+		t.Fatalf("spent %v on an empty card, error %v", m.runner.Program.Roomy, err)
 	}
 	nothing := func() error { return nil }
 	set := func() error { return first.SetOptimizer(l.optimizer, 1) }
@@ -279,8 +273,8 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 			t.Fatal(err)
 		}
 		m := other(t, device, first, fakeOption)
-		if m.program.spent != c.want {
-			t.Errorf("%s: spent %v", c.what, m.program.spent)
+		if m.runner.Program.Roomy != c.want {
+			t.Errorf("%s: spent %v", c.what, m.runner.Program.Roomy)
 		}
 		if err := errors.Join(m.Close(), device.ctx.Free(hog)); err != nil {
 			t.Error(err)
@@ -299,12 +293,12 @@ func TestRoomFails(t *testing.T) {
 	for _, call := range []string{"cuMemGetInfo", "cuMemAlloc", "cuMemHostAlloc", "cublasLtMatmulAlgoGetHeuristic"} {
 		met := 0
 		for nth := 1; ; nth++ {
-			device, cuda, fakeOption := openFake(t, cardOf(workspaceBytes+3<<20)) // less than a tenth is left
+			device, cuda, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+3<<20)) // less than a tenth is left
 			l := newLifetime(t, newAdamW)
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			err := l.open(device, fakeOption, gatesFused)
 			if err == nil {
-				if l.machine.program.spent {
+				if l.machine.runner.Program.Roomy {
 					t.Error("there is room for h")
 				}
 				if err := l.machine.Close(); err != nil {
@@ -330,7 +324,7 @@ func TestRoomFails(t *testing.T) {
 		}
 	}
 	// The error of a graph that fits in no way has the figures of the plan that needs least.
-	device, _, fakeOption := openFake(t, cardOf(workspaceBytes+1<<10))
+	device, _, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, fakeOption, gatesFused)
 	if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), "1.00 KiB are free") {
 		t.Errorf("the error is %v", err)
@@ -352,14 +346,15 @@ func TestRoomRecomputed(t *testing.T) {
 	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss}, []MachineOption{fakeOption, gatesFused})
 	arena := map[bool]int{}
 	for _, roomy := range []bool{false, true} {
-		p, err := compile(m, m.keep(), roomy)
+		m.options.Roomy = roomy
+		p, err := compile(m, g.G)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if p.spent != roomy {
-			t.Errorf("roomy %v: spent %v", roomy, p.spent)
+		if p.Roomy != roomy {
+			t.Errorf("roomy %v: spent %v", roomy, p.Roomy)
 		}
-		arena[roomy] = p.arena
+		arena[roomy] = p.Arena
 	}
 	if h := 2 * c.Seq * c.FF * 4; arena[true] > arena[false]+h {
 		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d", arena[true], arena[false], h)

@@ -178,8 +178,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			tasks[s.Task] = true
 		}
 	}
-	if len(tasks) != runs*len(m.program.tasks) {
-		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs, len(m.program.tasks))
+	if len(tasks) != runs*len(m.runner.Program.Calls) {
+		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs, len(m.runner.Program.Calls))
 	}
 	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
 		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period, p.Graphs, p.Copy, p.Product, p.Device)
@@ -342,13 +342,4 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 		t.Errorf("the products of the update are not counted: %+v", p.Spans[i])
 	}
 	return p
-}
-
-func TestLayerName(t *testing.T) {
-	for name, want := range map[string]string{"model.layers.13.mlp.up_proj.weight": "model.layers.13", "lm_head.weight": "lm_head",
-		"w": "w", "3": "3", "": "", "h.0.ln_1.weight": "h.0"} {
-		if got := layerName(name); got != want {
-			t.Errorf("%q is of layer %q, want %q", name, got, want)
-		}
-	}
 }

@@ -8,6 +8,9 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -236,7 +239,7 @@ func TestRandomGraphs(t *testing.T) {
 		fill := func() {
 			t.Helper()
 			for _, n := range inputs {
-				x := make([]float32, size(n.Shape()))
+				x := make([]float32, program.Size(n.Shape()))
 				for i := range x {
 					x[i] = 0.25 * float32(r.NormFloat64())
 				}
@@ -276,7 +279,7 @@ func TestRandomGraphs(t *testing.T) {
 				largest := max(slices.Max(y), -slices.Min(y))
 				for i := range x { // long chains make much of rounding, and some gradients are nothing but what it leaves of zero
 					if math.Abs(float64(x[i]-y[i])) > 0.05*float64(largest)+1e-3 || (x[i] != x[i]) != (y[i] != y[i]) {
-						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i, describe(n), x[i], y[i])
+						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i, lower.Describe(n), x[i], y[i])
 					}
 				}
 			}

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -119,7 +121,7 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 	g := gorgonia.NewGraph()
 	var params gorgonia.Nodes
 	add := func(name string, s ...int) *gorgonia.Node {
-		x := make([]float32, size(s))
+		x := make([]float32, program.Size(s))
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
@@ -215,7 +217,7 @@ func TestRecomputeMemory(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer machine.Close()
-		return machine.program.arena
+		return machine.runner.Program.Arena
 	}
 	all, recomputed := arena(), arena(llm.WithRecompute())
 	t.Logf("%d KiB for a run, %d KiB with recomputed blocks", all>>10, recomputed>>10)
@@ -238,7 +240,7 @@ func TestKeptForBackward(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer machine.Close()
-		return machine.program.arena
+		return machine.runner.Program.Arena
 	}
 	const few, many, short, long = 3, 9, 16, 48 // layers, sequences
 	more := arena(many, long) - arena(few, long) - arena(many, short) + arena(few, short)

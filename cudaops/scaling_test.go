@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -157,7 +159,7 @@ func TestScaledOutputLayer(t *testing.T) {
 	} {
 		g := gorgonia.NewGraph()
 		input := func(name string, s shape) *gorgonia.Node {
-			values := make([]float32, size(s))
+			values := make([]float32, program.Size(s))
 			for i := range values {
 				values[i] = float32(rand.NormFloat64())
 			}

@@ -7,6 +7,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -18,9 +23,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// loneRunner runs a graph as a machine does that calls on each op alone, with its own memory in between: one allocation,
+// singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in between: one allocation,
 // in which values begin at any multiple of four bytes.
-type loneRunner struct {
+type singleRunner struct {
 	t    *testing.T
 	ops  *singleOps
 	of   map[*gorgonia.Node]*singleOp
@@ -28,9 +33,9 @@ type loneRunner struct {
 	next gpu.Ptr
 }
 
-func newLoneRunner(t *testing.T, device *Device, opts ...MachineOption) *loneRunner {
+func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
 	t.Helper()
-	config := machineConfig{kernels: realKernels}
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
 	for _, o := range opts {
 		if err := o(&config); err != nil {
 			t.Fatal(err)
@@ -40,7 +45,7 @@ func newLoneRunner(t *testing.T, device *Device, opts ...MachineOption) *loneRun
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &loneRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
+	r := &singleRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
 	memory, err := device.ctx.Alloc(8 << 20)
 	if err != nil {
 		t.Fatal(err)
@@ -56,7 +61,7 @@ func newLoneRunner(t *testing.T, device *Device, opts ...MachineOption) *loneRun
 	return r
 }
 
-func (r *loneRunner) ok(err error) {
+func (r *singleRunner) ok(err error) {
 	r.t.Helper()
 	if err != nil {
 		r.t.Fatal(err)
@@ -64,9 +69,9 @@ func (r *loneRunner) ok(err error) {
 }
 
 // place returns memory for a node's value.
-func (r *loneRunner) place(n *gorgonia.Node) gpu.Ptr {
+func (r *singleRunner) place(n *gorgonia.Node) gpu.Ptr {
 	p := r.next
-	r.next = p.Offset(8*size(n.Shape()) + 4)
+	r.next = p.Offset(8*program.Size(n.Shape()) + 4)
 	if n.Dtype() == tensor.Int && p%8 != 0 {
 		p = p.Offset(4)
 	}
@@ -75,7 +80,7 @@ func (r *loneRunner) place(n *gorgonia.Node) gpu.Ptr {
 }
 
 // run computes the whole graph.
-func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
+func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 	r.t.Helper()
 	ctx, start := r.ops.device.ctx, r.next
 	r.at = map[*gorgonia.Node]gpu.Ptr{}
@@ -85,8 +90,12 @@ func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 	for _, n := range slices.Backward(sorted) {
 		p := r.place(n)
 		if n.Value() != nil && (n.Op() == nil || opbase.IsConstant(n)) {
-			raw := make([]byte, size(n.Shape())*elemOf(n.Dtype()).size())
-			r.ok(encode(raw, elemOf(n.Dtype()), n.Value(), size(n.Shape())))
+			stored := gpu.Float32
+			if n.Dtype() == tensor.Int {
+				stored = gpu.Int64
+			}
+			raw := make([]byte, program.Size(n.Shape())*stored.Size())
+			r.ok(value.Encode(raw, stored, n.Value(), program.Size(n.Shape())))
 			r.ok(ctx.CopyToDevice(p, raw, 0))
 			continue
 		}
@@ -103,7 +112,7 @@ func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 			}
 			r.of[n] = l
 		}
-		r.ok(ctx.Memset32(p, math.Float32bits(float32(math.NaN())), size(n.Shape()), 0))
+		r.ok(ctx.Memset32(p, math.Float32bits(float32(math.NaN())), program.Size(n.Shape()), 0))
 		r.ok(ctx.SyncStream(0))
 		if err := l.run(from, p); err != nil {
 			return err
@@ -112,8 +121,8 @@ func (r *loneRunner) run(g *gorgonia.ExprGraph) error {
 	return nil
 }
 
-func (r *loneRunner) value(n *gorgonia.Node) []float32 {
-	x := make([]float32, size(n.Shape()))
+func (r *singleRunner) value(n *gorgonia.Node) []float32 {
+	x := make([]float32, program.Size(n.Shape()))
 	r.ok(r.ops.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
 	return x
 }
@@ -137,7 +146,7 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	r := newLoneRunner(t, device, opts...)
+	r := newSingleRunner(t, device, opts...)
 	for step := range uint64(few(3, 2)) {
 		a.draw(t, seed+step)
 		b.draw(t, seed+step)
@@ -177,7 +186,7 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
 	m := a.open(t, device, fakeOption)
 	defer m.Close()
-	r := newLoneRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device, fakeOption)
 	for step := range uint64(4) {
 		outliers := func(x []float32) { // beyond the strict mode's limits, but not beyond those of the step after
 			for i := 0; step > 0 && i < len(x); i += 5 {
@@ -203,7 +212,7 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 func TestSingleRefusals(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 1, nil)
-	r := newLoneRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device, fakeOption)
 	if err := gorgonia.Let(k.g.ByName("targets")[0], tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))); err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,8 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 )
@@ -310,7 +312,7 @@ func pickFirst(x, ids *node, axis int) (*node, error) {
 		return nil, err
 	}
 	s := first.Shape()
-	if first, err = gorgonia.Reshape(first, shape{s[0], size(s[1:])}); err != nil {
+	if first, err = gorgonia.Reshape(first, shape{s[0], program.Size(s[1:])}); err != nil {
 		return nil, err
 	}
 	if first, err = gorgonia.ByIndices(first, ids, 0); err != nil {

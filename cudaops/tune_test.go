@@ -9,6 +9,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -59,12 +62,12 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts 
 		t.Fatal(err)
 	}
 	r := tuned{log: log.String(), value: flat(t, v)}
-	for _, p := range m.blas.plans {
-		r.way = p.way
+	for _, c := range m.runner.Program.Calls {
+		if p, ok := c.Params.(program.Matmul); ok {
+			r.way = m.runner.Products.Find(p).Way
+		}
 	}
-	if m.tuner.store != nil {
-		r.timings = m.tuner.store.Timings()
-	}
+	r.timings = m.chooser.Timings()
 	return r
 }
 
@@ -125,7 +128,11 @@ func TestChoiceWithdrawn(t *testing.T) {
 		ways []string
 		want int
 	}{{[]string{"a", "b"}, 1}, {[]string{"a"}, 0}, {[]string{"b", "a"}, 1}} {
-		if way, err := m.tuner.choose(job{op: "Some", shape: "one", ways: c.ways}); err != nil || way != c.want {
+		g := lower.Group{Op: "Some", Shape: "one"}
+		for _, name := range c.ways {
+			g.Alternatives = append(g.Alternatives, lower.Alternative{Name: name})
+		}
+		if way, _, err := m.chooser.Choose(g); err != nil || way != c.want {
 			t.Errorf("call %d: way %d, error %v, want %d", i, way, err, c.want)
 		}
 	}

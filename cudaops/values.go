@@ -19,7 +19,7 @@ import (
 // gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Value", &err)
-	if v, err = value(m, n); err == nil {
+	if v, err = valueOf(m, n); err == nil {
 		err = m.runner.Settle()
 	}
 	if err != nil {
@@ -28,8 +28,8 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	return v, nil
 }
 
-// value is a node's value, without the loss scale.
-func value(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
+// valueOf is a node's value, without the loss scale.
+func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	defer m.profiler.Call("Value")()
 	a, err := lasting(m, n)
 	if err != nil {

@@ -22,7 +22,7 @@ import (
 
 // normWays is kernels that have several ways to compute RMSNorm.
 type normWays struct {
-	kernelSet
+	kernels.Launcher
 	fake  *fakeKernels
 	names []kernels.Way
 	ways  []fake.Way
@@ -30,17 +30,26 @@ type normWays struct {
 	ran   []string
 }
 
-func (k *normWays) RMSNormWays(kernels.RMSNorm) ([]kernels.Way, error) { return k.names, nil }
+func (k *normWays) Ways(params any) []kernels.Way {
+	if _, ok := params.(kernels.RMSNorm); ok {
+		return k.names
+	}
+	return k.Launcher.Ways(params)
+}
 
 func (k *normWays) Build(...string) string { return k.build }
 
-func (k *normWays) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
+func (k *normWays) Launch(s gpu.Stream, params any) error {
+	a, ok := params.(kernels.RMSNorm)
+	if !ok {
+		return k.Launcher.Launch(s, params)
+	}
 	k.ran = append(k.ran, a.Way.String())
 	w := k.ways[slices.Index(k.names, a.Way)]
 	if w.Fails {
 		return errors.New("no such luck")
 	}
-	if err := k.kernelSet.RMSNorm(s, a); err != nil {
+	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
 	return k.fake.launch(s, func(l *fake.Launch) {
@@ -74,21 +83,13 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	}
 	var log bytes.Buffer
 	var k *normWays
-	private := func(c *machineConfig) error {
-		c.tuneLeast, c.tunePath = 1, path
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-			set, err := inner(ctx)
-			k = &normWays{kernelSet: set, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}},
-				ways: ways[:], build: build}
-			if err == nil {
-				k.fake = set.(*moduleOf).fakeKernels
-			}
-			return k, err
-		}
-		return nil
-	}
-	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
+	wrap := withKernels(func(inner kernels.Launcher) kernels.Launcher {
+		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
+			names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}}}
+		return k
+	})
+	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, wrap, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -102,9 +103,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	if c := m.Choices(); len(c) > 0 {
 		r.Choice = c[0]
 	}
-	if m.tuner.store != nil {
-		r.timings = m.tuner.store.Timings()
-	}
+	r.timings = m.chooser.Timings()
 	return r
 }
 
@@ -176,29 +175,25 @@ func TestTuningOnFullCard(t *testing.T) {
 		}
 	}
 	var log bytes.Buffer
-	private := func(c *machineConfig) error {
-		c.tunePath = filepath.Join(t.TempDir(), "tune.json")
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernelSet, error) {
-			set, err := inner(ctx)
-			return &normWays{kernelSet: set, fake: set.(*moduleOf).fakeKernels, names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
-				ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}, err
-		}
-		return nil
-	}
-	m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
+	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
+		return &normWays{Launcher: k, fake: fakeOf(k), names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
+			ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}
+	})
 	free, _, err := device.Memory()
 	if err != nil {
 		t.Fatal(err)
 	}
-	hog, err := device.ctx.Alloc(int(free))
+	const little = 2 << 10 // less than the cache and the operands that are timed
+	hog, err := device.ctx.Alloc(int(free) - little)
 	if err != nil {
 		t.Fatal(err)
 	}
+	m, err := NewMachine(device, g, fakeOption, private, wrap, WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
 	if err := errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)); err != nil {
 		t.Fatal(err)
 	}
@@ -247,7 +242,7 @@ func TestHostByRule(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.program.tasks[0].host || !strings.Contains(log.String(), "a rule wants it there") {
+	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.runner.OnHost() || !strings.Contains(log.String(), "a rule wants it there") {
 		t.Errorf("got %v, log %s", got, log.String())
 	}
 	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"), WithStrict()); err == nil {
@@ -281,7 +276,7 @@ func TestHostByRuleReads(t *testing.T) {
 		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}; !slices.Equal(got, want) {
 			t.Errorf("%s: got %v, want %v", rule, got, want)
 		}
-		if !m.onHost() {
+		if !m.runner.OnHost() {
 			t.Errorf("%s: nothing is computed on the host", rule)
 		}
 		if err := m.Close(); err != nil {

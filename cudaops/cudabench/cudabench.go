@@ -33,7 +33,7 @@ var groups = []struct {
 	name    string
 	measure func(*bench)
 }{
-	{"copy", ceilings}, {"ops", ops}, {"attention", attention}, {"muon", muon}, {"kasmina", kasmina}, {"stream", streams}, {"optim", optimizers},
+	{"copy", ceilings}, {"ops", ops}, {"attention", attention}, {"muon", muon}, {"kasmina", kasmina}, {"optim", optimizers},
 	{"stock", stock},
 }
 

@@ -83,8 +83,16 @@ func (t *Chooser) Again() {
 // Tunes reports whether anything may be timed.
 func (t *Chooser) Tunes() bool { return t.store != nil }
 
+// Timings is how many runs of ways were timed.
+func (t *Chooser) Timings() int {
+	if t.store == nil {
+		return 0
+	}
+	return t.store.Timings()
+}
+
 // Ways lists the ways in which a kernel can do a launch.
-func (t *Chooser) Ways(k kernels.Tuned) []kernels.Way { return t.x.Kernels.Ways(k) }
+func (t *Chooser) Ways(params any) []kernels.Way { return t.x.Kernels.Ways(params) }
 
 // worthTiming reports whether so many operations are.
 func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
@@ -161,6 +169,10 @@ func whole(params any) any {
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the first
 // is taken, unless a rule asks for another one.
 func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
+	names := job{Group: g}.names()
+	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() && g.FLOPs < t.Least && !forced {
+		return 0, 0, nil
+	}
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
 			if m, ok := c.Params.(program.Matmul); ok {

@@ -21,6 +21,7 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 		return p, nil
 	}
 	own := t.ownWays(m.Spec)
+	forAll := len(own) == 0
 	if m.Added() == program.Factors {
 		own = nil // there are no kernels for them
 	}
@@ -28,7 +29,7 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 	if t.worthTiming(flops(m.Spec)) {
 		ways = productWays
 	}
-	p, err := t.x.Products.Make(*m, ways, own)
+	p, err := t.x.Products.Make(*m, ways, own, forAll)
 	if err != nil {
 		return nil, err
 	}
@@ -52,7 +53,7 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernels.Way {
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
 		return nil
 	}
-	ways := t.x.Kernels.Ways(kernels.Product{ProductShape: shape, Type: m.D})
+	ways := t.Ways(kernels.Product{ProductShape: shape, Type: m.D})
 	asked := func(w kernels.Way) bool { return t.Rules.Ask(productOp, w.String()) }
 	if !t.worthTiming(flops(m)) && !slices.ContainsFunc(ways, asked) {
 		return nil

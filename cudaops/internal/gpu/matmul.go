@@ -2,7 +2,6 @@ package gpu
 
 import "fmt"
 
-
 // Compute is how a product is computed; sums are in float32 always.
 type Compute uint8
 

@@ -78,11 +78,11 @@ func New(m *Machine) (*Layers, error) {
 	m.Attendants = append(m.Attendants, r)
 	for _, k := range p.Kasmina {
 		l := &layer{KasminaLayer: k, m: m, reports: r, next: gpu.Bytes(make([]uint32, k.State.Len())),
-			counts: make([]uint32, program.KasminaHealth*k.Seeds())}
+			counts: make([]uint32, program.KasminaHealth*k.Seeds)}
 		pass := k.Op.NewPass()
 		pass.Begin()
 		if err := l.choose(l.encode(pass)); err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%v: %w", k.Op, err)
 		}
 		ls.all[k], r.layers = l, append(r.layers, l)
 		m.Attendants = append(m.Attendants, l)
@@ -112,7 +112,7 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 	if l.Wide() { // those that mix, which Residual ones stand for below
 		reads = int(gpu.View[uint32](l.last[l.latticeState().Bytes():])[0])
 	}
-	for _, word := range gpu.View[uint32](l.last)[:l.Seeds()] { // as KasminaState.Encode has them
+	for _, word := range gpu.View[uint32](l.last)[:l.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			reads++ // what is dormant is Residual there
 		}
@@ -125,7 +125,7 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 
 // encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
-	st := kernels.KasminaState{Seeds: l.Seeds(), Slots: l.Slots()}
+	st := kernels.KasminaState{Seeds: l.Seeds, Slots: l.Slots()}
 	var narrow error
 	seed := func(i int) kernels.KasminaSeed {
 		s := pass.Seed(i)
@@ -278,7 +278,7 @@ func (l *layer) receive(f *flight, wait bool) error {
 }
 
 func (l *layer) deliver(f *flight) error {
-	seeds := l.Seeds()
+	seeds := l.Seeds
 	words, figures := gpu.View[uint32](f.report), gpu.View[float32](f.report)
 	counts := words[l.place(0):][:len(l.counts)]
 	counted := slices.Clone(counts)

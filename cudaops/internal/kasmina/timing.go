@@ -42,10 +42,10 @@ func (ls *Layers) Bare(c *program.Call) error {
 func (ls *Layers) Note(c *program.Call, bare, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
 	l := ls.all[p.Layer]
-	seeds := 2 * l.Seeds() // read and written, in x and y
+	seeds := 2 * l.Seeds // read and written, in x and y
 	if operands(c)["G"] != nil {
 		reads, writes := l.moving(p.InPlace)
-		seeds = reads + l.Seeds() + writes // in x, the gradient of y, and that of x
+		seeds = reads + l.Seeds + writes // in x, the gradient of y, and that of x
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: bare, Telemetry: whole - bare,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})

@@ -34,6 +34,10 @@ func (k *Kernels) Ways(params any) (ways []Way) {
 		ways = k.RoPEProductWays(p.RoPEProductShape, p.Type)
 	case LinearCrossEntropy:
 		ways = k.LinearCrossEntropyWays(p.LinearCrossEntropyShape, p.Type)
+	case Symmetric:
+		if k.TakesSymmetric(p.SymmetricShape, p.Type) {
+			ways = []Way{{Family: "half"}}
+		}
 	case Product:
 		ways = k.ProductWays(p.ProductShape, p.Type)
 	}
@@ -188,9 +192,4 @@ func (f KasminaWideForward) WorkspaceBytes(d gpu.DeviceInfo) int {
 // WorkspaceBytes is the size of KasminaWide's Workspace.
 func (b KasminaWideBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return sized(d).KasminaWideWorkspace(b.KasminaLayer, b.KasminaWide, true)
-}
-
-// Takes reports whether there is a kernel for Symmetric on a device.
-func (a SymmetricShape) Takes(d gpu.DeviceInfo, t gpu.DType) bool {
-	return sized(d).TakesSymmetric(a, t)
 }

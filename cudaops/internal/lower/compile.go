@@ -42,7 +42,7 @@ type Chooser interface {
 	// Tunes reports whether anything may be timed.
 	Tunes() bool
 	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses among.
-	Ways(k kernels.Tuned) []kernels.Way
+	Ways(params any) []kernels.Way
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
 	Choose(g Group) (alternative, choice int, err error)
 }
@@ -53,6 +53,7 @@ type Group struct {
 	Units        []string
 	FLOPs        float64
 	Alternatives []Alternative
+	Optional     bool             // the first is taken without a word where timing is not worth it
 	Plain        int              // whose results count as right
 	Results      []*program.Array // what all of them write
 }

@@ -45,7 +45,7 @@ func (c *compiler) chooseWay(f fusion) (*kernels.Way, int, error) {
 	if len(ways) == 0 {
 		return nil, 0, nil
 	}
-	g := Group{Op: f.one.Name(), Shape: tuned.Shape(), Units: tuned.Units(), FLOPs: f.one.FLOPs,
+	g := Group{Op: f.one.Name(), Shape: tuned.Shape(), Units: tuned.Units(), FLOPs: f.one.FLOPs, Optional: true,
 		Alternatives: []Alternative{{"separate", f.several}}}
 	for _, a := range f.one.Args {
 		if a.Role == program.Write {

@@ -20,7 +20,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 		}
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
-	l := &program.KasminaLayer{Op: o, Rows: x[0], Chunk: o.Chunk(), Width: weights[1], Type: c.o.Activation,
+	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(), Width: weights[1], Type: c.o.Activation,
 		Figures: c.token(), Gradients: c.token()}
 	bytes := (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()
 	if l.Wide() {
@@ -31,7 +31,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 		c.Reports = c.NewResident(gpu.Float32, 0, 0)
 	}
 	for _, other := range c.Kasmina {
-		l.First += other.Seeds()
+		l.First += other.Seeds
 	}
 	c.Kasmina = append(c.Kasmina, l)
 	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}

@@ -179,7 +179,7 @@ type schulzIteration struct {
 // ways are those that the GPU and the shape allow, that of the rule of thumb first.
 func (it schulzIteration) ways() []string {
 	for _, s := range it.Shapes() {
-		if !s.Takes(it.c.o.Device, it.Type) {
+		if len(it.c.o.Ways(kernels.Symmetric{SymmetricShape: s, Type: it.Type})) == 0 {
 			return []string{byProducts}
 		}
 	}

@@ -76,13 +76,23 @@ func (p product) params() program.Matmul {
 
 // args is the operands of the product's call.
 func (p product) args() []program.Arg {
+	if p.batch > 1 { // all matrices of an operand
+		whole := func(a *program.Array) *program.Array { return a.View(0, p.batch, a.Shape[0], a.Shape[1]) }
+		if p.c == p.d {
+			p.c = nil
+		}
+		p.d, p.a, p.b = whole(p.d), whole(p.a), whole(p.b)
+		if p.c != nil {
+			p.c = whole(p.c)
+		}
+	}
 	d := program.Writes("D", p.d)
 	if p.beta != 0 && (p.c == nil || p.c == p.d) {
 		d.Role = program.Update
 	}
 	args := []program.Arg{d, program.Reads("A", p.a), program.Reads("B", p.b),
 		program.Reads("ScaleA", p.scaleA), program.Reads("ScaleB", p.scaleB)}
-	if p.beta != 0 && p.c != p.d {
+	if p.beta != 0 && p.c != nil && p.c != p.d {
 		args = append(args, program.Reads("C", p.c))
 	}
 	return args

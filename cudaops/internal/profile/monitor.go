@@ -111,6 +111,15 @@ func (o *Monitor) Close() error {
 	return errors.Join(errs...)
 }
 
+// Samples is how many runs were timed.
+func (o *Monitor) Samples() int { return o.samples }
+
+// Every is how many runs there are to one that is timed.
+func (o *Monitor) Every() int { return o.every }
+
+// Sampling reports whether the last run is timed.
+func (o *Monitor) Sampling() bool { return o.state == monitorSample }
+
 // Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
 func (o *Monitor) Run(replay func() error) error {
 	if err := o.collect(); err != nil {

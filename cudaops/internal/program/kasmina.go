@@ -11,6 +11,7 @@ import (
 // KasminaLayer is a Kasmina op with its replays and its backward op, which share one lattice.
 type KasminaLayer struct {
 	Op       *op.KasminaOp
+	Seeds    int
 	Rows     int
 	Chunk    int
 	Width    int // of a slot
@@ -24,16 +25,13 @@ type KasminaLayer struct {
 	Figures, Gradients *Array
 }
 
-// Seeds is how many the layer has.
-func (l *KasminaLayer) Seeds() int { return l.Op.Lattice.Seeds() }
-
 // Slots is how many the layer has.
 func (l *KasminaLayer) Slots() int { return l.Op.InputShape(1)[0] }
 
 // Mixing describes slots that have more weights than a chunk has features.
 func (l *KasminaLayer) Mixing() kernels.KasminaWide {
 	return kernels.KasminaWide{Width: l.Width,
-		Mixing: kernels.KasminaMixing{Seeds: l.Seeds(), Slots: l.Slots()}}
+		Mixing: kernels.KasminaMixing{Seeds: l.Seeds, Slots: l.Slots()}}
 }
 
 // Wide is whether slots have more weights than chunks have features: the kernels of the kinds that mix
@@ -46,7 +44,7 @@ func (l *KasminaLayer) Clips() bool { return l.Op.Config.GradClip > 0 || l.Op.Co
 // Shape is the part of the layer's description that does not depend on where things lie.
 func (l *KasminaLayer) Shape() kernels.KasminaLayer {
 	return kernels.KasminaLayer{
-		State: kernels.KasminaState{Seeds: l.Seeds(), Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
+		State: kernels.KasminaState{Seeds: l.Seeds, Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
 		Eps: l.Op.Config.Epsilon, Type: l.Type,
 		Stability: map[op.Stability]kernels.KasminaStability{
 			op.Adaptive: kernels.KasminaAdaptive, op.Fast: kernels.KasminaFast,
@@ -108,5 +106,5 @@ func (l *KasminaLayer) Place(word, seeds int) int {
 		i++
 	}
 	from, to := kasminaRegions[i], kasminaRegions[i+1]
-	return from*seeds + (to-from)*l.First + (word-from)*l.Seeds()
+	return from*seeds + (to-from)*l.First + (word-from)*l.Seeds
 }

@@ -53,8 +53,8 @@ func (m *Memory) Close() error {
 	return errors.Join(errs...)
 }
 
-// Place takes the memory that a program was planned for.
-func (m *Memory) Place(p *program.Program) error {
+// Fits returns an error where a program needs more memory than is free.
+func (m *Memory) Fits(p *program.Program) error {
 	need := uint64(p.Arena + p.Resident())
 	if free, _, err := m.Ctx.MemInfo(); err != nil {
 		return err
@@ -62,10 +62,15 @@ func (m *Memory) Place(p *program.Program) error {
 		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
 			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)), gpu.Size(free), gpu.OutOfMemory)
 	}
+	return nil
+}
+
+// Place takes the memory that a program was planned for.
+func (m *Memory) Place(p *program.Program, what string) error {
 	var arena gpu.Ptr
 	var err error
 	if p.Arena > 0 {
-		if arena, err = m.Alloc(p.Arena, "a run"); err != nil {
+		if arena, err = m.Alloc(p.Arena, what); err != nil {
 			return err
 		}
 	}

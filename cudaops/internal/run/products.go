@@ -36,8 +36,9 @@ type Plan struct {
 	Added  program.Addend
 	BLAS   []string // cuBLASLt's ways
 	Own    []kernels.Way
-	Way    int // chosen, among both
-	Choice int // as in a call
+	Way    int  // chosen, among both
+	Choice int  // as in a call
+	forAll bool // whatever is added: for cuBLASLt all are the same
 }
 
 // Ways are the names of all ways.
@@ -57,25 +58,20 @@ func (p *Plan) WorkspaceBytes() int {
 	return p.Algos()[p.Way].Workspace
 }
 
-// key is where the plan of a product is kept. For cuBLASLt all addends are the same.
-func (x *Products) key(m program.Matmul, own bool) planKey {
-	k := planKey{m.Spec, m.Added()}
-	if !own {
-		k.added = program.Nothing
-	}
-	return k
-}
-
 // Find returns the plan of a product, whose Spec is a normal one, if it was made.
 func (x *Products) Find(m program.Matmul) *Plan {
-	if p := x.plans[x.key(m, true)]; p != nil && (len(p.Own) > 0 || m.Added() == program.Nothing) {
+	if p := x.plans[planKey{m.Spec, m.Added()}]; p != nil {
 		return p
 	}
-	return x.plans[x.key(m, false)]
+	if p := x.plans[planKey{m.Spec, program.Nothing}]; p != nil && p.forAll {
+		return p
+	}
+	return nil
 }
 
-// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
-func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way) (*Plan, error) {
+// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own: for its
+// addend, or for all of them.
+func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way, forAll bool) (*Plan, error) {
 	if x.Workspace == 0 {
 		var err error
 		if x.Workspace, err = x.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
@@ -90,8 +86,8 @@ func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way) (*Plan, e
 	if err != nil {
 		return nil, err
 	}
-	p := &Plan{MatmulPlan: plan, Own: own}
-	if len(own) > 0 {
+	p := &Plan{MatmulPlan: plan, Own: own, forAll: forAll}
+	if !forAll {
 		p.Added = m.Added()
 	}
 	for _, a := range plan.Algos() {
@@ -100,7 +96,7 @@ func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way) (*Plan, e
 	if x.plans == nil {
 		x.plans = map[planKey]*Plan{}
 	}
-	x.plans[x.key(m, len(own) > 0)] = p
+	x.plans[planKey{m.Spec, p.Added}] = p
 	return p, nil
 }
 

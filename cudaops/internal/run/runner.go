@@ -86,6 +86,9 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 // Now is the recording of the run under way.
 func (r *Runner) Now() *Recording { return r.now }
 
+// Recordings is how many kinds of runs were captured.
+func (r *Runner) Recordings() int { return len(r.recorded) }
+
 // Loaded reports whether the run under way was enqueued as it is before.
 func (r *Runner) Loaded() bool { return r.now.loaded }
 

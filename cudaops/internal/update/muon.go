@@ -71,7 +71,7 @@ func (x *Optimizer) placeIterations(groups []group) error {
 		return err
 	}
 	place.Arena(p, nil)
-	if err := x.memory.Place(p); err != nil {
+	if err := x.memory.Place(p, "Muon's directions"); err != nil {
 		return err
 	}
 	for _, g := range groups {

@@ -118,4 +118,3 @@ func DecodeFloats(x []float32, t gpu.DType, raw []byte) {
 		}
 	}
 }
-

@@ -51,9 +51,12 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	return loss, weights
 }
 
-// TestEnds wants the ends of passes to be made together, but before a result is needed and without keeping too much, and the
+// partsMemory is as much as is kept for later launches.
+const partsMemory = 64 << 20
+
+// TestSums wants what passes leave in parts to be added up together, but before a result is needed and without keeping too much, and the
 // gradients of a tape machine.
-func TestEnds(t *testing.T) {
+func TestSums(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	for _, c := range []struct {
@@ -67,8 +70,8 @@ func TestEnds(t *testing.T) {
 		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
 		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1, opts: []MachineOption{WithAccumulation()}},
 		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 4, rows: 1, d: endsMemory/4/2 - 64, launches: 2, compiled: true},
-		{name: "much memory each", norms: 3, rows: 1, d: endsMemory/4 + 64, launches: 3, compiled: true},
+		{name: "much memory", norms: 4, rows: 1, d: partsMemory/4/2 - 64, launches: 2, compiled: true},
+		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/4 + 64, launches: 3, compiled: true},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
@@ -110,8 +113,8 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	t.Helper()
 	var v gorgonia.Value
 	var err error
-	if sum := m.program.sums[p]; sum != nil {
-		v, err = m.fetch(sum, tensor.Float32)
+	if sum := m.runner.Program.Sums[p]; sum != nil {
+		v, err = m.runner.Fetch(sum, tensor.Float32)
 	} else {
 		v, err = m.Value(p.Deriv())
 	}
@@ -121,8 +124,8 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	return v
 }
 
-// TestKasminaEndsGathered wants the gradients of slots before they are added to those of other runs.
-func TestKasminaEndsGathered(t *testing.T) {
+// TestKasminaSumsGathered wants the gradients of slots before they are added to those of other runs.
+func TestKasminaSumsGathered(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
@@ -143,9 +146,9 @@ func TestKasminaEndsGathered(t *testing.T) {
 	}
 }
 
-// TestKasminaEndsTwice wants two backward passes of one layer not to be ended by one launch, which would write figures of both to one
+// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch, which would write figures of both to one
 // place in any order.
-func TestKasminaEndsTwice(t *testing.T) {
+func TestKasminaSumsTwice(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
 	g := gradientsOfLayers(chain.loss.Graph())[0]
@@ -169,20 +172,20 @@ func TestKasminaEndsTwice(t *testing.T) {
 	}
 }
 
-// endings counts launches of ends of Kasmina passes, by how many passes have left something.
-type endings struct {
-	kernelSet
+// summing counts launches that finish Kasmina passes, by how many passes have left something.
+type summing struct {
+	kernels.Launcher
 	figures, gradients map[int]int
 }
 
-func (k *endings) MergeKasminaRecords(s gpu.Stream, left []kernels.KasminaRecords) error {
-	k.figures[len(left)-count(left, kernels.KasminaRecords{})]++
-	return k.kernelSet.MergeKasminaRecords(s, left)
-}
-
-func (k *endings) AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts) error {
-	k.gradients[len(left)-count(left, kernels.KasminaParts{})]++
-	return k.kernelSet.AddKasminaParts(s, left)
+func (k *summing) Launch(s gpu.Stream, params any) error {
+	switch p := params.(type) {
+	case kernels.MergeKasminaRecords:
+		k.figures[len(p.All)-count(values(p.All), kernels.KasminaRecords{})]++
+	case kernels.SumKasminaParts:
+		k.gradients[len(p.All)-count(values(p.All), kernels.KasminaParts{})]++
+	}
+	return k.Launcher.Launch(s, params)
 }
 
 func count[E comparable](all []E, e E) (n int) {
@@ -194,9 +197,9 @@ func count[E comparable](all []E, e E) (n int) {
 	return n
 }
 
-// TestKasminaEnds wants the ends of all Kasmina passes to be made together, as far as they measure, but by each pass where a monitor
+// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure, but by each pass where a monitor
 // times it.
-func TestKasminaEnds(t *testing.T) {
+func TestKasminaSums(t *testing.T) {
 	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
 	seeds := []int{8, 4, 2}
 	for name, c := range map[string]struct {
@@ -210,15 +213,9 @@ func TestKasminaEnds(t *testing.T) {
 		"with a monitor": {[]state.Telemetry{production, production, off}, 2, []MachineOption{WithMonitor(2)}},
 	} {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		k, chain := &endings{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
-		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), func(c *machineConfig) error {
-			inner := c.kernels
-			c.kernels = func(ctx gpu.Context) (set kernelSet, err error) {
-				k.kernelSet, err = inner(ctx)
-				return k, err
-			}
-			return nil
-		})...)
+		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
+		wrap := withKernels(func(inner kernels.Launcher) kernels.Launcher { k.Launcher = inner; return k })
+		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
 		if err != nil {
 			t.Fatal(err)
 		}
