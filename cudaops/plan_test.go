@@ -95,7 +95,7 @@ func TestRoom(t *testing.T) {
 		what  string
 		bytes int
 		spent bool
-	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + run.WorkspaceBytes, false}} {
+	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + run.WorkspaceBytes + 64<<10, false}} {
 		m, got := train(t, c.bytes)
 		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent || m.runner.Program.Roomy != c.spent {
 			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed, m.runner.Program.Roomy)

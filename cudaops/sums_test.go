@@ -59,6 +59,8 @@ const partsMemory = 64 << 20
 func TestSums(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
+	pass := kernels.RMSNormBackward{D: 1 << 20, Type: gpu.Float32} // whose parts take so many bytes a column
+	each := pass.WorkspaceBytes(fake.New(fake.Config{}).Devices()[0]) / pass.D
 	for _, c := range []struct {
 		name           string
 		norms, rows, d int
@@ -70,8 +72,8 @@ func TestSums(t *testing.T) {
 		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
 		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1, opts: []MachineOption{WithAccumulation()}},
 		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 4, rows: 1, d: partsMemory/4/2 - 64, launches: 2, compiled: true},
-		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/4 + 64, launches: 3, compiled: true},
+		{name: "much memory", norms: 4, rows: 1, d: partsMemory/each/2 - 64, launches: 2, compiled: true},
+		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/each + 64, launches: 3, compiled: true},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
