@@ -1,8 +1,6 @@
 package lower
 
 import (
-	"slices"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -62,15 +60,6 @@ func (c *compiler) chooseWay(f fusion) (*kernels.Way, int, error) {
 		return nil, 0, err
 	}
 	return &ways[i-1], choice, nil
-}
-
-// split returns the calls that add adds, and takes them out of the program again.
-func (c *compiler) split(add func()) []*program.Call {
-	from := len(c.Calls)
-	add()
-	calls := slices.Clone(c.Calls[from:])
-	c.Calls = c.Calls[:from]
-	return calls
 }
 
 // fusedCall is a call in place of a product and what is done with its result.
