@@ -3,6 +3,7 @@ package kernels
 import (
 	"fmt"
 	"math"
+	"slices"
 	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -46,12 +47,6 @@ func (v AttentionVariant) String() string {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
 	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused"}[v]
-}
-
-// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
-type Rows struct {
-	Ptr    gpu.Ptr
-	Stride int
 }
 
 // attentionParams is attention::Params of attention.cuh.
@@ -332,4 +327,112 @@ func (c *attentionCall) section(k *Kernels, heads, others int) int {
 
 func (p *attentionParams) bytes() []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(p)), unsafe.Sizeof(*p))
+}
+
+// Attention computes Y and LSE of Q, K and V.
+type Attention struct {
+	AttentionShape
+	Y, Q, K, V Rows
+	LSE        gpu.Ptr
+	Type       gpu.DType
+	Way        Way
+}
+
+// AttentionBackward computes DQ, DK and DV. Stats is memory of WorkspaceBytes.
+type AttentionBackward struct {
+	AttentionShape
+	DQ, DK, DV, G, Q, K, V, Y Rows
+	Stats, LSE                gpu.Ptr
+	Type                      gpu.DType
+	Way                       Way
+}
+
+// AttentionDocuments makes the table of documents.
+type AttentionDocuments struct {
+	Table      gpu.Ptr
+	Starts     Ints
+	Batch, Seq int
+}
+
+// variant is the attention that a way is.
+func (w Way) variant() AttentionVariant {
+	for v := range attentionVariants {
+		if v.String() == w.Family {
+			return v
+		}
+	}
+	return AttentionAuto
+}
+
+// shape is that of [Tuned].
+func (a Attention) shape() AttentionShape {
+	a.Variant = a.Way.variant()
+	return a.AttentionShape
+}
+
+// shape is that of [Tuned].
+func (a AttentionBackward) shape() AttentionShape {
+	a.Variant = a.Way.variant()
+	return a.AttentionShape
+}
+
+// describe is the geometry, and the distances of the matrices' rows.
+func (a AttentionShape) describe(t gpu.DType, matrices ...Rows) string {
+	s := fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)
+	s += with(a.Causal, "causal") + with(a.Cos != 0, "turned") + with(a.Documents != 0, "documents") +
+		with(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
+	for _, m := range matrices {
+		s += fmt.Sprintf(" %d", m.Stride)
+	}
+	return s
+}
+
+// Shape is the geometry of heads and rows.
+func (a Attention) Shape() string { return a.describe(a.Type, a.Y, a.Q, a.K, a.V) }
+
+// Shape is the geometry of heads and rows.
+func (a AttentionBackward) Shape() string {
+	return a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
+}
+
+// Units is that of [Tuned].
+func (a Attention) Units() []string { return attentionUnits }
+
+// Units is that of [Tuned].
+func (a AttentionBackward) Units() []string { return attentionUnits }
+
+var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
+	"attention_hopper_fused", "attention_hopper_fused64"}
+
+// Computes is that of [Tuned].
+func (a Attention) Computes() bool { return true }
+
+// Computes is that of [Tuned].
+func (a AttentionBackward) Computes() bool { return true }
+
+// WorkspaceBytes is the size of Stats.
+func (a AttentionBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).AttentionStatsBytes(a.AttentionShape, a.Type)
+}
+
+// AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+func (k *Kernels) AttentionVariants(a AttentionShape, t gpu.DType, rows ...Rows) []AttentionVariant {
+	variants := []AttentionVariant{AttentionPlain}
+	if !a.tensorCores(t, rows) {
+		return variants
+	}
+	variants = []AttentionVariant{AttentionMMA, AttentionPlain}
+	if k.info.Capability() == 90 {
+		variants = []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain}
+		if a.HeadDim <= 64 { // above, AttentionHopper is the same
+			variants = slices.Insert(variants, 1, AttentionHopperFused)
+		}
+	}
+	return variants
+}
+
+// tensorCores reports whether the variants that use these take the arguments.
+func (a AttentionShape) tensorCores(t gpu.DType, rows []Rows) bool {
+	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
+		!slices.ContainsFunc(rows, func(r Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
 }

@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 	"sort"
+	"sync"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -92,28 +93,25 @@ func (c *attentionCall) evenSection(k *Kernels, heads, tiles, others int, out ha
 	if !c.Causal || out == onDemand && heads*tiles > k.info.SMs*worksToEven {
 		return limit
 	}
-	sms := k.info.SMs
-	if out == inTurns { // of launchHopper's blocks
-		sms = k.info.SMs
+	key := sectionKey{heads, tiles, limit, k.info.SMs, out}
+	if best, ok := sections.Load(key); ok {
+		return best.(int)
 	}
-	key := sectionKey{heads, tiles, limit, sms, out}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	best, ok := k.sections[key]
-	if !ok {
-		least := math.MaxInt
-		for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-			if longest := out.longest(heads, tiles, n, sms); longest < least {
-				best, least = n, longest
-			}
+	best, least := 0, math.MaxInt
+	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
+		if longest := out.longest(heads, tiles, n, k.info.SMs); longest < least {
+			best, least = n, longest
 		}
-		k.sections[key] = best
 	}
+	sections.Store(key, best)
 	return best
 }
 
 // On demand, the last of more works than that for each multiprocessor hardly count.
 const worksToEven = 256
+
+// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
+var sections sync.Map
 
 type sectionKey struct {
 	heads, tiles, limit, sms int

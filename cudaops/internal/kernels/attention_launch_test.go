@@ -77,21 +77,6 @@ func TestAttentionSections(t *testing.T) {
 	}
 }
 
-// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
-func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, gpu.Ptr) {
-	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
-		SharedPerBlock: sharedPerBlock}
-	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, AnyKernel: true}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p, err := c.Alloc(1 << 20)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return New(c), c.(*fake.Context), p
-}
-
 func TestAttentionPicksVariants(t *testing.T) {
 	for _, gpu := range []struct {
 		capability, shared int

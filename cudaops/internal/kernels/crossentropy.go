@@ -4,19 +4,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Ints is an array of int32 or int64 on the device.
-type Ints struct {
-	Ptr  gpu.Ptr
-	Wide bool // int64
-}
-
-func (i Ints) size() int {
-	if i.Wide {
-		return 8
-	}
-	return 4
-}
-
 // CrossEntropyScale sets the float32 at scale to 1/(number of the targets that are at least 0), which the other functions
 // multiply by.
 func (k *Kernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets Ints, rows int) error {
@@ -82,4 +69,23 @@ func (k *Kernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a CrossEntropy
 	}
 	l := args().Ptr(out).Ptr(a.Logits).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.size()).Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
 	return k.launch(s, "crossentropy", "cross_entropy_backward"+suf, line(a.Rows, longRowThreads(a.V, a.Type)), l)
+}
+
+// CrossEntropyScale computes Scale = 1/(number of targets).
+type CrossEntropyScale struct {
+	Scale   gpu.Ptr
+	Targets Ints
+	Rows    int
+}
+
+// CrossEntropyMean computes Mean = Scale·Σ Losses.
+type CrossEntropyMean struct {
+	Mean, Losses, Scale gpu.Ptr
+	Rows                int
+}
+
+// CrossEntropyBackward writes the gradient of the logits to Out.
+type CrossEntropyBackward struct {
+	CrossEntropy
+	Out gpu.Ptr
 }

@@ -9,18 +9,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// classes is random targets below v, about one in eight of them negative, the first one not.
-func (g *rig) classes(rows, v int) []int {
-	ids := make([]int, rows)
-	for i := range ids {
-		ids[i] = g.rand.IntN(v)
-		if i > 0 && g.rand.IntN(8) == 0 {
-			ids[i] = -1 - g.rand.IntN(100)
-		}
-	}
-	return ids
-}
-
 func TestCrossEntropy(t *testing.T) {
 	g := newRig(t)
 	for i, shape := range [][2]int{{1, 1}, {5, 3}, {64, 256}, {33, 1001}, {20, 50304}, {7, 50257}} {

@@ -193,12 +193,35 @@ func (k *Kernels) Fill(s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType) e
 	return k.elementwise(s, "fill"+suf, n, 16/t.Size(), args().Ptr(y).Float32(float32(v)).Int64(int64(n)))
 }
 
-// suffixes is the name of a kernel that has one type for each of two arguments.
-func suffixes(op, kernel string, y, x gpu.DType) (string, error) {
-	sy, err := suffix(op, y)
-	if err != nil {
-		return "", err
-	}
-	sx, err := suffix(op, x)
-	return kernel + sy + sx, err
+// Unary computes Y[i] = f(X[i], P) for N elements.
+type Unary struct {
+	Op   UnaryOp
+	Y, X gpu.Ptr
+	P    float64
+	N    int
+	Type gpu.DType
+}
+
+// Binary computes Y[i] = f(A, B) for N elements.
+type Binary struct {
+	Op   BinaryOp
+	Y    gpu.Ptr
+	A, B Operand
+	N    int
+	Type gpu.DType
+}
+
+// Cast computes Y[i] = X[i] for N elements.
+type Cast struct {
+	Y, X         gpu.Ptr
+	YType, XType gpu.DType
+	N            int
+}
+
+// Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements.
+type Axpby struct {
+	Y, X         gpu.Ptr
+	YType, XType gpu.DType
+	Alpha, Beta  float64
+	N            int
 }

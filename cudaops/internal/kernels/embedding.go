@@ -140,3 +140,8 @@ func (k *Kernels) sumGroups(s gpu.Stream, a EmbeddingBackward, types string) err
 	}
 	return nil
 }
+
+// WorkspaceBytes is the size of Workspace.
+func (a EmbeddingBackward) WorkspaceBytes(gpu.DeviceInfo) int {
+	return EmbeddingWorkspace(a.Rows, a.Vocab, a.D)
+}

@@ -193,3 +193,23 @@ func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
 	}
 	return t
 }
+
+// Shape is rows, F and D.
+func (a SiLUProduct) Shape() string { return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) }
+
+// Shape is rows, F and D.
+func (a SiLUProductBackward) Shape() string {
+	return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) + with(a.KeepsH, "without h")
+}
+
+// Units is that of [Tuned].
+func (a SiLUProduct) Units() []string { return []string{"gemm_hopper", "silu"} }
+
+// Units is that of [Tuned].
+func (a SiLUProductBackward) Units() []string { return []string{"gemm_hopper", "silu"} }
+
+// Computes is that of [Tuned].
+func (a SiLUProduct) Computes() bool { return true }
+
+// Computes is that of [Tuned].
+func (a SiLUProductBackward) Computes() bool { return true }

@@ -102,3 +102,25 @@ func (k *Kernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) error
 	l := args().Ptr(x).Ptr(factors).Int32(rows).Int32(d)
 	return k.launch(s, "gemm_hopper_loss", "gemm_hopper_loss_scale", line(ceilDiv(rows, lossWarps), 32*lossWarps), l)
 }
+
+// ScaleRows multiplies each row of X [Rows, D] by its factor.
+type ScaleRows struct {
+	X, Factors gpu.Ptr
+	Rows, D    int
+}
+
+// Shape is rows, vocabulary and features.
+func (a LinearCrossEntropy) Shape() string {
+	return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type)
+}
+
+// Units is that of [Tuned].
+func (a LinearCrossEntropy) Units() []string { return []string{"gemm_hopper_loss", "crossentropy"} }
+
+// Computes is that of [Tuned].
+func (a LinearCrossEntropy) Computes() bool { return true }
+
+// WorkspaceBytes is the size of Workspace.
+func (a LinearCrossEntropy) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).LinearCrossEntropyWorkspace(a.LinearCrossEntropyShape)
+}

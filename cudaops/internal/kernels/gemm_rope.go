@@ -98,3 +98,15 @@ func (k *Kernels) RoPEProduct(s gpu.Stream, a RoPEProduct) error {
 			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, turnedRows, 1}},
 		}}.launch(k, s)
 }
+
+// Shape is the product's sizes, and what is turned.
+func (a RoPEProduct) Shape() string {
+	return fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.RoPEProductShape.Rows, a.Columns, a.D,
+		a.Turned, a.HeadDim, a.Seq, a.Type) + with(a.Float8, "of float8")
+}
+
+// Units is that of [Tuned].
+func (a RoPEProduct) Units() []string { return []string{"gemm_hopper_rope", "rope"} }
+
+// Computes is that of [Tuned].
+func (a RoPEProduct) Computes() bool { return true }

@@ -130,13 +130,6 @@ func (k KasminaState) Encode(dst []byte, seed func(i int) KasminaSeed) error {
 	return nil
 }
 
-func bit(b bool) uint32 {
-	if b {
-		return 1
-	}
-	return 0
-}
-
 // KasminaLayer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
 // with Seeds and Slots those of the state.
 type KasminaLayer struct {
@@ -471,4 +464,20 @@ func (k *Kernels) KasminaBackward(s gpu.Stream, b KasminaBackward) error {
 		norms = -1
 	}
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
+}
+
+// Whole is the pass with its figures.
+func (f KasminaForward) Whole() any {
+	if f.Records != nil {
+		*f.Records, f.Records = KasminaRecords{}, nil
+	}
+	return f
+}
+
+// Whole is the pass with its gradients and figures.
+func (b KasminaBackward) Whole() any {
+	if b.Parts != nil {
+		*b.Parts, b.Parts = KasminaParts{}, nil
+	}
+	return b
 }

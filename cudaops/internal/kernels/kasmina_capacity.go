@@ -255,3 +255,25 @@ func (g mixGrid) bytes(l KasminaLayer, w KasminaWide, weights gpu.Ptr, vectors, 
 		Int32(int(bit(l.Stability == KasminaStrict))).Int32(int(bit(vectors))).Float32(float32(l.Eps)).Float32(large).
 		Int32(0).Packed() // to a multiple of 8 bytes
 }
+
+// KasminaWideForward is KasminaForward for a layer with wide slots.
+type KasminaWideForward struct {
+	KasminaForward
+	KasminaWide
+}
+
+// KasminaWideBackward is KasminaBackward for a layer with wide slots.
+type KasminaWideBackward struct {
+	KasminaBackward
+	KasminaWide
+}
+
+// WorkspaceBytes is the size of KasminaWide's Workspace.
+func (f KasminaWideForward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).KasminaWideWorkspace(f.KasminaLayer, f.KasminaWide, false)
+}
+
+// WorkspaceBytes is the size of KasminaWide's Workspace.
+func (b KasminaWideBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).KasminaWideWorkspace(b.KasminaLayer, b.KasminaWide, true)
+}

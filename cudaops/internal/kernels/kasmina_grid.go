@@ -290,3 +290,13 @@ func (k *Kernels) kasminaWorkspace(l KasminaLayer, use kasminaUse) (bytes int) {
 	}
 	return bytes
 }
+
+// WorkspaceBytes is the size of Workspace.
+func (f KasminaForward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).KasminaForwardWorkspace(f.KasminaLayer)
+}
+
+// WorkspaceBytes is the size of Workspace.
+func (b KasminaBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).KasminaBackwardWorkspace(b.KasminaLayer, b.Clip)
+}

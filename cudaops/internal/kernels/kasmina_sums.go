@@ -126,3 +126,21 @@ func (k *Kernels) kasminaSlots(s gpu.Stream, left []KasminaParts) error {
 	grid.Z = len(left)
 	return k.kasminaSum(s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a, len(left))
 }
+
+// MergeKasminaRecords makes figures of what forward passes have left.
+type MergeKasminaRecords struct{ All []*KasminaRecords }
+
+// SumKasminaParts makes gradients and figures of what backward passes have left.
+type SumKasminaParts struct{ All []*KasminaParts }
+
+// Join returns one launch for both.
+func (p MergeKasminaRecords) Join(other any) (any, bool) {
+	o, ok := other.(MergeKasminaRecords)
+	return MergeKasminaRecords{slices.Concat(p.All, o.All)}, ok
+}
+
+// Join returns one launch for both.
+func (p SumKasminaParts) Join(other any) (any, bool) {
+	o, ok := other.(SumKasminaParts)
+	return SumKasminaParts{slices.Concat(p.All, o.All)}, ok
+}

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/kernels"
@@ -24,8 +25,6 @@ type Kernels struct {
 	mu      sync.Mutex
 	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is asked for
 	kernels map[key]*kernel
-	// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
-	sections map[sectionKey]int
 }
 
 type key struct{ unit, name string }
@@ -39,8 +38,7 @@ type kernel struct {
 
 // New returns the kernels for a context.
 func New(ctx gpu.Context) *Kernels {
-	return &Kernels{ctx: ctx, info: ctx.Device(), modules: map[string]gpu.Module{}, kernels: map[key]*kernel{},
-		sections: map[sectionKey]int{}}
+	return &Kernels{ctx: ctx, info: ctx.Device(), modules: map[string]gpu.Module{}, kernels: map[key]*kernel{}}
 }
 
 // Close unloads them. No kernel may be running.
@@ -236,3 +234,55 @@ func checkInts(op string, sizes ...int) (empty bool, err error) {
 	}
 	return checkSizes(op, sizes...)
 }
+
+func bit(b bool) uint32 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// tableBytes is the memory of rows.
+func tableBytes[T any](rows []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
+}
+
+// suffixes is the name of a kernel that has one type for each of two arguments.
+func suffixes(op, kernel string, y, x gpu.DType) (string, error) {
+	sy, err := suffix(op, y)
+	if err != nil {
+		return "", err
+	}
+	sx, err := suffix(op, x)
+	return kernel + sy + sx, err
+}
+
+// Ints is an array of int32 or int64 on the device.
+type Ints struct {
+	Ptr  gpu.Ptr
+	Wide bool // int64
+}
+
+func (i Ints) size() int {
+	if i.Wide {
+		return 8
+	}
+	return 4
+}
+
+// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
+type Rows struct {
+	Ptr    gpu.Ptr
+	Stride int
+}
+
+// with is some words where they hold.
+func with(holds bool, words string) string {
+	if holds {
+		return " " + words
+	}
+	return ""
+}
+
+// sized is kernels of a device that only say how much memory they would take there.
+func sized(d gpu.DeviceInfo) *Kernels { return &Kernels{info: d} }

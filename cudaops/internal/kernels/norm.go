@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"strconv"
 
@@ -28,9 +29,6 @@ type RMSNorm struct {
 
 // across is the threads that hold a row, so many packs of 16 bytes each.
 func (a RMSNorm) across(packs int) int { return ceilDiv(a.D, 32*packs*vector(a.Type)) * 32 }
-
-// heldThreads is the most threads of a block that holds rows in registers, and heldPacks how many packs each of them holds.
-const heldThreads = 512
 
 var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
 
@@ -361,4 +359,48 @@ func (k *Kernels) normBackwardAny(s gpu.Stream, a RMSNormBackward, suf string) (
 		return blocks, err
 	}
 	return blocks, k.Quantize(s, Quantize{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D, Type: a.Type})
+}
+
+// SumRMSNormParts adds up what backward passes have left.
+type SumRMSNormParts struct{ All []*RMSNormParts }
+
+// Join returns one launch for both.
+func (p SumRMSNormParts) Join(other any) (any, bool) {
+	o, ok := other.(SumRMSNormParts)
+	return SumRMSNormParts{slices.Concat(p.All, o.All)}, ok
+}
+
+// Whole is the pass with its weights' gradient, for whose parts the later launch then has nothing to do.
+func (a RMSNormBackward) Whole() any {
+	if a.Parts != nil {
+		*a.Parts, a.Parts = RMSNormParts{}, nil
+	}
+	return a
+}
+
+// Shape is rows and columns, and what else the pass does.
+func (a RMSNorm) Shape() string {
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, with(a.Residual != 0, "with residual"), with(a.Y8 != 0, "and float8"))
+}
+
+// Shape is rows and columns, and what else the pass does.
+func (a RMSNormBackward) Shape() string {
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, with(a.Add != 0, "with sum"), with(a.DX8 != 0, "and float8"))
+}
+
+// Units are where the kernels are.
+func (a RMSNorm) Units() []string { return []string{"norm"} }
+
+// Units is that of [Tuned].
+func (a RMSNormBackward) Units() []string { return []string{"norm"} }
+
+// Computes reports whether arithmetic bounds the launch.
+func (a RMSNorm) Computes() bool { return false }
+
+// Computes is that of [Tuned].
+func (a RMSNormBackward) Computes() bool { return false }
+
+// WorkspaceBytes is the size of Workspace.
+func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).RMSNormWorkspace(a.D, a.Type)
 }

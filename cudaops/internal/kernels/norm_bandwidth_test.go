@@ -3,8 +3,6 @@ package kernels
 import (
 	"fmt"
 	"testing"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // TestNormBandwidth runs every way, of long and of short rows, on two sets of arrays in turn.
@@ -54,15 +52,4 @@ func (g *rig) normBandwidth(rows, d int) {
 		a.Way = w
 		return g.RMSNormBackward(g.stream, a)
 	})
-}
-
-// large returns n numbers for measuring, which repeat.
-func (g *rig) large(n int, t gpu.DType) *buffer {
-	g.Helper()
-	one, _ := g.normal(1<<16, t, 0)
-	b := g.alloc(n, t, 0)
-	for at := 0; at < b.bytes(); at += one.bytes() {
-		g.must(g.ctx.CopyOnDevice(b.Offset(at), one.Ptr, min(one.bytes(), b.bytes()-at), g.stream))
-	}
-	return b
 }

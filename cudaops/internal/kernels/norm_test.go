@@ -111,3 +111,38 @@ func (g *rig) rmsNormBackward(rows, d int, dt gpu.DType, add bool, skew int, sam
 	g.near("dw", dw, wantW, backward(dwType))
 	return len(ways)
 }
+
+// TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits of a launch each.
+func TestRMSNormPartsTogether(t *testing.T) {
+	g := newRig(t)
+	shapes := [][2]int{{2003, 768}, {50, 32}, {333, 2048}, {700, 4099}, {1, 8}, {300, 4096}}
+	var left []RMSNormParts
+	var sums []*buffer
+	var want [][]float64
+	for i := range rmsNormPartsMost + 9 {
+		rows, d := shapes[i%len(shapes)][0], shapes[i%len(shapes)][1]
+		x, _ := g.normal(rows*d, bf16, 0)
+		dy, _ := g.normal(rows*d, bf16, 0)
+		w, _ := g.normal(d, f32, 0)
+		rstd, _ := g.normal(rows, f32, 0)
+		a := RMSNormBackward{DX: g.alloc(rows*d, bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: bf16, DWType: f32,
+			Workspace: g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0).Ptr}
+		if i%11 == 0 {
+			a.DWType = bf16
+		}
+		single, dw := g.alloc(d, a.DWType, 0), g.alloc(d, a.DWType, 0)
+		a.DW = single.Ptr
+		g.must(g.RMSNormBackward(g.stream, a))
+		want = append(want, g.read(single))
+		a.DW, a.Parts = dw.Ptr, new(RMSNormParts)
+		g.must(g.RMSNormBackward(g.stream, a))
+		left, sums = append(left, *a.Parts), append(sums, dw)
+	}
+	left = append(left, RMSNormParts{}) // of a pass over no rows
+	g.must(g.AddRMSNormParts(g.stream, left))
+	for i, dw := range sums {
+		if got := g.read(dw); !slices.Equal(got, want[i]) {
+			t.Errorf("weights %d, of %d: their gradient differs", i, len(got))
+		}
+	}
+}

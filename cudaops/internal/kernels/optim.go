@@ -246,3 +246,34 @@ func (k *Kernels) MuonDirection(s gpu.Stream, control, squares gpu.Ptr, t *Table
 func (k *Kernels) MuonApply(s gpu.Stream, control gpu.Ptr, t *Table) error {
 	return k.launch(s, "muon", "muon_apply", line(t.Chunks, optimThreads), t.args(control))
 }
+
+// GradSquares sets Squares to sums of squares of a table's gradients, one for each chunk.
+type GradSquares struct {
+	Squares gpu.Ptr
+	Table   *Table
+}
+
+// GradNorm finishes a control block from Count sums of squares.
+type GradNorm struct {
+	Control, Squares, Scale gpu.Ptr
+	Count                   int
+}
+
+// AdamW updates a table's tensors.
+type AdamW struct {
+	Control gpu.Ptr
+	Table   *Table
+}
+
+// MuonDirection updates momenta and leaves directions. Squares is workspace of Table.Chunks float32.
+type MuonDirection struct {
+	Control, Squares gpu.Ptr
+	Table            *Table
+	Nesterov         bool
+}
+
+// MuonApply updates a table's tensors from every tensor's Result.
+type MuonApply struct {
+	Control gpu.Ptr
+	Table   *Table
+}

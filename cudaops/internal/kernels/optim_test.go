@@ -309,3 +309,19 @@ func TestTableChunks(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestNormSameBits wants the norm of gradients to be the same in every bit, run after run.
+func TestNormSameBits(t *testing.T) {
+	g := newRig(t)
+	table, squares := g.table([]*parameter{g.parameter(3001, 768, bf16, bf16)})
+	norms := map[float32]bool{}
+	for range 6 {
+		control := g.control(Control{GradScale: 1})
+		g.must(g.GradSquares(g.stream, squares, table))
+		g.must(g.GradNorm(g.stream, control, squares, table.Chunks, 0))
+		norms[float32(g.readControl(control).Norm)] = true
+	}
+	if len(norms) != 1 {
+		t.Errorf("norms %v", norms)
+	}
+}

@@ -147,3 +147,11 @@ func (k *Kernels) QuantizeColumns(s gpu.Stream, a QuantizeColumns) error {
 	l = args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(sections).Int32(a.Rows).Int32(a.D)
 	return k.launch(s, "quantize", "quantize_columns"+suf, c, l)
 }
+
+// WorkspaceBytes is the size of Workspace.
+func (a QuantizeColumns) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return sized(d).QuantizeColumnsWorkspace(a.Rows, a.D)
+}
+
+// heldThreads is the most threads of a block that holds rows in registers.
+const heldThreads = 512

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -128,11 +127,6 @@ func stripsOf(weights []QuantizeWeight, i int) (strips []weightStrip) {
 	return strips
 }
 
-// tableBytes is the memory of rows.
-func tableBytes[T any](rows []T) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
-}
-
 // Free gives the table's memory back.
 func (t *QuantizeTable) Free() error {
 	var errs []error
@@ -153,3 +147,6 @@ func (k *Kernels) QuantizeWeights(s gpu.Stream, t *QuantizeTable) error {
 	}
 	return k.launch(s, "quantize_weights", "quantize_weights", line(t.blocks, weightThreads), args().Ptr(t.weights).Ptr(t.strips))
 }
+
+// QuantizeWeights makes the float8 of a table's weights.
+type QuantizeWeights struct{ Table *QuantizeTable }

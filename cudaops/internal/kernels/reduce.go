@@ -141,3 +141,6 @@ func (k *Kernels) FirstNonFinite(s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DT
 	blocks := min(ceilDiv(n, 256*vector(t)), 8*k.info.SMs)
 	return k.launch(s, "reduce", "first_nonfinite"+suf, line(blocks, 256), args().Ptr(first).Ptr(x).Int64(int64(n)))
 }
+
+// WorkspaceBytes is the size of Workspace.
+func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int { return sized(d).ReduceWorkspace(a) }

@@ -143,17 +143,6 @@ func TestSoftmax(t *testing.T) {
 	}
 }
 
-// contiguous is the strides of a tensor without gaps.
-func contiguous(dims []int) []int {
-	s := make([]int, len(dims))
-	n := 1
-	for i := len(dims) - 1; i >= 0; i-- {
-		s[i] = n
-		n *= dims[i]
-	}
-	return s
-}
-
 func TestCopy(t *testing.T) {
 	g := newRig(t)
 	check := func(name string, dims, ys, xs []int, skew int) {

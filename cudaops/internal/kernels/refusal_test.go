@@ -9,22 +9,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
-func fakeKernels(t *testing.T) (*Kernels, gpu.Context) {
-	t.Helper()
-	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	k := New(ctx)
-	t.Cleanup(func() {
-		if err := k.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return k, ctx
-}
-
 func TestRefusals(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	const s, huge, fp8 = gpu.Stream(0), 1 << 31, gpu.Float8E4M3
@@ -34,7 +18,7 @@ func TestRefusals(t *testing.T) {
 		"kernels.Fill: elements are of type float8e4m3":     k.Fill(s, 0, 0, 1, fp8),
 		"kernels.Fill: a size is negative":                  k.Fill(s, 0, 0, -1, f32),
 		"kernels.Cast: elements are of type float8e4m3":     k.Cast(s, 0, f32, 0, fp8, 1),
-		"kernels.Unary: there is no function":               k.Unary(s, unaryOps, 0, 0, 0, 1, f32),
+		"kernels.Unary: there is no function":               k.Unary(s, 1000, 0, 0, 0, 1, f32),
 		"kernels.Binary: there is no function":              k.Binary(s, -1, 0, Operand{}, Operand{}, 1, f32),
 		"kernels.Binary: a size is negative":                k.Binary(s, Add, 0, Operand{Period: -1}, Operand{}, 1, f32),
 		"kernels.RMSNorm: a size is above":                  k.RMSNorm(s, RMSNorm{Rows: huge, D: 1}),

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
@@ -398,4 +399,69 @@ func (g *rig) copyRate() float64 {
 		g.Logf("a copy of 2 GiB moves %.0f GB/s", copyRates.rate)
 	})
 	return copyRates.rate
+}
+
+// classes is random targets below v, about one in eight of them negative, the first one not.
+func (g *rig) classes(rows, v int) []int {
+	ids := make([]int, rows)
+	for i := range ids {
+		ids[i] = g.rand.IntN(v)
+		if i > 0 && g.rand.IntN(8) == 0 {
+			ids[i] = -1 - g.rand.IntN(100)
+		}
+	}
+	return ids
+}
+
+// large returns n numbers for measuring, which repeat.
+func (g *rig) large(n int, t gpu.DType) *buffer {
+	g.Helper()
+	one, _ := g.normal(1<<16, t, 0)
+	b := g.alloc(n, t, 0)
+	for at := 0; at < b.bytes(); at += one.bytes() {
+		g.must(g.ctx.CopyOnDevice(b.Offset(at), one.Ptr, min(one.bytes(), b.bytes()-at), g.stream))
+	}
+	return b
+}
+
+// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
+func fakeAttention(t *testing.T, capability, sharedPerBlock int) (*Kernels, *fake.Context, gpu.Ptr) {
+	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
+		SharedPerBlock: sharedPerBlock}
+	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := c.Alloc(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return New(c), c.(*fake.Context), p
+}
+
+// fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
+func fakeKernels(t *testing.T) (*Kernels, gpu.Context) {
+	t.Helper()
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := New(ctx)
+	t.Cleanup(func() {
+		if err := k.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return k, ctx
+}
+
+// contiguous is the strides of a tensor without gaps.
+func contiguous(dims []int) []int {
+	s := make([]int, len(dims))
+	n := 1
+	for i := len(dims) - 1; i >= 0; i-- {
+		s[i] = n
+		n *= dims[i]
+	}
+	return s
 }

@@ -39,3 +39,17 @@ func (k *Kernels) softmax(s gpu.Stream, op, name string, ps []gpu.Ptr, rows, n i
 	}
 	return k.launch(s, "softmax", name+"_block"+suf, line(rows, longRowThreads(n, t)), l.Int32(n))
 }
+
+// Softmax computes Y of X, Rows of N elements.
+type Softmax struct {
+	Y, X    gpu.Ptr
+	Rows, N int
+	Type    gpu.DType
+}
+
+// SoftmaxBackward computes DX from Softmax's Y and its gradient G.
+type SoftmaxBackward struct {
+	DX, G, Y gpu.Ptr
+	Rows, N  int
+	Type     gpu.DType
+}

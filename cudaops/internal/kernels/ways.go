@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/kernels"
 )
 
@@ -31,28 +30,6 @@ func (w Way) of(op string, ways []Way) (Way, error) {
 		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w, ways)
 	}
 	return w, nil
-}
-
-// AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
-func (k *Kernels) AttentionVariants(a AttentionShape, t gpu.DType, rows ...Rows) []AttentionVariant {
-	variants := []AttentionVariant{AttentionPlain}
-	if !a.tensorCores(t, rows) {
-		return variants
-	}
-	variants = []AttentionVariant{AttentionMMA, AttentionPlain}
-	if k.info.Capability() == 90 {
-		variants = []AttentionVariant{AttentionHopper, AttentionMMA, AttentionPlain}
-		if a.HeadDim <= 64 { // above, AttentionHopper is the same
-			variants = slices.Insert(variants, 1, AttentionHopperFused)
-		}
-	}
-	return variants
-}
-
-// tensorCores reports whether the variants that use these take the arguments.
-func (a AttentionShape) tensorCores(t gpu.DType, rows []Rows) bool {
-	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
-		!slices.ContainsFunc(rows, func(r Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
 }
 
 // Build tells one build of some units from another.
