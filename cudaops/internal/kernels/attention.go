@@ -354,8 +354,8 @@ type AttentionDocuments struct {
 	Batch, Seq int
 }
 
-// variant is the attention that a way is.
-func (w Way) variant() AttentionVariant {
+// variantOf is the attention that a way is.
+func variantOf(w Way) AttentionVariant {
 	for v := range attentionVariants {
 		if v.String() == w.Family {
 			return v
@@ -366,13 +366,13 @@ func (w Way) variant() AttentionVariant {
 
 // shape is that of [Tuned].
 func (a Attention) shape() AttentionShape {
-	a.Variant = a.Way.variant()
+	a.Variant = variantOf(a.Way)
 	return a.AttentionShape
 }
 
 // shape is that of [Tuned].
 func (a AttentionBackward) shape() AttentionShape {
-	a.Variant = a.Way.variant()
+	a.Variant = variantOf(a.Way)
 	return a.AttentionShape
 }
 
@@ -435,4 +435,32 @@ func (k *Kernels) AttentionVariants(a AttentionShape, t gpu.DType, rows ...Rows)
 func (a AttentionShape) tensorCores(t gpu.DType, rows []Rows) bool {
 	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
 		!slices.ContainsFunc(rows, func(r Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
+}
+
+// Launch enqueues the forward pass.
+func (a Attention) Launch(k *Kernels, s gpu.Stream) error {
+	return k.Attention(s, a.shape(), a.Y, a.LSE, a.Q, a.K, a.V, a.Type)
+}
+
+// Launch enqueues the backward pass.
+func (a AttentionBackward) Launch(k *Kernels, s gpu.Stream) error {
+	return k.AttentionBackward(s, a.shape(), a.DQ, a.DK, a.DV, a.Stats, a.G, a.Q, a.K, a.V, a.Y, a.LSE, a.Type)
+}
+
+// Ways lists the ways that take the launch.
+func (a Attention) Ways(k *Kernels) (ways []Way) {
+	for _, v := range k.AttentionVariants(a.shape(), a.Type, a.Y, a.Q, a.K, a.V) {
+		if v != AttentionHopperFused { // whose forward pass is AttentionHopper's
+			ways = append(ways, Way{Family: v.String()})
+		}
+	}
+	return ways
+}
+
+// Ways lists the ways that take the launch.
+func (a AttentionBackward) Ways(k *Kernels) (ways []Way) {
+	for _, v := range k.AttentionVariants(a.shape(), a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y) {
+		ways = append(ways, Way{Family: v.String()})
+	}
+	return ways
 }

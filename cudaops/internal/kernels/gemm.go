@@ -213,3 +213,11 @@ func (a SiLUProduct) Computes() bool { return true }
 
 // Computes is that of [Tuned].
 func (a SiLUProductBackward) Computes() bool { return true }
+
+// Ways lists the ways that take the launch.
+func (a SiLUProduct) Ways(k *Kernels) []Way { return k.SiLUProductWays(a.Rows, a.F, a.D, a.Type) }
+
+// Ways lists the ways that take the launch.
+func (a SiLUProductBackward) Ways(k *Kernels) []Way {
+	return k.SiLUProductWays(a.Rows, a.F, a.D, a.Type)
+}

@@ -124,3 +124,8 @@ func (a LinearCrossEntropy) Computes() bool { return true }
 func (a LinearCrossEntropy) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return sized(d).LinearCrossEntropyWorkspace(a.LinearCrossEntropyShape)
 }
+
+// Ways lists the ways that take the launch.
+func (a LinearCrossEntropy) Ways(k *Kernels) []Way {
+	return k.LinearCrossEntropyWays(a.LinearCrossEntropyShape, a.Type)
+}

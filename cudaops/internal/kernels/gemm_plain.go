@@ -84,3 +84,6 @@ func (k *Kernels) Product(s gpu.Stream, a Product) error {
 	g.matrices = []gemmMatrix{{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}}, right, result, added}
 	return g.launch(k, s)
 }
+
+// Ways lists the ways that take the launch.
+func (a Product) Ways(k *Kernels) []Way { return k.ProductWays(a.ProductShape, a.Type) }

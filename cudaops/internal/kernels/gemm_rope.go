@@ -110,3 +110,6 @@ func (a RoPEProduct) Units() []string { return []string{"gemm_hopper_rope", "rop
 
 // Computes is that of [Tuned].
 func (a RoPEProduct) Computes() bool { return true }
+
+// Ways lists the ways that take the launch.
+func (a RoPEProduct) Ways(k *Kernels) []Way { return k.RoPEProductWays(a.RoPEProductShape, a.Type) }

@@ -144,3 +144,13 @@ func (p SumKasminaParts) Join(other any) (any, bool) {
 	o, ok := other.(SumKasminaParts)
 	return SumKasminaParts{slices.Concat(p.All, o.All)}, ok
 }
+
+// Launch enqueues it.
+func (a MergeKasminaRecords) Launch(k *Kernels, s gpu.Stream) error {
+	return k.MergeKasminaRecords(s, values(a.All))
+}
+
+// Launch enqueues it.
+func (a SumKasminaParts) Launch(k *Kernels, s gpu.Stream) error {
+	return k.AddKasminaParts(s, values(a.All))
+}

@@ -286,3 +286,34 @@ func with(holds bool, words string) string {
 
 // sized is kernels of a device that only say how much memory they would take there.
 func sized(d gpu.DeviceInfo) *Kernels { return &Kernels{info: d} }
+
+// Launch is a structure that says what a kernel is to do.
+type Launch interface {
+	Launch(k *Kernels, s gpu.Stream) error
+}
+
+// Launch enqueues what a structure says.
+func (k *Kernels) Launch(s gpu.Stream, params any) error {
+	l, ok := params.(Launch)
+	if !ok {
+		return fmt.Errorf("kernels: there is no launch of a %T", params)
+	}
+	return l.Launch(k, s)
+}
+
+// Ways lists the ways that take a launch, the one that should be fastest first. It is empty where
+// there is nothing to choose.
+func (k *Kernels) Ways(params any) []Way {
+	if c, ok := params.(interface{ Ways(*Kernels) []Way }); ok {
+		return c.Ways(k)
+	}
+	return nil
+}
+
+func values[T any](all []*T) []T {
+	v := make([]T, len(all))
+	for i, p := range all {
+		v[i] = *p
+	}
+	return v
+}

@@ -404,3 +404,20 @@ func (a RMSNormBackward) Computes() bool { return false }
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return sized(d).RMSNormWorkspace(a.D, a.Type)
 }
+
+// Ways lists the ways that take the launch.
+func (a RMSNorm) Ways(k *Kernels) []Way {
+	ways, _ := k.RMSNormWays(a) // an error comes back from the launch
+	return ways
+}
+
+// Ways lists the ways that take the launch.
+func (a RMSNormBackward) Ways(k *Kernels) []Way {
+	ways, _ := k.RMSNormBackwardWays(a)
+	return ways
+}
+
+// Launch enqueues it.
+func (a SumRMSNormParts) Launch(k *Kernels, s gpu.Stream) error {
+	return k.AddRMSNormParts(s, values(a.All))
+}

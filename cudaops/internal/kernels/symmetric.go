@@ -75,3 +75,11 @@ func (k *Kernels) Symmetric(s gpu.Stream, a Symmetric) error {
 	l.Shared = symmetricStages * (2*gemmDepth*(gemmRows+right) + 16)
 	return k.launch(s, "gemm_symmetric", kernel, l, launch)
 }
+
+// Ways lists the ways that take the launch.
+func (a Symmetric) Ways(k *Kernels) []Way {
+	if !k.TakesSymmetric(a.SymmetricShape, a.Type) {
+		return nil
+	}
+	return []Way{{Family: "half"}}
+}

@@ -44,3 +44,10 @@ func (k *Kernels) Build(units ...string) string {
 	}
 	return build
 }
+
+// Tuned is a launch that can be done in several ways: what its Way is.
+type Tuned interface {
+	Shape() string   // for people, and to tell times apart
+	Units() []string // where its kernels are
+	Computes() bool  // arithmetic, not memory, bounds it
+}

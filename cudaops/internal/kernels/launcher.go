@@ -1,0 +1,19 @@
+package kernels
+
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// Launcher launches kernels: [Kernels], or what stands in for it in tests.
+type Launcher interface {
+	// Launch enqueues what a structure of this package says.
+	Launch(s gpu.Stream, params any) error
+	// Ways lists the ways that take a launch, the one that should be fastest first and the plain one,
+	// whose result counts as right, last. It is empty where there is nothing to choose.
+	Ways(params any) []Way
+	NewTable(tensors []OptimTensor) (*Table, error)
+	NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, error)
+	// Build tells one build of some units from another.
+	Build(units ...string) string
+	Close() error
+}
