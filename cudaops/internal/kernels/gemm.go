@@ -64,7 +64,7 @@ func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // SiLUProduct launches one kernel.
 func (k *Kernels) SiLUProduct(s gpu.Stream, a SiLUProduct) error {
-	c := gateCall{op: "SiLUProduct", kernel: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
+	c := gateCall{op: "SiLUProduct", symbol: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
 	f := uint64(a.F)
 	return c.launch(k, s, []gemmMatrix{
 		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
@@ -76,7 +76,7 @@ func (k *Kernels) SiLUProduct(s gpu.Stream, a SiLUProduct) error {
 
 // SiLUProductBackward launches one kernel.
 func (k *Kernels) SiLUProductBackward(s gpu.Stream, a SiLUProductBackward) error {
-	c := gateCall{op: "SiLUProductBackward", kernel: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D,
+	c := gateCall{op: "SiLUProductBackward", symbol: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D,
 		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
 	part := [3]uint32{gateColumns / gateParts, 1, 16}
@@ -97,7 +97,7 @@ func (k *Kernels) SiLUProductBackward(s gpu.Stream, a SiLUProductBackward) error
 // gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and, if that is
 // not null, h.
 type gateCall struct {
-	op, kernel    string
+	op, symbol    string
 	rows, f, d    int
 	dtype         gpu.DType
 	way           Way
@@ -120,7 +120,7 @@ func (c gateCall) launch(k *Kernels, s gpu.Stream, matrices []gemmMatrix) error 
 	if err != nil {
 		return err
 	}
-	g := gemmLaunch{unit: "gemm_hopper", kernel: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
+	g := gemmLaunch{unit: "gemm_hopper", symbol: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
 		elements: c.rows * c.f, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
 		params: args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
 	if c.stored != c.ab {
@@ -133,7 +133,7 @@ func (c gateCall) launch(k *Kernels, s gpu.Stream, matrices []gemmMatrix) error 
 
 // gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
 type gemmLaunch struct {
-	unit, kernel    string
+	unit, symbol    string
 	threads, shared int
 	params          *gpu.Args
 	dtype           gpu.DType

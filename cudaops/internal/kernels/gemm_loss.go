@@ -77,7 +77,7 @@ func (k *Kernels) LinearCrossEntropy(s gpu.Stream, a LinearCrossEntropy) error {
 	if err := k.launch(s, unit, "gemm_hopper_loss_shift", line(ceilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
 		return err
 	}
-	product := gemmLaunch{unit: unit, kernel: "gemm_hopper_loss_bf16", threads: 384, dtype: gpu.BFloat16, stored: a.Terms,
+	product := gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", threads: 384, dtype: gpu.BFloat16, stored: a.Terms,
 		elements: a.Rows * a.V, shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
 		matrices: []gemmMatrix{

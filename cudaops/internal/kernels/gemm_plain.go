@@ -61,11 +61,11 @@ func (k *Kernels) Product(s gpu.Stream, a Product) error {
 	if a.Float8 { // two are an element
 		d, shared = d/2, shared+factorBytes(plainColumns)
 	}
-	kernel, depth, columns := "gemm_hopper_plain_nn", uint64(d), uint64(a.Columns)
+	symbol, depth, columns := "gemm_hopper_plain_nn", uint64(d), uint64(a.Columns)
 	right := gemmMatrix{a.W, [3]int{a.Columns, d, 1}, [2]uint64{columns, 8}, [3]uint32{64, gemmDepth, 1}}
 	if a.TransW {
-		if kernel = "gemm_hopper_plain_nt"; a.Float8 {
-			kernel = "gemm_hopper_plain_f8"
+		if symbol = "gemm_hopper_plain_nt"; a.Float8 {
+			symbol = "gemm_hopper_plain_f8"
 		}
 		right = gemmMatrix{a.W, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}
 	}
@@ -74,13 +74,13 @@ func (k *Kernels) Product(s gpu.Stream, a Product) error {
 	g := gemmLaunch{unit: "gemm_hopper_plain", threads: 384, dtype: a.Type, shared: shared,
 		params: args().Ptr(a.ScaleX).Ptr(a.ScaleW).Int32(a.Rows).Int32(a.Columns).Int32(d).Int32(gemmSection)}
 	if a.C != 0 {
-		kernel += "_add"
+		symbol += "_add"
 		added.ptr = a.C
 	}
 	if a.C != a.Y { // else what is stored to would be lost
 		g.stored, g.elements = a.Y, a.Rows*a.Columns
 	}
-	g.kernel = kernel + suf
+	g.kernel = symbol + suf
 	g.matrices = []gemmMatrix{{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}}, right, result, added}
 	return g.launch(k, s)
 }

@@ -83,13 +83,13 @@ func (k *Kernels) RoPEProduct(s gpu.Stream, a RoPEProduct) error {
 	if err != nil {
 		return err
 	}
-	tile, d, kernel := turnedTiles[a.HeadDim], a.D, fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
+	tile, d, symbol := turnedTiles[a.HeadDim], a.D, fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
 	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
 	if a.Float8 { // two are an element
-		d, shared, kernel = d/2, shared+factorBytes(tile.columns), fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
+		d, shared, symbol = d/2, shared+factorBytes(tile.columns), fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
 	}
 	depth := uint64(d)
-	return gemmLaunch{unit: "gemm_hopper_rope", kernel: kernel, threads: 384,
+	return gemmLaunch{unit: "gemm_hopper_rope", symbol: symbol, threads: 384,
 		shared: shared, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
 		params: args().Ptr(a.Angles).Ptr(a.ScaleX).Ptr(a.ScaleWeights).Int32(a.Rows).Int32(a.Columns).Int32(d).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{

@@ -121,11 +121,11 @@ func (k *Kernels) mixGrid(l KasminaLayer, w KasminaWide, arrays int) (g mixGrid)
 func mixPadded(n int) int { return ceilDiv(n, 4) * 4 }
 
 // name is that of a kernel for where the weights are.
-func (g mixGrid) name(kernel, suffix string) string {
+func (g mixGrid) name(symbol, suffix string) string {
 	if g.resident {
-		return kernel + "_near" + suffix
+		return symbol + "_near" + suffix
 	}
-	return kernel + "_far" + suffix
+	return symbol + "_far" + suffix
 }
 
 // mixScratch is the workspace of a pass.

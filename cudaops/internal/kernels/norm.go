@@ -330,11 +330,11 @@ func (k *Kernels) normBackward(s gpu.Stream, a RMSNormBackward, suf string) (int
 	if w.Family == "any" {
 		return k.normBackwardAny(s, a, suf)
 	}
-	c, kernel := gpu.LaunchConfig{}, "rmsnorm_backward"
+	c, symbol := gpu.LaunchConfig{}, "rmsnorm_backward"
 	if w.Family == "own" {
 		var name string
 		name, c, _ = k.own(a)
-		kernel += name
+		symbol += name
 	} else if c, _, err = k.walk(a, suf, w.Size); err != nil {
 		return 0, err
 	}
@@ -343,7 +343,7 @@ func (k *Kernels) normBackward(s gpu.Stream, a RMSNormBackward, suf string) (int
 		l.Ptr(a.DX8).Ptr(a.Scale8)
 	}
 	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
-	return c.Grid.X, k.launch(s, "norm", a.kernel(kernel)+suf, c, l)
+	return c.Grid.X, k.launch(s, "norm", a.kernel(symbol)+suf, c, l)
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.

@@ -58,7 +58,7 @@ type siluShape struct {
 	dtype                       gpu.DType
 }
 
-func (k *Kernels) silu(s gpu.Stream, op, kernel string, a siluShape, backward bool, l *gpu.Args, ps ...gpu.Ptr) error {
+func (k *Kernels) silu(s gpu.Stream, op, symbol string, a siluShape, backward bool, l *gpu.Args, ps ...gpu.Ptr) error {
 	suf, err := suffix(op, a.dtype)
 	if err != nil {
 		return err
@@ -89,5 +89,5 @@ func (k *Kernels) silu(s gpu.Stream, op, kernel string, a siluShape, backward bo
 	if backward {
 		l.Int64(int64(a.gradStride))
 	}
-	return k.launch(s, "silu", kernel+variant+suf, line(ceilDiv(packs, 2*256), 256), l)
+	return k.launch(s, "silu", symbol+variant+suf, line(ceilDiv(packs, 2*256), 256), l)
 }

@@ -51,9 +51,9 @@ func (k *Kernels) Symmetric(s gpu.Stream, a Symmetric) error {
 	for row := gemmCluster * gemmRows; row < a.N+gemmCluster*gemmRows; row += gemmCluster * gemmRows {
 		clusters += ceilDiv(min(row, a.N), symmetricColumns)
 	}
-	kernel, right := "gemm_symmetric", symmetricColumns
+	symbol, right := "gemm_symmetric", symmetricColumns
 	if a.Tall {
-		kernel, right = "gemm_symmetric_tall", ceilDiv(right, 64)*64
+		symbol, right = "gemm_symmetric_tall", ceilDiv(right, 64)*64
 	}
 	launch := args().Struct(args().Ptr(a.D).Ptr(a.C).Int32(a.N).Int32(a.Depth).Int32(clusters).Float32(a.Alpha).Float32(a.Beta).
 		Float32(a.Delta).Packed(), 8)
@@ -73,7 +73,7 @@ func (k *Kernels) Symmetric(s gpu.Stream, a Symmetric) error {
 	l := line(clusters*a.Batch*gemmCluster, 384)
 	l.Cluster, l.Overlap = gpu.Dim{X: gemmCluster}, k.overlaps()
 	l.Shared = symmetricStages * (2*gemmDepth*(gemmRows+right) + 16)
-	return k.launch(s, "gemm_symmetric", kernel, l, launch)
+	return k.launch(s, "gemm_symmetric", symbol, l, launch)
 }
 
 // Ways lists the ways that take the launch.
