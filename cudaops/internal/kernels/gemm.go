@@ -87,7 +87,7 @@ func (k *Kernels) SiLUProductBackward(s gpu.Stream, a SiLUProductBackward) error
 		{a.DAB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
 	}
 	if a.H == 0 {
-		c.kernel += "_without_h"
+		c.symbol += "_without_h"
 	} else {
 		matrices = append(matrices, gemmMatrix{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}})
 	}
@@ -120,7 +120,7 @@ func (c gateCall) launch(k *Kernels, s gpu.Stream, matrices []gemmMatrix) error 
 	if err != nil {
 		return err
 	}
-	g := gemmLaunch{unit: "gemm_hopper", symbol: c.kernel + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
+	g := gemmLaunch{unit: "gemm_hopper", symbol: c.symbol + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
 		elements: c.rows * c.f, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
 		params: args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
 	if c.stored != c.ab {
@@ -167,7 +167,7 @@ func (g gemmLaunch) launch(k *Kernels, s gpu.Stream) error {
 	}
 	l := line(gemmCluster, g.threads)
 	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
-	n, err := k.clusters(g.unit, g.kernel, l)
+	n, err := k.clusters(g.unit, g.symbol, l)
 	if err != nil {
 		return err
 	}
@@ -177,7 +177,7 @@ func (g gemmLaunch) launch(k *Kernels, s gpu.Stream) error {
 			return err
 		}
 	}
-	return k.launch(s, g.unit, g.kernel, l, a)
+	return k.launch(s, g.unit, g.symbol, l, a)
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {

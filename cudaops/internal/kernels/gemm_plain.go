@@ -80,7 +80,7 @@ func (k *Kernels) Product(s gpu.Stream, a Product) error {
 	if a.C != a.Y { // else what is stored to would be lost
 		g.stored, g.elements = a.Y, a.Rows*a.Columns
 	}
-	g.kernel = symbol + suf
+	g.symbol = symbol + suf
 	g.matrices = []gemmMatrix{{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}}, right, result, added}
 	return g.launch(k, s)
 }
