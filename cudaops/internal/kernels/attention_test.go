@@ -305,7 +305,7 @@ type attentionRun struct {
 }
 
 // fillTiles writes numbers of which each million is alike: drawing them all would take longer than the tests.
-func (b *buffer) fillTiles(g *rig) {
+func (g *rig) fillTiles(b *buffer) {
 	tile, _ := g.normal(min(b.n, 1<<20), b.dtype, 0)
 	for i := 0; i < b.n; i += tile.n {
 		size := min(tile.n, b.n-i) * b.dtype.Size()
@@ -319,14 +319,14 @@ func (c attentionCase) benchmark(g *rig) attentionRun {
 	d := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
 	y, dy := c.matrices(g, 0, queryWidth)[0], c.matrices(g, 0, queryWidth)[0]
 	for _, m := range append(in, dy) {
-		m.buf.fillTiles(g)
+		g.fillTiles(m.buf)
 	}
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
 	lse, stats := g.alloc(c.Batch*c.Seq*c.Heads, f32, 0), g.alloc(g.AttentionStatsBytes(c.AttentionShape, c.dtype)/4, f32, 0)
 	a := c.AttentionShape
 	if c.turned {
 		angles := g.alloc(c.Seq*c.HeadDim, f32, 0)
-		angles.fillTiles(g)
+		g.fillTiles(angles)
 		a.Cos, a.Sin = angles.Ptr, angles.Ptr.Offset(4*c.Seq*c.HeadDim/2)
 	}
 	a.Documents = c.documents(g)

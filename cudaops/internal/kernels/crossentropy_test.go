@@ -21,7 +21,7 @@ func TestCrossEntropy(t *testing.T) {
 				}
 				logits, xr := g.upload(x, dt, i%2)
 				ids := g.classes(rows, v)
-				targets := Ints{g.uploadInts(ids, 4+4*(i%2)), i%2 == 1}
+				targets := Ints{Ptr: g.uploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
 				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's gradient.
 				grad, gr := g.upload([]float64{1024 * (1 + g.rand.Float64())}, f32, 0)
 				losses, lse := g.alloc(rows, f32, 0), g.alloc(rows, f32, 0)
@@ -92,7 +92,7 @@ func TestCrossEntropyRows(t *testing.T) {
 	for i, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {
 		g.scope(fmt.Sprint(rows), func(g *rig) {
 			ids := g.classes(rows, 1000)
-			targets := Ints{g.uploadInts(ids, 4+4*(i%2)), i%2 == 1}
+			targets := Ints{Ptr: g.uploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
 			losses, values := g.normal(rows, f32, 0)
 			scale, mean, again := g.alloc(1, f32, 0), g.alloc(1, f32, 0), g.alloc(1, f32, 0)
 			g.must(g.CrossEntropyScale(g.stream, scale.Ptr, targets, rows))
@@ -124,7 +124,7 @@ func TestEmbedding(t *testing.T) {
 				for i := range ids {
 					ids[i] = min(g.rand.IntN(c.vocab), g.rand.IntN(c.vocab)) // some more often than others
 				}
-				dids := Ints{g.uploadInts(ids, 4+4*(i%2)), i%2 == 1}
+				dids := Ints{Ptr: g.uploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
 				table, tr := g.normal(c.vocab*c.d, tt, i%2)
 				y := g.alloc(c.rows*c.d, yt, i%2)
 				g.must(g.Embedding(g.stream, Embedding{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d,

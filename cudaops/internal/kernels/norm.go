@@ -49,13 +49,13 @@ func (a RMSNorm) heldWays() (ways []Way) {
 		if a.Residual == 0 && across > 128 {
 			usual = max(1, heldThreads/across)
 		}
-		ways = append(ways, Way{family, usual})
+		ways = append(ways, Way{Family: family, Size: usual})
 		if len(ways) > 1 {
 			continue
 		}
 		for _, rows := range []int{1, 2, 4} {
 			if rows != usual && 64 <= rows*across && rows*across <= heldThreads {
-				ways = append(ways, Way{family, rows})
+				ways = append(ways, Way{Family: family, Size: rows})
 			}
 		}
 	}
@@ -302,7 +302,7 @@ func (k *Kernels) RMSNormBackwardWays(a RMSNormBackward) (ways []Way, err error)
 			return nil, err
 		}
 		if fits && c.Grid.X != grid { // else it is the same launch
-			ways = append(ways, Way{"rows", blocks})
+			ways = append(ways, Way{Family: "rows", Size: blocks})
 			grid = c.Grid.X
 		}
 	}
