@@ -98,7 +98,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 // configOf gathers the options.
 func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.NewLauncher(ctx), nil }}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")

@@ -19,7 +19,7 @@ func (c attentionCase) documents(g *rig) gpu.Ptr {
 	}
 	n := c.Batch * c.Seq
 	starts, table := g.alloc(2*n, f32, 0), g.alloc(AttentionDocumentsBytes(c.Batch, c.Seq)/4, f32, 0)
-	from, raw := Ints{starts.Ptr, n%2 == 0}, gpu.Bytes(c.starts)
+	from, raw := Ints{Ptr: starts.Ptr, Wide: n%2 == 0}, gpu.Bytes(c.starts)
 	if from.Wide {
 		wide := make([]int64, n)
 		for i, v := range c.starts {

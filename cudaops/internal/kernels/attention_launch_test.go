@@ -87,7 +87,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 		k, c, p := fakeAttention(t, gpu.capability, gpu.shared)
 		for _, dim := range []int{40, 64, 72, 96, 104, 128, 136} {
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
-			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			q, kv := Rows{Ptr: p, Stride: 4 * dim}, Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range storageTypes {
 				c.ClearTrace()
 				if err := k.Attention(0, a, q, p, q, kv, kv, dt); err != nil {
@@ -139,7 +139,7 @@ func TestAttentionWorkspace(t *testing.T) {
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64}, {129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
 		seq := x.seq
 		a := AttentionShape{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true, Variant: AttentionHopperFused}
-		q, kv := Rows{p, 4 * x.dim}, Rows{p, 2 * x.dim}
+		q, kv := Rows{Ptr: p, Stride: 4 * x.dim}, Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
 		if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
 			t.Fatal(err)
@@ -167,7 +167,7 @@ func TestAttentionFused64(t *testing.T) {
 	k, c, p := fakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
 		a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: AttentionHopperFused}
-		q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+		q, kv := Rows{Ptr: p, Stride: 4 * dim}, Rows{Ptr: p, Stride: 2 * dim}
 		if !slices.Contains(k.AttentionVariants(a, bf16, q, kv), a.Variant) {
 			t.Errorf("head dimension %d: %v is not among the variants", dim, a.Variant)
 		}
@@ -211,7 +211,7 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 				continue
 			}
 			a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: v, Documents: table}
-			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			q, kv := Rows{Ptr: p, Stride: 4 * dim}, Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
 			if err := k.AttentionDocuments(0, table, Ints{Ptr: p}, 2, 100); err != nil {
 				t.Fatal(err)
@@ -241,7 +241,7 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 func TestAttentionRefusals(t *testing.T) {
 	k, c, p := fakeAttention(t, 89, 99<<10)
 	ok := AttentionShape{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
-	row, out := Rows{p, 16}, Rows{p.Offset(512), 16}
+	row, out := Rows{Ptr: p, Stride: 16}, Rows{Ptr: p.Offset(512), Stride: 16}
 	for what, change := range map[string]func(a *AttentionShape, y *Rows, t *gpu.DType){
 		"type":      func(_ *AttentionShape, _ *Rows, t *gpu.DType) { *t = gpu.Float8E4M3 },
 		"heads":     func(a *AttentionShape, _ *Rows, _ *gpu.DType) { a.KVHeads = 3 },
@@ -276,7 +276,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 				a.Cos, a.Sin = p, p
 			}
 			c.ClearTrace()
-			q, kv := Rows{p, 4 * dim}, Rows{p, 2 * dim}
+			q, kv := Rows{Ptr: p, Stride: 4 * dim}, Rows{Ptr: p, Stride: 2 * dim}
 			if err := k.AttentionBackward(0, a, q, kv, kv, p, q, q, kv, kv, q, p, bf16); err != nil {
 				t.Fatal(err)
 			}
@@ -303,7 +303,7 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	defer func() { gpu.Poison = before }()
 	k, c, p := fakeAttention(t, 90, 227<<10)
 	a := AttentionShape{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: 128, Causal: true}
-	q, kv := Rows{p, 4 * a.HeadDim}, Rows{p, 2 * a.HeadDim}
+	q, kv := Rows{Ptr: p, Stride: 4 * a.HeadDim}, Rows{Ptr: p, Stride: 2 * a.HeadDim}
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.ClearTrace()

@@ -50,7 +50,7 @@ func (c attentionCase) matrices(g *rig, nobodys int, widths ...int) []matrix {
 	if !c.packed {
 		for i, w := range widths {
 			b := g.alloc(rows*w, c.dtype, c.skew)
-			parts[i] = matrix{Rows{b.Ptr, w}, b, 0, w, rows}
+			parts[i] = matrix{Rows{Ptr: b.Ptr, Stride: w}, b, 0, w, rows}
 		}
 		return parts
 	}
@@ -61,7 +61,7 @@ func (c attentionCase) matrices(g *rig, nobodys int, widths ...int) []matrix {
 	b := g.alloc(rows*stride, c.dtype, c.skew)
 	first := 0
 	for i, w := range widths {
-		parts[i] = matrix{Rows{b.Ptr.Offset(first * c.dtype.Size()), stride}, b, first, w, rows}
+		parts[i] = matrix{Rows{Ptr: b.Ptr.Offset(first * c.dtype.Size()), Stride: stride}, b, first, w, rows}
 		first += w
 	}
 	return parts

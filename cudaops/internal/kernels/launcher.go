@@ -17,3 +17,18 @@ type Launcher interface {
 	Build(units ...string) string
 	Close() error
 }
+
+type launcher struct{ *Kernels }
+
+// New returns what launches all kernels of a context.
+func NewLauncher(ctx gpu.Context) Launcher { return launcher{New(ctx)} }
+
+// NewTable is that of package optimizer.
+func (l launcher) NewTable(tensors []OptimTensor) (*Table, error) {
+	return l.Kernels.NewTable(tensors)
+}
+
+// NewQuantizeTable is NewTable of package quantize.
+func (l launcher) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, error) {
+	return l.Kernels.NewQuantizeTable(weights)
+}
