@@ -42,7 +42,7 @@ func (g *rig) newLoss(s LinearCrossEntropyShape, ids []int, rows map[int][]float
 		size = 8
 	}
 	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr, Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
-		Targets: Ints{g.uploadInts(ids, size), wide}, Scale: scale.Ptr, Grad: grad.Ptr, LinearCrossEntropyShape: s,
+		Targets: Ints{Ptr: g.uploadInts(ids, size), Wide: wide}, Scale: scale.Ptr, Grad: grad.Ptr, LinearCrossEntropyShape: s,
 		Workspace: g.alloc(g.LinearCrossEntropyWorkspace(s)/4, f32, 0).Ptr, Type: bf16}
 	return l
 }
@@ -166,7 +166,7 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 			"d":       func(a *LinearCrossEntropy) { a.D = 516 },
 			"aligned": func(a *LinearCrossEntropy) { a.Terms += 8 },
 			"input":   func(a *LinearCrossEntropy) { a.X += 2 },
-			"way":     func(a *LinearCrossEntropy) { a.Way = Way{"fused", 3} },
+			"way":     func(a *LinearCrossEntropy) { a.Way = Way{Family: "fused", Size: 3} },
 		} {
 			a := ok
 			change(&a)

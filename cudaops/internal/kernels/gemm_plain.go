@@ -35,7 +35,7 @@ func (k *Kernels) ProductWays(a ProductShape, t gpu.DType) []Way {
 		min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit || a.Float8 && !(a.TransW && float8Product(a.Columns, a.D, t)) {
 		return nil
 	}
-	return []Way{{"hopper", plainColumns}}
+	return []Way{{Family: "hopper", Size: plainColumns}}
 }
 
 // Product launches one kernel.

@@ -90,7 +90,7 @@ func TestProductRefusals(t *testing.T) {
 			"input":   func(a *Product) { a.X += 2 },
 			"weights": func(a *Product) { a.W += 8 },
 			"added":   func(a *Product) { a.C += 4 },
-			"way":     func(a *Product) { a.Way = Way{"hopper", 64} },
+			"way":     func(a *Product) { a.Way = Way{Family: "hopper", Size: 64} },
 			"factors": func(a *Product) { a.ScaleX, a.ScaleW = p, p },
 		} {
 			a := ok

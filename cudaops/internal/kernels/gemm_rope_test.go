@@ -143,7 +143,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
 			"input":         func(a *RoPEProduct) { a.X += 2 },
 			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
-			"way":           func(a *RoPEProduct) { a.Way = Way{"fused", 128} },
+			"way":           func(a *RoPEProduct) { a.Way = Way{Family: "fused", Size: 128} },
 			"factors":       func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
 			"no factors":    func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
 			"float8, heads": func(a *RoPEProduct) { *a = of8(*a); a.HeadDim, a.Turned, a.Columns = 96, 96, 288 },

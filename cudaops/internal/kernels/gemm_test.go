@@ -122,7 +122,7 @@ func TestSiLUProductRefusals(t *testing.T) {
 			"type":    func(a *SiLUProduct) { a.Type = f32 },
 			"aligned": func(a *SiLUProduct) { a.H += 2 },
 			"input":   func(a *SiLUProduct) { a.X += 8 },
-			"way":     func(a *SiLUProduct) { a.Way = Way{"fused", 5} },
+			"way":     func(a *SiLUProduct) { a.Way = Way{Family: "fused", Size: 5} },
 		} {
 			a := ok
 			change(&a)
