@@ -4,9 +4,11 @@ import (
 	"math"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 // float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do not know.
@@ -44,33 +46,33 @@ func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
 	}
 }
 
-func (k *fakeKernels) Quantize(s gpu.Stream, a kernels.Quantize) error {
+func (k *fakeKernels) Quantize(s gpu.Stream, a quantize.Rows) error {
 	return k.launch(s, func(l *fake.Launch) { float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride)) })
 }
 
 func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
 
-func (k *fakeKernels) QuantizeColumns(s gpu.Stream, a kernels.QuantizeColumns) error {
+func (k *fakeKernels) QuantizeColumns(s gpu.Stream, a quantize.Columns) error {
 	return k.launch(s, func(l *fake.Launch) {
 		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
 		float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
 	})
 }
 
-func (k *fakeKernels) NewQuantizeTable(weights []kernels.QuantizeWeight) (*kernels.QuantizeTable, error) {
-	t, err := kernels.New(k.ctx).NewQuantizeTable(weights)
+func (k *fakeKernels) NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error) {
+	t, err := quantize.NewTable(kernel.New(k.ctx), weights)
 	if err == nil {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		if k.weights == nil {
-			k.weights = map[*kernels.QuantizeTable][]kernels.QuantizeWeight{}
+			k.weights = map[*quantize.Table][]quantize.Weight{}
 		}
 		k.weights[t] = weights
 	}
 	return t, err
 }
 
-func (k *fakeKernels) QuantizeWeights(s gpu.Stream, t *kernels.QuantizeTable) error {
+func (k *fakeKernels) QuantizeWeights(s gpu.Stream, t *quantize.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, w := range k.weights[t] {
 			float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))

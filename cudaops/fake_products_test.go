@@ -3,17 +3,18 @@ package cudaops
 import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // The products of this module's own of fakeKernels.
 
-func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused"}}
+func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernel.Way {
+	return []kernel.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) SiLUProduct(s gpu.Stream, a kernels.SiLUProduct) error {
+func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
 		cpu.Gemm(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
@@ -23,7 +24,7 @@ func (k *fakeKernels) SiLUProduct(s gpu.Stream, a kernels.SiLUProduct) error {
 	})
 }
 
-func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a kernels.SiLUProductBackward) error {
+func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a gemm.SiLUProductBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
 		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
@@ -38,17 +39,17 @@ func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a kernels.SiLUProductBac
 	})
 }
 
-func (k *fakeKernels) RoPEProductWays(kernels.RoPEProductShape, gpu.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused"}}
+func (k *fakeKernels) RoPEProductWays(gemm.RoPEProductShape, gpu.DType) []kernel.Way {
+	return []kernel.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) RoPEProduct(s gpu.Stream, a kernels.RoPEProduct) error {
+func (k *fakeKernels) RoPEProduct(s gpu.Stream, a gemm.RoPEProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h := a.HeadDim / 2
-		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, kernels.RoPEAnglesLen(a.Seq, h))
+		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
 		cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
 		for i := range cos {
-			at := kernels.RoPEAngleAt(i/h, i%h, h)
+			at := gemm.RoPEAngleAt(i/h, i%h, h)
 			cos[i], sin[i] = table[at], table[at+2]
 		}
 		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
@@ -60,9 +61,9 @@ func (k *fakeKernels) RoPEProduct(s gpu.Stream, a kernels.RoPEProduct) error {
 	})
 }
 
-func (k *fakeKernels) ProductWays(kernels.ProductShape, gpu.DType) []kernels.Way { return nil }
+func (k *fakeKernels) ProductWays(gemm.ProductShape, gpu.DType) []kernel.Way { return nil }
 
-func (k *fakeKernels) Product(s gpu.Stream, a kernels.Product) error {
+func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
 	return k.launch(s, func(l *fake.Launch) {
 		y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
 		if a.C != 0 {

@@ -9,6 +9,23 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -24,8 +41,8 @@ type fakeKernels struct {
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
 
-	tables  map[*kernels.Table][]kernels.OptimTensor
-	weights map[*kernels.QuantizeTable][]kernels.QuantizeWeight
+	tables  map[*optimizer.Table][]optimizer.Tensor
+	weights map[*quantize.Table][]quantize.Weight
 }
 
 // openFake returns a device of a fake driver, and the option that makes machines on it use fakeKernels.
@@ -82,51 +99,51 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 // Launch does what a structure says.
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
-	case kernels.Unary:
+	case elementwise.Unary:
 		return k.Unary(s, p.Op, p.Y, p.X, p.P, p.N, p.Type)
-	case kernels.Binary:
+	case elementwise.Binary:
 		return k.Binary(s, p.Op, p.Y, p.A, p.B, p.N, p.Type)
-	case kernels.Cast:
+	case elementwise.Cast:
 		return k.Cast(s, p.Y, p.YType, p.X, p.XType, p.N)
-	case kernels.Axpby:
+	case elementwise.Axpby:
 		return k.Axpby(s, p.Y, p.YType, p.Alpha, p.X, p.XType, p.Beta, p.N)
-	case kernels.Softmax:
+	case softmax.Forward:
 		return k.Softmax(s, p.Y, p.X, p.Rows, p.N, p.Type)
-	case kernels.SoftmaxBackward:
+	case softmax.Backward:
 		return k.SoftmaxBackward(s, p.DX, p.G, p.Y, p.Rows, p.N, p.Type)
-	case kernels.Attention:
-		return k.Attention(s, p.AttentionShape, p.Y, p.LSE, p.Q, p.K, p.V, p.Type)
-	case kernels.AttentionBackward:
-		return k.AttentionBackward(s, p.AttentionShape, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K, p.V, p.Y, p.LSE, p.Type)
-	case kernels.AttentionDocuments:
+	case attention.Forward:
+		return k.Attention(s, p.Geometry, p.Y, p.LSE, p.Q, p.K, p.V, p.Type)
+	case attention.Backward:
+		return k.AttentionBackward(s, p.Geometry, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K, p.V, p.Y, p.LSE, p.Type)
+	case attention.Documents:
 		return k.AttentionDocuments(s, p.Table, p.Starts, p.Batch, p.Seq)
-	case kernels.CrossEntropyScale:
+	case crossentropy.Scale:
 		return k.CrossEntropyScale(s, p.Scale, p.Targets, p.Rows)
-	case kernels.CrossEntropy:
+	case crossentropy.Forward:
 		return k.CrossEntropy(s, p)
-	case kernels.CrossEntropyMean:
+	case crossentropy.Mean:
 		return k.CrossEntropyMean(s, p.Mean, p.Losses, p.Scale, p.Rows)
-	case kernels.CrossEntropyBackward:
-		return k.CrossEntropyBackward(s, p.Out, p.CrossEntropy)
-	case kernels.RMSNorm:
+	case crossentropy.Backward:
+		return k.CrossEntropyBackward(s, p.Out, p.Forward)
+	case normkernel.RMSNorm:
 		return k.RMSNorm(s, p)
-	case kernels.RMSNormBackward:
+	case normkernel.RMSNormBackward:
 		return k.RMSNormBackward(s, p)
-	case kernels.SumRMSNormParts:
+	case normkernel.SumRMSNormParts:
 		return k.AddRMSNormParts(s, values(p.All))
-	case kernels.RoPE:
+	case rope.Rotate:
 		return k.RoPE(s, p)
-	case kernels.Embedding:
+	case embedding.Forward:
 		return k.Embedding(s, p)
-	case kernels.EmbeddingBackward:
+	case embedding.Backward:
 		return k.EmbeddingBackward(s, p)
-	case kernels.Reduce:
+	case reduce.Reduce:
 		return k.Reduce(s, p)
-	case kernels.Copy:
+	case layout.Copy:
 		return k.Copy(s, p)
-	case kernels.SiLUMul:
+	case silu.Mul:
 		return k.SiLUMul(s, p)
-	case kernels.SiLUMulBackward:
+	case silu.MulBackward:
 		return k.SiLUMulBackward(s, p)
 	}
 	return k.launchMore(s, params)
@@ -135,51 +152,51 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 // launchMore is Launch for products, optimisers and Kasmina layers.
 func (k *fakeKernels) launchMore(s gpu.Stream, params any) error {
 	switch p := params.(type) {
-	case kernels.SiLUProduct:
+	case gemm.SiLUProduct:
 		return k.SiLUProduct(s, p)
-	case kernels.SiLUProductBackward:
+	case gemm.SiLUProductBackward:
 		return k.SiLUProductBackward(s, p)
-	case kernels.RoPEProduct:
+	case gemm.RoPEProduct:
 		return k.RoPEProduct(s, p)
-	case kernels.LinearCrossEntropy:
+	case gemm.LinearCrossEntropy:
 		return k.LinearCrossEntropy(s, p)
-	case kernels.ScaleRows:
+	case gemm.ScaleRows:
 		return k.ScaleRows(s, p.X, p.Factors, p.Rows, p.D)
-	case kernels.Product:
+	case gemm.Product:
 		return k.Product(s, p)
-	case kernels.Quantize:
+	case quantize.Rows:
 		return k.Quantize(s, p)
-	case kernels.QuantizeColumns:
+	case quantize.Columns:
 		return k.QuantizeColumns(s, p)
-	case kernels.QuantizeWeights:
+	case quantize.Weights:
 		return k.QuantizeWeights(s, p.Table)
-	case kernels.Normalize:
+	case normalize.Forward:
 		return k.Normalize(s, p)
-	case kernels.NormalizeBackward:
+	case normalize.Backward:
 		return k.NormalizeBackward(s, p)
-	case kernels.Symmetric:
+	case gemm.Symmetric:
 		return k.Symmetric(s, p)
-	case kernels.GradSquares:
+	case optimizer.GradSquares:
 		return k.GradSquares(s, p.Squares, p.Table)
-	case kernels.GradNorm:
+	case optimizer.GradNorm:
 		return k.GradNorm(s, p.Control, p.Squares, p.Count, p.Scale)
-	case kernels.AdamW:
+	case optimizer.AdamW:
 		return k.AdamW(s, p.Control, p.Table)
-	case kernels.MuonDirection:
+	case optimizer.MuonDirection:
 		return k.MuonDirection(s, p.Control, p.Squares, p.Table, p.Nesterov)
-	case kernels.MuonApply:
+	case optimizer.MuonApply:
 		return k.MuonApply(s, p.Control, p.Table)
-	case kernels.KasminaForward:
+	case kasmina.Forward:
 		return k.KasminaForward(s, p)
-	case kernels.KasminaBackward:
+	case kasmina.Backward:
 		return k.KasminaBackward(s, p)
-	case kernels.KasminaWideForward:
-		return k.KasminaWideForward(s, p.KasminaForward, p.KasminaWide)
-	case kernels.KasminaWideBackward:
-		return k.KasminaWideBackward(s, p.KasminaBackward, p.KasminaWide)
-	case kernels.MergeKasminaRecords:
+	case kasmina.WideForward:
+		return k.KasminaWideForward(s, p.Forward, p.Wide)
+	case kasmina.WideBackward:
+		return k.KasminaWideBackward(s, p.Backward, p.Wide)
+	case kasmina.MergeRecords:
 		return k.MergeKasminaRecords(s, values(p.All))
-	case kernels.SumKasminaParts:
+	case kasmina.SumParts:
 		return k.AddKasminaParts(s, values(p.All))
 	}
 	return fmt.Errorf("the fake has no %T", params)
@@ -194,25 +211,25 @@ func values[T any](all []*T) []T {
 }
 
 // Ways are those of the kernels that the fake has.
-func (k *fakeKernels) Ways(params any) []kernels.Way {
+func (k *fakeKernels) Ways(params any) []kernel.Way {
 	switch p := params.(type) {
-	case kernels.SiLUProduct:
+	case gemm.SiLUProduct:
 		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
-	case kernels.SiLUProductBackward:
+	case gemm.SiLUProductBackward:
 		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
-	case kernels.RoPEProduct:
+	case gemm.RoPEProduct:
 		return k.RoPEProductWays(p.RoPEProductShape, p.Type)
-	case kernels.LinearCrossEntropy:
+	case gemm.LinearCrossEntropy:
 		return k.LinearCrossEntropyWays(p.LinearCrossEntropyShape, p.Type)
-	case kernels.Symmetric:
+	case gemm.Symmetric:
 		if k.TakesSymmetric(p.SymmetricShape, p.Type) {
-			return []kernels.Way{{Family: "half"}}
+			return []kernel.Way{{Family: "half"}}
 		}
 	}
 	return nil
 }
 
-func (k *fakeKernels) Unary(s gpu.Stream, op kernels.UnaryOp, y, x gpu.Ptr, p float64, n int, _ gpu.DType) error {
+func (k *fakeKernels) Unary(s gpu.Stream, op elementwise.UnaryOp, y, x gpu.Ptr, p float64, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out, in := fake.Slice[float32](l, y, n), fake.Slice[float32](l, x, n)
 		for i, v := range in {
@@ -221,59 +238,59 @@ func (k *fakeKernels) Unary(s gpu.Stream, op kernels.UnaryOp, y, x gpu.Ptr, p fl
 	})
 }
 
-func unaryReference(op kernels.UnaryOp, v, p float64) float64 {
+func unaryReference(op elementwise.UnaryOp, v, p float64) float64 {
 	switch op {
-	case kernels.Neg:
+	case elementwise.Neg:
 		return -v
-	case kernels.Abs:
+	case elementwise.Abs:
 		return math.Abs(v)
-	case kernels.Square:
+	case elementwise.Square:
 		return v * v
-	case kernels.Cube:
+	case elementwise.Cube:
 		return v * v * v
-	case kernels.Sqrt:
+	case elementwise.Sqrt:
 		return math.Sqrt(v)
-	case kernels.Inverse:
+	case elementwise.Inverse:
 		return 1 / v
-	case kernels.InverseSqrt:
+	case elementwise.InverseSqrt:
 		return 1 / math.Sqrt(v)
-	case kernels.Exp:
+	case elementwise.Exp:
 		return math.Exp(v)
-	case kernels.Expm1:
+	case elementwise.Expm1:
 		return math.Expm1(v)
-	case kernels.Log:
+	case elementwise.Log:
 		return math.Log(v)
-	case kernels.Log1p:
+	case elementwise.Log1p:
 		return math.Log1p(v)
-	case kernels.Log2:
+	case elementwise.Log2:
 		return math.Log2(v)
-	case kernels.Tanh:
+	case elementwise.Tanh:
 		return math.Tanh(v)
-	case kernels.Sigmoid:
+	case elementwise.Sigmoid:
 		return 1 / (1 + math.Exp(-v))
-	case kernels.Softplus:
+	case elementwise.Softplus:
 		return math.Log1p(math.Exp(v))
-	case kernels.Sin:
+	case elementwise.Sin:
 		return math.Sin(v)
-	case kernels.Cos:
+	case elementwise.Cos:
 		return math.Cos(v)
-	case kernels.Ceil:
+	case elementwise.Ceil:
 		return math.Ceil(v)
-	case kernels.Floor:
+	case elementwise.Floor:
 		return math.Floor(v)
-	case kernels.Sign:
+	case elementwise.Sign:
 		return truth(v > 0) - truth(v < 0)
-	case kernels.AddScalar:
+	case elementwise.AddScalar:
 		return v + p
-	case kernels.MulScalar:
+	case elementwise.MulScalar:
 		return v * p
-	case kernels.SubFrom:
+	case elementwise.SubFrom:
 		return p - v
-	case kernels.DivideInto:
+	case elementwise.DivideInto:
 		return p / v
-	case kernels.PowScalar:
+	case elementwise.PowScalar:
 		return math.Pow(v, p)
-	case kernels.PowOf:
+	case elementwise.PowOf:
 		return math.Pow(p, v)
 	}
 	return math.NaN() // the tests use no others
@@ -286,42 +303,42 @@ func truth(b bool) float64 {
 	return 0
 }
 
-func binaryReference(op kernels.BinaryOp, a, b float64) float64 {
+func binaryReference(op elementwise.BinaryOp, a, b float64) float64 {
 	switch op {
-	case kernels.Add:
+	case elementwise.Add:
 		return a + b
-	case kernels.Sub:
+	case elementwise.Sub:
 		return a - b
-	case kernels.Mul:
+	case elementwise.Mul:
 		return a * b
-	case kernels.Div:
+	case elementwise.Div:
 		return a / b
-	case kernels.Pow:
+	case elementwise.Pow:
 		return math.Pow(a, b)
-	case kernels.Maximum:
+	case elementwise.Maximum:
 		return math.Max(a, b)
-	case kernels.Minimum:
+	case elementwise.Minimum:
 		return math.Min(a, b)
-	case kernels.Less:
+	case elementwise.Less:
 		return truth(a < b)
-	case kernels.LessEqual:
+	case elementwise.LessEqual:
 		return truth(a <= b)
-	case kernels.Greater:
+	case elementwise.Greater:
 		return truth(a > b)
-	case kernels.GreaterEqual:
+	case elementwise.GreaterEqual:
 		return truth(a >= b)
-	case kernels.Equal:
+	case elementwise.Equal:
 		return truth(a == b)
-	case kernels.NotEqual:
+	case elementwise.NotEqual:
 		return truth(a != b)
 	}
 	return math.NaN()
 }
 
-func (k *fakeKernels) Binary(s gpu.Stream, op kernels.BinaryOp, y gpu.Ptr, a, b kernels.Operand, n int, _ gpu.DType) error {
+func (k *fakeKernels) Binary(s gpu.Stream, op elementwise.BinaryOp, y gpu.Ptr, a, b elementwise.Operand, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := fake.Slice[float32](l, y, n)
-		element := func(o kernels.Operand) func(int) float32 {
+		element := func(o elementwise.Operand) func(int) float32 {
 			period := n
 			if o.Period != 0 {
 				period = o.Period
@@ -366,7 +383,7 @@ func (k *fakeKernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows, n in
 	})
 }
 
-func (k *fakeKernels) Copy(s gpu.Stream, a kernels.Copy) error {
+func (k *fakeKernels) Copy(s gpu.Stream, a layout.Copy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		extent := func(strides []int) int {
 			last := 0
@@ -392,7 +409,7 @@ func (k *fakeKernels) Copy(s gpu.Stream, a kernels.Copy) error {
 
 func floatsAt(l *fake.Launch, p gpu.Ptr, n int) []float32 { return fake.Slice[float32](l, p, n) }
 
-func intsAt(l *fake.Launch, p kernels.Ints, n int) []int {
+func intsAt(l *fake.Launch, p kernel.Ints, n int) []int {
 	ids := make([]int, n)
 	for i, v := range fake.Slice[int64](l, p.Ptr, n) {
 		ids[i] = int(v)
@@ -416,7 +433,7 @@ func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64
 	})
 }
 
-func (k *fakeKernels) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
+func (k *fakeKernels) RMSNorm(s gpu.Stream, a normkernel.RMSNorm) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
 		x := floatsAt(l, a.X, n)
@@ -432,13 +449,13 @@ func (k *fakeKernels) RMSNorm(s gpu.Stream, a kernels.RMSNorm) error {
 	})
 }
 
-func (k *fakeKernels) RMSNormWays(kernels.RMSNorm) ([]kernels.Way, error) { return nil, nil }
+func (k *fakeKernels) RMSNormWays(normkernel.RMSNorm) ([]kernel.Way, error) { return nil, nil }
 
-func (k *fakeKernels) RMSNormBackwardWays(kernels.RMSNormBackward) ([]kernels.Way, error) {
+func (k *fakeKernels) RMSNormBackwardWays(normkernel.RMSNormBackward) ([]kernel.Way, error) {
 	return nil, nil
 }
 
-func (k *fakeKernels) AttentionVariants(kernels.AttentionShape, gpu.DType, ...kernels.Rows) []kernels.AttentionVariant {
+func (k *fakeKernels) AttentionVariants(attention.Geometry, gpu.DType, ...kernel.Rows) []attention.Variant {
 	return nil
 }
 
@@ -446,7 +463,7 @@ func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.J
 
 func (k *fakeKernels) RMSNormWorkspace(d int, _ gpu.DType) int { return 4 * d }
 
-func (k *fakeKernels) AddRMSNormParts(s gpu.Stream, left []kernels.RMSNormParts) error {
+func (k *fakeKernels) AddRMSNormParts(s gpu.Stream, left []normkernel.RMSNormParts) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, p := range left {
 			copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
@@ -454,15 +471,15 @@ func (k *fakeKernels) AddRMSNormParts(s gpu.Stream, left []kernels.RMSNormParts)
 	})
 }
 
-func (k *fakeKernels) AttentionStatsBytes(a kernels.AttentionShape, _ gpu.DType) int {
+func (k *fakeKernels) AttentionStatsBytes(a attention.Geometry, _ gpu.DType) int {
 	return 8 * a.Batch * a.Heads * a.Seq
 }
 
-func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) error {
+func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a normkernel.RMSNormBackward) error {
 	dw := a.DW
 	if a.Parts != nil {
 		dw = a.Workspace
-		*a.Parts = kernels.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
+		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
 	}
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
@@ -479,7 +496,7 @@ func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a kernels.RMSNormBackward) e
 	})
 }
 
-func (k *fakeKernels) RoPE(s gpu.Stream, a kernels.RoPE) error {
+func (k *fakeKernels) RoPE(s gpu.Stream, a rope.Rotate) error {
 	return k.launch(s, func(l *fake.Launch) {
 		width, h := a.Heads*a.HeadDim, a.HeadDim/2
 		cos, sin := floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
@@ -503,7 +520,7 @@ func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	return r
 }
 
-func (k *fakeKernels) SiLUMul(s gpu.Stream, a kernels.SiLUMul) error {
+func (k *fakeKernels) SiLUMul(s gpu.Stream, a silu.Mul) error {
 	return k.launch(s, func(l *fake.Launch) {
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
 		h := make([][]float32, a.Rows)
@@ -520,7 +537,7 @@ func (k *fakeKernels) SiLUMul(s gpu.Stream, a kernels.SiLUMul) error {
 	})
 }
 
-func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a kernels.SiLUMulBackward) error {
+func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
@@ -532,15 +549,15 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a kernels.SiLUMulBackward) e
 	})
 }
 
-func (k *fakeKernels) Embedding(s gpu.Stream, a kernels.Embedding) error {
+func (k *fakeKernels) Embedding(s gpu.Stream, a embedding.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)
 	})
 }
 
-func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a kernels.EmbeddingBackward) error {
+func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a embedding.Backward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		fake.Slice[byte](l, a.Workspace, kernels.EmbeddingWorkspace(a.Rows, a.Vocab, a.D))
+		fake.Slice[byte](l, a.Workspace, embedding.Workspace(a.Rows, a.Vocab, a.D))
 		dt := floatsAt(l, a.DT, a.Vocab*a.D)
 		old := slices.Clone(dt)
 		cpu.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
@@ -552,11 +569,11 @@ func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a kernels.EmbeddingBackwar
 	})
 }
 
-func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernels.Ints, rows int) error {
+func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernel.Ints, rows int) error {
 	return k.launch(s, func(l *fake.Launch) { floatsAt(l, scale, 1)[0] = 1 / float32(cpu.Targets(intsAt(l, targets, rows))) })
 }
 
-func (k *fakeKernels) CrossEntropy(s gpu.Stream, a kernels.CrossEntropy) error {
+func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows), intsAt(l, a.Targets, a.Rows)
 		lse := make([]float32, a.Rows)
@@ -575,7 +592,7 @@ func (k *fakeKernels) CrossEntropy(s gpu.Stream, a kernels.CrossEntropy) error {
 	})
 }
 
-func upstream(l *fake.Launch, a kernels.CrossEntropy) float32 {
+func upstream(l *fake.Launch, a crossentropy.Forward) float32 {
 	if a.Grad == 0 {
 		return 1
 	}
@@ -592,7 +609,7 @@ func (k *fakeKernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr
 	})
 }
 
-func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a kernels.CrossEntropy) error {
+func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a crossentropy.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.V
 		cpu.CrossEntropyBackward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
@@ -601,20 +618,20 @@ func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a kernels.
 }
 
 // NewTable remembers the tensors, whose steps the fake counts.
-func (k *fakeKernels) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error) {
-	t, err := kernels.New(k.ctx).NewTable(tensors)
+func (k *fakeKernels) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
+	t, err := optimizer.NewTable(kernel.New(k.ctx), tensors)
 	if err == nil {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		if k.tables == nil {
-			k.tables = map[*kernels.Table][]kernels.OptimTensor{}
+			k.tables = map[*optimizer.Table][]optimizer.Tensor{}
 		}
 		k.tables[t] = slices.Clone(tensors)
 	}
 	return t, err
 }
 
-func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, squares, t.Chunks)
 		clear(out)
@@ -632,7 +649,7 @@ func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *kernels.Tabl
 }
 
 // gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
-func gradientAt(l *fake.Launch, p kernels.OptimTensor, n int) []float32 {
+func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 	if p.GradType != gpu.BFloat16 {
 		return floatsAt(l, p.Grad, n)
 	}
@@ -644,9 +661,9 @@ func gradientAt(l *fake.Launch, p kernels.OptimTensor, n int) []float32 {
 }
 
 // control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
-func control(l *fake.Launch, p gpu.Ptr) (b []byte, c kernels.Control, multiplier float64) {
-	b = fake.Slice[byte](l, p, kernels.ControlBytes)
-	return b, kernels.DecodeControl(b), float64(fake32(b[44:]))
+func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control, multiplier float64) {
+	b = fake.Slice[byte](l, p, optimizer.ControlBytes)
+	return b, optimizer.DecodeControl(b), float64(fake32(b[44:]))
 }
 
 func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, scale gpu.Ptr) error {
@@ -672,17 +689,17 @@ func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, sca
 		binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
 		binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
 		if scale != 0 {
-			copy(b[48:], moveOn(fake.Slice[byte](l, scale, kernels.LossScaleBytes), skipped == 1))
+			copy(b[48:], moveOn(fake.Slice[byte](l, scale, optimizer.LossScaleBytes), skipped == 1))
 		}
 	})
 }
 
 // moveOn changes a loss scale by the rule.
 func moveOn(at []byte, skipped bool) []byte {
-	s := kernels.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1, Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
+	s := optimizer.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1, Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
 	switch {
 	case skipped:
-		s = kernels.LossScale{Scale: max(1, s.Scale/2), Skipped: s.Skipped + 1}
+		s = optimizer.LossScale{Scale: max(1, s.Scale/2), Skipped: s.Skipped + 1}
 	case s.Good == 2000:
 		s.Scale, s.Good = 2*s.Scale, 0
 	}
@@ -692,7 +709,7 @@ func moveOn(at []byte, skipped bool) []byte {
 
 func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
-func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, scale := control(l, at)
 		if c.Skipped {
@@ -713,13 +730,13 @@ func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *kernels.Table) error {
 	})
 }
 
-func writeCopy(l *fake.Launch, p kernels.OptimTensor) {
+func writeCopy(l *fake.Launch, p optimizer.Tensor) {
 	if p.Copy != 0 {
 		copy(floatsAt(l, p.Copy, p.Size), floatsAt(l, p.Param, p.Size))
 	}
 }
 
-func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *kernels.Table, nesterov bool) error {
+func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimizer.Table, nesterov bool) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, scale := control(l, at)
 		if c.Skipped {
@@ -747,7 +764,7 @@ func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *kernel
 	})
 }
 
-func (k *fakeKernels) MuonApply(s gpu.Stream, at gpu.Ptr, t *kernels.Table) error {
+func (k *fakeKernels) MuonApply(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, _ := control(l, at)
 		if c.Skipped {
@@ -764,9 +781,9 @@ func (k *fakeKernels) MuonApply(s gpu.Stream, at gpu.Ptr, t *kernels.Table) erro
 	})
 }
 
-func (k *fakeKernels) ReduceWorkspace(kernels.Reduce) int { return 4 }
+func (k *fakeKernels) ReduceWorkspace(reduce.Reduce) int { return 4 }
 
-func (k *fakeKernels) Reduce(s gpu.Stream, a kernels.Reduce) error {
+func (k *fakeKernels) Reduce(s gpu.Stream, a reduce.Reduce) error {
 	return k.launch(s, func(l *fake.Launch) {
 		x, y := floatsAt(l, a.X, a.Outer*a.N*a.Inner), floatsAt(l, a.Y, a.Outer*a.Inner)
 		for o := range a.Outer {
@@ -774,7 +791,7 @@ func (k *fakeKernels) Reduce(s gpu.Stream, a kernels.Reduce) error {
 				r := x[o*a.N*a.Inner+i]
 				for j := 1; j < a.N; j++ {
 					v := x[(o*a.N+j)*a.Inner+i]
-					if a.Op == kernels.Max {
+					if a.Op == reduce.Max {
 						r = max(r, v)
 					} else {
 						r += v

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 
 	"gorgonia.org/gorgonia"
@@ -39,7 +41,7 @@ type tableTypes struct {
 	count map[gpu.DType]int
 }
 
-func (k tableTypes) NewTable(tensors []kernels.OptimTensor) (*kernels.Table, error) {
+func (k tableTypes) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
 	for _, t := range tensors {
 		k.count[t.GradType]++
 	}

@@ -6,28 +6,31 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
 )
 
-func (k *fakeKernels) LinearCrossEntropyWays(kernels.LinearCrossEntropyShape, gpu.DType) []kernels.Way {
-	return []kernels.Way{{Family: "fused"}}
+func (k *fakeKernels) LinearCrossEntropyWays(gemm.LinearCrossEntropyShape, gpu.DType) []kernel.Way {
+	return []kernel.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) LinearCrossEntropyWorkspace(a kernels.LinearCrossEntropyShape) int {
+func (k *fakeKernels) LinearCrossEntropyWorkspace(a gemm.LinearCrossEntropyShape) int {
 	return 4 * a.Rows
 }
 
-func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a kernels.LinearCrossEntropy) error {
+func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a gemm.LinearCrossEntropy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		fake.Slice[byte](l, a.Workspace, 4*a.Rows)
-		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, kernels.CrossEntropy{Grad: a.Grad})
+		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, crossentropy.Forward{Grad: a.Grad})
 		terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
 		losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
 		cpu.Gemm(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0, terms, a.V)

@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
@@ -182,7 +184,7 @@ type directions struct {
 }
 
 func (k *directions) Launch(s gpu.Stream, params any) error {
-	if a, ok := params.(kernels.RMSNorm); ok && a.Ascending {
+	if a, ok := params.(norm.RMSNorm); ok && a.Ascending {
 		k.ascending++
 	} else if ok {
 		k.descending++

@@ -13,43 +13,44 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // What fake passes leave is the results themselves, in their workspace.
-func (k *fakeKernels) KasminaForwardWorkspace(l kernels.KasminaLayer) int {
-	return 4 * kernels.KasminaForwardFigures * l.State.Seeds
+func (k *fakeKernels) KasminaForwardWorkspace(l kasmina.Layer) int {
+	return 4 * kasmina.ForwardFigures * l.State.Seeds
 }
 
-func (k *fakeKernels) KasminaBackwardWorkspace(l kernels.KasminaLayer, _ bool) int {
-	return 4 * (kernels.KasminaBackwardFigures*l.State.Seeds + l.State.Slots*(l.Chunk+1))
+func (k *fakeKernels) KasminaBackwardWorkspace(l kasmina.Layer, _ bool) int {
+	return 4 * (kasmina.BackwardFigures*l.State.Seeds + l.State.Slots*(l.Chunk+1))
 }
 
-func (k *fakeKernels) MergeKasminaRecords(s gpu.Stream, left []kernels.KasminaRecords) error {
+func (k *fakeKernels) MergeKasminaRecords(s gpu.Stream, left []kasmina.Records) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, r := range left {
-			n := kernels.KasminaForwardFigures * r.Seeds
+			n := kasmina.ForwardFigures * r.Seeds
 			copy(floatsAt(l, r.Figures, n), floatsAt(l, r.Records, n))
 		}
 	})
 }
 
-func (k *fakeKernels) AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts) error {
+func (k *fakeKernels) AddKasminaParts(s gpu.Stream, left []kasmina.Parts) error {
 	return k.launch(s, func(l *fake.Launch) {
 		for _, p := range left {
 			if p.Units == 0 {
 				continue
 			}
-			n, slots := kernels.KasminaBackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
+			n, slots := kasmina.BackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
 			sums := floatsAt(l, p.Total, slots*(p.Layer.Chunk+1))
 			copy(floatsAt(l, p.DWeights, slots*p.Layer.Chunk), sums)
 			copy(floatsAt(l, p.DScales, slots), sums[slots*p.Layer.Chunk:])
@@ -60,12 +61,12 @@ func (k *fakeKernels) AddKasminaParts(s gpu.Stream, left []kernels.KasminaParts)
 	})
 }
 
-func (k *fakeKernels) KasminaWideWorkspace(kernels.KasminaLayer, kernels.KasminaWide, bool) int {
+func (k *fakeKernels) KasminaWideWorkspace(kasmina.Layer, kasmina.Wide, bool) int {
 	return 4
 }
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, wide *kernels.KasminaWide, r kernels.KasminaReduction) (*cpu.Kasmina[float32], [][]float32) {
+func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.Reduction) (*cpu.Kasmina[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
 	if wide != nil {
@@ -98,24 +99,24 @@ func kasminaPlan(l *fake.Launch, k kernels.KasminaLayer, wide *kernels.KasminaWi
 	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk), floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
-func (k *fakeKernels) KasminaForward(s gpu.Stream, f kernels.KasminaForward) error {
+func (k *fakeKernels) KasminaForward(s gpu.Stream, f kasmina.Forward) error {
 	return k.kasminaForward(s, f, nil)
 }
 
-func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kernels.KasminaForward, w kernels.KasminaWide) error {
+func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kasmina.Forward, w kasmina.Wide) error {
 	return k.kasminaForward(s, f, &w)
 }
 
-func (k *fakeKernels) kasminaForward(s gpu.Stream, f kernels.KasminaForward, wide *kernels.KasminaWide) error {
+func (k *fakeKernels) kasminaForward(s gpu.Stream, f kasmina.Forward, wide *kasmina.Wide) error {
 	if f.Records != nil {
-		*f.Records = kernels.KasminaRecords{}
-		if f.Telemetry && f.Reduction == kernels.KasminaExact {
-			*f.Records = kernels.KasminaRecords{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
+		*f.Records = kasmina.Records{}
+		if f.Telemetry && f.Reduction == kasmina.Exact {
+			*f.Records = kasmina.Records{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
 			f.Figures = f.Workspace
 		}
 	}
 	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, f.KasminaLayer, wide, f.Reduction)
+		p, in := kasminaPlan(l, f.Layer, wide, f.Reduction)
 		p.Limit = nil
 		p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
 		n := p.Seeds
@@ -126,7 +127,7 @@ func (k *fakeKernels) kasminaForward(s gpu.Stream, f kernels.KasminaForward, wid
 		if !f.Telemetry {
 			return
 		}
-		out := floatsAt(l, f.Figures, kernels.KasminaForwardFigures*n)
+		out := floatsAt(l, f.Figures, kasmina.ForwardFigures*n)
 		for i := range p.Figures {
 			m := p.Figures[i].Moments
 			h := p.Figures[i].Health(p.Reduce, p.Eps)
@@ -135,29 +136,29 @@ func (k *fakeKernels) kasminaForward(s gpu.Stream, f kernels.KasminaForward, wid
 			}
 		}
 		if f.Histogram != 0 {
-			bins := fake.Slice[uint32](l, f.Histogram, kernels.KasminaBins*n)
+			bins := fake.Slice[uint32](l, f.Histogram, kasmina.Bins*n)
 			for i, h := range p.Exponents(in[0]) {
-				copy(bins[i*kernels.KasminaBins:], h[:])
+				copy(bins[i*kasmina.Bins:], h[:])
 			}
 		}
 	})
 }
 
-func (k *fakeKernels) KasminaBackward(s gpu.Stream, b kernels.KasminaBackward) error {
+func (k *fakeKernels) KasminaBackward(s gpu.Stream, b kasmina.Backward) error {
 	return k.kasminaBackward(s, b, nil)
 }
 
-func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kernels.KasminaBackward, w kernels.KasminaWide) error {
+func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kasmina.Backward, w kasmina.Wide) error {
 	return k.kasminaBackward(s, b, &w)
 }
 
-func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, wide *kernels.KasminaWide) error {
+func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *kasmina.Wide) error {
 	if b.Parts != nil {
-		*b.Parts = kernels.KasminaParts{}
-		if wide == nil && (!b.Telemetry || b.Reduction == kernels.KasminaExact) {
+		*b.Parts = kasmina.Parts{}
+		if wide == nil && (!b.Telemetry || b.Reduction == kasmina.Exact) {
 			seeds, slots := b.State.Seeds, b.State.Slots
-			left := kernels.KasminaParts{Layer: b.KasminaLayer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
-				Total: b.Workspace.Offset(4 * kernels.KasminaBackwardFigures * seeds)}
+			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
+				Total: b.Workspace.Offset(4 * kasmina.BackwardFigures * seeds)}
 			if b.Telemetry {
 				left.Figures, left.Records = b.Figures, b.Workspace
 				b.Figures = b.Workspace
@@ -167,7 +168,7 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, w
 		}
 	}
 	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, b.KasminaLayer, wide, b.Reduction)
+		p, in := kasminaPlan(l, b.Layer, wide, b.Reduction)
 		if !b.Clip {
 			p.Limit = nil
 		}
@@ -185,7 +186,7 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kernels.KasminaBackward, w
 		if !b.Telemetry {
 			return
 		}
-		out := floatsAt(l, b.Figures, kernels.KasminaBackwardFigures*n)
+		out := floatsAt(l, b.Figures, kasmina.BackwardFigures*n)
 		for i := range p.Figures {
 			m := p.Figures[i].Norms
 			g := p.Figures[i].Gradient(p.Reduce)
@@ -507,7 +508,7 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	if err := k.lattice.Transition(k.seeds-1, state.Training); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.RunAll(); !errors.Is(err, kernels.ErrKasminaKind) {
+	if err := m.RunAll(); !errors.Is(err, kasmina.ErrKasminaKind) {
 		t.Errorf("the error is %v, want one that wraps ErrKasminaKind", err)
 	}
 }

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
@@ -26,9 +28,9 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 	}
 	took, measures := time.Duration(0), false
 	switch p := params.(type) {
-	case kernels.KasminaForward:
+	case kasmina.Forward:
 		took, measures = k.forward, p.Telemetry
-	case kernels.KasminaBackward:
+	case kasmina.Backward:
 		took, measures = k.backward, p.Telemetry
 	default:
 		return nil

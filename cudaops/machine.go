@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"slices"
 
+	optimizerkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
@@ -81,7 +83,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx}, warned: map[string]bool{}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
-		Scale: run.Scale{Now: kernels.LossScale{Scale: 1}}}
+		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
 	defer func() {
 		if err != nil {
 			err = run.Joined(err, m.Close())
@@ -98,7 +100,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 // configOf gathers the options.
 func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.NewLauncher(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")

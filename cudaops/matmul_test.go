@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
@@ -28,15 +31,15 @@ type ownProducts struct {
 	adding *int
 }
 
-func (o ownProducts) Ways(params any) []kernels.Way {
-	if _, ok := params.(kernels.Product); ok {
-		return []kernels.Way{{Family: "hopper", Size: 256}}
+func (o ownProducts) Ways(params any) []kernel.Way {
+	if _, ok := params.(gemm.Product); ok {
+		return []kernel.Way{{Family: "hopper", Size: 256}}
 	}
 	return o.Launcher.Ways(params)
 }
 
 func (o ownProducts) Launch(s gpu.Stream, params any) error {
-	if a, ok := params.(kernels.Product); ok {
+	if a, ok := params.(gemm.Product); ok {
 		if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
 			return errors.New("the matrix that is added lies where factors are")
 		}

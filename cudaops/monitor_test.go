@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -49,7 +52,7 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	}
 	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
-		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k), names: []kernels.Way{{Family: "fast"}, {Family: "plain"}},
+		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
 			ways: []fake.Way{{}, slow}}, norm}
 	})
 	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w), WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
@@ -75,7 +78,7 @@ type slowNorm struct {
 }
 
 func (k *slowNorm) Launch(s gpu.Stream, params any) error {
-	if a, ok := params.(kernels.RMSNorm); !ok || a.Way.Family != "fast" {
+	if a, ok := params.(normkernel.RMSNorm); !ok || a.Way.Family != "fast" {
 		return k.normWays.Launch(s, params)
 	}
 	if err := k.Launcher.Launch(s, params); err != nil {

@@ -7,10 +7,11 @@ import (
 	"reflect"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -268,7 +269,7 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 }
 
 func setLossScale(m *Machine, s LossScale) error {
-	scale := kernels.LossScale{Scale: float32(s.Scale), Good: int32(s.Good), Skipped: int32(s.Skipped)}
+	scale := optimizer.LossScale{Scale: float32(s.Scale), Good: int32(s.Good), Skipped: int32(s.Skipped)}
 	at := m.runner.Program.Scale
 	switch {
 	case m.runner.State.Closed():

@@ -35,7 +35,7 @@ type singleRunner struct {
 
 func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
 	t.Helper()
-	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.NewLauncher(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
 	for _, o := range opts {
 		if err := o(&config); err != nil {
 			t.Fatal(err)

@@ -6,6 +6,9 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -59,7 +62,7 @@ const partsMemory = 64 << 20
 func TestSums(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	pass := kernels.RMSNormBackward{D: 1 << 20, Type: gpu.Float32} // whose parts take so many bytes a column
+	pass := norm.RMSNormBackward{D: 1 << 20, Type: gpu.Float32} // whose parts take so many bytes a column
 	each := pass.WorkspaceBytes(fake.New(fake.Config{}).Devices()[0]) / pass.D
 	for _, c := range []struct {
 		name           string
@@ -182,10 +185,10 @@ type summing struct {
 
 func (k *summing) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
-	case kernels.MergeKasminaRecords:
-		k.figures[len(p.All)-count(values(p.All), kernels.KasminaRecords{})]++
-	case kernels.SumKasminaParts:
-		k.gradients[len(p.All)-count(values(p.All), kernels.KasminaParts{})]++
+	case kasmina.MergeRecords:
+		k.figures[len(p.All)-count(values(p.All), kasmina.Records{})]++
+	case kasmina.SumParts:
+		k.gradients[len(p.All)-count(values(p.All), kasmina.Parts{})]++
 	}
 	return k.Launcher.Launch(s, params)
 }

@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -24,14 +27,14 @@ import (
 type normWays struct {
 	kernels.Launcher
 	fake  *fakeKernels
-	names []kernels.Way
+	names []kernel.Way
 	ways  []fake.Way
 	build string
 	ran   []string
 }
 
-func (k *normWays) Ways(params any) []kernels.Way {
-	if _, ok := params.(kernels.RMSNorm); ok {
+func (k *normWays) Ways(params any) []kernel.Way {
+	if _, ok := params.(norm.RMSNorm); ok {
 		return k.names
 	}
 	return k.Launcher.Ways(params)
@@ -40,7 +43,7 @@ func (k *normWays) Ways(params any) []kernels.Way {
 func (k *normWays) Build(...string) string { return k.build }
 
 func (k *normWays) Launch(s gpu.Stream, params any) error {
-	a, ok := params.(kernels.RMSNorm)
+	a, ok := params.(norm.RMSNorm)
 	if !ok {
 		return k.Launcher.Launch(s, params)
 	}
@@ -86,7 +89,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
 	wrap := withKernels(func(inner kernels.Launcher) kernels.Launcher {
 		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
-			names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}}}
+			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}}}
 		return k
 	})
 	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, wrap, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
@@ -177,7 +180,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	var log bytes.Buffer
 	private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
 	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
-		return &normWays{Launcher: k, fake: fakeOf(k), names: []kernels.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
+		return &normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 			ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
 	free, _, err := device.Memory()

@@ -13,10 +13,11 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 // Measurement is what a kernel takes. Where memory bounds it, Bytes is what it has to move: each input read once, each
@@ -74,7 +75,7 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 }
 
 func measure(ctx gpu.Context, names []string, report func(Measurement) error) error {
-	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: cacheBytes, report: report,
+	b := &bench{ctx: ctx, Set: kernel.New(ctx), size: cacheBytes, report: report,
 		random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
 	b.open()
 	for _, g := range groups {
@@ -89,7 +90,7 @@ func measure(ctx gpu.Context, names []string, report func(Measurement) error) er
 
 // bench is a stream and what is measured on it. After an error, which it keeps, it does nothing any more.
 type bench struct {
-	*kernels.Kernels
+	*kernel.Set
 	ctx    gpu.Context
 	stream gpu.Stream
 	report func(Measurement) error
@@ -141,7 +142,7 @@ func (b *bench) close() {
 	if b.cache != 0 {
 		b.do(b.ctx.Free(b.cache))
 	}
-	b.do(b.Kernels.Close())
+	b.do(b.Set.Close())
 	if b.stream != 0 {
 		b.do(b.ctx.DestroyStream(b.stream))
 	}
@@ -188,12 +189,12 @@ func (b *bench) upload(data []byte) gpu.Ptr {
 func (b *bench) floats(x []float32) gpu.Ptr { return b.upload(gpu.Bytes(x)) }
 
 // ids returns n numbers below limit on the device as int32.
-func (b *bench) ids(n, limit int) kernels.Ints {
+func (b *bench) ids(n, limit int) kernel.Ints {
 	x := make([]int32, n)
 	for i := range x {
 		x[i] = b.random.Int32N(int32(limit))
 	}
-	return kernels.Ints{Ptr: b.upload(gpu.Bytes(x))}
+	return kernel.Ints{Ptr: b.upload(gpu.Bytes(x))}
 }
 
 // normal returns n numbers of the normal distribution on the device: some hundred thousand, over and over.

@@ -6,9 +6,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 )
 
 func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
@@ -31,7 +32,7 @@ func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 
 // newBench clears 64 bytes where there would be a cache.
 func newBench(ctx gpu.Context, report func(Measurement) error) *bench {
-	b := &bench{ctx: ctx, Kernels: kernels.New(ctx), size: 64, random: rand.New(rand.NewPCG(1, 1)), report: report}
+	b := &bench{ctx: ctx, Set: kernel.New(ctx), size: 64, random: rand.New(rand.NewPCG(1, 1)), report: report}
 	b.open()
 	return b
 }

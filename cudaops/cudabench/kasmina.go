@@ -3,8 +3,9 @@ package cudabench
 import (
 	"fmt"
 
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -22,7 +23,7 @@ func kasmina(b *bench) {
 // kasminaLayer is a layer with its operands.
 type kasminaLayer struct {
 	*bench
-	kernels.KasminaLayer
+	kasminakernel.Layer
 	name                  string // what follows the pass
 	elements              int
 	y, g, dx, dw, ds      gpu.Ptr
@@ -37,30 +38,30 @@ func newKasmina(b *bench, rows, seeds int, stages bool) *kasminaLayer {
 	if stages {
 		l.name += "_stages"
 	}
-	l.KasminaLayer = kernels.KasminaLayer{X: b.normal(n, bf16), Weights: b.normal(slots*chunk, f32), Scales: b.normal(slots, f32),
-		State: kernels.KasminaState{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
-		Stability: kernels.KasminaAdaptive, Type: bf16}
+	l.Layer = kasminakernel.Layer{X: b.normal(n, bf16), Weights: b.normal(slots*chunk, f32), Scales: b.normal(slots, f32),
+		State: kasminakernel.State{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
+		Stability: kasminakernel.Adaptive, Type: bf16}
 	data := make([]byte, l.State.Bytes())
-	b.do(l.State.Encode(data, func(i int) kernels.KasminaSeed { return b.seed(i, stages) }))
+	b.do(l.State.Encode(data, func(i int) kasminakernel.Seed { return b.seed(i, stages) }))
 	l.State.Ptr = b.upload(data)
 	l.y, l.g, l.dx = b.alloc(n, bf16), b.normal(n, bf16), b.alloc(n, bf16)
 	l.dw, l.ds = b.alloc(slots*chunk, f32), b.alloc(slots, f32)
-	l.health, l.gradient = b.alloc(kernels.KasminaForwardFigures*seeds, f32), b.alloc(kernels.KasminaBackwardFigures*seeds, f32)
+	l.health, l.gradient = b.alloc(kasminakernel.ForwardFigures*seeds, f32), b.alloc(kasminakernel.BackwardFigures*seeds, f32)
 	l.bad = b.floats(make([]float32, 3*seeds))
-	l.forwardWork = b.alloc(b.KasminaForwardWorkspace(l.KasminaLayer)/4, f32)
-	l.backWork = b.alloc(b.KasminaBackwardWorkspace(l.KasminaLayer, false)/4, f32)
+	l.forwardWork = b.alloc(kasminakernel.ForwardWorkspace(b.Set, l.Layer)/4, f32)
+	l.backWork = b.alloc(kasminakernel.BackwardWorkspace(b.Set, l.Layer, false)/4, f32)
 	return l
 }
 
 // seed is what a layer's seed i does.
-func (b *bench) seed(i int, stages bool) kernels.KasminaSeed {
+func (b *bench) seed(i int, stages bool) kasminakernel.Seed {
 	const kinds = 4
 	stage, kind := state.Grafting, i%kinds
 	if stages {
 		all := int(state.RolledBack) + 1
 		stage, kind = state.Stage(i%all), i/all%kinds
 	}
-	s := kernels.KasminaSeed{Kind: uint8(kind), Slot: uint16(i + 1), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: 1}
+	s := kasminakernel.Seed{Kind: uint8(kind), Slot: uint16(i + 1), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: 1}
 	if stage == state.Grafting || stage == state.Stabilization || stage == state.Evaluating {
 		s.Alpha = b.random.Float32()
 	}
@@ -75,13 +76,13 @@ func (l *kasminaLayer) measure() {
 			name += "_telemetry"
 		}
 		l.time(Measurement{Name: "kasmina_fwd_" + name, Bytes: 2 * size}, func() error {
-			return l.KasminaForward(l.stream, kernels.KasminaForward{KasminaLayer: l.KasminaLayer, Y: l.y, Telemetry: telemetry,
-				Figures: l.health, Bad: l.bad, Workspace: l.forwardWork})
+			return kasminakernel.Forward{Layer: l.Layer, Y: l.y, Telemetry: telemetry,
+				Figures: l.health, Bad: l.bad, Workspace: l.forwardWork}.Launch(l.Set, l.stream)
 		})
 		l.time(Measurement{Name: "kasmina_bwd_" + name, Bytes: 3 * size}, func() error {
-			return l.KasminaBackward(l.stream, kernels.KasminaBackward{KasminaLayer: l.KasminaLayer, DX: l.dx, DWeights: l.dw,
+			return kasminakernel.Backward{Layer: l.Layer, DX: l.dx, DWeights: l.dw,
 				DScales: l.ds, G: l.g, Telemetry: telemetry, Figures: l.gradient, Bad: l.bad.Offset(4 * l.State.Seeds),
-				Clipped: l.bad.Offset(8 * l.State.Seeds), Workspace: l.backWork})
+				Clipped: l.bad.Offset(8 * l.State.Seeds), Workspace: l.backWork}.Launch(l.Set, l.stream)
 		})
 	}
 }

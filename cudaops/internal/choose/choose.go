@@ -9,8 +9,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -92,7 +93,7 @@ func (t *Chooser) Timings() int {
 }
 
 // Ways lists the ways in which a kernel can do a launch.
-func (t *Chooser) Ways(params any) []kernels.Way { return t.x.Kernels.Ways(params) }
+func (t *Chooser) Ways(params any) []kernel.Way { return t.x.Kernels.Ways(params) }
 
 // worthTiming reports whether so many operations are.
 func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
@@ -122,10 +123,10 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 		c.Params = m
 		return nil
 	}
-	if _, ok := c.Params.(kernels.Tuned); !ok || c.Choice != 0 || hasNone(c) {
+	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != 0 || hasNone(c) {
 		return nil
 	}
-	tuned := c.Bind(c.Params, (*program.Array).StandIn).(kernels.Tuned)
+	tuned := c.Bind(c.Params, (*program.Array).StandIn).(kernel.Tuned)
 	ways := t.Ways(tuned)
 	if len(ways) < 2 {
 		return nil

@@ -4,8 +4,10 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -43,7 +45,7 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 
 // ownWays lists the ways that this module has for a product which is worth timing, or for which a rule
 // asks for one.
-func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernels.Way {
+func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 	shape := run.ProductShape(m)
 	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
 	if shape.Float8 {
@@ -53,8 +55,8 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernels.Way {
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
 		return nil
 	}
-	ways := t.Ways(kernels.Product{ProductShape: shape, Type: m.D})
-	asked := func(w kernels.Way) bool { return t.Rules.Ask(productOp, w.String()) }
+	ways := t.Ways(gemm.Product{ProductShape: shape, Type: m.D})
+	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
 	if !t.worthTiming(flops(m)) && !slices.ContainsFunc(ways, asked) {
 		return nil
 	}

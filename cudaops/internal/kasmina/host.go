@@ -4,10 +4,11 @@ import (
 	"errors"
 	"fmt"
 
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -21,7 +22,7 @@ import (
 
 // choose decides where the run under way computes the layer, by what became of encoding its state.
 func (l *layer) choose(err error) error {
-	var kind *kernels.KasminaKindError
+	var kind *kasminakernel.KindError
 	switch m := l.m; {
 	case err == nil:
 		l.hosted = false

@@ -8,9 +8,10 @@ import (
 	"fmt"
 	"slices"
 
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"
@@ -48,7 +49,7 @@ type layer struct {
 // mode is what a run measures. It is part of what is captured.
 type mode struct {
 	telemetry, histogram bool
-	reduction            kernels.KasminaReduction
+	reduction            kasminakernel.Reduction
 }
 
 // flight is a run whose report may still be on its way.
@@ -93,7 +94,7 @@ func New(m *Machine) (*Layers, error) {
 	return ls, nil
 }
 
-func (l *layer) latticeState() kernels.KasminaState {
+func (l *layer) latticeState() kasminakernel.State {
 	s := l.Shape().State
 	s.Ptr = l.State.Ptr()
 	return s
@@ -125,11 +126,11 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 
 // encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
-	st := kernels.KasminaState{Seeds: l.Seeds, Slots: l.Slots()}
+	st := kasminakernel.State{Seeds: l.Seeds, Slots: l.Slots()}
 	var narrow error
-	seed := func(i int) kernels.KasminaSeed {
+	seed := func(i int) kasminakernel.Seed {
 		s := pass.Seed(i)
-		k := kernels.KasminaSeed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
+		k := kasminakernel.Seed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
 			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit) * l.m.Scale.Now.Scale}
 		if k.Mixes() && narrow == nil {
 			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
@@ -138,7 +139,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 		}
 		return k
 	}
-	err := st.Encode(l.next, func(i int) kernels.KasminaSeed {
+	err := st.Encode(l.next, func(i int) kasminakernel.Seed {
 		s := seed(i)
 		if s.Mixes() {
 			s.Slot = 0
@@ -148,7 +149,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	if narrow != nil || err != nil || !l.Wide() {
 		return errors.Join(narrow, err)
 	}
-	return kernels.KasminaMixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
+	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
 }
 
 // open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
@@ -219,8 +220,8 @@ func modeOf(pass *op.KasminaPass) (m mode) {
 	t := pass.Snapshot().Telemetry
 	if m.telemetry = pass.Measures(); m.telemetry {
 		m.histogram = t.Mode == state.Debug
-		m.reduction = map[state.Reduction]kernels.KasminaReduction{
-			state.Hierarchical: kernels.KasminaExact, state.MeanOfRows: kernels.KasminaMean, state.MaxOfRows: kernels.KasminaMax,
+		m.reduction = map[state.Reduction]kasminakernel.Reduction{
+			state.Hierarchical: kasminakernel.Exact, state.MeanOfRows: kasminakernel.Mean, state.MaxOfRows: kasminakernel.Max,
 		}[t.Reduction]
 	}
 	return m
@@ -297,9 +298,9 @@ func (l *layer) deliver(f *flight) error {
 		}
 		v := func(i int) float64 { return figure(program.KasminaHealth, i, seed) }
 		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)}
-		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kernels.KasminaMoments), Variance: v(kernels.KasminaMoments + 1)}
+		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
 		if f.mode.histogram {
-			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+seed*kernels.KasminaBins:])
+			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+seed*kasminakernel.Bins:])
 		}
 		return h
 	}
@@ -318,7 +319,7 @@ func (l *layer) deliver(f *flight) error {
 		v := func(i int) float64 { return figure(program.KasminaGradient, i, seed) }
 		s := float64(f.scale)
 		g.Gradient = state.Gradient{Norm: v(0) / s, Variance: v(1) / s / s, Max: v(2) / s}
-		g.Norms = state.Moments{Count: v(kernels.KasminaNorms + 2), Mean: v(kernels.KasminaNorms) / s, Variance: v(kernels.KasminaNorms+1) / s / s}
+		g.Norms = state.Moments{Count: v(kasminakernel.Norms + 2), Mean: v(kasminakernel.Norms) / s, Variance: v(kasminakernel.Norms+1) / s / s}
 		return g
 	}
 	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))

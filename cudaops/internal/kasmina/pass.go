@@ -1,7 +1,7 @@
 package kasmina
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -35,11 +35,11 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error 
 		return ls.bare(l, p, a, nil)
 	}
 	if backward {
-		return ls.launchBackward(l, p, a, kernels.KasminaBackward{Telemetry: l.mode.telemetry,
+		return ls.launchBackward(l, p, a, kasminakernel.Backward{Telemetry: l.mode.telemetry,
 			Reduction: l.mode.reduction, Figures: l.at(program.KasminaGradient), Parts: p.Parts,
 			Bad: l.at(program.KasminaBadG), Clipped: l.at(program.KasminaClipped)}, nil)
 	}
-	f := kernels.KasminaForward{Bad: l.at(program.KasminaBadX), Figures: l.at(program.KasminaHealth),
+	f := kasminakernel.Forward{Bad: l.at(program.KasminaBadX), Figures: l.at(program.KasminaHealth),
 		Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Records: p.Records}
 	if l.mode.histogram {
 		f.Histogram = l.at(program.KasminaBins)
@@ -50,10 +50,10 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error 
 // clearSums says that a pass has left nothing.
 func clearSums(p program.KasminaPass) {
 	if p.Records != nil {
-		*p.Records = kernels.KasminaRecords{}
+		*p.Records = kasminakernel.Records{}
 	}
 	if p.Parts != nil {
-		*p.Parts = kernels.KasminaParts{}
+		*p.Parts = kasminakernel.Parts{}
 	}
 }
 
@@ -61,44 +61,44 @@ func clearSums(p program.KasminaPass) {
 // pass in place works there.
 func (ls *Layers) bare(l *layer, p program.KasminaPass, a map[string]*program.Array, spare *program.Array) error {
 	if a["G"] != nil {
-		return ls.launchBackward(l, p, a, kernels.KasminaBackward{Bad: l.at(program.KasminaIgnored),
+		return ls.launchBackward(l, p, a, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
 			Clipped: l.at(program.KasminaIgnored)}, spare)
 	}
-	return ls.launchForward(l, p, a, kernels.KasminaForward{Bad: l.at(program.KasminaIgnored)})
+	return ls.launchForward(l, p, a, kasminakernel.Forward{Bad: l.at(program.KasminaIgnored)})
 }
 
 // description is the layer as the kernels take it.
-func (l *layer) description(a map[string]*program.Array) kernels.KasminaLayer {
+func (l *layer) description(a map[string]*program.Array) kasminakernel.Layer {
 	k := l.Shape()
 	k.X, k.Weights, k.Scales, k.State = a["X"].Ptr(), a["Weights"].Ptr(), a["Scales"].Ptr(), l.latticeState()
 	return k
 }
 
 // mixing describes wide slots.
-func (l *layer) mixing(p program.KasminaPass) kernels.KasminaWide {
+func (l *layer) mixing(p program.KasminaPass) kasminakernel.Wide {
 	st, w := l.latticeState(), l.Mixing()
 	w.Mixing.Ptr, w.Workspace = st.Ptr.Offset(st.Bytes()), p.Wide.Ptr()
 	return w
 }
 
-func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*program.Array, f kernels.KasminaForward) error {
-	f.KasminaLayer, f.Y, f.Workspace = l.description(a), a["Y"].Ptr(), a["Workspace"].Ptr()
+func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*program.Array, f kasminakernel.Forward) error {
+	f.Layer, f.Y, f.Workspace = l.description(a), a["Y"].Ptr(), a["Workspace"].Ptr()
 	if l.Wide() {
-		return ls.m.Launch(kernels.KasminaWideForward{KasminaForward: f, KasminaWide: l.mixing(p)})
+		return ls.m.Launch(kasminakernel.WideForward{Forward: f, Wide: l.mixing(p)})
 	}
 	return ls.m.Launch(f)
 }
 
-func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*program.Array, b kernels.KasminaBackward,
+func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*program.Array, b kasminakernel.Backward,
 	spare *program.Array) error {
 	g, dx := a["G"], a["DX"]
 	if spare != nil {
 		g, dx = spare, spare
 	}
-	b.KasminaLayer, b.G, b.Clip, b.Workspace = l.description(a), g.Ptr(), l.Clips(), a["Workspace"].Ptr()
+	b.Layer, b.G, b.Clip, b.Workspace = l.description(a), g.Ptr(), l.Clips(), a["Workspace"].Ptr()
 	b.DX, b.DWeights, b.DScales = dx.Ptr(), a["DWeights"].Ptr(), a["DScales"].Ptr()
 	if l.Wide() {
-		return ls.m.Launch(kernels.KasminaWideBackward{KasminaBackward: b, KasminaWide: l.mixing(p)})
+		return ls.m.Launch(kasminakernel.WideBackward{Backward: b, Wide: l.mixing(p)})
 	}
 	return ls.m.Launch(b)
 }

@@ -3,42 +3,48 @@ package kernels
 import (
 	"slices"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 )
 
 // TestSameBits runs what adds up many numbers several times over the same inputs.
 func TestSameBits(t *testing.T) {
-	g := newRig(t)
+	g := kerneltest.NewRig(t)
 	const rows, d = 3001, 768
 	n := rows * d
-	x, _ := g.normal(n, bf16, 0)
-	dy, _ := g.normal(n, bf16, 0)
-	w, _ := g.normal(d, f32, 0)
-	rstd, _ := g.normal(rows, f32, 0)
-	dx, dw, work := g.alloc(n, bf16, 0), g.alloc(d, f32, 0), g.alloc(g.RMSNormWorkspace(d, bf16)/4, f32, 0)
-	sum := Reduce{Op: Sum, X: x.Ptr, Outer: 1, N: n, Inner: 1, XType: bf16}
-	columns := Reduce{Op: Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d, XType: bf16}
-	parts := g.alloc(max(g.ReduceWorkspace(sum), g.ReduceWorkspace(columns))/4, f32, 0)
-	one, many := g.alloc(1, f32, 0), g.alloc(d, f32, 0)
+	x, _ := g.Normal(n, kerneltest.Bf16, 0)
+	dy, _ := g.Normal(n, kerneltest.Bf16, 0)
+	w, _ := g.Normal(d, kerneltest.F32, 0)
+	rstd, _ := g.Normal(rows, kerneltest.F32, 0)
+	dx, dw, work := g.Alloc(n, kerneltest.Bf16, 0), g.Alloc(d, kerneltest.F32, 0), g.Alloc(normkernel.RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0)
+	sum := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: n, Inner: 1, XType: kerneltest.Bf16}
+	columns := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d, XType: kerneltest.Bf16}
+	parts := g.Alloc(max(reduce.ReduceWorkspace(g.Set, sum), reduce.ReduceWorkspace(g.Set, columns))/4, kerneltest.F32, 0)
+	one, many := g.Alloc(1, kerneltest.F32, 0), g.Alloc(d, kerneltest.F32, 0)
 	sum.Y, sum.Workspace, columns.Y, columns.Workspace = one.Ptr, parts.Ptr, many.Ptr, parts.Ptr
-	targets := Ints{Ptr: g.uploadInts(g.classes(rows, d), 4)}
-	losses, scale, mean := g.alloc(rows, f32, 0), g.alloc(1, f32, 0), g.alloc(1, f32, 0)
+	targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(rows, d), 4)}
+	losses, scale, mean := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
 
-	norm := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: bf16,
+	norm := normkernel.RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
 		Workspace: work.Ptr}
-	ways, err := g.RMSNormBackwardWays(norm)
-	g.must(err)
+	ways, err := normkernel.RMSNormBackwardWays(g.Set, norm)
+	g.Must(err)
 
 	run := func() (results [][]float64) {
 		for _, norm.Way = range ways {
-			g.must(g.RMSNormBackward(g.stream, norm))
-			results = append(results, g.read(dx), g.read(dw))
+			g.Must(norm.Launch(g.Set, g.Stream))
+			results = append(results, g.Read(dx), g.Read(dw))
 		}
-		g.must(g.Reduce(g.stream, sum))
-		g.must(g.Reduce(g.stream, columns))
-		g.must(g.CrossEntropyScale(g.stream, scale.Ptr, targets, rows))
-		g.must(g.CrossEntropy(g.stream, CrossEntropy{Logits: x.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows, V: d, Type: bf16}))
-		g.must(g.CrossEntropyMean(g.stream, mean.Ptr, losses.Ptr, scale.Ptr, rows))
-		return append(results, g.read(one), g.read(many), g.read(losses), g.read(mean))
+		g.Must(sum.Launch(g.Set, g.Stream))
+		g.Must(columns.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Forward{Logits: x.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows, V: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+		return append(results, g.Read(one), g.Read(many), g.Read(losses), g.Read(mean))
 	}
 	first := run()
 	for range 5 {

@@ -2,6 +2,9 @@ package kernels
 
 import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
 // Launcher launches kernels: [Kernels], or what stands in for it in tests.
@@ -10,25 +13,25 @@ type Launcher interface {
 	Launch(s gpu.Stream, params any) error
 	// Ways lists the ways that take a launch, the one that should be fastest first and the plain one,
 	// whose result counts as right, last. It is empty where there is nothing to choose.
-	Ways(params any) []Way
-	NewTable(tensors []OptimTensor) (*Table, error)
-	NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, error)
+	Ways(params any) []kernel.Way
+	NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error)
+	NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error)
 	// Build tells one build of some units from another.
 	Build(units ...string) string
 	Close() error
 }
 
-type launcher struct{ *Kernels }
+type launcher struct{ *kernel.Set }
 
 // New returns what launches all kernels of a context.
-func NewLauncher(ctx gpu.Context) Launcher { return launcher{New(ctx)} }
+func New(ctx gpu.Context) Launcher { return launcher{kernel.New(ctx)} }
 
 // NewTable is that of package optimizer.
-func (l launcher) NewTable(tensors []OptimTensor) (*Table, error) {
-	return l.Kernels.NewTable(tensors)
+func (l launcher) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
+	return optimizer.NewTable(l.Set, tensors)
 }
 
 // NewQuantizeTable is NewTable of package quantize.
-func (l launcher) NewQuantizeTable(weights []QuantizeWeight) (*QuantizeTable, error) {
-	return l.Kernels.NewQuantizeTable(weights)
+func (l launcher) NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error) {
+	return quantize.NewTable(l.Set, weights)
 }

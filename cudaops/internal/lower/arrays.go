@@ -3,11 +3,13 @@ package lower
 import (
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -36,7 +38,7 @@ func (c *compiler) like(a *program.Array) *program.Array { return c.NewArray(a.T
 
 // cast is the call that writes b, a's values in another type.
 func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
-	return c.newCall(n, kernels.Cast{YType: b.Type, XType: a.Type, N: a.Len()},
+	return c.newCall(n, elementwise.Cast{YType: b.Type, XType: a.Type, N: a.Len()},
 		program.Writes("Y", b), program.Reads("X", a))
 }
 
@@ -163,7 +165,7 @@ func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
 }
 
 // ints is ids as kernels take them.
-func ints() kernels.Ints { return kernels.Ints{Wide: true} }
+func ints() kernel.Ints { return kernel.Ints{Wide: true} }
 
 // typeOf is how values of a Gorgonia type are stored.
 func typeOf(dt tensor.Dtype) gpu.DType {

@@ -1,16 +1,16 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )
 
-func attentionShape(o *op.AttentionOp, rows int) kernels.AttentionShape {
+func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
 	c := o.Config
-	return kernels.AttentionShape{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+	return attention.Geometry{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
 }
 
@@ -22,7 +22,7 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	documents := c.documentsOf(n, o, in)
 	y, lse := c.like(q), c.aux(s.Batch, s.Heads, s.Seq)
 	c.saved[o] = lse
-	call := c.call(n, kernels.Attention{AttentionShape: s, Type: q.Type}, program.Writes("Y", y),
+	call := c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v), program.Writes("LSE", lse),
 		untimed("Documents", documents))
 	if documents == nil { // of these, the lengths decide how much there is to compute
@@ -53,8 +53,8 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*progra
 	}
 	c.bound(starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: seq})
 	batch := starts.Len() / seq
-	table := c.bytes(kernels.AttentionDocumentsBytes(batch, seq))
-	c.call(n, kernels.AttentionDocuments{Starts: ints(), Batch: batch, Seq: seq},
+	table := c.bytes(attention.DocumentsBytes(batch, seq))
+	c.call(n, attention.Documents{Starts: ints(), Batch: batch, Seq: seq},
 		program.Writes("Table", table), program.Reads("Starts", starts))
 	c.documents[packing{starts, seq}] = table
 	return table
@@ -80,7 +80,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 		cos, sin = t.cos, t.sin
 	}
 	s := attentionShape(o, q.Shape[0])
-	a := kernels.AttentionBackward{AttentionShape: s, Type: q.Type}
+	a := attention.Backward{Geometry: s, Type: q.Type}
 	stats := c.bytes(a.WorkspaceBytes(c.o.Device))
 	call := c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk), program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
@@ -94,7 +94,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask leaves
 // half.
-func attentionFLOPs(s kernels.AttentionShape, products int) float64 {
+func attentionFLOPs(s attention.Geometry, products int) float64 {
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {
 		n /= 2

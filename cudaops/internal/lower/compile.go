@@ -7,10 +7,13 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -42,7 +45,7 @@ type Chooser interface {
 	// Tunes reports whether anything may be timed.
 	Tunes() bool
 	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses among.
-	Ways(params any) []kernels.Way
+	Ways(params any) []kernel.Way
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
 	Choose(g Group) (alternative, choice int, err error)
 }
@@ -115,7 +118,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 			return nil, nil, err
 		}
 		if c.Scaling != nil {
-			c.Scale = c.NewResident(gpu.Float32, kernels.LossScaleBytes/4)
+			c.Scale = c.NewResident(gpu.Float32, optimizer.LossScaleBytes/4)
 		}
 	}
 	if err := c.lowerAll(kept); err != nil {
@@ -194,7 +197,7 @@ func (c *compiler) gather() {
 		}
 		sum := c.NewResident(gpu.Float32, g.Shape...)
 		c.Sums[p] = sum
-		c.call(p.Deriv(), kernels.Axpby{Alpha: 1, Beta: 1, N: g.Len(), YType: gpu.Float32, XType: g.Type},
+		c.call(p.Deriv(), elementwise.Axpby{Alpha: 1, Beta: 1, N: g.Len(), YType: gpu.Float32, XType: g.Type},
 			program.Updates("Y", sum), program.Reads("X", g))
 	}
 }

@@ -1,10 +1,10 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -20,7 +20,7 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*pro
 	losses, saved := c.aux(rows), classified{scale: c.aux(1), lse: c.aux(rows)}
 	c.saved[n.Op()] = saved
 	c.targetScale(n, saved.scale, targets)
-	c.call(n, kernels.CrossEntropy{Targets: ints(), Rows: rows, V: v, Type: logits.Type},
+	c.call(n, crossentropy.Forward{Targets: ints(), Rows: rows, V: v, Type: logits.Type},
 		program.Reads("Logits", logits), program.Reads("Targets", targets),
 		program.Writes("Losses", losses), program.Writes("LSE", saved.lse))
 	return c.meanLoss(n, losses, saved.scale), nil
@@ -28,14 +28,14 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*pro
 
 // targetScale adds scale = 1/(number of targets).
 func (c *compiler) targetScale(n *gorgonia.Node, scale, targets *program.Array) {
-	c.call(n, kernels.CrossEntropyScale{Targets: ints(), Rows: targets.Len()},
+	c.call(n, crossentropy.Scale{Targets: ints(), Rows: targets.Len()},
 		program.Writes("Scale", scale), program.Reads("Targets", targets))
 }
 
 // meanLoss adds the mean of the losses of all rows with a target.
 func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *program.Array {
 	loss := c.aux()
-	c.call(n, kernels.CrossEntropyMean{Rows: losses.Len()}, program.Writes("Mean", loss),
+	c.call(n, crossentropy.Mean{Rows: losses.Len()}, program.Writes("Mean", loss),
 		program.Reads("Losses", losses), program.Reads("Scale", scale))
 	return loss
 }
@@ -44,7 +44,7 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d := c.like(logits)
-	c.call(n, kernels.CrossEntropyBackward{CrossEntropy: kernels.CrossEntropy{Targets: ints(),
+	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Targets: ints(),
 		Rows: logits.Shape[0], V: logits.Shape[1], Type: logits.Type}},
 		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),
 		program.Reads("Targets", targets), program.Reads("Scale", saved.scale), program.Reads("Grad", g))

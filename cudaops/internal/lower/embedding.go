@@ -1,10 +1,10 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -18,7 +18,7 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 
 // embed adds the look-up of rows of a table.
 func (c *compiler) embed(n *gorgonia.Node, y, ids, table *program.Array) {
-	c.call(n, kernels.Embedding{IDs: ints(), Rows: y.Shape[0], Vocab: table.Shape[0], D: table.Shape[1],
+	c.call(n, embedding.Forward{IDs: ints(), Rows: y.Shape[0], Vocab: table.Shape[0], D: table.Shape[1],
 		Type: y.Type, TableType: table.Type},
 		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
 }
@@ -32,7 +32,7 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 // embeddingGrad adds the gradient of a table, which is written to dt, or added to what is there where dt
 // is updated.
 func (c *compiler) embeddingGrad(n *gorgonia.Node, ids, g *program.Array, dt program.Arg) {
-	a := kernels.EmbeddingBackward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
+	a := embedding.Backward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
 		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}
 	c.call(n, a, program.Reads("IDs", ids), program.Reads("G", g), dt,
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))

@@ -3,12 +3,13 @@ package lower
 import (
 	"slices"
 
+	quantizekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -72,7 +73,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantize
 		return q
 	}
 	q := c.newQuantized(x.Shape[0], x.Shape[1])
-	c.call(n, kernels.Quantize{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
+	c.call(n, quantizekernel.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
 		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", x)).Op = "Quantize"
 	c.quantized[key] = q
 	return q
@@ -105,7 +106,7 @@ func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array, turned boo
 // quantizeColumns adds what makes rows of the columns of w.
 func (c *compiler) quantizeColumns(n *gorgonia.Node, w *program.Array) program.Quantized {
 	rows, d := w.Shape[0], w.Shape[1]
-	q, a := c.newQuantized(d, rows), kernels.QuantizeColumns{Rows: rows, D: d, Type: w.Type}
+	q, a := c.newQuantized(d, rows), quantizekernel.Columns{Rows: rows, D: d, Type: w.Type}
 	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", w),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
 	return q

@@ -1,9 +1,9 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -32,13 +32,13 @@ func (c *compiler) either(f fusion) (fused bool, err error) {
 }
 
 // chooseWay returns the way of the one call, nil for the several.
-func (c *compiler) chooseWay(f fusion) (*kernels.Way, int, error) {
+func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
 	for _, a := range f.one.Args {
 		if a.At%VectorBytes != 0 {
 			return nil, 0, nil
 		}
 	}
-	tuned := f.one.Bind(f.one.Params, (*program.Array).StandIn).(kernels.Tuned)
+	tuned := f.one.Bind(f.one.Params, (*program.Array).StandIn).(kernel.Tuned)
 	ways := c.o.Ways(tuned)
 	if len(ways) == 0 {
 		return nil, 0, nil

@@ -3,10 +3,11 @@ package lower
 import (
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -22,9 +23,9 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
 	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(), Width: weights[1], Type: c.o.Activation,
 		Figures: c.token(), Gradients: c.token()}
-	bytes := (kernels.KasminaState{Seeds: seeds, Slots: weights[0]}).Bytes()
+	bytes := (kasmina.State{Seeds: seeds, Slots: weights[0]}).Bytes()
 	if l.Wide() {
-		bytes += (kernels.KasminaMixing{Seeds: seeds, Slots: weights[0]}).Bytes()
+		bytes += (kasmina.Mixing{Seeds: seeds, Slots: weights[0]}).Bytes()
 	}
 	l.State = c.NewResident(gpu.Float32, bytes/4)
 	if c.Reports == nil {
@@ -61,22 +62,22 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	l.Forward = l.Forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.like(x)
-	plain := kernels.KasminaForward{KasminaLayer: l.Shape()}
+	plain := kasmina.Forward{Layer: l.Shape()}
 	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
 	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying}
 	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
 		program.Writes("Y", y), program.Uses("Workspace", workspace), program.Reads("State", l.State)}
 	if l.Wide() {
-		p.Wide = c.bytes(kernels.KasminaWideForward{KasminaForward: plain, KasminaWide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		p.Wide = c.bytes(kasmina.WideForward{Forward: plain, Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
 		args = append(args, program.Uses("", p.Wide))
 	}
 	if o.Replaying {
 		c.call(n, p, args...)
 		return y, nil
 	}
-	p.Records = new(kernels.KasminaRecords)
+	p.Records = new(kasmina.Records)
 	c.call(n, p, append(args, program.Writes("", l.Figures))...)
-	merge := c.call(n, kernels.MergeKasminaRecords{All: []*kernels.KasminaRecords{p.Records}},
+	merge := c.call(n, kasmina.MergeRecords{All: []*kasmina.Records{p.Records}},
 		program.Writes("", l.Figures), program.Reads("", workspace))
 	merge.Op = "KasminaFigures"
 	return y, nil
@@ -88,7 +89,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.act(n, in[4])
 	dx, dw, ds := g, c.aux(weights.Shape...), c.aux(scales.Shape...)
-	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kernels.KasminaParts)}
+	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kasmina.Parts)}
 	if p.InPlace = c.inPlace(l, n, x, g); p.InPlace {
 		of := opbase.Children(n)[4]
 		c.Values[of] = folded(of) // for nobody to be given dx in its place
@@ -98,7 +99,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	} else {
 		dx = c.like(x)
 	}
-	plain := kernels.KasminaBackward{KasminaLayer: l.Shape(), Clip: l.Clips()}
+	plain := kasmina.Backward{Layer: l.Shape(), Clip: l.Clips()}
 	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
 	result := program.Writes("DX", dx)
 	if p.InPlace {
@@ -112,12 +113,12 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	}
 	if l.Wide() {
 		p.Parts = nil
-		p.Wide = c.bytes(kernels.KasminaWideBackward{KasminaBackward: plain, KasminaWide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		p.Wide = c.bytes(kasmina.WideBackward{Backward: plain, Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
 		c.call(n, p, append(args, program.Uses("", p.Wide))...)
 		return packed(dx, dw, ds), nil
 	}
 	c.call(n, p, args...)
-	sum := c.call(n, kernels.SumKasminaParts{All: []*kernels.KasminaParts{p.Parts}}, program.Writes("", l.Gradients),
+	sum := c.call(n, kasmina.SumParts{All: []*kasmina.Parts{p.Parts}}, program.Writes("", l.Gradients),
 		program.Writes("", dw), program.Writes("", ds), program.Reads("", workspace),
 		program.Reads("", weights), program.Reads("", scales))
 	sum.Op = "KasminaWeightGrad"

@@ -1,9 +1,10 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -63,7 +64,7 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 func (c *compiler) siluMul(n *gorgonia.Node, h, ab *program.Array, q program.Quantized) *program.Call {
 	rows, f := ab.Shape[0], ab.Shape[1]/2
 	a, b := halves(ab)
-	return c.newCall(n, kernels.SiLUMul{Rows: rows, F: f, Stride: 2 * f, Type: ab.Type},
+	return c.newCall(n, silu.Mul{Rows: rows, F: f, Stride: 2 * f, Type: ab.Type},
 		program.Writes("H", h), program.Reads("A", a), program.Reads("B", b),
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
 }
@@ -71,7 +72,7 @@ func (c *compiler) siluMul(n *gorgonia.Node, h, ab *program.Array, q program.Qua
 // gate adds what forms s.ab and s.h.
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
 	p := product{d: s.ab, a: x, b: s.weights, transB: true}
-	one := kernels.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
+	one := gemm.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
 	_, err := c.either(fusion{
 		one: c.fusedCall(n, p, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
 			program.Reads("X", x), program.Reads("Weights", s.weights)),
@@ -104,7 +105,7 @@ func (c *compiler) siluMulGrad(n *gorgonia.Node, h, dab, ab, dh *program.Array, 
 	rows, f := h.Shape[0], h.Shape[1]
 	a, b := halves(ab)
 	da, db := halves(dab)
-	return c.newCall(n, kernels.SiLUMulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: ab.Type},
+	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: ab.Type},
 		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db), program.Reads("DH", dh),
 		program.Reads("A", a), program.Reads("B", b),
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
@@ -128,7 +129,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	if !keeps {
 		args = append(args, program.Writes("H", h))
 	}
-	one := kernels.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
+	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
 	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: []*program.Call{
 		c.newProduct(n, p), c.siluMulGrad(n, h, dab, s.ab, dh, program.Quantized{})}})
 	if fused && keeps {

@@ -4,12 +4,14 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -22,7 +24,7 @@ import (
 //	D = G·Xᵀ,  E = b·D + c·(D·A + A·D),  dX = a·G + B·G + (E + Eᵀ)·X
 //
 // and D = Xᵀ·G, dX = a·G + G·B + X·(E + Eᵀ) for a tall one.
-const nsA, nsB, nsC = kernels.SchulzA, kernels.SchulzB, kernels.SchulzC
+const nsA, nsB, nsC = gemm.SchulzA, gemm.SchulzB, gemm.SchulzC
 
 // schulz is one step's matrices, of which a tall one is multiplied from the other side.
 type schulz struct {
@@ -59,9 +61,9 @@ func (c *compiler) newSchulz(x *program.Array) schulz {
 
 // normalized adds y = x/(‖x‖ + 1e-7).
 func (c *compiler) normalized(n *gorgonia.Node, y, x *program.Array) *program.Call {
-	a := kernels.Normalize{N: x.Len(), YType: y.Type, XType: x.Type}
+	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
 	return c.newCall(n, a, program.Writes("Y", y), program.Reads("X", x),
-		program.Uses("Workspace", c.bytes(kernels.NormalizeWorkspace)))
+		program.Uses("Workspace", c.bytes(normalize.NormalizeWorkspace)))
 }
 
 func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
@@ -91,8 +93,8 @@ func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (
 		g = d
 	}
 	dx := c.like(x)
-	c.call(n, kernels.NormalizeBackward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx), program.Reads("G", g),
-		program.Reads("X", x), program.Uses("Workspace", c.bytes(kernels.NormalizeWorkspace)))
+	c.call(n, normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx), program.Reads("G", g),
+		program.Reads("X", x), program.Uses("Workspace", c.bytes(normalize.NormalizeWorkspace)))
 	return packed(dx), nil
 }
 
@@ -144,7 +146,7 @@ func (c *compiler) iterate(n *gorgonia.Node, shape []int, batch, steps int) (Ite
 	if c.o.Activation == gpu.Float32 {
 		t = gpu.Float32
 	}
-	it := schulzIteration{c: c, node: n, NewtonSchulz: kernels.NewtonSchulz{Rows: shape[0], Columns: shape[1],
+	it := schulzIteration{c: c, node: n, NewtonSchulz: gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1],
 		Batch: batch, Steps: steps, Type: t}}
 	ways := it.ways()
 	x := c.NewArray(t, batch, shape[0], shape[1])
@@ -173,17 +175,17 @@ func (c *compiler) iterate(n *gorgonia.Node, shape []int, batch, steps int) (Ite
 type schulzIteration struct {
 	c    *compiler
 	node *gorgonia.Node
-	kernels.NewtonSchulz
+	gemm.NewtonSchulz
 }
 
 // ways are those that the GPU and the shape allow, that of the rule of thumb first.
 func (it schulzIteration) ways() []string {
 	for _, s := range it.Shapes() {
-		if len(it.c.o.Ways(kernels.Symmetric{SymmetricShape: s, Type: it.Type})) == 0 {
+		if len(it.c.o.Ways(gemm.Symmetric{SymmetricShape: s, Type: it.Type})) == 0 {
 			return []string{byProducts}
 		}
 	}
-	together := kernels.NewtonSchulzTogether(it.Rows, it.Columns)
+	together := gemm.NewtonSchulzTogether(it.Rows, it.Columns)
 	switch {
 	case it.c.o.Tunes() || together == 0:
 		return []string{byProducts, bySymmetry, byGram}
@@ -253,7 +255,7 @@ func (it schulzIteration) symmetric(ends [2]*program.Array) (calls []*program.Ca
 		it.Squares[i] = gpu.Ptr(3 + i)
 		places[it.Squares[i]] = it.square()
 	}
-	multiply := func(a kernels.Symmetric) error {
+	multiply := func(a gemm.Symmetric) error {
 		args := []program.Arg{program.Writes("D", places[a.D]), program.Reads("Left", places[a.Left]),
 			program.Reads("Right", places[a.Right]), program.Reads("C", places[a.C])}
 		a.D, a.Left, a.Right, a.C = 0, 0, 0, 0

@@ -1,10 +1,10 @@
 package lower
 
 import (
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -25,7 +25,7 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 		sum = c.like(x)
 	}
 	q := c.quantizing(y, c.multiplied(n))
-	a := kernels.RMSNorm{Rows: x.Shape[0], D: x.Shape[1], Eps: o.Eps, Type: x.Type,
+	a := normkernel.RMSNorm{Rows: x.Shape[0], D: x.Shape[1], Eps: o.Eps, Type: x.Type,
 		Ascending: residual == nil && isOp[*op.KasminaOp](opbase.Children(n)[0])} // whose first rows come last
 	c.call(n, a, program.Writes("Y", y), program.Writes("Rstd", rstd), program.Reads("X", x),
 		program.Reads("W", w), program.Reads("Residual", residual), program.Writes("Sum", sum),
@@ -42,15 +42,15 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array, to *gorgonia.Node) *program.Array {
 	x, w, g := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.act(n, in[3])
 	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*program.Array)
-	parts := new(kernels.RMSNormParts)
-	a := kernels.RMSNormBackward{Rows: x.Shape[0], D: x.Shape[1], Type: x.Type, DWType: gpu.Float32, Parts: parts}
+	parts := new(normkernel.RMSNormParts)
+	a := normkernel.RMSNormBackward{Rows: x.Shape[0], D: x.Shape[1], Type: x.Type, DWType: gpu.Float32, Parts: parts}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
 	q := c.quantizing(dx, c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),
 		program.Reads("Add", add), program.Uses("Workspace", workspace),
 		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
-	sum := c.call(n, kernels.SumRMSNormParts{All: []*kernels.RMSNormParts{parts}},
+	sum := c.call(n, normkernel.SumRMSNormParts{All: []*normkernel.RMSNormParts{parts}},
 		program.Writes("", dw), program.Reads("", workspace))
 	sum.Op = "RMSNormWeightGrad"
 	return packed(dx, dw)

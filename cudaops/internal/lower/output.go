@@ -3,10 +3,13 @@ package lower
 import (
 	"math"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -94,7 +97,7 @@ func (o outputRows) weightGrad(x *program.Array) product {
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
 func (c *compiler) outputRows(o outputRows) error {
 	n, p := o.node, product{d: o.logits, a: o.x, b: o.w, transB: true}
-	a := kernels.CrossEntropy{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
+	a := crossentropy.Forward{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
 	if o.dx == nil {
 		c.matmul(n, p)
 		c.call(n, a, program.Reads("Logits", o.logits), program.Writes("Losses", o.losses),
@@ -115,7 +118,7 @@ func (c *compiler) outputRows(o outputRows) error {
 		c.matmul(n, o.weightGrad(o.x))
 		return nil
 	}
-	c.call(n, kernels.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
+	c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
 		program.Updates("X", o.dx), program.Reads("Factors", factors))
 	c.matmul(n, o.weightGrad(scaled))
 	return nil
@@ -124,7 +127,7 @@ func (c *compiler) outputRows(o outputRows) error {
 // fusedOutput is the call that forms the exponentials in the product of the logits (see
 // [kernels.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
 func (c *compiler) fusedOutput(o outputRows, p product, scaled, factors *program.Array) *program.Call {
-	a := kernels.LinearCrossEntropy{Targets: ints(), Type: o.x.Type, LinearCrossEntropyShape: kernels.LinearCrossEntropyShape{
+	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type, LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
 		Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
 	x := program.Reads("X", o.x)
 	x.Deviation = 4 / math.Sqrt(float64(a.D))
@@ -141,11 +144,11 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // which both have
-		upstream = c.elementwise(n, kernels.Div, upstream, c.Scale.View(0), upstream.Shape)
+		upstream = c.elementwise(n, elementwise.Div, upstream, c.Scale.View(0), upstream.Shape)
 	}
 	var scaled []*program.Array
 	for _, d := range []*program.Array{saved.dx, saved.dw} {
-		scaled = append(scaled, c.elementwise(n, kernels.Mul, d, c.as(n, upstream, d.Type), d.Shape))
+		scaled = append(scaled, c.elementwise(n, elementwise.Mul, d, c.as(n, upstream, d.Type), d.Shape))
 	}
 	return packed(scaled...), nil
 }

@@ -3,11 +3,12 @@ package lower
 import (
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -141,14 +142,14 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 		return nil
 	}
 	o := turned.Op().(*op.RoPEOp)
-	s := kernels.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1], Turned: both.Shape[1],
+	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1], Turned: both.Shape[1],
 		Seq: o.Config.Seq, HeadDim: o.Config.HeadDim, Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
 	p := product{d: wide, a: x, b: weights, transB: true}
 	if s.Float8 {
 		p = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
 	}
 	several := []*program.Call{c.newProduct(n, p), c.rotate(turned, both, both)}
-	one := kernels.RoPEProduct{RoPEProductShape: s, Type: x.Type}
+	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}
 	if len(c.o.Ways(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
 		return nil

@@ -1,9 +1,10 @@
 package lower
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -19,7 +20,7 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
 	t := c.rotation(o)
-	a := kernels.RoPE{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
+	a := rope.Rotate{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
 		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride, Inverse: o.Inverse, Type: x.Type}
 	out := program.Writes("Y", y)
 	if y == x {
@@ -45,7 +46,7 @@ func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {
 func (c *compiler) angles(o *op.RoPEOp) *rotationTables {
 	t := c.rotation(o)
 	if t.angles == nil {
-		t.angles = c.NewConstant(kernels.RoPEAngles(t.cos.Data, t.sin.Data, o.Config.HeadDim/2))
+		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.Config.HeadDim/2))
 	}
 	return t
 }

@@ -5,34 +5,35 @@ import (
 	"slices"
 	"strings"
 
+	elementwisekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 var (
-	unaryOps = map[string]kernels.UnaryOp{
-		"abs": kernels.Abs, "sign": kernels.Sign, "ceil": kernels.Ceil, "floor": kernels.Floor, "sin": kernels.Sin,
-		"cos": kernels.Cos, "exp": kernels.Exp, "ln": kernels.Log, "log2": kernels.Log2, "neg": kernels.Neg,
-		"square": kernels.Square, "sqrt": kernels.Sqrt, "inv": kernels.Inverse, "invSqrt": kernels.InverseSqrt,
-		"cube": kernels.Cube, "tanh": kernels.Tanh, "sigmoid": kernels.Sigmoid, "log1p": kernels.Log1p,
-		"expm1": kernels.Expm1, "softplus": kernels.Softplus,
+	unaryOps = map[string]elementwisekernel.UnaryOp{
+		"abs": elementwisekernel.Abs, "sign": elementwisekernel.Sign, "ceil": elementwisekernel.Ceil, "floor": elementwisekernel.Floor, "sin": elementwisekernel.Sin,
+		"cos": elementwisekernel.Cos, "exp": elementwisekernel.Exp, "ln": elementwisekernel.Log, "log2": elementwisekernel.Log2, "neg": elementwisekernel.Neg,
+		"square": elementwisekernel.Square, "sqrt": elementwisekernel.Sqrt, "inv": elementwisekernel.Inverse, "invSqrt": elementwisekernel.InverseSqrt,
+		"cube": elementwisekernel.Cube, "tanh": elementwisekernel.Tanh, "sigmoid": elementwisekernel.Sigmoid, "log1p": elementwisekernel.Log1p,
+		"expm1": elementwisekernel.Expm1, "softplus": elementwisekernel.Softplus,
 	}
-	binaryOps = map[string]kernels.BinaryOp{
-		"+": kernels.Add, "-": kernels.Sub, "⊙": kernels.Mul, "÷": kernels.Div, "^": kernels.Pow, "<": kernels.Less,
-		">": kernels.Greater, "<=": kernels.LessEqual, ">=": kernels.GreaterEqual, "==": kernels.Equal, "!=": kernels.NotEqual,
-		"MinBetween": kernels.Minimum, "MaxBetween": kernels.Maximum,
+	binaryOps = map[string]elementwisekernel.BinaryOp{
+		"+": elementwisekernel.Add, "-": elementwisekernel.Sub, "⊙": elementwisekernel.Mul, "÷": elementwisekernel.Div, "^": elementwisekernel.Pow, "<": elementwisekernel.Less,
+		">": elementwisekernel.Greater, "<=": elementwisekernel.LessEqual, ">=": elementwisekernel.GreaterEqual, "==": elementwisekernel.Equal, "!=": elementwisekernel.NotEqual,
+		"MinBetween": elementwisekernel.Minimum, "MaxBetween": elementwisekernel.Maximum,
 	}
 	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known beforehand.
-	withLeft = map[kernels.BinaryOp]kernels.UnaryOp{kernels.Add: kernels.AddScalar, kernels.Sub: kernels.SubFrom,
-		kernels.Mul: kernels.MulScalar, kernels.Div: kernels.DivideInto, kernels.Pow: kernels.PowOf}
-	withRight = map[kernels.BinaryOp]kernels.UnaryOp{kernels.Add: kernels.AddScalar, kernels.Mul: kernels.MulScalar,
-		kernels.Pow: kernels.PowScalar}
+	withLeft = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Sub: elementwisekernel.SubFrom,
+		elementwisekernel.Mul: elementwisekernel.MulScalar, elementwisekernel.Div: elementwisekernel.DivideInto, elementwisekernel.Pow: elementwisekernel.PowOf}
+	withRight = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Mul: elementwisekernel.MulScalar,
+		elementwisekernel.Pow: elementwisekernel.PowScalar}
 )
 
 func stockUnary(n *gorgonia.Node) lowering {
@@ -67,19 +68,19 @@ func stockBinary(n *gorgonia.Node) lowering {
 	}
 }
 
-func (c *compiler) unary(n *gorgonia.Node, f kernels.UnaryOp, x *program.Array, p float64) *program.Array {
+func (c *compiler) unary(n *gorgonia.Node, f elementwisekernel.UnaryOp, x *program.Array, p float64) *program.Array {
 	return c.map1(n, f, c.NewArray(x.Type, n.Shape()...), x, p)
 }
 
 // map1 adds y = f(x) for every element, of which p is a parameter.
-func (c *compiler) map1(n *gorgonia.Node, f kernels.UnaryOp, y, x *program.Array, p float64) *program.Array {
-	c.call(n, kernels.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}, program.Reads("X", x), program.Writes("Y", y))
+func (c *compiler) map1(n *gorgonia.Node, f elementwisekernel.UnaryOp, y, x *program.Array, p float64) *program.Array {
+	c.call(n, elementwisekernel.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}, program.Reads("X", x), program.Writes("Y", y))
 	return y
 }
 
 // map2 adds y = f(a, b) for every element, where operands may repeat.
-func (c *compiler) map2(n *gorgonia.Node, f kernels.BinaryOp, y *program.Array, a, b repeated) *program.Array {
-	c.call(n, kernels.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(), Type: y.Type},
+func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *program.Array, a, b repeated) *program.Array {
+	c.call(n, elementwisekernel.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(), Type: y.Type},
 		program.Reads("A", a.Array), program.Reads("B", b.Array), program.Writes("Y", y))
 	return y
 }
@@ -87,7 +88,7 @@ func (c *compiler) map2(n *gorgonia.Node, f kernels.BinaryOp, y *program.Array, 
 // binary computes elementwise; an operand of one element goes with every element of the other, and one that a node repeats
 // is read as often from what the node repeats. Where the operands' types differ, float32 wins: it is that of gradients of
 // parameters and of scalars, but a scalar does not widen a tensor.
-func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *program.Array) (*program.Array, error) {
+func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array) (*program.Array, error) {
 	nodes := opbase.Children(n)
 	if p, ok := c.number(n, 0); ok {
 		if u, ok := withLeft[f]; ok {
@@ -98,10 +99,10 @@ func (c *compiler) binary(n *gorgonia.Node, f kernels.BinaryOp, a, b *program.Ar
 		switch u, ok := withRight[f]; {
 		case ok:
 			return c.unary(n, u, a, p), nil
-		case f == kernels.Sub:
-			return c.unary(n, kernels.AddScalar, a, -p), nil
-		case f == kernels.Div && a.Type != gpu.Float32: // rounds less than a divisor of that type would
-			return c.unary(n, kernels.MulScalar, a, 1/p), nil
+		case f == elementwisekernel.Sub:
+			return c.unary(n, elementwisekernel.AddScalar, a, -p), nil
+		case f == elementwisekernel.Div && a.Type != gpu.Float32: // rounds less than a divisor of that type would
+			return c.unary(n, elementwisekernel.MulScalar, a, 1/p), nil
 		}
 	}
 	in := [2]*program.Array{a, b}
@@ -133,11 +134,11 @@ type repeated struct {
 }
 
 // operand is how the kernel reads the operand for a result like y: a number goes with every element.
-func (r repeated) operand(y *program.Array) kernels.Operand {
+func (r repeated) operand(y *program.Array) elementwisekernel.Operand {
 	if r.period == 0 && r.Len() == 1 && y.Len() != 1 {
-		return kernels.Operand{Period: 1}
+		return elementwisekernel.Operand{Period: 1}
 	}
-	return kernels.Operand{Repeat: r.repeat, Period: r.period}
+	return elementwisekernel.Operand{Repeat: r.repeat, Period: r.period}
 }
 
 // spreadOf returns the repetition that a node is, if an elementwise op can read its input in its place.
@@ -180,6 +181,6 @@ func number(n *gorgonia.Node) (float64, bool) {
 }
 
 // elementwise is binary for operands of one type.
-func (c *compiler) elementwise(n *gorgonia.Node, f kernels.BinaryOp, a, b *program.Array, shape []int) *program.Array {
+func (c *compiler) elementwise(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array, shape []int) *program.Array {
 	return c.map2(n, f, c.NewArray(a.Type, shape...), repeated{Array: a}, repeated{Array: b})
 }

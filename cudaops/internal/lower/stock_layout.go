@@ -5,13 +5,14 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -23,7 +24,7 @@ const maxDimensions = 6
 
 // move copies elements from one layout to another.
 func (c *compiler) move(n *gorgonia.Node, y, x *program.Array, dims ...dimension) {
-	a := kernels.Copy{Size: y.Type.Size()}
+	a := layout.Copy{Size: y.Type.Size()}
 	for _, d := range dims {
 		a.Dims, a.YStrides, a.XStrides = append(a.Dims, d.n), append(a.YStrides, d.y), append(a.XStrides, d.x)
 	}

@@ -4,13 +4,14 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -127,7 +128,7 @@ func lowerDot(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*pr
 func lowerOuter(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*program.Array, error) {
 	a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32)
 	y := c.aux(n.Shape()...)
-	return c.map2(n, kernels.Mul, y, repeated{a, spread{b.Len(), a.Len()}}, repeated{b, spread{0, b.Len()}}), nil
+	return c.map2(n, elementwise.Mul, y, repeated{a, spread{b.Len(), a.Len()}}, repeated{b, spread{0, b.Len()}}), nil
 }
 
 // lowerBatched lowers the products of the matrices that are the last two dimensions, one for each index before them.

@@ -5,22 +5,25 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // stockReduction lowers Sum and Max along any axes.
 func stockReduction(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
-	r := kernels.Sum
+	r := reducekernel.Sum
 	if strings.HasPrefix(name, "Max") {
-		r = kernels.Max
+		r = reducekernel.Max
 	}
 	x, axes := opbase.Children(n)[0].Shape(), integers(name)
 	slices.Sort(axes)
@@ -40,7 +43,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 }
 
 // reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums are float32.
-func (c *compiler) reduce(n *gorgonia.Node, r kernels.Reduction, x *program.Array, axes []int) *program.Array {
+func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, axes []int) *program.Array {
 	shape := slices.Clone(x.Shape)
 	for hi := len(axes); hi > 0; {
 		lo := hi - 1
@@ -55,13 +58,13 @@ func (c *compiler) reduce(n *gorgonia.Node, r kernels.Reduction, x *program.Arra
 }
 
 // reduceMiddle reduces x, as [outer, middle, inner], to [outer, inner].
-func (c *compiler) reduceMiddle(n *gorgonia.Node, r kernels.Reduction, x *program.Array, outer, middle, inner int) *program.Array {
+func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, outer, middle, inner int) *program.Array {
 	t := x.Type
-	if r == kernels.Sum {
+	if r == reducekernel.Sum {
 		t = gpu.Float32
 	}
 	y := c.NewArray(t, outer, inner)
-	a := kernels.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
+	a := reducekernel.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
 	c.call(n, a, program.Reads("X", x), program.Writes("Y", y),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
 	return y
@@ -132,14 +135,14 @@ func (c *compiler) outward(node *gorgonia.Node, x *program.Array, outer, n, inne
 
 func (c *compiler) softmax(n *gorgonia.Node, x *program.Array) *program.Array {
 	y := c.like(x)
-	c.call(n, kernels.Softmax{Rows: x.Shape[0], N: x.Shape[1], Type: x.Type},
+	c.call(n, softmaxkernel.Forward{Rows: x.Shape[0], N: x.Shape[1], Type: x.Type},
 		program.Reads("X", x), program.Writes("Y", y))
 	return y
 }
 
 func (c *compiler) softmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.Array {
 	dx := c.like(y)
-	c.call(n, kernels.SoftmaxBackward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
+	c.call(n, softmaxkernel.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
 		program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
 	return dx
 }
@@ -147,25 +150,25 @@ func (c *compiler) softmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.A
 // logSoftmax is x − max − log Σ exp(x − max) for each row, in float32.
 func (c *compiler) logSoftmax(n *gorgonia.Node, x *program.Array) *program.Array {
 	wide := c.as(n, x, gpu.Float32)
-	shifted := c.perRow(n, kernels.Sub, wide, c.reduce(n, kernels.Max, wide, []int{1}))
-	sum := c.reduce(n, kernels.Sum, c.apply(n, kernels.Exp, shifted), []int{1})
-	return c.as(n, c.perRow(n, kernels.Sub, shifted, c.apply(n, kernels.Log, sum)), x.Type)
+	shifted := c.perRow(n, elementwise.Sub, wide, c.reduce(n, reducekernel.Max, wide, []int{1}))
+	sum := c.reduce(n, reducekernel.Sum, c.apply(n, elementwise.Exp, shifted), []int{1})
+	return c.as(n, c.perRow(n, elementwise.Sub, shifted, c.apply(n, elementwise.Log, sum)), x.Type)
 }
 
 // logSoftmaxGrad is g − exp(y)·Σg for each row, in float32.
 func (c *compiler) logSoftmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.Array {
 	wide, up := c.as(n, y, gpu.Float32), c.as(n, g, gpu.Float32)
-	share := c.perRow(n, kernels.Mul, c.apply(n, kernels.Exp, wide), c.reduce(n, kernels.Sum, up, []int{1}))
-	dx := c.map2(n, kernels.Sub, c.like(up), repeated{Array: up}, repeated{Array: share})
+	share := c.perRow(n, elementwise.Mul, c.apply(n, elementwise.Exp, wide), c.reduce(n, reducekernel.Sum, up, []int{1}))
+	dx := c.map2(n, elementwise.Sub, c.like(up), repeated{Array: up}, repeated{Array: share})
 	return c.as(n, dx, y.Type)
 }
 
 // apply computes a function of every element.
-func (c *compiler) apply(n *gorgonia.Node, f kernels.UnaryOp, x *program.Array) *program.Array {
+func (c *compiler) apply(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Array) *program.Array {
 	return c.map1(n, f, c.like(x), x, 0)
 }
 
 // perRow computes a function of every element and the number that belongs to its row.
-func (c *compiler) perRow(n *gorgonia.Node, f kernels.BinaryOp, x, numbers *program.Array) *program.Array {
+func (c *compiler) perRow(n *gorgonia.Node, f elementwise.BinaryOp, x, numbers *program.Array) *program.Array {
 	return c.map2(n, f, c.like(x), repeated{Array: x}, repeated{numbers, spread{x.Shape[1], x.Shape[0]}})
 }

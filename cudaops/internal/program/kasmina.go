@@ -1,10 +1,10 @@
 package program
 
 import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -29,9 +29,9 @@ type KasminaLayer struct {
 func (l *KasminaLayer) Slots() int { return l.Op.InputShape(1)[0] }
 
 // Mixing describes slots that have more weights than a chunk has features.
-func (l *KasminaLayer) Mixing() kernels.KasminaWide {
-	return kernels.KasminaWide{Width: l.Width,
-		Mixing: kernels.KasminaMixing{Seeds: l.Seeds, Slots: l.Slots()}}
+func (l *KasminaLayer) Mixing() kasmina.Wide {
+	return kasmina.Wide{Width: l.Width,
+		Mixing: kasmina.Mixing{Seeds: l.Seeds, Slots: l.Slots()}}
 }
 
 // Wide is whether slots have more weights than chunks have features: the kernels of the kinds that mix
@@ -42,13 +42,13 @@ func (l *KasminaLayer) Wide() bool { return l.Width > l.Chunk }
 func (l *KasminaLayer) Clips() bool { return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0 }
 
 // Shape is the part of the layer's description that does not depend on where things lie.
-func (l *KasminaLayer) Shape() kernels.KasminaLayer {
-	return kernels.KasminaLayer{
-		State: kernels.KasminaState{Seeds: l.Seeds, Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
+func (l *KasminaLayer) Shape() kasmina.Layer {
+	return kasmina.Layer{
+		State: kasmina.State{Seeds: l.Seeds, Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
 		Eps: l.Op.Config.Epsilon, Type: l.Type,
-		Stability: map[op.Stability]kernels.KasminaStability{
-			op.Adaptive: kernels.KasminaAdaptive, op.Fast: kernels.KasminaFast,
-			op.Strict: kernels.KasminaStrict,
+		Stability: map[op.Stability]kasmina.Stability{
+			op.Adaptive: kasmina.Adaptive, op.Fast: kasmina.Fast,
+			op.Strict: kasmina.Strict,
 		}[l.Op.Config.Stability],
 	}
 }
@@ -63,8 +63,8 @@ type KasminaPass struct {
 	Spare   *Array // a copy of what such a pass replaces, for runs of it that nobody reads
 	Wide    *Array // workspace of slots with more weights than a chunk has features
 	// What the pass leaves for one launch that finishes several; nil where there is none.
-	Records *kernels.KasminaRecords
-	Parts   *kernels.KasminaParts
+	Records *kasmina.Records
+	Parts   *kasmina.Parts
 }
 
 // KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use them.
@@ -89,9 +89,9 @@ const (
 	KasminaClipped
 	KasminaIgnored
 	KasminaHealth
-	KasminaGradient = KasminaHealth + kernels.KasminaForwardFigures
-	KasminaBins     = KasminaGradient + kernels.KasminaBackwardFigures
-	KasminaWords    = KasminaBins + kernels.KasminaBins
+	KasminaGradient = KasminaHealth + kasmina.ForwardFigures
+	KasminaBins     = KasminaGradient + kasmina.BackwardFigures
+	KasminaWords    = KasminaBins + kasmina.Bins
 )
 
 // kasminaRegions is where begins what all runs have of a report, those that measure, and those with

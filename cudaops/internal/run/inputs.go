@@ -5,10 +5,11 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
@@ -21,8 +22,8 @@ type Inputs struct {
 	All     []*program.Input
 	weights []*program.QuantizedWeight
 	host    map[*program.Input]*hostInput
-	laidOut []kernels.QuantizeWeight // the weights as they lie in the table
-	table   *kernels.QuantizeTable   // of float8
+	laidOut []quantize.Weight // the weights as they lie in the table
+	table   *quantize.Table   // of float8
 }
 
 // hostInput is what the host knows of an input.
@@ -194,9 +195,9 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	}) {
 		return nil
 	}
-	var all []kernels.QuantizeWeight
+	var all []quantize.Weight
 	for _, w := range s.weights {
-		k := kernels.QuantizeWeight{X: w.Array.Ptr(), Rows: w.Array.Shape[0], D: w.Array.Shape[1]}
+		k := quantize.Weight{X: w.Array.Ptr(), Rows: w.Array.Shape[0], D: w.Array.Shape[1]}
 		k.Y, k.Scale = w.Rows.Values.Ptr(), w.Rows.Scales.Ptr()
 		if w.Turned.Values != nil {
 			k.Turned, k.TurnedScale = w.Turned.Values.Ptr(), w.Turned.Scales.Ptr()
@@ -218,7 +219,7 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		}
 		s.laidOut = all
 	}
-	return s.Launch(kernels.QuantizeWeights{Table: s.table})
+	return s.Launch(quantize.Weights{Table: s.table})
 }
 
 // freeTable lets go of the table of weights.

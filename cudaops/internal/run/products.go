@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -35,7 +38,7 @@ type Plan struct {
 	gpu.MatmulPlan
 	Added  program.Addend
 	BLAS   []string // cuBLASLt's ways
-	Own    []kernels.Way
+	Own    []kernel.Way
 	Way    int  // chosen, among both
 	Choice int  // as in a call
 	forAll bool // whatever is added: for cuBLASLt all are the same
@@ -71,7 +74,7 @@ func (x *Products) Find(m program.Matmul) *Plan {
 
 // Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own: for its
 // addend, or for all of them.
-func (x *Products) Make(m program.Matmul, ways int, own []kernels.Way, forAll bool) (*Plan, error) {
+func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way, forAll bool) (*Plan, error) {
 	if x.Workspace == 0 {
 		var err error
 		if x.Workspace, err = x.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
@@ -118,7 +121,7 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 		}
 		return p.Run(way, a, s)
 	}
-	own := kernels.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A, W: a.B, ScaleX: a.ScaleA,
+	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A, W: a.B, ScaleX: a.ScaleA,
 		ScaleW: a.ScaleB, Type: p.Spec().D, Way: p.Own[way-len(p.BLAS)]}
 	if p.Added == program.AMatrix {
 		own.C = a.C
@@ -127,8 +130,8 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 }
 
 // ProductShape is what the kernels of this module know of a product.
-func ProductShape(m gpu.MatmulSpec) kernels.ProductShape {
-	return kernels.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
+func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
+	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
 		Float8: m.Scaling == gpu.ScaledRows}
 }
 

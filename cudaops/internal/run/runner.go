@@ -4,8 +4,9 @@ import (
 	"errors"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -24,8 +25,8 @@ type Attendant interface {
 
 // Scale is the loss scale of a machine.
 type Scale struct {
-	Now     kernels.LossScale // as on the device
-	Carried float32           // the scale that the gradients of the last run carry; 0 where they were dropped
+	Now     optimizer.LossScale // as on the device
+	Carried float32             // the scale that the gradients of the last run carry; 0 where they were dropped
 }
 
 // Runner runs a program: as it is the first time, which loads what the kernels need, and then as what was

@@ -3,10 +3,11 @@ package update
 import (
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/place"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -18,16 +19,16 @@ const togetherLeast = 1 << 24
 
 // group is matrices that go through the iteration together.
 type group struct {
-	tensors   []*kernels.OptimTensor
+	tensors   []*optimizer.Tensor
 	iteration lower.Iteration
 	size      int // of a matrix
 }
 
 // orthogonalise gives Muon's matrices places for their directions, and adds the iterations that turn
 // these into updates: one for matrices of one shape, where they are small.
-func (x *Optimizer) orthogonalise(tensors []kernels.OptimTensor, params []*Param) error {
+func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) error {
 	type kind struct{ rows, columns, iterations int }
-	alike := map[kind][]*kernels.OptimTensor{}
+	alike := map[kind][]*optimizer.Tensor{}
 	var kinds []kind
 	for i, p := range params {
 		shape := p.Input.Array.Shape

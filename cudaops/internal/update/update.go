@@ -6,9 +6,11 @@ import (
 	"bytes"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -54,13 +56,13 @@ type Optimizer struct {
 
 	m          Machine
 	memory     run.Memory
-	adamw      *kernels.Table
-	muon       *kernels.Table
+	adamw      *optimizer.Table
+	muon       *optimizer.Table
 	iterations *program.Program // of Muon
 	control    gpu.Ptr          // kernels.Control
 	staging    []byte           // the same, pinned
 	squares    gpu.Ptr          // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
-	settings   kernels.Control
+	settings   optimizer.Control
 	loss       []byte                 // pinned, of a step
 	ran        gpu.Event              // the run before the update is done
 	done       gpu.Event              // the control block is back
@@ -77,7 +79,7 @@ type recording struct {
 // New puts an optimiser, with what it remembers so far, on the device.
 func New(m Machine, rules Rules, params []*Param, maxNorm float64) (*Optimizer, error) {
 	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
-		settings: kernels.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
+		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
 		recorded: map[gpu.Ptr]*recording{}}
 	if err := x.prepare(); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
@@ -93,7 +95,7 @@ func (x *Optimizer) prepare() (err error) {
 	if err := x.buildTables(); err != nil {
 		return err
 	}
-	if x.control, err = x.memory.Alloc(kernels.ControlBytes, "the optimiser"); err != nil {
+	if x.control, err = x.memory.Alloc(optimizer.ControlBytes, "the optimiser"); err != nil {
 		return err
 	}
 	chunks := x.sums()
@@ -103,7 +105,7 @@ func (x *Optimizer) prepare() (err error) {
 	if x.squares, err = x.memory.Alloc(4*chunks, "the optimiser"); err != nil {
 		return err
 	}
-	if x.staging, err = ctx.AllocHost(kernels.ControlBytes); err != nil {
+	if x.staging, err = ctx.AllocHost(optimizer.ControlBytes); err != nil {
 		return err
 	}
 	clear(x.staging)
@@ -154,8 +156,8 @@ func (x *Optimizer) Held() int {
 }
 
 // tables are those of AdamW's and of Muon's parameters, where there are any.
-func (x *Optimizer) tables() []*kernels.Table {
-	return slices.DeleteFunc([]*kernels.Table{x.adamw, x.muon}, func(t *kernels.Table) bool { return t == nil })
+func (x *Optimizer) tables() []*optimizer.Table {
+	return slices.DeleteFunc([]*optimizer.Table{x.adamw, x.muon}, func(t *optimizer.Table) bool { return t == nil })
 }
 
 // sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
@@ -209,11 +211,11 @@ func (x *Optimizer) loadState() error {
 
 // buildTables lays out the parameters for the kernels.
 func (x *Optimizer) buildTables() error {
-	var adamw, muon []kernels.OptimTensor
+	var adamw, muon []optimizer.Tensor
 	var matrices []*Param // of muon
 	for _, p := range x.Params {
 		r := p.Rule
-		t := kernels.OptimTensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(), GradType: p.Grad.Type,
+		t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(), GradType: p.Grad.Type,
 			First: p.Moments[0].Ptr(), Size: p.Grad.Len(), LRScale: r.LRScale, Decay: r.Decay,
 			Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step}
 		for _, c := range p.Input.Copies {
@@ -253,7 +255,7 @@ func (x *Optimizer) buildTables() error {
 func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
-	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:kernels.ControlSettings]) {
+	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:optimizer.ControlSettings]) {
 		copy(x.staging, want)
 		if err := ctx.CopyToDevice(x.control, x.staging, s); err != nil {
 			clear(x.staging)
@@ -308,11 +310,11 @@ func (x *Optimizer) replay(r *recording, plain func() error) error {
 func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
 
 // Wait waits for the update, and returns its control block and the loss.
-func (x *Optimizer) Wait() (kernels.Control, float32, error) {
+func (x *Optimizer) Wait() (optimizer.Control, float32, error) {
 	if err := x.m.Ctx.SyncEvent(x.done); err != nil {
-		return kernels.Control{}, 0, err
+		return optimizer.Control{}, 0, err
 	}
-	c := kernels.DecodeControl(x.staging)
+	c := optimizer.DecodeControl(x.staging)
 	if !c.Skipped {
 		x.Steps++
 	}
@@ -357,7 +359,7 @@ func newCall(params any, args ...program.Arg) *program.Call {
 // squareCalls form the sums of the gradients' squares, and tell how many there are.
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	for _, t := range x.tables() {
-		calls = append(calls, newCall(kernels.GradSquares{Squares: x.squares.Offset(4 * n), Table: t}))
+		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * n), Table: t}))
 		n += t.Chunks
 	}
 	return calls, n
@@ -368,23 +370,23 @@ func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 func (x *Optimizer) calls(loss *program.Array) []*program.Call {
 	calls, n := x.squareCalls()
 	if loss != nil {
-		calls = append(calls, newCall(kernels.Unary{Op: kernels.MulScalar, Y: x.squares.Offset(4 * n), N: 1, Type: gpu.Float32},
+		calls = append(calls, newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n), N: 1, Type: gpu.Float32},
 			program.Reads("X", loss)))
 		n++
 	}
-	calls = append(calls, newCall(kernels.GradNorm{Control: x.control, Squares: x.squares, Count: n},
+	calls = append(calls, newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
 		scaleArg(x.m.Program)...))
 	if x.adamw != nil {
-		calls = append(calls, newCall(kernels.AdamW{Control: x.control, Table: x.adamw}))
+		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
 	}
 	if x.muon == nil {
 		return calls
 	}
 	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Rule.Muon && p.Rule.Nesterov })
-	calls = append(calls, newCall(kernels.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
+	calls = append(calls, newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
 		Table: x.muon, Nesterov: nesterov}))
 	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...) // between what stands for the others
-	return append(calls, newCall(kernels.MuonApply{Control: x.control, Table: x.muon}))
+	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
 }
 
 // scaleArg is the loss scale, where there is one.

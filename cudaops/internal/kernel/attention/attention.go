@@ -1,0 +1,469 @@
+package attention
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// AttentionShape is the geometry of attention over rows of heads, and how to compute it.
+//
+//	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
+//
+// for every sequence and query head on its own; query head h reads key-value head h/(Heads/KVHeads). q, y and their
+// gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs [Batch·Seq, KVHeads·HeadDim]; lse is [Batch, Heads, Seq] of
+// float32.
+type Geometry struct {
+	Batch, Seq, Heads, KVHeads, HeadDim int
+	Causal                              bool    // a position sees itself and those before it
+	Scale                               float64 // 0 means 1/sqrt(HeadDim)
+	Variant                             Variant
+	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
+	// pass then gives the gradients of what they were before.
+	Cos, Sin gpu.Ptr
+	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
+	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
+	Documents gpu.Ptr
+}
+
+// AttentionVariant is an implementation of attention.
+type Variant int
+
+// The variants. AttentionAuto is the fastest that takes the arguments.
+const (
+	Auto        Variant = iota
+	Plain               // float32 arithmetic, any argument
+	MMA                 // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
+	Hopper              // the same on compute capability 9.0 with its own instructions
+	HopperFused         // the same, with a backward pass in one kernel at any HeadDim
+	attentionVariants
+)
+
+func (v Variant) String() string {
+	if v < 0 || v >= attentionVariants {
+		return fmt.Sprintf("AttentionVariant(%d)", int(v))
+	}
+	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused"}[v]
+}
+
+// attentionParams is attention::Params of attention.cuh.
+type attentionParams struct {
+	q, k, v, y, g, dq, dk, dv, lse, stats                                     gpu.Ptr
+	qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride int64
+	batch, seq, heads, kvHeads, headDim, causal                               int32
+	scale                                                                     float32
+	section                                                                   int32
+}
+
+func (p *attentionParams) set(to *gpu.Ptr, stride *int64, r kernel.Rows) {
+	*to, *stride = r.Ptr, int64(r.Stride)
+}
+
+// AttentionDocumentsBytes is the size of the table of documents.
+func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
+
+// Launch makes the table of documents, of [AttentionDocumentsBytes], from starts, [batch, seq]: the position at which
+// the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
+// lies behind its token, counts as the nearest that is possible.
+func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
+	if empty, err := kernel.CheckSizes("AttentionDocuments", p.Batch, p.Seq); empty || err != nil {
+		return err
+	}
+	name := "attention_document_table_i32"
+	if p.Starts.Wide {
+		name = "attention_document_table_i64"
+	}
+	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq))
+}
+
+// Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
+func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q, key, value kernel.Rows,
+	t gpu.DType) error {
+	c, err := attention(k, "Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
+	if c == nil || err != nil {
+		return err
+	}
+	p := c.params
+	p.set(&p.q, &p.qStride, q)
+	p.set(&p.k, &p.kStride, key)
+	p.set(&p.v, &p.vStride, value)
+	p.set(&p.y, &p.yStride, y)
+	p.lse = lse
+	return c.launch(k, s, attentionForward)
+}
+
+// attentionStatsTile is kStatsTile of attention.cuh.
+const attentionStatsTile = 128
+
+// AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
+// kernel forms all gradients, dq in float32 and a counter for every tile of it.
+func StatsBytes(k *kernel.Set, a Geometry, t gpu.DType) int {
+	n := 8 * a.Batch * a.Heads * a.statsRows()
+	if t.Size() == 2 && a.HeadDim <= 128 && k.Info.Capability() == 90 {
+		sums, bytes := a.fusedSums()
+		n += sums*(bytes+4) + 4
+	}
+	return n
+}
+
+func (a Geometry) statsRows() int {
+	return kernel.CeilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
+}
+
+// AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
+// workspace of [Kernels.AttentionStatsBytes], aligned to 256.
+func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
+	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
+	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
+	if c == nil || err != nil {
+		return err
+	}
+	p := c.params
+	p.set(&p.q, &p.qStride, q)
+	p.set(&p.k, &p.kStride, key)
+	p.set(&p.v, &p.vStride, value)
+	p.set(&p.y, &p.yStride, y)
+	p.set(&p.g, &p.gStride, g)
+	p.set(&p.dq, &p.dqStride, dq)
+	p.set(&p.dk, &p.dkStride, dk)
+	p.set(&p.dv, &p.dvStride, dv)
+	p.lse, p.stats = lse, stats
+	if !c.hopper() || c.Fused() { // otherwise the first kernel forms the statistics
+		if err := c.launchStatistics(k, s); err != nil {
+			return err
+		}
+	}
+	if err := c.launchBackward(k, s); err != nil || a.Cos == 0 || c.turnsBack() {
+		return err
+	}
+	turn := func(d kernel.Rows, heads int) error {
+		return rope.Rotate{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
+			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: t}.Launch(k, s)
+	}
+	if err := turn(dq, a.Heads); err != nil {
+		return err
+	}
+	return turn(dk, a.KVHeads)
+}
+
+func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
+	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/attentionStatsTile, 256)
+	var counters gpu.Ptr
+	var n int
+	if c.Fused() {
+		_, counters, n = c.fusedWorkspace(c.params.stats)
+	}
+	return k.Enqueue(s, "attention", "attention_stats"+c.suffix, l, kernel.Args().Struct(c.params.bytes(), 8).Ptr(counters).Int32(n))
+}
+
+func (c *attentionCall) launchBackward(k *kernel.Set, s gpu.Stream) error {
+	if c.Fused() {
+		return c.launchFused(k, s)
+	}
+	if err := c.launch(k, s, attentionBackwardQ); err != nil {
+		return err
+	}
+	return c.launch(k, s, attentionBackwardKV)
+}
+
+// turnsBack reports whether the variant's kernels can turn gradients back.
+func (c *attentionCall) turnsBack() bool {
+	return c.hopper() && c.HeadDim == c.hopperDim()
+}
+
+// operand is Rows with what they must hold.
+type operand struct {
+	kernel.Rows
+	width int
+}
+
+func (a Geometry) queryRows(r ...kernel.Rows) []operand { return operands(r, a.Heads*a.HeadDim) }
+func (a Geometry) keyRows(r ...kernel.Rows) []operand   { return operands(r, a.KVHeads*a.HeadDim) }
+
+func operands(r []kernel.Rows, width int) []operand {
+	o := make([]operand, len(r))
+	for i, r := range r {
+		o[i] = operand{r, width}
+	}
+	return o
+}
+
+// attentionCall is a checked call.
+type attentionCall struct {
+	Geometry // the variant chosen, the scale filled in
+	suffix   string
+	dtype    gpu.DType
+	params   *attentionParams
+}
+
+// attention checks the arguments and chooses the variant. It returns nil when there is nothing to do.
+func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries, keys []operand) (*attentionCall, error) {
+	suf, err := kernel.Suffix(op, t)
+	if err != nil {
+		return nil, err
+	}
+	if empty, err := kernel.CheckSizes(op, a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim); empty || err != nil {
+		return nil, err
+	}
+	if a.Heads%a.KVHeads != 0 {
+		return nil, fmt.Errorf("kernels.%s: %d query heads, want a multiple of the %d key-value heads", op, a.Heads, a.KVHeads)
+	}
+	if a.Scale == 0 {
+		a.Scale = 1 / math.Sqrt(float64(a.HeadDim))
+	}
+	all := append(queries, keys...)
+	for _, o := range all {
+		if o.Stride < o.width {
+			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
+		}
+	}
+	if a.Documents != 0 && !a.Causal {
+		return nil, fmt.Errorf("kernels.%s: documents need a causal mask", op)
+	}
+	tensorCores := a.Scale > 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128
+	for _, o := range all {
+		tensorCores = tensorCores && o.Ptr%16 == 0 && o.Stride%8 == 0
+	}
+	hopper := k.Info.Capability() == 90
+	switch v := a.Variant; {
+	case v < 0 || v >= attentionVariants:
+		return nil, fmt.Errorf("kernels.%s: there is no variant %d", op, v)
+	case v == Auto && !tensorCores:
+		a.Variant = Plain
+	case v == Auto && hopper:
+		a.Variant = Hopper
+	case v == Auto:
+		a.Variant = MMA
+	case v != Plain && !tensorCores:
+		return nil, fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is a multiple of 8 up to 128, "+
+			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, v, t, a)
+	case (v == Hopper || v == HopperFused) && !hopper:
+		return nil, fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has %.1f", op, v,
+			float64(k.Info.Capability())/10)
+	}
+	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads), kvHeads: int32(a.KVHeads),
+		headDim: int32(a.HeadDim), scale: float32(a.Scale)}
+	if a.Causal {
+		p.causal = 1
+	}
+	return &attentionCall{a, suf, t, p}, nil
+}
+
+// attentionPass is one of attention's kernels.
+type attentionPass int
+
+const (
+	attentionForward attentionPass = iota
+	attentionBackwardQ
+	attentionBackwardKV
+)
+
+var attentionPassNames = [...]string{"forward", "backward_q", "backward_kv"}
+
+// mmaShape is a Shape of attention_mma.cu.
+type mmaShape struct{ threads, own, loop int }
+
+var mmaShapes = map[int][3]mmaShape{ // by the head dimension that they are made for, then by pass
+	64:  {{128, 128, 64}, {128, 128, 64}, {128, 128, 64}},
+	128: {{128, 128, 64}, {128, 128, 32}, {256, 128, 32}},
+}
+
+// shared is the shared memory of a block: its own tiles and two stages of those that it walks over.
+func (m mmaShape) shared(pass attentionPass, dim int) int {
+	own, stats := 2, 0
+	switch pass {
+	case attentionForward:
+		own = 1
+	case attentionBackwardKV:
+		stats = 8 * m.loop
+	}
+	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
+}
+
+func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) error {
+	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
+	if pass == attentionBackwardKV {
+		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
+	}
+	name := "_" + attentionPassNames[pass]
+	if c.Variant == Plain {
+		l := kernel.Line(heads*kernel.CeilDiv(c.Seq, 64)*kernel.CeilDiv(c.HeadDim, 128), 256)
+		return c.run(k, s, "attention", "attention_plain"+name, l, kernel.Args().Struct(c.params.bytes(), 8))
+	}
+	if c.hopper() {
+		h := hopperShapes[c.hopperDim()][pass]
+		c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers), others, inTurns))
+		return c.launchHopper(k, s, pass, c.hopperDim(), h)
+	}
+	dim := 64
+	if c.HeadDim > 64 {
+		dim = 128
+	}
+	m := mmaShapes[dim][pass]
+	tiles := kernel.CeilDiv(c.Seq, m.own)
+	c.params.section = int32(c.section(k, heads, others))
+	l := kernel.Line(heads*tiles, m.threads)
+	l.Shared = m.shared(pass, dim)
+	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l, kernel.Args().Struct(c.params.bytes(), 8))
+}
+
+// run launches a kernel or, where there are documents, the one of the same family that takes their table last.
+func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string, l gpu.LaunchConfig, a *gpu.Args) error {
+	if c.Documents != 0 {
+		name += "_documents"
+		a.Ptr(c.Documents)
+	}
+	return k.Enqueue(s, unit, name+c.suffix, l, a)
+}
+
+// section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.
+func (c *attentionCall) section(k *kernel.Set, heads, others int) int {
+	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
+	return min(max(k.Info.L2*5/8/each, 1), heads)
+}
+
+func (p *attentionParams) bytes() []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(p)), unsafe.Sizeof(*p))
+}
+
+// Attention computes Y and LSE of Q, K and V.
+type Forward struct {
+	Geometry
+	Y, Q, K, V kernel.Rows
+	LSE        gpu.Ptr
+	Type       gpu.DType
+	Way        kernel.Way
+}
+
+// AttentionBackward computes DQ, DK and DV. Stats is memory of WorkspaceBytes.
+type Backward struct {
+	Geometry
+	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
+	Stats, LSE                gpu.Ptr
+	Type                      gpu.DType
+	Way                       kernel.Way
+}
+
+// AttentionDocuments makes the table of documents.
+type Documents struct {
+	Table      gpu.Ptr
+	Starts     kernel.Ints
+	Batch, Seq int
+}
+
+// variantOf is the attention that a way is.
+func variantOf(w kernel.Way) Variant {
+	for v := range attentionVariants {
+		if v.String() == w.Family {
+			return v
+		}
+	}
+	return Auto
+}
+
+// shape is that of [Tuned].
+func (a Forward) shape() Geometry {
+	a.Variant = variantOf(a.Way)
+	return a.Geometry
+}
+
+// shape is that of [Tuned].
+func (a Backward) shape() Geometry {
+	a.Variant = variantOf(a.Way)
+	return a.Geometry
+}
+
+// describe is the geometry, and the distances of the matrices' rows.
+func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
+	s := fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)
+	s += kernel.With(a.Causal, "causal") + kernel.With(a.Cos != 0, "turned") + kernel.With(a.Documents != 0, "documents") +
+		kernel.With(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
+	for _, m := range matrices {
+		s += fmt.Sprintf(" %d", m.Stride)
+	}
+	return s
+}
+
+// Shape is the geometry of heads and rows.
+func (a Forward) Shape() string { return a.describe(a.Type, a.Y, a.Q, a.K, a.V) }
+
+// Shape is the geometry of heads and rows.
+func (a Backward) Shape() string {
+	return a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
+}
+
+// Units is that of [Tuned].
+func (a Forward) Units() []string { return attentionUnits }
+
+// Units is that of [Tuned].
+func (a Backward) Units() []string { return attentionUnits }
+
+var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
+	"attention_hopper_fused", "attention_hopper_fused64"}
+
+// Computes is that of [Tuned].
+func (a Forward) Computes() bool { return true }
+
+// Computes is that of [Tuned].
+func (a Backward) Computes() bool { return true }
+
+// WorkspaceBytes is the size of Stats.
+func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return StatsBytes(kernel.Sized(d), a.Geometry, a.Type)
+}
+
+// AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Variant {
+	variants := []Variant{Plain}
+	if !a.tensorCores(t, rows) {
+		return variants
+	}
+	variants = []Variant{MMA, Plain}
+	if k.Info.Capability() == 90 {
+		variants = []Variant{Hopper, MMA, Plain}
+		if a.HeadDim <= 64 { // above, AttentionHopper is the same
+			variants = slices.Insert(variants, 1, HopperFused)
+		}
+	}
+	return variants
+}
+
+// tensorCores reports whether the variants that use these take the arguments.
+func (a Geometry) tensorCores(t gpu.DType, rows []kernel.Rows) bool {
+	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
+		!slices.ContainsFunc(rows, func(r kernel.Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
+}
+
+// Launch enqueues the forward pass.
+func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return Attend(k, s, a.shape(), a.Y, a.LSE, a.Q, a.K, a.V, a.Type)
+}
+
+// Launch enqueues the backward pass.
+func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return AttendBackward(k, s, a.shape(), a.DQ, a.DK, a.DV, a.Stats, a.G, a.Q, a.K, a.V, a.Y, a.LSE, a.Type)
+}
+
+// Ways lists the ways that take the launch.
+func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
+	for _, v := range Variants(k, a.shape(), a.Type, a.Y, a.Q, a.K, a.V) {
+		if v != HopperFused { // whose forward pass is AttentionHopper's
+			ways = append(ways, kernel.Way{Family: v.String()})
+		}
+	}
+	return ways
+}
+
+// Ways lists the ways that take the launch.
+func (a Backward) Ways(k *kernel.Set) (ways []kernel.Way) {
+	for _, v := range Variants(k, a.shape(), a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y) {
+		ways = append(ways, kernel.Way{Family: v.String()})
+	}
+	return ways
+}

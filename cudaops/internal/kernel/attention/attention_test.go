@@ -1,0 +1,394 @@
+package attention
+
+import (
+	"fmt"
+	"math"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// attentionCase is attention on the GPU and, in float64, on the CPU.
+type attentionCase struct {
+	Geometry
+	dtype  gpu.DType
+	packed bool    // q, k and v are parts of one matrix, as dq, dk and dv are
+	skew   int     // elements past alignment
+	turned bool    // by RoPE, which the backward pass undoes
+	starts []int32 // of each token's document, nil for none
+}
+
+func (c attentionCase) String() string {
+	kind := "full"
+	if c.Causal {
+		kind = "causal"
+	}
+	if c.starts != nil {
+		kind += "-documents"
+	}
+	if c.packed {
+		kind += "-packed"
+	}
+	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.Variant, c.dtype, kind, c.Batch, c.Seq, c.Heads, c.KVHeads, c.HeadDim,
+		c.skew)
+}
+
+// matrix is rows in a buffer with other columns around them, which must stay as they are.
+type matrix struct {
+	kernel.Rows
+	buf          *kerneltest.Buffer
+	first, width int // columns
+	rows         int
+}
+
+// matrices returns parts of one buffer side by side, with a few columns of nobody's behind them, or each in its own.
+func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) []matrix {
+	rows := c.Batch * c.Seq
+	parts := make([]matrix, len(widths))
+	if !c.packed {
+		for i, w := range widths {
+			b := g.Alloc(rows*w, c.dtype, c.skew)
+			parts[i] = matrix{kernel.Rows{Ptr: b.Ptr, Stride: w}, b, 0, w, rows}
+		}
+		return parts
+	}
+	stride := nobodys
+	for _, w := range widths {
+		stride += w
+	}
+	b := g.Alloc(rows*stride, c.dtype, c.skew)
+	first := 0
+	for i, w := range widths {
+		parts[i] = matrix{kernel.Rows{Ptr: b.Ptr.Offset(first * c.dtype.Size()), Stride: stride}, b, first, w, rows}
+		first += w
+	}
+	return parts
+}
+
+// fill writes normal numbers and returns them rounded.
+func (m matrix) fill(g *kerneltest.Rig) []float64 {
+	all, x := g.Read(m.buf), make([]float64, m.rows*m.width)
+	for r := range m.rows {
+		for j := range m.width {
+			all[r*m.Stride+m.first+j] = g.Rand.NormFloat64()
+		}
+	}
+	raw := kerneltest.Encode(all, m.buf.Dtype)
+	g.Must(g.Ctx.CopyToDevice(m.buf.Ptr, raw, g.Stream))
+	all = kerneltest.Decode(raw, m.buf.Dtype)
+	for r := range m.rows {
+		copy(x[r*m.width:], all[r*m.Stride+m.first:][:m.width])
+	}
+	return x
+}
+
+// near fails unless ‖got − want‖ ≤ tol.
+func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64) {
+	g.Helper()
+	all, got := g.Read(m.buf), make([]float64, m.rows*m.width)
+	for r := range m.rows {
+		copy(got[r*m.width:], all[r*m.Stride+m.first:][:m.width])
+		if last := all[r*m.Stride+m.Stride-1]; m.Stride > m.width && last == last {
+			g.Errorf("%s: a kernel wrote beside the rows", what)
+			break
+		}
+	}
+	diff := make([]float64, len(got))
+	for i := range got {
+		diff[i] = got[i] - want[i]
+	}
+	if e := norm(diff); !(e <= tol) {
+		g.Errorf("%s: off by %.3g in norm, want at most %.3g", what, e, tol)
+	}
+}
+
+func norm(x []float64) float64 {
+	var sum float64
+	for _, v := range x {
+		sum += v * v
+	}
+	return math.Sqrt(sum)
+}
+
+func (c attentionCase) check(g *kerneltest.Rig) { c.compare(g, true) }
+
+// compare compares the forward pass with float64, and after that the backward one or not.
+func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
+	queryWidth, keyWidth, rows := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim, c.Batch*c.Seq
+	in := c.matrices(g, 8, queryWidth, keyWidth, keyWidth)
+	d := c.matrices(g, 8, queryWidth, keyWidth, keyWidth)
+	out := c.matrices(g, 8, queryWidth)[0]
+	grad := c.matrices(g, 8, queryWidth)[0]
+	lse, stats := g.Alloc(rows*c.Heads, kerneltest.F32, 0), g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
+
+	a := c.Geometry
+	var cosines, sines []float64
+	if c.turned { // it does not matter by what
+		tables := attentionCase{Geometry: Geometry{Batch: 1, Seq: c.Seq}, dtype: kerneltest.F32}.matrices(g, 0, c.HeadDim/2, c.HeadDim/2)
+		cosines, sines = tables[0].fill(g), tables[1].fill(g)
+		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
+	}
+	a.Documents = c.documents(g)
+	g.Must(Attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
+	if both {
+		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
+			in[2].Rows, out.Rows, lse.Ptr, c.dtype))
+	}
+
+	y, l := make([]float64, len(q)), make([]float64, rows*c.Heads)
+	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
+	c.reference(y, l, dq, dk, dv, dy, q, k, v)
+	// The rounding of a score grows with it, and becomes that of its exponential.
+	spread := max(1, math.Abs(a.Scale)*math.Sqrt(float64(a.HeadDim))/4)
+	out.near(g, "y", y, kerneltest.Forward(c.dtype)*spread*norm(y))
+	// Near zero it keeps the rounding of the scores that it is made of.
+	g.Near("lse", lse, l, 1e-6*(1+math.Sqrt(float64(len(l)))/norm(l)))
+	if !both {
+		return
+	}
+	if c.turned {
+		cpu.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
+		cpu.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
+	}
+	// Of a single key dq and dk vanish, but for rounding.
+	for i, want := range [][]float64{dq, dk, dv} {
+		size := norm(want)
+		if a.Seq == 1 || c.starts != nil {
+			size = max(size, norm(dv))
+		}
+		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want, kerneltest.Backward(c.dtype)*spread*size)
+	}
+}
+
+// reference computes in float64 what the kernels do, but for RoPE.
+func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
+	s := cpu.AttentionShape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: c.Causal,
+		Scale: c.Scale}
+	if s.Scale == 0 {
+		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
+	}
+	if c.starts != nil {
+		packedReference(y, lse, dq, dk, dv, dy, q, k, v, c.starts, s)
+		return
+	}
+	cpu.Attention(y, lse, q, k, v, s)
+	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, lse, s)
+}
+
+// attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head dimensions of every
+// kernel, padded or not. Short, the plain kernels have one length and one head dimension for each type.
+func attentionCases(short bool) []attentionCase {
+	var cases []attentionCase
+	add := func(v Variant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
+		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
+		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
+		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil})
+	}
+	lengths := []int{1, 7, 64, 65, 127, 129, 200}
+	if short {
+		lengths = []int{1, 65, 129}
+	}
+	for s, t := range kerneltest.StorageTypes {
+		for i, n := range lengths {
+			for j, d := range []int{64, 128, 96, 8} {
+				for _, causal := range []bool{false, true} {
+					h := 1 + (i+j)%3
+					kv := 1 + j%2*(h-1)
+					if t != kerneltest.F32 {
+						add(MMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
+						add(Hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						if d <= 64 {
+							add(HopperFused, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						}
+					}
+					if short && (n != 65 || j != s || causal != (s == 0)) {
+						continue
+					}
+					add(Plain, t, 2, n, h, kv, d+j, causal, (i+j)%2 == 1, j)
+				}
+			}
+		}
+	}
+	// More tiles than multiprocessors, of which some are short of queries.
+	add(Hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
+	add(Hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
+	if short {
+		return cases
+	}
+	for _, v := range []Variant{HopperFused, Hopper, MMA, Plain} {
+		add(v, kerneltest.Bf16, 1, 1000, 3, 1, 64, true, true, 0)
+		add(v, kerneltest.Bf16, 1, 1000, 4, 2, 128, true, true, 0)
+		add(v, kerneltest.Bf16, 1, 1000, 2, 2, 128, false, false, 0)
+	}
+	add(Plain, kerneltest.F32, 1, 130, 2, 1, 256, true, false, 0)
+	add(Plain, kerneltest.Bf16, 1, 70, 2, 1, 200, true, true, 0)
+	return cases
+}
+
+// runs reports whether the GPU has what the variant needs.
+func runs(g *kerneltest.Rig, v Variant) bool {
+	return g.Ctx.Device().Capability() == 90 || v != Hopper && v != HopperFused
+}
+
+func TestAttention(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, c := range attentionCases(testing.Short()) {
+		if !runs(g, c.Variant) {
+			continue
+		}
+		g.Scope(c.String(), c.check)
+	}
+}
+
+// Scores far apart, a negative scale, and sums over keys that are all alike.
+func TestAttentionScale(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, scale := range []float64{5, -1, 1e-3} {
+		for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {
+			if testing.Short() && dt == kerneltest.F32 && scale != 5 {
+				continue
+			}
+			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}
+			g.Scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false, nil}.check)
+		}
+	}
+}
+
+func TestAttentionRepeatsBits(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, a := range []Geometry{
+		{Seq: kerneltest.Few(321, 70), HeadDim: 64, Causal: true, Variant: Plain},
+		{Seq: 321, HeadDim: 64, Causal: true, Variant: MMA},
+		{Seq: 321, HeadDim: 64, Causal: true},
+		{Seq: 2600, HeadDim: 64, Causal: true, Variant: HopperFused},
+		{Seq: 2601, HeadDim: 64, Causal: true, Variant: HopperFused},
+		{Seq: 700, HeadDim: 64, Variant: HopperFused},
+		{Seq: 2600, HeadDim: 128, Causal: true},
+		{Seq: 2501, HeadDim: 128, Causal: true},
+		{Seq: 320, HeadDim: 64, Causal: true},
+		{Seq: 700, HeadDim: 120},
+	} {
+		if !runs(g, a.Variant) {
+			continue
+		}
+		g.Scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *kerneltest.Rig) {
+			a.Batch, a.Heads, a.KVHeads = 3, 6, kerneltest.Few(2, 6)
+			c := attentionCase{a, kerneltest.Bf16, false, 0, false, nil}
+			if a.Seq%2 == 1 {
+				c.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
+			}
+			r := c.benchmark(g)
+			var first [4][]float64
+			for run := range kerneltest.Few(3, 2) {
+				r.forward()
+				r.backward()
+				for i, b := range []*kerneltest.Buffer{r.y, r.dq, r.dk, r.dv} {
+					got := g.Read(b)
+					if run == 0 {
+						first[i] = got
+					} else if kerneltest.Distance(got, first[i]) != 0 {
+						g.Errorf("array %d differs on run %d", i, run)
+					}
+				}
+			}
+		})
+	}
+}
+
+// attentionRun is one set of arrays to time.
+type attentionRun struct {
+	forward, backward func()
+	y, dq, dk, dv     *kerneltest.Buffer
+}
+
+// fillTiles writes numbers of which each million is alike: drawing them all would take longer than the tests.
+func fillTiles(g *kerneltest.Rig, b *kerneltest.Buffer) {
+	tile, _ := g.Normal(min(b.N, 1<<20), b.Dtype, 0)
+	for i := 0; i < b.N; i += tile.N {
+		size := min(tile.N, b.N-i) * b.Dtype.Size()
+		g.Must(g.Ctx.CopyOnDevice(b.Ptr.Offset(i*b.Dtype.Size()), tile.Ptr, size, g.Stream))
+	}
+}
+
+func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
+	queryWidth, keyWidth := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
+	in := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
+	d := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
+	y, dy := c.matrices(g, 0, queryWidth)[0], c.matrices(g, 0, queryWidth)[0]
+	for _, m := range append(in, dy) {
+		fillTiles(g, m.buf)
+	}
+	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
+	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0), g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+	a := c.Geometry
+	if c.turned {
+		angles := g.Alloc(c.Seq*c.HeadDim, kerneltest.F32, 0)
+		fillTiles(g, angles)
+		a.Cos, a.Sin = angles.Ptr, angles.Ptr.Offset(4*c.Seq*c.HeadDim/2)
+	}
+	a.Documents = c.documents(g)
+	r.forward = func() {
+		g.Must(Attend(g.Set, g.Stream, a, y.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
+	}
+	r.backward = func() {
+		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, dy.Rows, in[0].Rows, in[1].Rows,
+			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
+	}
+	return r
+}
+
+// TestAttentionSpeed counts operations as is usual: two products forward, five backward, half of each under a causal mask.
+// The first cases lie side by side in memory and have been turned, as in training. Before a case is timed it runs for as long as
+// the GPU takes to settle at the clock that its power allows; at once it would be a tenth faster.
+func TestAttentionSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("a benchmark: set KASMINA_GPU_BENCH")
+	}
+	g := kerneltest.NewRig(t)
+	var cases []attentionCase
+	add := func(b, seq, h, d int, training bool, variants ...Variant) {
+		for _, v := range variants {
+			a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: h, HeadDim: d, Causal: true, Variant: v}
+			cases = append(cases, attentionCase{a, kerneltest.Bf16, training, 0, training, nil})
+		}
+	}
+	add(32, 1024, 12, 64, true, Auto, HopperFused)
+	add(16, 1024, 16, 64, true, Auto, HopperFused)
+	add(16, 2048, 16, 64, true, Auto, HopperFused)
+	add(8, 2048, 16, 128, true, Auto)
+	add(16, 1024, 16, 96, true, MMA, Auto)
+	add(32, 1024, 12, 64, false, MMA, Auto)
+	add(16, 2048, 16, 128, false, MMA, Auto)
+	add(4, 8192, 16, 128, false, MMA, Auto)
+	for i, d := range []int{64, 64, 128} {
+		add(16, 2048, 16, d, true, []Variant{Auto, HopperFused, Auto}[i])
+		c := &cases[len(cases)-1]
+		c.starts = startsOf(c.Batch, c.Seq, at(func(int) bool { return g.Rand.IntN(256) == 0 })) // of 256 tokens on average
+	}
+	for _, c := range cases {
+		g.Scope(c.String(), func(g *kerneltest.Rig) {
+			r := c.benchmark(g)
+			pairs := float64(c.Batch*c.Seq) * float64(c.Seq) / 2 // of queries and keys
+			if c.starts != nil {
+				pairs = 0
+				for i, start := range c.starts {
+					pairs += float64(i%c.Seq - int(start) + 1)
+				}
+			}
+			flops := 4 * float64(c.Heads*c.HeadDim) * pairs
+			for start := time.Now(); time.Since(start) < 300*time.Millisecond; {
+				r.forward()
+				r.backward()
+				g.Must(g.Ctx.SyncStream(g.Stream))
+			}
+			f, b := g.Time([]func(){r.forward}).Seconds(), g.Time([]func(){r.backward}).Seconds()
+			g.Logf("forward %8.1f µs %5.0f TFLOP/s   backward %8.1f µs %5.0f TFLOP/s", f*1e6, flops/f/1e12, b*1e6, 2.5*flops/b/1e12)
+		})
+	}
+}

@@ -1,0 +1,206 @@
+package attention
+
+import (
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// documents is the table of the case's documents on the GPU, null if it has none.
+func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
+	if c.starts == nil {
+		return 0
+	}
+	n := c.Batch * c.Seq
+	starts, table := g.Alloc(2*n, kerneltest.F32, 0), g.Alloc(DocumentsBytes(c.Batch, c.Seq)/4, kerneltest.F32, 0)
+	from, raw := kernel.Ints{Ptr: starts.Ptr, Wide: n%2 == 0}, gpu.Bytes(c.starts)
+	if from.Wide {
+		wide := make([]int64, n)
+		for i, v := range c.starts {
+			wide[i] = int64(v)
+		}
+		raw = gpu.Bytes(wide)
+	}
+	g.Must(g.Ctx.CopyToDevice(starts.Ptr, raw, g.Stream))
+	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq}.Launch(g.Set, g.Stream))
+	return table.Ptr
+}
+
+// packedReference is attention and its gradients by their definitions, of queries i that see the keys from starts[i] to i.
+func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, s cpu.AttentionShape) {
+	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
+	dot := func(a, b []float64) (sum float64) {
+		for i, v := range a {
+			sum += v * b[i]
+		}
+		return sum
+	}
+	add := func(to []float64, f float64, x []float64) {
+		for i, v := range x {
+			to[i] += f * v
+		}
+	}
+	p := make([]float64, s.Seq)
+	for b := range s.Batch {
+		for h := range s.Heads {
+			kv := h / (s.Heads / s.KVHeads)
+			queryRow := func(x []float64, i int) []float64 { return x[(b*s.Seq+i)*queryWidth+h*dim:][:dim] }
+			keyRow := func(x []float64, j int) []float64 { return x[(b*s.Seq+j)*keyWidth+kv*dim:][:dim] }
+			for i := range s.Seq {
+				first, qi, yi, gi := int(starts[b*s.Seq+i]), queryRow(q, i), queryRow(y, i), queryRow(dy, i)
+				top, sum := math.Inf(-1), 0.0
+				for j := first; j <= i; j++ {
+					p[j] = s.Scale * dot(qi, keyRow(k, j))
+					top = max(top, p[j])
+				}
+				for j := first; j <= i; j++ {
+					sum += math.Exp(p[j] - top)
+				}
+				l := top + math.Log(sum)
+				lse[(b*s.Heads+h)*s.Seq+i] = l
+				for j := first; j <= i; j++ {
+					p[j] = math.Exp(p[j] - l)
+					add(yi, p[j], keyRow(v, j))
+				}
+				delta := dot(gi, yi)
+				for j := first; j <= i; j++ {
+					ds := s.Scale * p[j] * (dot(gi, keyRow(v, j)) - delta)
+					add(queryRow(dq, i), ds, keyRow(k, j))
+					add(keyRow(dk, j), ds, qi)
+					add(keyRow(dv, j), p[j], gi)
+				}
+			}
+		}
+	}
+}
+
+// cuts are ways to divide sequences into documents: they give where the document of token i begins if that of i-1 begins at last.
+func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
+	window := int32(1 + r.IntN(150))
+	return map[string]func(i int, last int32) int32{
+		"one":     at(func(int) bool { return false }),
+		"tokens":  at(func(int) bool { return true }),
+		"short":   at(func(int) bool { return r.IntN(5) == 0 }),
+		"long":    at(func(int) bool { return r.IntN(70) == 0 }),
+		"borders": at(func(i int) bool { return (i+1)%64 < 3 && r.IntN(2) == 0 }),
+		// Not documents, but what the definition gives for starts that grow otherwise.
+		"window": func(i int, _ int32) int32 { return max(0, int32(i)-window) },
+	}
+}
+
+// at is such a way: a document begins at every token of which cut says so.
+func at(cut func(i int) bool) func(i int, last int32) int32 {
+	return func(i int, last int32) int32 {
+		if cut(i) {
+			return int32(i)
+		}
+		return last
+	}
+}
+
+// startsOf cuts every sequence on its own.
+func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
+	starts := make([]int32, 0, batch*seq)
+	for range batch {
+		last := int32(0)
+		for i := range seq {
+			if i > 0 {
+				last = cut(i, last)
+			}
+			starts = append(starts, last)
+		}
+	}
+	return starts
+}
+
+// attentionDocumentCases are documents of every kind for every kernel.
+func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
+	type family struct {
+		variant Variant
+		dtype   gpu.DType
+		dim     int
+	}
+	families := []family{{Plain, kerneltest.F32, 40}, {Plain, kerneltest.Bf16, 130}}
+	for _, v := range []Variant{Hopper, MMA} {
+		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128}, family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
+	}
+	families = append(families, family{HopperFused, kerneltest.Bf16, 64}, family{HopperFused, kerneltest.F16, 8})
+	families = append(families, family{Hopper, kerneltest.Bf16, 80}) // in kernels for 96, of which RoPE's turn back is none
+	lengths := []int{1, 64, 130, 333, 1000}
+	if short {
+		lengths = []int{65, 200}
+	}
+	cases := map[string]attentionCase{}
+	for i, f := range families {
+		for j, seq := range lengths {
+			for name, cut := range cuts(r) {
+				batch, kv := 1+(i+j)%2, 1+j%2
+				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv, HeadDim: f.dim, Causal: true, Variant: f.variant}
+				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1, startsOf(batch, seq, cut)}
+				cases[fmt.Sprintf("%v-%s", c, name)] = c
+			}
+		}
+	}
+	return cases
+}
+
+func TestAttentionDocuments(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	cases := attentionDocumentCases(g.Rand, testing.Short())
+	for _, name := range slices.Sorted(maps.Keys(cases)) {
+		if c := cases[name]; runs(g, c.Variant) {
+			g.Scope(name, c.check)
+		}
+	}
+}
+
+// The table says of starts, however wrong, what a scan over the queries finds.
+func TestAttentionDocumentsTable(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, seq := range []int{1, 31, 1024, 1025, 2500, 1, 63, 1023} {
+		batch := 1 + i%3
+		starts := startsOf(batch, seq, cuts(g.Rand)["short"])
+		for i := range starts {
+			if g.Rand.IntN(4) == 0 {
+				starts[i] = g.Rand.Int32() >> g.Rand.IntN(32) * (1 - 2*g.Rand.Int32N(2))
+			}
+		}
+		c := attentionCase{Geometry: Geometry{Batch: batch, Seq: seq}, starts: starts}
+		raw := make([]byte, DocumentsBytes(batch, seq))
+		g.Must(g.Ctx.CopyToHost(raw, c.documents(g), g.Stream))
+		want := make([]int32, batch*seq, 2*batch*seq)
+		for b := range batch {
+			largest := int32(0)
+			for i, v := range starts[b*seq:][:seq] {
+				largest = max(largest, v)
+				want[b*seq+i] = min(largest, int32(i))
+			}
+		}
+		for b := range batch {
+			of := want[b*seq:][:seq]
+			for j := range seq {
+				end := slices.IndexFunc(of, func(v int32) bool { return v > int32(j) })
+				if end < 0 {
+					end = seq
+				}
+				want = append(want, int32(end))
+			}
+		}
+		if got := gpu.View[int32](raw); !slices.Equal(got, want) {
+			i := slices.IndexFunc(got, func(int32) bool { return true })
+			for i < len(got) && got[i] == want[i] {
+				i++
+			}
+			t.Errorf("seq %d: element %d is %d, want %d", seq, i, got[i], want[i])
+		}
+	}
+}

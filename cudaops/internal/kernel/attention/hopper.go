@@ -1,0 +1,260 @@
+package attention
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"sort"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
+type hopperShape struct{ workers, loop, turns, stages int }
+
+// hopperShapes are by the head dimension that they are made for, then by pass; the backward passes above 64 are fused.
+var hopperShapes = map[int][]hopperShape{
+	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
+	96:  {{2, 128, 2, 3}},
+	128: {{2, 128, 2, 2}},
+}
+
+// fusedShapes are those of attention_hopper_fused.cu and attention_hopper_fused64.cu.
+var fusedShapes = map[int]hopperShape{
+	64:  {2, 64, 2, 4},
+	96:  {2, 64, 1, 4},
+	128: {2, 64, 1, 3},
+}
+
+// hopperDim is the head dimension of the kernels that take the shape's.
+func (a Geometry) hopperDim() int {
+	switch {
+	case a.HeadDim <= 64:
+		return 64
+	case a.HeadDim <= 96:
+		return 96
+	}
+	return 128
+}
+
+// shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
+func (h hopperShape) shared(pass attentionPass, dim int) int {
+	own, rings, stats := 2, 1, 0
+	switch pass {
+	case attentionForward:
+		own, rings = 1, 2
+	case attentionBackwardQ:
+		own = 3
+	case attentionBackwardKV:
+		stats = 8 * h.loop
+	}
+	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
+	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
+}
+
+// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq, with documents the last
+// query of each key, and the barriers. At 64 there are three ds and two dq, and results have a place.
+func (h hopperShape) sharedFused(dim int, documents bool) int {
+	own := 64 * h.workers
+	if dim == 64 {
+		return 2*dim*own*(2*h.turns+1) + h.stages*(4*dim*h.loop+8*h.loop+16) + 6*own*h.loop + 8*dim*h.loop + 32*h.turns + 112
+	}
+	if documents {
+		return h.sharedFused(dim, false) + 4*own
+	}
+	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
+}
+
+func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attentionPass, dim int, h hopperShape) error {
+	unit, inputs := "attention_hopper", 3
+	if pass != attentionForward {
+		unit, inputs = "attention_hopper_backward", 5
+	}
+	a, err := c.hopperArgs(k, inputs)
+	if err != nil {
+		return err
+	}
+	if pass != attentionForward {
+		c.addAngles(a)
+	}
+	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
+	l.Shared = h.shared(pass, dim)
+	if c.Documents != 0 {
+		l.Shared += 16 * h.turns
+	}
+	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
+}
+
+// evenSection is section where, under a causal mask, the multiprocessor that is busy longest has least to do: the number of heads, at
+// most section and at least half of it, for which the given hand-out ends first.
+func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
+	limit := c.section(k, heads, others)
+	if !c.Causal || out == onDemand && heads*tiles > k.Info.SMs*worksToEven {
+		return limit
+	}
+	key := sectionKey{heads, tiles, limit, k.Info.SMs, out}
+	if best, ok := sections.Load(key); ok {
+		return best.(int)
+	}
+	best, least := 0, math.MaxInt
+	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
+		if longest := out.longest(heads, tiles, n, k.Info.SMs); longest < least {
+			best, least = n, longest
+		}
+	}
+	sections.Store(key, best)
+	return best
+}
+
+// On demand, the last of more works than that for each multiprocessor hardly count.
+const worksToEven = 256
+
+// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
+var sections sync.Map
+
+type sectionKey struct {
+	heads, tiles, limit, sms int
+	handOut
+}
+
+// handOut is a way in which multiprocessors come by work, in the order of schedule in attention.cuh.
+type handOut int
+
+const (
+	inTurns  handOut = iota // workOf of attention_hopper.cuh
+	onDemand                // whoever is done takes the next
+)
+
+// longest is how long the busiest multiprocessor works, when the first tile of a head takes as long as there are tiles and the last 1,
+// and the work around the loop, where that matters, a half.
+func (o handOut) longest(heads, tiles, section, sms int) int {
+	busy := make([]int, sms) // in order on demand: the first is the first to be done
+	for first, work := 0, 0; first < heads; first += section {
+		n := min(section, heads-first)
+		for i := range n * tiles {
+			length := 2 * (tiles - i/n)
+			if o == onDemand {
+				done := busy[0] + length + 1
+				at := sort.SearchInts(busy, done)
+				copy(busy, busy[1:at])
+				busy[at-1] = done
+				continue
+			}
+			sm := work % sms
+			if work/sms%2 == 1 {
+				sm = sms - 1 - sm
+			}
+			busy[sm] += length
+			work++
+		}
+	}
+	return slices.Max(busy)
+}
+
+// hopperArgs are the parameters and descriptors of the first few of q, k, v, g and y.
+func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error) {
+	p := c.params
+	a := kernel.Args().Struct(p.bytes(), 8)
+	for _, o := range []struct {
+		ptr    gpu.Ptr
+		stride int64
+		heads  int
+	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}, {p.g, p.gStride, c.Heads},
+		{p.y, p.yStride, c.Heads}}[:inputs] {
+		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
+		if err != nil {
+			return nil, err
+		}
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
+		// is the next offset, although it is only a multiple of 16.
+		a.Struct(m[:], 16)
+	}
+	return a, nil
+}
+
+func (c *attentionCall) addAngles(a *gpu.Args) {
+	angles := [2]gpu.Ptr{}
+	if c.turnsBack() {
+		angles = [2]gpu.Ptr{c.Cos, c.Sin}
+	}
+	a.Ptr(angles[0]).Ptr(angles[1])
+}
+
+// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head, where 64 divides the
+// kernels' head dimension, or 32.
+func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (gpu.TensorMap, error) {
+	row := uint64(stride * c.dtype.Size())
+	columns, swizzle := uint32(64), gpu.Swizzle128
+	if c.hopperDim()%64 != 0 {
+		columns, swizzle = 32, gpu.Swizzle64
+	}
+	return k.Ctx.EncodeTiled(gpu.TiledTensor{
+		Type:      c.dtype,
+		Address:   p,
+		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
+		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
+		Box:       []uint32{columns, 64, 1, 1},
+		Swizzle:   swizzle,
+		Promotion: 256,
+	})
+}
+
+// hopper reports whether the variant is one of those for compute capability 9.0.
+func (a Geometry) hopper() bool {
+	return a.Variant == Hopper || a.Variant == HopperFused
+}
+
+// Fused reports whether the variant, which must not be AttentionAuto, forms all three gradients in one kernel.
+func (a Geometry) Fused() bool {
+	return a.Variant == HopperFused || a.Variant == Hopper && a.HeadDim > 64
+}
+
+// fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
+func (a Geometry) fusedSums() (tiles, bytes int) {
+	dim := a.hopperDim()
+	tile := fusedShapes[dim].loop
+	return a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile), 4 * dim * tile
+}
+
+// fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its counters, which begin at zero.
+func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
+	sums, bytes := a.fusedSums()
+	dq = stats.Offset(8 * a.Batch * a.Heads * a.statsRows())
+	return dq, dq.Offset(sums * bytes), sums + 1
+}
+
+// launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
+func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
+	p, dim := c.params, c.hopperDim()
+	h := fusedShapes[dim]
+	dq, counters, _ := c.fusedWorkspace(p.stats)
+	if err := k.Poison(s, dq, int(counters-dq)); err != nil {
+		return err
+	}
+	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
+	p.section = int32(c.evenSection(k, c.Batch*c.KVHeads, kernel.CeilDiv(c.Seq, 64*h.workers), 2*c.Heads/c.KVHeads, onDemand))
+	a, err := c.hopperArgs(k, 4)
+	if err != nil {
+		return err
+	}
+	c.addAngles(a)
+	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
+	l.Shared = h.sharedFused(dim, c.Documents != 0)
+	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
+	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it
+		l.Block.X += 128
+		return c.run(k, s, "attention_hopper_fused64", name, l, a)
+	}
+	const unit = "attention_hopper_fused"
+	if err := c.run(k, s, unit, name, l, a); err != nil {
+		return err
+	}
+	a = kernel.Args().Struct(p.bytes(), 8)
+	c.addAngles(a)
+	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
+	l.Shared, l.Overlap = 2*2*dim*h.loop, k.Overlaps()
+	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l, a)
+}

@@ -1,0 +1,178 @@
+package crossentropy
+
+import (
+	"fmt"
+	"math"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func TestCrossEntropy(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, shape := range [][2]int{{1, 1}, {5, 3}, {64, 256}, {33, 1001}, {20, 50304}, {7, 50257}} {
+		for _, dt := range kerneltest.StorageTypes {
+			rows, v := shape[0], shape[1]
+			g.Scope(fmt.Sprintf("%dx%d/%v", rows, v, dt), func(g *kerneltest.Rig) {
+				x := make([]float64, rows*v)
+				for i := range x {
+					x[i] = 3*g.Rand.NormFloat64() + 20
+				}
+				logits, xr := g.Upload(x, dt, i%2)
+				ids := g.Classes(rows, v)
+				targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's gradient.
+				grad, gr := g.Upload([]float64{1024 * (1 + g.Rand.Float64())}, kerneltest.F32, 0)
+				losses, lse := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(rows, kerneltest.F32, 0)
+				scale, mean := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
+				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, LSE: lse.Ptr, Targets: targets, Rows: rows, V: v, Type: dt}
+
+				wantLSE, want := make([]float64, rows), make([]float64, rows*v)
+				wantMean := cpu.CrossEntropy(wantLSE, xr, ids, v)
+				cpu.CrossEntropyBackward(want, xr, wantLSE, ids, v, gr[0])
+
+				g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
+				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+				g.Near("lse", lse, wantLSE, 2e-6)
+				if v > 1 { // a small difference of large numbers where the target is the likeliest
+					g.Near("mean", mean, []float64{wantMean}, 1e-5)
+				}
+
+				out := g.Alloc(rows*v, dt, i%2)
+				a.Scale, a.Grad = scale.Ptr, grad.Ptr
+				for j := range want {
+					want[j] /= float64(cpu.Targets(ids))
+				}
+				check := func(what string, b *kerneltest.Buffer) {
+					g.Helper()
+					if v > 1 { // else the gradient is zero but for rounding
+						g.Near(what, b, want, kerneltest.Backward(dt))
+					}
+				}
+				g.Must(Backward{Out: out.Ptr, Forward: a}.Launch(g.Set, g.Stream))
+				check("gradient", out)
+				a.Losses = g.Alloc(rows, kerneltest.F32, 0).Ptr
+				again := g.Bufs[len(g.Bufs)-1]
+				g.Must(a.Launch(g.Set, g.Stream)) // in place
+				check("gradient in place", logits)
+				if d := kerneltest.Distance(g.Read(again), g.Read(losses)); d != 0 {
+					t.Errorf("losses with and without gradient differ by %g", d)
+				}
+			})
+		}
+	}
+}
+
+func TestCrossEntropyExtremes(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	inf, nan := math.Inf(1), math.NaN()
+	rows := [][]float64{{inf, 0, 0}, {-inf, 0, -inf}, {nan, 0, 0}, {3e4, -3e4, 0}, {-inf, -inf, -inf}, {0, 0, 0}}
+	want := []float64{nan, 0, nan, 6e4, nan, nan}
+	targets := []int{0, 1, 1, 1, 1, 3}
+	for _, dt := range kerneltest.StorageTypes {
+		var flat []float64
+		for _, r := range rows {
+			flat = append(flat, r...)
+		}
+		logits, _ := g.Upload(flat, dt, 0)
+		losses := g.Alloc(len(rows), kerneltest.F32, 0)
+		g.Must(Forward{Logits: logits.Ptr, Losses: losses.Ptr,
+			Targets: kernel.Ints{Ptr: g.UploadInts(targets, 4)}, Rows: len(rows), V: 3, Type: dt}.Launch(g.Set, g.Stream))
+		if got := g.Read(losses); !(kerneltest.Distance(got, want) < 5e-3) {
+			t.Errorf("%v: losses %v, want %v", dt, got, want)
+		}
+	}
+}
+
+// TestCrossEntropyRows wants the number of targets and the sum of losses to be those of all rows, also of more than a block takes at a time.
+func TestCrossEntropyRows(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {
+		g.Scope(fmt.Sprint(rows), func(g *kerneltest.Rig) {
+			ids := g.Classes(rows, 1000)
+			targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+			losses, values := g.Normal(rows, kerneltest.F32, 0)
+			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
+			g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
+			want, sum, size := 1/float64(cpu.Targets(ids)), 0.0, 0.0
+			g.Near("scale", scale, []float64{want}, 1e-7)
+			for _, v := range values {
+				sum, size = sum+v, size+math.Abs(v)
+			}
+			g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+			if got := g.Read(mean)[0]; !(math.Abs(got-sum*want) <= 1e-6*size*want) {
+				t.Errorf("%d rows: mean %v, want %v", rows, got, sum*want)
+			}
+			g.Must(Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+			if kerneltest.Distance(g.Read(again), g.Read(mean)) != 0 {
+				t.Errorf("%d rows: two runs give different bits", rows)
+			}
+		})
+	}
+}
+
+func TestEmbedding(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64}, {513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048},
+		{700, 4099, 4}, {900, 50257, 12}, {40, 200003, 3}} {
+		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32}, {kerneltest.Bf16, kerneltest.Bf16}, {kerneltest.Bf16, kerneltest.F32}, {kerneltest.F16, kerneltest.F16}, {kerneltest.F16, kerneltest.F32}} {
+			yt, tt := types[0], types[1]
+			g.Scope(fmt.Sprintf("%+v/%v/%v", c, yt, tt), func(g *kerneltest.Rig) {
+				ids := make([]int, c.rows)
+				for i := range ids {
+					ids[i] = min(g.Rand.IntN(c.vocab), g.Rand.IntN(c.vocab)) // some more often than others
+				}
+				dids := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+				table, tr := g.Normal(c.vocab*c.d, tt, i%2)
+				y := g.Alloc(c.rows*c.d, yt, i%2)
+				g.Must(embedding.Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d,
+					Type: yt, TableType: tt}.Launch(g.Set, g.Stream))
+				want := make([]float64, c.rows*c.d)
+				cpu.Embedding(want, ids, tr, c.d)
+				g.Near("y", y, kerneltest.Decode(kerneltest.Encode(want, yt), yt), 0)
+
+				dy, gr := g.Normal(c.rows*c.d, yt, i%2)
+				grad := make([]float64, c.vocab*c.d)
+				cpu.EmbeddingBackward(grad, ids, gr, c.d)
+				dt := g.Alloc(c.vocab*c.d, tt, i%2)
+				work := g.Alloc(embedding.Workspace(c.rows, c.vocab, c.d)/4, kerneltest.F32, 0)
+				a := embedding.Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d, DTType: tt, GType: yt,
+					Workspace: work.Ptr}
+				g.Must(a.Launch(g.Set, g.Stream))
+				g.Near("gradient", dt, grad, kerneltest.Backward(tt))
+				first := g.Read(dt)
+				a.Accumulate = true
+				g.Must(a.Launch(g.Set, g.Stream))
+				for i := range grad {
+					grad[i] *= 2
+				}
+				g.Near("added gradient", dt, grad, kerneltest.Backward(tt))
+				a.Accumulate = false
+				g.Must(a.Launch(g.Set, g.Stream))
+				if kerneltest.Distance(g.Read(dt), first) != 0 {
+					t.Error("two runs give different bits")
+				}
+			})
+		}
+	}
+}
+
+func TestEmbeddingUnknownIDs(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	ids := kernel.Ints{Ptr: g.UploadInts([]int{0, -1, 2, 1, 1 << 30}, 4)}
+	table, tr := g.Normal(2*3, kerneltest.F32, 0)
+	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0), g.Alloc(embedding.Workspace(5, 2, 3)/4, kerneltest.F32, 0)
+	g.Must(embedding.Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2, D: 3}.Launch(g.Set, g.Stream))
+	nan := math.NaN()
+	want := []float64{tr[0], tr[1], tr[2], nan, nan, nan, nan, nan, nan, tr[3], tr[4], tr[5], nan, nan, nan}
+	g.Near("y", y, want, 0)
+	dy, gr := g.Normal(5*3, kerneltest.F32, 0)
+	g.Must(embedding.Backward{DT: dt.Ptr, IDs: ids, G: dy.Ptr, Rows: 5, Vocab: 2, D: 3, Workspace: work.Ptr}.Launch(g.Set, g.Stream))
+	g.Near("gradient", dt, []float64{gr[0], gr[1], gr[2], gr[9], gr[10], gr[11]}, 0)
+}

@@ -1,0 +1,225 @@
+package gemm
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
+func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64) {
+	g.Helper()
+	of, codes := g.Normal(rows*d, gpu.Float8E4M3, 0)
+	factors := make([]float64, rows)
+	for i := range factors {
+		factors[i] = math.Exp2(16*g.Rand.Float64()-8) / math.Sqrt(float64(d))
+	}
+	b, factors := g.Upload(factors, kerneltest.F32, 0)
+	for i, v := range codes {
+		values = append(values, v*factors[i/d])
+	}
+	return of.Ptr, b.Ptr, values
+}
+
+// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off by.
+const float8Error = 5e-3
+
+// TestProductFloat8 compares with float64, row by row, as rows are of different size.
+func TestProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400}, {Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
+		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104}, {Rows: 2100, Columns: 2608, D: 656}} { // the last has several tiles a block
+		if testing.Short() && s.Rows*s.Columns > 1e6 {
+			continue
+		}
+		s.TransW, s.Float8 = true, true
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) { testProductFloat8(g, s) })
+	}
+}
+
+func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
+	g.Helper()
+	n := s.Rows * s.Columns
+	x, xs, xr := matrix8(g, s.Rows, s.D)
+	w, ws, wr := matrix8(g, s.Columns, s.D)
+	alone := make([]float64, n)
+	cpu.Gemm(false, true, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, s.D, 0, alone, s.Columns)
+	c, cr := g.Normal(n, kerneltest.Bf16, 0)
+	plus := slices.Clone(alone)
+	for i, v := range cr {
+		plus[i] += v
+	}
+	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
+	ways := ProductWays(g.Set, s, kerneltest.Bf16)
+	if len(ways) == 0 {
+		g.Fatal("no way takes it")
+	}
+	for _, a.Way = range ways {
+		for what, want := range map[string][]float64{"alone": alone, "plus": plus, "in place": plus} {
+			var bits []float64
+			for range 2 {
+				y := g.Alloc(n, kerneltest.Bf16, 0)
+				a.Y, a.C = y.Ptr, 0
+				switch what {
+				case "plus":
+					a.C = c.Ptr
+				case "in place":
+					y, _ = g.Upload(cr, kerneltest.Bf16, 0)
+					a.Y, a.C = y.Ptr, y.Ptr
+				}
+				g.Must(a.Launch(g.Set, g.Stream))
+				got := g.Read(y)
+				nearRows(g, fmt.Sprint(a.Way, " ", what), got, want, s.Columns)
+				if bits == nil {
+					bits = got
+				} else if !slices.Equal(bits, got) {
+					g.Errorf("%v %s: results differ from run to run", a.Way, what)
+				}
+			}
+		}
+	}
+}
+
+// nearRows compares each row of d numbers by itself.
+func nearRows(g *kerneltest.Rig, what string, got, want []float64, d int) {
+	g.Helper()
+	for r := 0; r < len(want); r += d {
+		if e := kerneltest.Distance(got[r:][:d], want[r:][:d]); !(e <= float8Error) {
+			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g", what, r/d, e, float8Error)
+		}
+	}
+}
+
+// TestRoPEProductFloat8 compares with float64.
+func TestRoPEProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
+		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656}, {2, 150, 12, 4, 64, 784},
+		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles a block
+	} {
+		if testing.Short() && s.batch*s.seq > 1000 {
+			continue
+		}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim, Float8: true}, Type: kerneltest.Bf16}
+		g.Scope(fmt.Sprintf("%+v", a.RoPEProductShape), func(g *kerneltest.Rig) {
+			var w, x []float64
+			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
+			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)
+			angles := make([]float64, a.Seq*a.HeadDim/2)
+			cosines, sines := slices.Clone(angles), slices.Clone(angles)
+			for i := range angles {
+				sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.Rand.Float64())
+			}
+			_, cr := g.Upload(cosines, kerneltest.F32, 0)
+			_, sr := g.Upload(sines, kerneltest.F32, 0)
+			a.Angles = ropeAngles(g, cr, sr, a.HeadDim/2)
+			want := make([]float64, a.Rows*a.Columns)
+			cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
+			for r := range a.Rows {
+				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
+				cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			}
+			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
+			if len(ways) == 0 {
+				g.Fatal("no way takes it")
+			}
+			for _, a.Way = range ways {
+				var bits []float64
+				for range 2 {
+					y := g.Alloc(len(want), a.Type, 0)
+					a.Y = y.Ptr
+					g.Must(a.Launch(g.Set, g.Stream))
+					got := g.Read(y)
+					nearRows(g, a.Way.String(), got, want, a.Columns)
+					if bits != nil && !slices.Equal(bits, got) {
+						g.Errorf("%v: results differ from run to run", a.Way)
+					}
+					bits = got
+				}
+			}
+		})
+	}
+}
+
+// TestFloat8ProductSpeed compares with cuBLASLt, in the fastest of its ways, and RoPE's own kernel.
+func TestFloat8ProductSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []struct {
+		ProductShape
+		headDim, seq int
+	}{
+		{ProductShape{Rows: 32768, Columns: 2304, D: 768}, 64, 1024}, {ProductShape{Rows: 32768, Columns: 768, D: 768}, 0, 0},
+		{ProductShape{Rows: 32768, Columns: 4096, D: 768}, 0, 0}, {ProductShape{Rows: 32768, Columns: 768, D: 2048}, 0, 0},
+		{ProductShape{Rows: 32768, Columns: 768, D: 4096}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 3072, D: 1024}, 64, 1024}, {ProductShape{Rows: 16384, Columns: 1024, D: 1024}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 5632, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 2816}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 2816, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 5632}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 6144, D: 2048}, 128, 2048}, {ProductShape{Rows: 16384, Columns: 2048, D: 2048}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 11264, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 5632}, 0, 0},
+		{ProductShape{Rows: 16384, Columns: 5632, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 11264}, 0, 0},
+	} {
+		s.TransW, s.Float8 = true, true
+		g.Scope(fmt.Sprintf("%dx%dx%d", s.Rows, s.Columns, s.D), func(g *kerneltest.Rig) {
+			x, w := random8(g, s.Rows*s.D), random8(g, s.Columns*s.D)
+			y, c := randomArray(g, s.Rows*s.Columns), randomArray(g, s.Rows*s.Columns)
+			xs, _ := g.Normal(s.Rows, kerneltest.F32, 0)
+			ws, _ := g.Normal(s.Columns, kerneltest.F32, 0)
+			show := func(what string, run func()) {
+				var took float64
+				for begin := time.Now(); time.Since(begin) < 200*time.Millisecond; { // from rest the card is faster than it stays
+					took = g.Time([]func(){run}).Seconds()
+				}
+				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
+			}
+			const t = gpu.Float8E4M3
+			a := gpu.MatmulArgs{Alpha: 1, A: x, B: w, C: y, D: y, ScaleA: xs.Ptr, ScaleB: ws.Ptr, WorkspaceSize: productSpace}
+			plan, way, workspace := fastestOf(g, gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: t, B: t, D: kerneltest.Bf16,
+				Scaling: gpu.ScaledRows, FastAccumulation: true}, a)
+			a.Workspace = workspace
+			show("cuBLASLt", func() { g.Must(plan.Run(way, a, g.Stream)) })
+			p := Product{Y: y, X: x, W: w, ScaleX: xs.Ptr, ScaleW: ws.Ptr, ProductShape: s.ProductShape, Type: kerneltest.Bf16}
+			show("hopper", func() { g.Must(p.Launch(g.Set, g.Stream)) })
+			a.C, a.Beta, p.C = c, 1, c
+			show("cuBLASLt plus", func() { g.Must(plan.Run(way, a, g.Stream)) })
+			show("hopper plus", func() { g.Must(p.Launch(g.Set, g.Stream)) })
+			if s.headDim == 0 {
+				return
+			}
+			cos, cr := g.Normal(s.seq*s.headDim/2, kerneltest.F32, 0)
+			sin, sr := g.Normal(s.seq*s.headDim/2, kerneltest.F32, 0)
+			r := RoPEProduct{Y: y, X: x, Weights: w, ScaleX: xs.Ptr, ScaleWeights: ws.Ptr, Angles: ropeAngles(g, cr, sr, s.headDim/2), Type: kerneltest.Bf16,
+				RoPEProductShape: RoPEProductShape{Rows: s.Rows, Columns: s.Columns, D: s.D, Turned: s.Columns / 3 * 2, Seq: s.seq,
+					HeadDim: s.headDim, Float8: true}}
+			a.C, a.Beta = y, 0
+			show("cuBLASLt, then RoPE", func() {
+				g.Must(plan.Run(way, a, g.Stream))
+				g.Must(rope.Rotate{Y: y, X: y, Cos: cos.Ptr, Sin: sin.Ptr, Rows: s.Rows, Seq: s.seq, Heads: r.Turned / s.headDim,
+					HeadDim: s.headDim, XStride: s.Columns, YStride: s.Columns, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			})
+			show("fused", func() { g.Must(r.Launch(g.Set, g.Stream)) })
+		})
+	}
+}
+
+// random8 is random, of float8.
+func random8(g *kerneltest.Rig, n int) gpu.Ptr {
+	const some = 1 << 18
+	b := g.Alloc(n, gpu.Float8E4M3, 0)
+	part, _ := g.Normal(some, gpu.Float8E4M3, 0)
+	for at := 0; at < n; at += some {
+		g.Must(g.Ctx.CopyOnDevice(b.Offset(at), part.Ptr, min(some, n-at), g.Stream))
+	}
+	return b.Ptr
+}

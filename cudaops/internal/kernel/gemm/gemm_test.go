@@ -1,0 +1,282 @@
+package gemm
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+	silukernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func newHopperRig(t *testing.T) *kerneltest.Rig {
+	g := kerneltest.NewRig(t)
+	if g.Ctx.Device().Capability() != 90 {
+		t.Skip("needs a GPU of compute capability 9.0")
+	}
+	return g
+}
+
+// scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are like those.
+func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer, []float64) {
+	x := make([]float64, n)
+	for i := range x {
+		x[i] = g.Rand.NormFloat64() / math.Sqrt(float64(d))
+	}
+	return g.Upload(x, t, 0)
+}
+
+func TestSiLUProduct(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768}, {515, 264, 1000}, {2100, 2056, 200}} {
+		rows, f, d := s[0], s[1], s[2]
+		types := []gpu.DType{kerneltest.Bf16, kerneltest.F16}
+		if rows > 1000 { // which makes blocks take several tiles
+			types = types[:1]
+			if testing.Short() {
+				continue
+			}
+		}
+		for _, dt := range types {
+			g.Scope(fmt.Sprintf("%dx%dx%d/%v", rows, f, d, dt), func(g *kerneltest.Rig) {
+				x, xr := g.Normal(rows*d, dt, 0)
+				w, wr := scaledNormal(g, 2*f*d, d, dt)
+				h, ab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
+				run := func() []float64 {
+					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr, Rows: rows, F: f, D: d, Type: dt}.Launch(g.Set, g.Stream))
+					return append(g.Read(h), g.Read(ab)...)
+				}
+				bits := run()
+				want, wantH := make([]float64, 2*rows*f), make([]float64, rows*f)
+				cpu.Gemm(false, true, rows, 2*f, d, 1, xr, d, wr, d, 0, want, 2*f)
+				a, b := halves(want, rows, f)
+				cpu.SiLUMul(wantH, a, b)
+				g.Near("a, b", ab, want, kerneltest.Forward(dt))
+				g.Near("h", h, wantH, kerneltest.Forward(dt))
+				if !slices.Equal(bits, run()) {
+					g.Error("results differ from run to run")
+				}
+
+				dy, dyr := g.Normal(rows*d, dt, 0)
+				down, downr := scaledNormal(g, d*f, d, dt)
+				dh, da, db := make([]float64, rows*f), make([]float64, rows*f), make([]float64, rows*f)
+				cpu.Gemm(false, false, rows, f, d, 1, dyr, d, downr, f, 0, dh, f)
+				a, b = halves(g.Read(ab), rows, f)
+				cpu.SiLUMulBackward(wantH, da, db, dh, a, b)
+				for r := range rows {
+					copy(want[2*r*f:], da[r*f:][:f])
+					copy(want[2*r*f+f:], db[r*f:][:f])
+				}
+				h2, dab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
+				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr, AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
+				run = func() []float64 {
+					g.Must(back.Launch(g.Set, g.Stream))
+					return append(g.Read(h2), g.Read(dab)...)
+				}
+				wantBits := bits[:rows*f]
+				bits = run()
+				if !slices.Equal(bits[:rows*f], wantBits) {
+					g.Error("h differs from that of the forward pass")
+				}
+				g.Near("da, db", dab, want, kerneltest.Backward(dt))
+				if !slices.Equal(bits, run()) {
+					g.Error("gradients differ from run to run")
+				}
+				back.H, back.DAB = 0, g.Alloc(2*rows*f, dt, 0).Ptr
+				g.Must(back.Launch(g.Set, g.Stream))
+				if !slices.Equal(bits[rows*f:], g.Read(g.Bufs[len(g.Bufs)-1])) {
+					g.Error("gradients differ without h")
+				}
+				back.DAB = ab.Ptr // in place
+				g.Must(back.Launch(g.Set, g.Stream))
+				if !slices.Equal(bits[rows*f:], g.Read(ab)) {
+					g.Error("gradients differ in place")
+				}
+			})
+		}
+	}
+}
+
+// halves are the left and the right half of the rows of [a | b].
+func halves(ab []float64, rows, f int) (a, b []float64) {
+	for r := range rows {
+		a = append(a, ab[2*r*f:][:f]...)
+		b = append(b, ab[2*r*f+f:][:f]...)
+	}
+	return a, b
+}
+
+func TestSiLUProductRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
+		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}
+		for what, change := range map[string]func(a *SiLUProduct){
+			"rows":    func(a *SiLUProduct) { a.Rows = -1 },
+			"f":       func(a *SiLUProduct) { a.F = 12 },
+			"d":       func(a *SiLUProduct) { a.D = 20 },
+			"type":    func(a *SiLUProduct) { a.Type = kerneltest.F32 },
+			"aligned": func(a *SiLUProduct) { a.H += 2 },
+			"input":   func(a *SiLUProduct) { a.X += 8 },
+			"way":     func(a *SiLUProduct) { a.Way = kernel.Way{Family: "fused", Size: 5} },
+		} {
+			a := ok
+			change(&a)
+			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows, F: a.F, D: a.D, Type: a.Type, Way: a.Way}
+			if a.Launch(k, 0) == nil || back.Launch(k, 0) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+			if back.H = 0; what != "aligned" && back.Launch(k, 0) == nil {
+				t.Errorf("capability %d, %s: no error without h", capability, what)
+			}
+		}
+		if takes := len(SiLUProductWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes != (capability == 90) || (ok.Launch(k, 0) == nil) != takes {
+			t.Errorf("capability %d: takes it: %v", capability, takes)
+		}
+		for _, op := range c.Trace() {
+			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0) {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+	}
+}
+
+// The launchers' figures are those of the kernels' sources.
+func TestFiguresMatchSources(t *testing.T) {
+	for unit, figures := range map[string][]string{
+		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},
+		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
+			"kWarpBytes = 2 * kPanel;", fmt.Sprintf("kParts = %d,", gateParts)},
+		"gemm_hopper_loss.cu": {fmt.Sprintf("kColumns = %d, kStages = %d, kParts = %d,", lossColumns, lossStages, lossParts),
+			fmt.Sprintf("kLossRows = %d;", lossRows), fmt.Sprintf("kLossWarps = %d;", lossWarps)},
+		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,", plainColumns, plainStages),
+			"Memory<kColumns, kStages, 2 * kPanel>;"},
+		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
+			fmt.Sprintf("kPanelRows = %d,", turnedRows),
+			fmt.Sprintf("run<T, 64, %d>", turnedTiles[64].columns), fmt.Sprintf("run<T, 96, %d>", turnedTiles[96].columns),
+			fmt.Sprintf("run<T, 128, %d>", turnedTiles[128].columns)},
+		"norm.cu": {fmt.Sprintf("kStages = %d;", norm.WalkStages), fmt.Sprintf("kOwnStages = %d;", norm.OwnStages),
+			fmt.Sprintf("kOwn = P > 3 ? %d : %d;", norm.OwnWarps[4], norm.OwnWarps[3])},
+		"quantize_weights.cu": {fmt.Sprintf("kThreads = %d, kColumns = 8, kGroups = 8, kTiles = %d;", quantize.WeightThreads, quantize.WeightColumns/(8*8)),
+			fmt.Sprintf("kRows = kThreads / kGroups * %d;", quantize.WeightRows*8/quantize.WeightThreads)},
+		"reduce.cu": {fmt.Sprintf("kRun = %d;", reduce.ColumnRun), fmt.Sprintf("kRowUnroll = %d;", reduce.RowUnroll)},
+		"rope.cu":   {fmt.Sprintf("kThreads = %d;", rope.RopeThreads)},
+	} {
+		b, err := os.ReadFile("../../kernels/" + unit)
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("the test does not run where its sources are")
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, want := range figures {
+			if !strings.Contains(string(b), want) {
+				t.Errorf("%s: no %q", unit, want)
+			}
+		}
+	}
+}
+
+// random returns n numbers, some of the normal distribution again and again.
+func randomArray(g *kerneltest.Rig, n int) gpu.Ptr {
+	const some = 1 << 18
+	b := g.Alloc(n, kerneltest.Bf16, 0)
+	part, _ := g.Normal(some, kerneltest.Bf16, 0)
+	for at := 0; at < n; at += some {
+		g.Must(g.Ctx.CopyOnDevice(b.Offset(2*at), part.Ptr, 2*min(some, n-at), g.Stream))
+	}
+	return b.Ptr
+}
+
+const productSpace = 32 << 20 // workspace of cuBLASLt
+
+// fastestProduct returns what enqueues y = a·b in the fastest of cuBLASLt's ways.
+func fastestProduct(g *kerneltest.Rig, m gpu.MatmulSpec, a, b, y gpu.Ptr) func() {
+	plan, way, workspace := fastestWay(g, m, a, b, y)
+	return func() {
+		g.Must(plan.Run(way, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.Stream))
+	}
+}
+
+// fastestWay returns a plan of y = a·b, the fastest of its ways, and the workspace for it.
+func fastestWay(g *kerneltest.Rig, m gpu.MatmulSpec, a, b, y gpu.Ptr) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
+	return fastestOf(g, m, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y})
+}
+
+// fastestOf is fastestWay of a product with these operands.
+func fastestOf(g *kerneltest.Rig, m gpu.MatmulSpec, a gpu.MatmulArgs) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
+	blas, err := g.Ctx.Blas()
+	g.Must(err)
+	workspace = randomArray(g, productSpace/2)
+	plan, err = blas.Plan(m, productSpace, 8)
+	g.Must(err)
+	a.Workspace, a.WorkspaceSize = workspace, productSpace
+	least := math.Inf(1)
+	for i := range plan.Algos() {
+		if took := g.Clock(func() { g.Must(plan.Run(i, a, g.Stream)) }).Seconds(); took < least {
+			least, way = took, i
+		}
+	}
+	return plan, way, workspace
+}
+
+// TestSiLUProductSpeed compares with cuBLASLt's products, each computed in the fastest of its ways, and the gate's own kernel.
+func TestSiLUProductSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range [][3]int{{32768, 2048, 768}, {16384, 2816, 1024}, {16384, 5632, 2048}} {
+		rows, f, d := s[0], s[1], s[2]
+		g.Scope(fmt.Sprintf("%dx%dx%d", rows, f, d), func(g *kerneltest.Rig) {
+			x, w, dy, down := randomArray(g, rows*d), randomArray(g, 2*f*d), randomArray(g, rows*d), randomArray(g, d*f)
+			ab, dab, h, dh := randomArray(g, 2*rows*f), randomArray(g, 2*rows*f), randomArray(g, rows*f), randomArray(g, rows*f)
+			wide := fastestProduct(g, gpu.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x, w, ab)
+			back := fastestProduct(g, gpu.MatmulSpec{M: rows, N: f, K: d, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, dy, down, dh)
+			flops := 4 * float64(rows) * float64(f) * float64(d)
+			show := func(what string, flops float64, run func()) {
+				n := 1 + int(0.03/g.Time([]func(){run}).Seconds()) // for a third of a second: at the clock that the card's power allows
+				took := g.Clock(func() {
+					for range n {
+						run()
+					}
+				}).Seconds() / float64(n)
+				g.Logf("%-34s %8.1f µs %6.0f TFLOP/s", what, took*1e6, flops/took/1e12)
+			}
+			silu := func() {
+				g.Must(silukernel.Mul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			}
+			siluBack := func() {
+				g.Must(silukernel.MulBackward{H: h, DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f),
+					Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			}
+			show("forward, cuBLASLt alone", flops, wide)
+			show("forward, cuBLASLt and gate", flops, func() { wide(); silu() })
+			show("forward, fused", flops, func() {
+				g.Must(SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			})
+			show("backward, cuBLASLt alone", flops/2, back)
+			show("backward, cuBLASLt and gate", flops/2, func() { back(); siluBack() })
+			fused := SiLUProductBackward{H: h, DAB: dab, G: dy, Down: down, AB: ab, Rows: rows, F: f, D: d, Type: kerneltest.Bf16}
+			without := fused
+			without.H = 0
+			for range 3 {
+				show("backward, fused", flops/2, func() { g.Must(fused.Launch(g.Set, g.Stream)) })
+				show("backward, fused, without h", flops/2, func() { g.Must(without.Launch(g.Set, g.Stream)) })
+			}
+		})
+	}
+}

@@ -1,0 +1,243 @@
+package gemm
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// lossRig is a LinearCrossEntropy with random operands, and what it is to compute.
+type lossRig struct {
+	*kerneltest.Rig
+	a                              LinearCrossEntropy
+	terms, scaled, factors, losses *kerneltest.Buffer
+	x, w                           []float64
+	ids                            []int
+	g                              float64
+}
+
+// newLoss uploads x with the given rows in place of random ones; logits have the standard deviation 4.
+func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int, rows map[int][]float64, wide bool) *lossRig {
+	l := &lossRig{Rig: g, ids: ids}
+	x := make([]float64, s.Rows*s.D)
+	for i := range x {
+		x[i] = 4 * g.Rand.NormFloat64()
+	}
+	for r, v := range rows {
+		copy(x[r*s.D:], v)
+	}
+	dx, xr := g.Upload(x, kerneltest.Bf16, 0)
+	w, wr := scaledNormal(g, s.V*s.D, s.D, kerneltest.Bf16)
+	scale, sr := g.Upload([]float64{1 / float64(s.Rows)}, kerneltest.F32, 0)
+	grad, gr := g.Upload([]float64{1 + g.Rand.Float64()}, kerneltest.F32, 0)
+	l.x, l.w, l.g = xr, wr, sr[0]*gr[0]
+	l.terms, l.scaled = g.Alloc(s.Rows*s.V, kerneltest.Bf16, 0), g.Alloc(s.Rows*s.D, kerneltest.Bf16, 0)
+	l.factors, l.losses = g.Alloc(s.Rows, kerneltest.F32, 0), g.Alloc(s.Rows, kerneltest.F32, 0)
+	size := 4
+	if wide {
+		size = 8
+	}
+	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr, Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
+		Targets: kernel.Ints{Ptr: g.UploadInts(ids, size), Wide: wide}, Scale: scale.Ptr, Grad: grad.Ptr, LinearCrossEntropyShape: s,
+		Workspace: g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0).Ptr, Type: kerneltest.Bf16}
+	return l
+}
+
+// run returns the losses and the gradients of the logits.
+func (l *lossRig) run() (losses, gradient []float64) {
+	l.Helper()
+	l.Must(l.a.Launch(l.Set, l.Stream))
+	gradient, factors := l.Read(l.terms), l.Read(l.factors)
+	for i := range gradient {
+		gradient[i] *= factors[i/l.a.V]
+	}
+	return l.Read(l.losses), gradient
+}
+
+// want is what run is to return.
+func (l *lossRig) want() (losses, gradient []float64) {
+	rows, v, d := l.a.Rows, l.a.V, l.a.D
+	logits, lse := make([]float64, rows*v), make([]float64, rows)
+	cpu.Linear(logits, l.x, l.w, rows, d, v)
+	losses, gradient = make([]float64, rows), make([]float64, rows*v)
+	cpu.CrossEntropy(lse, logits, l.ids, v)
+	for r, id := range l.ids {
+		if id >= 0 {
+			losses[r] = lse[r] - logits[r*v+id]
+		}
+	}
+	cpu.CrossEntropyBackward(gradient, logits, lse, l.ids, v, l.g)
+	return losses, gradient
+}
+
+func TestLinearCrossEntropy(t *testing.T) {
+	g := newHopperRig(t)
+	for i, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520}, {300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
+		if testing.Short() && s.Rows*s.V > 1e6 {
+			continue
+		}
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
+			ids := g.Classes(s.Rows, s.V)
+			ids[s.Rows-1] = s.V - 1
+			if s.Rows > 2 {
+				ids[1] = 0
+			}
+			l := newLoss(g, s, ids, nil, i%2 == 1)
+			want, wantGrad := l.want()
+			losses, gradient := l.run()
+			if e := kerneltest.Distance(losses, want); !(e < 1e-3) {
+				g.Errorf("losses: relative error %.3g", e)
+			}
+			if e := kerneltest.Distance(gradient, wantGrad); !(e < kerneltest.Backward(kerneltest.Bf16)) {
+				g.Errorf("gradient: relative error %.3g", e)
+			}
+			factors, wantScaled := l.Read(l.factors), slices.Clone(l.x)
+			for i := range wantScaled {
+				wantScaled[i] *= factors[i/s.D]
+			}
+			g.Near("scaled", l.scaled, wantScaled, kerneltest.Forward(kerneltest.Bf16))
+			dx, dxr := g.Normal(s.Rows*s.D, kerneltest.Bf16, 0)
+			for i := range dxr {
+				dxr[i] *= factors[i/s.D]
+			}
+			g.Must(ScaleRows{X: dx.Ptr, Factors: l.a.Factors, Rows: s.Rows, D: s.D}.Launch(g.Set, g.Stream))
+			g.Near("rows", dx, dxr, kerneltest.Forward(kerneltest.Bf16))
+			again, gradientAgain := l.run()
+			if !slices.Equal(losses, again) || !slices.Equal(gradient, gradientAgain) {
+				g.Error("results differ from run to run")
+			}
+		})
+	}
+}
+
+// Rows whose losses are too large for terms without a maximum, whose numbers are none, and that do not count.
+func TestLinearCrossEntropyExtremes(t *testing.T) {
+	g := newHopperRig(t)
+	s := LinearCrossEntropyShape{Rows: 140, V: 520, D: 512}
+	special := map[int][]float64{}
+	for r, size := range map[int]float64{2: 60, 3: 300, 70: 1e4, 71: math.NaN(), 72: math.Inf(1), 73: 1e30, 74: math.NaN(), 139: 1e3} {
+		row := make([]float64, s.D)
+		for i := range row {
+			row[i] = g.Rand.NormFloat64() * size
+		}
+		special[r] = row
+	}
+	ids := g.Classes(s.Rows, s.V)
+	for r := range special {
+		ids[r] = g.Rand.IntN(s.V)
+	}
+	ids[73], ids[74], ids[75] = -1, -5, s.V // the last is refused elsewhere, and gives NaN
+	l := newLoss(g, s, ids, special, true)
+	losses, gradient := l.run()
+	known := slices.Clone(ids)
+	known[75] = 0
+	l.ids = known
+	want, wantGrad := l.want()
+	for r := range s.Rows {
+		row, wantRow := gradient[r*s.V:][:s.V], wantGrad[r*s.V:][:s.V]
+		switch {
+		case r == 71 || r == 72 || r == 75:
+			if losses[r] == losses[r] || row[0] == row[0] || row[s.V-1] == row[s.V-1] {
+				t.Errorf("row %d: loss %g, gradient %g, want NaN", r, losses[r], row[0])
+			}
+		case r == 73 || r == 74:
+			if losses[r] != 0 || slices.ContainsFunc(row, func(v float64) bool { return v != 0 }) {
+				t.Errorf("row %d without target: loss %g, gradient %g, want 0", r, losses[r], row[0])
+			}
+		case !(math.Abs(losses[r]-want[r]) <= 1e-3*(1+math.Abs(want[r]))) ||
+			want[r] > 1 && !(kerneltest.Distance(row, wantRow) < 2*kerneltest.Backward(kerneltest.Bf16)):
+			t.Errorf("row %d: loss %g, want %g; relative error of the gradient %.3g", r, losses[r], want[r], kerneltest.Distance(row, wantRow))
+		}
+	}
+}
+
+func TestLinearCrossEntropyRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
+		ok := LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p, Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p,
+			Type: kerneltest.Bf16, LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}}
+		for what, change := range map[string]func(a *LinearCrossEntropy){
+			"rows":    func(a *LinearCrossEntropy) { a.Rows = -1 },
+			"v":       func(a *LinearCrossEntropy) { a.V = 12 },
+			"d":       func(a *LinearCrossEntropy) { a.D = 516 },
+			"aligned": func(a *LinearCrossEntropy) { a.Terms += 8 },
+			"input":   func(a *LinearCrossEntropy) { a.X += 2 },
+			"way":     func(a *LinearCrossEntropy) { a.Way = kernel.Way{Family: "fused", Size: 3} },
+		} {
+			a := ok
+			change(&a)
+			if a.Launch(k, 0) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		for what, refused := range map[string]error{"d": ScaleRows{X: p, Factors: p, Rows: 3, D: 12}.Launch(k, 0), "x": ScaleRows{X: p + 8, Factors: p, Rows: 3, D: 16}.Launch(k, 0)} {
+			if refused == nil {
+				t.Errorf("ScaleRows, %s: no error", what)
+			}
+		}
+		c.ClearTrace()
+		takes := len(LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.Bf16)) == 1
+		if takes != (capability == 90) || takes != (ok.Launch(k, 0) == nil) {
+			t.Errorf("capability %d: takes it: %v", capability, takes)
+		}
+		if LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.F16) != nil {
+			t.Error("there is a way for float16")
+		}
+		launched := 0
+		for _, op := range c.Trace() {
+			if op.Name == "" {
+				continue
+			}
+			if launched++; op.Config.Shared > 227<<10 {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+		if want := map[bool]int{true: 3}[takes]; launched != want {
+			t.Errorf("capability %d: %d launches, want %d", capability, launched, want)
+		}
+	}
+}
+
+// TestLinearCrossEntropySpeed compares with cuBLASLt's product, in the fastest of its ways, and the kernel that works on logits.
+func TestLinearCrossEntropySpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []LinearCrossEntropyShape{{11008, 50304, 768}, {8192, 50304, 1024}, {4096, 50304, 2048}} {
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
+			w, terms, scaled := randomArray(g, s.V*s.D), randomArray(g, s.Rows*s.V), randomArray(g, s.Rows*s.D)
+			x, _ := scaledNormal(g, s.Rows*s.D, s.D/16, kerneltest.Bf16)
+			targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(s.Rows, s.V), 4)}
+			factors, losses := g.Alloc(s.Rows, kerneltest.F32, 0), g.Alloc(s.Rows, kerneltest.F32, 0)
+			scale, _ := g.Upload([]float64{1 / float64(s.Rows)}, kerneltest.F32, 0)
+			work := g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0)
+			product := fastestProduct(g, gpu.MatmulSpec{M: s.Rows, N: s.V, K: s.D, TransB: true, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x.Ptr, w, terms)
+			show := func(what string, run func()) {
+				took := g.Time([]func(){run}).Seconds()
+				g.Logf("%-32s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.V)*float64(s.D)/took/1e12)
+			}
+			a := LinearCrossEntropy{Terms: terms, Scaled: scaled, Factors: factors.Ptr, Losses: losses.Ptr, X: x.Ptr, W: w, Targets: targets,
+				Scale: scale.Ptr, Workspace: work.Ptr, LinearCrossEntropyShape: s, Type: kerneltest.Bf16}
+			show("cuBLASLt alone", product)
+			show("cuBLASLt, then cross-entropy", func() {
+				product()
+				g.Must(crossentropy.Forward{Logits: terms, Losses: losses.Ptr, Targets: targets, Scale: scale.Ptr, Rows: s.Rows,
+					V: s.V, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			})
+			show("fused", func() { g.Must(a.Launch(g.Set, g.Stream)) })
+			show("fused, with the scaling of dX", func() {
+				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(ScaleRows{X: scaled, Factors: factors.Ptr, Rows: s.Rows, D: s.D}.Launch(g.Set, g.Stream))
+			})
+		})
+	}
+}

@@ -1,0 +1,99 @@
+package gemm
+
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+)
+
+// NewtonSchulz is Muon's iteration, of X normalised, where products are known to be symmetric:
+//
+//	Steps times:  A = X·Xᵀ,  P = a·I + b·A + c·A²,  X ← P·X
+//
+// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes, so the next A can be had without X, as P·A·P, and X is
+// multiplied by the product of the P:
+//
+//	A = X·Xᵀ,  Q = I;   Together times:  P = a·I + b·A + c·A²,  Q ← Q·P,  A ← P·A·P;   X ← Q·X
+//
+// which for wide matrices takes less, since these products are of small squares. (The identity is behind Jack Zhang, Noah Amsel,
+// Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026.) What rounding makes of the eigenvalues of A next to 0 grows like a² with every
+// step, a² ≈ 12, until A is formed anew: up to three steps go together.
+//
+// Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight times as coarse.
+type NewtonSchulz struct {
+	X                    [2]gpu.Ptr // Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
+	Squares              [4]gpu.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
+	Rows, Columns, Batch int
+	Steps, Together      int
+	Type                 gpu.DType
+}
+
+// The coefficients of the iteration's polynomial.
+const SchulzA, SchulzB, SchulzC = 3.4445, -4.7750, 2.0315
+
+// square and gram are the shapes of the products of squares, and of A's.
+func (a NewtonSchulz) square() SymmetricShape {
+	n := min(a.Rows, a.Columns)
+	return SymmetricShape{N: n, Depth: n, Batch: a.Batch}
+}
+
+func (a NewtonSchulz) gram() SymmetricShape {
+	return SymmetricShape{N: min(a.Rows, a.Columns), Depth: max(a.Rows, a.Columns), Batch: a.Batch, Tall: a.Rows > a.Columns}
+}
+
+// Shapes are those of the symmetric products.
+func (a NewtonSchulz) Shapes() []SymmetricShape { return []SymmetricShape{a.square(), a.gram()} }
+
+// NewtonSchulzTogether is how many steps go together in a way that should be the fastest for one matrix, 0 where cuBLASLt's products
+// alone are faster.
+func NewtonSchulzTogether(rows, columns int) int {
+	switch side := min(rows, columns); {
+	case side < 1536: // too small for the kernel to fill the GPU
+		return 0
+	case 2*max(rows, columns) < 3*side:
+		return 1
+	}
+	return 3
+}
+
+// Segments is how often X is formed.
+func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together) }
+
+// Result is where the last X is.
+func (a NewtonSchulz) Result() gpu.Ptr { return a.X[a.Segments()%2] }
+
+// Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
+func (a NewtonSchulz) Run(symmetric func(Symmetric) error, apply func(y, q, x gpu.Ptr) error) error {
+	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float32) error {
+		return symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha, Beta: beta, Delta: delta,
+			SymmetricShape: a.square(), Type: a.Type})
+	}
+	x, y, left := a.X[0], a.X[1], a.Steps
+	for segments := a.Segments(); segments > 0; segments-- {
+		steps := kernel.CeilDiv(left, segments)
+		left -= steps
+		gram, p, q, room := a.Squares[0], a.Squares[1], a.Squares[2], a.Squares[3]
+		err := symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1, SymmetricShape: a.gram(), Type: a.Type})
+		for i := 0; i < steps && err == nil; i++ {
+			err = square(p, gram, gram, gram, SchulzC, SchulzB, SchulzA)
+			if err == nil && i < steps-1 {
+				if err = square(room, gram, p, 0, 1, 0, 0); err == nil {
+					err = square(gram, room, p, 0, 1, 0, 0)
+				}
+			}
+			if i == 0 {
+				p, q = q, p
+			} else if err == nil {
+				err = square(room, q, p, 0, 1, 0, 0)
+				q, room = room, q
+			}
+		}
+		if err == nil {
+			err = apply(y, q, x)
+		}
+		if err != nil {
+			return err
+		}
+		x, y = y, x
+	}
+	return nil
+}

@@ -1,0 +1,277 @@
+package gemm
+
+import (
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// TestNewtonSchulzRun follows the products on the CPU, in float64.
+func TestNewtonSchulzRun(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	for _, s := range [][2]int{{5, 5}, {4, 11}, {11, 4}} {
+		for steps := 1; steps <= 8; steps++ {
+			for together := 1; together <= 3; together++ {
+				rows, columns, n := s[0], s[1], min(s[0], s[1])
+				x := make([]float64, rows*columns)
+				for i := range x {
+					x[i] = r.NormFloat64()
+				}
+				want := make([]float64, len(x))
+				cpu.NewtonSchulz(want, x, rows, columns, steps)
+				cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+				a := NewtonSchulz{X: [2]gpu.Ptr{1, 2}, Squares: [4]gpu.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
+					Steps: steps, Together: together}
+				memory := map[gpu.Ptr][]float64{1: x, 2: make([]float64, len(x))}
+				for _, p := range a.Squares {
+					memory[p] = make([]float64, n*n)
+				}
+				applied := 0
+				err := a.Run(func(p Symmetric) error {
+					if p.D == p.Left || p.D == p.Right || p.D == p.C {
+						t.Fatalf("%+v is computed in place", p)
+					}
+					d := memory[p.D]
+					if p.C == 0 {
+						clear(d)
+					} else {
+						copy(d, memory[p.C])
+					}
+					stride := p.Depth
+					if p.Tall {
+						stride = n
+					}
+					cpu.Gemm(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left], stride, memory[p.Right], stride,
+						float64(p.Beta), d, n)
+					for i := range n {
+						d[i*n+i] += float64(p.Delta)
+					}
+					return nil
+				}, func(y, q, x gpu.Ptr) error {
+					applied++
+					if rows > columns {
+						cpu.Gemm(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
+					} else {
+						cpu.Gemm(false, false, n, columns, n, 1, memory[q], n, memory[x], columns, 0, memory[y], columns)
+					}
+					return nil
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if e := kerneltest.Distance(memory[a.Result()], want); !(e < 1e-5) || applied != a.Segments() {
+					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x", rows, columns, steps, together, e, applied)
+				}
+			}
+		}
+	}
+}
+
+// planned is what computes a product by the fastest of cuBLASLt's ways, timed with the given matrices.
+func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.MatmulArgs) error {
+	g.Helper()
+	plan, way, space := fastestWay(g, spec, a, b, d)
+	return func(a gpu.MatmulArgs) error {
+		a.Workspace, a.WorkspaceSize = space, productSpace
+		return plan.Run(way, a, g.Stream)
+	}
+}
+
+// applied is the product with X that NewtonSchulz wants, plus beta·x.
+func applied(g *kerneltest.Rig, a NewtonSchulz, beta float32) func(y, q, x gpu.Ptr) error {
+	g.Helper()
+	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
+	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
+	first, second := a.Squares[0], a.X[0]
+	if tall {
+		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
+	}
+	run := planned(g, spec, first, second, a.X[1])
+	return func(y, q, x gpu.Ptr) error {
+		args := gpu.MatmulArgs{Alpha: 1, Beta: beta, A: q, B: x, C: x, D: y}
+		if tall {
+			args.A, args.B = x, q
+		}
+		return run(args)
+	}
+}
+
+// byProducts is the iteration by cuBLASLt's products alone.
+func byProducts(g *kerneltest.Rig, a NewtonSchulz) func() {
+	g.Helper()
+	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
+	x, y, gram, poly := a.X[0], a.X[1], a.Squares[0], a.Squares[1]
+	spec := gpu.MatmulSpec{M: n, N: n, K: size / n, TransA: tall, TransB: !tall, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: size,
+		StrideB: size, StrideD: n * n}
+	outer := planned(g, spec, x, x, gram)
+	spec = gpu.MatmulSpec{M: n, N: n, K: n, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: n * n, StrideD: n * n}
+	square, apply := planned(g, spec, gram, gram, poly), applied(g, a, SchulzA)
+	return func() {
+		from, to := x, y
+		for range a.Steps {
+			g.Must(outer(gpu.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}))
+			g.Must(square(gpu.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: gram, B: gram, C: gram, D: poly}))
+			g.Must(apply(to, poly, from))
+			from, to = to, from
+		}
+	}
+}
+
+// TestNewtonSchulz wants less than half of the error that the iteration in bfloat16, with sums in float32, has of such matrices.
+func TestNewtonSchulz(t *testing.T) {
+	g := newHopperRig(t)
+	shapes, steps := [][3]int{{264, 264, 1}, {136, 520, 2}, {520, 136, 2}, {392, 1544, 1}}, 5
+	kinds := map[string]func(*rand.Rand, int, int) []float64{"normal": normalMatrix, "rank 1": rankOne, "rank n over 8": lowRank,
+		"spread": spreadMatrix}
+	if testing.Short() { // racecheck takes a second for a product
+		shapes, steps = [][3]int{{200, 136, 1}, {136, 152, 2}}, 2
+		maps.DeleteFunc(kinds, func(name string, _ func(*rand.Rand, int, int) []float64) bool { return name != "normal" })
+	}
+	for _, s := range shapes {
+		rows, columns, batch := s[0], s[1], s[2]
+		for name, matrix := range kinds {
+			g.Scope(fmt.Sprintf("%dx%d %s", rows, columns, name), func(g *kerneltest.Rig) {
+				size, n := rows*columns, min(rows, columns)
+				var values []float64
+				for range batch {
+					x := matrix(g.Rand, rows, columns)
+					cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+					values = append(values, x...)
+				}
+				x, _ := g.Upload(values, kerneltest.F16, 0)
+				for together := 1; together <= min(3, steps); together++ {
+					a := NewtonSchulz{Rows: rows, Columns: columns, Batch: batch, Steps: steps, Together: together, Type: kerneltest.F16}
+					ends := [2]*kerneltest.Buffer{g.Alloc(batch*size, kerneltest.F16, 0), g.Alloc(batch*size, kerneltest.F16, 0)}
+					a.X = [2]gpu.Ptr{ends[0].Ptr, ends[1].Ptr}
+					var bits []float64
+					for i := range a.Squares {
+						a.Squares[i] = g.Alloc(batch*n*n, kerneltest.F16, 0).Ptr
+					}
+					apply := applied(g, a, 0)
+					for range 2 {
+						g.Must(g.Ctx.CopyOnDevice(a.X[0], x.Ptr, 2*batch*size, g.Stream))
+						g.Must(a.Run(func(p Symmetric) error { return p.Launch(g.Set, g.Stream) }, apply))
+						got := g.Read(ends[a.Segments()%2])
+						if bits == nil {
+							bits = got
+						} else if !slices.Equal(bits, got) {
+							g.Error("results differ from run to run")
+						}
+					}
+					for b := range batch {
+						one, want := values[b*size:][:size], make([]float64, size)
+						cpu.NewtonSchulz(want, one, rows, columns, steps)
+						coarse := kerneltest.Distance(coarseNewtonSchulz(one, rows, columns, steps), want)
+						e := kerneltest.Distance(bits[b*size:][:size], want)
+						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together, e, coarse)
+						if !(e < coarse/2) {
+							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it is %.3g", together, e, coarse)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+func normalMatrix(r *rand.Rand, rows, columns int) []float64 {
+	x := make([]float64, rows*columns)
+	for i := range x {
+		x[i] = r.NormFloat64()
+	}
+	return x
+}
+
+func productOf(r *rand.Rand, rows, columns, rank int) []float64 {
+	x := make([]float64, rows*columns)
+	cpu.Gemm(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank, normalMatrix(r, rank, columns), columns, 0, x, columns)
+	return x
+}
+
+func rankOne(r *rand.Rand, rows, columns int) []float64 { return productOf(r, rows, columns, 1) }
+func lowRank(r *rand.Rand, rows, columns int) []float64 {
+	return productOf(r, rows, columns, min(rows, columns)/8)
+}
+
+// spreadMatrix has rows and columns of very different sizes, and so singular values from 1 to about 1e-6.
+func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
+	x := normalMatrix(r, rows, columns)
+	for i := range x {
+		x[i] *= math.Pow(10, -4*float64(i/columns)/float64(rows)-2*float64(i%columns)/float64(columns))
+	}
+	return x
+}
+
+// coarseNewtonSchulz rounds to bfloat16 after every product.
+func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
+	round := func(x []float64) []float64 {
+		return kerneltest.Decode(kerneltest.Encode(x, kerneltest.Bf16), kerneltest.Bf16)
+	}
+	n, tall := min(rows, columns), rows > columns
+	x = round(x)
+	for range steps {
+		gram, next := make([]float64, n*n), slices.Clone(x)
+		cpu.Gemm(tall, !tall, n, n, max(rows, columns), 1, x, columns, x, columns, 0, gram, n)
+		gram = round(gram)
+		poly := slices.Clone(gram)
+		cpu.Gemm(false, false, n, n, n, SchulzC, gram, n, gram, n, SchulzB, poly, n)
+		poly = round(poly)
+		if tall {
+			cpu.Gemm(false, false, rows, n, n, 1, x, n, poly, n, SchulzA, next, n)
+		} else {
+			cpu.Gemm(false, false, n, columns, n, 1, poly, n, x, columns, SchulzA, next, columns)
+		}
+		x = round(next)
+	}
+	return x
+}
+
+// TestNewtonSchulzSpeed times the iteration in several ways.
+func TestNewtonSchulzSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []NewtonSchulz{{Rows: 768, Columns: 3072, Batch: 1}, {Rows: 2048, Columns: 2048, Batch: 1},
+		{Rows: 2048, Columns: 8192, Batch: 1}, {Rows: 8192, Columns: 2048, Batch: 1}, {Rows: 768, Columns: 768, Batch: 12},
+		{Rows: 1024, Columns: 1024, Batch: 16}, {Rows: 1024, Columns: 2816, Batch: 1}, {Rows: 1536, Columns: 4096, Batch: 1}} {
+		g.Scope(fmt.Sprintf("%d of %dx%d", s.Batch, s.Rows, s.Columns), func(g *kerneltest.Rig) {
+			n, size := min(s.Rows, s.Columns), s.Rows*s.Columns
+			x, _ := scaledNormal(g, s.Batch*size, s.Rows, kerneltest.F16)
+			workspace := g.Alloc(normalize.NormalizeWorkspace/4, kerneltest.F32, 0)
+			for i := range s.X {
+				s.X[i] = g.Alloc(s.Batch*size, kerneltest.F16, 0).Ptr
+			}
+			for i := range s.Squares {
+				s.Squares[i] = g.Alloc(s.Batch*n*n, kerneltest.F16, 0).Ptr
+			}
+			g.Must(g.Ctx.Memset8(s.Squares[0], 0x11, 2*s.Batch*n*n, g.Stream))
+			g.Must(g.Ctx.Memset8(s.X[0], 0x11, 2*s.Batch*size, g.Stream))
+			s.Steps, s.Type = 5, kerneltest.F16
+			apply := applied(g, s, 0)
+			show := func(what string, run func()) {
+				took := g.Time([]func(){func() {
+					g.Must(normalize.Forward{Y: s.X[0], X: x.Ptr, Workspace: workspace.Ptr, N: s.Batch * size, YType: kerneltest.F16, XType: kerneltest.F16}.Launch(g.Set, g.Stream))
+					run()
+				}})
+				g.Logf("%-36s %8.1f µs", what, took.Seconds()*1e6)
+			}
+			show("normalised only", func() {})
+			show("products", byProducts(g, s))
+			for _, s.Together = range []int{1, 3} {
+				show(fmt.Sprintf("symmetric, %d steps together", s.Together), func() {
+					g.Must(s.Run(func(a Symmetric) error { return a.Launch(g.Set, g.Stream) }, apply))
+				})
+			}
+		})
+	}
+}

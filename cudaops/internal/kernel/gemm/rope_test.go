@@ -1,0 +1,232 @@
+package gemm
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+func TestRoPEProduct(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
+		{1, 1, 1, 1, 64, 8}, {3, 43, 3, 1, 64, 72}, {1, 257, 2, 2, 128, 264}, {5, 103, 4, 2, 128, 584}, {1, 515, 3, 1, 96, 200},
+		{2, 150, 12, 4, 64, 776}, {7, 300, 12, 12, 64, 520}, {3, 700, 8, 4, 128, 456}, {4, 531, 8, 8, 96, 520}, // several tiles a block
+	} {
+		if testing.Short() && s.batch*s.seq > 1000 {
+			continue
+		}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}}
+		for _, a.Type = range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
+			g.Scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *kerneltest.Rig) { testRoPEProduct(g, a) })
+		}
+	}
+	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 140, Columns: 328, D: 456, Turned: turned, Seq: 35, HeadDim: 64}, Type: kerneltest.Bf16}
+		g.Scope(fmt.Sprintf("%d turned", a.Turned), func(g *kerneltest.Rig) { testRoPEProduct(g, a) })
+	}
+}
+
+func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
+	g.Helper()
+	x, xr := g.Normal(a.Rows*a.D, a.Type, 0)
+	w, wr := scaledNormal(g, a.Columns*a.D, a.D, a.Type)
+	angles := make([]float64, a.Seq*a.HeadDim/2)
+	cosines, sines := slices.Clone(angles), slices.Clone(angles)
+	for i := range angles {
+		sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.Rand.Float64())
+	}
+	cos, cr := g.Upload(cosines, kerneltest.F32, 0)
+	sin, sr := g.Upload(sines, kerneltest.F32, 0)
+	a.X, a.Weights, a.Angles = x.Ptr, w.Ptr, ropeAngles(g, cr, sr, a.HeadDim/2)
+	turn := func(y []float64) {
+		if a.Turned == 0 {
+			return
+		}
+		for r := range a.Rows {
+			row, at := y[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
+			cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+		}
+	}
+	want := make([]float64, a.Rows*a.Columns)
+	cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, xr, a.D, wr, a.D, 0, want, a.Columns)
+	turn(want)
+	ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
+	if len(ways) == 0 {
+		g.Fatal("no way takes it")
+	}
+	for _, a.Way = range ways {
+		y, again, product := g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0)
+		run := func(to *kerneltest.Buffer, turned int) []float64 {
+			a := a
+			a.Y, a.Turned = to.Ptr, turned
+			g.Must(a.Launch(g.Set, g.Stream))
+			return g.Read(to)
+		}
+		got := run(y, a.Turned)
+		g.Near(a.Way.String(), y, want, kerneltest.Forward(a.Type))
+		if !slices.Equal(run(again, a.Turned), got) {
+			g.Errorf("%v: results differ from run to run", a.Way)
+		}
+		if run(product, 0); a.Turned > 0 {
+			g.Must(rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: a.Rows, Seq: a.Seq,
+				Heads: a.Turned / a.HeadDim, HeadDim: a.HeadDim, XStride: a.Columns, YStride: a.Columns, Type: a.Type}.Launch(g.Set, g.Stream))
+		}
+		if !slices.Equal(g.Read(product), got) {
+			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Way)
+		}
+	}
+}
+
+// angles uploads the table of a RoPEProduct.
+func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
+	var narrow [2][]float32
+	for i, wide := range [][]float64{cos, sin} {
+		for _, v := range wide {
+			narrow[i] = append(narrow[i], float32(v))
+		}
+	}
+	var table []float64
+	for _, v := range RoPEAngles(narrow[0], narrow[1], h) {
+		table = append(table, float64(v))
+	}
+	b, _ := g.Upload(table, kerneltest.F32, 0)
+	return b.Ptr
+}
+
+// Every angle has a place of its own in the table, and four lanes that ask for those of a position find them side by side.
+func TestRoPEAngles(t *testing.T) {
+	for _, s := range []struct{ seq, h int }{{1, 2}, {8, 32}, {13, 48}, {40, 64}} {
+		cos, sin := make([]float32, s.seq*s.h), make([]float32, s.seq*s.h)
+		for i := range cos {
+			cos[i], sin[i] = float32(i+1), float32(-i-1)
+		}
+		table := RoPEAngles(cos, sin, s.h)
+		for i := range cos {
+			position, pair := i/s.h, i%s.h
+			lane := 32*(position/8*kernel.CeilDiv(s.h, 8)+pair/8) + position%8*4 + pair%8/2 // of a warp's loads of 16 bytes
+			if at := 4*lane + pair%2; table[at] != cos[i] || table[at+2] != sin[i] {
+				t.Errorf("%+v, position %d, pair %d: %g and %g, want %g and %g", s, position, pair, table[at], table[at+2], cos[i], sin[i])
+			}
+		}
+	}
+}
+
+func TestRoPEProductRefusals(t *testing.T) {
+	for _, dim := range []int{64, 128} {
+		if steps := float8Least/(2*gemmDepth) + 1; turnedTiles[dim].stages > steps {
+			t.Errorf("heads of %d: a tile of float8 may have %d steps, fewer than the %d stages", dim, steps, turnedTiles[dim].stages)
+		}
+	}
+	for _, capability := range []int{89, 90} {
+		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
+		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: kerneltest.Bf16,
+			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456, Turned: 128, Seq: 3, HeadDim: 64}}
+		of8 := func(a RoPEProduct) RoPEProduct {
+			a.D, a.Float8, a.ScaleX, a.ScaleWeights = 464, true, p, p
+			return a
+		}
+		for what, change := range map[string]func(a *RoPEProduct){
+			"rows":          func(a *RoPEProduct) { a.Rows = -1 },
+			"columns":       func(a *RoPEProduct) { a.Columns = 260 },
+			"d":             func(a *RoPEProduct) { a.D = 500 },
+			"turned":        func(a *RoPEProduct) { a.Turned = 32 },
+			"turned beyond": func(a *RoPEProduct) { a.Turned = 320 },
+			"seq":           func(a *RoPEProduct) { a.Seq = 0 },
+			"no heads":      func(a *RoPEProduct) { a.HeadDim = 0 },
+			"heads":         func(a *RoPEProduct) { a.HeadDim = 32 },
+			"type":          func(a *RoPEProduct) { a.Type = kerneltest.F32 },
+			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
+			"input":         func(a *RoPEProduct) { a.X += 2 },
+			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
+			"way":           func(a *RoPEProduct) { a.Way = kernel.Way{Family: "fused", Size: 128} },
+			"factors":       func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
+			"no factors":    func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
+			"float8, heads": func(a *RoPEProduct) { *a = of8(*a); a.HeadDim, a.Turned, a.Columns = 96, 96, 288 },
+			"float8, d":     func(a *RoPEProduct) { *a = of8(*a); a.D = 384 },
+			"float8, type":  func(a *RoPEProduct) { *a = of8(*a); a.Type = kerneltest.F16 },
+		} {
+			a := ok
+			change(&a)
+			if a.Launch(k, 0) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		c.ClearTrace()
+		ways := RoPEProductWays(k, ok.RoPEProductShape, kerneltest.Bf16)
+		if takes := len(ways) == 1; takes != (capability == 90) {
+			t.Errorf("capability %d: the ways are %v", capability, ways)
+		}
+		for _, ok.Way = range ways {
+			if err := ok.Launch(k, 0); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := of8(ok).Launch(k, 0); (err == nil) != (len(ways) == 1) {
+			t.Errorf("capability %d, float8: %v", capability, err)
+		}
+		launched := 0
+		for _, op := range c.Trace() {
+			if op.Name == "" {
+				continue
+			}
+			if launched++; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0 {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+		if launched != 2*len(ways) {
+			t.Errorf("capability %d: %d launches in the ways %v", capability, launched, ways)
+		}
+		empty := ok
+		empty.Rows = 0
+		if err := empty.Launch(k, 0); err != nil {
+			t.Errorf("no rows: %v", err)
+		}
+	}
+}
+
+// TestRoPEProductSpeed compares with cuBLASLt's product, in the fastest of its ways, and RoPE's own kernel.
+func TestRoPEProductSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []RoPEProductShape{
+		{Rows: 32768, Columns: 2304, D: 768, Turned: 1536, Seq: 1024, HeadDim: 64},
+		{Rows: 16384, Columns: 3072, D: 1024, Turned: 2048, Seq: 1024, HeadDim: 64},
+		{Rows: 16384, Columns: 2304, D: 1536, Turned: 1920, Seq: 2048, HeadDim: 96},
+		{Rows: 16384, Columns: 6144, D: 2048, Turned: 4096, Seq: 2048, HeadDim: 128},
+	} {
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
+			x, w, y := randomArray(g, s.Rows*s.D), randomArray(g, s.Columns*s.D), randomArray(g, s.Rows*s.Columns)
+			cos, cr := g.Normal(s.Seq*s.HeadDim/2, kerneltest.F32, 0)
+			sin, sr := g.Normal(s.Seq*s.HeadDim/2, kerneltest.F32, 0)
+			angles := ropeAngles(g, cr, sr, s.HeadDim/2)
+			product := fastestProduct(g, gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x, w, y)
+			show := func(what string, run func()) {
+				took := g.Time([]func(){run}).Seconds()
+				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
+			}
+			show("cuBLASLt alone", product)
+			show("cuBLASLt, then RoPE", func() {
+				product()
+				g.Must(rope.Rotate{Y: y, X: y, Cos: cos.Ptr, Sin: sin.Ptr, Rows: s.Rows, Seq: s.Seq, Heads: s.Turned / s.HeadDim,
+					HeadDim: s.HeadDim, XStride: s.Columns, YStride: s.Columns, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+			})
+			for _, way := range RoPEProductWays(g.Set, s, kerneltest.Bf16) {
+				show(way.String(), func() {
+					g.Must(RoPEProduct{Y: y, X: x, Weights: w, Angles: angles, RoPEProductShape: s, Type: kerneltest.Bf16,
+						Way: way}.Launch(g.Set, g.Stream))
+				})
+			}
+		})
+	}
+}

@@ -1,0 +1,186 @@
+package gemm
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the diagonal on both sides.
+func TestSymmetric(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2}, {N: 128, Depth: 64, Batch: 1},
+		{N: 168, Depth: 72, Batch: 3}, {N: 264, Depth: 200, Batch: 1}, {N: 776, Depth: 328, Batch: 2}, {N: 1304, Depth: 136, Batch: 1},
+		{N: 1800, Depth: 24, Batch: 1}} {
+		if testing.Short() && s.N > 800 {
+			continue
+		}
+		for _, s.Tall = range []bool{false, true} {
+			g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) { testSymmetric(g, s) })
+		}
+	}
+}
+
+func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
+	g.Helper()
+	n, depth := s.N, s.Depth
+	left, lr := scaledNormal(g, s.Batch*n*depth, depth, kerneltest.F16)
+	right, rr := g.Normal(s.Batch*n*depth, kerneltest.F16, 0)
+	c := make([]float64, s.Batch*n*n)
+	for b := range s.Batch {
+		for i := range n {
+			for j := range i + 1 {
+				v := g.Rand.NormFloat64()
+				c[(b*n+i)*n+j], c[(b*n+j)*n+i] = v, v
+			}
+		}
+	}
+	addend, cr := g.Upload(c, kerneltest.F16, 0)
+	wide := n // elements of a row of left and right
+	if !s.Tall {
+		wide = depth
+	}
+	plain := make([]float64, s.Batch*n*n)
+	for b := range s.Batch {
+		part := plain[b*n*n:][:n*n]
+		cpu.Gemm(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide, rr[b*n*depth:], wide, 0, part, n)
+		for i := range n {
+			for j := range i {
+				part[j*n+i] = part[i*n+j]
+			}
+		}
+	}
+	for _, a := range []Symmetric{{Alpha: 1}, {Alpha: 2.0315, Beta: -4.775, Delta: 3.4445, C: addend.Ptr}} {
+		want := slices.Clone(plain)
+		for i := range want {
+			want[i] *= float64(a.Alpha)
+			if a.C != 0 {
+				want[i] += float64(a.Beta) * cr[i]
+			}
+			if i%(n*n)%(n+1) == 0 {
+				want[i] += float64(a.Delta)
+			}
+		}
+		a.SymmetricShape, a.Type, a.Left, a.Right = s, kerneltest.F16, left.Ptr, right.Ptr
+		var bits []float64
+		for range 2 {
+			d := g.Alloc(s.Batch*n*n, kerneltest.F16, 0)
+			a.D = d.Ptr
+			g.Must(a.Launch(g.Set, g.Stream))
+			g.Near(fmt.Sprint("alpha ", a.Alpha), d, want, kerneltest.Forward(kerneltest.F16))
+			got := g.Read(d)
+			if bits == nil {
+				bits = got
+			} else if !slices.Equal(bits, got) {
+				g.Error("results differ from run to run")
+			}
+		}
+		for i, v := range bits {
+			b, r, col := i/(n*n), i/n%n, i%n
+			if v != bits[(b*n+col)*n+r] {
+				g.Fatalf("not symmetric at %d, %d", r, col)
+			}
+		}
+	}
+}
+
+// TestSymmetricInTurn has products follow one another closely, each reading what the one before it wrote.
+func TestSymmetricInTurn(t *testing.T) {
+	g := newHopperRig(t)
+	for _, n := range []int{264, 1304} {
+		g.Scope(fmt.Sprint(n), func(g *kerneltest.Rig) {
+			x, _ := scaledNormal(g, n*n, n, kerneltest.F16) // products with it are as large as what is multiplied
+			shape := SymmetricShape{N: n, Depth: n, Batch: 1}
+			var want []float64
+			for apart := range 2 {
+				from := x.Ptr
+				var d *kerneltest.Buffer
+				for range 7 {
+					d = g.Alloc(n*n, kerneltest.F16, 0)
+					g.Must(Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1, SymmetricShape: shape, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
+					if from = d.Ptr; apart == 0 {
+						g.Must(g.Ctx.SyncStream(g.Stream))
+					}
+				}
+				if got := g.Read(d); want == nil {
+					want = got
+				} else if !slices.Equal(want, got) {
+					g.Error("results differ where products overlap")
+				}
+			}
+		})
+	}
+}
+
+func TestSymmetricRefusals(t *testing.T) {
+	for _, capability := range []int{89, 90} {
+		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
+		ok := Symmetric{D: p, Left: p, Right: p, C: p, Alpha: 1, Type: kerneltest.F16, SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2}}
+		for what, change := range map[string]func(a *Symmetric){
+			"negative": func(a *Symmetric) { a.N = -8 },
+			"n":        func(a *Symmetric) { a.N = 260 },
+			"depth":    func(a *Symmetric) { a.Depth = 20 },
+			"result":   func(a *Symmetric) { a.D += 8 },
+			"operand":  func(a *Symmetric) { a.Left += 8 },
+			"addend":   func(a *Symmetric) { a.C += 4 },
+			"type":     func(a *Symmetric) { a.Type = kerneltest.Bf16 },
+		} {
+			a := ok
+			change(&a)
+			if a.Launch(k, 0) == nil {
+				t.Errorf("capability %d, %s: no error", capability, what)
+			}
+		}
+		if takes := TakesSymmetric(k, ok.SymmetricShape, kerneltest.F16); takes != (capability == 90) {
+			t.Errorf("capability %d: takes it: %v", capability, takes)
+		}
+		c.ClearTrace()
+		for _, ok.Tall = range []bool{false, true} {
+			if err := ok.Launch(k, 0); (err == nil) != (capability == 90) {
+				t.Errorf("capability %d: error %v", capability, err)
+			}
+		}
+		for _, op := range c.Trace() {
+			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != 2 || op.Config.Grid.X%2 != 0) {
+				t.Errorf("launched with %v", op.Config)
+			}
+		}
+		empty := ok
+		empty.Batch = 0
+		if err := empty.Launch(k, 0); err != nil {
+			t.Errorf("no matrices: %v", err)
+		}
+	}
+}
+
+// TestSymmetricSpeed compares with cuBLASLt's products, each computed in the fastest of its ways.
+func TestSymmetricSpeed(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to run it")
+	}
+	g := newHopperRig(t)
+	for _, s := range []SymmetricShape{{N: 2048, Depth: 2048, Batch: 1}, {N: 2048, Depth: 8192, Batch: 1}, {N: 768, Depth: 768, Batch: 1},
+		{N: 768, Depth: 3072, Batch: 1}, {N: 1024, Depth: 1024, Batch: 1}, {N: 768, Depth: 768, Batch: 12}} {
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
+			x, _ := scaledNormal(g, s.Batch*s.N*s.Depth, s.Depth, kerneltest.F16)
+			d := g.Alloc(s.Batch*s.N*s.N, kerneltest.F16, 0)
+			show := func(what string, run func()) {
+				took := g.Time([]func(){run}).Seconds()
+				g.Logf("%-28s %8.1f µs, as all of it %5.0f TFLOP/s", what, took*1e6,
+					2*float64(s.Batch)*float64(s.N)*float64(s.N)*float64(s.Depth)/took/1e12)
+			}
+			show("cuBLASLt", fastestProduct(g, gpu.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16,
+				Batch: s.Batch, StrideA: s.N * s.Depth, StrideB: s.N * s.Depth, StrideD: s.N * s.N}, x.Ptr, x.Ptr, d.Ptr))
+			for _, s.Tall = range []bool{false, true} {
+				show(fmt.Sprint("symmetric, tall ", s.Tall), func() {
+					g.Must(Symmetric{D: d.Ptr, Left: x.Ptr, Right: x.Ptr, Alpha: 1, SymmetricShape: s, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
+				})
+			}
+		})
+	}
+}

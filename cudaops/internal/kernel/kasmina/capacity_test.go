@@ -1,0 +1,167 @@
+package kasmina
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// widen uploads the list of the seeds that mix, and makes room for the passes of wide slots.
+func (r *kasminaRun) widen() {
+	r.Helper()
+	list := Mixing{Seeds: r.seeds, Slots: r.slots}
+	raw := make([]byte, list.Bytes())
+	r.Must(list.Encode(raw, func(i int) Seed { return r.states[i] }))
+	b := r.Alloc(len(raw)/4, kerneltest.F32, 0)
+	r.Must(r.Ctx.CopyToDevice(b.Ptr, raw, r.Stream))
+	list.Ptr = b.Ptr
+	for i := range r.wide {
+		w := Wide{Mixing: list, Width: r.width}
+		w.Workspace = r.Alloc(WideWorkspace(r.Set, r.layer, w, i == 1)/4, kerneltest.F32, 0).Ptr
+		r.wide[i] = w
+	}
+}
+
+// spread makes the weights of normal inputs' hidden features those that give normal results.
+func (r *kasminaRun) spread() {
+	for i := range r.weights {
+		r.weights[i] = float64(float32(r.weights[i] / math.Sqrt(float64(r.chunk))))
+	}
+	raw := make([]float32, len(r.weights))
+	for i, v := range r.weights {
+		raw[i] = float32(v)
+	}
+	r.Must(r.Ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(raw), r.Stream))
+}
+
+// TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden features and some weights
+// that nobody uses: chunks and hidden features that fill tiles, that do not, that fit into shared memory and that do not.
+func TestKasminaCapacity(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][5]int{ // rows, seeds, chunk, slots, width
+		{67, 66, 4, 67, 8}, {300, 66, 16, 7, 200}, {129, 66, 1, 20, 2}, {64, 66, 3, 9, 29}, {1, 66, 5, 67, 35}, {1000, 12, 64, 13, 2048},
+		{33, 66, 128, 20, 8192}, {40, 33, 37, 34, 37*14 + 5}, {9, 22, 1000, 23, 4000}, {5, 66, 130, 67, 2 * 130 * 40}, {600, 2, 8, 3, 9},
+		{2, 3000, 4, 2000, 24}, {257, 1, 32, 2, 2 * 32 * 32},
+	}
+	if testing.Short() {
+		shapes = shapes[:4]
+	}
+	for i, s := range shapes {
+		for j, dt := range kerneltest.StorageTypes {
+			for stability := Fast; stability <= Adaptive; stability++ {
+				n := i + j + int(stability)
+				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], width: s[4], dtype: dt, stability: stability,
+					reduction: Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+				g.Scope(c.String(), func(g *kerneltest.Rig) {
+					r := newKasmina(g, c, nil)
+					r.spread()
+					r.check()
+				})
+			}
+		}
+	}
+}
+
+// TestKasminaCapacityExtremes has very large numbers, which the adaptive mode evaluates scaled down where it may, and
+// blueprints of NaN: at α = 0 they have no part in anything.
+func TestKasminaCapacityExtremes(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {
+		for _, chunk := range []int{4, 16, 5} {
+			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk, dtype: dt, stability: Adaptive, telemetry: true,
+				deviation: 1}
+			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, func(i int, v float64) float64 {
+					if i%29 == 0 {
+						return 1e15 * v
+					}
+					return v
+				})
+				r.spread()
+				r.check()
+			})
+			g.Scope(fmt.Sprintf("NaN %v", c), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, nil)
+				spoiled := make([]float32, c.slots*c.width)
+				for i := range spoiled {
+					spoiled[i] = float32(math.NaN())
+				}
+				g.Must(g.Ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(spoiled), g.Stream))
+				r.refer()
+				r.launchForward()
+				r.launchBackward()
+				y, dx := r.Read(r.y), r.Read(r.dx)
+				for i := range y {
+					s := r.states[i/chunk%c.seeds]
+					mixes := s.Mixes() && s.Blend && s.Alpha != 0
+					if s.Mixes() && (math.IsNaN(y[i]) != mixes || math.IsNaN(dx[i]) != mixes) {
+						g.Fatalf("element %d of seed %+v: y is %v and dx %v", i, s, y[i], dx[i])
+					}
+				}
+			})
+		}
+	}
+}
+
+// TestKasminaMixing needs no GPU.
+func TestKasminaMixing(t *testing.T) {
+	const mlp, rank = uint8(blueprints.ChunkMLP), uint8(blueprints.LowRank)
+	seeds := []Seed{
+		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true, Alpha: 0.5}, {Kind: rank, Slot: 2},
+		{Kind: rank, Blend: true, Alpha: 1}, {Kind: rank, Slot: 1, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true},
+		{Kind: mlp, Slot: 3, Learn: true, Alpha: 1},
+	}
+	st := Mixing{Seeds: len(seeds), Slots: 4}
+	raw := make([]byte, st.Bytes())
+	for range 2 { // into what the first left
+		if err := st.Encode(raw, func(i int) Seed { return seeds[i] }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	words := gpu.View[uint32](raw)
+	if want := []uint32{4, 1, 4, 5, 6, 0, 0, 0}; !slices.Equal(words[:8], want) {
+		t.Errorf("the list is %v, want %v", words[:8], want)
+	}
+	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16, 5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
+		t.Errorf("words are %x, want %x", words[8:12], want)
+	}
+	if want := []uint32{0, 0, 1, 1, 3, 1, 0, 3}; !slices.Equal(words[15:23], want) {
+		t.Errorf("seeds by slot are %v, want %v", words[15:23], want)
+	}
+	seeds[1].Slot = 4
+	if err := st.Encode(raw, func(i int) Seed { return seeds[i] }); err == nil {
+		t.Error("no error for a slot that does not exist")
+	}
+}
+
+// TestKasminaCapacityTime measures layers all of whose seeds mix, and one in which none does, against the layer that passes
+// everything through.
+func TestKasminaCapacityTime(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to measure times")
+	}
+	g := kerneltest.NewRig(t)
+	for _, c := range []kasminaCase{
+		{rows: 32768, seeds: 12, chunk: 64, slots: 13, width: 2 * 64 * 16, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
+		{rows: 32768, seeds: 48, chunk: 16, slots: 49, width: 2 * 16 * 8, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
+		{rows: 32768, seeds: 6, chunk: 128, slots: 7, width: 2 * 128 * 32, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
+	} {
+		for _, kind := range []blueprints.Kind{blueprints.Residual, blueprints.LowRank, blueprints.ChunkMLP} {
+			g.Scope(c.String(), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, nil)
+				for i := range r.states {
+					r.states[i] = Seed{Kind: uint8(kind), Slot: uint16(1 + i), Blend: kind != blueprints.Residual, Learn: kind != blueprints.Residual, Alpha: 1}
+				}
+				r.widen()
+				forward, backward := g.Time([]func(){r.launchForward}), g.Time([]func(){r.launchBackward})
+				t.Logf("%v, seeds of %v: forward %v, backward %v", c, kind, forward, backward)
+			})
+		}
+	}
+}

@@ -1,0 +1,304 @@
+package kasmina
+
+import (
+	"math/bits"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
+const (
+	kasminaForwardRecord  = 32
+	kasminaBackwardRecord = 48
+	kasminaRowPartial     = 72
+	kasminaThreads        = 256
+	kasminaBlocks         = 4 // a multiprocessor at most
+	kasminaMergeThreads   = 256
+	kasminaRowParts       = 1024 // of the rows for kasmina_rows.cu at most
+	kasminaTileRows       = 1024 // up to which tiles should be fastest
+	kasminaRingAhead      = 3
+)
+
+// kasminaGrid is how a layer is cut up for a launch.
+type kasminaGrid struct {
+	family       Family
+	shape        string // of FOR_SHAPES in kasmina_feed.cuh
+	arrays       int    // that are read
+	batch        int    // rows
+	perThread    int    // columns
+	each, units  int    // columns of a unit, and how many there are
+	use          kasminaUse
+	sharing      int // threads that share a chunk, and form its norm; 0 where they are not all in one warp
+	used         int // threads of a warp that have columns, in each of its rows
+	chunks       int // across, where warps hold chunks of several batches of a lane, that are down; else 0
+	tiles        int // blocks for the columns of a row
+	across, down int // threads of a block
+	rowBlocks    int // blocks for the rows, that take batches in turn
+	late, ending int // and those behind them that each take a run of batches, and a short one
+	run, tail    int // batches in a run and in a short one
+	rows         kasminaRows
+}
+
+// kasminaRows is how a layer is cut up for kasmina_rows.cu: lanes share a row of a chunk, and a block has seeds across and parts
+// of the rows down.
+type kasminaRows struct{ lanes, across, down, tiles, blocks int }
+
+func (r kasminaRows) parts() int { return r.blocks * r.down }
+
+func newKasminaRows(k *kernel.Set, l Layer) (r kasminaRows) {
+	r.lanes = min(32, powerOfTwo(kernel.CeilDiv(l.Chunk, 8)))
+	groups := kasminaThreads / r.lanes
+	r.across = min(groups, powerOfTwo(l.State.Seeds))
+	r.down = groups / r.across
+	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
+	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts), max(1, 4*k.Info.SMs/r.tiles))
+	return r
+}
+
+// kasminaUse is what is wanted of a pass, as far as it matters to how a layer is cut up.
+type kasminaUse struct{ backward, telemetry, clip, inPlace bool }
+
+// records is whether the lanes leave something to merge.
+func (u kasminaUse) records() bool { return u.backward || u.telemetry }
+
+// joined is whether the threads of a chunk are to be of one warp: as norms of its rows are wanted, or as each of them must have read
+// what the others replace.
+func (u kasminaUse) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
+
+// prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is so many threads' that each of them
+// going through all of a slot's weights would take longer.
+func (g kasminaGrid) prepares(l Layer) bool { return l.Chunk/g.perThread > 32 }
+
+// shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes of a block leave there.
+func (g kasminaGrid) shared() int {
+	units := kasminaThreads * max(1, g.perThread/g.each)
+	left := 0
+	if g.use.telemetry {
+		left = kasminaForwardRecord * units
+	}
+	if g.use.backward {
+		left = left/kasminaForwardRecord*kasminaBackwardRecord + 4*(kasminaThreads*g.perThread+2*units)
+	}
+	if g.family == Ring {
+		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
+	}
+	return left
+}
+
+// rowParts is how many records each unit gets.
+func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
+
+// share is Share of kasmina_feed.cuh.
+func (g kasminaGrid) share() []byte {
+	lanes, group := g.down, 0
+	if g.chunks > 0 {
+		lanes, group = 1, g.sharing
+	}
+	return kernel.Args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
+		Int32(group | g.chunks<<8 | g.down<<16).Packed()
+}
+
+// block is the threads of a block.
+func (g kasminaGrid) block() gpu.Dim {
+	if g.chunks > 0 {
+		return gpu.Dim{X: 32, Y: kasminaThreads / 32}
+	}
+	return gpu.Dim{X: g.across, Y: g.down}
+}
+
+// kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
+func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool, use kasminaUse) kasminaGrid {
+	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
+	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d, rows: newKasminaRows(k, l)}
+	if g.use.backward {
+		g.arrays, g.batch = 2, 2
+	}
+	switch {
+	case aligned && l.Chunk == 4 && d%n == 0:
+		g.shape, g.perThread, g.each, g.units = "quad", n, 4, l.State.Seeds
+	case aligned && l.Chunk%n == 0:
+		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
+	}
+	if f == Tile {
+		g.batch = 2
+	}
+	threads, batches := g.spread(l), kernel.CeilDiv(l.Rows, g.batch)
+	if g.across = g.acrossOf(threads, batches); f == Tile {
+		g.across = l.tileAcross(use.backward)
+	}
+	if g.used == 0 {
+		g.used = min(32, g.across)
+	}
+	g.down = kasminaThreads / g.across
+	g.pack(l)
+	if g.tiles = kernel.CeilDiv(threads, g.across); g.chunks > 0 {
+		g.tiles = kernel.CeilDiv(l.State.Seeds, g.chunks)
+	}
+	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
+	if f == Tile {
+		g.rowBlocks = 1
+	}
+	g.spreadLate(l, batches)
+	return g
+}
+
+// spreadLate has blocks that start late take the last batches of a long layer, so that they even out what multiprocessors differ
+// in speed: most in runs, and those that end the pass in runs of half the length. The beginning of a block costs a pass that reads
+// two arrays more; without records, which each lane adds to, more and shorter runs pay.
+func (g *kasminaGrid) spreadLate(l Layer, batches int) {
+	percent, rows, ending := 35, 40, 14
+	switch {
+	case g.use.backward:
+		percent, rows, ending = 20, 32, 10
+	case !g.use.telemetry:
+		percent, rows, ending = 50, 16, 10
+	}
+	g.run, g.tail = rows/g.batch, rows/2/g.batch
+	if l.Rows < 4*rows*g.rowBlocks*g.down || g.family == Tile {
+		return
+	}
+	g.late = min(batches*percent/100/g.run/g.down, 1<<15-g.rowBlocks)
+	g.ending = min(batches*ending/100/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
+}
+
+// spread is how many threads a row takes. Where those of a chunk are to be of one warp and cannot fill it all of its warps get the
+// same.
+func (g *kasminaGrid) spread(l Layer) int {
+	threads := kernel.CeilDiv(l.State.Seeds*l.Chunk, g.perThread)
+	switch g.sharing = max(1, l.Chunk/g.perThread); {
+	case g.sharing > 32:
+		g.sharing = 0
+	case g.sharing&(g.sharing-1) == 0:
+	case !g.use.joined():
+		g.sharing = 0
+	default:
+		warps := kernel.CeilDiv(l.State.Seeds, 32/g.sharing)
+		g.used = kernel.CeilDiv(l.State.Seeds, warps) * g.sharing
+		if warps > 1 {
+			return 32 * warps
+		}
+	}
+	return threads
+}
+
+// pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one seed in several batches, so that
+// a warp does no more than that seed needs, and no chunk crosses from one warp to the next; with 6 threads a chunk 30 of a warp have
+// work. It does not where chunks are so small that a warp's accesses would be scattered, nor where more threads would be idle, unless
+// those of a chunk are to be of one warp and are no power of two. Forward, where there is less to leave out, rows that warps read in
+// one piece are worth more. A block has the least number of seeds with 256 bytes of a row, or fewer if that would leave threads idle.
+func (g *kasminaGrid) pack(l Layer) {
+	sharing := l.Chunk / g.perThread
+	if !g.use.backward || g.family == Tile || sharing > 32 {
+		return
+	}
+	uneven := g.use.joined() && sharing&(sharing-1) != 0
+	if !uneven && (l.Chunk*l.Type.Size() < 64 || sharing > 16 || 32%sharing > 4) {
+		return
+	}
+	const warps = kasminaThreads / 32
+	chunks := 1
+	for chunks < warps && chunks*l.Chunk*l.Type.Size() < 256 && l.State.Seeds%(2*chunks) == 0 {
+		chunks *= 2
+	}
+	down := warps / chunks * (32 / sharing)
+	if l.Rows < 16*g.batch*down {
+		return
+	}
+	g.sharing, g.chunks, g.across, g.down, g.used = sharing, chunks, chunks*sharing, down, 32
+}
+
+// acrossOf is how many threads of a block, a power of two, have different columns, of so many that a row takes. Where lanes
+// leave records they are a warp's, so that a block has many lanes and merges most of the records by itself; else as many as
+// possible, of which few are idle. With few batches there are more, to keep all warps busy.
+func (g *kasminaGrid) acrossOf(threads, batches int) int {
+	n := min(kasminaThreads, powerOfTwo(threads))
+	for n > 32 && (g.use.records() || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
+		n /= 2
+	}
+	for n < min(kasminaThreads, threads) && kasminaThreads/n > batches {
+		n *= 2
+	}
+	return n
+}
+
+// powerOfTwo is the least that is not less than n.
+func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
+
+// carve hands out pieces of a workspace.
+type carve struct{ at gpu.Ptr }
+
+func (c *carve) take(bytes int) gpu.Ptr {
+	p := c.at
+	c.at = c.at.Offset((bytes + 255) / 256 * 256)
+	return p
+}
+
+// kasminaScratch is the workspace of a pass; what it does not need is null.
+type kasminaScratch struct {
+	gates, records, partial, sums, total, scale gpu.Ptr
+	bytes                                       int
+}
+
+func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
+	c := carve{at}
+	if g.prepares(l) {
+		s.gates = c.take(8 * l.State.Slots)
+	}
+	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
+	if g.family == Tile {
+		parts = 0 // leave nothing
+	}
+	s.partial = c.take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
+	if g.use.telemetry {
+		record := kasminaForwardRecord
+		if g.use.backward {
+			record = kasminaBackwardRecord
+		}
+		s.records = c.take(record * parts * g.units)
+	}
+	if g.use.backward {
+		s.sums, s.total = c.take(4*parts*columns), c.take(4*columns)
+		if g.use.clip && g.sharing == 0 {
+			s.scale = c.take(4 * l.Rows * l.State.Seeds)
+		}
+	}
+	s.bytes = int(c.at - at)
+	return s
+}
+
+// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
+func ForwardWorkspace(k *kernel.Set, l Layer) int {
+	return kasminaWorkspace(k, l, kasminaUse{telemetry: true})
+}
+
+// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
+func BackwardWorkspace(k *kernel.Set, l Layer, clip bool) int {
+	u := kasminaUse{backward: true, clip: clip}
+	quiet := kasminaWorkspace(k, l, u)
+	u.telemetry = true
+	return max(quiet, kasminaWorkspace(k, l, u))
+}
+
+func kasminaWorkspace(k *kernel.Set, l Layer, use kasminaUse) (bytes int) {
+	for _, aligned := range []bool{false, true} {
+		for f := Plain; f < Tile; f++ { // a tile takes less
+			g := newKasminaGrid(k, l, f, kasminaBlocks*k.Info.SMs, aligned, use)
+			few := newKasminaGrid(k, l, f, 1, aligned, use)
+			g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
+			bytes = max(bytes, g.scratch(l, 0).bytes)
+		}
+	}
+	return bytes
+}
+
+// WorkspaceBytes is the size of Workspace.
+func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return ForwardWorkspace(kernel.Sized(d), f.Layer)
+}
+
+// WorkspaceBytes is the size of Workspace.
+func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return BackwardWorkspace(kernel.Sized(d), b.Layer, b.Clip)
+}

@@ -1,0 +1,486 @@
+package kasmina
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// ErrKasminaKind is what [KasminaState.Encode] fails with for a kind of blueprint that the kernels do not know.
+var ErrKasminaKind = errors.New("the kind has no kernel")
+
+// KasminaKindError is [ErrKasminaKind] of a seed.
+type KindError struct {
+	Seed int
+	Kind uint8
+}
+
+func (e *KindError) Error() string {
+	return fmt.Sprintf("seed %d has kind %d: %v", e.Seed, e.Kind, ErrKasminaKind)
+}
+
+// Unwrap is ErrKasminaKind.
+func (e *KindError) Unwrap() error { return ErrKasminaKind }
+
+// kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
+const kasminaKinds = 4
+
+// KasminaStability is what the kernels do about extreme inputs.
+type Stability int
+
+// The stability modes. Strict zeroes what is smaller than Eps and clamps to each seed's limits; Adaptive evaluates what is
+// larger than 10⁶ scaled down by a power of two.
+const (
+	Fast Stability = iota
+	Strict
+	Adaptive
+)
+
+// KasminaReduction is how the figures of rows become those of a seed.
+type Reduction int
+
+// The reductions, in the order of kasmina_rows.cu: exact figures over all elements, the rows' average, the rows' largest.
+const (
+	Exact Reduction = iota
+	Mean
+	Max
+	kasminaReductions
+)
+
+// The rows of the arrays that figures are left in.
+const (
+	Health          = 0 // six: variance, mean, min, max, dead ratio, signal-to-noise ratio
+	Moments         = 6 // mean and variance of all finite elements, whatever the reduction
+	ForwardFigures  = 8
+	Gradient        = 0 // three: norm, variance, largest magnitude
+	Norms           = 3 // mean and variance of the rows' norms, and the number of rows with a finite element
+	BackwardFigures = 6
+	Bins            = 40 // of a histogram; see kasmina_rows.cu
+)
+
+// KasminaSeed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one that only watches.
+type Seed struct {
+	Kind         uint8
+	Slot         uint16
+	Blend, Learn bool
+	Alpha        float32 // of the output; 1 for one that learns without blending
+	Low, High    float32 // clamp limits of the strict mode
+	Limit        float32 // largest norm of a row's gradient
+}
+
+// KasminaState is a lattice on the device: one array a field, one behind the other.
+type State struct {
+	Ptr          gpu.Ptr
+	Seeds, Slots int
+}
+
+// The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes before it.
+const kasminaFields = 5
+
+// Bytes is the size of the state.
+func (k State) Bytes() int { return 4 * (kasminaFields*k.Seeds + k.Slots + 1 + k.Seeds) }
+
+func (k State) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
+func (k State) heads() gpu.Ptr      { return k.field(kasminaFields) }
+func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
+
+// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error is a
+// [*KasminaKindError]) and for a slot that does not exist.
+func (k State) Encode(dst []byte, seed func(i int) Seed) error {
+	words := gpu.View[uint32](dst[:k.Bytes()])
+	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
+	heads := words[kasminaFields*k.Seeds:][:k.Slots+1]
+	order := words[kasminaFields*k.Seeds+k.Slots+1:]
+	clear(heads)
+	clear(order)
+	for i := range k.Seeds {
+		s := seed(i)
+		for f, v := range [...]float32{s.Alpha, s.Low, s.High, s.Limit} {
+			field(f + 1)[i] = math.Float32bits(v)
+		}
+		if field(0)[i] = 0; s.Slot == 0 || !s.Blend && !s.Learn {
+			continue
+		}
+		if s.Kind >= kasminaKinds {
+			return &KindError{i, s.Kind}
+		}
+		if int(s.Slot) >= k.Slots {
+			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
+		}
+		field(0)[i] = uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(s.Learn)<<9 | uint32(s.Slot)<<16
+		if s.Learn {
+			heads[s.Slot]++
+		}
+	}
+	// A counting sort: heads holds where each slot's seeds begin once they have been placed from the last to the first.
+	sum := uint32(0)
+	for i := range heads {
+		sum += heads[i]
+		heads[i] = sum
+	}
+	for i := k.Seeds - 1; i >= 0; i-- {
+		if w := field(0)[i]; w>>9&1 != 0 {
+			heads[w>>16]--
+			order[heads[w>>16]] = uint32(i)
+		}
+	}
+	return nil
+}
+
+// KasminaLayer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
+// with Seeds and Slots those of the state.
+type Layer struct {
+	X, Weights, Scales gpu.Ptr
+	State              State
+	Rows, Chunk        int
+	Eps                float64
+	Stability          Stability
+	Type               gpu.DType
+	Family             Family
+	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
+}
+
+// KasminaForward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
+type Forward struct {
+	Layer
+	Y         gpu.Ptr
+	Telemetry bool // else only Bad is counted
+	Reduction Reduction
+	Figures   gpu.Ptr // [KasminaForwardFigures, Seeds] of float32
+	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
+	Histogram gpu.Ptr // [Seeds, KasminaBins] of uint32, or null
+	Workspace gpu.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
+	// Records, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
+	// kept until then.
+	Records *Records
+}
+
+// KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
+// DScales of slots of no seed that learns become 0. DX may be G, if the layer is one for [KasminaLayer.InPlace] and all arrays begin
+// at multiples of 16 bytes: then only what differs is written.
+type Backward struct {
+	Layer
+	DX, DWeights, DScales, G gpu.Ptr
+	Clip                     bool // by the seeds' limits
+	Telemetry                bool
+	Reduction                Reduction
+	Figures                  gpu.Ptr // [KasminaBackwardFigures, Seeds] of float32
+	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
+	Workspace                gpu.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
+	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
+	// Workspace and what the layer has beside X are to be kept until then.
+	Parts *Parts
+}
+
+// KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
+// same results, up to the rounding of figures and of gradients of parameters.
+type Family int
+
+// The families. Auto is the first of [Kernels.KasminaFamilies].
+const (
+	Auto  Family = iota
+	Plain        // any layer, alignment and mode; loads into registers
+	Ring         // through shared memory, each thread for itself
+	Tile         // a block has all rows of its seeds, and nothing is left to merge
+	kasminaFamilies
+)
+
+func (f Family) String() string {
+	if f < 0 || f >= kasminaFamilies {
+		return fmt.Sprintf("KasminaFamily(%d)", int(f))
+	}
+	return [...]string{"auto", "plain", "ring", "tile"}[f]
+}
+
+// KasminaFamilies lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
+// arrays of the layer's shape that the pass takes count by their alignment.
+func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
+	plain := []Family{Plain}
+	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
+	if l.Stability == Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
+		return plain
+	}
+	families := []Family{Ring, Plain}
+	if l.tileAcross(backward) > 0 && (telemetry || backward) {
+		at := len(families)
+		if l.Rows <= kasminaTileRows {
+			at = 0
+		}
+		families = slices.Insert(families, at, Tile)
+	}
+	return families
+}
+
+// InPlace reports whether the gradient of X can take the memory of that of Y: whether the threads that share a chunk, each of which
+// keeps 16 bytes of a row, can be of one warp, as then all of them have read a row before any of them writes to it.
+func (l Layer) InPlace() bool {
+	n := kernel.Vector(l.Type)
+	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
+}
+
+// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles: the threads of
+// a chunk must be a power of two. Forward, layers of more rows take narrower tiles, which are more.
+func (l Layer) tileAcross(backward bool) int {
+	chunk, least := max(1, l.Chunk/kernel.Vector(l.Type)), 8
+	if chunk > 32 || chunk&(chunk-1) != 0 {
+		return 0
+	}
+	if !backward && l.Rows > 64 {
+		least = 4
+	}
+	return max(least, chunk)
+}
+
+// check returns the name's ending of the kernels for a layer.
+func (l Layer) check(op string, r Reduction) (suf string, empty bool, err error) {
+	if suf, err = kernel.Suffix(op, l.Type); err != nil {
+		return "", false, err
+	}
+	if l.Stability < Fast || l.Stability > Adaptive || r < 0 || r >= kasminaReductions {
+		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d", op, l.Stability, r)
+	}
+	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 || l.Rows > math.MaxInt32 {
+		return "", false, fmt.Errorf("kernels.%s: %d rows of %d seeds of %d columns are too many", op, l.Rows, l.State.Seeds, l.Chunk)
+	}
+	empty, err = kernel.CheckSizes(op, l.Rows, l.State.Seeds, l.Chunk, l.State.Slots)
+	return suf, empty, err
+}
+
+// mode is the variant of a kernel, as kasmina.cuh has it.
+func (l Layer) mode(telemetry bool) string {
+	switch {
+	case l.Stability == Strict:
+		return "strict"
+	case telemetry:
+		return "watch"
+	}
+	return "quiet"
+}
+
+// bytes is Layer of kasmina.cuh.
+func (l Layer) bytes(softmax gpu.Ptr, clip bool) []byte {
+	large := float32(math.MaxFloat32)
+	if l.Stability == Adaptive {
+		large = 1e6
+	}
+	var limit gpu.Ptr
+	if clip {
+		limit = l.State.field(4)
+	}
+	a := kernel.Args().Ptr(l.State.field(0)).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
+		Ptr(l.Weights).Ptr(l.Scales).Ptr(softmax).Int64(int64(l.Rows)).Int32(l.State.Seeds).Int32(l.Chunk).
+		Float32(float32(l.Eps)).Float32(large)
+	return a.Packed()
+}
+
+// kasminaPass is a pass about to be launched.
+type kasminaPass struct {
+	*kernel.Set
+	gpu.Stream
+	Layer
+	kasminaGrid
+	kasminaScratch
+	unit, name string // of the kernel
+	suf        string // of the type
+	layer      []byte
+}
+
+// kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
+func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasminaUse, work gpu.Ptr,
+	others ...gpu.Ptr) (*kasminaPass, error) {
+	unit, op := "kasmina", "forward"
+	if use.backward {
+		unit, op = "kasmina_backward", "backward"
+	}
+	family, can := l.Family, Families(k, l, use.backward, use.telemetry, others...)
+	if family == Auto {
+		family = can[0]
+	} else if !slices.Contains(can, family) {
+		return nil, fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, only %v can", family, op, can)
+	}
+	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: unit, suf: suf}
+	grid := func(blocks int) kasminaGrid {
+		return newKasminaGrid(k, l, family, blocks, kernel.Aligned(append(others, l.X)...), use)
+	}
+	g := grid(1)
+	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(use.telemetry) + "_" + g.shape + suf
+	blocks, err := k.Resident(unit, p.name, kasminaThreads, g.shared())
+	if err != nil {
+		return nil, err
+	}
+	if l.Blocks > 0 {
+		blocks = min(blocks, l.Blocks)
+	}
+	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.Info.SMs)))
+	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
+	p.layer = l.bytes(p.gates, use.clip)
+	if p.gates != 0 {
+		a := kernel.Args().Ptr(p.gates).Ptr(l.Weights).Int32(l.State.Slots).Int32(l.Chunk)
+		err = k.Enqueue(s, "kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), a)
+	}
+	return p, err
+}
+
+// args begins the arguments of the pass's kernel: the layer, Share and two arrays.
+func (p *kasminaPass) args(y, x gpu.Ptr) *gpu.Args {
+	return kernel.Args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
+}
+
+// main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it, which it awaits, but for tiles
+// backward, where that gained nothing.
+func (p *kasminaPass) main(a *gpu.Args) error {
+	return p.Enqueue(p.Stream, p.unit, p.name, gpu.LaunchConfig{
+		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
+		Block:   p.block(),
+		Shared:  p.shared(),
+		Overlap: (p.family != Tile || !p.use.backward) && p.Overlaps(),
+	}, a)
+}
+
+// merging is how many threads merge the records of a seed, so that none has many.
+func (p *kasminaPass) merging() int {
+	records := 4 // of a thread, at most
+	if p.use.backward {
+		records = 2
+	}
+	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
+}
+
+// measureRows launches a kernel of kasmina_rows.cu.
+func (p *kasminaPass) measureRows(name string, a *gpu.Args, r Reduction) error {
+	return p.Enqueue(p.Stream, "kasmina_rows", name+p.suf, gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
+		Block: gpu.Dim{X: kasminaThreads},
+	}, a.Int32(p.rows.across).Int32(p.rows.lanes).Int32(int(r)))
+}
+
+func (p *kasminaPass) mergeRows(figures gpu.Ptr, r Reduction, count, norms int) error {
+	a := kernel.Args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
+	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge", kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
+}
+
+// Launch launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
+// does that at once or it is left; a tiny one before them where a chunk is more than 32 threads'.
+func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+	if f.Records != nil {
+		*f.Records = Records{}
+	}
+	suf, empty, err := f.check("KasminaForward", f.Reduction)
+	if empty || err != nil {
+		return err
+	}
+	p, err := newKasminaPass(k, s, f.Layer, suf, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
+	if err != nil {
+		return err
+	}
+	a := p.args(f.Y, f.X)
+	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
+		return err
+	}
+	if left := p.left(f); f.Records != nil && f.Reduction == Exact {
+		*f.Records = left
+	} else if err := mergeRecords(k, s, []Records{left}); err != nil {
+		return err
+	}
+	if f.Histogram != 0 {
+		if err := p.histogram(f.Histogram); err != nil {
+			return err
+		}
+	}
+	if !f.Telemetry || f.Reduction == Exact {
+		return nil
+	}
+	if err := p.measureRows("kasmina_rows_health", kernel.Args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
+		return err
+	}
+	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
+}
+
+func (p *kasminaPass) histogram(bins gpu.Ptr) error {
+	if err := p.Ctx.Memset32(bins, 0, Bins*p.State.Seeds, p.Stream); err != nil {
+		return err
+	}
+	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
+	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_histogram"+p.suf, gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
+		Block: gpu.Dim{X: 256},
+	}, kernel.Args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
+}
+
+// Launch launches a kernel for DX, sums over rows and records of figures, one that adds those up over the blocks,
+// unless the family does that at once, and one that adds them up over the seeds of a slot; these two unless that is left. Where
+// a chunk's threads are more than a warp, norms and clipping take one more pass over G.
+func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	if b.Parts != nil {
+		*b.Parts = Parts{}
+	}
+	suf, empty, err := b.check("KasminaBackward", b.Reduction)
+	if err != nil {
+		return err
+	}
+	if empty {
+		return errors.Join(elementwise.Fill(k, s, b.DWeights, 0, b.State.Slots*b.Chunk, gpu.Float32),
+			elementwise.Fill(k, s, b.DScales, 0, b.State.Slots, gpu.Float32))
+	}
+	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
+	if use.inPlace && (!b.InPlace() || !kernel.Aligned(b.X, b.G)) {
+		return fmt.Errorf("kernels.KasminaBackward: DX is G, but chunks of %d columns of %v at %#x and %#x cannot be computed in place",
+			b.Chunk, b.Type, b.X, b.G)
+	}
+	p, err := newKasminaPass(k, s, b.Layer, suf, use, b.Workspace, b.DX, b.G)
+	if err != nil {
+		return err
+	}
+	byRow := b.Telemetry && (b.Reduction != Exact || p.sharing == 0) || p.scale != 0
+	if byRow {
+		l := kernel.Args().Struct(b.Layer.bytes(p.gates, p.scale != 0), 8)
+		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
+			return err
+		}
+	}
+	a := p.args(b.DX, b.G)
+	sums := p.sums
+	if p.family == Tile {
+		sums = p.total
+	}
+	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
+	if err := p.main(a); err != nil {
+		return err
+	}
+	byRow = byRow && b.Telemetry
+	if left := p.parts(b); b.Parts != nil && !byRow {
+		*b.Parts = left
+	} else if err := addParts(k, s, []Parts{left}); err != nil {
+		return err
+	}
+	if !byRow {
+		return nil
+	}
+	norms := Norms
+	if p.sharing > 0 {
+		norms = -1
+	}
+	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
+}
+
+// Whole is the pass with its figures.
+func (f Forward) Whole() any {
+	if f.Records != nil {
+		*f.Records, f.Records = Records{}, nil
+	}
+	return f
+}
+
+// Whole is the pass with its gradients and figures.
+func (b Backward) Whole() any {
+	if b.Parts != nil {
+		*b.Parts, b.Parts = Parts{}, nil
+	}
+	return b
+}

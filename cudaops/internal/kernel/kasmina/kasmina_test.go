@@ -1,0 +1,397 @@
+package kasmina
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
+// types even where nothing has threads of a chunk be of one warp.
+var kasminaPacked = [][4]int{
+	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5},
+}
+
+// TestKasminaPacked needs no GPU.
+func TestKasminaPacked(t *testing.T) {
+	k := &kernel.Set{Info: gpu.DeviceInfo{SMs: 132}}
+	for i, s := range kasminaPacked {
+		for _, dt := range kerneltest.StorageTypes {
+			l := Layer{Rows: s[0], Chunk: s[2], Type: dt, State: State{Seeds: s[1], Slots: s[3]}}
+			for _, telemetry := range []bool{false, true} {
+				use := kasminaUse{backward: true, telemetry: telemetry}
+				g := newKasminaGrid(k, l, Ring, kasminaBlocks*k.Info.SMs, true, use)
+				if g.chunks == 0 && (telemetry || dt != kerneltest.F32 && i >= len(kasminaPacked)-3) {
+					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
+				}
+			}
+		}
+	}
+}
+
+func TestKasmina(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][4]int{ // rows, seeds, chunk, slots
+		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20}, {7, 50, 5, 51}, {33, 44, 16, 45},
+		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
+		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
+		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
+	}
+	if testing.Short() {
+		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, kasminaPacked[0]}
+	} else {
+		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
+	}
+	for i, s := range shapes {
+		for j, dt := range kerneltest.StorageTypes {
+			for stability := Fast; stability <= Adaptive; stability++ {
+				n := i + j + int(stability)
+				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], dtype: dt, stability: stability,
+					reduction: Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+				g.Scope(c.String(), func(g *kerneltest.Rig) { newKasmina(g, c, nil).check() })
+			}
+		}
+	}
+}
+
+// TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
+func TestKasminaFewSeeds(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][3]int{ // seeds, chunk, from
+		{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25},
+		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0}, // warps that need little: no x, no x and clipped, no relu; nothing
+	}
+	for i, s := range shapes {
+		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: kerneltest.StorageTypes[(i+1)%3], stability: Adaptive,
+			clip: i%2 == 0, telemetry: true, deviation: 1}
+		if testing.Short() {
+			c.rows = 4099
+		}
+		g.Scope(c.String(), func(g *kerneltest.Rig) { newKasmina(g, c, nil).check() })
+	}
+}
+
+// TestKasminaGrid needs no GPU.
+func TestKasminaGrid(t *testing.T) {
+	k := &kernel.Set{Info: gpu.DeviceInfo{SMs: 132}}
+	for range kerneltest.Few(2000, 500) {
+		l := Layer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70), Type: kerneltest.StorageTypes[rand.IntN(3)],
+			State: State{Seeds: 1 + rand.IntN(100), Slots: 1}}
+		if rand.IntN(3) > 0 {
+			l.Chunk = 4 * (1 + rand.IntN(100))
+		}
+		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0, clip: rand.IntN(2) == 0}
+		d, n, aligned := l.State.Seeds*l.Chunk, kernel.Vector(l.Type), rand.IntN(2) == 0
+		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
+		families := []Family{Plain}
+		if aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0) {
+			if families = append(families, Ring); l.tileAcross(false) > 0 {
+				families = append(families, Tile)
+			}
+		}
+		for _, f := range families {
+			g := newKasminaGrid(k, l, f, 1+rand.IntN(kasminaBlocks*k.Info.SMs), aligned, use)
+			space := ForwardWorkspace(k, l)
+			if use.backward {
+				space = BackwardWorkspace(k, l, use.clip)
+			}
+			if s := g.scratch(l, 0); s.bytes > space {
+				t.Fatalf("%+v %+v: %d bytes of workspace, of %d", l, g, s.bytes, space)
+			}
+			if g.across*g.down > kasminaThreads || g.chunks == 0 && g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
+				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
+			}
+			if use.inPlace && g.sharing == 0 {
+				t.Fatalf("%+v %+v: a chunk's threads are of several warps", l, g)
+			}
+			g.checkColumns(t, l)
+		}
+	}
+}
+
+// checkColumns has each column of a row, and of each of those that a block has at once, be one thread's, as Lane of kasmina_feed.cuh
+// deals them out, a chunk's threads be of one warp where they form its norm, and a warp that holds chunks have those of one seed.
+func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
+	t.Helper()
+	d := l.State.Seeds * l.Chunk
+	times := make([]int, kernel.CeilDiv(d, g.perThread))
+	begun := make([]int, g.down) // the warp that the chunk began in
+	of := 0                      // the seed of the thread before
+	for i := range g.tiles * kasminaThreads {
+		tile, thread := i/kasminaThreads, i%kasminaThreads
+		x, y := thread%g.across, thread/g.across
+		at := tile*g.across + x
+		wide := min(g.across, 32)
+		column, idle := at/wide*g.used+at%wide, at%wide >= g.used
+		if g.chunks > 0 {
+			each, warp, chunk := 32/g.sharing, thread/32, thread%32/g.sharing
+			seed := (warp&4 | (warp+warp/4)&3) & (g.chunks - 1)
+			y, x = warp/g.chunks*each+chunk, seed*g.sharing+thread%32%g.sharing
+			column, idle = tile*g.across+x, chunk >= each
+		}
+		if column *= g.perThread; idle || column >= d {
+			continue
+		}
+		if seed := column / l.Chunk; g.chunks > 0 && thread%32 > 0 && seed != of {
+			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l, g, thread, tile, seed, of)
+		} else {
+			of = seed
+		}
+		if column%l.Chunk == 0 {
+			begun[y] = thread / 32
+		}
+		if times[column/g.perThread]++; (g.chunks > 0 || g.use.joined() && g.sharing > 0) && thread/32 != begun[y] {
+			t.Fatalf("%+v %+v: thread %d of tile %d has column %d, whose chunk begins in warp %d", l, g, thread, tile, column, begun[y])
+		}
+	}
+	for i, n := range times {
+		if n != g.down {
+			t.Fatalf("%+v %+v: column %d has %d threads, want %d", l, g, i*g.perThread, n, g.down)
+		}
+	}
+}
+
+// TestKasminaTiles needs no GPU: a tile is whole chunks, and as many threads as can share the merging.
+func TestKasminaTiles(t *testing.T) {
+	for _, dt := range kerneltest.StorageTypes {
+		for chunk := 1; chunk <= 2048; chunk++ {
+			l := Layer{Rows: 64 + chunk%2, Chunk: chunk, Type: dt}
+			switch across, n := l.tileAcross(chunk%4 < 2), kernel.Vector(dt); {
+			case chunk != 4 && chunk%n != 0: // no family but plain
+			case across == 0 && (chunk == 4 || chunk <= 32*n && chunk/n == powerOfTwo(chunk/n)):
+				t.Errorf("%v: a chunk of %d columns has no tiles", dt, chunk)
+			case across > 0 && (across > 32 || across != powerOfTwo(across) || across*n%chunk != 0):
+				t.Errorf("%v: a tile is %d threads for chunks of %d columns", dt, across, chunk)
+			}
+		}
+	}
+}
+
+// TestKasminaLateBlocks has more rows than the blocks in flight take in turn.
+func TestKasminaLateBlocks(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, s := range [][3]int{{1411, 300, 4}, {1533, 80, 16}, {1330, 50, 3}} {
+		for j, c := range []kasminaCase{{telemetry: true, clip: true}, {}}[:kerneltest.Few(2, 1)] {
+			c.rows, c.seeds, c.chunk, c.slots, c.blocks, c.deviation = s[0], s[1], s[2], 50, 3, 1
+			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], Adaptive
+			g.Scope(c.String(), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, nil)
+				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true, kasminaUse{telemetry: c.telemetry})
+				if grid.late == 0 {
+					t.Errorf("no blocks come late: %+v", grid)
+				}
+				r.check()
+			})
+		}
+	}
+}
+
+// TestKasminaForeignKinds gives every other seed that blends or learns a kind that other kernels evaluate: such seeds are
+// measured and clipped, and else left alone.
+func TestKasminaForeignKinds(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, chunk := range []int{4, 16, 3, 4096} {
+		for stability := Fast; stability <= Adaptive; stability++ {
+			c := kasminaCase{rows: 45, seeds: 44, chunk: chunk, slots: 20, dtype: kerneltest.StorageTypes[i%3], stability: stability,
+				clip: i%2 == 0, telemetry: true, deviation: 1}
+			g.Scope(c.String(), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, nil)
+				words := readWords(g, &kerneltest.Buffer{Ptr: r.layer.State.Ptr, N: c.seeds, Dtype: kerneltest.F32})
+				for s := range r.states {
+					if words[s] != 0 && s%2 == 0 {
+						words[s] = words[s]&^0xff | uint32(kasminaKinds+g.Rand.IntN(256-kasminaKinds))
+						r.states[s].Slot = slotOfNone
+					}
+				}
+				g.Must(g.Ctx.CopyToDevice(r.layer.State.Ptr, gpu.Bytes(words), g.Stream))
+				r.check()
+			})
+		}
+	}
+}
+
+// TestKasminaIllConditioned has data that share all but their last digits.
+func TestKasminaIllConditioned(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for reduction := range kasminaReductions {
+		for _, chunk := range []int{4, 16, 3} {
+			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: kerneltest.F32, stability: Fast, reduction: reduction,
+				telemetry: true, mean: 1e4, deviation: 1e-2}
+			g.Scope(c.String(), func(g *kerneltest.Rig) {
+				newKasmina(g, c, nil).checkFigureFamilies()
+			})
+		}
+	}
+}
+
+// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows, an outlier that makes up the
+// variance; or has them begin with rows that are not finite, before data that share all but their last digits.
+func TestKasminaPivots(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, dt := range kerneltest.StorageTypes {
+		for _, chunk := range []int{4, 16, 3} {
+			for place := range 3 {
+				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: Fast, telemetry: true, deviation: 1}
+				columns, first := c.seeds*chunk, c.rows-4 // first is where a lane begins, of batches of two and of four rows
+				g.Scope(fmt.Sprintf("%v outlier %d", c, place), func(g *kerneltest.Rig) {
+					newKasmina(g, c, func(i int, v float64) float64 {
+						row, column := i/columns-first, i%chunk
+						if chunk == 3 && row == place && column == place || chunk > 3 && row == 0 && column == place {
+							return 1000 + v
+						}
+						return v
+					}).checkFigureFamilies()
+				})
+				if c.mean, c.deviation = 1e4, 1e-2; dt != kerneltest.F32 {
+					c.mean, c.deviation = 100, 1
+				}
+				g.Scope(fmt.Sprintf("%v not finite %d", c, place), func(g *kerneltest.Rig) {
+					newKasmina(g, c, func(i int, v float64) float64 {
+						if row := i/columns - first; 0 <= row && row <= place {
+							return []float64{math.NaN(), math.Inf(1), math.Inf(-1)}[place]
+						}
+						return v
+					}).checkFigureFamilies()
+				})
+			}
+		}
+	}
+}
+
+// TestKasminaExtremes has NaN, Inf and very large numbers: those are counted and left out of the figures, these evaluated
+// scaled down, and what does not blend keeps its bits.
+func TestKasminaExtremes(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, dt := range kerneltest.StorageTypes {
+		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
+			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: Adaptive, telemetry: true,
+				from: g.Rand.IntN(44), deviation: 1}
+			large := map[gpu.DType]float64{kerneltest.F32: 1e15, kerneltest.Bf16: 1e15, kerneltest.F16: 4e3}[dt]
+			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
+				newKasmina(g, c, func(i int, v float64) float64 {
+					if i%29 == 0 {
+						return large * v / 4
+					}
+					return v
+				}).check()
+			})
+			g.Scope(fmt.Sprintf("not finite %v", c), func(g *kerneltest.Rig) {
+				r := newKasmina(g, c, func(i int, v float64) float64 {
+					switch i % 71 {
+					case 0:
+						return math.NaN()
+					case 13:
+						return math.Inf(1)
+					case 40:
+						return math.Inf(-1)
+					}
+					return v
+				})
+				r.refer()
+				for _, f := range Families(g.Set, r.layer, true, true) {
+					r.Must(r.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, r.Stream))
+					r.forwardFamily, r.backwardFamily = f, f
+					r.launchForward()
+					r.launchBackward()
+					r.checkFigures(1e-6)
+					r.checkCounts(1)
+					r.checkNonFinite()
+					r.checkInPlace(1)
+				}
+			})
+		}
+	}
+}
+
+// checkNonFinite: what does not blend keeps its bits, and what should not be finite is not.
+func (r *kasminaRun) checkNonFinite() {
+	r.Helper()
+	y, dx := r.Read(r.y), r.Read(r.dx)
+	for i := range y {
+		s := r.states[i/r.chunk%r.seeds]
+		if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
+			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
+				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
+			}
+		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
+			finite(r.wantY[i]) && !finite(y[i]) {
+			r.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
+		}
+	}
+}
+
+func finite(v float64) bool { return v-v == 0 }
+
+// TestKasminaState needs no GPU.
+func TestKasminaState(t *testing.T) {
+	st := State{Seeds: 5, Slots: 4}
+	raw := make([]byte, st.Bytes())
+	seeds := []Seed{
+		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: 9, Slot: 0, Blend: true}, {Kind: 2, Slot: 1, Learn: true, Blend: true},
+		{Kind: 3, Slot: 3, Learn: true}, {Kind: 9, Slot: 2},
+	}
+	encode := func() error { return st.Encode(raw, func(i int) Seed { return seeds[i] }) }
+	for range 2 { // into what the first left
+		if err := encode(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	words := gpu.View[uint32](raw)
+	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0}; !slices.Equal(words[:5], want) {
+		t.Errorf("words are %x, want %x", words[:5], want)
+	}
+	if want := []uint32{0, 0, 1, 1, 3, 2, 0, 3}; !slices.Equal(words[25:33], want) {
+		t.Errorf("seeds by slot are %v, want %v", words[25:33], want)
+	}
+	seeds[4].Blend = true
+	if err := encode(); !errors.Is(err, ErrKasminaKind) {
+		t.Errorf("an unknown kind: %v", err)
+	}
+	seeds[4] = Seed{Slot: 4, Blend: true}
+	if err := encode(); err == nil || errors.Is(err, ErrKasminaKind) {
+		t.Errorf("an unknown slot: %v", err)
+	}
+}
+
+func TestKasminaRefusals(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	l := Layer{Rows: 1, Chunk: 4, State: State{Seeds: 1, Slots: 2}, Type: kerneltest.F32}
+	for what, change := range map[string]func(*Forward){
+		"type":         func(f *Forward) { f.Type = gpu.Float8E4M3 },
+		"size":         func(f *Forward) { f.Rows = -1 },
+		"columns":      func(f *Forward) { f.Chunk = 1 << 30 },
+		"stability":    func(f *Forward) { f.Stability = 3 },
+		"reduction":    func(f *Forward) { f.Reduction = 3 },
+		"no family":    func(f *Forward) { f.Family = kasminaFamilies },
+		"other family": func(f *Forward) { f.Family, f.Chunk = Ring, 3 },
+	} {
+		f := Forward{Layer: l}
+		change(&f)
+		if f.Launch(g.Set, g.Stream) == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+	for what, change := range map[string]func(*Backward){
+		"chunk in place":     func(b *Backward) { b.Chunk = 3 },
+		"long one in place":  func(b *Backward) { b.Chunk = 33 * kernel.Vector(kerneltest.F32) },
+		"alignment in place": func(b *Backward) { b.DX, b.G = 4, 4 },
+	} {
+		b := Backward{Layer: l}
+		change(&b)
+		if b.Launch(g.Set, g.Stream) == nil {
+			t.Errorf("%s: no error", what)
+		}
+	}
+	if (WideBackward{Backward: Backward{Layer: l}, Wide: Wide{Width: 8}}).Launch(g.Set, g.Stream) == nil {
+		t.Error("wide slots in place: no error")
+	}
+}

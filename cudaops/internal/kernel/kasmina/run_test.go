@@ -1,0 +1,423 @@
+package kasmina
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all combinations.
+type kasminaCase struct {
+	rows, seeds, chunk, slots int
+	width                     int // of slots that are wider than chunks, else 0
+	dtype                     gpu.DType
+	stability                 Stability
+	reduction                 Reduction
+	clip, telemetry           bool
+	skew, blocks, from        int     // from: what number gives the first seed its stage and kind
+	mean, deviation           float64 // of x and g
+}
+
+func (c kasminaCase) String() string {
+	return fmt.Sprintf("%dx%dx%d slots=%dx%d %v stability=%d reduction=%d clip=%v telemetry=%v skew=%d", c.rows, c.seeds, c.chunk,
+		c.slots, max(c.width, c.chunk), c.dtype, c.stability, c.reduction, c.clip, c.telemetry, c.skew)
+}
+
+// kasminaRun is a layer on the GPU and its reference.
+type kasminaRun struct {
+	*kerneltest.Rig
+	kasminaCase
+	layer            Layer
+	states           []Seed
+	x, g, y, dx      *kerneltest.Buffer
+	dw, ds           *kerneltest.Buffer
+	health, gradient *kerneltest.Buffer
+	counts           *kerneltest.Buffer // bad of x, bad of g, clipped
+	bins             *kerneltest.Buffer
+	forwardSpace     *kerneltest.Buffer
+	backwardSpace    *kerneltest.Buffer
+	wide             [2]Wide // of the passes
+	xr, gr           []float64
+	weights, scales  []float64
+	wantY, wantDX    []float64
+	wantDW, wantDS   []float64
+	wantHealth       []cpu.ChunkFigures
+	wantGradient     []cpu.ChunkFigures
+	reference        *cpu.Kasmina[float64]
+	forwardFamily    Family
+	backwardFamily   Family
+	wantBins         [][cpu.Exponents]uint32
+}
+
+const (
+	kasminaStages = 11
+	slotOfNone    = 0
+)
+
+// kinds is how many of them fit into the slots.
+func (c kasminaCase) kinds() int {
+	if c.width < 2*c.chunk {
+		return kasminaKinds
+	}
+	return int(blueprints.ChunkMLP) + 1
+}
+
+func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []Seed {
+	seeds := make([]Seed, c.seeds)
+	for i := range seeds {
+		number := i + c.from
+		stage := state.Stage(number % kasminaStages)
+		alpha := float32(g.Rand.Float64())
+		switch i % 7 {
+		case 5:
+			alpha = 0
+		case 6:
+			alpha = 1
+		}
+		if stage == state.Training || stage == state.FineTuning || stage == state.Fossilized {
+			alpha = 1
+		}
+		low, high := c.mean-c.deviation*(0.5+g.Rand.Float64()), c.mean+c.deviation*(0.5+g.Rand.Float64())
+		seeds[i] = Seed{
+			Kind: uint8(number / kasminaStages % c.kinds()), Slot: uint16(g.Rand.IntN(c.slots)), Alpha: alpha,
+			Blend: stage.Blends(), Learn: stage.Learns(), Low: float32(low), High: float32(high),
+			Limit: float32(math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.Rand.Float64()/2)),
+		}
+	}
+	return seeds
+}
+
+// newKasmina uploads a random layer. spoil, if not nil, puts special values into x and g.
+func newKasmina(g *kerneltest.Rig, c kasminaCase, spoil func(i int, v float64) float64) *kasminaRun {
+	g.Helper()
+	r := &kasminaRun{Rig: g, kasminaCase: c, states: kasminaSeeds(g, c)}
+	n := c.rows * c.seeds * c.chunk
+	tensor := func() (*kerneltest.Buffer, []float64) {
+		v := make([]float64, n)
+		for i := range v {
+			if v[i] = c.mean + c.deviation*g.Rand.NormFloat64(); spoil != nil {
+				v[i] = spoil(i, v[i])
+			}
+		}
+		return g.Upload(v, c.dtype, c.skew)
+	}
+	r.x, r.xr = tensor()
+	r.g, r.gr = tensor()
+	width := max(c.width, c.chunk)
+	w, weights := g.Normal(c.slots*width, kerneltest.F32, 0)
+	s, scales := g.Normal(c.slots, kerneltest.F32, 0)
+	r.weights, r.scales = weights, scales
+	st := State{Seeds: c.seeds, Slots: c.slots}
+	raw := make([]byte, st.Bytes())
+	g.Must(st.Encode(raw, func(i int) Seed {
+		s := r.states[i]
+		if s.Mixes() {
+			s.Slot = slotOfNone
+		}
+		return s
+	}))
+	b := g.Alloc(len(raw)/4, kerneltest.F32, 0)
+	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
+	st.Ptr = b.Ptr
+	r.layer = Layer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows, Chunk: c.chunk, Eps: 1e-8,
+		Stability: c.stability, Type: c.dtype, Blocks: c.blocks}
+	r.y, r.dx = g.Alloc(n, c.dtype, c.skew), g.Alloc(n, c.dtype, c.skew)
+	r.dw, r.ds = g.Alloc(c.slots*width, kerneltest.F32, 0), g.Alloc(c.slots, kerneltest.F32, 0)
+	r.health, r.gradient = g.Alloc(ForwardFigures*c.seeds, kerneltest.F32, 0), g.Alloc(BackwardFigures*c.seeds, kerneltest.F32, 0)
+	r.counts = g.Alloc(3*c.seeds, kerneltest.F32, 0)
+	r.bins = g.Alloc(Bins*c.seeds, kerneltest.F32, 0)
+	g.Must(g.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.Stream))
+	r.forwardSpace = g.Alloc(ForwardWorkspace(g.Set, r.layer)/4, kerneltest.F32, 0)
+	r.backwardSpace = g.Alloc(BackwardWorkspace(g.Set, r.layer, c.clip)/4, kerneltest.F32, 0)
+	if c.width > 0 {
+		r.widen()
+	}
+	return r
+}
+
+func (r *kasminaRun) count(i int) gpu.Ptr { return r.counts.Offset(4 * i * r.seeds) }
+
+// in is the layer in a family.
+func (r *kasminaRun) in(f Family) Layer {
+	l := r.layer
+	l.Family = f
+	return l
+}
+
+func (r *kasminaRun) launchForward() {
+	r.Helper()
+	f := Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Reduction: r.reduction,
+		Figures: r.health.Ptr, Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+	if r.telemetry {
+		f.Histogram = r.bins.Ptr
+	}
+	if r.width > 0 {
+		r.Must(WideForward{Forward: f, Wide: r.wide[0]}.Launch(r.Set, r.Stream))
+		return
+	}
+	r.Must(f.Launch(r.Set, r.Stream))
+}
+
+func (r *kasminaRun) launchBackward() {
+	r.Helper()
+	b := r.backwardPass()
+	if r.width > 0 {
+		r.Must(WideBackward{Backward: b, Wide: r.wide[1]}.Launch(r.Set, r.Stream))
+		return
+	}
+	r.Must(b.Launch(r.Set, r.Stream))
+}
+
+func (r *kasminaRun) backwardPass() Backward {
+	return Backward{Layer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
+		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
+		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
+}
+
+// refer computes what is wanted in float64.
+func (r *kasminaRun) refer() {
+	k := &cpu.Kasmina[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
+		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[r.stability],
+		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r.reduction],
+		Measure:   slices.Repeat([]bool{true}, r.seeds)}
+	for i, s := range r.states {
+		if s.Slot == slotOfNone || !s.Blend && !s.Learn {
+			continue
+		}
+		r.Must(k.Activate(cpu.KasminaSeed[float64]{Seed: i, Slot: int(s.Slot), Kind: blueprints.Kind(s.Kind), Blend: s.Blend, Learn: s.Learn,
+			Alpha: float64(s.Alpha), Low: float64(s.Low), High: float64(s.High)}))
+	}
+	r.reference = k
+	n := len(r.xr)
+	r.wantY, r.wantDX = make([]float64, n), make([]float64, n)
+	r.wantDW, r.wantDS = make([]float64, len(r.weights)), make([]float64, len(r.scales))
+	k.Forward(r.wantY, r.xr, r.weights, r.scales)
+	r.wantHealth = slices.Clone(k.Figures)
+	r.wantBins = k.Exponents(r.xr)
+	if r.clip {
+		for _, s := range r.states {
+			k.Limit = append(k.Limit, float64(s.Limit))
+		}
+	}
+	k.Backward(r.wantDX, r.wantDW, r.wantDS, r.gr, r.xr, r.weights, r.scales)
+	r.wantGradient = slices.Clone(k.Figures)
+}
+
+func readWords(g *kerneltest.Rig, b *kerneltest.Buffer) []uint32 {
+	g.Helper()
+	raw := make([]byte, b.Bytes())
+	g.Must(g.Ctx.CopyToHost(raw, b.Ptr, g.Stream))
+	words := make([]uint32, len(raw)/4)
+	for i := range words {
+		words[i] = binary.LittleEndian.Uint32(raw[4*i:])
+	}
+	return words
+}
+
+// checkCounts compares the counts after so many runs. A row whose norm is the limit but for rounding may be clipped or not.
+func (r *kasminaRun) checkCounts(runs int) {
+	r.Helper()
+	got := readWords(r.Rig, r.counts)
+	for s := range r.seeds {
+		for i, want := range [...]int{r.wantHealth[s].Bad, r.wantGradient[s].Bad, r.wantGradient[s].Clipped} {
+			got := int(got[i*r.seeds+s])
+			if got == runs*want || i == 2 && max(got-runs*want, runs*want-got) <= runs*r.borderline(s) {
+				continue
+			}
+			r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g", "clipped"}[i], got, runs*want)
+			return
+		}
+	}
+}
+
+// borderline is how many rows of a seed's gradient have a norm that float32 cannot tell from the limit.
+func (r *kasminaRun) borderline(seed int) (n int) {
+	for row := range r.rows {
+		var sum float64
+		for _, v := range r.gr[(row*r.seeds+seed)*r.chunk:][:r.chunk] {
+			if finite(v) {
+				sum += v * v
+			}
+		}
+		if math.Abs(math.Sqrt(sum)/float64(r.states[seed].Limit)-1) < 1e-6 {
+			n++
+		}
+	}
+	return n
+}
+
+// checkFigures compares the figures of every seed: each to tol of the scale that it is known to.
+func (r *kasminaRun) checkFigures(tol float64) {
+	r.Helper()
+	health, gradient, bins := r.Read(r.health), r.Read(r.gradient), readWords(r.Rig, r.bins)
+	failures := 0
+	check := func(s int, name string, got, want, scale float64) {
+		if math.Abs(got-want) <= tol*scale || got == want {
+			return
+		}
+		if failures++; failures < 5 {
+			r.Errorf("seed %d: %s is %.9g, want %.9g", s, name, got, want)
+		}
+	}
+	for s := range r.seeds {
+		h := r.wantHealth[s].Health(r.reference.Reduce, r.layer.Eps)
+		m := r.wantHealth[s].Moments
+		deviation := math.Sqrt(m.Variance())
+		size := math.Abs(m.Mean) + deviation
+		at := func(figures []float64, i int) float64 { return figures[i*r.seeds+s] }
+		// A row's variance is formed of few elements, whose differences are only as exact as float32.
+		check(s, "variance", at(health, 0), h[0], h[0])
+		check(s, "mean", at(health, 1), h[1], size)
+		check(s, "min", at(health, 2), h[2], size)
+		check(s, "max", at(health, 3), h[3], size)
+		check(s, "dead ratio", at(health, 4), h[4], 1)
+		check(s, "signal-to-noise ratio", at(health, 5), h[5], 10*(1+h[5]))
+		check(s, "moments' mean", at(health, Moments), m.Mean, size)
+		check(s, "moments' variance", at(health, Moments+1), m.Variance(), m.Variance())
+		g := r.wantGradient[s].Gradient(r.reference.Reduce)
+		norms := r.wantGradient[s].Norms
+		check(s, "gradient's norm", at(gradient, 0), g[0], g[0])
+		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1]) // whose squares double the rounding, and more in clipped rows
+		check(s, "largest gradient", at(gradient, 2), g[2], g[2])
+		check(s, "norms' mean", at(gradient, Norms), norms.Mean, norms.Mean)
+		// Up to eight norms at once are summed up from the first row's, outlier or not.
+		check(s, "norms' variance", at(gradient, Norms+1), norms.Variance(), 4*norms.Variance()+1e-2*norms.Mean*norms.Mean)
+		check(s, "norms' count", at(gradient, Norms+2), norms.N, 0)
+		for i, want := range r.wantBins[s] {
+			check(s, fmt.Sprintf("bin %d", i), float64(bins[s*Bins+i]), float64(want), 0)
+		}
+	}
+}
+
+// checkFigureFamilies compares the figures alone, of every family.
+func (r *kasminaRun) checkFigureFamilies() {
+	r.Helper()
+	r.refer()
+	for _, f := range Families(r.Set, r.layer, true, true) {
+		r.forwardFamily, r.backwardFamily = f, f
+		r.launchForward()
+		r.launchBackward()
+		r.checkFigures(1e-6)
+	}
+}
+
+// check runs both passes in every family that can.
+func (r *kasminaRun) check() {
+	r.Helper()
+	r.refer()
+	forward := Families(r.Set, r.layer, false, r.telemetry, r.y.Ptr)
+	backward := Families(r.Set, r.layer, true, r.telemetry, r.g.Ptr, r.dx.Ptr)
+	for i := range max(len(forward), len(backward)) {
+		r.forwardFamily, r.backwardFamily = forward[i%len(forward)], backward[i%len(backward)]
+		r.Scope(fmt.Sprintf("%v %v", r.forwardFamily, r.backwardFamily), func(g *kerneltest.Rig) {
+			one := *r
+			one.Rig = g
+			one.checkFamily()
+		})
+	}
+}
+
+// checkFamily runs both passes twice, with different garbage in the outputs, and compares.
+func (r *kasminaRun) checkFamily() {
+	r.Helper()
+	outputs := []*kerneltest.Buffer{r.y, r.dx, r.dw, r.ds}
+	if r.telemetry {
+		outputs = append(outputs, r.health, r.gradient, r.bins)
+	}
+	poison := func(with uint8) {
+		for _, b := range append([]*kerneltest.Buffer{r.forwardSpace, r.backwardSpace}, outputs...) {
+			r.Must(r.Ctx.Memset8(b.Ptr, with, b.Bytes(), r.Stream))
+		}
+	}
+	r.Must(r.Ctx.Memset32(r.counts.Ptr, 0, 3*r.seeds, r.Stream))
+	poison(0xff)
+	r.launchForward()
+	r.launchBackward()
+	r.Near("y", r.y, r.wantY, kerneltest.Forward(r.dtype))
+	r.Near("dx", r.dx, r.wantDX, kerneltest.Backward(r.dtype))
+	tol := 1e-5
+	if r.seeds < 10 { // of few sums all may be of terms that cancel
+		tol = 1e-3
+	}
+	r.Near("dweights", r.dw, r.wantDW, tol)
+	r.Near("dscales", r.ds, r.wantDS, tol)
+	if r.telemetry {
+		r.checkFigures(1e-6)
+	}
+	first := make([][]byte, len(outputs))
+	for i, b := range outputs {
+		first[i] = make([]byte, b.Bytes())
+		r.Must(r.Ctx.CopyToHost(first[i], b.Ptr, r.Stream))
+	}
+	poison(0xee)
+	r.launchForward()
+	r.launchBackward()
+	for i, b := range outputs {
+		again := make([]byte, b.Bytes())
+		r.Must(r.Ctx.CopyToHost(again, b.Ptr, r.Stream))
+		if !slices.Equal(first[i], again) {
+			r.Errorf("output %d has other bits in the second run", i)
+		}
+	}
+	r.checkCounts(2)
+	r.checkInPlace(2)
+}
+
+// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many runs elsewhere: dx gets the same
+// bits, and as much is counted. Where threads are dealt out as before, so does all else.
+func (r *kasminaRun) checkInPlace(runs int) {
+	r.Helper()
+	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {
+		return
+	}
+	raw := func(b *kerneltest.Buffer) []byte {
+		to := make([]byte, b.Bytes())
+		r.Must(r.Ctx.CopyToHost(to, b.Ptr, r.Stream))
+		return to
+	}
+	one := *r
+	one.g = r.Alloc(r.g.N, r.dtype, 0)
+	r.Must(r.Ctx.CopyOnDevice(one.g.Ptr, r.g.Ptr, r.g.Bytes(), r.Stream))
+	one.dx = one.g
+	outputs := map[string]*kerneltest.Buffer{"dweights": r.dw, "dscales": r.ds}
+	if r.telemetry {
+		outputs["figures"] = r.gradient
+	}
+	want := map[string][]byte{}
+	for name, b := range outputs {
+		want[name] = raw(b)
+		r.Must(r.Ctx.Memset8(b.Ptr, 0xff, b.Bytes(), r.Stream))
+	}
+	before := readWords(r.Rig, r.counts)
+	one.launchBackward()
+	for i, n := range readWords(r.Rig, r.counts)[r.seeds:] {
+		if want := before[r.seeds+i] / uint32(runs) * uint32(runs+1); n != want {
+			r.Errorf("seed %d: count %d of g is %d in place, want %d", i%r.seeds, i/r.seeds, n, want)
+			break
+		}
+	}
+	if !slices.Equal(raw(one.dx), raw(r.dx)) {
+		r.Error("dx has other bits in place")
+	}
+	for name, b := range outputs {
+		if (r.telemetry || r.clip) && !slices.Equal(raw(b), want[name]) {
+			r.Errorf("%s has other bits in place", name)
+		}
+	}
+	tol := 1e-5
+	if r.seeds < 10 {
+		tol = 1e-3
+	}
+	if !r.telemetry && !r.clip {
+		r.Near("dweights in place", r.dw, r.wantDW, tol)
+		r.Near("dscales in place", r.ds, r.wantDS, tol)
+	}
+}

@@ -1,0 +1,453 @@
+package kerneltest
+
+import (
+	"encoding/binary"
+	"flag"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+var (
+	F32  = gpu.Float32
+	F16  = gpu.Float16
+	Bf16 = gpu.BFloat16
+
+	StorageTypes = []gpu.DType{F32, Bf16, F16}
+)
+
+// few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the plain kernels of attention,
+// and tens of milliseconds for any launch.
+func Few(n, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return n
+}
+
+// some reports whether to go on with a case: in short mode a third of them, at random.
+func (g *Rig) Some() bool { return !testing.Short() || g.Rand.IntN(3) == 0 }
+
+var openGPU = sync.OnceValues(func() (gpu.Context, error) {
+	d, err := driver.Open()
+	if err != nil {
+		return nil, err
+	}
+	if len(d.Devices()) == 0 {
+		return nil, fmt.Errorf("the driver lists no GPU")
+	}
+	return d.Retain(0)
+})
+
+var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 takes a fresh one")
+
+// rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked and freed at the end.
+type Rig struct {
+	*testing.T
+	*kernel.Set
+	Ctx    gpu.Context
+	Stream gpu.Stream
+	Rand   *rand.Rand
+	Bufs   []*Buffer
+}
+
+// newRig skips the test where there is no GPU.
+func NewRig(t *testing.T) *Rig {
+	t.Helper()
+	ctx, err := openGPU()
+	if err != nil {
+		t.Skipf("needs an NVIDIA GPU: %v", err)
+	}
+	seed := *seedFlag
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	g := &Rig{T: t, Set: kernel.New(ctx), Ctx: ctx, Rand: rand.New(rand.NewPCG(seed, 0))}
+	g.Stream, err = ctx.NewStream()
+	g.Must(err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("seed %d", seed)
+		}
+		g.free(0)
+		g.Must(g.Close())
+		g.Must(ctx.DestroyStream(g.Stream))
+	})
+	return g
+}
+
+func (g *Rig) Must(err error) {
+	g.Helper()
+	if err != nil {
+		g.Fatal(err)
+	}
+}
+
+// buffer is an array on the GPU between two guards.
+type Buffer struct {
+	gpu.Ptr
+	N     int
+	Dtype gpu.DType
+	base  gpu.Ptr
+	lead  int // bytes from base to the array
+}
+
+const guard = 256 // bytes on either side
+
+// alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the guards are NaN.
+func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
+	g.Helper()
+	b := &Buffer{N: n, Dtype: t, lead: guard + skew*t.Size()}
+	var err error
+	b.base, err = g.Ctx.Alloc(b.total())
+	g.Must(err)
+	g.Must(g.Ctx.Memset8(b.base, 0xff, b.total(), g.Stream))
+	b.Ptr = b.base.Offset(b.lead)
+	g.Bufs = append(g.Bufs, b)
+	return b
+}
+
+func (b *Buffer) Bytes() int { return b.N * b.Dtype.Size() }
+func (b *Buffer) total() int { return b.lead + b.Bytes() + guard }
+
+// free checks the guards of all buffers after the first keep and frees them.
+func (g *Rig) free(keep int) {
+	g.Helper()
+	for _, b := range g.Bufs[keep:] {
+		before, after := make([]byte, b.lead), make([]byte, guard)
+		g.Must(g.Ctx.CopyToHost(before, b.base, g.Stream))
+		g.Must(g.Ctx.CopyToHost(after, b.Offset(b.Bytes()), g.Stream))
+		if slices.ContainsFunc(append(before, after...), func(v byte) bool { return v != 0xff }) {
+			g.Errorf("a kernel wrote before or behind an array of %d bytes", b.Bytes())
+		}
+		g.Must(g.Ctx.Free(b.base))
+	}
+	g.Bufs = g.Bufs[:keep]
+}
+
+// scope runs a subtest whose memory is freed at its end.
+func (g *Rig) Scope(name string, f func(*Rig)) {
+	g.Helper()
+	g.Run(name, func(t *testing.T) {
+		sub := *g
+		sub.T, sub.Bufs = t, nil
+		f(&sub)
+		sub.free(0)
+	})
+}
+
+// upload returns the numbers on the GPU, and as they are after rounding to the type.
+func (g *Rig) Upload(x []float64, t gpu.DType, skew int) (*Buffer, []float64) {
+	g.Helper()
+	b := g.Alloc(len(x), t, skew)
+	raw := Encode(x, t)
+	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
+	return b, Decode(raw, t)
+}
+
+// normal uploads n numbers of the normal distribution.
+func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
+	g.Helper()
+	x := make([]float64, n)
+	for i := range x {
+		x[i] = g.Rand.NormFloat64()
+	}
+	return g.Upload(x, t, skew)
+}
+
+// uploadInts returns ints on the GPU, of 4 or 8 bytes.
+func (g *Rig) UploadInts(x []int, size int) gpu.Ptr {
+	g.Helper()
+	var raw []byte
+	for _, v := range x {
+		if size == 4 {
+			raw = binary.LittleEndian.AppendUint32(raw, uint32(int32(v)))
+		} else {
+			raw = binary.LittleEndian.AppendUint64(raw, uint64(v))
+		}
+	}
+	b := g.Alloc(len(raw)/4, F32, 0)
+	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
+	return b.Ptr
+}
+
+// read waits for the stream and returns an array's numbers.
+func (g *Rig) Read(b *Buffer) []float64 {
+	g.Helper()
+	raw := make([]byte, b.Bytes())
+	g.Must(g.Ctx.CopyToHost(raw, b.Ptr, g.Stream))
+	return Decode(raw, b.Dtype)
+}
+
+// near fails unless ‖got − want‖ ≤ tol·‖want‖.
+func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
+	g.Helper()
+	if e := Distance(g.Read(b), want); !(e <= tol) {
+		g.Errorf("%s: relative error %.3g, want at most %.3g", what, e, tol)
+	}
+}
+
+// distance is ‖got − want‖ / ‖want‖; NaN and infinities must stand in the same places.
+func Distance(got, want []float64) float64 {
+	if len(got) != len(want) {
+		return math.Inf(1)
+	}
+	var diff, norm float64
+	for i, w := range want {
+		switch g := got[i]; {
+		case math.IsNaN(w) && math.IsNaN(g), w == g:
+		case math.IsNaN(w) || math.IsNaN(g) || math.IsInf(w, 0) || math.IsInf(g, 0):
+			return math.NaN()
+		default:
+			diff += (g - w) * (g - w)
+		}
+		if w-w == 0 {
+			norm += w * w
+		}
+	}
+	if diff == 0 {
+		return 0
+	}
+	return math.Sqrt(diff / norm)
+}
+
+// forward is the greatest error that a forward pass in a type may have, backward that of a backward pass.
+func Forward(t gpu.DType) float64 {
+	return map[gpu.DType]float64{F32: 1e-6, F16: 2e-3, Bf16: 1e-2}[t]
+}
+
+func Backward(t gpu.DType) float64 {
+	return map[gpu.DType]float64{F32: 1e-5, F16: 2e-3, Bf16: 1e-2}[t]
+}
+
+// encode rounds numbers to a type, to nearest even.
+func Encode(x []float64, t gpu.DType) []byte {
+	raw := make([]byte, 0, len(x)*t.Size())
+	for _, v := range x {
+		switch t {
+		case F32:
+			raw = binary.LittleEndian.AppendUint32(raw, math.Float32bits(float32(v)))
+		case Bf16:
+			raw = binary.LittleEndian.AppendUint16(raw, ToBF16(float32(v)))
+		case F16:
+			raw = binary.LittleEndian.AppendUint16(raw, ToF16(v))
+		case gpu.Float8E4M3:
+			raw = append(raw, gpu.E4M3(float32(v)))
+		}
+	}
+	return raw
+}
+
+func Decode(raw []byte, t gpu.DType) []float64 {
+	x := make([]float64, len(raw)/t.Size())
+	for i := range x {
+		switch t {
+		case F32:
+			x[i] = float64(math.Float32frombits(binary.LittleEndian.Uint32(raw[4*i:])))
+		case Bf16:
+			x[i] = float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
+		case F16:
+			x[i] = FromF16(binary.LittleEndian.Uint16(raw[2*i:]))
+		case gpu.Float8E4M3:
+			x[i] = float64(gpu.FromE4M3(raw[i]))
+		}
+	}
+	return x
+}
+
+func ToBF16(v float32) uint16 {
+	b := math.Float32bits(v)
+	if v != v {
+		return 0x7fff
+	}
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+
+func ToF16(v float64) uint16 {
+	sign := uint16(math.Float64bits(v) >> 48 & 0x8000)
+	switch v = math.Abs(v); {
+	case v != v:
+		return 0x7fff
+	case v >= 65520:
+		return sign | 0x7c00
+	case v < 0x1p-14:
+		return sign | uint16(math.RoundToEven(v*0x1p24))
+	}
+	frac, exp := math.Frexp(v)                                             // frac in [½, 1)
+	return sign + uint16(exp+13)<<10 + uint16(math.RoundToEven(frac*2048)) // the leading bit counts towards the exponent
+}
+
+func FromF16(h uint16) float64 {
+	sign := 1 - 2*float64(h>>15)
+	exp, frac := int(h>>10&31), float64(h&1023)
+	switch exp {
+	case 0:
+		return sign * frac * 0x1p-24
+	case 31:
+		if frac != 0 {
+			return math.NaN()
+		}
+		return sign * math.Inf(1)
+	}
+	return sign * math.Ldexp(1024+frac, exp-25)
+}
+
+// ---- Bandwidth ----
+
+var Benchmark = os.Getenv("KASMINA_GPU_BENCH") != ""
+
+// bench reports the bandwidth of a launch that moves so many bytes, as a share of that of a copy in the same run. It runs
+// in turn on several sets of arrays, so that none is still in the cache, and inside a CUDA graph, as a machine's step does.
+func (g *Rig) Bench(name string, bytes int, runs []func()) {
+	g.Helper()
+	d := g.Time(runs)
+	rate := float64(bytes) / d.Seconds() / 1e9
+	g.Logf("%-40s %9.1f µs %6.0f GB/s  %5.1f %% of a copy", name, d.Seconds()*1e6, rate, 100*rate/g.copyRate())
+}
+
+// time is the median time of a run, after each has run once.
+func (g *Rig) Time(runs []func()) time.Duration {
+	g.Helper()
+	const inner = 16
+	for _, run := range runs {
+		run()
+	}
+	g.Must(g.Ctx.BeginCapture(g.Stream))
+	for i := range inner {
+		runs[i%len(runs)]()
+	}
+	graph, err := g.Ctx.EndCapture(g.Stream)
+	g.Must(err)
+	defer g.Ctx.DestroyGraph(graph)
+	return g.Clock(func() { g.Must(g.Ctx.LaunchGraph(graph, g.Stream)) }) / inner
+}
+
+// clock is the median time of a piece of work on the stream.
+func (g *Rig) Clock(work func()) time.Duration {
+	g.Helper()
+	var events [12]gpu.Event
+	for i := range events {
+		var err error
+		events[i], err = g.Ctx.NewEvent(true)
+		g.Must(err)
+		defer g.Ctx.DestroyEvent(events[i])
+	}
+	work()
+	for i, e := range events {
+		if i > 0 {
+			work()
+		}
+		g.Must(g.Ctx.Record(e, g.Stream))
+	}
+	g.Must(g.Ctx.SyncStream(g.Stream))
+	times := make([]time.Duration, len(events)-1)
+	for i := range times {
+		var err error
+		times[i], err = g.Ctx.Elapsed(events[i], events[i+1])
+		g.Must(err)
+	}
+	return median(times)
+}
+
+func median(d []time.Duration) time.Duration {
+	slices.Sort(d)
+	return d[len(d)/2]
+}
+
+var copyRates struct {
+	once sync.Once
+	rate float64
+}
+
+// copyRate is the bandwidth of a copy of 2 GiB in GB/s, counting bytes read and written.
+func (g *Rig) copyRate() float64 {
+	copyRates.once.Do(func() {
+		const n = 1 << 31
+		keep := len(g.Bufs)
+		a, b := g.Alloc(n/4, F32, 0), g.Alloc(n/4, F32, 0)
+		d := g.Clock(func() { g.Must(g.Ctx.CopyOnDevice(a.Ptr, b.Ptr, n, g.Stream)) })
+		copyRates.rate = 2 * n / d.Seconds() / 1e9
+		for _, b := range g.Bufs[keep:] {
+			g.Must(g.Ctx.Free(b.base))
+		}
+		g.Bufs = g.Bufs[:keep]
+		g.Logf("a copy of 2 GiB moves %.0f GB/s", copyRates.rate)
+	})
+	return copyRates.rate
+}
+
+// classes is random targets below v, about one in eight of them negative, the first one not.
+func (g *Rig) Classes(rows, v int) []int {
+	ids := make([]int, rows)
+	for i := range ids {
+		ids[i] = g.Rand.IntN(v)
+		if i > 0 && g.Rand.IntN(8) == 0 {
+			ids[i] = -1 - g.Rand.IntN(100)
+		}
+	}
+	return ids
+}
+
+// large returns n numbers for measuring, which repeat.
+func (g *Rig) Large(n int, t gpu.DType) *Buffer {
+	g.Helper()
+	one, _ := g.Normal(1<<16, t, 0)
+	b := g.Alloc(n, t, 0)
+	for at := 0; at < b.Bytes(); at += one.Bytes() {
+		g.Must(g.Ctx.CopyOnDevice(b.Offset(at), one.Ptr, min(one.Bytes(), b.Bytes()-at), g.Stream))
+	}
+	return b
+}
+
+// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
+func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *fake.Context, gpu.Ptr) {
+	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
+		SharedPerBlock: sharedPerBlock}
+	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := c.Alloc(1 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kernel.New(c), c.(*fake.Context), p
+}
+
+// fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
+func FakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
+	t.Helper()
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := kernel.New(ctx)
+	t.Cleanup(func() {
+		if err := k.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return k, ctx
+}
+
+// contiguous is the strides of a tensor without gaps.
+func Contiguous(dims []int) []int {
+	s := make([]int, len(dims))
+	n := 1
+	for i := len(dims) - 1; i >= 0; i-- {
+		s[i] = n
+		n *= dims[i]
+	}
+	return s
+}

@@ -1,0 +1,175 @@
+package layout
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index below Dims,
+//
+//	Y[Σ_k index_k·YStrides_k] = X[Σ_k index_k·XStrides_k].
+//
+// Strides count elements. That is transposition and permutation, taking a slice, writing a part of a concatenation, and with
+// an x stride of 0 repetition. There may be at most six dimensions, once those that lie one behind the other are merged.
+type Copy struct {
+	Y, X                     gpu.Ptr
+	Dims, YStrides, XStrides []int
+	Size                     int
+}
+
+// copyDims is kDims of layout.cu, and copyTile its kTile for elements of so many bytes.
+const copyDims = 6
+
+func copyTile(size int) int {
+	if size == 2 {
+		return 128
+	}
+	return 64
+}
+
+// layout is one dimension of a copy.
+type layout struct{ n, y, x int }
+
+// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both sides have no gaps.
+func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
+	dims, err := a.merged()
+	if err != nil || dims == nil {
+		return err
+	}
+	if last := dims[len(dims)-1]; len(dims) == 1 && last.y == 1 && last.x == 1 {
+		return k.Ctx.CopyOnDevice(a.Y, a.X, last.n*a.Size, s)
+	}
+	if tiles, l, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
+		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
+		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
+	}
+	total := 1
+	for _, d := range dims {
+		total *= d.n
+	}
+	if total > math.MaxInt32 { // kernels count elements in 32 bits
+		return halves(k, s, a, dims)
+	}
+	size := a.widen(dims)
+	total /= size / a.Size
+	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(encodeLayout(dims), 8).Uint32(uint32(total))
+	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size), kernel.Line(kernel.CeilDiv(total, 4*256), 256), l)
+}
+
+// halves copies one half of the outermost dimension after the other.
+func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
+	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
+	for _, d := range dims {
+		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n), append(half.YStrides, d.y), append(half.XStrides, d.x)
+	}
+	n := dims[0].n
+	half.Dims[0] = n / 2
+	if err := half.Launch(k, s); err != nil {
+		return err
+	}
+	half.Y, half.X = a.Y.Offset(n/2*dims[0].y*a.Size), a.X.Offset(n/2*dims[0].x*a.Size)
+	half.Dims = append([]int{n - n/2}, half.Dims[1:]...)
+	return half.Launch(k, s)
+}
+
+// merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch on both sides merged. It
+// is nil when there is nothing to copy.
+func (a Copy) merged() ([]layout, error) {
+	if len(a.Dims) != len(a.YStrides) || len(a.Dims) != len(a.XStrides) {
+		return nil, fmt.Errorf("kernels.Copy: dimensions %v, strides %v and %v: want as many of each", a.Dims, a.YStrides, a.XStrides)
+	}
+	if !slices.Contains([]int{2, 4, 8, 16}, a.Size) {
+		return nil, fmt.Errorf("kernels.Copy: elements of %d bytes, want 2, 4, 8 or 16", a.Size)
+	}
+	if empty, err := kernel.CheckSizes("Copy", a.Dims...); empty || err != nil {
+		return nil, err
+	}
+	var dims []layout
+	for i, n := range a.Dims {
+		d := layout{n, a.YStrides[i], a.XStrides[i]}
+		if n == 1 {
+			continue
+		}
+		if last := len(dims) - 1; last >= 0 && dims[last].y == n*d.y && dims[last].x == n*d.x {
+			d.n *= dims[last].n
+			dims[last] = d
+			continue
+		}
+		dims = append(dims, d)
+	}
+	if len(dims) == 0 {
+		dims = []layout{{1, 1, 1}}
+	}
+	if len(dims) > copyDims {
+		return nil, fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after merging, want at most %d",
+			a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
+	}
+	return dims, nil
+}
+
+// widen makes the innermost stretch one of wider elements, as far as sizes, strides and addresses allow, and returns their size.
+func (a Copy) widen(dims []layout) int {
+	last := &dims[len(dims)-1]
+	size := a.Size
+	if last.y != 1 || last.x != 1 {
+		return size
+	}
+	for size < 16 && last.n%2 == 0 && (int(a.Y)|int(a.X))%(2*size) == 0 {
+		for _, d := range dims[:len(dims)-1] {
+			if d.y%2 != 0 || d.x%2 != 0 {
+				return size
+			}
+		}
+		for i := range dims[:len(dims)-1] {
+			dims[i].y /= 2
+			dims[i].x /= 2
+		}
+		last.n /= 2
+		size *= 2
+	}
+	return size
+}
+
+// transposition finds the two dimensions that are innermost on either side, if they differ, and puts them last: that of x,
+// then that of y. It returns the grid of tiles, whose edge is given, and the layout.
+func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
+	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
+	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
+	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
+		return gpu.Dim{}, nil, false
+	}
+	others := 1
+	var order []layout
+	for i, d := range dims {
+		if i != iy && i != ix {
+			order = append(order, d)
+			others *= d.n
+		}
+	}
+	tiles := gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile), Z: others}
+	if tiles.Y > 65535 || tiles.Z > 65535 {
+		return gpu.Dim{}, nil, false
+	}
+	return tiles, encodeLayout(append(order, dims[ix], dims[iy])), true
+}
+
+// encodeLayout is a Layout of layout.cu, with dimensions of size 1 in front.
+func encodeLayout(dims []layout) []byte {
+	all := slices.Repeat([]layout{{1, 0, 0}}, copyDims-len(dims))
+	all = append(all, dims...)
+	var b []byte
+	for _, of := range []func(layout) int{
+		func(d layout) int { return d.n }, func(d layout) int { return d.y }, func(d layout) int { return d.x },
+	} {
+		for _, d := range all {
+			b = binary.LittleEndian.AppendUint64(b, uint64(of(d)))
+		}
+	}
+	return b
+}

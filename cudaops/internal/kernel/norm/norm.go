@@ -1,0 +1,429 @@
+package norm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
+// it does so to Sum = X + Residual, which it writes; Sum may be the memory of either. Rstd [Rows] and W [D] are float32, the
+// others of the same type; Rstd may be null.
+//
+// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+//
+// Rows are taken from the last to the first, as most kernels write the last ones last, and the cache still holds these. Ascending
+// is for an X whose first rows were written last.
+type RMSNorm struct {
+	Y, Rstd, Sum, X, Residual, W gpu.Ptr
+	Rows, D                      int
+	Eps                          float64
+	Type                         gpu.DType
+	Y8, Scale8                   gpu.Ptr
+	Ascending                    bool
+	Way                          kernel.Way
+}
+
+// across is the threads that hold a row, so many packs of 16 bytes each.
+func (a RMSNorm) across(packs int) int {
+	return kernel.CeilDiv(a.D, 32*packs*kernel.Vector(a.Type)) * 32
+}
+
+var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
+
+// heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a block. What is best without
+// a residual, two packs, would be too much in flight with one.
+func (a RMSNorm) heldWays() (ways []kernel.Way) {
+	families := []string{"held2", "held1", "held4"}
+	if a.Residual != 0 {
+		families = []string{"held1", "held2", "held4"}
+	}
+	for _, family := range families {
+		packs := heldPacks[family]
+		across := a.across(packs)
+		if across > quantize.HeldThreads || packs > 1 && a.across(packs/2) == 32 { // too few threads, or more packs than there are
+			continue
+		}
+		usual := max(1, 128/across)
+		if a.Residual == 0 && across > 128 {
+			usual = max(1, quantize.HeldThreads/across)
+		}
+		ways = append(ways, kernel.Way{Family: family, Size: usual})
+		if len(ways) > 1 {
+			continue
+		}
+		for _, rows := range []int{1, 2, 4} {
+			if rows != usual && 64 <= rows*across && rows*across <= quantize.HeldThreads {
+				ways = append(ways, kernel.Way{Family: family, Size: rows})
+			}
+		}
+	}
+	return ways
+}
+
+// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: rows held in registers, and a block
+// a row.
+func RMSNormWays(k *kernel.Set, a RMSNorm) (ways []kernel.Way, err error) {
+	if _, err := kernel.Suffix("RMSNorm", a.Type); err != nil {
+		return nil, err
+	}
+	if kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) && quantize.Float8Packs(a.Type, a.Y8) {
+		ways = a.heldWays()
+	}
+	return append(ways, kernel.Way{Family: "any"}), nil
+}
+
+// Launch launches one kernel, or a second one for Y8 where a row is a block's.
+func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
+	suf, err := kernel.Suffix("RMSNorm", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := kernel.CheckInts("RMSNorm", a.Rows, a.D); empty || err != nil {
+		return err
+	}
+	if a.Residual != 0 && a.Sum == 0 {
+		return errors.New("kernels.RMSNorm: a Residual is given, but no Sum to write")
+	}
+	float8, err := quantize.Float8Rows("RMSNorm", a.Type, a.Y8, a.Scale8)
+	if err != nil {
+		return err
+	}
+	ways, err := RMSNormWays(k, a)
+	if err != nil {
+		return err
+	}
+	w, err := a.Way.Of("RMSNorm", ways)
+	if err != nil {
+		return err
+	}
+	l := kernel.Args()
+	if float8 && w.Family != "any" {
+		l.Ptr(a.Y8).Ptr(a.Scale8)
+		suf = "_float8" + suf
+	}
+	l.Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
+	if w.Family == "any" {
+		l.Int32(a.D).Float32(float32(a.Eps))
+		if err := k.Enqueue(s, "norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || !float8 {
+			return err
+		}
+		return quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D, Type: a.Type}.Launch(k, s)
+	}
+	name := "rmsnorm_" + w.Family + suf
+	if a.Residual != 0 {
+		name = "rmsnorm_add_" + w.Family + suf
+	}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, w.Size)}, Block: gpu.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
+	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(kernel.Bit(a.Ascending)))
+	return k.Enqueue(s, "norm", name, c, l)
+}
+
+// walkStages is the rows on their way of each group of threads that walks down them, kStages of norm.cu.
+const WalkStages = 3
+
+// walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
+// takes the arguments and the GPU has room for so many rows.
+func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig, fits bool, err error) {
+	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
+	down := max(1, 512/across)
+	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(WalkStages*a.arrays()*16*across, 4*a.D) * down}
+	if !a.packed() || across > 1024 ||
+		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
+		return c, false, nil
+	}
+	blocks, err := k.Resident("norm", a.kernel("rmsnorm_backward")+suf, across*down, c.Shared)
+	c.Grid.X = min(blocks, most*k.Info.SMs, kernel.CeilDiv(a.Rows, down), normParts(k, a.D, a.Type))
+	return c, true, err
+}
+
+// ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
+var OwnWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
+
+// ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
+const OwnStages = 2
+
+// own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of two, and what the kernel is called
+// behind rmsnorm_backward, if it takes the arguments and the GPU has room for so many rows.
+func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fits bool) {
+	packs, across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)), 1
+	name = "_own"
+	if packs > 4 {
+		packs, across, name = kernel.CeilDiv(packs, 2), 2, "_pair"
+	}
+	most, ok := OwnWarps[packs]
+	if !ok || !a.packed() {
+		return name, c, false
+	}
+	perWarp := OwnStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
+	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
+	if warps < 4 {
+		return name, c, false
+	}
+	down := warps / across
+	return name + strconv.Itoa(packs), gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.Info.SMs, kernel.CeilDiv(a.Rows, down))},
+		Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
+}
+
+// RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
+//
+//	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
+//
+// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's. DW [D] is of type DWType.
+// Workspace is memory of [Kernels.RMSNormWorkspace] bytes.
+//
+// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+//
+// Where Parts is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
+// until then.
+type RMSNormBackward struct {
+	DX, DW, G, X, W, Rstd, Add gpu.Ptr
+	Rows, D                    int
+	Type, DWType               gpu.DType
+	Workspace                  gpu.Ptr
+	DX8, Scale8                gpu.Ptr
+	Parts                      *RMSNormParts
+	Way                        kernel.Way
+}
+
+// RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32. Without D it is nothing.
+type RMSNormParts struct {
+	DW, Partial gpu.Ptr
+	Parts, D    int
+	Type        gpu.DType // of DW
+}
+
+// rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
+const rmsNormPartsMost = 64
+
+// AddRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
+func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
+	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
+	for len(left) > 0 {
+		t := left[0].Type
+		suf, err := kernel.Suffix("AddRMSNormParts", t)
+		if err != nil {
+			return err
+		}
+		a, n, d := kernel.Args(), 0, 0
+		for ; n < min(len(left), rmsNormPartsMost) && left[n].Type == t; n++ {
+			p := left[n]
+			a.Ptr(p.DW).Ptr(p.Partial).Int32(p.Parts).Int32(p.D)
+			d = max(d, p.D)
+		}
+		left = left[n:]
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: n}, Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
+		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum"+suf, c, kernel.Table(a, n, rmsNormPartsMost)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// packed reports whether rows can be moved 16 bytes at a time.
+func (a RMSNormBackward) packed() bool {
+	return kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) && quantize.Float8Packs(a.Type, a.DX8)
+}
+
+// kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the type.
+func (a RMSNormBackward) kernel(name string) string {
+	if a.DX8 != 0 {
+		return name + "_float8"
+	}
+	return name
+}
+
+// normBlocks is the most blocks a multiprocessor that leave partial sums.
+const normBlocks = 4
+
+// normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
+// rows of their own, since these are kept for long.
+func normParts(k *kernel.Set, d int, t gpu.DType) int {
+	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(OwnWarps) {
+		return k.Info.SMs
+	}
+	return normBlocks * k.Info.SMs
+}
+
+// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type takes.
+func RMSNormWorkspace(k *kernel.Set, d int, t gpu.DType) int { return 4 * d * normParts(k, d, t) }
+
+// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up, unless
+// they are left.
+func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
+	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
+	if err != nil {
+		return err
+	}
+	if _, err := kernel.Suffix("RMSNormBackward", a.DWType); err != nil {
+		return err
+	}
+	if a.Parts != nil {
+		*a.Parts = RMSNormParts{}
+	}
+	if empty, err := kernel.CheckInts("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
+		return err
+	} else if empty {
+		return elementwise.Fill(k, s, a.DW, 0, a.D, a.DWType)
+	}
+	if _, err := quantize.Float8Rows("RMSNormBackward", a.Type, a.DX8, a.Scale8); err != nil {
+		return err
+	}
+	blocks, err := normBackward(k, s, a, suf)
+	if err != nil {
+		return err
+	}
+	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D, Type: a.DWType}
+	if a.Parts != nil {
+		*a.Parts = left
+		return nil
+	}
+	return addParts(k, s, []RMSNormParts{left})
+}
+
+// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps, or pairs of them, that
+// take rows of their own; for longer rows blocks that walk down them, as many a multiprocessor as there is room for or fewer; and a block
+// a row. Walking is no way for short rows, since a tuner that times single launches cannot tell the two apart, and in training, at a
+// lower clock, walking falls behind.
+func RMSNormBackwardWays(k *kernel.Set, a RMSNormBackward) (ways []kernel.Way, err error) {
+	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
+	if err != nil {
+		return nil, err
+	}
+	plain := kernel.Way{Family: "any"}
+	if _, _, fits := own(k, a); fits {
+		return []kernel.Way{{Family: "own"}, plain}, nil
+	}
+	grid := 0
+	for _, blocks := range []int{normBlocks, 2, 1} {
+		c, fits, err := walk(k, a, suf, blocks)
+		if err != nil {
+			return nil, err
+		}
+		if fits && c.Grid.X != grid { // else it is the same launch
+			ways = append(ways, kernel.Way{Family: "rows", Size: blocks})
+			grid = c.Grid.X
+		}
+	}
+	return append(ways, plain), nil
+}
+
+// arrays is how many are read.
+func (a RMSNormBackward) arrays() int {
+	if a.Add != 0 {
+		return 3
+	}
+	return 2
+}
+
+// normBackward computes DX and returns how many rows of partial sums it left.
+func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
+	ways, err := RMSNormBackwardWays(k, a)
+	if err != nil {
+		return 0, err
+	}
+	w, err := a.Way.Of("RMSNormBackward", ways)
+	if err != nil {
+		return 0, err
+	}
+	if w.Family == "any" {
+		return normBackwardAny(k, s, a, suf)
+	}
+	c, symbol := gpu.LaunchConfig{}, "rmsnorm_backward"
+	if w.Family == "own" {
+		var name string
+		name, c, _ = own(k, a)
+		symbol += name
+	} else if c, _, err = walk(k, a, suf, w.Size); err != nil {
+		return 0, err
+	}
+	l := kernel.Args()
+	if a.DX8 != 0 {
+		l.Ptr(a.DX8).Ptr(a.Scale8)
+	}
+	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
+	return c.Grid.X, k.Enqueue(s, "norm", a.kernel(symbol)+suf, c, l)
+}
+
+// normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
+func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
+	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks}, Block: gpu.Dim{X: 256}}
+	l := kernel.Args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(int64(a.Rows)).Int32(a.D)
+	if err := k.Enqueue(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {
+		return 0, err
+	}
+	l = kernel.Args().Ptr(a.DX).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int32(a.D)
+	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || a.DX8 == 0 {
+		return blocks, err
+	}
+	return blocks, quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D, Type: a.Type}.Launch(k, s)
+}
+
+// SumRMSNormParts adds up what backward passes have left.
+type SumRMSNormParts struct{ All []*RMSNormParts }
+
+// Join returns one launch for both.
+func (p SumRMSNormParts) Join(other any) (any, bool) {
+	o, ok := other.(SumRMSNormParts)
+	return SumRMSNormParts{slices.Concat(p.All, o.All)}, ok
+}
+
+// Whole is the pass with its weights' gradient, for whose parts the later launch then has nothing to do.
+func (a RMSNormBackward) Whole() any {
+	if a.Parts != nil {
+		*a.Parts, a.Parts = RMSNormParts{}, nil
+	}
+	return a
+}
+
+// Shape is rows and columns, and what else the pass does.
+func (a RMSNorm) Shape() string {
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
+}
+
+// Shape is rows and columns, and what else the pass does.
+func (a RMSNormBackward) Shape() string {
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Add != 0, "with sum"), kernel.With(a.DX8 != 0, "and float8"))
+}
+
+// Units are where the kernels are.
+func (a RMSNorm) Units() []string { return []string{"norm"} }
+
+// Units is that of [Tuned].
+func (a RMSNormBackward) Units() []string { return []string{"norm"} }
+
+// Computes reports whether arithmetic bounds the launch.
+func (a RMSNorm) Computes() bool { return false }
+
+// Computes is that of [Tuned].
+func (a RMSNormBackward) Computes() bool { return false }
+
+// WorkspaceBytes is the size of Workspace.
+func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return RMSNormWorkspace(kernel.Sized(d), a.D, a.Type)
+}
+
+// Ways lists the ways that take the launch.
+func (a RMSNorm) Ways(k *kernel.Set) []kernel.Way {
+	ways, _ := RMSNormWays(k, a) // an error comes back from the launch
+	return ways
+}
+
+// Ways lists the ways that take the launch.
+func (a RMSNormBackward) Ways(k *kernel.Set) []kernel.Way {
+	ways, _ := RMSNormBackwardWays(k, a)
+	return ways
+}
+
+// Launch enqueues it.
+func (a SumRMSNormParts) Launch(k *kernel.Set, s gpu.Stream) error {
+	return addParts(k, s, kernel.Values(a.All))
+}

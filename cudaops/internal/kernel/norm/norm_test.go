@@ -1,0 +1,150 @@
+package norm
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// TestRMSNorm takes every way that takes the arguments.
+func TestRMSNorm(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048}, {17, 4096}, {3, 8192}, {2, 8200}, {3, 16384}, {3, 4099}}
+	for i, shape := range shapes {
+		for _, dt := range kerneltest.StorageTypes {
+			for _, residual := range []bool{false, true} {
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, residual, way)
+					g.Scope(name, func(g *kerneltest.Rig) { ways = rmsNorm(g, shape[0], shape[1], dt, residual, i%2, i%3 == 0, way) })
+				}
+			}
+		}
+	}
+}
+
+// rmsNorm checks one of the ways and returns how many there are.
+func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew int, inPlace bool, way int) int {
+	x, xr := g.Normal(rows*d, dt, skew)
+	w, wr := g.Normal(d, kerneltest.F32, 0)
+	y, rstd := g.Alloc(rows*d, dt, skew), g.Alloc(rows, kerneltest.F32, 0)
+	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt,
+		Ascending: g.Rand.IntN(2) == 0}
+	if residual {
+		r, rr := g.Normal(rows*d, dt, skew)
+		sum := x
+		if !inPlace {
+			sum = g.Alloc(rows*d, dt, skew)
+			defer g.Near("x", x, slices.Clone(xr), 0)
+		}
+		a.Residual, a.Sum, x = r.Ptr, sum.Ptr, sum
+		for i := range xr {
+			xr[i] += rr[i]
+		}
+		xr = kerneltest.Decode(kerneltest.Encode(xr, dt), dt)
+	}
+	ways, err := RMSNormWays(g.Set, a)
+	g.Must(err)
+	a.Way = ways[way]
+	g.Must(a.Launch(g.Set, g.Stream))
+	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
+	cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
+	g.Near("sum", x, xr, 0)
+	g.Near("y", y, wantY, kerneltest.Forward(dt))
+	g.Near("rstd", rstd, wantR, 1e-6)
+	return len(ways)
+}
+
+// TestRMSNormBackward takes every way that takes the arguments.
+func TestRMSNormBackward(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {1500, 4096}, {1003, 2056}, {5, 3000}, {30, 8192}, {2, 8200},
+		{700, 4099}, {5, 512}, {4444, 512}, {3, 1024}, {2222, 1024}, {33, 904}, {999, 904}, {2, 9}, {1, 520}, {1111, 1288}, {3, 1544}}
+	for i, shape := range shapes {
+		for _, dt := range kerneltest.StorageTypes {
+			for _, add := range []bool{false, true} {
+				if !g.Some() {
+					continue
+				}
+				for way, ways := 0, 1; way < ways; way++ {
+					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, way)
+					g.Scope(name, func(g *kerneltest.Rig) { ways = rmsNormBackward(g, shape[0], shape[1], dt, add, i%2, i%3 == 0, way) })
+				}
+			}
+		}
+	}
+}
+
+// rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of X's type.
+func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, skew int, same bool, way int) int {
+	x, xr := g.Normal(rows*d, dt, skew)
+	dy, gr := g.Normal(rows*d, dt, skew)
+	w, wr := g.Normal(d, kerneltest.F32, 0)
+	wantRstd, discard := make([]float64, rows), make([]float64, rows*d)
+	cpu.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
+	rstd, rr := g.Upload(wantRstd, kerneltest.F32, 0)
+	wantX, wantW := make([]float64, rows*d), make([]float64, d)
+	cpu.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
+
+	dwType := kerneltest.F32
+	if same {
+		dwType = dt
+	}
+	work := g.Alloc(RMSNormWorkspace(g.Set, d, dt)/4, kerneltest.F32, 0)
+	dx, dw := g.Alloc(rows*d, dt, skew), g.Alloc(d, dwType, 0)
+	a := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
+		Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}
+	if add {
+		b, br := g.Normal(rows*d, dt, skew)
+		a.Add, a.DX, dx = b.Ptr, b.Ptr, b
+		for i, v := range br {
+			wantX[i] += v
+		}
+	}
+	ways, err := RMSNormBackwardWays(g.Set, a)
+	g.Must(err)
+	a.Way = ways[way]
+	g.Must(a.Launch(g.Set, g.Stream))
+	g.Near("dx", dx, wantX, kerneltest.Backward(dt))
+	g.Near("dw", dw, wantW, kerneltest.Backward(dwType))
+	return len(ways)
+}
+
+// TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits of a launch each.
+func TestRMSNormPartsTogether(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	shapes := [][2]int{{2003, 768}, {50, 32}, {333, 2048}, {700, 4099}, {1, 8}, {300, 4096}}
+	var left []RMSNormParts
+	var sums []*kerneltest.Buffer
+	var want [][]float64
+	for i := range rmsNormPartsMost + 9 {
+		rows, d := shapes[i%len(shapes)][0], shapes[i%len(shapes)][1]
+		x, _ := g.Normal(rows*d, kerneltest.Bf16, 0)
+		dy, _ := g.Normal(rows*d, kerneltest.Bf16, 0)
+		w, _ := g.Normal(d, kerneltest.F32, 0)
+		rstd, _ := g.Normal(rows, kerneltest.F32, 0)
+		a := RMSNormBackward{DX: g.Alloc(rows*d, kerneltest.Bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16, DWType: kerneltest.F32,
+			Workspace: g.Alloc(RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0).Ptr}
+		if i%11 == 0 {
+			a.DWType = kerneltest.Bf16
+		}
+		single, dw := g.Alloc(d, a.DWType, 0), g.Alloc(d, a.DWType, 0)
+		a.DW = single.Ptr
+		g.Must(a.Launch(g.Set, g.Stream))
+		want = append(want, g.Read(single))
+		a.DW, a.Parts = dw.Ptr, new(RMSNormParts)
+		g.Must(a.Launch(g.Set, g.Stream))
+		left, sums = append(left, *a.Parts), append(sums, dw)
+	}
+	left = append(left, RMSNormParts{}) // of a pass over no rows
+	g.Must(addParts(g.Set, g.Stream, left))
+	for i, dw := range sums {
+		if got := g.Read(dw); !slices.Equal(got, want[i]) {
+			t.Errorf("weights %d, of %d: their gradient differs", i, len(got))
+		}
+	}
+}

@@ -1,0 +1,330 @@
+package optimizer
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// parameter is a tensor on the GPU and its reference.
+type parameter struct {
+	Tensor
+	p, copy, grad, m, v, work *kerneltest.Buffer
+	rp, rg, rm, rv            []float64
+	rows, cols                int
+}
+
+func newParameter(g *kerneltest.Rig, rows, cols int, gradType, copyType gpu.DType) *parameter {
+	n := rows * cols
+	q := &parameter{rows: rows, cols: cols, copy: g.Alloc(n, copyType, 0), work: g.Alloc(n, gradType, 0)}
+	q.p, q.rp = g.Normal(n, kerneltest.F32, 0)
+	q.grad, q.rg = g.Normal(n, gradType, 0)
+	q.m, q.rm = g.Upload(make([]float64, n), kerneltest.F32, 0)
+	q.v, q.rv = g.Upload(make([]float64, n), kerneltest.F32, 0)
+	q.Tensor = Tensor{Param: q.p.Ptr, Copy: q.copy.Ptr, Grad: q.grad.Ptr, First: q.m.Ptr, Second: q.v.Ptr,
+		Direction: q.work.Ptr, Result: q.work.Ptr, Size: n, LRScale: 1, ShapeScale: 1, Decay: 0.1, Beta1: 0.9, Beta2: 0.999,
+		CopyType: copyType, GradType: gradType, DirectionType: gradType}
+	return q
+}
+
+// newGrad replaces the gradient.
+func newGrad(g *kerneltest.Rig, q *parameter) {
+	for i := range q.rg {
+		q.rg[i] = g.Rand.NormFloat64()
+	}
+	raw := kerneltest.Encode(q.rg, q.GradType)
+	copy(q.rg, kerneltest.Decode(raw, q.GradType))
+	g.Must(g.Ctx.CopyToDevice(q.grad.Ptr, raw, g.Stream))
+}
+
+func newTable(g *kerneltest.Rig, qs []*parameter) (*Table, gpu.Ptr) {
+	g.Helper()
+	tensors := make([]Tensor, len(qs))
+	for i, q := range qs {
+		tensors[i] = q.Tensor
+	}
+	t, err := NewTable(g.Set, tensors)
+	g.Must(err)
+	g.Cleanup(func() { g.Must(t.Free()) })
+	return t, g.Alloc(t.Chunks, kerneltest.F32, 0).Ptr
+}
+
+func newControl(g *kerneltest.Rig, c Control) gpu.Ptr {
+	g.Helper()
+	p := g.Alloc(ControlBytes/4, kerneltest.F32, 0).Ptr
+	g.Must(g.Ctx.CopyToDevice(p, c.Bytes(), g.Stream))
+	return p
+}
+
+func readControl(g *kerneltest.Rig, p gpu.Ptr) Control {
+	g.Helper()
+	raw := make([]byte, ControlBytes)
+	g.Must(g.Ctx.CopyToHost(raw, p, g.Stream))
+	return DecodeControl(raw)
+}
+
+// parameters are of all types and sizes around a chunk's.
+func newParameters(g *kerneltest.Rig) []*parameter {
+	sizes := [][2]int{{3, 3}, {7, 1}, {64, 128}, {91, 91}, {300, 257}, {1, 8195}}
+	var qs []*parameter
+	for i, s := range sizes {
+		q := newParameter(g, s[0], s[1], kerneltest.StorageTypes[i%3], kerneltest.StorageTypes[(i+1)%3])
+		q.LRScale, q.Decay = 1/float64(i+1), 0.1*float64(i%2)
+		if i%3 == 2 {
+			q.Copy = 0
+		}
+		qs = append(qs, q)
+	}
+	return qs
+}
+
+func nearCopy(g *kerneltest.Rig, q *parameter) {
+	g.Helper()
+	if q.Copy != 0 {
+		p := g.Read(q.p)
+		g.Near("copy", q.copy, kerneltest.Decode(kerneltest.Encode(p, q.CopyType), q.CopyType), 0)
+	}
+}
+
+func TestAdamW(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, clip := range []float64{0, 3, 1e9} {
+		g.Scope(fmt.Sprint("clip ", clip), func(g *kerneltest.Rig) {
+			qs := newParameters(g)
+			qs[1].Step = 7 // one that joined earlier
+			table, squares := newTable(g, qs)
+			for step := range 4 {
+				lr := 0.01 * float64(step+1)
+				c := Control{LR: lr, Eps: 1e-8, MaxNorm: clip, GradScale: 0.5, SkipNonFinite: true}
+				var sum float64
+				for _, q := range qs {
+					newGrad(g, q)
+					sum += cpu.SumSquares(q.rg)
+				}
+				control := newControl(g, c)
+				g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
+				g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+				g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+				norm := 0.5 * math.Sqrt(sum)
+				if got := readControl(g, control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm || got.Skipped || got.LR != lr {
+					g.Errorf("control block %+v, want norm %v", got, norm)
+				}
+				scale := 0.5
+				if clip > 0 {
+					scale *= min(1, clip/(norm+1e-6))
+				}
+				for i, q := range qs {
+					cpu.ScaleBy(q.rg, scale)
+					cpu.AdamW(q.rp, q.rg, q.rm, q.rv, cpu.AdamWStep{LR: lr * q.LRScale, Beta1: 0.9, Beta2: 0.999, Eps: 1e-8,
+						Decay: q.Decay, Step: step + 1 + int(q.Step)})
+					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
+					g.Near(what+"parameter", q.p, q.rp, 1e-6)
+					g.Near(what+"first moment", q.m, q.rm, 1e-6)
+					g.Near(what+"second moment", q.v, q.rv, 1e-6)
+					nearCopy(g, q)
+				}
+			}
+			steps, err := table.Steps(g.Stream)
+			g.Must(err)
+			if steps[0] != 4 || steps[1] != 11 {
+				g.Errorf("steps %v", steps)
+			}
+		})
+	}
+}
+
+// TestAdamWRounds wants every single change to be right to a few roundings of float32, from gradients whose squares are lost
+// to such as are near overflow.
+func TestAdamWRounds(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	const n = 1 << 18
+	for _, eps := range []float64{1e-8, 1e-3, 1e-20} {
+		grads, firsts, seconds := make([]float64, n), make([]float64, n), make([]float64, n)
+		for i := range grads {
+			grads[i] = math.Pow(10, 42*g.Rand.Float64()-26)
+			if eps < 1e-8 { // of no use beside squares that are lost
+				grads[i] = math.Pow(10, 34*g.Rand.Float64()-16)
+			}
+			firsts[i], seconds[i] = grads[i]*2*g.Rand.Float64(), grads[i]*grads[i]*2*g.Rand.Float64()
+		}
+		grad, rg := g.Upload(grads, kerneltest.F32, 0)
+		m, rm := g.Upload(firsts, kerneltest.F32, 0)
+		v, rv := g.Upload(seconds, kerneltest.F32, 0)
+		p, rp := g.Upload(make([]float64, n), kerneltest.F32, 0)
+		table, squares := newTable(g, []*parameter{{Tensor: Tensor{Param: p.Ptr, Grad: grad.Ptr, First: m.Ptr, Second: v.Ptr, Size: n, LRScale: 1,
+			Beta1: 0.9, Beta2: 0.999, Step: 4}}})
+		control := newControl(g, Control{LR: 0.5, Eps: eps, GradScale: 1})
+		g.Must(GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+		cpu.AdamW(rp, rg, rm, rv, cpu.AdamWStep{LR: 0.5, Beta1: 0.9, Beta2: 0.999, Eps: eps, Step: 5})
+		worst, at := 0.0, 0
+		for i, got := range g.Read(p) {
+			if e := math.Abs(got-rp[i]) / math.Abs(rp[i]); !(e <= worst) {
+				worst, at = e, i
+			}
+		}
+		t.Logf("with ε %v the largest relative error of a change is %.1f · 2⁻²⁴", eps, worst*0x1p24)
+		if !(worst <= 0x1p-20) {
+			t.Errorf("with ε %v and a gradient of %v the change has a relative error of %.3g, want at most 2⁻²⁰", eps, rg[at], worst)
+		}
+	}
+}
+
+func TestStepWithNaNIsSkipped(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	qs := newParameters(g)
+	table, squares := newTable(g, qs)
+	bad := qs[4].grad.Offset(int(1e4) * qs[4].GradType.Size())
+	g.Must(g.Ctx.CopyToDevice(bad, kerneltest.Encode([]float64{math.Inf(1)}, qs[4].GradType), g.Stream))
+	for _, skip := range []bool{true, false} {
+		control := newControl(g, Control{LR: 1, GradScale: 1, MaxNorm: 1, SkipNonFinite: skip})
+		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+		if got := readControl(g, control); got.Skipped != skip || !math.IsInf(float64(got.Norm), 1) {
+			t.Errorf("control block %+v", got)
+		}
+		steps, err := table.Steps(g.Stream)
+		g.Must(err)
+		if (steps[0] == 0) != skip {
+			t.Errorf("steps %v", steps)
+		}
+		if skip {
+			for _, q := range qs {
+				g.Near("parameter", q.p, q.rp, 0)
+				g.Near("moment", q.m, q.rm, 0)
+			}
+		}
+	}
+}
+
+func TestMuon(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, nesterov := range []bool{false, true} {
+		g.Scope(fmt.Sprint("nesterov ", nesterov), func(g *kerneltest.Rig) {
+			qs := newParameters(g)
+			for _, q := range qs {
+				q.Beta1, q.ShapeScale = 0.95, math.Sqrt(max(1, float64(q.rows)/float64(q.cols)))
+			}
+			table, squares := newTable(g, qs)
+			for step := range 3 {
+				for _, q := range qs {
+					newGrad(g, q)
+				}
+				control := newControl(g, Control{LR: 0.02, GradScale: 1})
+				g.Must(GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}.Launch(g.Set, g.Stream))
+				g.Must(MuonDirection{Control: control, Squares: squares, Table: table, Nesterov: nesterov}.Launch(g.Set, g.Stream))
+				g.Must(MuonApply{Control: control, Table: table}.Launch(g.Set, g.Stream))
+				for i, q := range qs {
+					u := make([]float64, len(q.rg))
+					for i, v := range q.rg {
+						q.rm[i] += 0.05 * (v - q.rm[i])
+						if u[i] = q.rm[i]; nesterov {
+							u[i] = v + 0.95*(q.rm[i]-v)
+						}
+					}
+					cpu.ScaleBy(u, 1/(math.Sqrt(cpu.SumSquares(u))+1e-7))
+					for i := range u {
+						q.rp[i] = (1-0.02*q.LRScale*q.Decay)*q.rp[i] - 0.02*q.LRScale*q.ShapeScale*u[i]
+					}
+					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
+					g.Near(what+"momentum", q.m, q.rm, 1e-6)
+					g.Near(what+"direction", q.work, u, kerneltest.Forward(q.DirectionType))
+					g.Near(what+"parameter", q.p, q.rp, max(1e-6, kerneltest.Forward(q.DirectionType)/10))
+					nearCopy(g, q)
+				}
+			}
+		})
+	}
+}
+
+// TestLossScaleMoves wants gradients to be divided by the loss scale, and the scale to be halved by a step that is skipped,
+// but not below 1, and doubled by the 2000th good one in a row.
+func TestLossScaleMoves(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)
+	table, squares := newTable(g, []*parameter{q})
+	norm := math.Sqrt(cpu.SumSquares(q.rg))
+	scale := g.Alloc(LossScaleBytes/4, kerneltest.F32, 0).Ptr
+	for _, c := range []struct {
+		from, want LossScale
+		skipped    bool
+	}{
+		{LossScale{1 << 16, 3, 4}, LossScale{1 << 16, 4, 4}, false},
+		{LossScale{1 << 16, 1999, 4}, LossScale{1 << 17, 0, 4}, false},
+		{LossScale{0x1p127, 1999, 0}, LossScale{0x1p127, 0, 0}, false},
+		{LossScale{1 << 16, 1999, 4}, LossScale{1 << 15, 0, 5}, true},
+		{LossScale{1, 7, 0}, LossScale{1, 0, 1}, true},
+	} {
+		at := q.grad.Ptr.Offset(5 * 4)
+		bad := q.rg[5]
+		if c.skipped {
+			bad = math.NaN()
+		}
+		control := newControl(g, Control{LR: 0.1, Eps: 1e-8, GradScale: 1, MaxNorm: 1e-3 * norm, SkipNonFinite: true})
+		g.Must(g.Ctx.CopyToDevice(at, kerneltest.Encode([]float64{bad}, kerneltest.F32), g.Stream))
+		g.Must(g.Ctx.CopyToDevice(scale, c.from.Bytes(), g.Stream))
+		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: scale}.Launch(g.Set, g.Stream))
+		got := readControl(g, control)
+		left := make([]byte, LossScaleBytes)
+		g.Must(g.Ctx.CopyToHost(left, scale, g.Stream))
+		if got.Next != c.want || !bytes.Equal(left, c.want.Bytes()) || got.Skipped != c.skipped {
+			t.Errorf("after %+v the block is %+v and the scale % x, want %+v", c.from, got, left, c.want)
+		}
+		if want := norm / float64(c.from.Scale); !c.skipped && math.Abs(float64(got.Norm)-want) > 1e-6*want {
+			t.Errorf("the norm is %v, want %v", got.Norm, want)
+		}
+	}
+}
+
+// TestTableChunks wants a table to tell whose part a chunk is and what it takes on the device.
+func TestTableChunks(t *testing.T) {
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	table, err := NewTable(kernel.New(ctx), []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1}, {Size: OptimChunk}, {Size: 3}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var of []int
+	for chunk := range table.Chunks {
+		of = append(of, table.TensorOf(chunk))
+	}
+	if want := []int{0, 1, 1, 1, 2, 3}; !slices.Equal(of, want) {
+		t.Errorf("the chunks are of the tensors %v, want %v", of, want)
+	}
+	if held := ctx.Stats().DeviceBytes; int64(table.Bytes) != held {
+		t.Errorf("the table tells of %d bytes and holds %d", table.Bytes, held)
+	}
+	if err := errors.Join(table.Free(), ctx.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestNormSameBits wants the norm of gradients to be the same in every bit, run after run.
+func TestNormSameBits(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	table, squares := newTable(g, []*parameter{newParameter(g, 3001, 768, kerneltest.Bf16, kerneltest.Bf16)})
+	norms := map[float32]bool{}
+	for range 6 {
+		control := newControl(g, Control{GradScale: 1})
+		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+		norms[float32(readControl(g, control).Norm)] = true
+	}
+	if len(norms) != 1 {
+		t.Errorf("norms %v", norms)
+	}
+}

@@ -1,0 +1,154 @@
+package quantize
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// QuantizeWeight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of [Quantize], and where its
+// columns, Turned and TurnedScale as Y and Scale of [QuantizeColumns], both of which may be null. Rows and D are multiples of 16, and
+// so are addresses.
+type Weight struct {
+	X, Y, Scale, Turned, TurnedScale gpu.Ptr
+	Rows, D                          int
+}
+
+// deviceWeight is Weight of quantize_weights.cu.
+type deviceWeight struct {
+	x, y, scale, turned, turnedScale, most gpu.Ptr
+	rows, d                                int32
+}
+
+// The strip of a block, kRows and kStripColumns of quantize_weights.cu, and its threads.
+const WeightRows, WeightColumns, WeightThreads = 128, 256, 256
+
+// weightLead is the strips of a weight whose largest numbers are looked for before the weight ahead of it is rounded: as many as an H200
+// works on at once, so that it has something to do while the last strips of that one are looked at.
+const weightLead = 512
+
+// QuantizeTable is weights laid out on the device, so that one call is for all. Its memory is its own.
+type Table struct {
+	ctx             gpu.Context
+	weights, strips gpu.Ptr
+	most            gpu.Ptr // the largest of each row and column, and the strips of each weight that have been looked at
+	mostBytes       int
+	blocks          int
+	Bytes           int // of its memory
+}
+
+// NewQuantizeTable lays out weights.
+func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
+	if len(weights) == 0 {
+		return nil, errors.New("kernels.NewQuantizeTable: no weights")
+	}
+	rows := make([]deviceWeight, len(weights))
+	t := &Table{ctx: k.Ctx}
+	for i, w := range weights {
+		switch {
+		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || w.Rows > WeightRows<<16 || w.D > WeightColumns<<16:
+			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want multiples of 16, at most %dx%d", i, w.Rows, w.D,
+				WeightRows<<16, WeightColumns<<16)
+		case w.X == 0 || w.Y == 0 || w.Scale == 0 || (w.Turned == 0) != (w.TurnedScale == 0):
+			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d lacks an address: %+v", i, w)
+		case !kernel.Aligned(w.X, w.Y, w.Scale, w.Turned, w.TurnedScale):
+			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of 16", i)
+		}
+		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes), int32(w.Rows), int32(w.D)}
+		t.mostBytes += 4 * (w.Rows + w.D + 16)
+	}
+	strips := WeightStrips(weights)
+	t.blocks = len(strips)
+	err := func() (err error) {
+		if t.most, err = k.Ctx.Alloc(t.mostBytes); err != nil {
+			return err
+		}
+		for i := range rows {
+			rows[i].most += t.most
+		}
+		for _, part := range []struct {
+			at    *gpu.Ptr
+			bytes []byte
+		}{{&t.weights, kernel.TableBytes(rows)}, {&t.strips, kernel.TableBytes(strips)}} {
+			if *part.at, err = k.Ctx.Alloc(len(part.bytes)); err != nil {
+				return err
+			}
+			if err = k.Ctx.CopyToDevice(*part.at, part.bytes, 0); err != nil {
+				return err
+			}
+			t.Bytes += len(part.bytes)
+		}
+		t.Bytes += t.mostBytes
+		return k.Ctx.SyncStream(0)
+	}()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err), t.Free())
+	}
+	return t, nil
+}
+
+// weightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is one that rounds.
+type WeightStrip struct {
+	Weight      uint32
+	Row, Column uint16
+}
+
+const WeightRounds = 1 << 31
+
+// weightStrips lists the strips of all weights: those that round a weight behind those that look for its largest numbers, which the kernel
+// relies on, and for the first few of the next one's.
+func WeightStrips(weights []Weight) (strips []WeightStrip) {
+	lead := 0 // how many of this weight's are in the list already
+	for i := range weights {
+		all, next := stripsOf(weights, i), stripsOf(weights, i+1)
+		strips = append(strips, all[lead:]...)
+		lead = min(weightLead, len(next))
+		strips = append(strips, next[:lead]...)
+		for _, strip := range slices.Backward(all) {
+			strip.Weight |= WeightRounds
+			strips = append(strips, strip)
+		}
+	}
+	return strips
+}
+
+// stripsOf lists the strips of a weight, none behind the last one.
+func stripsOf(weights []Weight, i int) (strips []WeightStrip) {
+	if i == len(weights) {
+		return nil
+	}
+	for r := range kernel.CeilDiv(weights[i].Rows, WeightRows) {
+		for c := range kernel.CeilDiv(weights[i].D, WeightColumns) {
+			strips = append(strips, WeightStrip{uint32(i), uint16(r), uint16(c)})
+		}
+	}
+	return strips
+}
+
+// Free gives the table's memory back.
+func (t *Table) Free() error {
+	var errs []error
+	for _, p := range []*gpu.Ptr{&t.weights, &t.strips, &t.most} {
+		if *p != 0 {
+			errs = append(errs, t.ctx.Free(*p))
+		}
+		*p = 0
+	}
+	t.Bytes = 0
+	return errors.Join(errs...)
+}
+
+// Launch clears the table's largest numbers and launches a kernel.
+func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
+	if err := k.Ctx.Memset8(p.Table.most, 0, p.Table.mostBytes, s); err != nil {
+		return err
+	}
+	return k.Enqueue(s, "quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads), kernel.Args().Ptr(p.Table.weights).Ptr(p.Table.strips))
+}
+
+// QuantizeWeights makes the float8 of a table's weights.
+type Weights struct{ Table *Table }

@@ -1,0 +1,141 @@
+package quantize_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+)
+
+// TestQuantizeWeights wants rows and columns of some matrices to be those of each by itself, again and again.
+func TestQuantizeWeights(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	var weights []quantize.Weight
+	var checks []func()
+	for i, shape := range [][2]int{{16, 16}, {144, 80}, {128, 64}, {272, 336}, {48, 784}, {784, 48}, {2064, 1040}} {
+		rows, d := shape[0], shape[1]
+		x, xr := uploadRows(g, oddRows(g, rows, d, kerneltest.Bf16), d, kerneltest.Bf16, 0)
+		y, scale := rows8Alloc(g, rows, d, 0)
+		w := quantize.Weight{X: x.Ptr, Y: y.Ptr, Scale: scale.Ptr, Rows: rows, D: d}
+		name := fmt.Sprintf("%dx%d", rows, d)
+		checks = append(checks, func() { rows8(g, name, y, scale, xr) })
+		if i != 2 {
+			turned, turnedScale := rows8Alloc(g, d, rows, 0)
+			w.Turned, w.TurnedScale = turned.Ptr, turnedScale.Ptr
+			columns := make([][]float64, d)
+			for _, row := range xr {
+				for c, v := range row {
+					columns[c] = append(columns[c], v)
+				}
+			}
+			checks = append(checks, func() { rows8(g, name+" turned", turned, turnedScale, columns) })
+		}
+		weights = append(weights, w)
+	}
+	table, err := quantize.NewTable(g.Set, weights)
+	g.Must(err)
+	for range 2 {
+		g.Must(quantize.Weights{Table: table}.Launch(g.Set, g.Stream))
+		for _, check := range checks {
+			check()
+		}
+	}
+	g.Must(table.Free())
+}
+
+// TestWeightStrips wants every strip twice, and those that round a weight behind all that look for its largest numbers, which they wait for.
+func TestWeightStrips(t *testing.T) {
+	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80}, {Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
+	looked := map[quantize.WeightStrip]bool{}
+	rounded := map[quantize.WeightStrip]bool{}
+	strips := func(w quantize.Weight) int {
+		return kernel.CeilDiv(w.Rows, quantize.WeightRows) * kernel.CeilDiv(w.D, quantize.WeightColumns)
+	}
+	left := make([]int, len(weights))
+	for i, w := range weights {
+		left[i] = strips(w)
+	}
+	for at, strip := range quantize.WeightStrips(weights) {
+		of, seen := strip, looked
+		if of.Weight &^= quantize.WeightRounds; of != strip {
+			seen = rounded
+			if left[of.Weight] != 0 {
+				t.Fatalf("strip %d rounds weight %d before %d others have looked for its largest numbers", at, of.Weight, left[of.Weight])
+			}
+		} else {
+			left[of.Weight]--
+		}
+		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= w.Rows || int(of.Column)*quantize.WeightColumns >= w.D {
+			t.Fatalf("strip %d, %+v, is there twice or outside of %dx%d", at, strip, w.Rows, w.D)
+		}
+		seen[of] = true
+	}
+	want := 0
+	for _, w := range weights {
+		want += strips(w)
+	}
+	if len(looked) != want || len(rounded) != want {
+		t.Errorf("%d strips are looked at and %d rounded, want %d each", len(looked), len(rounded), want)
+	}
+}
+
+// TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
+func TestQuantizeTableRefusals(t *testing.T) {
+	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := kernel.New(ctx)
+	good := quantize.Weight{X: 256, Y: 512, Scale: 1024, Rows: 32, D: 16}
+	for want, change := range map[string]func(*quantize.Weight){
+		"weight 1 is 32x24":                      func(w *quantize.Weight) { w.D = 24 },
+		"weight 1 is 0x16":                       func(w *quantize.Weight) { w.Rows = 0 },
+		"weight 1 lacks an address":              func(w *quantize.Weight) { w.Turned = 256 },
+		"weight 1: an address is not a multiple": func(w *quantize.Weight) { w.Y = 520 },
+	} {
+		w := good
+		change(&w)
+		if _, err := quantize.NewTable(k, []quantize.Weight{good, w}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want %q", err, want)
+		}
+	}
+	if _, err := quantize.NewTable(k, nil); err == nil {
+		t.Error("no weights, and no error")
+	}
+	if err := ctx.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestQuantizeWeightsBandwidth measures a pass over the weights of models of 124M, 350M and 925M, which are read at least once and
+// written in as many bytes.
+func TestQuantizeWeightsBandwidth(t *testing.T) {
+	if !kerneltest.Benchmark {
+		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
+	}
+	g := kerneltest.NewRig(t)
+	for _, m := range []struct{ layers, d, f int }{{12, 768, 2048}, {24, 1024, 2816}, {16, 2048, 5632}} {
+		g.Scope(fmt.Sprintf("%d layers of %d", m.layers, m.d), func(g *kerneltest.Rig) {
+			var weights []quantize.Weight
+			bytes := 0
+			for range m.layers {
+				for _, shape := range [][2]int{{3 * m.d, m.d}, {m.d, m.d}, {2 * m.f, m.d}, {m.d, m.f}} {
+					y, scale := rows8Alloc(g, shape[0], shape[1], 0)
+					turned, turnedScale := rows8Alloc(g, shape[1], shape[0], 0)
+					weights = append(weights, quantize.Weight{X: g.Large(shape[0]*shape[1], kerneltest.Bf16).Ptr, Y: y.Ptr, Scale: scale.Ptr,
+						Turned: turned.Ptr, TurnedScale: turnedScale.Ptr, Rows: shape[0], D: shape[1]})
+					bytes += 4 * shape[0] * shape[1]
+				}
+			}
+			table, err := quantize.NewTable(g.Set, weights)
+			g.Must(err)
+			benchSets(g, "weights", bytes, 1, func(int) error { return quantize.Weights{Table: table}.Launch(g.Set, g.Stream) })
+			g.Must(table.Free())
+		})
+	}
+}

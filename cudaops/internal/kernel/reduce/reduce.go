@@ -1,0 +1,148 @@
+package reduce
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// Reduction is what Reduce does.
+type Reduction string
+
+// Max gives NaN where there is one.
+const (
+	Sum Reduction = "sum"
+	Max Reduction = "max"
+)
+
+// Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for the rows of a matrix,
+// Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale of 1/N. A zero Scale counts as 1. The types
+// are equal, or one of them is float32. Workspace is memory of [Kernels.ReduceWorkspace] bytes.
+type Reduce struct {
+	Op              Reduction
+	Y, X, Workspace gpu.Ptr
+	Outer, N, Inner int
+	Scale           float64
+	YType, XType    gpu.DType
+}
+
+// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows, and
+// columnRun those of a block that comes late, kRun of reduce.cu.
+const (
+	rowPart    = 1 << 15
+	columnPart = 64
+	ColumnRun  = 128
+	RowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
+)
+
+// parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
+// where eight fit on a multiprocessor; four that reduce columns have as much in flight there, and leave less to add up. Behind
+// these come late ones with a fifth of the rows, where that leaves the first four times as many as them.
+func parts(k *kernel.Set, a Reduce) (parts, late int) {
+	if a.Inner == 1 {
+		return max(1, min(kernel.CeilDiv(a.N, rowPart), kernel.CeilDiv(2*8*k.Info.SMs, a.Outer))), 0
+	}
+	blocks := a.Outer * kernel.CeilDiv(a.Inner, 32*kernel.Vector(a.XType))
+	parts = max(1, min(kernel.CeilDiv(a.N, columnPart), kernel.CeilDiv(4*k.Info.SMs, blocks)))
+	if parts > 1 && a.N >= 5*ColumnRun*parts {
+		late = min(a.N/5/ColumnRun, 2*parts)
+	}
+	return parts + late, late
+}
+
+// ReduceWorkspace is the bytes of workspace that a reduction takes; it may be 0.
+func ReduceWorkspace(k *kernel.Set, a Reduce) int {
+	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
+		return 0
+	}
+	if p, _ := parts(k, a); p > 1 {
+		return 4 * a.Outer * p * a.Inner
+	}
+	return 0
+}
+
+// Launch launches one kernel, or two for a reduction that is wide.
+func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
+	if a.Op != Sum && a.Op != Max {
+		return fmt.Errorf("kernels.Reduce: there is no reduction %q", a.Op)
+	}
+	if _, err := kernel.Suffixes("Reduce", "", a.YType, a.XType); err != nil {
+		return err
+	}
+	if a.YType != a.XType && a.YType != gpu.Float32 && a.XType != gpu.Float32 {
+		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side", a.XType, a.YType)
+	}
+	if _, err := kernel.CheckSizes("Reduce", a.Outer, a.N, a.Inner); err != nil || a.Outer == 0 || a.Inner == 0 {
+		return err
+	}
+	if a.N == 0 {
+		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
+	}
+	if a.Scale == 0 {
+		a.Scale = 1
+	}
+	parts, late := parts(k, a)
+	if parts == 1 {
+		return reduce(k, s, a, 1, 0, false)
+	}
+	first, second := a, a
+	first.Y, first.YType, first.Scale = a.Workspace, gpu.Float32, 1
+	second.X, second.XType, second.N = a.Workspace, gpu.Float32, parts
+	if err := reduce(k, s, first, parts, late, false); err != nil {
+		return err
+	}
+	return reduce(k, s, second, 1, 0, k.Overlaps())
+}
+
+// reduce launches one step.
+func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool) error {
+	name, err := kernel.Suffixes("Reduce", "", a.YType, a.XType)
+	if err != nil {
+		return err
+	}
+	blocks := a.Outer * parts
+	if blocks >= 1<<31 {
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts are too many for one launch", a.Outer, parts)
+	}
+	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Float32(float32(a.Scale)).Int64(int64(a.N))
+	n := kernel.Vector(a.XType)
+	if a.Inner == 1 {
+		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
+		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, RowUnroll*32*n)*32))
+		c.Overlap = overlap
+		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
+	}
+	variant := "_columns"
+	if kernel.Packed(a.XType, a.Inner, a.X) {
+		variant = "_packs"
+	} else {
+		n = 1
+	}
+	tiles := kernel.CeilDiv(a.Inner, 32*n)
+	if tiles >= kernel.CeilDiv(1<<31, blocks) {
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many for one launch", a.Outer, parts, a.Inner)
+	}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8}, Overlap: overlap}
+	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
+}
+
+// FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements, or −1.
+func FirstNonFinite(k *kernel.Set, s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DType) error {
+	suf, err := kernel.Suffix("FirstNonFinite", t)
+	if err != nil {
+		return err
+	}
+	if _, err := kernel.CheckSizes("FirstNonFinite", n); err != nil {
+		return err
+	}
+	if err := k.Ctx.Memset8(first, 0xff, 8, s); err != nil || n == 0 { // −1 is the greatest as an unsigned number
+		return err
+	}
+	blocks := min(kernel.CeilDiv(n, 256*kernel.Vector(t)), 8*k.Info.SMs)
+	return k.Enqueue(s, "reduce", "first_nonfinite"+suf, kernel.Line(blocks, 256), kernel.Args().Ptr(first).Ptr(x).Int64(int64(n)))
+}
+
+// WorkspaceBytes is the size of Workspace.
+func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int { return ReduceWorkspace(kernel.Sized(d), a) }

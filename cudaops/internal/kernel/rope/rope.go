@@ -1,0 +1,70 @@
+package rope
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+)
+
+// RoPE turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows, Heads·HeadDim] by the angle whose
+// cosine and sine stand at [position·h + i] of the float32 tables, position = row mod Seq; with Inverse it turns them back,
+// which is the gradient. Y may be X. XStride and YStride are the elements from one row to the next, 0 for no gaps, so that a
+// tensor may be part of a wider one.
+type Rotate struct {
+	Y, X, Cos, Sin      gpu.Ptr
+	Rows                int
+	Seq, Heads, HeadDim int
+	XStride, YStride    int
+	Inverse             bool
+	Type                gpu.DType
+}
+
+// ropeThreads is the threads of a block, kThreads of rope.cu.
+const RopeThreads = 128
+
+// Launch launches one kernel.
+func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
+	suf, err := kernel.Suffix("RoPE", a.Type)
+	if err != nil {
+		return err
+	}
+	if empty, err := kernel.CheckInts("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride, a.YStride); err != nil {
+		return err
+	} else if a.HeadDim%2 != 0 || a.Seq < 1 {
+		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even and a positive number",
+			a.HeadDim, a.Seq)
+	} else if empty && (a.Rows == 0 || a.Heads == 0 || a.HeadDim == 0) {
+		return nil
+	}
+	width, h, n := a.Heads*a.HeadDim, a.HeadDim/2, kernel.Vector(a.Type)
+	if a.XStride == 0 {
+		a.XStride = width
+	}
+	if a.YStride == 0 {
+		a.YStride = width
+	}
+	variant, threads := "rope_pairs", a.Rows*a.Heads*h
+	if h%n == 0 && kernel.Packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
+		lanes := a.HeadDim / n // of a head, where each has 16 bytes
+		switch {
+		case a.Heads%4 == 0 && lanes <= 32 && lanes&(lanes-1) == 0:
+			variant, threads = "rope_exchange4", threads/n/2
+		case a.Heads%2 == 0:
+			variant, threads = "rope_heads2", threads/n/2
+		default:
+			variant, threads = "rope_heads1", threads/n
+		}
+	}
+	sign := float32(1)
+	if a.Inverse {
+		sign = -1
+	}
+	if threads >= 1<<31 {
+		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows, a.Heads)
+	}
+	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(int64(a.Rows)).Int32(a.Heads).Int32(h).
+		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
+	return k.Enqueue(s, "rope", variant+suf, kernel.Line(kernel.CeilDiv(threads, RopeThreads), RopeThreads), l)
+}

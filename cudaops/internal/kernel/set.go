@@ -1,0 +1,319 @@
+// Package kernels launches the CUDA kernels: one method for each family of ops, which takes device pointers, sizes and a
+// stream, chooses the variant that fits the type, shape and alignment, and enqueues it. Methods return before the work is
+// done. They refuse sizes and types that no kernel takes; pointers are the caller's business.
+//
+// Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs give the same bits on
+// every run on one model of GPU.
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/kernels"
+)
+
+// Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
+type Set struct {
+	Ctx  gpu.Context
+	Info gpu.DeviceInfo
+
+	mu      sync.Mutex
+	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is asked for
+	kernels map[key]*kernel
+}
+
+type key struct{ unit, name string }
+
+// kernel is a function, and what launching it needs to know.
+type kernel struct {
+	*gpu.Function
+	shared   int            // the dynamic shared memory that it may have
+	resident map[[2]int]int // blocks or clusters on the whole GPU at once, by threads and shared memory
+}
+
+// New returns the kernels for a context.
+func New(ctx gpu.Context) *Set {
+	return &Set{Ctx: ctx, Info: ctx.Device(), modules: map[string]gpu.Module{}, kernels: map[key]*kernel{}}
+}
+
+// Close unloads them. No kernel may be running.
+func (k *Set) Close() error {
+	var errs []error
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for unit, m := range k.modules {
+		if err := k.Ctx.UnloadModule(m); err != nil {
+			errs = append(errs, fmt.Errorf("kernels: unloading %s: %w", unit, err))
+		}
+	}
+	clear(k.modules)
+	clear(k.kernels)
+	return errors.Join(errs...)
+}
+
+// kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared memory, where that is more
+// than needs no leave: 48 KiB together with what the kernel itself declares, which is less than 1 KiB.
+func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	f := k.kernels[key{unit, name}]
+	if f == nil {
+		m, err := k.module(unit)
+		if err != nil {
+			return nil, err
+		}
+		fn, err := k.Ctx.Function(m, name)
+		if err != nil {
+			return nil, fmt.Errorf("kernels: %s: %w", unit, err)
+		}
+		f = &kernel{fn, 47 << 10, map[[2]int]int{}}
+		k.kernels[key{unit, name}] = f
+	}
+	if shared > f.shared {
+		if err := k.Ctx.SetFunctionAttribute(f.Function, gpu.MaxDynamicShared, shared); err != nil {
+			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared, err)
+		}
+		f.shared = shared
+	}
+	return f, nil
+}
+
+// module loads a unit, unless it is loaded. The caller holds the lock.
+func (k *Set) module(unit string) (gpu.Module, error) {
+	if m, ok := k.modules[unit]; ok {
+		return m, nil
+	}
+	image, err := kernels.Image(unit)
+	if err != nil {
+		return 0, err
+	}
+	m, err := k.Ctx.LoadModule(image)
+	if err != nil {
+		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
+			float64(k.Info.Capability())/10, err)
+	}
+	k.modules[unit] = m
+	return m, nil
+}
+
+// launch enqueues a kernel.
+func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gpu.Args) error {
+	f, err := k.Function(unit, name, c.Shared)
+	if err != nil {
+		return err
+	}
+	return k.Ctx.Launch(f.Function, c, s, a)
+}
+
+// poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks for that.
+func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
+	if !gpu.Poison {
+		return nil
+	}
+	return k.Ctx.Memset8(p, 0xff, bytes, s)
+}
+
+// resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that works in a loop.
+func (k *Set) Resident(unit, name string, threads, shared int) (int, error) {
+	f, err := k.Function(unit, name, shared)
+	if err != nil {
+		return 0, err
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	n, ok := f.resident[[2]int{threads, shared}]
+	if !ok {
+		if n, err = k.Ctx.Occupancy(f.Function, threads, shared); err != nil {
+			return 0, err
+		}
+		n = max(n, 1) * k.Info.SMs
+		f.resident[[2]int{threads, shared}] = n
+	}
+	return n, nil
+}
+
+// clusters is how many clusters of a launch run at once on the whole GPU.
+func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
+	f, err := k.Function(unit, name, c.Shared)
+	if err != nil {
+		return 0, err
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	key := [2]int{c.Block.Count(), c.Shared}
+	n, ok := f.resident[key]
+	if !ok {
+		if n, err = k.Ctx.OccupancyClusters(f.Function, c); err != nil {
+			return 0, err
+		}
+		f.resident[key] = n
+	}
+	return max(1, n), nil
+}
+
+// overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of
+// compute capability 9.0 and 10 do, the PTX that other GPUs run does not.
+func (k *Set) Overlaps() bool {
+	c := k.Info.Capability()
+	return c == 90 || c/10 == 10
+}
+
+// line is a one-dimensional launch.
+func Line(blocks, threads int) gpu.LaunchConfig {
+	return gpu.LaunchConfig{Grid: gpu.Dim{X: blocks}, Block: gpu.Dim{X: threads}}
+}
+
+// vector is how many elements fill 16 bytes.
+func Vector(t gpu.DType) int { return 16 / t.Size() }
+
+// aligned reports whether all addresses are multiples of 16; null is.
+func Aligned(ps ...gpu.Ptr) bool {
+	for _, p := range ps {
+		if p%16 != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
+func Packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%Vector(t) == 0 && Aligned(ps...) }
+
+// rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
+func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
+
+// longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does: whole warps, at most 512, with
+// four accesses each where the row is short.
+func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
+
+func Args() *gpu.Args { return new(gpu.Args) }
+
+// table is one argument that holds n structures, which a are the fields of, with room for most of them.
+func Table(a *gpu.Args, n, most int) *gpu.Args {
+	b := a.Packed()
+	return Args().Struct(append(b, make([]byte, len(b)/n*(most-n))...), 8)
+}
+
+func CeilDiv(a, b int) int { return (a + b - 1) / b }
+
+// suffix is how the kernels of a storage type end.
+func Suffix(op string, t gpu.DType) (string, error) {
+	switch t {
+	case gpu.Float32:
+		return "_f32", nil
+	case gpu.Float16:
+		return "_f16", nil
+	case gpu.BFloat16:
+		return "_bf16", nil
+	}
+	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16", op, t)
+}
+
+// checkSizes refuses a negative size and, as the first result, reports whether there is nothing to do since one is zero.
+func CheckSizes(op string, sizes ...int) (empty bool, err error) {
+	for _, n := range sizes {
+		if n < 0 {
+			return false, fmt.Errorf("kernels.%s: a size is negative: %v", op, sizes)
+		}
+		empty = empty || n == 0
+	}
+	return empty, nil
+}
+
+// checkInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks, and what is in a row.
+func CheckInts(op string, sizes ...int) (empty bool, err error) {
+	for _, n := range sizes {
+		if n > math.MaxInt32 {
+			return false, fmt.Errorf("kernels.%s: a size is above 2³¹ − 1: %v", op, sizes)
+		}
+	}
+	return CheckSizes(op, sizes...)
+}
+
+func Bit(b bool) uint32 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// tableBytes is the memory of rows.
+func TableBytes[T any](rows []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
+}
+
+// suffixes is the name of a kernel that has one type for each of two arguments.
+func Suffixes(op, kernel string, y, x gpu.DType) (string, error) {
+	sy, err := Suffix(op, y)
+	if err != nil {
+		return "", err
+	}
+	sx, err := Suffix(op, x)
+	return kernel + sy + sx, err
+}
+
+// Ints is an array of int32 or int64 on the device.
+type Ints struct {
+	Ptr  gpu.Ptr
+	Wide bool // int64
+}
+
+func (i Ints) Size() int {
+	if i.Wide {
+		return 8
+	}
+	return 4
+}
+
+// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
+type Rows struct {
+	Ptr    gpu.Ptr
+	Stride int
+}
+
+// with is some words where they hold.
+func With(holds bool, words string) string {
+	if holds {
+		return " " + words
+	}
+	return ""
+}
+
+// sized is kernels of a device that only say how much memory they would take there.
+func Sized(d gpu.DeviceInfo) *Set { return &Set{Info: d} }
+
+// Launch is a structure that says what a kernel is to do.
+type Launch interface {
+	Launch(k *Set, s gpu.Stream) error
+}
+
+// Launch enqueues what a structure says.
+func (k *Set) Launch(s gpu.Stream, params any) error {
+	l, ok := params.(Launch)
+	if !ok {
+		return fmt.Errorf("kernels: there is no launch of a %T", params)
+	}
+	return l.Launch(k, s)
+}
+
+// Ways lists the ways that take a launch, the one that should be fastest first. It is empty where
+// there is nothing to choose.
+func (k *Set) Ways(params any) []Way {
+	if c, ok := params.(interface{ Ways(*Set) []Way }); ok {
+		return c.Ways(k)
+	}
+	return nil
+}
+
+func Values[T any](all []*T) []T {
+	v := make([]T, len(all))
+	for i, p := range all {
+		v[i] = *p
+	}
+	return v
+}
