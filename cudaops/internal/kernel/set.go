@@ -14,7 +14,6 @@ import (
 	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/kernels"
 )
 
 // Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
@@ -88,7 +87,7 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	if m, ok := k.modules[unit]; ok {
 		return m, nil
 	}
-	image, err := kernels.Image(unit)
+	image, err := image(unit)
 	if err != nil {
 		return 0, err
 	}

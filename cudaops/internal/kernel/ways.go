@@ -3,8 +3,6 @@ package kernel
 import (
 	"fmt"
 	"slices"
-
-	"github.com/kasmina-go/kasmina/cudaops/kernels"
 )
 
 // Way is one of the implementations of an op: a family of kernels and, where that can be chosen, how many warps or blocks it
@@ -30,19 +28,6 @@ func (w Way) Of(op string, ways []Way) (Way, error) {
 		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w, ways)
 	}
 	return w, nil
-}
-
-// Build tells one build of some units from another.
-func (k *Set) Build(units ...string) string {
-	build := "kernels"
-	for _, u := range units {
-		h, err := kernels.Hash(u)
-		if err != nil {
-			h = err.Error()
-		}
-		build += " " + h
-	}
-	return build
 }
 
 // Tuned is a launch that can be done in several ways: what its Way is.

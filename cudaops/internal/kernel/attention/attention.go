@@ -1,6 +1,7 @@
 package attention
 
 import (
+	"embed"
 	"fmt"
 	"math"
 	"slices"
@@ -11,6 +12,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // AttentionShape is the geometry of attention over rows of heads, and how to compute it.
 //

@@ -1,6 +1,7 @@
 package kasmina
 
 import (
+	"embed"
 	"errors"
 	"fmt"
 	"math"
@@ -11,6 +12,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // ErrKasminaKind is what [KasminaState.Encode] fails with for a kind of blueprint that the kernels do not know.
 var ErrKasminaKind = errors.New("the kind has no kernel")

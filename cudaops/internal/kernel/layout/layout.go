@@ -1,6 +1,7 @@
 package layout
 
 import (
+	"embed"
 	"encoding/binary"
 	"fmt"
 	"math"
@@ -10,6 +11,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index below Dims,
 //

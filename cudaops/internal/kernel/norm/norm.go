@@ -1,6 +1,7 @@
 package norm
 
 import (
+	"embed"
 	"errors"
 	"fmt"
 	"slices"
@@ -12,6 +13,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
 // it does so to Sum = X + Residual, which it writes; Sum may be the memory of either. Rstd [Rows] and W [D] are float32, the

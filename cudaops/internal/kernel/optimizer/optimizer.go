@@ -1,6 +1,7 @@
 package optimizer
 
 import (
+	"embed"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,6 +11,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // OptimTensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
 type Tensor struct {

@@ -1,12 +1,18 @@
 package quantize
 
 import (
+	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // Quantize stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
 //

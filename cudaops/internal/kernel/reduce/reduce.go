@@ -1,12 +1,18 @@
 package reduce
 
 import (
+	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // Reduction is what Reduce does.
 type Reduction string

@@ -1,12 +1,18 @@
 package rope
 
 import (
+	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // RoPE turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows, Heads·HeadDim] by the angle whose
 // cosine and sine stand at [position·h + i] of the float32 tables, position = row mod Seq; with Inverse it turns them back,

@@ -1,6 +1,7 @@
 package silu
 
 import (
+	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -8,6 +9,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // SiLUMul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one row of A to the next,
 // and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F elements.

@@ -1,12 +1,18 @@
 package softmax
 
 import (
+	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
+
+//go:embed *.fatbin
+var units embed.FS
+
+func init() { kernel.Register(units) }
 
 // Launch computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
 func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {

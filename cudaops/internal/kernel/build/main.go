@@ -1,16 +1,20 @@
-// Command build compiles the kernels' units with nvcc: those whose binary does not match its sources, or the ones named.
+// Command build compiles the kernels' units with nvcc: those whose binary does not match its
+// sources, or the ones named, as attention/attention_mma.
 //
-//	go run ./build [-all] [-targets sm_90a] [-v] [unit ...]
+//	go run ./build [-all] [-targets sm_90a] [-v] [family/unit ...]
 //
-// It must run in the folder of the sources, as go generate does. With -targets it compiles for fewer GPUs, which is quicker
+// It must run in the folder above the families', as go generate does. A unit finds headers in its
+// own folder, in hopper and in include. With -targets it compiles for fewer GPUs, which is quicker
 // while writing a kernel; such a binary does not pass for complete.
 package main
 
 import (
 	"bytes"
 	"crypto/sha256"
+	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
 	"log"
 	"os"
 	"os/exec"
@@ -68,25 +72,41 @@ func build(dir string, names []string, targets string, all, verbose bool) error 
 	return nil
 }
 
-// units lists the .cu files of a folder, without the extension.
+// units lists the .cu files of the families' folders, without the extension.
 func units(dir string) ([]string, error) {
-	paths, err := filepath.Glob(filepath.Join(dir, "*.cu"))
+	paths, err := filepath.Glob(filepath.Join(dir, "*", "*.cu"))
 	for i, p := range paths {
-		paths[i] = strings.TrimSuffix(filepath.Base(p), ".cu")
+		family, file := filepath.Split(p)
+		paths[i] = filepath.Join(filepath.Base(family), strings.TrimSuffix(file, ".cu"))
 	}
 	return paths, err
 }
 
+// headers are the folders of headers that several families include.
+var headers = []string{"hopper", "include"}
+
+// read reads a source of a family, from its folder or one of the headers'.
+func read(dir, family, name string) (text []byte, err error) {
+	for _, folder := range append([]string{family}, headers...) {
+		text, err = os.ReadFile(filepath.Join(dir, folder, name))
+		if !errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+	}
+	return text, err
+}
+
 var include = regexp.MustCompile(`(?m)^\s*#\s*include\s+"([^"]+)"`)
 
-// sourceHash is the SHA-256 of a unit's source, of all that it includes from the folder, and of how it is compiled.
+// sourceHash is the SHA-256 of a unit's source, of all headers that it includes, and of how it is compiled.
 // Carriage returns do not count, since git may put them there.
 func sourceHash(dir, unit, targets string) ([]byte, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, targets, flags)
-	files := []string{unit + ".cu"}
+	family, file := filepath.Split(unit)
+	files := []string{file + ".cu"}
 	for i := 0; i < len(files); i++ {
-		text, err := os.ReadFile(filepath.Join(dir, files[i]))
+		text, err := read(dir, family, files[i])
 		if err != nil {
 			return nil, err
 		}
@@ -152,21 +172,25 @@ func candidates() []string {
 
 // compile writes a unit's binary, and its hash behind it.
 func (c compiler) compile(dir, unit, targets string, sum []byte, verbose bool) error {
-	out, err := os.CreateTemp("", unit+"-*.fatbin")
+	family, file := filepath.Split(unit)
+	out, err := os.CreateTemp("", file+"-*.fatbin")
 	if err != nil {
 		return err
 	}
 	defer os.Remove(out.Name())
 	out.Close()
 	args := append([]string{"-fatbin", "-o", out.Name(), "--threads", fmt.Sprint(runtime.NumCPU())}, flags...)
+	for _, folder := range headers {
+		args = append(args, "-I"+filepath.Join("..", folder))
+	}
 	for _, t := range strings.Split(targets, ",") {
 		args = append(args, "-gencode=arch="+strings.Replace(t, "sm_", "compute_", 1)+",code="+t)
 	}
 	if verbose {
 		args = append(args, "-Xptxas", "-v")
 	}
-	cmd := exec.Command(string(c), append(args, unit+".cu")...)
-	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, os.Stdout, os.Stderr
+	cmd := exec.Command(string(c), append(args, file+".cu")...)
+	cmd.Dir, cmd.Stdout, cmd.Stderr = filepath.Join(dir, family), os.Stdout, os.Stderr
 	if err := cmd.Run(); err != nil {
 		return err
 	}
