@@ -92,7 +92,7 @@ func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps
 	if err != nil {
 		return nil, err
 	}
-	ops, err := newSingleOps(device, func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.NewLauncher(ctx), nil })
+	ops, err := newSingleOps(device, func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil })
 	if err == nil {
 		engines.of[key] = ops
 	}
