@@ -29,7 +29,7 @@ type Growth struct {
 }
 
 // Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as
-// state.Heuristic does, is refused where the run has fewer.
+// control.Heuristic does, is refused where the run has fewer.
 //
 // The controller is asked within a step: it may read reports, but call no method of the trainer or
 // the model, which would wait for the step's end. The same goes for Refused.
@@ -43,7 +43,7 @@ func (t *Trainer) Grow(g Growth) error {
 	switch {
 	case g.Controller == nil:
 		return errors.New("llm: Grow: the controller is nil, want one such as " +
-			"state.NewHeuristic returns")
+			"control.NewHeuristic returns")
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // growing makes a trainer of a run short enough for a test follow a controller, and lists what happens.
@@ -30,7 +31,7 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := state.NewHeuristic(4, 1<<20)
+	h := control.NewHeuristic(4, 1<<20)
 	h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
 	if err := tr.Grow(Growth{Controller: h, Validation: text}); err != nil {
 		t.Fatal(err)
@@ -203,8 +204,8 @@ func TestGrowErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := state.NewHeuristic(1, 1)
-	bad := state.NewHeuristic(1, 1)
+	h := control.NewHeuristic(1, 1)
+	bad := control.NewHeuristic(1, 1)
 	bad.Patience = 0
 	for want, g := range map[string]Growth{
 		"Patience is 0":            {Controller: bad, Validation: text},
@@ -223,7 +224,7 @@ func TestGrowErrors(t *testing.T) {
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
-	tr.growth.Controller = state.DryRun(tr.growth.Controller, io.Discard)
+	tr.growth.Controller = control.DryRun(tr.growth.Controller, io.Discard)
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -300,7 +301,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 		growing(t, tr)
-		tr.growth.Controller = state.DryRun(tr.growth.Controller, io.Discard)
+		tr.growth.Controller = control.DryRun(tr.growth.Controller, io.Discard)
 		tr.engine = lossy{tr.engine, loss}
 		if err := tr.Run(t.Context()); err != nil {
 			t.Errorf("validation losses of %v: %v", loss, err)
@@ -346,7 +347,7 @@ func TestGrowHasTime(t *testing.T) {
 		tr.Model.trainer = tr
 		return tr
 	}
-	h := state.NewHeuristic(4, 1<<20)
+	h := control.NewHeuristic(4, 1<<20)
 	h.Hunger = 0.01
 	err = trainer().Grow(Growth{Controller: h, Validation: text})
 	require.ErrorContains(t, err, "150 steps are 50 epochs of 3, and a blueprint needs 252 to be fossilized: plan at least 756 steps")

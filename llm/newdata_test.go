@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // onText is a trainer at its start on the text of a file.
@@ -96,7 +97,7 @@ func TestResumeGrowth(t *testing.T) {
 		return e
 	}
 	controller := func(active int) state.Controller {
-		h := state.NewHeuristic(active, 1<<20)
+		h := control.NewHeuristic(active, 1<<20)
 		h.RampEpochs = 2
 		return h
 	}
@@ -170,8 +171,8 @@ func TestResumeGrowth(t *testing.T) {
 func TestGrowthIsNotForgotten(t *testing.T) {
 	validation, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
-	grown := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 2}
-	other := Growth{Controller: state.NewHeuristic(4, 1<<20), Validation: validation, Every: 3}
+	grown := Growth{Controller: control.NewHeuristic(4, 1<<20), Validation: validation, Every: 2}
+	other := Growth{Controller: control.NewHeuristic(4, 1<<20), Validation: validation, Every: 3}
 	build := func(growths ...Growth) *Trainer {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 		for _, g := range growths {

@@ -74,6 +74,14 @@ func (c Command) String() string {
 	return s
 }
 
+// Controller decides what becomes of the seeds of a network. After every epoch it is given the
+// reports of all layers, and returns commands, each of which takes effect or is refused by itself.
+// One that decides by the reports alone, as those of package control do, goes on after a restart as
+// if nothing had happened.
+type Controller interface {
+	Decide([]Report) []Command
+}
+
 // do carries out a command on the lattice. The caller holds the lock.
 func (l *Lattice) do(c Command) error {
 	switch c.Action {
@@ -108,7 +116,7 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, fmt.Errorf(format, args...))
 	}
 	s := l.seeds
-	if !Stage(s.stage[seed]).alive() || s.slot[seed] == 0 {
+	if !Stage(s.stage[seed]).Alive() || s.slot[seed] == 0 {
 		return refuse("it is %v, want a seed with a blueprint", Stage(s.stage[seed]))
 	}
 	width := l.config.Width
@@ -130,7 +138,7 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	for other, slot := range s.slot {
 		stage := Stage(s.stage[other])
 		switch {
-		case slot != s.slot[seed] || !stage.alive():
+		case slot != s.slot[seed] || !stage.Alive():
 		case blueprints.Kind(s.kind[other]) != kind:
 			return refuse("seed %d, whose slot it is, has a %v, not a %v", other, blueprints.Kind(s.kind[other]), kind)
 		case stage == Fossilized:
@@ -140,17 +148,11 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	return nil
 }
 
-// alive reports whether a seed in the stage has a blueprint.
-func (s Stage) alive() bool { return s >= Germinated && s <= Fossilized }
-
-// grafted reports whether the blueprint of a seed in the stage has been blended in, but not for good.
-func (s Stage) grafted() bool { return s >= Grafting && s <= FineTuning }
-
 // countUsers counts the living seeds of each slot.
 func (l *Lattice) countUsers() {
 	l.users = map[uint16]int{}
 	for i, stage := range l.seeds.stage {
-		if Stage(stage).alive() {
+		if Stage(stage).Alive() {
 			l.users[l.seeds.slot[i]]++
 		}
 	}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // A seed is germinated, trained and grafted. The gates are left out here; a real run would have them, and the training loop
@@ -178,7 +179,7 @@ func ExampleNetwork() {
 		fmt.Println(err)
 		return
 	}
-	state.DryRun(impatient{}, os.Stdout).Decide(network.Report())
+	control.DryRun(impatient{}, os.Stdout).Decide(network.Report())
 	done := network.Submit(impatient{}.Decide(network.Report())[2:3]...) // from any goroutine
 	network.Apply()                                                      // between two steps of the model
 	fmt.Println(<-done)

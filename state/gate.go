@@ -56,6 +56,13 @@ func (t Thresholds) Within(epochs int) Thresholds {
 	return t
 }
 
+// Thresholds returns the conditions of the lattice's gates, and whether it has gates.
+func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.config.Thresholds, l.config.Gates
+}
+
 func (t Thresholds) check() error {
 	for s, n := range t.MinEpochs {
 		if n < 0 || n > math.MaxUint16 {

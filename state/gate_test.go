@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -193,4 +195,28 @@ func TestMetricsErrors(t *testing.T) {
 			t.Errorf("%+v: error %v, lattice changed: %v", m, err, bytesOf(t, l) != before)
 		}
 	}
+}
+
+// TestWithin wants the whole life of a blueprint to fit into half of a run, and what fits already to stay.
+func TestWithin(t *testing.T) {
+	all := func(t state.Thresholds) (n int) {
+		for _, e := range t.MinEpochs {
+			n += e
+		}
+		return n
+	}
+	for _, epochs := range []int{-1, 0, 1, 10, 100, 499} {
+		require.LessOrEqual(t, all(state.DefaultThresholds().Within(epochs)), max(0, epochs)/2)
+	}
+	require.Equal(t, state.DefaultThresholds(), state.DefaultThresholds().Within(500))
+}
+
+// TestThresholds wants a lattice to tell its thresholds, and whether it goes by them.
+func TestThresholds(t *testing.T) {
+	given := state.DefaultThresholds().Within(100)
+	have, gated := lattice(t, 2, 4, state.WithThresholds(given)).Thresholds()
+	require.Equal(t, given, have)
+	require.True(t, gated)
+	_, gated = lattice(t, 2, 4, state.WithoutGates()).Thresholds()
+	require.False(t, gated)
 }

@@ -11,7 +11,8 @@
 // so on until the blueprint is fossilized, or culled and the seed recycled. The table of stages is at [Stage].
 //
 // A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at once, wait for the end of a
-// step, and bring the parameters of the seeds' slots with them. A [Controller] decides on commands by the network's reports.
+// step, and bring the parameters of the seeds' slots with them. A [Controller] decides on commands by the network's reports;
+// package control has some.
 package state
 
 import (
@@ -168,10 +169,7 @@ func WithQuarantine() Option {
 }
 
 func inRange(what string, v, lo, hi int) error {
-	switch {
-	case v < lo && hi == math.MaxInt:
-		return fmt.Errorf("%s is %d, want at least %d", what, v, lo)
-	case v < lo || v > hi:
+	if v < lo || v > hi {
 		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
 	}
 	return nil

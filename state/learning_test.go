@@ -184,8 +184,6 @@ func TestMetricsRefused(t *testing.T) {
 
 // TestEmptyArguments wants neither a panic nor a hang where nothing is given.
 func TestEmptyArguments(t *testing.T) {
-	require.Empty(t, state.DryRun(nil, nil).Decide([]state.Report{{}}))
-	require.Empty(t, state.DryRun(state.NewHeuristic(1, 1), nil).Decide(nil))
 	var none context.Context
 	l := lattice(t, 2, 4)
 	n, err := state.NewNetwork(nil, state.Layer{Name: "a", Lattice: l})
@@ -205,15 +203,6 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	require.Len(t, done, 1, "it would never answer")
 	require.ErrorIs(t, <-done, state.ErrSeed)
 	require.NoError(t, <-zero.Submit())
-}
-
-// TestDryRunChecks wants a dry run to be refused where the controller itself would be.
-func TestDryRunChecks(t *testing.T) {
-	for _, c := range []state.Controller{nil, &state.Heuristic{}} {
-		check, ok := state.DryRun(c, nil).(interface{ Check() error })
-		require.True(t, ok)
-		require.ErrorIs(t, check.Check(), state.ErrArgument)
-	}
 }
 
 // TestCraftedPass wants a pass that no lattice has begun to be refused.

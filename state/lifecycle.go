@@ -147,9 +147,9 @@ func (l *Lattice) enter(seed int, to Stage) {
 		}
 		s.past[0][seed] = Transition{int(l.epoch), from, to}.pack()
 	}
-	if to.alive() && !from.alive() {
+	if to.Alive() && !from.Alive() {
 		l.users[s.slot[seed]]++
-	} else if from.alive() && !to.alive() {
+	} else if from.Alive() && !to.Alive() {
 		l.users[s.slot[seed]]--
 	}
 	if !to.grafted() {

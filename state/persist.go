@@ -361,7 +361,7 @@ func (img *image) checkSeed(i int) error {
 		return fmt.Errorf("stage is %d", stage)
 	case int(s.slot[i]) >= slots:
 		return fmt.Errorf("slot is %d of %d", s.slot[i], slots)
-	case img.config.Gates && stage.alive() && s.slot[i] == 0:
+	case img.config.Gates && stage.Alive() && s.slot[i] == 0:
 		return fmt.Errorf("it is %v and has no slot", stage)
 	case int(s.strategy[i]) >= len(img.strategies):
 		return fmt.Errorf("strategy is %d of %d", s.strategy[i], len(img.strategies))

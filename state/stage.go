@@ -67,6 +67,12 @@ func (s Stage) Next() Stage {
 // Blends reports whether the output is x + α(t(x) − x), rather than x.
 func (s Stage) Blends() bool { return s >= Grafting && s <= Fossilized }
 
+// Alive reports whether a seed in the stage has a blueprint.
+func (s Stage) Alive() bool { return s >= Germinated && s <= Fossilized }
+
+// grafted reports whether the blueprint of a seed in the stage is blended in, but not for good.
+func (s Stage) grafted() bool { return s >= Grafting && s <= FineTuning }
+
 // Learns reports whether weights and scale receive gradients.
 func (s Stage) Learns() bool {
 	return s == Training || s == Grafting || s == Stabilization || s == FineTuning

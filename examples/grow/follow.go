@@ -6,13 +6,14 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // follow makes a trainer follow the controller, tells of what happens to the seeds, and counts what ends well or not.
 func follow(t *llm.Trainer, o options, text *corpus, r *result, w io.Writer) (*history, error) {
 	var controller state.Controller = narrated{o.controller, w}
 	if o.dryRun {
-		controller = state.DryRun(o.controller, w)
+		controller = control.DryRun(o.controller, w)
 	}
 	_, err := t.Model.Kasmina.Listen(func(e state.Event) {
 		switch {
@@ -36,7 +37,7 @@ func follow(t *llm.Trainer, o options, text *corpus, r *result, w io.Writer) (*h
 // narrated prints the reasons of a controller's commands; the events tell what comes of them. To
 // Grow it is the Heuristic that it is: one that can be checked before a run.
 type narrated struct {
-	*state.Heuristic
+	*control.Heuristic
 	w io.Writer
 }
 

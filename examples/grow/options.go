@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 type options struct {
@@ -25,7 +26,7 @@ type options struct {
 	thresholds        state.Thresholds
 	embargo           int
 	every             int // epochs from one comparison of blueprints to the next
-	controller        *state.Heuristic
+	controller        *control.Heuristic
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
@@ -99,7 +100,7 @@ func (o *options) plan() {
 	t.MinEpochs[state.FineTuning] = fineTuning
 	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
 	o.embargo = part(20)
-	c := state.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
+	c := control.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
 	c.Begin, c.End, c.PerEpoch = part(50), epochs*2/3, 2
 	c.Patience, c.RampEpochs, c.Hunger = fineTuning+part(10), part(20), 0.5
 	o.controller = c

@@ -33,11 +33,18 @@ func GrowthOf(controller any, every int, validation string) *Growth {
 	return g
 }
 
+// renamed has the present names of controllers that older checkpoints name otherwise.
+var renamed = map[string]string{"*state.Heuristic": "*control.Heuristic"}
+
 // Differences says in what a run does not grow as another one did.
 func (here *Growth) Differences(there *Growth) []string {
 	switch {
 	case there == nil:
 		return nil
+	case renamed[there.Controller] != "":
+		present := *there
+		present.Controller = renamed[there.Controller]
+		return here.Differences(&present)
 	case here.Controller == "" && there.Controller != "":
 		return []string{fmt.Sprintf("the run grew by a %q, and this trainer does not grow: call "+
 			"Grow", there.Controller)}

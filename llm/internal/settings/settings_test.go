@@ -9,7 +9,19 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state/control"
 )
+
+// TestControllerOfOlderCheckpoint wants a run to go on that grew by a controller when that had
+// another name.
+func TestControllerOfOlderCheckpoint(t *testing.T) {
+	here := GrowthOf(control.NewHeuristic(4, 1000), 1, "")
+	there := *here
+	there.Controller = "*state.Heuristic"
+	require.Empty(t, here.Differences(&there))
+	require.Equal(t, "*state.Heuristic", there.Controller)
+	require.Len(t, GrowthOf(control.NewHeuristic(5, 1000), 1, "").Differences(&there), 1)
+}
 
 // TestStringsOfAFileAreQuoted wants no difference to say to a terminal what a file says to it.
 func TestStringsOfAFileAreQuoted(t *testing.T) {

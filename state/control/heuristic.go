@@ -1,58 +1,16 @@
-package state
+// Package control has controllers, which decide by the reports of a network what becomes of its seeds.
+package control
 
 import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io"
 	"math"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
 )
-
-// Controller decides what becomes of the seeds of a network. After every epoch it is given the reports of all layers, and
-// returns commands, each of which takes effect or is refused by itself. One that decides by the reports alone, as [Heuristic]
-// does, goes on after a restart as if nothing had happened.
-type Controller interface {
-	Decide([]Report) []Command
-}
-
-// DryRun returns a controller that writes what c would do to w, a line for each command, and does nothing. Since nothing comes
-// of what c decides, c decides the same again for as long as it sees the same.
-// Without a controller there is nothing to say; a nil w says it to nobody.
-func DryRun(c Controller, w io.Writer) Controller {
-	if w == nil {
-		w = io.Discard
-	}
-	return dryRun{c, w}
-}
-
-type dryRun struct {
-	Controller
-	w io.Writer
-}
-
-// Check is what a trainer's Grow asks before a run: it is the controller's own.
-func (d dryRun) Check() error {
-	if d.Controller == nil {
-		return fmt.Errorf("state.DryRun: %w: the controller is nil, want one such as NewHeuristic returns", ErrArgument)
-	}
-	if c, ok := d.Controller.(interface{ Check() error }); ok {
-		return c.Check()
-	}
-	return nil
-}
-
-func (d dryRun) Decide(reports []Report) []Command {
-	if d.Controller == nil {
-		return nil
-	}
-	for _, c := range d.Controller.Decide(reports) {
-		fmt.Fprintf(d.w, "would do: %v\n", c)
-	}
-	return nil
-}
 
 // Heuristic is a controller that germinates the unhealthiest chunks, moves every blueprint on as soon as its gate opens, gives
 // up those that have failed or whose gate stays shut for too long, and recycles their seeds. Make one with [NewHeuristic].
@@ -98,16 +56,26 @@ func (h *Heuristic) Check() error {
 		name  string
 		value float64
 	}{{"Hunger", h.Hunger}, {"Dead", h.Dead}, {"Silence", h.Silence}, {"Spike", h.Spike}, {"Drift", h.Drift}} {
-		if !(f.value > 0) || !finite(f.value) {
-			return fmt.Errorf("state.Heuristic: %w: %s is %v, want a finite number above 0", ErrArgument, f.name, f.value)
+		if !(f.value > 0) || math.IsInf(f.value, 1) {
+			return fmt.Errorf("control.Heuristic: %w: %s is %v, want a finite number above 0", state.ErrArgument, f.name, f.value)
 		}
 	}
 	var errs []error
-	for _, err := range []error{inRange("MaxActive", h.MaxActive, 0, math.MaxInt), inRange("MaxParameters", h.MaxParameters, 0, math.MaxInt),
-		inRange("PerEpoch", h.PerEpoch, 0, math.MaxInt), inRange("Patience", h.Patience, 1, math.MaxUint16-1),
-		inRange("RampEpochs", h.RampEpochs, 1, math.MaxUint16)} {
-		if err != nil {
-			errs = append(errs, fmt.Errorf("state.Heuristic: %w: %w", ErrArgument, err))
+	for _, f := range []struct {
+		name               string
+		value, least, most int
+	}{
+		{"MaxActive", h.MaxActive, 0, math.MaxInt}, {"MaxParameters", h.MaxParameters, 0, math.MaxInt},
+		{"PerEpoch", h.PerEpoch, 0, math.MaxInt}, {"Patience", h.Patience, 1, math.MaxUint16 - 1},
+		{"RampEpochs", h.RampEpochs, 1, math.MaxUint16},
+	} {
+		if f.value < f.least || f.value > f.most {
+			want := fmt.Sprintf("%d to %d", f.least, f.most)
+			if f.most == math.MaxInt {
+				want = fmt.Sprintf("at least %d", f.least)
+			}
+			errs = append(errs, fmt.Errorf("control.Heuristic: %w: %s is %d, want %s",
+				state.ErrArgument, f.name, f.value, want))
 		}
 	}
 	return errors.Join(errs...)
@@ -117,25 +85,24 @@ func (h *Heuristic) Check() error {
 const fastest = 4
 
 // LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be fossilized, when blueprints are
-// compared every so many epochs; 0 for a lattice [WithoutGates], which has no thresholds to meet. The error names a stage that h
+// compared every so many epochs; 0 for a lattice [state.WithoutGates], which has no thresholds to meet. The error names a stage that h
 // gives up before its gate can open.
-func (h *Heuristic) LeastEpochs(l *Lattice, every int) (epochs int, err error) {
-	l.mu.RLock()
-	defer l.mu.RUnlock()
-	if !l.config.Gates {
+func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
+	thresholds, gated := l.Thresholds()
+	if !gated {
 		return 0, nil
 	}
 	epochs = max(h.Begin, 0) + 1 // to be planted, and to begin to train
-	for stage := Training; stage <= FineTuning; stage++ {
-		least := max(1, l.config.Thresholds.MinEpochs[stage])
-		if stage >= Evaluating { // whose gates open with a comparison
+	for stage := state.Training; stage <= state.FineTuning; stage++ {
+		least := max(1, thresholds.MinEpochs[stage])
+		if stage >= state.Evaluating { // whose gates open with a comparison
 			least = max(least, every)
 		}
 		if least > h.Patience+1 {
-			return 0, fmt.Errorf("state.Heuristic: %w: its Patience of %d epochs ends before the gate out of %v can open, after %d: "+
-				"raise Patience, or lower MinEpochs in the lattices' Thresholds", ErrArgument, h.Patience, stage, least)
+			return 0, fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the gate out of %v can open, after %d: "+
+				"raise Patience, or lower MinEpochs in the lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
 		}
-		if stage == Grafting {
+		if stage == state.Grafting {
 			least = max(least, (h.RampEpochs+fastest-1)/fastest)
 		}
 		epochs += least
@@ -144,14 +111,14 @@ func (h *Heuristic) LeastEpochs(l *Lattice, every int) (epochs int, err error) {
 }
 
 // Decide returns the commands for all layers, those on seeds that have a blueprint first.
-func (h *Heuristic) Decide(reports []Report) (commands []Command) {
+func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	active, parameters := 0, 0
 	for layer := range reports {
 		r := &reports[layer]
 		for _, s := range r.Seeds {
-			if s.Stage.alive() {
+			if s.Stage.Alive() {
 				parameters += r.SlotParameters
-				if s.Stage != Fossilized {
+				if s.Stage != state.Fossilized {
 					active++
 				}
 			}
@@ -172,8 +139,8 @@ func (h *Heuristic) Decide(reports []Report) (commands []Command) {
 			continue
 		}
 		kind, strategy := h.remedy(r, c)
-		commands = append(commands, Command{Action: Germinate, Layer: c.layer, Seed: c.seed, Why: c.problem.String(),
-			Request: GerminationRequest{Slot: free[c.layer][0], Kind: kind, Strategy: strategy}})
+		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer, Seed: c.seed, Why: c.problem.String(),
+			Request: state.GerminationRequest{Slot: free[c.layer][0], Kind: kind, Strategy: strategy}})
 		active, germinated, parameters = active+1, germinated+1, parameters+r.SlotParameters
 		free[c.layer] = free[c.layer][1:]
 	}
@@ -181,19 +148,21 @@ func (h *Heuristic) Decide(reports []Report) (commands []Command) {
 }
 
 // next returns what is due for a seed that has a blueprint, or had one.
-func (h *Heuristic) next(s SeedReport) (c Command, due bool) {
-	move := func(to Stage, why string) (Command, bool) { return Command{Action: Move, To: to, Why: why}, true }
+func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
+	move := func(to state.Stage, why string) (state.Command, bool) {
+		return state.Command{Action: state.Move, To: to, Why: why}, true
+	}
 	late := s.EpochsInStage > h.Patience
 	switch s.Stage {
-	case Dormant, Fossilized:
+	case state.Dormant, state.Fossilized:
 		return c, false
-	case Germinated:
-		return move(Training, "")
-	case Culled, Cancelled, RolledBack:
-		return Command{Action: Recycle}, s.CanRecycle
-	case Grafting:
+	case state.Germinated:
+		return move(state.Training, "")
+	case state.Culled, state.Cancelled, state.RolledBack:
+		return state.Command{Action: state.Recycle}, s.CanRecycle
+	case state.Grafting:
 		if s.CanAdvance && s.RampFinished {
-			return move(Stabilization, "the ramp has ended")
+			return move(state.Stabilization, "the ramp has ended")
 		}
 	default:
 		if s.CanAdvance {
@@ -201,19 +170,19 @@ func (h *Heuristic) next(s SeedReport) (c Command, due bool) {
 		}
 	}
 	switch {
-	case s.Stage == Evaluating && s.CanCull:
-		return move(Culled, fmt.Sprintf("the model is better without it (performance delta %.4g, stability %.2f)", s.Delta, s.Stability))
-	case late && s.Stage == Training:
-		return move(Cancelled, "it has not learnt")
+	case s.Stage == state.Evaluating && s.CanCull:
+		return move(state.Culled, fmt.Sprintf("the model is better without it (performance delta %.4g, stability %.2f)", s.Delta, s.Stability))
+	case late && s.Stage == state.Training:
+		return move(state.Cancelled, "it has not learnt")
 	case late:
-		return move(RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta %.4g, improvement %.4g, stability %.2f)",
+		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta %.4g, improvement %.4g, stability %.2f)",
 			s.EpochsInStage, s.Delta, s.Improvement, s.Stability))
 	}
 	return c, false
 }
 
 // freeSlots returns the slots of each layer that no living blueprint uses, in order.
-func freeSlots(reports []Report) [][]int {
+func freeSlots(reports []state.Report) [][]int {
 	free := make([][]int, len(reports))
 	for layer, r := range reports {
 		slots := r.Slots
@@ -222,7 +191,7 @@ func freeSlots(reports []Report) [][]int {
 		}
 		used := make([]bool, slots)
 		for _, s := range r.Seeds {
-			if s.Stage.alive() && s.Slot < slots {
+			if s.Stage.Alive() && s.Slot < slots {
 				used[s.Slot] = true
 			}
 		}
@@ -262,15 +231,15 @@ type candidate struct {
 }
 
 // candidates returns the unhealthy chunks with dormant seeds of which something has been measured, the worst first.
-func (h *Heuristic) candidates(reports []Report) (found []candidate) {
+func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	for layer, r := range reports {
 		if r.Epoch < h.Begin || r.Epoch >= h.End {
 			continue
 		}
-		norm := median(r.Seeds, func(s SeedReport) float64 { return s.Gradient.Norm })
-		variance := median(r.Seeds, func(s SeedReport) float64 { return s.Health.Variance })
+		norm := median(r.Seeds, func(s state.SeedReport) float64 { return s.Gradient.Norm })
+		variance := median(r.Seeds, func(s state.SeedReport) float64 { return s.Health.Variance })
 		for _, s := range r.Seeds {
-			if s.Stage != Dormant || s.Health == (Health{}) {
+			if s.Stage != state.Dormant || s.Health == (state.Health{}) {
 				continue
 			}
 			if p := h.diagnose(s, norm, variance); p.severity >= 1 {
@@ -283,7 +252,7 @@ func (h *Heuristic) candidates(reports []Report) (found []candidate) {
 }
 
 // diagnose returns the worst problem of a chunk beside the medians of its layer.
-func (h *Heuristic) diagnose(s SeedReport, norm, variance float64) (worst problem) {
+func (h *Heuristic) diagnose(s state.SeedReport, norm, variance float64) (worst problem) {
 	deviation := math.Max(s.Health.Max-s.Health.Mean, s.Health.Mean-s.Health.Min)
 	for _, p := range []problem{
 		{hungry, s.Gradient.Norm / (h.Hunger * norm)},
@@ -299,7 +268,7 @@ func (h *Heuristic) diagnose(s SeedReport, norm, variance float64) (worst proble
 }
 
 // remedy returns the kind of blueprint for an unhealthy chunk, and how it shall be grafted.
-func (h *Heuristic) remedy(r *Report, c candidate) (blueprints.Kind, Strategy) {
+func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, state.Strategy) {
 	kind := blueprints.Residual
 	switch c.ailment {
 	case hungry:
@@ -316,15 +285,15 @@ func (h *Heuristic) remedy(r *Report, c candidate) (blueprints.Kind, Strategy) {
 	s := r.Seeds[c.seed]
 	switch {
 	case s.Drift > h.Drift:
-		return kind, DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
+		return kind, state.DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
 	case c.ailment == hungry && c.severity > 2:
-		return kind, GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
+		return kind, state.GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
 	}
-	return kind, PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
+	return kind, state.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
 }
 
 // median returns the median of a figure of the seeds that have it; 0 and NaN do not count.
-func median(seeds []SeedReport, figure func(SeedReport) float64) float64 {
+func median(seeds []state.SeedReport, figure func(state.SeedReport) float64) float64 {
 	var all []float64
 	for _, s := range seeds {
 		if v := figure(s); v > 0 {

@@ -1,6 +1,7 @@
-package state_test
+package control_test
 
 import (
+	"errors"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -8,9 +9,63 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
+
+// slots hold the parameters of a network's slots in memory.
+type slots map[[2]int]state.SlotParams
+
+func (m slots) Start(g state.Germination) (state.SlotParams, error) {
+	return state.SlotParams{Weights: []float64{float64(g.Kind)}}, nil
+}
+
+func (m slots) Read(layer, slot int) (state.SlotParams, error) { return m[[2]int{layer, slot}], nil }
+
+func (m slots) Write(writes []state.SlotWrite) error {
+	for _, w := range writes {
+		m[[2]int{w.Layer, w.Slot}] = w.Params
+	}
+	return nil
+}
+
+// networkOf returns a network of two layers, of 4 and 6 seeds.
+func networkOf(t *testing.T, opts ...state.Option) (*state.Network, slots) {
+	t.Helper()
+	a, err := state.NewLattice(4, 8, opts...)
+	require.NoError(t, err)
+	b, err := state.NewLattice(6, 12, opts...)
+	require.NoError(t, err)
+	m := slots{}
+	n, err := state.NewNetwork(m, state.Layer{Name: "a", Lattice: a},
+		state.Layer{Name: "b", Lattice: b})
+	require.NoError(t, err)
+	return n, m
+}
+
+// measure has a pass leave random figures in a lattice.
+func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
+	t.Helper()
+	v, norm := make([]float64, l.Seeds()), make([]float64, l.Seeds())
+	dead := make([]float64, l.Seeds())
+	for i := range v {
+		v[i], dead[i], norm[i] = r.ExpFloat64(), r.Float64(), r.ExpFloat64()
+	}
+	var p state.Pass
+	l.Begin(&p, true)
+	require.NoError(t, errors.Join(
+		l.RecordHealth(&p, func(i int) state.HealthSample {
+			h := state.Health{Variance: v[i], Min: -v[i], Max: 9 * v[i], DeadRatio: dead[i]}
+			return state.HealthSample{Health: h, Moments: state.Moments{Count: 8, Variance: v[i]}}
+		}),
+		l.RecordGradient(&p, func(i int) state.GradientSample {
+			return state.GradientSample{Gradient: state.Gradient{Norm: norm[i]},
+				Norms: state.Moments{Count: 4, Mean: 1}}
+		})))
+}
 
 // healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which nothing is wrong.
 func healthy() state.Report {
@@ -21,8 +76,8 @@ func healthy() state.Report {
 	return r
 }
 
-func heuristic(maxActive, maxParameters int) *state.Heuristic {
-	h := state.NewHeuristic(maxActive, maxParameters)
+func heuristic(maxActive, maxParameters int) *control.Heuristic {
+	h := control.NewHeuristic(maxActive, maxParameters)
 	h.Hunger, h.PerEpoch = 1.5, 100
 	return h
 }
@@ -30,28 +85,28 @@ func heuristic(maxActive, maxParameters int) *state.Heuristic {
 // What is wrong with a chunk decides what is grown there, and how it is grafted.
 func TestHeuristicDiagnosis(t *testing.T) {
 	for name, c := range map[string]struct {
-		change   func(s *state.SeedReport, h *state.Heuristic)
+		change   func(s *state.SeedReport, h *control.Heuristic)
 		kind     blueprints.Kind
 		strategy string // empty: nothing germinates
 		why      string
 	}{
-		"healthy": {func(*state.SeedReport, *state.Heuristic) {}, 0, "", ""},
-		"hungry":  {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm = 2 }, blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
-		"hungry, only": {func(s *state.SeedReport, h *state.Heuristic) {
+		"healthy": {func(*state.SeedReport, *control.Heuristic) {}, 0, "", ""},
+		"hungry":  {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm = 2 }, blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
+		"hungry, only": {func(s *state.SeedReport, h *control.Heuristic) {
 			s.Gradient.Norm, h.Capacity = 2, []blueprints.Kind{99, blueprints.LowRank}
 		}, blueprints.LowRank, "PerformanceLinked", ""},
-		"hungry, poor": {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.Capacity = 2, nil }, blueprints.Residual, "PerformanceLinked", ""},
-		"starving":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm = 9 }, blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
-		"dead":         {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.DeadRatio = 0.9 }, blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
-		"silent":       {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Variance = 0.05 }, blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
-		"spiky":        {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Max = 60 }, blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
-		"drifting":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 }, blueprints.Residual, "DriftControlled", ""},
-		"constant":     {func(s *state.SeedReport, _ *state.Heuristic) { s.Health.Variance = 0 }, 0, "", ""},
-		"unmeasured":   {func(s *state.SeedReport, _ *state.Heuristic) { s.Gradient.Norm, s.Health = 9, state.Health{} }, 0, "", ""},
-		"too early":    {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.Begin = 2, 6 }, 0, "", ""},
-		"too late":     {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.End = 2, 5 }, 0, "", ""},
-		"no room":      {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.MaxActive = 2, 0 }, 0, "", ""},
-		"no money":     {func(s *state.SeedReport, h *state.Heuristic) { s.Gradient.Norm, h.MaxParameters = 2, 8 }, 0, "", ""},
+		"hungry, poor": {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.Capacity = 2, nil }, blueprints.Residual, "PerformanceLinked", ""},
+		"starving":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm = 9 }, blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
+		"dead":         {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.DeadRatio = 0.9 }, blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
+		"silent":       {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Variance = 0.05 }, blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
+		"spiky":        {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Max = 60 }, blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
+		"drifting":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 }, blueprints.Residual, "DriftControlled", ""},
+		"constant":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Variance = 0 }, 0, "", ""},
+		"unmeasured":   {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm, s.Health = 9, state.Health{} }, 0, "", ""},
+		"too early":    {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.Begin = 2, 6 }, 0, "", ""},
+		"too late":     {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.End = 2, 5 }, 0, "", ""},
+		"no room":      {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.MaxActive = 2, 0 }, 0, "", ""},
+		"no money":     {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.MaxParameters = 2, 8 }, 0, "", ""},
 	} {
 		h, r := heuristic(4, 100), healthy()
 		c.change(&r.Seeds[2], h)
@@ -132,7 +187,7 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 	thresholds := state.DefaultThresholds()
 	clear(thresholds.MinEpochs[:])
 	n, m := networkOf(t, state.WithThresholds(thresholds), state.WithSlots(4), state.WithWidth(8))
-	h := state.NewHeuristic(3, 6*9)
+	h := control.NewHeuristic(3, 6*9)
 	h.Patience, h.RampEpochs = 20, 4
 	if _, err := n.Listen(func(e state.Event) { reached[e.To]++ }); err != nil {
 		t.Fatal(err)
@@ -141,19 +196,14 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 		metrics := make([]state.Metrics, 2)
 		for layer, l := range n.Lattices() {
 			metrics[layer].Loss = 1 + r.Float64()
-			passWith(t, l, true, func(int) state.HealthSample {
-				v := r.ExpFloat64()
-				return state.HealthSample{Health: state.Health{Variance: v, Min: -v, Max: 9 * v, DeadRatio: r.Float64()}, Moments: state.Moments{Count: 8, Variance: v}}
-			}, func(int) state.GradientSample {
-				return state.GradientSample{Gradient: state.Gradient{Norm: r.ExpFloat64()}, Norms: state.Moments{Count: 4, Mean: 1}}
-			})
+			measure(t, r, l)
 			for s := range l.Seeds() {
 				metrics[layer].Seeds = append(metrics[layer].Seeds, state.SeedMetrics{Seed: s, TrainingError: math.NaN(), Performance: -1,
 					Compared: true, Without: -1 - 0.1*r.NormFloat64(), Stability: math.Sqrt(r.Float64())})
 			}
 		}
-		for at, p := range m.slots { // blueprints learn
-			m.slots[at] = state.SlotParams{Weights: p.Weights, Scale: p.Scale + 0.01}
+		for at, p := range m { // blueprints learn
+			m[at] = state.SlotParams{Weights: p.Weights, Scale: p.Scale + 0.01}
 		}
 		if _, err := n.StepEpoch(metrics); err != nil {
 			t.Fatal(err)
@@ -190,7 +240,7 @@ func TestDryRun(t *testing.T) {
 	var out strings.Builder
 	r := healthy()
 	r.Seeds[1].Health.DeadRatio = 1
-	if commands := state.DryRun(heuristic(1, 100), &out).Decide([]state.Report{r}); len(commands) > 0 {
+	if commands := control.DryRun(heuristic(1, 100), &out).Decide([]state.Report{r}); len(commands) > 0 {
 		t.Errorf("it would do %v", commands)
 	}
 	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by PerformanceLinked, because its chunk is dead, 2.00 times the limit\n"
@@ -200,17 +250,55 @@ func TestDryRun(t *testing.T) {
 }
 
 func TestHeuristicCheck(t *testing.T) {
-	if err := state.NewHeuristic(3, 100).Check(); err != nil {
+	if err := control.NewHeuristic(3, 100).Check(); err != nil {
 		t.Error(err)
 	}
-	for name, change := range map[string]func(*state.Heuristic){
-		"Hunger": func(h *state.Heuristic) { h.Hunger = 0 }, "Spike": func(h *state.Heuristic) { h.Spike = math.Inf(1) },
-		"Patience": func(h *state.Heuristic) { h.Patience = 0 }, "RampEpochs": func(h *state.Heuristic) { h.RampEpochs = 1 << 16 },
-		"MaxActive is -1, want at least 0": func(h *state.Heuristic) { h.MaxActive = -1 },
+	for name, change := range map[string]func(*control.Heuristic){
+		"Hunger": func(h *control.Heuristic) { h.Hunger = 0 }, "Spike": func(h *control.Heuristic) { h.Spike = math.Inf(1) },
+		"Patience": func(h *control.Heuristic) { h.Patience = 0 }, "RampEpochs": func(h *control.Heuristic) { h.RampEpochs = 1 << 16 },
+		"MaxActive is -1, want at least 0": func(h *control.Heuristic) { h.MaxActive = -1 },
 	} {
-		h := state.NewHeuristic(3, 100)
+		h := control.NewHeuristic(3, 100)
 		if change(h); h.Check() == nil || !strings.Contains(h.Check().Error(), name) {
 			t.Errorf("%s: %v", name, h.Check())
 		}
 	}
+}
+
+// TestLeastEpochs wants what a life takes in which nothing is late, and an error where a controller
+// lacks the patience for it.
+func TestLeastEpochs(t *testing.T) {
+	l, err := state.NewLattice(2, 4)
+	require.NoError(t, err)
+	h := control.NewHeuristic(1, 100)
+	n, err := h.LeastEpochs(l, 1)
+	require.NoError(t, err)
+	require.Equal(t, 1+1+100+50+20+30+50, n)
+	h.RampEpochs, h.Begin = 400, 9
+	n, err = h.LeastEpochs(l, 40)
+	require.NoError(t, err)
+	require.Equal(t, 9+1+100+100+20+40+50, n)
+	h.Patience = 98
+	_, err = h.LeastEpochs(l, 1)
+	require.ErrorContains(t, err, "Patience of 98 epochs ends before the gate out of Training can open, after 100")
+	free, err := state.NewLattice(2, 4, state.WithoutGates())
+	require.NoError(t, err)
+	n, err = h.LeastEpochs(free, 1)
+	require.NoError(t, err)
+	require.Zero(t, n)
+}
+
+// TestDryRunChecks wants a dry run to be refused where the controller itself would be.
+func TestDryRunChecks(t *testing.T) {
+	for _, c := range []state.Controller{nil, &control.Heuristic{}} {
+		check, ok := control.DryRun(c, nil).(interface{ Check() error })
+		require.True(t, ok)
+		require.ErrorIs(t, check.Check(), state.ErrArgument)
+	}
+}
+
+// TestEmptyDryRun wants no panic where a dry run is given nothing.
+func TestEmptyDryRun(t *testing.T) {
+	require.Empty(t, control.DryRun(nil, nil).Decide([]state.Report{{}}))
+	require.Empty(t, control.DryRun(control.NewHeuristic(1, 1), nil).Decide(nil))
 }
