@@ -24,9 +24,10 @@ import (
 	"fmt"
 	"hash/fnv"
 	"math/rand/v2"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
+
+	"github.com/kasmina-go/kasmina/internal/guard"
 )
 
 // Float is the element type of a transform's arithmetic.
@@ -118,7 +119,7 @@ func Parts(k Kind, c, n int) ([]Part, error) {
 		return []Part{{"weights", []int{n}}}, nil
 	}
 	var parts []Part
-	if err := guard(b, "Parts", func() { parts = b.Parts(c, n) }); err != nil {
+	if err := guarded(b, "Parts", func() { parts = b.Parts(c, n) }); err != nil {
 		return nil, err
 	}
 	if err := checkParts(parts, n); err != nil {
@@ -163,17 +164,14 @@ var (
 	ErrPanic       = errors.New("panic") // in a function of a registered blueprint
 )
 
-// guard calls a function of a blueprint. When it panics, guard returns an error wrapping [ErrPanic]
+// guarded calls a function of a blueprint. When it panics, guarded returns an error wrapping [ErrPanic]
 // that says where.
-func guard(b *Blueprint, function string, f func()) (err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("%w in %s of blueprint %q: %v\n\n%s", ErrPanic, function, b.Name, r,
-				debug.Stack())
-		}
-	}()
-	f()
-	return nil
+func guarded(b *Blueprint, function string, f func()) error {
+	where := fmt.Sprintf("%s of blueprint %q", function, b.Name)
+	return guard.Call(ErrPanic, where, func() error {
+		f()
+		return nil
+	})
 }
 
 // maxKinds is how many kinds a Kind can number.
@@ -285,7 +283,7 @@ func Size(k Kind, c, width int) (int, error) {
 	}
 	n := c
 	if b.Size != nil {
-		if err := guard(b, "Size", func() { n = b.Size(c, max(0, width)) }); err != nil {
+		if err := guarded(b, "Size", func() { n = b.Size(c, max(0, width)) }); err != nil {
 			return 0, err
 		}
 	}
@@ -338,7 +336,7 @@ func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, er
 	}
 	w := make([]float64, width)
 	var a float64
-	err = guard(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) })
+	err = guarded(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) })
 	if err != nil {
 		return nil, 0, err
 	}
@@ -385,7 +383,7 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	}
 	w = w[:n]
 	f, p := For[T](b), w
-	err = guard(b, "its arithmetic", func() {
+	err = guarded(b, "its arithmetic", func() {
 		if f.Prepare != nil {
 			p = make([]T, len(w))
 			f.Prepare(p, w)

@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // tiny is a model with everything in it: grouped queries, a Kasmina layer after each block.
@@ -66,7 +67,7 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 		}
 		for seed := 1; seed < l.Seeds(); seed++ {
 			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed, Kind: kinds[(seed-1)%len(kinds)],
-				Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: 5, Target: 1}}))
+				Strategy: graft.FixedRamp{Ramp: graft.Cosine, Epochs: 5, Target: 1}}))
 			fail(l.Transition(seed, state.Training))
 			if seed > 1 {
 				fail(l.Transition(seed, state.Grafting))
@@ -575,7 +576,7 @@ func TestGerminateErrors(t *testing.T) {
 		"an unknown kind": {0, state.GerminationRequest{Slot: 2, Kind: 200}},
 		"a seed too many": {4, state.GerminationRequest{Slot: 2}},
 		"a seed in use":   {1, state.GerminationRequest{Slot: 2}},
-		"a ramp of 0":     {0, state.GerminationRequest{Slot: 2, Strategy: state.FixedRamp{}}},
+		"a ramp of 0":     {0, state.GerminationRequest{Slot: 2, Strategy: graft.FixedRamp{}}},
 		"a negative slot": {0, state.GerminationRequest{Slot: -1}},
 	} {
 		if err := m.Germinate(0, c.seed, c.r); err == nil || !strings.Contains(err.Error(), "layer 0") {

@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // A small classifier of Gorgonia's own ops, with a Kasmina layer behind its hidden features, learns XOR, and seed 0 goes
@@ -68,7 +69,7 @@ func ExampleKasmina_training() {
 		switch seed := lattice.Report().Seeds[0]; {
 		case seed.Stage == state.Dormant && epoch == 4: // it has watched for long enough
 			check(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP,
-				Strategy: state.FixedRamp{Ramp: state.Linear, Epochs: 4, Target: 1}}))
+				Strategy: graft.FixedRamp{Ramp: graft.Linear, Epochs: 4, Target: 1}}))
 		case seed.Stage == state.Dormant || seed.Stage == state.Grafting && !seed.RampFinished || seed.Stage == state.Fossilized:
 			continue
 		default:

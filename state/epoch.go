@@ -7,6 +7,7 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // Metrics is what the training loop reports when an epoch ends.
@@ -257,7 +258,7 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 	if s.finished[i] != 0 {
 		return false, ""
 	}
-	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]].Strategy, Graft{
+	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]].Strategy, graft.Progress{
 		Seed:        i,
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),
@@ -282,13 +283,13 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 }
 
 // ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end for all seeds.
-func ask(s Strategy, g Graft) (alpha float64, memory [2]float32, done bool, failure string) {
+func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32, done bool, failure string) {
 	defer func() {
 		if r := recover(); r != nil {
 			failure = fmt.Sprintf("panic: %v", r)
 		}
 	}()
-	if alpha, memory, done = s.Advance(g); alpha != alpha {
+	if alpha, memory, done = s.Advance(p); alpha != alpha {
 		failure = "α is NaN"
 	}
 	return alpha, memory, done, failure

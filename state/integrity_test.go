@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // flip inverts a bit of a field of a seed.
@@ -210,7 +211,7 @@ func TestOlderFixture(t *testing.T) {
 	if e := l.evidence(2); e.TrainingError != 0.125 || e.Errors != 2 || e.ErrorRate != 1.0/8 || !e.LossFalling {
 		t.Errorf("%+v", e)
 	}
-	if !reflect.DeepEqual(l.strategies[l.seeds.strategy[5]].Strategy, FixedRamp{Sigmoid, 4, 1}) {
+	if !reflect.DeepEqual(l.strategies[l.seeds.strategy[5]].Strategy, graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 4, Target: 1}) {
 		t.Error(l.strategies)
 	}
 	if err := l.Recycle(4); !errors.Is(err, ErrEmbargo) {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 func arithmetic[T blueprints.Float]() blueprints.Arithmetic[T] {
@@ -108,9 +109,9 @@ func (f faulty) Check() error {
 	}
 	return nil
 }
-func (faulty) Advance(g state.Graft) (float64, [2]float32, bool) { return 1, g.Memory, true }
+func (faulty) Advance(g graft.Progress) (float64, [2]float32, bool) { return 1, g.Memory, true }
 
-var errRegisterFaulty = state.RegisterStrategy[faulty]()
+var errRegisterFaulty = graft.Register[faulty]()
 
 // nameless is a strategy that cannot say its name.
 type nameless struct{ faulty }
@@ -184,7 +185,7 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 		blueprints.ErrInvalid)
 	require.ErrorIs(t, l.RequestGermination(0,
 		state.GerminationRequest{Slot: 1, Strategy: nameless{}}), blueprints.ErrPanic)
-	require.ErrorIs(t, state.RegisterStrategy[nameless](), blueprints.ErrPanic)
+	require.ErrorIs(t, graft.Register[nameless](), blueprints.ErrPanic)
 	require.NoError(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: &faulty{}}))
 	require.NoError(t, l.Verify())
 }

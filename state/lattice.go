@@ -24,6 +24,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // Errors that callers can test for with [errors.Is].
@@ -51,7 +52,7 @@ type Lattice struct {
 	loss        float64 // the host's, as last reported; 0: never
 	seeds       *seedState
 	sums        *checksummer
-	strategies  []tableStrategy
+	strategies  []graft.Entry
 	ring        ring
 	recorder    recorder
 	timing      timing
@@ -196,12 +197,12 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}
 	}
-	ramp, err := newTableStrategy(defaultStrategy)
+	ramp, err := graft.NewEntry(defaultStrategy)
 	if err != nil {
 		return nil, fmt.Errorf("state.NewLattice: %w", err)
 	}
 	l := &Lattice{}
-	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []tableStrategy{ramp}, seeds: newSeedState(seeds, c.Transitions)})
+	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []graft.Entry{ramp}, seeds: newSeedState(seeds, c.Transitions)})
 	cpu.Parallel(seeds, 1024, l.seal)
 	return l, nil
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a score every epoch, however
@@ -17,7 +18,7 @@ func TestScoresInIntervals(t *testing.T) {
 	ends := func(every int, improves bool) (epochs int) {
 		l := lattice(t, 2, 4, state.WithoutGates())
 		require.NoError(t, l.RequestGermination(1, state.GerminationRequest{Slot: 1,
-			Strategy: state.PerformanceLinked{Epochs: 200, Target: 1, Gain: 0.05, MaxSpeed: 5}}))
+			Strategy: graft.PerformanceLinked{Epochs: 200, Target: 1, Gain: 0.05, MaxSpeed: 5}}))
 		require.NoError(t, l.Transition(1, state.Training))
 		require.NoError(t, l.Transition(1, state.Grafting))
 		for epochs = 1; ; epochs++ {

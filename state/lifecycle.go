@@ -5,14 +5,18 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // GerminationRequest says what a dormant seed shall grow.
 type GerminationRequest struct {
 	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one
 	Kind     blueprints.Kind // which blueprint
-	Strategy Strategy        // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs
+	Strategy graft.Strategy  // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs
 }
+
+// defaultStrategy is that of a germination request which names none.
+var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
 // the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed. The parameters of the
@@ -64,13 +68,13 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 }
 
 // intern returns the index of s in the lattice's strategies, adding it when it is new.
-func (l *Lattice) intern(s Strategy) (uint8, error) {
-	entry, err := newTableStrategy(s)
+func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
+	entry, err := graft.NewEntry(s)
 	if err != nil {
 		return 0, err
 	}
 	for i, known := range l.strategies {
-		if known.saved.Name == entry.saved.Name && string(known.saved.Params) == string(entry.saved.Params) {
+		if known.Saved.Name == entry.Saved.Name && string(known.Saved.Params) == string(entry.Saved.Params) {
 			return uint8(i), nil
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 const stages = 11
@@ -114,9 +115,9 @@ func TestRequestGermination(t *testing.T) {
 		{state.GerminationRequest{Slot: 0}, state.ErrArgument, "seed 2: Slot is 0, want 1 to 2"},
 		{state.GerminationRequest{Slot: 3}, state.ErrArgument, "seed 2: Slot is 3, want 1 to 2"},
 		{state.GerminationRequest{Slot: 1, Kind: 200}, blueprints.ErrUnknownKind, "seed 2"},
-		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 0, Target: 1}}, state.ErrArgument, "Epochs is 0"},
-		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 1, Target: math.NaN()}}, state.ErrArgument, "Target is NaN"},
-		{state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Ramp: 7, Epochs: 1, Target: 1}}, state.ErrArgument, "Ramp is 7"},
+		{state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Epochs: 0, Target: 1}}, state.ErrArgument, "Epochs is 0"},
+		{state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Epochs: 1, Target: math.NaN()}}, state.ErrArgument, "Target is NaN"},
+		{state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Ramp: 7, Epochs: 1, Target: 1}}, state.ErrArgument, "Ramp is 7"},
 		{state.GerminationRequest{Slot: 1, Strategy: unknown{}}, state.ErrArgument, `strategy "unknown"`},
 	} {
 		before := bytesOf(t, l)
@@ -146,7 +147,7 @@ type unknown struct{}
 
 func (unknown) Name() string { return "unknown" }
 func (unknown) Check() error { return nil }
-func (unknown) Advance(g state.Graft) (float64, [2]float32, bool) {
+func (unknown) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	return 1, g.Memory, true
 }
 
@@ -182,16 +183,16 @@ func TestAlphaByStage(t *testing.T) {
 
 func TestFixedRamps(t *testing.T) {
 	const n, target = 8, 0.75
-	for ramp, height := range map[state.Ramp]func(float64) float64{
-		state.Linear: func(f float64) float64 { return f },
-		state.Cosine: func(f float64) float64 { return 0.5 - 0.5*math.Cos(math.Pi*f) },
-		state.Sigmoid: func(f float64) float64 {
+	for ramp, height := range map[graft.Ramp]func(float64) float64{
+		graft.Linear: func(f float64) float64 { return f },
+		graft.Cosine: func(f float64) float64 { return 0.5 - 0.5*math.Cos(math.Pi*f) },
+		graft.Sigmoid: func(f float64) float64 {
 			g := func(z float64) float64 { return 1 / (1 + math.Exp(-z)) }
 			return (g(12*f-6) - g(-6)) / (g(6) - g(-6))
 		},
 	} {
 		l := lattice(t, 2, 2, state.WithoutGates())
-		r := state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Ramp: ramp, Epochs: n, Target: target}}
+		r := state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Ramp: ramp, Epochs: n, Target: target}}
 		if err := l.RequestGermination(1, r); err != nil {
 			t.Fatal(err)
 		}
@@ -235,11 +236,11 @@ type erratic struct{ Answers []float64 }
 
 func (erratic) Name() string { return "erratic" }
 func (erratic) Check() error { return nil }
-func (e erratic) Advance(g state.Graft) (float64, [2]float32, bool) {
+func (e erratic) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	return e.Answers[g.Epochs-1], [2]float32{g.Memory[0] + 1, float32(g.Epochs)}, false
 }
 
-var errErratic = state.RegisterStrategy[erratic]()
+var errErratic = graft.Register[erratic]()
 
 func TestStrategiesAreKeptInBounds(t *testing.T) {
 	if errErratic != nil {
@@ -260,15 +261,6 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 			t.Errorf("after the answers %v α is %v, want %v", answers[:i+1], got, want)
 		}
 	}
-	if err := state.RegisterStrategy[erratic](); err == nil {
-		t.Error("a second registration of one name is accepted")
-	}
-	if err := state.RegisterStrategy[*erratic](); err == nil {
-		t.Error("a pointer strategy is accepted")
-	}
-	if err := state.RegisterStrategy[state.Strategy](); err == nil {
-		t.Error("an interface strategy is accepted")
-	}
 }
 
 // broken is a strategy without an answer.
@@ -276,11 +268,11 @@ type broken struct{}
 
 func (broken) Name() string { return "broken" }
 func (broken) Check() error { return nil }
-func (broken) Advance(g state.Graft) (float64, [2]float32, bool) {
+func (broken) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	return math.NaN(), g.Memory, false
 }
 
-var errBroken = state.RegisterStrategy[broken]()
+var errBroken = graft.Register[broken]()
 
 func TestStrategyWithoutAnswer(t *testing.T) {
 	if errBroken != nil {
@@ -303,7 +295,7 @@ func TestStrategyWithoutAnswer(t *testing.T) {
 func TestManyStrategies(t *testing.T) {
 	l := lattice(t, 300, 300, state.WithoutGates(), state.WithEmbargo(0))
 	request := func(seed, n int) error {
-		return l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: n, Target: 1}})
+		return l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Epochs: n, Target: 1}})
 	}
 	full := -1
 	for seed := range 300 {

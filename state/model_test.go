@@ -2,7 +2,6 @@ package state_test
 
 import (
 	"errors"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // seedModel is what the specification says of a seed, written out a second time.
@@ -21,7 +21,7 @@ type seedModel struct {
 	alpha    float64 // its own
 	epochs   int
 	embargo  int // epoch from which it may be recycled
-	ramp     state.FixedRamp
+	ramp     graft.FixedRamp
 	finished bool
 	past     []state.Transition
 }
@@ -79,7 +79,7 @@ func (m *latticeModel) do(c state.Command) error {
 		case c.Request.Slot < 1 || c.Request.Slot >= modelSlots || c.Request.Strategy.Check() != nil || c.Request.Kind > 199:
 			return state.ErrArgument
 		}
-		s.slot, s.kind, s.ramp = c.Request.Slot, c.Request.Kind, c.Request.Strategy.(state.FixedRamp)
+		s.slot, s.kind, s.ramp = c.Request.Slot, c.Request.Kind, c.Request.Strategy.(graft.FixedRamp)
 		m.enter(s, state.Germinated)
 	case state.Move:
 		return m.move(c.Seed, c.To)
@@ -91,7 +91,7 @@ func (m *latticeModel) do(c state.Command) error {
 			return state.ErrEmbargo
 		}
 		s.slot, s.kind = 0, 0
-		s.ramp = state.FixedRamp{Epochs: 50, Target: 1}
+		s.ramp = graft.FixedRamp{Epochs: 50, Target: 1}
 		m.enter(s, state.Dormant)
 	case state.SetAlpha:
 		if !(c.Alpha >= 0 && c.Alpha <= 1) {
@@ -159,7 +159,7 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 	}
 	m := &latticeModel{seeds: make([]seedModel, l.Seeds())}
 	for i := range m.seeds {
-		m.seeds[i].ramp = state.FixedRamp{Epochs: 50, Target: 1}
+		m.seeds[i].ramp = graft.FixedRamp{Epochs: 50, Target: 1}
 	}
 	for k := range commands {
 		if r.IntN(8) == 0 {
@@ -201,7 +201,7 @@ func anyCommand(r *rand.Rand, m *latticeModel) state.Command {
 	}
 	c.Alpha = r.Float64()*1.1 - 0.05
 	c.Request = state.GerminationRequest{Slot: r.IntN(modelSlots+2) - 1, Kind: blueprints.Kind(r.IntN(4)),
-		Strategy: state.FixedRamp{Epochs: r.IntN(6), Target: float64(1+r.IntN(4)) / 4}}
+		Strategy: graft.FixedRamp{Epochs: r.IntN(6), Target: float64(1+r.IntN(4)) / 4}}
 	if r.IntN(20) == 0 {
 		c.Request.Kind = 200
 	}
@@ -231,113 +231,14 @@ func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
 	}
 }
 
-// grafted drives a strategy as a lattice does, which keeps α in single precision and never lets it fall.
-type grafted struct {
-	state.Graft
-	done bool
-}
-
-func (g *grafted) step(s state.Strategy) {
-	g.Epochs++
-	if g.done {
-		return
-	}
-	var alpha float64
-	alpha, g.Memory, g.done = s.Advance(g.Graft)
-	g.Alpha = max(g.Alpha, float64(float32(min(1, max(0, alpha)))))
-}
-
-// Whatever the measurements, α of every strategy stays in [0, 1], never falls, ends at the target, and rests when it has to.
-func TestStrategyProperties(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("random seed %d", seed)
-	r := rand.New(rand.NewPCG(seed, 0))
-	runs := 3000
-	if testing.Short() {
-		runs = 500
-	}
-	for range runs {
-		epochs, target := 1+r.IntN(60), 1-r.Float64()
-		low := r.Float64()
-		for _, s := range []state.Strategy{
-			state.FixedRamp{Ramp: state.Ramp(r.IntN(3)), Epochs: epochs, Target: target},
-			state.PerformanceLinked{Epochs: epochs, Target: target, Gain: r.Float64(), MaxSpeed: 1 + 5*r.Float64()},
-			state.DriftControlled{Epochs: epochs, Target: target, Threshold: 0.8, Pause: 1 + r.IntN(4)},
-			state.GradNormGated{Epochs: epochs, Target: target, Low: low, High: low + 0.5 + r.Float64()},
-		} {
-			if err := s.Check(); err != nil {
-				t.Fatal(err)
-			}
-			g := grafted{}
-			if r.IntN(4) == 0 {
-				g.Alpha = float64(float32(r.Float64())) // set by hand
-			}
-			if err := follow(r, s, &g, epochs, target); err != nil {
-				t.Fatalf("%+v, %+v: %v", s, g, err)
-			}
-		}
-	}
-}
-
-func follow(r *rand.Rand, s state.Strategy, g *grafted, epochs int, target float64) error {
-	least := float64(float32(target)) - 1e-6
-	share, start, moved, rest := target/float64(epochs), g.Alpha, 0, 0
-	for range 40*epochs + 400 {
-		before, memory := g.Alpha, g.Memory
-		g.Drift, g.GradNorm, g.Performance = r.Float64(), 2*r.Float64(), r.NormFloat64()
-		if r.IntN(50) == 0 {
-			g.Drift, g.GradNorm = math.NaN(), math.Inf(1)
-		}
-		wasDone := g.done
-		g.step(s)
-		step := g.Alpha - before
-		resting := false
-		switch s := s.(type) {
-		case state.DriftControlled:
-			if rest--; !(g.Drift <= s.Threshold) {
-				rest = s.Pause
-			}
-			resting = rest > 0
-		case state.GradNormGated:
-			resting = !(g.GradNorm >= s.Low && g.GradNorm <= s.High)
-		case state.PerformanceLinked:
-			if most := share * s.MaxSpeed * (1 + 2*0x1p-8); !g.done && (step < share*(1-1e-3)-1e-7 || step > most+1e-7) {
-				return fmt.Errorf("a step of %v, want %v to %v", step, share, most)
-			}
-			speed := float32(1)
-			if memory[1] > 0 && g.Performance > float64(memory[0]) {
-				speed = float32(min(s.MaxSpeed, float64(memory[1])*(1+s.Gain)))
-			}
-			if !wasDone && g.Memory[1] != speed {
-				return fmt.Errorf("speed %v after %v, performance %v, want %v", g.Memory[1], memory, g.Performance, speed)
-			}
-		}
-		if step > 0 {
-			moved++
-		}
-		switch {
-		case !(g.Alpha >= 0 && g.Alpha <= 1) || step < 0:
-			return fmt.Errorf("α went from %v to %v", before, g.Alpha)
-		case (wasDone || resting) && step != 0:
-			return fmt.Errorf("α went from %v to %v while at rest", before, g.Alpha)
-		case g.done && g.Alpha < least:
-			return fmt.Errorf("it ended at %v, want %v", g.Alpha, target)
-		}
-	}
-	if _, fixed := s.(state.FixedRamp); !g.done || !fixed && start < target-share && moved == 0 {
-		return fmt.Errorf("it did not end in %d epochs, or did nothing", g.Epochs)
-	}
-	return nil
-}
-
 // The measurements of a lattice reach its strategies: one is held up by drift, one by the gradient, one speeds up.
 func TestStrategiesAreFed(t *testing.T) {
 	l := lattice(t, 4, 8, state.WithoutGates())
-	for seed, s := range []state.Strategy{
-		state.DriftControlled{Epochs: 10, Target: 1, Threshold: 0.25, Pause: 2},
-		state.GradNormGated{Epochs: 10, Target: 1, Low: 0.5, High: 2},
-		state.PerformanceLinked{Epochs: 10, Target: 1, Gain: 1, MaxSpeed: 8},
-		state.FixedRamp{Epochs: 10, Target: 1},
+	for seed, s := range []graft.Strategy{
+		graft.DriftControlled{Epochs: 10, Target: 1, Threshold: 0.25, Pause: 2},
+		graft.GradNormGated{Epochs: 10, Target: 1, Low: 0.5, High: 2},
+		graft.PerformanceLinked{Epochs: 10, Target: 1, Gain: 1, MaxSpeed: 8},
+		graft.FixedRamp{Epochs: 10, Target: 1},
 	} {
 		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: s}); err != nil {
 			t.Fatal(err)
@@ -364,21 +265,6 @@ func TestStrategiesAreFed(t *testing.T) {
 			if math.Abs(s.Alpha-want[seed]) > 1e-6 {
 				t.Errorf("epoch %d: α of seed %d is %v, want %v (drift %v)", epoch, seed, s.Alpha, want[seed], s.Drift)
 			}
-		}
-	}
-}
-
-func TestStrategyChecks(t *testing.T) {
-	for _, s := range []state.Strategy{
-		state.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1}, state.PerformanceLinked{Epochs: 1, Target: 1, Gain: -1, MaxSpeed: 1},
-		state.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: 0.5}, state.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: math.Inf(1)},
-		state.DriftControlled{Epochs: 1, Target: 2, Pause: 1}, state.DriftControlled{Epochs: 1, Target: 1, Threshold: -1, Pause: 1},
-		state.DriftControlled{Epochs: 1, Target: 1}, state.GradNormGated{Epochs: 1, Target: 0, High: 1},
-		state.GradNormGated{Epochs: 1, Target: 1, Low: 2, High: 1}, state.GradNormGated{Epochs: 1, Target: 1, High: math.Inf(1)},
-		state.GradNormGated{Epochs: 1 << 16, Target: 1, High: 1},
-	} {
-		if s.Check() == nil {
-			t.Errorf("%+v passes its check", s)
 		}
 	}
 }

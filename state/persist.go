@@ -10,6 +10,7 @@ import (
 	"reflect"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // image is all that a saved lattice holds.
@@ -19,7 +20,7 @@ type image struct {
 	epoch      uint32
 	step       uint64
 	loss       float64
-	strategies []tableStrategy
+	strategies []graft.Entry
 	seeds      *seedState
 
 	quarantined []Event
@@ -27,16 +28,16 @@ type image struct {
 
 // header is the part of a saved lattice that is not an array of one element per seed, as JSON.
 type header struct {
-	Schema     int             `json:"schema"`
-	Seeds      int             `json:"seeds"`
-	Hidden     int             `json:"hidden"`
-	Epoch      uint32          `json:"epoch"`
-	Step       uint64          `json:"step"`
-	Loss       float64         `json:"loss"`
-	Config     config          `json:"config"`
-	Strategies []savedStrategy `json:"strategies"`
-	Kinds      []string        `json:"kinds"`  // names of the blueprint kinds by number
-	Fields     []savedField    `json:"fields"` // the arrays that follow; the last is the checksums
+	Schema     int           `json:"schema"`
+	Seeds      int           `json:"seeds"`
+	Hidden     int           `json:"hidden"`
+	Epoch      uint32        `json:"epoch"`
+	Step       uint64        `json:"step"`
+	Loss       float64       `json:"loss"`
+	Config     config        `json:"config"`
+	Strategies []graft.Saved `json:"strategies"`
+	Kinds      []string      `json:"kinds"`  // names of the blueprint kinds by number
+	Fields     []savedField  `json:"fields"` // the arrays that follow; the last is the checksums
 }
 
 type savedField struct {
@@ -55,7 +56,7 @@ const (
 func (l *Lattice) header() header {
 	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Config: l.config}
 	for _, s := range l.strategies {
-		h.Strategies = append(h.Strategies, s.saved)
+		h.Strategies = append(h.Strategies, s.Saved)
 	}
 	for k := range blueprints.Kinds() {
 		h.Kinds = append(h.Kinds, blueprints.Kind(k).String())
@@ -274,8 +275,8 @@ func (h *header) image(stored []column) (*image, error) {
 			Event{Kind: Quarantined, Seed: f.seed, Epoch: int(h.Epoch), Reason: sums.locate(f.syndrome)})
 	}
 	for _, s := range h.Strategies {
-		strategy, err := s.load()
-		if errors.Is(err, errUnknown) {
+		strategy, err := s.Load()
+		if errors.Is(err, graft.ErrUnknown) {
 			return nil, fmt.Errorf("%w: %w", ErrArgument, err)
 		}
 		if err != nil {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // fill gives every field of every seed a random value that a lattice can have.
@@ -56,7 +57,7 @@ func filled(t *testing.T, seeds int) *Lattice {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := l.intern(FixedRamp{Sigmoid, 9, 1.0 / 3}); err != nil {
+	if _, err := l.intern(graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 9, Target: 1.0 / 3}); err != nil {
 		t.Fatal(err)
 	}
 	fill(t, l)

@@ -7,10 +7,11 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// graft gives a dormant seed a strategy and takes it to stage Grafting.
-func graft(t testing.TB, l *state.Lattice, seed int, s state.Strategy) {
+// beginGrafting gives a dormant seed a strategy and takes it to stage Grafting.
+func beginGrafting(t testing.TB, l *state.Lattice, seed int, s graft.Strategy) {
 	t.Helper()
 	err := errors.Join(l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: s}),
 		l.Transition(seed, state.Training), l.Transition(seed, state.Grafting))
@@ -33,19 +34,19 @@ func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
 // raise a float32, where α has been there since it was set by hand, and across files.
 func TestRampFinishedIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
-		ramp  state.FixedRamp
+		ramp  graft.FixedRamp
 		set   float64 // by hand at first, unless 0
 		alpha float64 // in the end
 	}{
-		{state.FixedRamp{Ramp: state.Linear, Epochs: 1, Target: 1}, 0, 1},
-		{state.FixedRamp{Ramp: state.Cosine, Epochs: 12000, Target: 1}, 0, 1},
-		{state.FixedRamp{Ramp: state.Sigmoid, Epochs: math.MaxUint16, Target: 0.75}, 0, 0.75},
-		{state.FixedRamp{Ramp: state.Linear, Epochs: 10, Target: 0.5}, 0.5, 0.5},
-		{state.FixedRamp{Ramp: state.Linear, Epochs: 10, Target: 0.5}, 0.625, 0.625},
+		{graft.FixedRamp{Ramp: graft.Linear, Epochs: 1, Target: 1}, 0, 1},
+		{graft.FixedRamp{Ramp: graft.Cosine, Epochs: 12000, Target: 1}, 0, 1},
+		{graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: math.MaxUint16, Target: 0.75}, 0, 0.75},
+		{graft.FixedRamp{Ramp: graft.Linear, Epochs: 10, Target: 0.5}, 0.5, 0.5},
+		{graft.FixedRamp{Ramp: graft.Linear, Epochs: 10, Target: 0.5}, 0.625, 0.625},
 	} {
 		l := lattice(t, 1, 1, state.WithoutGates(), state.WithEmbargo(0))
 		for life := range 2 { // what one blueprint's strategy has said is not said for the next one
-			graft(t, l, 0, c.ramp)
+			beginGrafting(t, l, 0, c.ramp)
 			if c.set > 0 {
 				if err := l.SetAlpha(0, c.set); err != nil {
 					t.Fatal(err)
@@ -79,7 +80,7 @@ func TestRampFinishedIsToldOnce(t *testing.T) {
 // α set while the blueprint is trained is where grafting begins, and where the strategy goes on.
 func TestSetAlphaBeforeGrafting(t *testing.T) {
 	l := lattice(t, 1, 1, state.WithoutGates())
-	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: state.FixedRamp{Epochs: 8, Target: 1}}),
+	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Epochs: 8, Target: 1}}),
 		l.Transition(0, state.Training), l.SetAlpha(0, 0.1875), l.Transition(0, state.Grafting))
 	if err != nil {
 		t.Fatal(err)
@@ -100,15 +101,15 @@ func TestStrategyThatCannotBeStored(t *testing.T) {
 	l := lattice(t, 1, 1)
 	before := bytesOf(t, l)
 	for name, c := range map[string]struct {
-		strategy state.Strategy
+		strategy graft.Strategy
 		text     string
 	}{
 		"an unexported parameter":           {hidden{0.25}, `is stored as {}`},
-		"a nil pointer":                     {(*state.FixedRamp)(nil), "nil *state.FixedRamp"},
-		"another type of a known name":      {impostor{9, 1}, "loaded as the state.FixedRamp"},
+		"a nil pointer":                     {(*graft.FixedRamp)(nil), "nil *graft.FixedRamp"},
+		"another type of a known name":      {impostor{9, 1}, "loaded as the graft.FixedRamp"},
 		"a parameter that JSON lacks":       {erratic{[]float64{math.NaN()}}, "NaN"},
 		"a parameter that JSON abbreviates": {narrow{0.1}, "is stored as"},
-		"an endless ramp":                   {state.FixedRamp{Epochs: math.MaxUint16 + 1, Target: 1}, "Epochs is 65536, want 1 to 65535"},
+		"an endless ramp":                   {graft.FixedRamp{Epochs: math.MaxUint16 + 1, Target: 1}, "Epochs is 65536, want 1 to 65535"},
 	} {
 		err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: c.strategy})
 		if !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), "seed 0: Strategy: ") || !strings.Contains(err.Error(), c.text) {
@@ -125,17 +126,17 @@ type hidden struct{ rate float64 }
 
 func (hidden) Name() string { return "hidden" }
 func (hidden) Check() error { return nil }
-func (h hidden) Advance(g state.Graft) (float64, [2]float32, bool) {
+func (h hidden) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	return g.Alpha + h.rate, g.Memory, false
 }
 
 // narrow loses digits in its JSON.
 type narrow struct{ Rate float64 }
 
-func (narrow) Name() string                                      { return "narrow" }
-func (narrow) Check() error                                      { return nil }
-func (narrow) Advance(g state.Graft) (float64, [2]float32, bool) { return 1, g.Memory, true }
-func (n narrow) MarshalJSON() ([]byte, error)                    { return []byte(`{"Rate":0}`), nil }
+func (narrow) Name() string                                         { return "narrow" }
+func (narrow) Check() error                                         { return nil }
+func (narrow) Advance(g graft.Progress) (float64, [2]float32, bool) { return 1, g.Memory, true }
+func (n narrow) MarshalJSON() ([]byte, error)                       { return []byte(`{"Rate":0}`), nil }
 
 // impostor has the name of another strategy.
 type impostor struct {
@@ -143,20 +144,20 @@ type impostor struct {
 	Target float64
 }
 
-func (impostor) Name() string                                      { return "FixedRamp" }
-func (impostor) Check() error                                      { return nil }
-func (impostor) Advance(g state.Graft) (float64, [2]float32, bool) { return 1, g.Memory, true }
+func (impostor) Name() string                                         { return "FixedRamp" }
+func (impostor) Check() error                                         { return nil }
+func (impostor) Advance(g graft.Progress) (float64, [2]float32, bool) { return 1, g.Memory, true }
 
 var (
-	errHidden = state.RegisterStrategy[hidden]()
-	errNarrow = state.RegisterStrategy[narrow]()
+	errHidden = graft.Register[hidden]()
+	errNarrow = graft.Register[narrow]()
 )
 
 // A strategy given by pointer is taken as it is then; what happens to it later is its owner's business.
 func TestStrategyByPointer(t *testing.T) {
-	ramp := &state.FixedRamp{Epochs: 4, Target: 1}
+	ramp := &graft.FixedRamp{Epochs: 4, Target: 1}
 	l := lattice(t, 1, 1, state.WithoutGates())
-	graft(t, l, 0, ramp)
+	beginGrafting(t, l, 0, ramp)
 	ramp.Epochs, ramp.Target = 2, 0.5
 	loaded := reloaded(t, l)
 	epochs(t, l, 1)
@@ -171,14 +172,14 @@ type panicking struct{ Seed int }
 
 func (panicking) Name() string { return "panicking" }
 func (panicking) Check() error { return nil }
-func (p panicking) Advance(g state.Graft) (float64, [2]float32, bool) {
+func (p panicking) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	if g.Seed == p.Seed {
 		panic("no idea")
 	}
 	return 1, g.Memory, true
 }
 
-var errPanicking = state.RegisterStrategy[panicking]()
+var errPanicking = graft.Register[panicking]()
 
 // A strategy that panics fails for its seed alone: the epoch ends for all of them.
 func TestPanickingStrategy(t *testing.T) {
@@ -188,7 +189,7 @@ func TestPanickingStrategy(t *testing.T) {
 	const n, bad = 5000, 4321 // seeds enough for every core
 	l := lattice(t, n, n, state.WithoutGates())
 	for seed := range n {
-		graft(t, l, seed, panicking{bad})
+		beginGrafting(t, l, seed, panicking{bad})
 	}
 	e := epochs(t, l, 1)
 	if len(e) != n || e[bad].Kind != state.StrategyFailed || e[bad].Reason != "panic: no idea" || e[bad-1].Kind != state.RampFinished {

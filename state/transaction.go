@@ -6,6 +6,10 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/guard"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // ErrClosed is wrapped by the answer to commands that nobody is there to carry out.
@@ -91,7 +95,7 @@ func (n *Network) Do(commands ...Command) error {
 func (n *Network) do(commands []Command) error {
 	defer n.lockQuietly()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
-	err := guard("a method of the slots or the strategy", func() error { return t.doAll(commands) })
+	err := guard.Call(blueprints.ErrPanic, "a method of the slots or the strategy", func() error { return t.doAll(commands) })
 	if err != nil {
 		t.rollback()
 	}
@@ -123,7 +127,7 @@ type transaction struct {
 
 // table is what a lattice had beside its seeds.
 type table struct {
-	strategies []tableStrategy
+	strategies []graft.Entry
 	pending    int
 }
 

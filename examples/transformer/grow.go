@@ -4,6 +4,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // kinds are planted in turn. Each starts as the exact identity, so that grafting begins without a jolt.
@@ -53,7 +54,7 @@ func advance(seeds *state.Network, next state.Stage, graftEpochs int) (commands 
 				c.Request = state.GerminationRequest{
 					Slot:     s.Seed + 1,
 					Kind:     kinds[s.Seed%len(kinds)],
-					Strategy: state.FixedRamp{Ramp: state.Cosine, Epochs: max(1, graftEpochs), Target: 1},
+					Strategy: graft.FixedRamp{Ramp: graft.Cosine, Epochs: max(1, graftEpochs), Target: 1},
 				}
 			}
 			if s.Stage.CanBecome(next) {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/graft"
 )
 
 // Heuristic is a controller that germinates the unhealthiest chunks, moves every blueprint on as soon as its gate opens, gives
@@ -268,7 +269,7 @@ func (h *Heuristic) diagnose(s state.SeedReport, norm, variance float64) (worst 
 }
 
 // remedy returns the kind of blueprint for an unhealthy chunk, and how it shall be grafted.
-func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, state.Strategy) {
+func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft.Strategy) {
 	kind := blueprints.Residual
 	switch c.ailment {
 	case hungry:
@@ -285,11 +286,11 @@ func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, state
 	s := r.Seeds[c.seed]
 	switch {
 	case s.Drift > h.Drift:
-		return kind, state.DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
+		return kind, graft.DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
 	case c.ailment == hungry && c.severity > 2:
-		return kind, state.GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
+		return kind, graft.GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
 	}
-	return kind, state.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
+	return kind, graft.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
 }
 
 // median returns the median of a figure of the seeds that have it; 0 and NaN do not count.

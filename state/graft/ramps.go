@@ -1,11 +1,51 @@
-package state
+package graft
 
 import (
 	"fmt"
 	"math"
 )
 
-// The strategies of this file take α to Target in steps of Target/Epochs, and differ in when and how many they take. They go
+// Ramp is the curve of a [FixedRamp].
+type Ramp uint8
+
+// The ramps. f goes from 0 to 1.
+const (
+	Linear  Ramp = iota // f
+	Cosine              // (1 − cos πf)/2
+	Sigmoid             // the logistic function of 12f − 6, stretched to reach 0 and 1
+)
+
+// FixedRamp takes α from 0 to Target in the given number of epochs.
+type FixedRamp struct {
+	Ramp   Ramp    `json:"ramp"`
+	Epochs int     `json:"epochs"`
+	Target float64 `json:"target"`
+}
+
+// Name returns "FixedRamp".
+func (FixedRamp) Name() string { return "FixedRamp" }
+
+// Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice counts, and Target is in (0, 1].
+func (s FixedRamp) Check() error {
+	if s.Ramp > Sigmoid {
+		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
+	}
+	return checkRamp(s.Name(), s.Epochs, s.Target)
+}
+
+// Advance returns Target times the ramp's height at p.Epochs/Epochs.
+func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
+	f := min(1, float64(p.Epochs)/float64(s.Epochs))
+	switch s.Ramp {
+	case Cosine:
+		f = (1 - math.Cos(math.Pi*f)) / 2
+	case Sigmoid:
+		f = (1 + math.Tanh(6*f-3)/math.Tanh(3)) / 2
+	}
+	return s.Target * f, p.Memory, p.Epochs >= s.Epochs
+}
+
+// The strategies below take α to Target in steps of Target/Epochs, and differ in when and how many they take. They go
 // on from whatever α is, so a seed whose α was set by hand is not taken back.
 
 // PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: a score above the last one
@@ -27,29 +67,29 @@ func (s PerformanceLinked) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
 	}
-	if !(s.Gain >= 0) || !finite(s.Gain) {
+	if !(s.Gain >= 0) || math.IsInf(s.Gain, 0) {
 		return fmt.Errorf("PerformanceLinked: Gain is %v, want a finite number of at least 0", s.Gain)
 	}
-	if !(s.MaxSpeed >= 1) || !finite(s.MaxSpeed) {
+	if !(s.MaxSpeed >= 1) || math.IsInf(s.MaxSpeed, 0) {
 		return fmt.Errorf("PerformanceLinked: MaxSpeed is %v, want a finite number of at least 1", s.MaxSpeed)
 	}
 	return nil
 }
 
 // Advance remembers the last performance and the speed, which is 0 until there is a performance to compare with.
-func (s PerformanceLinked) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
-	last, speed := float64(g.Memory[0]), float64(g.Memory[1])
+func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
+	last, speed := float64(p.Memory[0]), float64(p.Memory[1])
 	switch {
-	case g.Stale:
-		alpha, done = step(g.Alpha, s.Target, max(speed, 1)/float64(s.Epochs))
-		return alpha, g.Memory, done
-	case speed > 0 && g.Performance > last:
-		speed = min(s.MaxSpeed, speed*math.Pow(1+s.Gain, float64(max(g.Interval, 1))))
+	case p.Stale:
+		alpha, done = step(p.Alpha, s.Target, max(speed, 1)/float64(s.Epochs))
+		return alpha, p.Memory, done
+	case speed > 0 && p.Performance > last:
+		speed = min(s.MaxSpeed, speed*math.Pow(1+s.Gain, float64(max(p.Interval, 1))))
 	default:
 		speed = 1
 	}
-	alpha, done = step(g.Alpha, s.Target, speed/float64(s.Epochs))
-	return alpha, [2]float32{float32(g.Performance), float32(speed)}, done
+	alpha, done = step(p.Alpha, s.Target, speed/float64(s.Epochs))
+	return alpha, [2]float32{float32(p.Performance), float32(speed)}, done
 }
 
 // DriftControlled takes one step an epoch, and rests for Pause epochs, the present one included, whenever the drift of the
@@ -69,7 +109,7 @@ func (s DriftControlled) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
 	}
-	if !(s.Threshold >= 0) || !finite(s.Threshold) {
+	if !(s.Threshold >= 0) || math.IsInf(s.Threshold, 0) {
 		return fmt.Errorf("DriftControlled: Threshold is %v, want a finite number of at least 0", s.Threshold)
 	}
 	if s.Pause < 1 || s.Pause > math.MaxUint16 {
@@ -79,15 +119,15 @@ func (s DriftControlled) Check() error {
 }
 
 // Advance remembers how many epochs of rest are left. Drift that is no number counts as too much.
-func (s DriftControlled) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
-	rest := int(g.Memory[0])
-	if !(g.Drift <= s.Threshold) {
+func (s DriftControlled) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
+	rest := int(p.Memory[0])
+	if !(p.Drift <= s.Threshold) {
 		rest = s.Pause
 	}
 	if rest > 0 {
-		return g.Alpha, [2]float32{float32(rest - 1)}, false
+		return p.Alpha, [2]float32{float32(rest - 1)}, false
 	}
-	alpha, done = step(g.Alpha, s.Target, 1/float64(s.Epochs))
+	alpha, done = step(p.Alpha, s.Target, 1/float64(s.Epochs))
 	return alpha, memory, done
 }
 
@@ -108,18 +148,18 @@ func (s GradNormGated) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
 	}
-	if !(s.Low >= 0 && s.Low <= s.High) || !finite(s.High) {
+	if !(s.Low >= 0 && s.Low <= s.High) || math.IsInf(s.High, 0) {
 		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both finite", s.Low, s.High)
 	}
 	return nil
 }
 
 // Advance remembers nothing.
-func (s GradNormGated) Advance(g Graft) (alpha float64, memory [2]float32, done bool) {
-	if !(g.GradNorm >= s.Low && g.GradNorm <= s.High) {
-		return g.Alpha, memory, false
+func (s GradNormGated) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
+	if !(p.GradNorm >= s.Low && p.GradNorm <= s.High) {
+		return p.Alpha, memory, false
 	}
-	alpha, done = step(g.Alpha, s.Target, 1/float64(s.Epochs))
+	alpha, done = step(p.Alpha, s.Target, 1/float64(s.Epochs))
 	return alpha, memory, done
 }
 

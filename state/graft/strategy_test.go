@@ -1,0 +1,54 @@
+package graft_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/state/graft"
+)
+
+// halt is a strategy of a user's own, which stops where α is.
+type halt struct{ Reason string }
+
+func (halt) Name() string { return "halt" }
+func (halt) Check() error { return nil }
+func (halt) Advance(p graft.Progress) (float64, [2]float32, bool) {
+	return p.Alpha, p.Memory, true
+}
+
+// nobody is a strategy without a name.
+type nobody struct{ halt }
+
+func (nobody) Name() string { return "" }
+
+// TestRegister wants each name once, and types that hold their parameters themselves.
+func TestRegister(t *testing.T) {
+	_, err := graft.NewEntry(halt{"unknown yet"})
+	require.ErrorIs(t, err, graft.ErrUnknown)
+	require.NoError(t, graft.Register[halt]())
+	require.ErrorContains(t, graft.Register[halt](), `"halt" of graft_test.halt is empty or taken`)
+	require.ErrorContains(t, graft.Register[*halt](), "want a type that holds its parameters")
+	require.ErrorContains(t, graft.Register[graft.Strategy](), "want a type that holds")
+	require.ErrorContains(t, graft.Register[nobody](), "is empty or taken")
+}
+
+// TestEntry wants an entry to hold what would be loaded, and no strategy that would not be itself.
+func TestEntry(t *testing.T) {
+	given := &graft.FixedRamp{Epochs: 4, Target: 1}
+	entry, err := graft.NewEntry(given)
+	require.NoError(t, err)
+	require.Equal(t, *given, entry.Strategy)
+	loaded, err := entry.Saved.Load()
+	require.NoError(t, err)
+	require.Equal(t, entry, loaded)
+
+	_, err = graft.NewEntry((*graft.FixedRamp)(nil))
+	require.ErrorContains(t, err, "nil *graft.FixedRamp")
+	_, err = graft.NewEntry(graft.FixedRamp{})
+	require.ErrorContains(t, err, "Epochs is 0")
+	for _, params := range []string{"[1]", `{"epochs": 0, "target": 1}`} {
+		_, err = graft.Saved{Name: "FixedRamp", Params: []byte(params)}.Load()
+		require.ErrorContains(t, err, `strategy "FixedRamp"`)
+	}
+}
