@@ -3,11 +3,10 @@ package cudaops
 import (
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/state"
 )
 

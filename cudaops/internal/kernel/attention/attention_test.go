@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -341,54 +340,4 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
 	}
 	return r
-}
-
-// TestAttentionSpeed counts operations as is usual: two products forward, five backward, half of each under a causal mask.
-// The first cases lie side by side in memory and have been turned, as in training. Before a case is timed it runs for as long as
-// the GPU takes to settle at the clock that its power allows; at once it would be a tenth faster.
-func TestAttentionSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("a benchmark: set KASMINA_GPU_BENCH")
-	}
-	g := kerneltest.NewRig(t)
-	var cases []attentionCase
-	add := func(b, seq, h, d int, training bool, variants ...Variant) {
-		for _, v := range variants {
-			a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: h, HeadDim: d, Causal: true, Variant: v}
-			cases = append(cases, attentionCase{a, kerneltest.Bf16, training, 0, training, nil})
-		}
-	}
-	add(32, 1024, 12, 64, true, Auto, HopperFused)
-	add(16, 1024, 16, 64, true, Auto, HopperFused)
-	add(16, 2048, 16, 64, true, Auto, HopperFused)
-	add(8, 2048, 16, 128, true, Auto)
-	add(16, 1024, 16, 96, true, MMA, Auto)
-	add(32, 1024, 12, 64, false, MMA, Auto)
-	add(16, 2048, 16, 128, false, MMA, Auto)
-	add(4, 8192, 16, 128, false, MMA, Auto)
-	for i, d := range []int{64, 64, 128} {
-		add(16, 2048, 16, d, true, []Variant{Auto, HopperFused, Auto}[i])
-		c := &cases[len(cases)-1]
-		c.starts = startsOf(c.Batch, c.Seq, at(func(int) bool { return g.Rand.IntN(256) == 0 })) // of 256 tokens on average
-	}
-	for _, c := range cases {
-		g.Scope(c.String(), func(g *kerneltest.Rig) {
-			r := c.benchmark(g)
-			pairs := float64(c.Batch*c.Seq) * float64(c.Seq) / 2 // of queries and keys
-			if c.starts != nil {
-				pairs = 0
-				for i, start := range c.starts {
-					pairs += float64(i%c.Seq - int(start) + 1)
-				}
-			}
-			flops := 4 * float64(c.Heads*c.HeadDim) * pairs
-			for start := time.Now(); time.Since(start) < 300*time.Millisecond; {
-				r.forward()
-				r.backward()
-				g.Must(g.Ctx.SyncStream(g.Stream))
-			}
-			f, b := g.Time([]func(){r.forward}).Seconds(), g.Time([]func(){r.backward}).Seconds()
-			g.Logf("forward %8.1f µs %5.0f TFLOP/s   backward %8.1f µs %5.0f TFLOP/s", f*1e6, flops/f/1e12, b*1e6, 2.5*flops/b/1e12)
-		})
-	}
 }

@@ -2,10 +2,7 @@ package attention
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -19,16 +16,7 @@ import (
 
 // The tables from which launches are made say the same as the kernels' sources.
 func TestAttentionShapesMatchSources(t *testing.T) {
-	read := func(unit string) string {
-		b, err := os.ReadFile("../../kernels/" + unit + ".cu")
-		if errors.Is(err, fs.ErrNotExist) {
-			t.Skip("the test does not run where its sources are")
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return string(b)
-	}
+	read := func(unit string) string { return kerneltest.Source(t, unit+".cu") }
 	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")+read("attention_hopper_fused")+
 		read("attention_hopper_fused64")
 	contains := func(source, want string) {

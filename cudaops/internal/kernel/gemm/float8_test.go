@@ -5,10 +5,8 @@ import (
 	"math"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -148,78 +146,4 @@ func TestRoPEProductFloat8(t *testing.T) {
 			}
 		})
 	}
-}
-
-// TestFloat8ProductSpeed compares with cuBLASLt, in the fastest of its ways, and RoPE's own kernel.
-func TestFloat8ProductSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range []struct {
-		ProductShape
-		headDim, seq int
-	}{
-		{ProductShape{Rows: 32768, Columns: 2304, D: 768}, 64, 1024}, {ProductShape{Rows: 32768, Columns: 768, D: 768}, 0, 0},
-		{ProductShape{Rows: 32768, Columns: 4096, D: 768}, 0, 0}, {ProductShape{Rows: 32768, Columns: 768, D: 2048}, 0, 0},
-		{ProductShape{Rows: 32768, Columns: 768, D: 4096}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 3072, D: 1024}, 64, 1024}, {ProductShape{Rows: 16384, Columns: 1024, D: 1024}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 5632, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 2816}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 2816, D: 1024}, 0, 0}, {ProductShape{Rows: 16384, Columns: 1024, D: 5632}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 6144, D: 2048}, 128, 2048}, {ProductShape{Rows: 16384, Columns: 2048, D: 2048}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 11264, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 5632}, 0, 0},
-		{ProductShape{Rows: 16384, Columns: 5632, D: 2048}, 0, 0}, {ProductShape{Rows: 16384, Columns: 2048, D: 11264}, 0, 0},
-	} {
-		s.TransW, s.Float8 = true, true
-		g.Scope(fmt.Sprintf("%dx%dx%d", s.Rows, s.Columns, s.D), func(g *kerneltest.Rig) {
-			x, w := random8(g, s.Rows*s.D), random8(g, s.Columns*s.D)
-			y, c := randomArray(g, s.Rows*s.Columns), randomArray(g, s.Rows*s.Columns)
-			xs, _ := g.Normal(s.Rows, kerneltest.F32, 0)
-			ws, _ := g.Normal(s.Columns, kerneltest.F32, 0)
-			show := func(what string, run func()) {
-				var took float64
-				for begin := time.Now(); time.Since(begin) < 200*time.Millisecond; { // from rest the card is faster than it stays
-					took = g.Time([]func(){run}).Seconds()
-				}
-				g.Logf("%-24s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
-			}
-			const t = gpu.Float8E4M3
-			a := gpu.MatmulArgs{Alpha: 1, A: x, B: w, C: y, D: y, ScaleA: xs.Ptr, ScaleB: ws.Ptr, WorkspaceSize: productSpace}
-			plan, way, workspace := fastestOf(g, gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: true, A: t, B: t, D: kerneltest.Bf16,
-				Scaling: gpu.ScaledRows, FastAccumulation: true}, a)
-			a.Workspace = workspace
-			show("cuBLASLt", func() { g.Must(plan.Run(way, a, g.Stream)) })
-			p := Product{Y: y, X: x, W: w, ScaleX: xs.Ptr, ScaleW: ws.Ptr, ProductShape: s.ProductShape, Type: kerneltest.Bf16}
-			show("hopper", func() { g.Must(p.Launch(g.Set, g.Stream)) })
-			a.C, a.Beta, p.C = c, 1, c
-			show("cuBLASLt plus", func() { g.Must(plan.Run(way, a, g.Stream)) })
-			show("hopper plus", func() { g.Must(p.Launch(g.Set, g.Stream)) })
-			if s.headDim == 0 {
-				return
-			}
-			cos, cr := g.Normal(s.seq*s.headDim/2, kerneltest.F32, 0)
-			sin, sr := g.Normal(s.seq*s.headDim/2, kerneltest.F32, 0)
-			r := RoPEProduct{Y: y, X: x, Weights: w, ScaleX: xs.Ptr, ScaleWeights: ws.Ptr, Angles: ropeAngles(g, cr, sr, s.headDim/2), Type: kerneltest.Bf16,
-				RoPEProductShape: RoPEProductShape{Rows: s.Rows, Columns: s.Columns, D: s.D, Turned: s.Columns / 3 * 2, Seq: s.seq,
-					HeadDim: s.headDim, Float8: true}}
-			a.C, a.Beta = y, 0
-			show("cuBLASLt, then RoPE", func() {
-				g.Must(plan.Run(way, a, g.Stream))
-				g.Must(rope.Rotate{Y: y, X: y, Cos: cos.Ptr, Sin: sin.Ptr, Rows: s.Rows, Seq: s.seq, Heads: r.Turned / s.headDim,
-					HeadDim: s.headDim, XStride: s.Columns, YStride: s.Columns, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-			})
-			show("fused", func() { g.Must(r.Launch(g.Set, g.Stream)) })
-		})
-	}
-}
-
-// random8 is random, of float8.
-func random8(g *kerneltest.Rig, n int) gpu.Ptr {
-	const some = 1 << 18
-	b := g.Alloc(n, gpu.Float8E4M3, 0)
-	part, _ := g.Normal(some, gpu.Float8E4M3, 0)
-	for at := 0; at < n; at += some {
-		g.Must(g.Ctx.CopyOnDevice(b.Offset(at), part.Ptr, min(some, n-at), g.Stream))
-	}
-	return b.Ptr
 }

@@ -1,22 +1,13 @@
 package gemm
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"math"
-	"os"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
-	silukernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -153,9 +144,9 @@ func TestSiLUProductRefusals(t *testing.T) {
 	}
 }
 
-// The launchers' figures are those of the kernels' sources.
+// TestFiguresMatchSources wants the launchers' figures to be those of the kernels' sources.
 func TestFiguresMatchSources(t *testing.T) {
-	for unit, figures := range map[string][]string{
+	for source, figures := range map[string][]string{
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
 			"kWarpBytes = 2 * kPanel;", fmt.Sprintf("kParts = %d,", gateParts)},
@@ -168,115 +159,7 @@ func TestFiguresMatchSources(t *testing.T) {
 			fmt.Sprintf("kPanelRows = %d,", turnedRows),
 			fmt.Sprintf("run<T, 64, %d>", turnedTiles[64].columns), fmt.Sprintf("run<T, 96, %d>", turnedTiles[96].columns),
 			fmt.Sprintf("run<T, 128, %d>", turnedTiles[128].columns)},
-		"norm.cu": {fmt.Sprintf("kStages = %d;", norm.WalkStages), fmt.Sprintf("kOwnStages = %d;", norm.OwnStages),
-			fmt.Sprintf("kOwn = P > 3 ? %d : %d;", norm.OwnWarps[4], norm.OwnWarps[3])},
-		"quantize_weights.cu": {fmt.Sprintf("kThreads = %d, kColumns = 8, kGroups = 8, kTiles = %d;", quantize.WeightThreads, quantize.WeightColumns/(8*8)),
-			fmt.Sprintf("kRows = kThreads / kGroups * %d;", quantize.WeightRows*8/quantize.WeightThreads)},
-		"reduce.cu": {fmt.Sprintf("kRun = %d;", reduce.ColumnRun), fmt.Sprintf("kRowUnroll = %d;", reduce.RowUnroll)},
-		"rope.cu":   {fmt.Sprintf("kThreads = %d;", rope.RopeThreads)},
 	} {
-		b, err := os.ReadFile("../../kernels/" + unit)
-		if errors.Is(err, fs.ErrNotExist) {
-			t.Skip("the test does not run where its sources are")
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, want := range figures {
-			if !strings.Contains(string(b), want) {
-				t.Errorf("%s: no %q", unit, want)
-			}
-		}
-	}
-}
-
-// random returns n numbers, some of the normal distribution again and again.
-func randomArray(g *kerneltest.Rig, n int) gpu.Ptr {
-	const some = 1 << 18
-	b := g.Alloc(n, kerneltest.Bf16, 0)
-	part, _ := g.Normal(some, kerneltest.Bf16, 0)
-	for at := 0; at < n; at += some {
-		g.Must(g.Ctx.CopyOnDevice(b.Offset(2*at), part.Ptr, 2*min(some, n-at), g.Stream))
-	}
-	return b.Ptr
-}
-
-const productSpace = 32 << 20 // workspace of cuBLASLt
-
-// fastestProduct returns what enqueues y = a·b in the fastest of cuBLASLt's ways.
-func fastestProduct(g *kerneltest.Rig, m gpu.MatmulSpec, a, b, y gpu.Ptr) func() {
-	plan, way, workspace := fastestWay(g, m, a, b, y)
-	return func() {
-		g.Must(plan.Run(way, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y, Workspace: workspace, WorkspaceSize: productSpace}, g.Stream))
-	}
-}
-
-// fastestWay returns a plan of y = a·b, the fastest of its ways, and the workspace for it.
-func fastestWay(g *kerneltest.Rig, m gpu.MatmulSpec, a, b, y gpu.Ptr) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
-	return fastestOf(g, m, gpu.MatmulArgs{Alpha: 1, A: a, B: b, C: y, D: y})
-}
-
-// fastestOf is fastestWay of a product with these operands.
-func fastestOf(g *kerneltest.Rig, m gpu.MatmulSpec, a gpu.MatmulArgs) (plan gpu.MatmulPlan, way int, workspace gpu.Ptr) {
-	blas, err := g.Ctx.Blas()
-	g.Must(err)
-	workspace = randomArray(g, productSpace/2)
-	plan, err = blas.Plan(m, productSpace, 8)
-	g.Must(err)
-	a.Workspace, a.WorkspaceSize = workspace, productSpace
-	least := math.Inf(1)
-	for i := range plan.Algos() {
-		if took := g.Clock(func() { g.Must(plan.Run(i, a, g.Stream)) }).Seconds(); took < least {
-			least, way = took, i
-		}
-	}
-	return plan, way, workspace
-}
-
-// TestSiLUProductSpeed compares with cuBLASLt's products, each computed in the fastest of its ways, and the gate's own kernel.
-func TestSiLUProductSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range [][3]int{{32768, 2048, 768}, {16384, 2816, 1024}, {16384, 5632, 2048}} {
-		rows, f, d := s[0], s[1], s[2]
-		g.Scope(fmt.Sprintf("%dx%dx%d", rows, f, d), func(g *kerneltest.Rig) {
-			x, w, dy, down := randomArray(g, rows*d), randomArray(g, 2*f*d), randomArray(g, rows*d), randomArray(g, d*f)
-			ab, dab, h, dh := randomArray(g, 2*rows*f), randomArray(g, 2*rows*f), randomArray(g, rows*f), randomArray(g, rows*f)
-			wide := fastestProduct(g, gpu.MatmulSpec{M: rows, N: 2 * f, K: d, TransB: true, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x, w, ab)
-			back := fastestProduct(g, gpu.MatmulSpec{M: rows, N: f, K: d, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, dy, down, dh)
-			flops := 4 * float64(rows) * float64(f) * float64(d)
-			show := func(what string, flops float64, run func()) {
-				n := 1 + int(0.03/g.Time([]func(){run}).Seconds()) // for a third of a second: at the clock that the card's power allows
-				took := g.Clock(func() {
-					for range n {
-						run()
-					}
-				}).Seconds() / float64(n)
-				g.Logf("%-34s %8.1f µs %6.0f TFLOP/s", what, took*1e6, flops/took/1e12)
-			}
-			silu := func() {
-				g.Must(silukernel.Mul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-			}
-			siluBack := func() {
-				g.Must(silukernel.MulBackward{H: h, DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f),
-					Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-			}
-			show("forward, cuBLASLt alone", flops, wide)
-			show("forward, cuBLASLt and gate", flops, func() { wide(); silu() })
-			show("forward, fused", flops, func() {
-				g.Must(SiLUProduct{H: h, AB: ab, X: x, Weights: w, Rows: rows, F: f, D: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-			})
-			show("backward, cuBLASLt alone", flops/2, back)
-			show("backward, cuBLASLt and gate", flops/2, func() { back(); siluBack() })
-			fused := SiLUProductBackward{H: h, DAB: dab, G: dy, Down: down, AB: ab, Rows: rows, F: f, D: d, Type: kerneltest.Bf16}
-			without := fused
-			without.H = 0
-			for range 3 {
-				show("backward, fused", flops/2, func() { g.Must(fused.Launch(g.Set, g.Stream)) })
-				show("backward, fused, without h", flops/2, func() { g.Must(without.Launch(g.Set, g.Stream)) })
-			}
-		})
+		kerneltest.MatchSource(t, source, figures...)
 	}
 }

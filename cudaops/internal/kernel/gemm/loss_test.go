@@ -7,10 +7,8 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -203,41 +201,5 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 		if want := map[bool]int{true: 3}[takes]; launched != want {
 			t.Errorf("capability %d: %d launches, want %d", capability, launched, want)
 		}
-	}
-}
-
-// TestLinearCrossEntropySpeed compares with cuBLASLt's product, in the fastest of its ways, and the kernel that works on logits.
-func TestLinearCrossEntropySpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range []LinearCrossEntropyShape{{11008, 50304, 768}, {8192, 50304, 1024}, {4096, 50304, 2048}} {
-		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
-			w, terms, scaled := randomArray(g, s.V*s.D), randomArray(g, s.Rows*s.V), randomArray(g, s.Rows*s.D)
-			x, _ := scaledNormal(g, s.Rows*s.D, s.D/16, kerneltest.Bf16)
-			targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(s.Rows, s.V), 4)}
-			factors, losses := g.Alloc(s.Rows, kerneltest.F32, 0), g.Alloc(s.Rows, kerneltest.F32, 0)
-			scale, _ := g.Upload([]float64{1 / float64(s.Rows)}, kerneltest.F32, 0)
-			work := g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0)
-			product := fastestProduct(g, gpu.MatmulSpec{M: s.Rows, N: s.V, K: s.D, TransB: true, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x.Ptr, w, terms)
-			show := func(what string, run func()) {
-				took := g.Time([]func(){run}).Seconds()
-				g.Logf("%-32s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.V)*float64(s.D)/took/1e12)
-			}
-			a := LinearCrossEntropy{Terms: terms, Scaled: scaled, Factors: factors.Ptr, Losses: losses.Ptr, X: x.Ptr, W: w, Targets: targets,
-				Scale: scale.Ptr, Workspace: work.Ptr, LinearCrossEntropyShape: s, Type: kerneltest.Bf16}
-			show("cuBLASLt alone", product)
-			show("cuBLASLt, then cross-entropy", func() {
-				product()
-				g.Must(crossentropy.Forward{Logits: terms, Losses: losses.Ptr, Targets: targets, Scale: scale.Ptr, Rows: s.Rows,
-					V: s.V, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-			})
-			show("fused", func() { g.Must(a.Launch(g.Set, g.Stream)) })
-			show("fused, with the scaling of dX", func() {
-				g.Must(a.Launch(g.Set, g.Stream))
-				g.Must(ScaleRows{X: scaled, Factors: factors.Ptr, Rows: s.Rows, D: s.D}.Launch(g.Set, g.Stream))
-			})
-		})
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -76,13 +75,19 @@ func TestNewtonSchulzRun(t *testing.T) {
 	}
 }
 
-// planned is what computes a product by the fastest of cuBLASLt's ways, timed with the given matrices.
+const productSpace = 32 << 20 // workspace of cuBLASLt
+
+// planned is what computes a product by the first of cuBLASLt's ways.
 func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.MatmulArgs) error {
 	g.Helper()
-	plan, way, space := fastestWay(g, spec, a, b, d)
+	blas, err := g.Ctx.Blas()
+	g.Must(err)
+	plan, err := blas.Plan(spec, productSpace, 1)
+	g.Must(err)
+	space := g.Alloc(productSpace/4, kerneltest.F32, 0)
 	return func(a gpu.MatmulArgs) error {
-		a.Workspace, a.WorkspaceSize = space, productSpace
-		return plan.Run(way, a, g.Stream)
+		a.Workspace, a.WorkspaceSize = space.Ptr, productSpace
+		return plan.Run(0, a, g.Stream)
 	}
 }
 
@@ -102,27 +107,6 @@ func applied(g *kerneltest.Rig, a NewtonSchulz, beta float32) func(y, q, x gpu.P
 			args.A, args.B = x, q
 		}
 		return run(args)
-	}
-}
-
-// byProducts is the iteration by cuBLASLt's products alone.
-func byProducts(g *kerneltest.Rig, a NewtonSchulz) func() {
-	g.Helper()
-	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
-	x, y, gram, poly := a.X[0], a.X[1], a.Squares[0], a.Squares[1]
-	spec := gpu.MatmulSpec{M: n, N: n, K: size / n, TransA: tall, TransB: !tall, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: size,
-		StrideB: size, StrideD: n * n}
-	outer := planned(g, spec, x, x, gram)
-	spec = gpu.MatmulSpec{M: n, N: n, K: n, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: n * n, StrideD: n * n}
-	square, apply := planned(g, spec, gram, gram, poly), applied(g, a, SchulzA)
-	return func() {
-		from, to := x, y
-		for range a.Steps {
-			g.Must(outer(gpu.MatmulArgs{Alpha: 1, A: from, B: from, D: gram}))
-			g.Must(square(gpu.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: gram, B: gram, C: gram, D: poly}))
-			g.Must(apply(to, poly, from))
-			from, to = to, from
-		}
 	}
 }
 
@@ -233,45 +217,4 @@ func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 		x = round(next)
 	}
 	return x
-}
-
-// TestNewtonSchulzSpeed times the iteration in several ways.
-func TestNewtonSchulzSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range []NewtonSchulz{{Rows: 768, Columns: 3072, Batch: 1}, {Rows: 2048, Columns: 2048, Batch: 1},
-		{Rows: 2048, Columns: 8192, Batch: 1}, {Rows: 8192, Columns: 2048, Batch: 1}, {Rows: 768, Columns: 768, Batch: 12},
-		{Rows: 1024, Columns: 1024, Batch: 16}, {Rows: 1024, Columns: 2816, Batch: 1}, {Rows: 1536, Columns: 4096, Batch: 1}} {
-		g.Scope(fmt.Sprintf("%d of %dx%d", s.Batch, s.Rows, s.Columns), func(g *kerneltest.Rig) {
-			n, size := min(s.Rows, s.Columns), s.Rows*s.Columns
-			x, _ := scaledNormal(g, s.Batch*size, s.Rows, kerneltest.F16)
-			workspace := g.Alloc(normalize.NormalizeWorkspace/4, kerneltest.F32, 0)
-			for i := range s.X {
-				s.X[i] = g.Alloc(s.Batch*size, kerneltest.F16, 0).Ptr
-			}
-			for i := range s.Squares {
-				s.Squares[i] = g.Alloc(s.Batch*n*n, kerneltest.F16, 0).Ptr
-			}
-			g.Must(g.Ctx.Memset8(s.Squares[0], 0x11, 2*s.Batch*n*n, g.Stream))
-			g.Must(g.Ctx.Memset8(s.X[0], 0x11, 2*s.Batch*size, g.Stream))
-			s.Steps, s.Type = 5, kerneltest.F16
-			apply := applied(g, s, 0)
-			show := func(what string, run func()) {
-				took := g.Time([]func(){func() {
-					g.Must(normalize.Forward{Y: s.X[0], X: x.Ptr, Workspace: workspace.Ptr, N: s.Batch * size, YType: kerneltest.F16, XType: kerneltest.F16}.Launch(g.Set, g.Stream))
-					run()
-				}})
-				g.Logf("%-36s %8.1f µs", what, took.Seconds()*1e6)
-			}
-			show("normalised only", func() {})
-			show("products", byProducts(g, s))
-			for _, s.Together = range []int{1, 3} {
-				show(fmt.Sprintf("symmetric, %d steps together", s.Together), func() {
-					g.Must(s.Run(func(a Symmetric) error { return a.Launch(g.Set, g.Stream) }, apply))
-				})
-			}
-		})
-	}
 }

@@ -157,30 +157,3 @@ func TestProductRefusals(t *testing.T) {
 		}
 	}
 }
-
-// TestProductSpeed compares with cuBLASLt, in the fastest of its ways.
-func TestProductSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range []ProductShape{{Rows: 32768, Columns: 768, D: 768, TransW: true}, {Rows: 32768, Columns: 768, D: 2304},
-		{Rows: 16384, Columns: 1024, D: 1024, TransW: true}, {Rows: 16384, Columns: 1024, D: 1024}, {Rows: 16384, Columns: 1024, D: 2816, TransW: true},
-		{Rows: 16384, Columns: 1024, D: 5632}, {Rows: 16384, Columns: 2048, D: 2048, TransW: true}, {Rows: 16384, Columns: 2048, D: 11264}} {
-		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
-			x, w := randomArray(g, s.Rows*s.D), randomArray(g, s.Columns*s.D)
-			y, c := randomArray(g, s.Rows*s.Columns), randomArray(g, s.Rows*s.Columns)
-			show := func(what string, run func()) {
-				took := g.Time([]func(){run}).Seconds()
-				g.Logf("%-16s %8.1f µs %6.0f TFLOP/s", what, took*1e6, 2*float64(s.Rows)*float64(s.Columns)*float64(s.D)/took/1e12)
-			}
-			show("cuBLASLt", fastestProduct(g, gpu.MatmulSpec{M: s.Rows, N: s.Columns, K: s.D, TransB: s.TransW, A: kerneltest.Bf16, B: kerneltest.Bf16, D: kerneltest.Bf16}, x, w, y))
-			for _, way := range ProductWays(g.Set, s, kerneltest.Bf16) {
-				a := Product{Y: y, X: x, W: w, ProductShape: s, Type: kerneltest.Bf16, Way: way}
-				show(way.String(), func() { g.Must(a.Launch(g.Set, g.Stream)) })
-				a.C = c
-				show(way.String()+" plus", func() { g.Must(a.Launch(g.Set, g.Stream)) })
-			}
-		})
-	}
-}

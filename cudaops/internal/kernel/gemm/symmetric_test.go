@@ -7,7 +7,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
@@ -155,32 +154,5 @@ func TestSymmetricRefusals(t *testing.T) {
 		if err := empty.Launch(k, 0); err != nil {
 			t.Errorf("no matrices: %v", err)
 		}
-	}
-}
-
-// TestSymmetricSpeed compares with cuBLASLt's products, each computed in the fastest of its ways.
-func TestSymmetricSpeed(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to run it")
-	}
-	g := newHopperRig(t)
-	for _, s := range []SymmetricShape{{N: 2048, Depth: 2048, Batch: 1}, {N: 2048, Depth: 8192, Batch: 1}, {N: 768, Depth: 768, Batch: 1},
-		{N: 768, Depth: 3072, Batch: 1}, {N: 1024, Depth: 1024, Batch: 1}, {N: 768, Depth: 768, Batch: 12}} {
-		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
-			x, _ := scaledNormal(g, s.Batch*s.N*s.Depth, s.Depth, kerneltest.F16)
-			d := g.Alloc(s.Batch*s.N*s.N, kerneltest.F16, 0)
-			show := func(what string, run func()) {
-				took := g.Time([]func(){run}).Seconds()
-				g.Logf("%-28s %8.1f µs, as all of it %5.0f TFLOP/s", what, took*1e6,
-					2*float64(s.Batch)*float64(s.N)*float64(s.N)*float64(s.Depth)/took/1e12)
-			}
-			show("cuBLASLt", fastestProduct(g, gpu.MatmulSpec{M: s.N, N: s.N, K: s.Depth, TransB: true, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16,
-				Batch: s.Batch, StrideA: s.N * s.Depth, StrideB: s.N * s.Depth, StrideD: s.N * s.N}, x.Ptr, x.Ptr, d.Ptr))
-			for _, s.Tall = range []bool{false, true} {
-				show(fmt.Sprint("symmetric, tall ", s.Tall), func() {
-					g.Must(Symmetric{D: d.Ptr, Left: x.Ptr, Right: x.Ptr, Alpha: 1, SymmetricShape: s, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
-				})
-			}
-		})
 	}
 }

@@ -139,29 +139,3 @@ func TestKasminaMixing(t *testing.T) {
 		t.Error("no error for a slot that does not exist")
 	}
 }
-
-// TestKasminaCapacityTime measures layers all of whose seeds mix, and one in which none does, against the layer that passes
-// everything through.
-func TestKasminaCapacityTime(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to measure times")
-	}
-	g := kerneltest.NewRig(t)
-	for _, c := range []kasminaCase{
-		{rows: 32768, seeds: 12, chunk: 64, slots: 13, width: 2 * 64 * 16, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
-		{rows: 32768, seeds: 48, chunk: 16, slots: 49, width: 2 * 16 * 8, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
-		{rows: 32768, seeds: 6, chunk: 128, slots: 7, width: 2 * 128 * 32, dtype: kerneltest.Bf16, stability: Adaptive, deviation: 1},
-	} {
-		for _, kind := range []blueprints.Kind{blueprints.Residual, blueprints.LowRank, blueprints.ChunkMLP} {
-			g.Scope(c.String(), func(g *kerneltest.Rig) {
-				r := newKasmina(g, c, nil)
-				for i := range r.states {
-					r.states[i] = Seed{Kind: uint8(kind), Slot: uint16(1 + i), Blend: kind != blueprints.Residual, Learn: kind != blueprints.Residual, Alpha: 1}
-				}
-				r.widen()
-				forward, backward := g.Time([]func(){r.launchForward}), g.Time([]func(){r.launchBackward})
-				t.Logf("%v, seeds of %v: forward %v, backward %v", c, kind, forward, backward)
-			})
-		}
-	}
-}

@@ -421,3 +421,8 @@ func (r *kasminaRun) checkInPlace(runs int) {
 		r.Near("dscales in place", r.ds, r.wantDS, tol)
 	}
 }
+
+func (r *kasminaRun) forwardPass() Forward {
+	return Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
+		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+}

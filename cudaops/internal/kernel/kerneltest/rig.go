@@ -8,9 +8,9 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 
@@ -303,90 +303,6 @@ func FromF16(h uint16) float64 {
 	return sign * math.Ldexp(1024+frac, exp-25)
 }
 
-// ---- Bandwidth ----
-
-var Benchmark = os.Getenv("KASMINA_GPU_BENCH") != ""
-
-// bench reports the bandwidth of a launch that moves so many bytes, as a share of that of a copy in the same run. It runs
-// in turn on several sets of arrays, so that none is still in the cache, and inside a CUDA graph, as a machine's step does.
-func (g *Rig) Bench(name string, bytes int, runs []func()) {
-	g.Helper()
-	d := g.Time(runs)
-	rate := float64(bytes) / d.Seconds() / 1e9
-	g.Logf("%-40s %9.1f µs %6.0f GB/s  %5.1f %% of a copy", name, d.Seconds()*1e6, rate, 100*rate/g.copyRate())
-}
-
-// time is the median time of a run, after each has run once.
-func (g *Rig) Time(runs []func()) time.Duration {
-	g.Helper()
-	const inner = 16
-	for _, run := range runs {
-		run()
-	}
-	g.Must(g.Ctx.BeginCapture(g.Stream))
-	for i := range inner {
-		runs[i%len(runs)]()
-	}
-	graph, err := g.Ctx.EndCapture(g.Stream)
-	g.Must(err)
-	defer g.Ctx.DestroyGraph(graph)
-	return g.Clock(func() { g.Must(g.Ctx.LaunchGraph(graph, g.Stream)) }) / inner
-}
-
-// clock is the median time of a piece of work on the stream.
-func (g *Rig) Clock(work func()) time.Duration {
-	g.Helper()
-	var events [12]gpu.Event
-	for i := range events {
-		var err error
-		events[i], err = g.Ctx.NewEvent(true)
-		g.Must(err)
-		defer g.Ctx.DestroyEvent(events[i])
-	}
-	work()
-	for i, e := range events {
-		if i > 0 {
-			work()
-		}
-		g.Must(g.Ctx.Record(e, g.Stream))
-	}
-	g.Must(g.Ctx.SyncStream(g.Stream))
-	times := make([]time.Duration, len(events)-1)
-	for i := range times {
-		var err error
-		times[i], err = g.Ctx.Elapsed(events[i], events[i+1])
-		g.Must(err)
-	}
-	return median(times)
-}
-
-func median(d []time.Duration) time.Duration {
-	slices.Sort(d)
-	return d[len(d)/2]
-}
-
-var copyRates struct {
-	once sync.Once
-	rate float64
-}
-
-// copyRate is the bandwidth of a copy of 2 GiB in GB/s, counting bytes read and written.
-func (g *Rig) copyRate() float64 {
-	copyRates.once.Do(func() {
-		const n = 1 << 31
-		keep := len(g.Bufs)
-		a, b := g.Alloc(n/4, F32, 0), g.Alloc(n/4, F32, 0)
-		d := g.Clock(func() { g.Must(g.Ctx.CopyOnDevice(a.Ptr, b.Ptr, n, g.Stream)) })
-		copyRates.rate = 2 * n / d.Seconds() / 1e9
-		for _, b := range g.Bufs[keep:] {
-			g.Must(g.Ctx.Free(b.base))
-		}
-		g.Bufs = g.Bufs[:keep]
-		g.Logf("a copy of 2 GiB moves %.0f GB/s", copyRates.rate)
-	})
-	return copyRates.rate
-}
-
 // classes is random targets below v, about one in eight of them negative, the first one not.
 func (g *Rig) Classes(rows, v int) []int {
 	ids := make([]int, rows)
@@ -450,4 +366,25 @@ func Contiguous(dims []int) []int {
 		n *= dims[i]
 	}
 	return s
+}
+
+// Source is a source of the family under test, in whose folder tests run.
+func Source(t *testing.T, name string) string {
+	t.Helper()
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// MatchSource wants pieces of text in a source.
+func MatchSource(t *testing.T, name string, pieces ...string) {
+	t.Helper()
+	source := Source(t, name)
+	for _, p := range pieces {
+		if !strings.Contains(source, p) {
+			t.Errorf("%s: no %q", name, p)
+		}
+	}
 }

@@ -133,14 +133,14 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // walkStages is the rows on their way of each group of threads that walks down them, kStages of norm.cu.
-const WalkStages = 3
+const walkStages = 3
 
 // walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
 // takes the arguments and the GPU has room for so many rows.
 func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig, fits bool, err error) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
-	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(WalkStages*a.arrays()*16*across, 4*a.D) * down}
+	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
 		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
@@ -151,10 +151,10 @@ func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchC
 }
 
 // ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
-var OwnWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
+var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
 // ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
-const OwnStages = 2
+const ownStages = 2
 
 // own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of two, and what the kernel is called
 // behind rmsnorm_backward, if it takes the arguments and the GPU has room for so many rows.
@@ -164,11 +164,11 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 	if packs > 4 {
 		packs, across, name = kernel.CeilDiv(packs, 2), 2, "_pair"
 	}
-	most, ok := OwnWarps[packs]
+	most, ok := ownWarps[packs]
 	if !ok || !a.packed() {
 		return name, c, false
 	}
-	perWarp := OwnStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
+	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
 	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return name, c, false
@@ -252,7 +252,7 @@ const normBlocks = 4
 // normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
 // rows of their own, since these are kept for long.
 func normParts(k *kernel.Set, d int, t gpu.DType) int {
-	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(OwnWarps) {
+	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(ownWarps) {
 		return k.Info.SMs
 	}
 	return normBlocks * k.Info.SMs

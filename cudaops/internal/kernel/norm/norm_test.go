@@ -148,3 +148,9 @@ func TestRMSNormPartsTogether(t *testing.T) {
 		}
 	}
 }
+
+func TestFiguresMatchSources(t *testing.T) {
+	kerneltest.MatchSource(t, "norm.cu", fmt.Sprintf("kStages = %d;", walkStages),
+		fmt.Sprintf("kOwnStages = %d;", ownStages),
+		fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3]))
+}

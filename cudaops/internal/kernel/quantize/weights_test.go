@@ -111,31 +111,3 @@ func TestQuantizeTableRefusals(t *testing.T) {
 		t.Error(err)
 	}
 }
-
-// TestQuantizeWeightsBandwidth measures a pass over the weights of models of 124M, 350M and 925M, which are read at least once and
-// written in as many bytes.
-func TestQuantizeWeightsBandwidth(t *testing.T) {
-	if !kerneltest.Benchmark {
-		t.Skip("set KASMINA_GPU_BENCH to measure bandwidths")
-	}
-	g := kerneltest.NewRig(t)
-	for _, m := range []struct{ layers, d, f int }{{12, 768, 2048}, {24, 1024, 2816}, {16, 2048, 5632}} {
-		g.Scope(fmt.Sprintf("%d layers of %d", m.layers, m.d), func(g *kerneltest.Rig) {
-			var weights []quantize.Weight
-			bytes := 0
-			for range m.layers {
-				for _, shape := range [][2]int{{3 * m.d, m.d}, {m.d, m.d}, {2 * m.f, m.d}, {m.d, m.f}} {
-					y, scale := rows8Alloc(g, shape[0], shape[1], 0)
-					turned, turnedScale := rows8Alloc(g, shape[1], shape[0], 0)
-					weights = append(weights, quantize.Weight{X: g.Large(shape[0]*shape[1], kerneltest.Bf16).Ptr, Y: y.Ptr, Scale: scale.Ptr,
-						Turned: turned.Ptr, TurnedScale: turnedScale.Ptr, Rows: shape[0], D: shape[1]})
-					bytes += 4 * shape[0] * shape[1]
-				}
-			}
-			table, err := quantize.NewTable(g.Set, weights)
-			g.Must(err)
-			benchSets(g, "weights", bytes, 1, func(int) error { return quantize.Weights{Table: table}.Launch(g.Set, g.Stream) })
-			g.Must(table.Free())
-		})
-	}
-}

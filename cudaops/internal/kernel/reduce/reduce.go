@@ -39,8 +39,8 @@ type Reduce struct {
 const (
 	rowPart    = 1 << 15
 	columnPart = 64
-	ColumnRun  = 128
-	RowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
+	columnRun  = 128
+	rowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
 )
 
 // parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
@@ -52,8 +52,8 @@ func parts(k *kernel.Set, a Reduce) (parts, late int) {
 	}
 	blocks := a.Outer * kernel.CeilDiv(a.Inner, 32*kernel.Vector(a.XType))
 	parts = max(1, min(kernel.CeilDiv(a.N, columnPart), kernel.CeilDiv(4*k.Info.SMs, blocks)))
-	if parts > 1 && a.N >= 5*ColumnRun*parts {
-		late = min(a.N/5/ColumnRun, 2*parts)
+	if parts > 1 && a.N >= 5*columnRun*parts {
+		late = min(a.N/5/columnRun, 2*parts)
 	}
 	return parts + late, late
 }
@@ -116,7 +116,7 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	n := kernel.Vector(a.XType)
 	if a.Inner == 1 {
 		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
-		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, RowUnroll*32*n)*32))
+		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, rowUnroll*32*n)*32))
 		c.Overlap = overlap
 		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
 	}

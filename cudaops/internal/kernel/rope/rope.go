@@ -28,7 +28,7 @@ type Rotate struct {
 }
 
 // ropeThreads is the threads of a block, kThreads of rope.cu.
-const RopeThreads = 128
+const ropeThreads = 128
 
 // Launch launches one kernel.
 func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
@@ -72,5 +72,5 @@ func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(int64(a.Rows)).Int32(a.Heads).Int32(h).
 		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
-	return k.Enqueue(s, "rope", variant+suf, kernel.Line(kernel.CeilDiv(threads, RopeThreads), RopeThreads), l)
+	return k.Enqueue(s, "rope", variant+suf, kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), l)
 }

@@ -62,3 +62,7 @@ func TestRoPEInPlaceOfPart(t *testing.T) {
 		})
 	}
 }
+
+func TestFiguresMatchSources(t *testing.T) {
+	kerneltest.MatchSource(t, "rope.cu", fmt.Sprintf("kThreads = %d;", ropeThreads))
+}

@@ -1,0 +1,77 @@
+package layout
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+)
+
+func TestCopy(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	check := func(name string, dims, ys, xs []int, skew int) {
+		for size, dt := range map[int]gpu.DType{2: kerneltest.Bf16, 4: kerneltest.F32} {
+			g.Scope(fmt.Sprintf("%s/%d", name, size), func(g *kerneltest.Rig) {
+				extent := func(strides []int) int {
+					n := 1
+					for i, d := range dims {
+						n += (d - 1) * strides[i]
+					}
+					return n
+				}
+				x, xr := g.Normal(extent(xs), dt, skew)
+				y, want := g.Normal(extent(ys), dt, skew)
+				g.Must(Copy{Y: y.Ptr, X: x.Ptr, Dims: dims, YStrides: ys, XStrides: xs, Size: size}.Launch(g.Set, g.Stream))
+				index := make([]int, len(dims))
+				for {
+					to, from := 0, 0
+					for i, v := range index {
+						to, from = to+v*ys[i], from+v*xs[i]
+					}
+					want[to] = xr[from]
+					i := len(dims) - 1
+					for ; i >= 0; i-- {
+						if index[i]++; index[i] < dims[i] {
+							break
+						}
+						index[i] = 0
+					}
+					if i < 0 {
+						break
+					}
+				}
+				g.Near("y", y, want, 0)
+			})
+		}
+	}
+	check("plain", []int{7, 9, 5}, kerneltest.Contiguous([]int{7, 9, 5}), kerneltest.Contiguous([]int{7, 9, 5}), 0)
+	check("transpose", []int{100, 77}, kerneltest.Contiguous([]int{100, 77}), []int{1, 100}, 1)
+	check("whole tiles", []int{2, 128, 192}, kerneltest.Contiguous([]int{2, 128, 192}), []int{128 * 192, 1, 128}, 0)
+	check("whole tiles at odd addresses", []int{128, 128}, kerneltest.Contiguous([]int{128, 128}), []int{1, 128}, 1)
+	check("small transpose", []int{5, 3}, kerneltest.Contiguous([]int{5, 3}), []int{1, 5}, 0)
+	check("heads", []int{3, 4, 33, 16}, kerneltest.Contiguous([]int{3, 4, 33, 16}), []int{33 * 64, 16, 64, 1}, 0)
+	check("slice", []int{10, 24}, kerneltest.Contiguous([]int{10, 24}), []int{56, 1}, 1)
+	check("concat", []int{10, 24}, []int{64, 1}, kerneltest.Contiguous([]int{10, 24}), 0)
+	check("repeat", []int{6, 8, 12}, kerneltest.Contiguous([]int{6, 8, 12}), []int{12, 0, 1}, 0)
+	check("row everywhere", []int{9, 100}, kerneltest.Contiguous([]int{9, 100}), []int{0, 1}, 0)
+	check("column everywhere", []int{9, 100}, kerneltest.Contiguous([]int{9, 100}), []int{1, 0}, 0)
+	check("every third", []int{50}, []int{1}, []int{3}, 0)
+	check("one", []int{1, 1}, []int{5, 1}, []int{9, 4}, 0)
+	for range 30 { // any permutation
+		dims := make([]int, 2+g.Rand.IntN(4))
+		for i := range dims {
+			dims[i] = 1 + g.Rand.IntN(14)
+		}
+		order := rand.New(g.Rand).Perm(len(dims))
+		shuffled, xs := make([]int, len(dims)), make([]int, len(dims))
+		for i, o := range order {
+			shuffled[i] = dims[o]
+		}
+		for i, s := range kerneltest.Contiguous(shuffled) {
+			xs[order[i]] = s
+		}
+		check(fmt.Sprintf("%v in order %v", dims, order), dims, kerneltest.Contiguous(dims), xs, g.Rand.IntN(2))
+	}
+}
