@@ -1,16 +1,14 @@
-//go:build unix
-
 package llm
 
 import (
 	"math"
 	"slices"
-	"syscall"
 	"testing"
 	"time"
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -30,13 +28,13 @@ func BenchmarkTelemetry(b *testing.B) {
 				b.Fatal(err)
 			}
 		}
-		start, used := time.Now(), processorTime(b)
+		start, used := time.Now(), processor.Time(b)
 		for range steps {
 			if err := tr.step(); err != nil {
 				b.Fatal(err)
 			}
 		}
-		return [2]float64{time.Since(start).Seconds() / steps, (processorTime(b) - used).Seconds() / steps}
+		return [2]float64{time.Since(start).Seconds() / steps, (processor.Time(b) - used).Seconds() / steps}
 	}
 	measure(modes[0])
 	var off []float64
@@ -63,16 +61,6 @@ func BenchmarkTelemetry(b *testing.B) {
 		b.ReportMetric(100*(median(ratios[i+1][0])-1), name)
 		b.ReportMetric(100*(median(ratios[i+1][1])-1), name+"-cpu")
 	}
-}
-
-// processorTime returns what the process has used of all processors.
-func processorTime(b *testing.B) time.Duration {
-	b.Helper()
-	var r syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &r); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
 func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {

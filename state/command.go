@@ -25,12 +25,7 @@ var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Re
 	Load: "Load"}
 
 // String returns the action's name.
-func (a Action) String() string {
-	if a > 0 && int(a) < len(actionNames) {
-		return actionNames[a]
-	}
-	return fmt.Sprintf("Action(%d)", uint8(a))
-}
+func (a Action) String() string { return nameOf(a, "Action", actionNames[:]) }
 
 // Command is something to be done with a seed of a [Network].
 type Command struct {
@@ -97,7 +92,7 @@ func (l *Lattice) do(c Command) error {
 		if err := l.checkSeed("Quarantine", c.Seed); err != nil {
 			return err
 		}
-		l.quarantine(l.sums.faults(c.Seed, c.Seed+1, l.seeds.crc))
+		l.quarantine(l.sums.Faults(c.Seed, c.Seed+1, l.seeds.crc))
 		return nil
 	case Load:
 		return l.accepts(c.Seed, c.Kind, c.Params)

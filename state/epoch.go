@@ -8,6 +8,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // Metrics is what the training loop reports when an epoch ends.
@@ -49,18 +50,18 @@ func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 }
 
 // canStep returns an error when the epoch cannot end, or the corrupt seeds that are put into quarantine when it does.
-func (l *Lattice) canStep(m Metrics) ([]fault, error) {
+func (l *Lattice) canStep(m Metrics) ([]columns.Fault, error) {
 	if err := l.checkMetrics(m); err != nil {
 		return nil, err
 	}
 	found := l.faults()
-	if err := l.sums.faultError(found, l.n); err != nil && !l.config.Quarantine {
+	if err := faultError(l.sums, found, l.n); err != nil && !l.config.Quarantine {
 		return nil, fmt.Errorf("state.StepEpoch: %w", err)
 	}
 	return found, nil
 }
 
-func (l *Lattice) stepEpoch(m Metrics, found []fault) []Event {
+func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
 	l.tell(l.quarantined...)
 	all := append(l.quarantined, l.quarantine(found)...)
 	l.quarantined = nil
@@ -145,7 +146,7 @@ func (l *Lattice) report(m SeedMetrics) {
 	if m.Unscored {
 		return
 	}
-	s.performance[i], s.stability[i] = float32(m.Performance), half(m.Stability)
+	s.performance[i], s.stability[i] = float32(m.Performance), toFloat16(m.Stability)
 	s.sinceScore[i], s.scored[i] = l.epoch-s.scored[i], l.epoch
 	if m.Compared {
 		s.entryPerformance[i], s.basePerformance[i] = float32(m.Without), float32(m.Without)

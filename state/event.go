@@ -1,10 +1,6 @@
 package state
 
-import (
-	"fmt"
-	"slices"
-	"sync"
-)
+import "fmt"
 
 // EventKind says what an [Event] tells of.
 type EventKind uint8
@@ -24,12 +20,7 @@ var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinish
 	NonFinite: "NonFinite", StrategyFailed: "StrategyFailed", StageChanged: "StageChanged", Quarantined: "Quarantined"}
 
 // String returns the kind's name.
-func (k EventKind) String() string {
-	if k > 0 && int(k) < len(eventNames) {
-		return eventNames[k]
-	}
-	return fmt.Sprintf("EventKind(%d)", uint8(k))
-}
+func (k EventKind) String() string { return nameOf(k, "EventKind", eventNames[:]) }
 
 // Event is something that happened to a seed.
 type Event struct {
@@ -60,92 +51,6 @@ func (e Event) String() string {
 	return s + fmt.Sprintf("%v: %s", e.Kind, e.Reason)
 }
 
-// outbox brings events to those who listen: in order, one at a time, and while nothing is locked, so that a listener may use
-// what it listens to.
-type outbox struct {
-	mu      sync.Mutex
-	list    []*func(Event)
-	waiting []Event
-	busy    bool // a goroutine is delivering
-	held    int  // callers of HoldEvents
-	relays  []relay
-}
-
-// relay is an outbox that gets the events of a lattice too, as those of a layer.
-type relay struct {
-	to    *outbox
-	layer int
-}
-
-func (o *outbox) listen(f func(Event)) (stop func()) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.list = append(slices.Clip(o.list), &f)
-	return func() {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		o.list = slices.DeleteFunc(slices.Clone(o.list), func(g *func(Event)) bool { return g == &f })
-	}
-}
-
-func (o *outbox) add(events ...Event) {
-	if len(events) == 0 {
-		return
-	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if len(o.list) > 0 {
-		o.waiting = append(o.waiting, events...)
-	}
-	for _, r := range o.relays {
-		events = slices.Clone(events)
-		for i := range events {
-			events[i].Layer = r.layer
-		}
-		r.to.add(events...)
-	}
-}
-
-// deliver hands over what waits, unless another goroutine or a caller of this one is at it, which will see to it.
-func (o *outbox) deliver() {
-	for o.take() {
-	}
-	o.mu.Lock()
-	relays := o.relays
-	o.mu.Unlock()
-	for _, r := range relays {
-		r.to.deliver()
-	}
-}
-
-func (o *outbox) hold(more int) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.held += more
-}
-
-// take hands over what waits now, and reports whether it did.
-func (o *outbox) take() bool {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.busy || o.held > 0 || len(o.waiting) == 0 {
-		return false
-	}
-	events, list := o.waiting, o.list
-	o.waiting, o.busy = nil, true
-	o.mu.Unlock()
-	defer func() { // also when a listener panics
-		o.mu.Lock()
-		o.busy = false
-	}()
-	for _, e := range events {
-		for _, f := range list {
-			(*f)(e)
-		}
-	}
-	return true
-}
-
 // Listen makes f hear of every event from now on, until stop is called: those that StepEpoch returns, and every transition,
 // whoever makes it. Events come in the order in which they happened, one at a time, on the goroutine of a method that changes
 // the lattice, which waits for f. f may use the lattice; what that causes is told when f has returned.
@@ -153,7 +58,7 @@ func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
-	return l.outbox.listen(f), nil
+	return l.outbox.Listen(f), nil
 }
 
 // tell notes events that the listeners will hear of. The caller holds the lock, and ends with unlockAndTell.
@@ -161,12 +66,12 @@ func (l *Lattice) tell(events ...Event) { l.pending = append(l.pending, events..
 
 func (l *Lattice) unlockAndTell() {
 	l.release()
-	l.outbox.deliver()
+	l.outbox.Deliver()
 }
 
 // release unlocks the lattice and leaves the delivery of what has happened to the caller.
 func (l *Lattice) release() {
-	l.outbox.add(l.pending...)
+	l.outbox.Add(l.pending...)
 	l.pending = nil
 	l.mu.Unlock()
 }

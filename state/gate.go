@@ -160,6 +160,8 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 func atMost(v, threshold float64) bool { return v <= max(threshold, float64(float32(threshold))) }
 
 // atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its threshold.
-func atLeast(v, threshold float64) bool { return v >= min(threshold, NewFloat16(threshold).Float64()) }
+func atLeast(v, threshold float64) bool {
+	return v >= min(threshold, fromFloat16(toFloat16(threshold)))
+}
 
 func finite(v float64) bool { return v-v == 0 }

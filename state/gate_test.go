@@ -8,6 +8,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -138,7 +140,7 @@ func TestGatesOfALattice(t *testing.T) {
 	shut(state.Fossilized, "stability")
 	report(1.8, state.SeedMetrics{Performance: 10.2, Stability: 0.95})
 	open(state.Fossilized)
-	if s := l.Report().Seeds[1]; s.Performance != 10.203125 || s.Stability != float64(state.NewFloat16(0.95).Float64()) {
+	if s := l.Report().Seeds[1]; s.Performance != 10.203125 || s.Stability != float64(half.NewFloat16(0.95).Float64()) {
 		t.Errorf("performance %v and stability %v are reported, want 10.2 and 0.95 as Float16", s.Performance, s.Stability)
 	}
 }
@@ -219,4 +221,79 @@ func TestThresholds(t *testing.T) {
 	require.True(t, gated)
 	_, gated = lattice(t, 2, 4, state.WithoutGates()).Thresholds()
 	require.False(t, gated)
+}
+
+// TestGateLooksAtTheBlueprint wants seeds whose own parameters do not learn to stay out of grafting, whatever the host's loss and
+// their chunk's gradient, and those that learn and do no harm, or ever less, to pass.
+func TestGateLooksAtTheBlueprint(t *testing.T) {
+	thresholds := state.DefaultThresholds()
+	thresholds.MinEpochs[state.Training] = 3
+	for name, c := range map[string]struct {
+		parameters func(epoch int) []float64
+		errors     []float64 // of the epochs
+		open       bool
+	}{
+		"all are 0":           {func(int) []float64 { return []float64{0, 0, 0} }, []float64{0, 0, 0, 0}, false},
+		"they stay":           {func(int) []float64 { return []float64{1, 2, 1} }, []float64{0, 0, 0, 0}, false},
+		"one is not finite":   {func(e int) []float64 { return []float64{float64(e), math.NaN(), 1} }, []float64{0, 0, 0, 0}, false},
+		"they learn":          {func(e int) []float64 { return []float64{float64(e), 0, 1} }, []float64{0, 0, 0, 0.005}, true},
+		"they learn to help":  {func(e int) []float64 { return []float64{float64(e), 0, 1} }, []float64{3, 2, 1, -0.5}, true},
+		"they harm ever less": {func(e int) []float64 { return []float64{float64(e), 0, 1} }, []float64{3, 2, 1, 0.9}, true},
+		"they harm":           {func(e int) []float64 { return []float64{float64(e), 0, 1} }, []float64{1, 1, 1, 1.1}, false},
+		"unknown":             {func(int) []float64 { return nil }, []float64{math.NaN(), math.NaN(), math.NaN(), math.NaN()}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := lattice(t, 2, 4, state.WithThresholds(thresholds))
+			require.NoError(t, l.RequestGermination(1, state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}))
+			require.NoError(t, l.Transition(1, state.Training))
+			for epoch, e := range c.errors {
+				m := state.Moments{Count: 4, Mean: 1, Variance: 1}
+				pass(t, l, true, state.HealthSample{Moments: m}, state.GradientSample{Gradient: state.Gradient{Norm: 2}, Norms: m})
+				_, err := l.StepEpoch(state.Metrics{Loss: 5 - float64(epoch), Seeds: []state.SeedMetrics{{Seed: 1, TrainingError: e,
+					Unscored: true, Parameters: c.parameters(epoch)}}})
+				require.NoError(t, err)
+			}
+			require.Equal(t, c.open, l.Report().Seeds[1].CanAdvance)
+			if err := l.Transition(1, state.Grafting); c.open {
+				require.NoError(t, err)
+			} else {
+				require.ErrorIs(t, err, state.ErrGate)
+			}
+		})
+	}
+}
+
+// TestNothingWalksOn wants no seed to advance that nobody has given a blueprint.
+func TestNothingWalksOn(t *testing.T) {
+	thresholds := state.DefaultThresholds()
+	clear(thresholds.MinEpochs[:])
+	for _, opts := range [][]state.Option{{state.WithThresholds(thresholds)}, {state.WithoutGates()}} {
+		l := lattice(t, 2, 4, opts...)
+		for range 10 {
+			for _, s := range l.Report().Seeds {
+				if s.CanAdvance {
+					require.NoError(t, l.Transition(s.Seed, s.Stage.Next()))
+				}
+			}
+			_, err := l.StepEpoch(state.Metrics{Loss: 1})
+			require.NoError(t, err)
+		}
+		require.Equal(t, state.Dormant, l.Report().Seeds[0].Stage)
+	}
+	l := lattice(t, 2, 4, state.WithThresholds(thresholds))
+	require.ErrorContains(t, l.Transition(0, state.Germinated), "RequestGermination")
+}
+
+// TestMetricsRefused wants metrics that cannot be to change nothing.
+func TestMetricsRefused(t *testing.T) {
+	l := lattice(t, 2, 4)
+	for want, seeds := range map[string][]state.SeedMetrics{
+		"two metrics of seed 1": {{Seed: 1}, {Seed: 0}, {Seed: 1}},
+		"3 errors in 2 trials":  {{Seed: 1, Trials: 2, Errors: 3}},
+	} {
+		_, err := l.StepEpoch(state.Metrics{Seeds: seeds})
+		require.ErrorIs(t, err, state.ErrArgument)
+		require.ErrorContains(t, err, want)
+		require.Zero(t, l.Epoch())
+	}
 }

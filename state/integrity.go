@@ -3,86 +3,38 @@ package state
 import (
 	"context"
 	"fmt"
-	"hash/crc32"
-	"slices"
 	"time"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// A seed's checksum is renewed with every change of its fields, after a look at whether they still matched the old one. Its
-// syndrome is its checksum XOR that of its fields: 0 while it is intact. A change keeps the syndrome, so that a seed that was
-// corrupt before does not look intact after it.
-type fault struct {
-	seed     int
-	syndrome uint32
-}
+// A seed's checksum is renewed with every change of its fields, after a look at whether they still matched the old one. A
+// change keeps the syndrome, so that a seed that was corrupt before does not look intact after it.
 
-// faults returns the corrupt seeds in [lo, hi).
-func (c *checksummer) faults(lo, hi int, crc []uint32) (found []fault) {
-	c.each(lo, hi, func(seed int, sum uint32) {
-		if sum != crc[seed] {
-			found = append(found, fault{seed, sum ^ crc[seed]})
-		}
-	})
-	return found
-}
-
-// locate says which bit of a seed's row has flipped, if a single one has: CRC-32 is linear, and gives every bit of a message
-// as short as this a syndrome of its own.
-func (c *checksummer) locate(syndrome uint32) string {
-	for bit := range 32 {
-		if syndrome == 1<<bit {
-			return fmt.Sprintf("bit %d of its checksum has flipped", bit)
-		}
-	}
-	row := make([]byte, c.stride)
-	zero := crc32.ChecksumIEEE(row)
-	for k, col := range c.columns {
-		for bit := range 8 * widths[col.typ()] {
-			at := &row[c.offsets[k]+bit/8]
-			*at = 1 << (bit % 8)
-			if crc32.ChecksumIEEE(row)^zero == syndrome {
-				return fmt.Sprintf("bit %d of %s has flipped", bit, col.name)
-			}
-			*at = 0
-		}
-	}
-	return "more than one bit has changed"
-}
-
-// all returns the corrupt seeds of the first n, in order.
-func (c *checksummer) all(n int, crc []uint32) (found []fault) {
-	const grain = 1024
-	spans := make([][]fault, (n+grain-1)/grain)
-	cpu.Parallel(n, grain, func(lo, hi int) { spans[lo/grain] = c.faults(lo, hi, crc) })
-	return slices.Concat(spans...)
-}
-
-func (l *Lattice) faults() []fault {
+func (l *Lattice) faults() []columns.Fault {
 	if l.n == 0 {
 		return nil
 	}
-	return l.sums.all(l.n, l.seeds.crc)
+	return l.sums.All(l.seeds.crc)
 }
 
 // faultError returns an error wrapping ErrCorrupt that names the first of the given faults, nil if there is none.
-func (c *checksummer) faultError(found []fault, n int) error {
+func faultError(c *columns.Checksums, found []columns.Fault, n int) error {
 	if len(found) == 0 {
 		return nil
 	}
 	return fmt.Errorf("%w: seed %d does not match its checksum: %s (%d of %d seeds do not)",
-		ErrCorrupt, found[0].seed, c.locate(found[0].syndrome), len(found), n)
+		ErrCorrupt, found[0].Row, c.Locate(found[0].Syndrome), len(found), n)
 }
 
 // seal renews the checksums of the seeds in [lo, hi), after a change to their fields.
 func (l *Lattice) seal(lo, hi int) {
-	l.sums.each(lo, hi, func(seed int, sum uint32) { l.seeds.crc[seed] = sum })
+	l.sums.Seal(lo, hi, l.seeds.crc)
 }
 
 // checkIntact returns an error when a seed that a command is for does not match its checksum.
 func (l *Lattice) checkIntact(method string, seed int) error {
-	if err := l.sums.faultError(l.sums.faults(seed, seed+1, l.seeds.crc), l.n); err != nil {
+	if err := faultError(l.sums, l.sums.Faults(seed, seed+1, l.seeds.crc), l.n); err != nil {
 		return fmt.Errorf("state.%s: %w", method, err)
 	}
 	return nil
@@ -93,7 +45,7 @@ func (l *Lattice) checkIntact(method string, seed int) error {
 func (l *Lattice) Verify() error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	if err := l.sums.faultError(l.faults(), l.n); err != nil {
+	if err := faultError(l.sums, l.faults(), l.n); err != nil {
 		return fmt.Errorf("state.Verify: %w", err)
 	}
 	return nil
@@ -107,12 +59,12 @@ func (l *Lattice) Quarantine() []Event {
 	return l.quarantine(l.faults())
 }
 
-func (l *Lattice) quarantine(found []fault) (events []Event) {
+func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 	for _, f := range found {
-		l.seeds.reset(f.seed)
-		delete(l.kept, f.seed)
-		l.seal(f.seed, f.seed+1)
-		events = append(events, Event{Kind: Quarantined, Seed: f.seed, Epoch: int(l.epoch), Reason: l.sums.locate(f.syndrome)})
+		l.seeds.reset(f.Row)
+		delete(l.kept, f.Row)
+		l.seal(f.Row, f.Row+1)
+		events = append(events, Event{Kind: Quarantined, Seed: f.Row, Epoch: int(l.epoch), Reason: l.sums.Locate(f.Syndrome)})
 	}
 	if len(events) > 0 {
 		l.countUsers()
@@ -153,7 +105,7 @@ func (l *Lattice) verifySpan(lo int) error {
 	if lo >= l.n { // the lattice was loaded anew, smaller
 		return nil
 	}
-	if err := l.sums.faultError(l.sums.faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc), l.n); err != nil {
+	if err := faultError(l.sums, l.sums.Faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc), l.n); err != nil {
 		return fmt.Errorf("state.Scrub: %w", err)
 	}
 	return nil

@@ -15,14 +15,15 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // flip inverts a bit of a field of a seed.
-func (c column) flip(seed, bit int) {
-	b := make([]byte, widths[c.typ()])
-	c.gather(b, len(b), seed, seed+1)
+func flip(c columns.Column, seed, bit int) {
+	b := make([]byte, c.Width())
+	c.Gather(b, len(b), seed, seed+1)
 	b[bit/8] ^= 1 << (bit % 8)
-	c.scatterOne(b, seed)
+	c.Scatter(b, len(b), seed, seed+1)
 }
 
 // Any bit of any field of any seed that flips in memory is found by Verify, which names the seed, the field and the bit.
@@ -30,16 +31,16 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 	l := filled(t, 5)
 	for _, c := range l.seeds.saved() {
 		for seed := range l.n {
-			for bit := range 8 * widths[c.typ()] {
-				c.flip(seed, bit)
-				want := fmt.Sprintf("seed %d does not match its checksum: bit %d of %s has flipped (1 of 5", seed, bit, c.name)
-				if c.name == crcName {
+			for bit := range 8 * c.Width() {
+				flip(c, seed, bit)
+				want := fmt.Sprintf("seed %d does not match its checksum: bit %d of %s has flipped (1 of 5", seed, bit, c.Name)
+				if c.Name == crcName {
 					want = fmt.Sprintf("seed %d does not match its checksum: bit %d of its checksum has flipped (1 of 5", seed, bit)
 				}
 				if err := l.Verify(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) {
-					t.Fatalf("bit %d of %s of seed %d flipped: error %v", bit, c.name, seed, err)
+					t.Fatalf("bit %d of %s of seed %d flipped: error %v", bit, c.Name, seed, err)
 				}
-				c.flip(seed, bit)
+				flip(c, seed, bit)
 			}
 		}
 	}
@@ -58,7 +59,7 @@ func TestCorruptionIsNotSealedIn(t *testing.T) {
 	l := filled(t, 4)
 	l.seeds.stage[2] = uint8(Dormant)
 	l.seal(0, 4)
-	column{"slot", &l.seeds.slot}.flip(2, 3)
+	flip(columns.Column{Name: "slot", Array: &l.seeds.slot}, 2, 3)
 	var p Pass
 	l.Begin(&p, true)
 	err := errors.Join(
@@ -99,7 +100,7 @@ func TestQuarantine(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		column{"alpha", &l.seeds.alpha}.flip(3, 30)
+		flip(columns.Column{Name: "alpha", Array: &l.seeds.alpha}, 3, 30)
 		l.seeds.stage[1], l.seeds.kind[1] = 200, 77
 		if load {
 			data, err := l.MarshalBinary()
@@ -157,7 +158,7 @@ func TestScrub(t *testing.T) {
 	})
 	time.Sleep(5 * time.Millisecond)
 	l.mu.Lock()
-	column{"clips", &l.seeds.clips}.flip(2500, 63)
+	flip(columns.Column{Name: "clips", Array: &l.seeds.clips}, 2500, 63)
 	l.mu.Unlock()
 	if err := <-found; !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "seed 2500 does not match its checksum: bit 63 of clips") {
 		t.Error(err)
@@ -234,11 +235,11 @@ func TestBytesOfASeed(t *testing.T) {
 	for _, c := range l.seeds.columns() {
 		if slices.Contains([]string{"variance", "mean", "min", "max", "dead_ratio", "snr", "grad_norm", "grad_variance", "grad_max", "drift",
 			"step_mean", "step_variance", "step_count", "run_mean", "run_variance", "run_count", "epoch_mean", "epoch_variance",
-			"norm_mean", "norm_variance", "norm_count"}, c.name) {
-			statistics += widths[c.typ()]
+			"norm_mean", "norm_variance", "norm_count"}, c.Name) {
+			statistics += c.Width()
 		}
 	}
-	all := rowWidth(l.seeds.saved())
+	all := columns.RowWidth(l.seeds.saved())
 	t.Logf("%d bytes a seed, %d of them statistics", all, statistics)
 	if all-statistics > 112 || statistics == 0 {
 		t.Errorf("%d bytes a seed beside its statistics, want at most 112", all-statistics)

@@ -25,6 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
+	"github.com/kasmina-go/kasmina/state/internal/outbox"
 )
 
 // Errors that callers can test for with [errors.Is].
@@ -51,7 +53,7 @@ type Lattice struct {
 	step        uint64  // passes with telemetry so far
 	loss        float64 // the host's, as last reported; 0: never
 	seeds       *seedState
-	sums        *checksummer
+	sums        *columns.Checksums
 	strategies  []graft.Entry
 	ring        ring
 	recorder    recorder
@@ -59,7 +61,7 @@ type Lattice struct {
 	posed       map[int]Stage // what forward passes see in place of seeds' own stages
 	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
 	pending     []Event       // what has happened under the lock
-	outbox      outbox
+	outbox      outbox.Outbox[Event]
 	users       map[uint16]int     // living seeds of each slot
 	kept        map[int]SlotParams // what a Network keeps of the slots of seeds that are being grafted
 }
@@ -215,7 +217,7 @@ func (l *Lattice) install(img *image) {
 	l.n, l.hidden, l.config = img.n, img.hidden, img.config
 	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
 	l.strategies, l.seeds = img.strategies, img.seeds
-	l.sums = newChecksummer(l.seeds.columns(), Schema)
+	l.sums = checksums(l.seeds.columns(), Schema)
 	l.quarantined = img.quarantined
 	l.countUsers()
 	l.ring, l.timing, l.posed, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}

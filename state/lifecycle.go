@@ -302,7 +302,7 @@ func (l *Lattice) evidence(seed int) Evidence {
 		Resting:       liveness(s.learning[seed]) == resting,
 		Delta:         float64(s.performance[seed]) - float64(s.entryPerformance[seed]),
 		Improvement:   (float64(s.performance[seed]) - base) / math.Abs(base),
-		Stability:     Float16(s.stability[seed]).Float64(),
+		Stability:     fromFloat16(s.stability[seed]),
 		Errors:        int(s.stageErrors[seed]),
 	}
 	if s.stageTrials[seed] > 0 {

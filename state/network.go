@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
+	"github.com/kasmina-go/kasmina/state/internal/outbox"
 )
 
 // Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer and its number in it.
@@ -29,7 +31,7 @@ import (
 type Network struct {
 	layers []Layer
 	slots  Slots
-	outbox outbox
+	outbox outbox.Outbox[Event]
 
 	mu    sync.Mutex // held while commands are carried out, and taken before the lattices' locks
 	queue queue
@@ -93,10 +95,7 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 		}
 	}
 	for i, l := range layers {
-		o := &l.Lattice.outbox
-		o.mu.Lock()
-		o.relays = append(slices.Clip(o.relays), relay{&n.outbox, i})
-		o.mu.Unlock()
+		l.Lattice.outbox.Relay(&n.outbox, func(e *Event) { e.Layer = i })
 	}
 	return n, nil
 }
@@ -145,7 +144,7 @@ func (n *Network) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
-	return n.outbox.listen(f), nil
+	return n.outbox.Listen(f), nil
 }
 
 // Verify verifies all lattices. Its error names the layer of the first corrupt seed; see [Lattice.Verify].
@@ -191,7 +190,7 @@ func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	if err != nil {
 		return nil, err
 	}
-	found := make([][]fault, len(n.layers))
+	found := make([][]columns.Fault, len(n.layers))
 	for i, l := range n.layers {
 		var err error
 		if found[i], err = l.Lattice.canStep(m[i]); err != nil {
@@ -272,7 +271,7 @@ func (n *Network) lockQuietly() (unlock func()) {
 // deliver tells of what has happened, unless that is held back.
 func (n *Network) deliver() {
 	for _, l := range n.layers {
-		l.Lattice.outbox.deliver()
+		l.Lattice.outbox.Deliver()
 	}
 }
 
@@ -287,8 +286,8 @@ func (n *Network) HoldEvents() (tell func()) {
 }
 
 func (n *Network) hold(more int) {
-	n.outbox.hold(more)
+	n.outbox.Hold(more)
 	for _, l := range n.layers {
-		l.Lattice.outbox.hold(more)
+		l.Lattice.outbox.Hold(more)
 	}
 }

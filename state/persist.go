@@ -1,16 +1,15 @@
 package state
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"math"
 	"reflect"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // image is all that a saved lattice holds.
@@ -28,21 +27,16 @@ type image struct {
 
 // header is the part of a saved lattice that is not an array of one element per seed, as JSON.
 type header struct {
-	Schema     int           `json:"schema"`
-	Seeds      int           `json:"seeds"`
-	Hidden     int           `json:"hidden"`
-	Epoch      uint32        `json:"epoch"`
-	Step       uint64        `json:"step"`
-	Loss       float64       `json:"loss"`
-	Config     config        `json:"config"`
-	Strategies []graft.Saved `json:"strategies"`
-	Kinds      []string      `json:"kinds"`  // names of the blueprint kinds by number
-	Fields     []savedField  `json:"fields"` // the arrays that follow; the last is the checksums
-}
-
-type savedField struct {
-	Name string `json:"name"`
-	Type string `json:"type"`
+	Schema     int             `json:"schema"`
+	Seeds      int             `json:"seeds"`
+	Hidden     int             `json:"hidden"`
+	Epoch      uint32          `json:"epoch"`
+	Step       uint64          `json:"step"`
+	Loss       float64         `json:"loss"`
+	Config     config          `json:"config"`
+	Strategies []graft.Saved   `json:"strategies"`
+	Kinds      []string        `json:"kinds"`  // names of the blueprint kinds by number
+	Fields     []columns.Field `json:"fields"` // the arrays that follow; the last is the checksums
 }
 
 const crcName = "crc32"
@@ -61,48 +55,30 @@ func (l *Lattice) header() header {
 	for k := range blueprints.Kinds() {
 		h.Kinds = append(h.Kinds, blueprints.Kind(k).String())
 	}
-	for _, c := range l.seeds.saved() {
-		h.Fields = append(h.Fields, savedField{c.name, c.typ()})
-	}
+	h.Fields = columns.Fields(l.seeds.saved())
 	return h
 }
 
 // saved lists the fields that are saved: all, the checksums last.
-func (s *seedState) saved() []column { return append(s.columns(), column{crcName, &s.crc}) }
-
-// The binary form is the head and the arrays, one behind the other. The head is the magic number, the header's length and
-// checksum (uint32, little endian), and the header.
-const (
-	magic  = "KASMINA\n"
-	prefix = len(magic) + 8
-)
+func (s *seedState) saved() []columns.Column {
+	return append(s.columns(), columns.Column{Name: crcName, Array: &s.crc})
+}
 
 // bytes returns the head of the binary form, with room for more bytes behind it.
 func (h header) bytes(more int) []byte {
 	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only once they are JSON.
 	text, _ := json.Marshal(h)
-	head := make([]byte, 0, prefix+len(text)+more)
-	head = append(head, magic...)
-	head = binary.LittleEndian.AppendUint32(head, uint32(len(text)))
-	head = binary.LittleEndian.AppendUint32(head, crc32.ChecksumIEEE(text))
-	return append(head, text...)
+	return columns.Head(text, more)
 }
 
 // parseHead returns the header at the beginning of data, and what follows it.
 func parseHead(data []byte) (h *header, rest []byte, err error) {
-	if len(data) < prefix || string(data[:len(magic)]) != magic {
-		return nil, nil, fmt.Errorf("%w: the data does not begin with %q", ErrCorrupt, magic)
+	text, rest, err := columns.ParseHead(data)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	size, sum := binary.LittleEndian.Uint32(data[len(magic):]), binary.LittleEndian.Uint32(data[len(magic)+4:])
-	rest = data[prefix:]
-	if uint64(len(rest)) < uint64(size) {
-		return nil, nil, fmt.Errorf("%w: the header should have %d bytes, but only %d follow", ErrCorrupt, size, len(rest))
-	}
-	if crc32.ChecksumIEEE(rest[:size]) != sum {
-		return nil, nil, fmt.Errorf("%w: the header does not match its checksum", ErrCorrupt)
-	}
-	h, err = parseHeader(rest[:size])
-	return h, rest[size:], err
+	h, err = parseHeader(text)
+	return h, rest, err
 }
 
 // MarshalBinary returns the lattice's complete state. It implements [encoding.BinaryMarshaler].
@@ -113,13 +89,7 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 		return nil, fmt.Errorf("state.MarshalBinary: %w: the lattice has no seeds", ErrArgument)
 	}
 	saved := l.seeds.saved()
-	data := l.header().bytes(l.n * rowWidth(saved))
-	for _, c := range saved {
-		width, start := widths[c.typ()], len(data)
-		data = data[:start+l.n*width]
-		c.gather(data[start:], width, 0, l.n)
-	}
-	return data, nil
+	return columns.AppendRows(l.header().bytes(l.n*columns.RowWidth(saved)), saved, l.n), nil
 }
 
 // UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that has seeds already must have
@@ -178,14 +148,8 @@ func parse(data []byte) (*image, error) {
 	if err != nil {
 		return nil, err
 	}
-	if want := uint64(h.Seeds) * uint64(rowWidth(stored)); uint64(len(rest)) != want {
-		return nil, fmt.Errorf("%w: %d seeds take %d bytes, but %d follow the header", ErrCorrupt, h.Seeds, want, len(rest))
-	}
-	for _, c := range stored {
-		width := widths[c.typ()]
-		c.make(h.Seeds)
-		c.scatter(rest, width, 0, h.Seeds)
-		rest = rest[h.Seeds*width:]
+	if err := columns.ReadRows(stored, h.Seeds, rest); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
 	return h.image(stored)
 }
@@ -214,50 +178,33 @@ func parseHeader(head []byte) (*header, error) {
 	return h, nil
 }
 
-// columns returns empty columns of the types that the header lists.
-func (h *header) columns() ([]column, error) {
-	var columns []column
-	for _, f := range h.Fields {
-		c := column{name: f.Name}
-		switch f.Type {
-		case "uint8":
-			c.array = new([]uint8)
-		case "uint16":
-			c.array = new([]uint16)
-		case "uint32":
-			c.array = new([]uint32)
-		case "uint64":
-			c.array = new([]uint64)
-		case "float32":
-			c.array = new([]float32)
-		case "float64":
-			c.array = new([]float64)
-		default:
-			return nil, fmt.Errorf("%w: header: field %q is of type %q", ErrCorrupt, f.Name, f.Type)
-		}
-		columns = append(columns, c)
+// columns returns columns without elements, as the header lists them.
+func (h *header) columns() ([]columns.Column, error) {
+	stored, err := columns.Empty(h.Fields)
+	if err != nil {
+		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
-	last := savedField{}
+	last := columns.Field{}
 	if n := len(h.Fields); n > 0 {
 		last = h.Fields[n-1]
 	}
-	if last != (savedField{crcName, "uint32"}) {
+	if last != (columns.Field{Name: crcName, Type: "uint32"}) {
 		return nil, fmt.Errorf("%w: header: the last field is %q, want the checksums", ErrCorrupt, last)
 	}
-	return columns, nil
+	return stored, nil
 }
 
 // image checks what was read and puts it together. stored are the arrays as the header lists them, checksums last, and
 // become the image's own.
-func (h *header) image(stored []column) (*image, error) {
-	crc := *stored[len(stored)-1].array.(*[]uint32)
+func (h *header) image(stored []columns.Column) (*image, error) {
+	crc := *stored[len(stored)-1].Array.(*[]uint32)
 	stored = stored[:len(stored)-1]
 	if err := h.Config.check(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	sums := newChecksummer(stored, h.Schema)
-	found := sums.all(h.Seeds, crc)
-	if err := sums.faultError(found, h.Seeds); err != nil && !h.Config.Quarantine {
+	sums := checksums(stored, h.Schema)
+	found := sums.All(crc)
+	if err := faultError(sums, found, h.Seeds); err != nil && !h.Config.Quarantine {
 		return nil, err
 	}
 	seeds, err := h.emptySeeds(stored)
@@ -270,9 +217,9 @@ func (h *header) image(stored []column) (*image, error) {
 	}
 	copy(img.seeds.crc, crc)
 	for _, f := range found {
-		img.seeds.reset(f.seed)
+		img.seeds.reset(f.Row)
 		img.quarantined = append(img.quarantined,
-			Event{Kind: Quarantined, Seed: f.seed, Epoch: int(h.Epoch), Reason: sums.locate(f.syndrome)})
+			Event{Kind: Quarantined, Seed: f.Row, Epoch: int(h.Epoch), Reason: sums.Locate(f.Syndrome)})
 	}
 	for _, s := range h.Strategies {
 		strategy, err := s.Load()
@@ -292,8 +239,7 @@ func (h *header) image(stored []column) (*image, error) {
 		return nil, err
 	}
 	if h.Schema < Schema || len(found) > 0 || renumbered {
-		sums := newChecksummer(img.seeds.columns(), Schema)
-		sums.each(0, img.n, func(seed int, sum uint32) { img.seeds.crc[seed] = sum })
+		checksums(img.seeds.columns(), Schema).Seal(0, img.n, img.seeds.crc)
 	}
 	return img, nil
 }
@@ -386,7 +332,7 @@ func (img *image) checkSeed(i int) error {
 		{"run_mean", s.runMean[i], anything}, {"run_variance", s.runVariance[i], 0}, {"run_count", s.runCount[i], 0},
 		{"epoch_mean", s.epochMean[i], anything}, {"epoch_variance", s.epochVariance[i], 0},
 		{"norm_mean", s.normMean[i], 0}, {"norm_variance", s.normVariance[i], 0}, {"norm_count", s.normCount[i], 0},
-		{"performance", float64(s.performance[i]), anything}, {"stability", Float16(s.stability[i]).Float64(), 0},
+		{"performance", float64(s.performance[i]), anything}, {"stability", fromFloat16(s.stability[i]), 0},
 	} {
 		if !(f.value >= f.least) || math.IsInf(f.value, 0) {
 			return fmt.Errorf("%s is %v", f.name, f.value)
@@ -446,11 +392,7 @@ func (l *Lattice) arrays() []Array {
 	head := l.header().bytes(0)
 	arrays := []Array{{headerName, []int{len(head)}, head}}
 	for _, c := range l.seeds.saved() {
-		copied := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}
-		copied.make(l.n)
-		data := reflect.ValueOf(copied.array).Elem()
-		reflect.Copy(data, reflect.ValueOf(c.array).Elem())
-		arrays = append(arrays, Array{c.name, []int{l.n}, data.Interface()})
+		arrays = append(arrays, Array{c.Name, []int{l.n}, c.Clone().Data()})
 	}
 	return arrays
 }
@@ -498,9 +440,9 @@ func fromArrays(arrays []Array) (*image, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, c := range stored {
-		c.make(h.Seeds)
-		reflect.Copy(reflect.ValueOf(c.array).Elem(), reflect.ValueOf(byName[c.name]))
+	for i, c := range stored {
+		c.Set(byName[c.Name])
+		stored[i] = c.Clone()
 	}
 	return h.image(stored)
 }

@@ -12,10 +12,14 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // fill gives every field of every seed a random value that a lattice can have.
@@ -25,7 +29,7 @@ func fill(t *testing.T, l *Lattice) {
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	for _, c := range l.seeds.columns() {
-		v := reflect.ValueOf(c.array).Elem()
+		v := reflect.ValueOf(c.Array).Elem()
 		for i := range v.Len() {
 			switch e := v.Index(i); e.Kind() {
 			case reflect.Float32, reflect.Float64:
@@ -75,8 +79,8 @@ func same(t *testing.T, a, b *Lattice) {
 	}
 	other := b.seeds.saved()
 	for i, c := range a.seeds.saved() {
-		if !reflect.DeepEqual(c.array, other[i].array) {
-			t.Errorf("field %s differs", c.name)
+		if !reflect.DeepEqual(c.Array, other[i].Array) {
+			t.Errorf("field %s differs", c.Name)
 		}
 	}
 }
@@ -168,14 +172,14 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 		t.Fatal(err)
 	}
 	saved := a.seeds.saved()
-	start := len(data) - n*rowWidth(saved)
+	start := len(data) - n*columns.RowWidth(saved)
 	owner := map[int]int{} // which seed a byte belongs to
 	at := start
 	for _, c := range saved {
-		for i := range n * widths[c.typ()] {
-			owner[at+i] = i / widths[c.typ()]
+		for i := range n * c.Width() {
+			owner[at+i] = i / c.Width()
 		}
-		at += n * widths[c.typ()]
+		at += n * c.Width()
 	}
 	var b Lattice
 	if err := b.UnmarshalBinary(data); err != nil {
@@ -202,7 +206,6 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 	same(t, a, &b) // nothing was applied
 }
 
-// scatterOne sets element i from its bytes.
 // A lattice takes nothing of another shape, of which seeds, features, slots and their width alone can differ. What it does not
 // know of its slots it takes over.
 func TestOtherShapes(t *testing.T) {
@@ -229,13 +232,6 @@ func TestOtherShapes(t *testing.T) {
 			t.Errorf("%d slots of %d weights, error %v", l.Slots(), l.Width(), err)
 		}
 	}
-}
-
-func (c column) scatterOne(b []byte, i int) {
-	one := column{c.name, reflect.New(reflect.TypeOf(c.array).Elem()).Interface()}
-	one.make(1)
-	one.scatter(b, len(b), 0, 1)
-	reflect.ValueOf(c.array).Elem().Index(i).Set(reflect.ValueOf(one.array).Elem().Index(0))
 }
 
 func TestSetArraysErrors(t *testing.T) {
@@ -293,46 +289,35 @@ func swapAll(arrays []Array) {
 }
 
 // resaved saves a lattice as a program with another schema would have: change edits the header and the list of fields.
-func resaved(t *testing.T, l *Lattice, change func(h *header, fields []column) []column) []byte {
+func resaved(t *testing.T, l *Lattice, change func(h *header, fields []columns.Column) []columns.Column) []byte {
 	t.Helper()
 	h := l.header()
 	fields := change(&h, l.seeds.columns())
-	sums := newChecksummer(fields, h.Schema)
 	crc := make([]uint32, l.n)
-	sums.each(0, l.n, func(seed int, sum uint32) { crc[seed] = sum })
-	fields = append(fields, column{crcName, &crc})
-	h.Fields = nil
-	for _, c := range fields {
-		h.Fields = append(h.Fields, savedField{c.name, c.typ()})
-	}
-	data := h.bytes(0)
-	for _, c := range fields {
-		width := widths[c.typ()]
-		b := make([]byte, l.n*width)
-		c.gather(b, width, 0, l.n)
-		data = append(data, b...)
-	}
-	return data
+	checksums(fields, h.Schema).Seal(0, l.n, crc)
+	fields = append(fields, columns.Column{Name: crcName, Array: &crc})
+	h.Fields = columns.Fields(fields)
+	return columns.AppendRows(h.bytes(0), fields, l.n)
 }
 
 func TestSchemaVersions(t *testing.T) {
 	a := filled(t, 4)
-	newer := resaved(t, a, func(h *header, f []column) []column { h.Schema = Schema + 1; return f })
+	newer := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Schema = Schema + 1; return f })
 	var b Lattice
 	if err := b.UnmarshalBinary(newer); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), fmt.Sprintf("version %d", Schema+1)) {
 		t.Errorf("a newer schema: error %v", err)
 	}
 	// An older version had no drift, and a field that is no more.
 	gone := []uint16{1, 2, 3, 4}
-	older := resaved(t, a, func(h *header, f []column) []column {
+	older := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
 		h.Schema = Schema - 1
-		f = slices.DeleteFunc(f, func(c column) bool { return c.name == "drift" })
+		f = slices.DeleteFunc(f, func(c columns.Column) bool { return c.Name == "drift" })
 		for _, c := range f {
-			if c.name == "schema" {
-				c.array = &[]uint8{Schema - 1, Schema - 1, Schema - 1, Schema - 1}
+			if c.Name == "schema" {
+				c.Array = &[]uint8{Schema - 1, Schema - 1, Schema - 1, Schema - 1}
 			}
 		}
-		return append(f, column{"gone", &gone})
+		return append(f, columns.Column{Name: "gone", Array: &gone})
 	})
 	if err := b.UnmarshalBinary(older); err != nil {
 		t.Fatal(err)
@@ -344,33 +329,38 @@ func TestSchemaVersions(t *testing.T) {
 	figures := [][]uint16{a.seeds.mean, a.seeds.lowest, a.seeds.highest, a.seeds.snr, a.seeds.gradVariance, a.seeds.gradMax}
 	for _, all := range figures { // which were Float16
 		for i, bits := range all {
-			all[i] = brain(Float16(bits).Float64())
+			all[i] = toBFloat16(fromFloat16(bits))
 		}
 	}
 	a.seal(0, a.n)
 	same(t, a, &b)
-	for name, change := range map[string]func(h *header, f []column) []column{
-		"a field too few":  func(_ *header, f []column) []column { return f[1:] },
-		"a field too many": func(_ *header, f []column) []column { return append(f, column{"more", &gone}) },
-		"no seeds":         func(h *header, f []column) []column { h.Seeds = 0; return f },
-		"uneven":           func(h *header, f []column) []column { h.Hidden = 7; return f },
-		"too many seeds":   func(h *header, f []column) []column { h.Seeds, h.Hidden = 1<<31, 1<<31; return f },
-		"bad config":       func(h *header, f []column) []column { h.Config.Telemetry.Mode = 77; return f },
-		"bad strategy":     func(h *header, f []column) []column { h.Strategies[1].Params = []byte(`{"epochs":-1}`); return f },
-		"no strategies":    func(h *header, f []column) []column { h.Strategies = nil; return f },
+	for name, change := range map[string]func(h *header, f []columns.Column) []columns.Column{
+		"a field too few": func(_ *header, f []columns.Column) []columns.Column { return f[1:] },
+		"a field too many": func(_ *header, f []columns.Column) []columns.Column {
+			return append(f, columns.Column{Name: "more", Array: &gone})
+		},
+		"no seeds":       func(h *header, f []columns.Column) []columns.Column { h.Seeds = 0; return f },
+		"uneven":         func(h *header, f []columns.Column) []columns.Column { h.Hidden = 7; return f },
+		"too many seeds": func(h *header, f []columns.Column) []columns.Column { h.Seeds, h.Hidden = 1<<31, 1<<31; return f },
+		"bad config":     func(h *header, f []columns.Column) []columns.Column { h.Config.Telemetry.Mode = 77; return f },
+		"bad strategy": func(h *header, f []columns.Column) []columns.Column {
+			h.Strategies[1].Params = []byte(`{"epochs":-1}`)
+			return f
+		},
+		"no strategies": func(h *header, f []columns.Column) []columns.Column { h.Strategies = nil; return f },
 	} {
 		if err := new(Lattice).UnmarshalBinary(resaved(t, a, change)); !errors.Is(err, ErrCorrupt) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
-	unknown := resaved(t, a, func(h *header, f []column) []column { h.Strategies[1].Name = "Telepathy"; return f })
+	unknown := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Strategies[1].Name = "Telepathy"; return f })
 	if err := new(Lattice).UnmarshalBinary(unknown); !errors.Is(err, ErrArgument) || !strings.Contains(err.Error(), "Telepathy") {
 		t.Errorf("an unknown strategy: error %v", err)
 	}
 	copy(a.seeds.stage, []uint8{5, 5, 5, 5})
 	copy(a.seeds.kind, []uint8{1, 1, 1, 1})
 	a.seal(0, a.n)
-	renamed := resaved(t, a, func(h *header, f []column) []column { h.Kinds[1] = "Wavelet"; return f })
+	renamed := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Kinds[1] = "Wavelet"; return f })
 	if err := new(Lattice).UnmarshalBinary(renamed); !errors.Is(err, ErrArgument) || !errors.Is(err, blueprints.ErrUnknownKind) || !strings.Contains(err.Error(), "Wavelet") {
 		t.Errorf("an unknown kind: error %v", err)
 	}
@@ -409,11 +399,11 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Add(data, true)
 	f.Add(older, true)
 	f.Add(older, false)
-	f.Add([]byte(magic), false)
+	f.Add([]byte(columns.Magic), false)
 	f.Fuzz(func(t *testing.T, data []byte, repair bool) {
-		if size := len(data) - prefix; repair && size >= 0 {
-			head := min(size, int(binary.LittleEndian.Uint32(data[len(magic):])))
-			binary.LittleEndian.PutUint32(data[len(magic)+4:], crc32.ChecksumIEEE(data[prefix:][:head]))
+		if size := len(data) - columns.Prefix; repair && size >= 0 {
+			head := min(size, int(binary.LittleEndian.Uint32(data[len(columns.Magic):])))
+			binary.LittleEndian.PutUint32(data[len(columns.Magic)+4:], crc32.ChecksumIEEE(data[columns.Prefix:][:head]))
 		}
 		var l Lattice
 		var err error
@@ -422,4 +412,140 @@ func FuzzUnmarshal(f *testing.F) {
 			t.Error("a lattice was loaded that does not match its checksums")
 		}
 	})
+}
+
+// TestForged wants a lattice that nothing can have led to be refused although its checksums fit, by both ways in, and to change
+// nothing.
+func TestForged(t *testing.T) {
+	nan, inf := float32(math.NaN()), math.Inf(1)
+	for name, forge := range map[string]func(l *Lattice, s *seedState){
+		"slot is 300 of 300":             func(_ *Lattice, s *seedState) { s.slot[1] = 300 },
+		"stage is 11":                    func(_ *Lattice, s *seedState) { s.stage[1] = 11 },
+		"strategy is 9 of":               func(_ *Lattice, s *seedState) { s.strategy[1] = 9 },
+		"α is NaN":                       func(_ *Lattice, s *seedState) { s.alpha[1] = nan },
+		"α is 1.5":                       func(_ *Lattice, s *seedState) { s.alpha[1] = 1.5 },
+		"schema version is 1":            func(_ *Lattice, s *seedState) { s.schema[1] = 1 },
+		"finished is 2":                  func(_ *Lattice, s *seedState) { s.finished[1] = 2 },
+		"learning is 3":                  func(_ *Lattice, s *seedState) { s.learning[1] = 3 },
+		"7 errors in 3 trials":           func(_ *Lattice, s *seedState) { s.stageErrors[1], s.stageTrials[1] = 7, 3 },
+		"run_mean is +Inf":               func(_ *Lattice, s *seedState) { s.runMean[1] = inf },
+		"run_variance is -1":             func(_ *Lattice, s *seedState) { s.runVariance[1] = -1 },
+		"norm_count is -3":               func(_ *Lattice, s *seedState) { s.normCount[1] = -3 },
+		"grad_norm is NaN":               func(_ *Lattice, s *seedState) { s.gradNorm[1] = nan },
+		"stability is NaN":               func(_ *Lattice, s *seedState) { s.stability[1] = toFloat16(math.NaN()) },
+		"variance is -1":                 func(_ *Lattice, s *seedState) { s.variance[1] = -1 },
+		"base_performance is -Inf":       func(_ *Lattice, s *seedState) { s.basePerformance[1] = float32(-inf) },
+		"training_error is +Inf":         func(_ *Lattice, s *seedState) { s.trainingError[1] = float32(inf) },
+		"told of 9 NaN and Inf":          func(_ *Lattice, s *seedState) { s.nonFiniteTold[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4 },
+		"epoch 4294967295 and step":      func(l *Lattice, _ *seedState) { l.epoch = math.MaxUint32 },
+		"and step 18446744073709551615":  func(l *Lattice, _ *seedState) { l.step = math.MaxUint64 },
+		"performance is NaN":             func(_ *Lattice, s *seedState) { s.performance[1] = nan },
+		"it is Grafting and has no slot": func(l *Lattice, s *seedState) { l.config.Gates = true; s.stage[1], s.slot[1] = uint8(Grafting), 0 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := filled(t, 4)
+			forge(l, l.seeds)
+			l.seal(0, l.n)
+			data, err := l.MarshalBinary()
+			require.NoError(t, err)
+			into := filled(t, 4)
+			before, err := into.MarshalBinary()
+			require.NoError(t, err)
+			for _, err := range []error{into.UnmarshalBinary(data), into.SetArrays(l.Arrays())} {
+				require.ErrorIs(t, err, ErrCorrupt)
+				require.ErrorContains(t, err, name)
+			}
+			after, err := into.MarshalBinary()
+			require.NoError(t, err)
+			require.Equal(t, before, after)
+		})
+	}
+}
+
+// TestOverflowingFigures wants figures that overflow neither to become limits by which later passes go, nor to keep a lattice that has
+// met them from being loaded.
+func TestOverflowingFigures(t *testing.T) {
+	l, err := NewLattice(1, 4)
+	require.NoError(t, err)
+	var p Pass
+	for _, m := range []Moments{{8, 1, 2}, {8, math.MaxFloat64, math.Inf(1)}, {8, math.NaN(), 1}, {8, 1, 1e300}} {
+		l.Begin(&p, true)
+		require.NoError(t, l.RecordHealth(&p, func(int) HealthSample {
+			return HealthSample{Moments: m, Health: Health{Variance: m.Variance, Mean: m.Mean}}
+		}))
+		require.NoError(t, l.RecordGradient(&p, func(int) GradientSample {
+			return GradientSample{Norms: m, Gradient: Gradient{Norm: m.Variance}}
+		}))
+		_, err := l.StepEpoch(Metrics{})
+		require.NoError(t, err)
+		l.Begin(&p, true)
+		require.True(t, p.Input[0].ok() && p.Norms[0].ok())
+		data, err := l.MarshalBinary()
+		require.NoError(t, err)
+		require.NoError(t, new(Lattice).UnmarshalBinary(data), "after %+v", m)
+	}
+}
+
+// FuzzNetworkLoad gives a network its own arrays with one of them altered, the header's checksum
+// and the seeds' made right again if repair says so. They are refused and nothing has changed, or
+// the network holds them and goes on.
+func FuzzNetworkLoad(f *testing.F) {
+	for which := range uint8(6) {
+		f.Add(which, uint16(3), []byte{255}, which%2 == 0)
+	}
+	f.Add(uint8(0), uint16(columns.Prefix), []byte(`{"schema":1,"seeds":2,"hidden":1000000000000`), true)
+	f.Fuzz(func(t *testing.T, which uint8, at uint16, data []byte, repair bool) {
+		l, err := NewLattice(2, 4, WithoutGates(), WithSlots(3), WithWidth(2))
+		require.NoError(t, err)
+		n, err := NewNetwork(nil, Layer{Name: "a", Lattice: l})
+		require.NoError(t, err)
+		require.NoError(t, l.RequestGermination(0, GerminationRequest{Slot: 1}))
+		before, arrays := fmt.Sprint(n.Arrays()), n.Arrays()
+		memory := bytesOf(arrays[int(which)%len(arrays)].Data)
+		if int(at) < len(memory) {
+			copy(memory[at:], data)
+		}
+		if repair {
+			renew(arrays)
+		}
+		var install func()
+		bounded.Run(t, int64(len(data)), func() { install, err = n.Load(arrays) })
+		require.True(t, before == fmt.Sprint(n.Arrays()), "Load itself changes something")
+		if err != nil {
+			return
+		}
+		install()
+		require.NoError(t, n.Verify())
+		_, err = n.StepEpoch([]Metrics{{}})
+		_ = err // there may be no figures to go by; it must not panic
+		n.Report()
+		n.Arrays()
+	})
+}
+
+// bytesOf views the memory of a slice of numbers.
+func bytesOf(data any) []byte {
+	v := reflect.ValueOf(data)
+	return unsafe.Slice((*byte)(v.UnsafePointer()), v.Len()*int(v.Type().Elem().Size()))
+}
+
+// renew makes the checksums of arrays right, where the header can be read.
+func renew(arrays []Array) {
+	head := arrays[0].Data.([]uint8)
+	const at = len(columns.Magic)
+	size := min(len(head)-columns.Prefix, int(binary.LittleEndian.Uint32(head[at:])))
+	binary.LittleEndian.PutUint32(head[at+4:], crc32.ChecksumIEEE(head[columns.Prefix:][:size]))
+	h, _, err := parseHead(head)
+	if err != nil || h.Seeds != 2 {
+		return
+	}
+	var fields []columns.Column
+	for _, a := range arrays[1 : len(arrays)-1] {
+		p := reflect.New(reflect.TypeOf(a.Data))
+		p.Elem().Set(reflect.ValueOf(a.Data))
+		_, name, _ := strings.Cut(a.Name, ".")
+		fields = append(fields, columns.Column{Name: name, Array: p.Interface()})
+	}
+	sums := arrays[len(arrays)-1].Data.([]uint32)
+	checksums(fields, h.Schema).Seal(0, h.Seeds, sums)
 }

@@ -1,6 +1,8 @@
 package state
 
 import (
+	"time"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
@@ -14,7 +16,7 @@ type SeedReport struct {
 	Alpha         float64 // with which the output blends: 0 where it is x
 	EpochsInStage int
 	LastUpdate    int     // epoch of the last change of stage or α
-	Performance   float64 // with the precision of a Float16, as Stability
+	Performance   float64 // in half precision, as Stability
 	Stability     float64
 	Delta         float64 // performance less that without the seed, or else at the first report in this stage; 0 when unknown
 	Improvement   float64 // likewise relative to that without the seed, or else at the first report; 0 when unknown
@@ -86,7 +88,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
 		Alpha:         float64(stage.share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
-		Performance: NewFloat16(float64(s.performance[i])).Float64(), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
+		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
 		CanAdvance: s.slot[i] != 0 && can(stage.Next()), RampFinished: s.finished[i] != 0, CanCull: can(Culled),
 		CanRecycle: stage.Ended() && l.epoch >= s.embargoUntil[i],
 		Drift:      float64(s.drift[i]),
@@ -98,13 +100,13 @@ func (l *Lattice) seedReport(i int) SeedReport {
 
 func (s *seedState) health(i int) Health {
 	return Health{
-		Variance: float64(s.variance[i]), Mean: unbrain(s.mean[i]), Min: unbrain(s.lowest[i]), Max: unbrain(s.highest[i]),
-		DeadRatio: float64(s.deadRatio[i]), SNR: unbrain(s.snr[i]),
+		Variance: float64(s.variance[i]), Mean: fromBFloat16(s.mean[i]), Min: fromBFloat16(s.lowest[i]), Max: fromBFloat16(s.highest[i]),
+		DeadRatio: float64(s.deadRatio[i]), SNR: fromBFloat16(s.snr[i]),
 	}
 }
 
 func (s *seedState) gradient(i int) Gradient {
-	return Gradient{Norm: float64(s.gradNorm[i]), Variance: unbrain(s.gradVariance[i]), Max: unbrain(s.gradMax[i])}
+	return Gradient{Norm: float64(s.gradNorm[i]), Variance: fromBFloat16(s.gradVariance[i]), Max: fromBFloat16(s.gradMax[i])}
 }
 
 // ring keeps the telemetry of the last passes in the form in which it is transported: one array per field, normal figures
@@ -146,7 +148,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 		f.stage = append(f.stage, uint8(stage))
 		f.slot = append(f.slot, p.Slot[i])
 		f.kind = append(f.kind, uint8(p.Kind[i]))
-		f.alpha = append(f.alpha, half(float64(stage.share(p.Alpha[i]))))
+		f.alpha = append(f.alpha, toFloat16(float64(stage.share(p.Alpha[i]))))
 	}
 	g := &f.figures
 	g.variance, g.deadRatio = append(g.variance[:0], s.variance...), append(g.deadRatio[:0], s.deadRatio...)
@@ -182,7 +184,7 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 }
 
 // History returns the reports of the last passes that measured, the oldest first, as many as [WithHistory] keeps. They hold
-// what is measured in a pass, of the seeds that it has measured, and stage, slot, kind and α (as a [Float16]) at its start; the
+// what is measured in a pass, of the seeds that it has measured, and stage, slot, kind and α (in half precision) at its start; the
 // other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
@@ -194,7 +196,7 @@ func (l *Lattice) History() []Report {
 		for i := range r.Seeds {
 			r.Seeds[i] = SeedReport{
 				Seed: i, Stage: Stage(f.stage[i]), Slot: int(f.slot[i]), Kind: blueprints.Kind(f.kind[i]),
-				Alpha: Float16(f.alpha[i]).Float64(),
+				Alpha: fromFloat16(f.alpha[i]),
 			}
 			if !f.watched[i] {
 				continue
@@ -211,4 +213,46 @@ func (l *Lattice) History() []Report {
 		reports = append(reports, r)
 	}
 	return reports
+}
+
+// Timing is what was measured of the time that one run of a layer took, forward or backward. Who executes the layer may
+// measure it as seldom as it likes.
+type Timing struct {
+	Kernel    time.Duration // of the layer's arithmetic alone
+	Telemetry time.Duration // by how much telemetry and the lattice's bookkeeping prolong it
+	Bytes     int64         // read and written by the arithmetic at least, if caches hold nothing
+}
+
+// LayerReport holds the figures of a layer as a whole.
+type LayerReport struct {
+	Timed     int           // runs of the layer, forward or backward, that were timed since the lattice was made or loaded
+	Kernel    time.Duration // mean time of one of them
+	Bandwidth float64       // bytes a second that they read and wrote on average
+	Overhead  float64       // per cent by which telemetry and bookkeeping prolonged them
+	Errors    int           // NaN and Inf seen by all seeds
+	Clips     int           // rows of all seeds whose gradient was clipped
+}
+
+// timing sums up what was measured. It is not saved with the lattice.
+type timing struct {
+	runs  int
+	total Timing
+}
+
+// RecordTiming takes in the timing of a run of the layer.
+func (l *Lattice) RecordTiming(t Timing) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	sum := &l.timing.total
+	sum.Kernel, sum.Telemetry, sum.Bytes = sum.Kernel+t.Kernel, sum.Telemetry+t.Telemetry, sum.Bytes+t.Bytes
+	l.timing.runs++
+}
+
+func (t *timing) report() (r LayerReport) {
+	if r.Timed = t.runs; r.Timed > 0 && t.total.Kernel > 0 {
+		r.Kernel = t.total.Kernel / time.Duration(t.runs)
+		r.Bandwidth = float64(t.total.Bytes) / t.total.Kernel.Seconds()
+		r.Overhead = max(0, 100*t.total.Telemetry.Seconds()/t.total.Kernel.Seconds())
+	}
+	return r
 }

@@ -37,11 +37,14 @@ var allowed = [stages][]Stage{
 }
 
 // String returns the stage's name.
-func (s Stage) String() string {
-	if s < stages {
-		return stageNames[s]
+func (s Stage) String() string { return nameOf(s, "Stage", stageNames[:]) }
+
+// nameOf returns the name of a constant, or its type and number where it has none.
+func nameOf[T ~uint8](v T, kind string, names []string) string {
+	if int(v) < len(names) && names[v] != "" {
+		return names[v]
 	}
-	return fmt.Sprintf("Stage(%d)", uint8(s))
+	return fmt.Sprintf("%s(%d)", kind, v)
 }
 
 // CanBecome reports whether the table of transitions leads from s to next.

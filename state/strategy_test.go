@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/graft"
 )
@@ -200,5 +202,38 @@ func TestPanickingStrategy(t *testing.T) {
 	}
 	if err := l.Verify(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a score every epoch, however
+// many epochs pass from one to the next, and not to take an old score for one that has not improved.
+func TestScoresInIntervals(t *testing.T) {
+	ends := func(every int, improves bool) (epochs int) {
+		l := lattice(t, 2, 4, state.WithoutGates())
+		require.NoError(t, l.RequestGermination(1, state.GerminationRequest{Slot: 1,
+			Strategy: graft.PerformanceLinked{Epochs: 200, Target: 1, Gain: 0.05, MaxSpeed: 5}}))
+		require.NoError(t, l.Transition(1, state.Training))
+		require.NoError(t, l.Transition(1, state.Grafting))
+		for epochs = 1; ; epochs++ {
+			var m state.Metrics
+			if epochs%every == 0 {
+				score := state.SeedMetrics{Seed: 1, TrainingError: math.NaN(), Performance: -10, Trials: 1}
+				if improves {
+					score.Performance += float64(epochs) / 1000
+				}
+				m.Seeds = []state.SeedMetrics{score}
+			}
+			_, err := l.StepEpoch(m)
+			require.NoError(t, err)
+			if l.Report().Seeds[1].RampFinished {
+				return epochs
+			}
+		}
+	}
+	often := ends(1, true)
+	require.Less(t, often, 100)
+	for _, every := range []int{2, 5, 10} {
+		require.InDelta(t, often, ends(every, true), float64(every)+1, "a score every %d epochs", every)
+		require.Equal(t, 200, ends(every, false), "a score every %d epochs that stays the same", every)
 	}
 }

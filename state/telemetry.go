@@ -7,6 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // TelemetryMode says when figures are collected.
@@ -23,12 +24,7 @@ const (
 var modeNames = [...]string{"Production", "Sampling", "Debug", "Off"}
 
 // String returns the mode's name.
-func (m TelemetryMode) String() string {
-	if int(m) < len(modeNames) {
-		return modeNames[m]
-	}
-	return fmt.Sprintf("TelemetryMode(%d)", uint8(m))
-}
+func (m TelemetryMode) String() string { return nameOf(m, "TelemetryMode", modeNames[:]) }
 
 // Reduction says how the figures of a chunk's rows become those of the seed.
 type Reduction uint8
@@ -43,12 +39,7 @@ const (
 var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
 
 // String returns the reduction's name.
-func (r Reduction) String() string {
-	if int(r) < len(reductionNames) {
-		return reductionNames[r]
-	}
-	return fmt.Sprintf("Reduction(%d)", uint8(r))
-}
+func (r Reduction) String() string { return nameOf(r, "Reduction", reductionNames[:]) }
 
 // Telemetry configures what is measured.
 type Telemetry struct {
@@ -258,14 +249,14 @@ func (l *Lattice) record(r recorder) {
 		r.span = l.recordSpan
 	}
 	l.recorder = r
-	cpu.Parallel(l.n, sealBlock, r.span)
+	cpu.Parallel(l.n, columns.Block, r.span)
 	l.recorder = recorder{span: r.span}
 }
 
 // recordSpan takes in the figures of seeds lo to hi−1 and renews their checksums. A seed that did not match its own before
 // does not do so afterwards.
 func (l *Lattice) recordSpan(lo, hi int) {
-	found := l.sums.faults(lo, hi, l.seeds.crc)
+	found := l.sums.Faults(lo, hi, l.seeds.crc)
 	r := &l.recorder
 	for i := lo; i < hi; i++ {
 		if r.health != nil {
@@ -284,7 +275,7 @@ func (l *Lattice) recordSpan(lo, hi int) {
 	}
 	l.seal(lo, hi)
 	for _, bad := range found {
-		l.seeds.crc[bad.seed] ^= bad.syndrome
+		l.seeds.crc[bad.Row] ^= bad.Syndrome
 	}
 }
 
@@ -297,8 +288,8 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	}
 	if watched {
 		s.variance[i], s.deadRatio[i] = critical(h.Health.Variance), critical(h.Health.DeadRatio)
-		s.mean[i], s.snr[i] = brain(h.Health.Mean), brain(h.Health.SNR)
-		s.lowest[i], s.highest[i] = brain(h.Health.Min), brain(h.Health.Max)
+		s.mean[i], s.snr[i] = toBFloat16(h.Health.Mean), toBFloat16(h.Health.SNR)
+		s.lowest[i], s.highest[i] = toBFloat16(h.Health.Min), toBFloat16(h.Health.Max)
 	}
 }
 
@@ -324,11 +315,9 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	}
 	if watched && g.Norms.Count > 0 {
 		s.gradNorm[i] = critical(g.Gradient.Norm)
-		s.gradVariance[i], s.gradMax[i] = brain(g.Gradient.Variance), brain(g.Gradient.Max)
+		s.gradVariance[i], s.gradMax[i] = toBFloat16(g.Gradient.Variance), toBFloat16(g.Gradient.Max)
 	}
 }
-
-func half(v float64) uint16 { return uint16(NewFloat16(v)) }
 
 // critical is a figure of critical quality as it is stored. One that is NaN has overflowed on its way.
 func critical(v float64) float32 {

@@ -7,7 +7,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -298,7 +301,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 	const limit, tries = 100 * time.Millisecond, 5
 	best := time.Hour
 	for range tries {
-		start := processorTime(t)
+		start := processor.Time(t)
 		epochs(t, l, 1)
 		if r := l.Report(); len(r.Seeds) != n {
 			t.Fatal(r.Epoch)
@@ -306,10 +309,10 @@ func TestEpochOf100000Seeds(t *testing.T) {
 		if err := l.Verify(); err != nil {
 			t.Fatal(err)
 		}
-		best = min(best, processorTime(t)-start)
+		best = min(best, processor.Time(t)-start)
 	}
 	t.Logf("the boundary of an epoch of %d grafting seeds takes %v", n, best)
-	if best > limit && !raceEnabled {
+	if best > limit && !processor.Race {
 		if share := best.Seconds() / yardstick(t).Seconds(); share > 1 {
 			t.Errorf("the boundary of an epoch of %d seeds takes %v, want less than %v, and %.1f times what this processor can do in that time",
 				n, best, limit, share)
@@ -322,7 +325,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 
 // yardstick returns how long a processor needs for 7.5·10⁷ multiplications that wait for each other: 100 ms at 2.6 GHz.
 func yardstick(t testing.TB) time.Duration {
-	start := processorTime(t)
+	start := processor.Time(t)
 	x := uint64(1)
 	for range 75_000_000 {
 		x = (x ^ x>>29) * 0x9e3779b97f4a7c15
@@ -330,7 +333,7 @@ func yardstick(t testing.TB) time.Duration {
 	if x == 1 {
 		t.Fatal("the loop was left out") // never: it keeps the result from being unused
 	}
-	return processorTime(t) - start
+	return processor.Time(t) - start
 }
 
 // grafting returns a lattice with gates, all of whose seeds are being grafted.
@@ -381,4 +384,75 @@ func BenchmarkRecord100000(b *testing.B) {
 	for b.Loop() {
 		pass(b, l, true, state.HealthSample{Moments: m}, state.GradientSample{Norms: m})
 	}
+}
+
+// TestProbe wants passes to see a probed seed at full strength, and its stage to stay.
+func TestProbe(t *testing.T) {
+	l := lattice(t, 2, 4, state.WithoutGates())
+	require.ErrorIs(t, l.Probe(1, true), state.ErrArgument)
+	require.ErrorIs(t, l.Probe(2, true), state.ErrSeed)
+	require.NoError(t, l.RequestGermination(1, state.GerminationRequest{Slot: 1}))
+	require.NoError(t, l.Transition(1, state.Training))
+	var p state.Pass
+	for _, on := range []bool{true, false} {
+		require.NoError(t, l.Probe(1, on))
+		l.Begin(&p, false)
+		require.Equal(t, on, p.Stage[1].Blends())
+		require.Equal(t, float32(1), p.Alpha[1])
+		require.Equal(t, state.Training, l.Report().Seeds[1].Stage)
+	}
+}
+
+// TestFiguresKeepTheirRange wants figures of normal quality that float16 cannot hold.
+func TestFiguresKeepTheirRange(t *testing.T) {
+	l := lattice(t, 2, 4)
+	h := state.Health{Variance: 1e10, Mean: 1e5, Min: -3e8, Max: 3e8, SNR: 1e6}
+	g := state.Gradient{Norm: 1e-6, Variance: 1e-14, Max: 1e-9}
+	m := state.Moments{Count: 4, Mean: 1, Variance: 1}
+	pass(t, l, true, state.HealthSample{Health: h, Moments: m}, state.GradientSample{Gradient: g, Norms: m})
+	for _, r := range append(l.History(), l.Report()) {
+		s := r.Seeds[1]
+		for _, f := range [][2]float64{{s.Health.Mean, h.Mean}, {s.Health.Min, h.Min}, {s.Health.Max, h.Max}, {s.Health.SNR, h.SNR},
+			{s.Gradient.Variance, g.Variance}, {s.Gradient.Max, g.Max}} {
+			require.InEpsilon(t, f[1], f[0], 0x1p-8)
+		}
+	}
+}
+
+// TestHistoryUnderSampling wants reports of passes that measured alone, and in them figures of that pass alone.
+func TestHistoryUnderSampling(t *testing.T) {
+	l := lattice(t, 4, 8, state.WithHistory(20), state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.5}))
+	for i := range 12 {
+		m := state.Moments{Count: 4, Mean: 1, Variance: 1}
+		pass(t, l, true, state.HealthSample{Health: state.Health{Variance: float64(i + 1)}, Moments: m},
+			state.GradientSample{Gradient: state.Gradient{Norm: float64(i + 1)}, Norms: m})
+	}
+	reports := l.History()
+	require.Len(t, reports, 4)
+	seen := map[float64]bool{}
+	for _, r := range reports {
+		measured, value := 0, 0.0
+		for _, s := range r.Seeds {
+			if !s.Measured {
+				require.Zero(t, s.Health)
+				require.Zero(t, s.Gradient)
+				continue
+			}
+			measured++
+			require.True(t, value == 0 || s.Health.Variance == value)
+			value = s.Health.Variance
+			require.Equal(t, value, s.Gradient.Norm)
+		}
+		require.Equal(t, 2, measured)
+		require.False(t, seen[value], "variance %v is told twice", value)
+		seen[value] = true
+	}
+}
+
+// TestCraftedPass wants a pass that no lattice has begun to be refused.
+func TestCraftedPass(t *testing.T) {
+	l := lattice(t, 2, 4)
+	p := state.Pass{Stage: make([]state.Stage, 2), Record: true}
+	require.ErrorIs(t, l.RecordHealth(&p, func(int) state.HealthSample { return state.HealthSample{} }), state.ErrArgument)
+	require.ErrorIs(t, l.RecordGradient(&p, func(int) state.GradientSample { return state.GradientSample{} }), state.ErrArgument)
 }

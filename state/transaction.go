@@ -233,9 +233,7 @@ func (t *transaction) remember(l *Lattice, seed address) {
 	if _, known := t.seeds[seed]; known {
 		return
 	}
-	u := undo{make([]byte, l.sums.stride), l.seeds.crc[seed.number], l.keptOf(seed.number)}
-	l.sums.row(u.row, seed.number)
-	t.seeds[seed] = u
+	t.seeds[seed] = undo{l.sums.Row(seed.number), l.seeds.crc[seed.number], l.keptOf(seed.number)}
 }
 
 // commit writes slots.
@@ -254,9 +252,7 @@ func (t *transaction) commit() error {
 func (t *transaction) rollback() {
 	for seed, u := range t.seeds {
 		l := t.Lattice(seed.layer)
-		for k, c := range l.sums.columns {
-			c.scatter(u.row[l.sums.offsets[k]:], l.sums.stride, seed.number, seed.number+1)
-		}
+		l.sums.SetRow(seed.number, u.row)
 		l.seeds.crc[seed.number] = u.crc
 		if delete(l.kept, seed.number); u.kept != nil {
 			l.kept[seed.number] = *u.kept

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 // stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
@@ -33,7 +33,7 @@ func (r *rig) matrix(t gpu.DType, n int) stored {
 		b := make([]uint16, n)
 		for i, v := range f {
 			if b[i] = uint16(math.Float32bits(v) >> 16); t == gpu.Float16 {
-				b[i] = uint16(state.NewFloat16(float64(v)))
+				b[i] = uint16(half.NewFloat16(float64(v)))
 			}
 		}
 		m.bytes = gpu.Bytes(b)
@@ -56,7 +56,7 @@ func values(t gpu.DType, b []byte) []float64 {
 		case gpu.Float8E4M3:
 			out[i] = float64(gpu.FromE4M3(b[i]))
 		case gpu.Float16:
-			out[i] = state.Float16(gpu.View[uint16](b)[i]).Float64()
+			out[i] = half.Float16(gpu.View[uint16](b)[i]).Float64()
 		default:
 			out[i] = float64(gpu.View[float32](b)[i])
 		}

@@ -12,8 +12,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // Encode writes the n elements of a value to raw, stored as t.
@@ -52,27 +52,18 @@ func EncodeFloats(raw []byte, t gpu.DType, x []float32) {
 	case gpu.Float16:
 		dst := gpu.View[uint16](raw)
 		for i, v := range x {
-			dst[i] = uint16(state.NewFloat16(float64(v)))
+			dst[i] = uint16(half.NewFloat16(float64(v)))
 		}
 	case gpu.BFloat16:
 		dst := gpu.View[uint16](raw)
 		for i, v := range x {
-			dst[i] = bfloat16(v)
+			dst[i] = uint16(half.NewBFloat16(v))
 		}
 	case gpu.Float8E4M3:
 		for i, v := range x {
 			raw[i] = gpu.E4M3(v)
 		}
 	}
-}
-
-// bfloat16 rounds to nearest, ties to even, and keeps NaN.
-func bfloat16(v float32) uint16 {
-	b := math.Float32bits(v)
-	if v != v {
-		return uint16(b>>16) | 0x40
-	}
-	return uint16((b + 0x7fff + b>>16&1) >> 16)
 }
 
 // Decode returns elements stored as t as a value of type dt.
@@ -106,7 +97,7 @@ func DecodeFloats(x []float32, t gpu.DType, raw []byte) {
 		copy(x, gpu.View[float32](raw))
 	case gpu.Float16:
 		for i, b := range gpu.View[uint16](raw)[:len(x)] {
-			x[i] = float32(state.Float16(b).Float64())
+			x[i] = float32(half.Float16(b).Float64())
 		}
 	case gpu.BFloat16:
 		for i, b := range gpu.View[uint16](raw)[:len(x)] {

@@ -1,17 +1,19 @@
 package state
 
 import (
-	"encoding/binary"
 	"fmt"
-	"hash/crc32"
 	"math"
-	"sync"
+
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
 // Schema is the version of the seed state's layout that this package writes; migrate.go says what became of earlier ones.
 const Schema = 4
 
-// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits.
+// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits. Those
+// of the normal tier are bfloat16: KASMINA's float16 would do for activations near 1, but the
+// variance of a gradient underflows in it at the sizes of real models.
 type seedState struct {
 	stage         []uint8
 	slot          []uint16 // 0: none
@@ -70,15 +72,12 @@ type seedState struct {
 	crc    []uint32 // over the seed's number and all fields above
 }
 
-// column is one field of the seed state: a name, which is its name in files, and a pointer to its array.
-type column struct {
-	name  string
-	array any
-}
-
 // columns lists the fields that the checksum covers, in its order.
-func (s *seedState) columns() []column {
-	columns := []column{
+func (s *seedState) columns() (all []columns.Column) {
+	for _, f := range []struct {
+		name  string
+		array any
+	}{
 		{"stage", &s.stage}, {"slot", &s.slot}, {"kind", &s.kind}, {"strategy", &s.strategy}, {"alpha", &s.alpha},
 		{"epochs_in_stage", &s.epochsInStage}, {"last_update", &s.lastUpdate},
 		{"performance", &s.performance}, {"stability", &s.stability},
@@ -95,11 +94,13 @@ func (s *seedState) columns() []column {
 		{"slot_sum", &s.slotSum}, {"learning", &s.learning}, {"scored", &s.scored}, {"entry_loss", &s.entryLoss},
 		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
 		{"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
+	} {
+		all = append(all, columns.Column{Name: f.name, Array: f.array})
 	}
 	for k := range s.past {
-		columns = append(columns, column{fmt.Sprintf("past_%d", k), &s.past[k]})
+		all = append(all, columns.Column{Name: fmt.Sprintf("past_%d", k), Array: &s.past[k]})
 	}
-	return columns
+	return all
 }
 
 // newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that remember the given number
@@ -107,7 +108,7 @@ func (s *seedState) columns() []column {
 func newSeedState(n, transitions int) *seedState {
 	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions), sinceScore: make([]uint32, n)}
 	for _, c := range s.columns() {
-		c.make(n)
+		c.Make(n)
 	}
 	for i := range n {
 		s.begin(i)
@@ -127,160 +128,18 @@ func (s *seedState) begin(i int) {
 func (s *seedState) reset(i int) {
 	zeros := make([]byte, 8)
 	for _, c := range s.columns() {
-		c.scatter(zeros, 8, i, i+1)
+		c.Scatter(zeros, 8, i, i+1)
 	}
 	s.begin(i)
 }
 
-func (c column) make(n int) {
-	switch a := c.array.(type) {
-	case *[]uint8:
-		*a = make([]uint8, n)
-	case *[]uint16:
-		*a = make([]uint16, n)
-	case *[]uint32:
-		*a = make([]uint32, n)
-	case *[]uint64:
-		*a = make([]uint64, n)
-	case *[]float32:
-		*a = make([]float32, n)
-	case *[]float64:
-		*a = make([]float64, n)
-	}
+// checksums are those of the seeds, over data of a schema.
+func checksums(stored []columns.Column, schema int) *columns.Checksums {
+	return columns.NewChecksums(stored, schema >= 3)
 }
 
-// typ names the element type, as files do.
-func (c column) typ() string {
-	switch c.array.(type) {
-	case *[]uint8:
-		return "uint8"
-	case *[]uint16:
-		return "uint16"
-	case *[]uint32:
-		return "uint32"
-	case *[]uint64:
-		return "uint64"
-	case *[]float32:
-		return "float32"
-	default:
-		return "float64"
-	}
-}
+func toFloat16(v float64) uint16      { return uint16(half.NewFloat16(v)) }
+func fromFloat16(bits uint16) float64 { return half.Float16(bits).Float64() }
 
-// widths are the element types' sizes in bytes.
-var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4, "float64": 8}
-
-func rowWidth(columns []column) (bytes int) {
-	for _, c := range columns {
-		bytes += widths[c.typ()]
-	}
-	return bytes
-}
-
-// gather writes elements lo to hi, little endian, one every stride bytes of dst.
-func (c column) gather(dst []byte, stride, lo, hi int) {
-	switch a := c.array.(type) {
-	case *[]uint8:
-		for i, v := range (*a)[lo:hi] {
-			dst[i*stride] = v
-		}
-	case *[]uint16:
-		for i, v := range (*a)[lo:hi] {
-			binary.LittleEndian.PutUint16(dst[i*stride:], v)
-		}
-	case *[]uint32:
-		for i, v := range (*a)[lo:hi] {
-			binary.LittleEndian.PutUint32(dst[i*stride:], v)
-		}
-	case *[]uint64:
-		for i, v := range (*a)[lo:hi] {
-			binary.LittleEndian.PutUint64(dst[i*stride:], v)
-		}
-	case *[]float32:
-		for i, v := range (*a)[lo:hi] {
-			binary.LittleEndian.PutUint32(dst[i*stride:], math.Float32bits(v))
-		}
-	case *[]float64:
-		for i, v := range (*a)[lo:hi] {
-			binary.LittleEndian.PutUint64(dst[i*stride:], math.Float64bits(v))
-		}
-	}
-}
-
-// scatter is the inverse of gather.
-func (c column) scatter(src []byte, stride, lo, hi int) {
-	for i := lo; i < hi; i++ {
-		b := src[(i-lo)*stride:]
-		switch a := c.array.(type) {
-		case *[]uint8:
-			(*a)[i] = b[0]
-		case *[]uint16:
-			(*a)[i] = binary.LittleEndian.Uint16(b)
-		case *[]uint32:
-			(*a)[i] = binary.LittleEndian.Uint32(b)
-		case *[]uint64:
-			(*a)[i] = binary.LittleEndian.Uint64(b)
-		case *[]float32:
-			(*a)[i] = math.Float32frombits(binary.LittleEndian.Uint32(b))
-		case *[]float64:
-			(*a)[i] = math.Float64frombits(binary.LittleEndian.Uint64(b))
-		}
-	}
-}
-
-// sealBlock is how many seeds' fields are gathered at a time for their checksums: enough to make a loop over one field
-// worth its start, few enough to stay in the first-level cache.
-const sealBlock = 64
-
-// checksummer computes the seeds' checksums. It may be used by several goroutines at once.
-type checksummer struct {
-	columns []column
-	offsets []int // of each column in a seed's row of bytes, which begins with the seed's number
-	stride  int
-	rows    sync.Pool // *[]byte, of sealBlock rows
-}
-
-// newChecksummer returns one for data of the given schema. From schema 3 on, zeros fill rows up to a multiple of 16 bytes, of
-// which processors compute a CRC-32 faster than of the rest.
-func newChecksummer(columns []column, schema int) *checksummer {
-	c := &checksummer{columns: columns, stride: 4}
-	for _, col := range columns {
-		c.offsets = append(c.offsets, c.stride)
-		c.stride += widths[col.typ()]
-	}
-	if schema >= 3 {
-		c.stride = (c.stride + 15) / 16 * 16
-	}
-	return c
-}
-
-// row writes a seed's fields to a row of bytes that begins with the seed's number.
-func (c *checksummer) row(row []byte, seed int) {
-	binary.LittleEndian.PutUint32(row, uint32(seed))
-	for k, col := range c.columns {
-		col.gather(row[c.offsets[k]:], c.stride, seed, seed+1)
-	}
-}
-
-// each calls f with the checksum of every seed in [lo, hi).
-func (c *checksummer) each(lo, hi int, f func(seed int, sum uint32)) {
-	rows, _ := c.rows.Get().(*[]byte)
-	if rows == nil {
-		b := make([]byte, sealBlock*c.stride)
-		rows = &b
-	}
-	defer c.rows.Put(rows)
-	buf := *rows
-	for ; lo < hi; lo += sealBlock {
-		end := min(lo+sealBlock, hi)
-		for i := lo; i < end; i++ {
-			binary.LittleEndian.PutUint32(buf[(i-lo)*c.stride:], uint32(i))
-		}
-		for k, col := range c.columns {
-			col.gather(buf[c.offsets[k]:], c.stride, lo, end)
-		}
-		for i := lo; i < end; i++ {
-			f(i, crc32.ChecksumIEEE(buf[(i-lo)*c.stride:][:c.stride]))
-		}
-	}
-}
+func toBFloat16(v float64) uint16      { return uint16(half.NewBFloat16(float32(v))) }
+func fromBFloat16(bits uint16) float64 { return float64(half.BFloat16(bits).Float32()) }

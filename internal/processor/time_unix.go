@@ -1,6 +1,6 @@
 //go:build unix
 
-package state_test
+package processor
 
 import (
 	"syscall"
@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// processorTime returns what the process has used of all processors, on which other programs have no part.
-func processorTime(t testing.TB) time.Duration {
+// Time returns what the process has used of all processors, on which other programs have no part.
+func Time(t testing.TB) time.Duration {
 	t.Helper()
 	var r syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &r); err != nil {

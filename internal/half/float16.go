@@ -1,9 +1,10 @@
-package state
+// Package half has numbers of 16 bits.
+package half
 
 import "math"
 
-// Float16 is an IEEE 754 half-precision number: 1 sign bit, 5 exponent bits, 10 fraction bits. Figures of the normal tier
-// are kept in it: it holds integers to 2048 exactly, has a relative spacing of 2⁻¹⁰, and reads as ±Inf from 65520 on.
+// Float16 is an IEEE 754 half-precision number: 1 sign bit, 5 exponent bits, 10 fraction bits. It
+// holds integers to 2048 exactly, has a relative spacing of 2⁻¹⁰, and is ±Inf from 65520 on.
 type Float16 uint16
 
 // NewFloat16 rounds v to the nearest Float16, ties to even, in one step from float64. NaN stays NaN.

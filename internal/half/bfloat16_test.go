@@ -1,0 +1,29 @@
+package half
+
+import (
+	"math"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestBFloat16 wants every number to come back, and those between two to go to the nearer one, or
+// to the one whose last bit is 0.
+func TestBFloat16(t *testing.T) {
+	for i := range 1 << 16 {
+		b := BFloat16(i)
+		v := b.Float32()
+		if v != v {
+			require.NotEqual(t, NewBFloat16(v).Float32(), NewBFloat16(v).Float32(), "%#04x", i)
+			continue
+		}
+		require.Equal(t, b, NewBFloat16(v), "%#04x", i)
+		if i&0x7fff >= 0x7f80 { // infinite
+			continue
+		}
+		middle := math.Float32frombits(uint32(i)<<16 | 0x8000)
+		require.Equal(t, b+b&1, NewBFloat16(middle), "%#04x", i)
+		require.Equal(t, b, NewBFloat16(math.Float32frombits(uint32(i)<<16|0x7fff)), "%#04x", i)
+		require.Equal(t, b+1, NewBFloat16(math.Float32frombits(uint32(i)<<16|0x8001)), "%#04x", i)
+	}
+}
