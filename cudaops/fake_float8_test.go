@@ -4,11 +4,10 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
 // float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do not know.

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
@@ -25,9 +27,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )

@@ -4,12 +4,11 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
 // Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream and a CUdeviceptr, each

@@ -13,14 +13,13 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -508,8 +507,8 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	if err := k.lattice.Transition(k.seeds-1, state.Training); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.RunAll(); !errors.Is(err, kasmina.ErrKasminaKind) {
-		t.Errorf("the error is %v, want one that wraps ErrKasminaKind", err)
+	if err := m.RunAll(); !errors.Is(err, kasmina.ErrKind) {
+		t.Errorf("the error is %v, want one that wraps ErrKind", err)
 	}
 }
 

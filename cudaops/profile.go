@@ -6,7 +6,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 

@@ -5,10 +5,10 @@ import (
 	"math/rand/v2"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
 // stockCase is a graph made of Gorgonia's own ops.

@@ -11,12 +11,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
 // stockRun is a case's graph of one type, and with gradients those of Σ out ⊙ weights.

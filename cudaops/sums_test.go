@@ -6,14 +6,13 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"

@@ -9,14 +9,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )
 

@@ -3,11 +3,12 @@ package driver
 import (
 	"bytes"
 	"errors"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"math"
 	"runtime"
 	"sync"
 	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // jit is the option block of a module load: it asks for the compiler's error log.

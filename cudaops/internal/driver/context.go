@@ -10,12 +10,13 @@ package driver
 import (
 	"errors"
 	"fmt"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // context is a real context.

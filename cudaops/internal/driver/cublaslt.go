@@ -3,10 +3,11 @@ package driver
 import (
 	"errors"
 	"fmt"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"strings"
 	"sync"
 	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // blasAPI is what is used of libcublasLt; the tags are the names of the symbols.

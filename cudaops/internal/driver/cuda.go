@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/ebitengine/purego"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 

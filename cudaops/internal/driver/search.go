@@ -3,7 +3,6 @@ package driver
 import (
 	"cmp"
 	"fmt"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,6 +10,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Environment variables that name a library (the file, or a folder that holds it) and end the search for it.

@@ -2,12 +2,13 @@ package driver
 
 import (
 	"errors"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // finderAt searches below a folder that holds the given empty files.

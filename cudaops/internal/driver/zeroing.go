@@ -1,9 +1,10 @@
 package driver
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"slices"
 	"unsafe"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // Many of cuBLASLt's kernels count in a few bytes of workspace, which the library sets to zero in front of each: in a captured graph

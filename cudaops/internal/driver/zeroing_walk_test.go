@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/ebitengine/purego"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 

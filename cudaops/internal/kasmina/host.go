@@ -4,11 +4,10 @@ import (
 	"errors"
 	"fmt"
 
-	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/opbase"

@@ -8,10 +8,9 @@ import (
 	"fmt"
 	"slices"
 
-	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"

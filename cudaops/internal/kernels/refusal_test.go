@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
@@ -18,9 +20,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 func TestRefusals(t *testing.T) {

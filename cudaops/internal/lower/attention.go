@@ -1,9 +1,9 @@
 package lower
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 )

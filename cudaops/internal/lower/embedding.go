@@ -1,10 +1,10 @@
 package lower
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 

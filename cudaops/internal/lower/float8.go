@@ -3,19 +3,17 @@ package lower
 import (
 	"slices"
 
-	quantizekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	quantizekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
 // With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a product lie along what is added up,
-// and each of their rows has a factor of its own, by which the sums are multiplied: docs/lab/notes/quantize.md explains it. So weights are there
+// and each of their rows has a factor of its own, by which the sums are multiplied: quantize/NOTES.md explains it. So weights are there
 // twice, as they are and turned, and are made anew when they change; activations are made where they come about, or ahead of
 // the first product that takes them. Everything else is as with [BFloat16].
 

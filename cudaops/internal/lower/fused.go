@@ -1,9 +1,9 @@
 package lower
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 

@@ -3,10 +3,10 @@ package lower
 import (
 	"slices"
 
+	"gorgonia.org/gorgonia"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
-	"gorgonia.org/gorgonia"
 )
 
 // Gradients that are kept in fewer digits than float32: WithGradientPrecision.

@@ -3,13 +3,12 @@ package lower
 import (
 	"math"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"

@@ -3,12 +3,10 @@ package lower
 import (
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )

@@ -1,10 +1,10 @@
 package lower
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 

@@ -5,16 +5,14 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
-	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 

@@ -1,10 +1,10 @@
 package program
 
 import (
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/op"
 )
 

@@ -4,9 +4,8 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 

@@ -6,11 +6,10 @@ import (
 	"bytes"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"

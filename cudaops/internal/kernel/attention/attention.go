@@ -7,10 +7,9 @@ import (
 	"slices"
 	"unsafe"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 //go:embed *.fatbin
@@ -18,7 +17,7 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// AttentionShape is the geometry of attention over rows of heads, and how to compute it.
+// Geometry is the geometry of attention over rows of heads, and how to compute it.
 //
 //	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
 //
@@ -33,15 +32,15 @@ type Geometry struct {
 	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
 	// pass then gives the gradients of what they were before.
 	Cos, Sin gpu.Ptr
-	// Documents is the table that [Kernels.AttentionDocuments] made of where documents begin that lie one behind the other in
+	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one behind the other in
 	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
 	Documents gpu.Ptr
 }
 
-// AttentionVariant is an implementation of attention.
+// Variant is an implementation of attention.
 type Variant int
 
-// The variants. AttentionAuto is the fastest that takes the arguments.
+// The variants. Auto is the fastest that takes the arguments.
 const (
 	Auto        Variant = iota
 	Plain               // float32 arithmetic, any argument
@@ -71,10 +70,10 @@ func (p *attentionParams) set(to *gpu.Ptr, stride *int64, r kernel.Rows) {
 	*to, *stride = r.Ptr, int64(r.Stride)
 }
 
-// AttentionDocumentsBytes is the size of the table of documents.
+// DocumentsBytes is the size of the table of documents.
 func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 
-// Launch makes the table of documents, of [AttentionDocumentsBytes], from starts, [batch, seq]: the position at which
+// Launch makes the table of documents, of [DocumentsBytes], from starts, [batch, seq]: the position at which
 // the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
 // lies behind its token, counts as the nearest that is possible.
 func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
@@ -88,7 +87,7 @@ func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq))
 }
 
-// Attention computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
+// Attend computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
 func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q, key, value kernel.Rows,
 	t gpu.DType) error {
 	c, err := attention(k, "Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
@@ -107,7 +106,7 @@ func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr,
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// AttentionStatsBytes is the size of the workspace that AttentionBackward needs: two statistics of every query and, where one
+// StatsBytes is the size of the workspace that Backward needs: two statistics of every query and, where one
 // kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func StatsBytes(k *kernel.Set, a Geometry, t gpu.DType) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
@@ -122,8 +121,8 @@ func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
 }
 
-// AttentionBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of [Kernels.AttentionStatsBytes], aligned to 256.
+// AttendBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
+// workspace of [StatsBytes], aligned to 256.
 func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
 	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
 	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -338,7 +337,7 @@ func (p *attentionParams) bytes() []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(p)), unsafe.Sizeof(*p))
 }
 
-// Attention computes Y and LSE of Q, K and V.
+// Forward computes Y and LSE of Q, K and V.
 type Forward struct {
 	Geometry
 	Y, Q, K, V kernel.Rows
@@ -347,7 +346,7 @@ type Forward struct {
 	Way        kernel.Way
 }
 
-// AttentionBackward computes DQ, DK and DV. Stats is memory of WorkspaceBytes.
+// Backward computes DQ, DK and DV. Stats is memory of WorkspaceBytes.
 type Backward struct {
 	Geometry
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
@@ -356,7 +355,7 @@ type Backward struct {
 	Way                       kernel.Way
 }
 
-// AttentionDocuments makes the table of documents.
+// Documents makes the table of documents.
 type Documents struct {
 	Table      gpu.Ptr
 	Starts     kernel.Ints
@@ -424,7 +423,7 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return StatsBytes(kernel.Sized(d), a.Geometry, a.Type)
 }
 
-// AttentionVariants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+// Variants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
 func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Variant {
 	variants := []Variant{Plain}
 	if !a.tensorCores(t, rows) {
@@ -433,7 +432,7 @@ func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Var
 	variants = []Variant{MMA, Plain}
 	if k.Info.Capability() == 90 {
 		variants = []Variant{Hopper, MMA, Plain}
-		if a.HeadDim <= 64 { // above, AttentionHopper is the same
+		if a.HeadDim <= 64 { // above, Hopper is the same
 			variants = slices.Insert(variants, 1, HopperFused)
 		}
 	}
@@ -459,7 +458,7 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 // Ways lists the ways that take the launch.
 func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
 	for _, v := range Variants(k, a.shape(), a.Type, a.Y, a.Q, a.K, a.V) {
-		if v != HopperFused { // whose forward pass is AttentionHopper's
+		if v != HopperFused { // whose forward pass is Hopper's
 			ways = append(ways, kernel.Way{Family: v.String()})
 		}
 	}

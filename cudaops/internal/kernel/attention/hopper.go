@@ -7,9 +7,8 @@ import (
 	"sort"
 	"sync"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
@@ -207,7 +206,7 @@ func (a Geometry) hopper() bool {
 	return a.Variant == Hopper || a.Variant == HopperFused
 }
 
-// Fused reports whether the variant, which must not be AttentionAuto, forms all three gradients in one kernel.
+// Fused reports whether the variant, which must not be Auto, forms all three gradients in one kernel.
 func (a Geometry) Fused() bool {
 	return a.Variant == HopperFused || a.Variant == Hopper && a.HeadDim > 64
 }

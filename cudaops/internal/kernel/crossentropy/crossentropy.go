@@ -22,7 +22,7 @@ func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), l)
 }
 
-// CrossEntropy computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ exp(Logits[r]); it
+// Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ exp(Logits[r]); it
 // is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the logits are replaced by their gradient,
 // Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)), where a null Grad counts as 1. All but Logits are float32. The rows
 // may be some of a batch's: Scale is for the batch.
@@ -65,7 +65,7 @@ func (p Mean) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_mean", kernel.Line(1, 512), l)
 }
 
-// Launch writes to out the gradient that [Kernels.CrossEntropy] leaves in a.Logits, from a.LSE; out may be
+// Launch writes to out the gradient that [CrossEntropy] leaves in a.Logits, from a.LSE; out may be
 // a.Logits. a.Losses is not used.
 func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	suf, err := kernel.Suffix("CrossEntropyBackward", p.Forward.Type)
@@ -79,20 +79,20 @@ func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+suf, kernel.Line(p.Forward.Rows, kernel.LongRowThreads(p.Forward.V, p.Forward.Type)), l)
 }
 
-// CrossEntropyScale computes Scale = 1/(number of targets).
+// Scale computes Scale = 1/(number of targets).
 type Scale struct {
 	Scale   gpu.Ptr
 	Targets kernel.Ints
 	Rows    int
 }
 
-// CrossEntropyMean computes Mean = Scale·Σ Losses.
+// Mean computes Mean = Scale·Σ Losses.
 type Mean struct {
 	Mean, Losses, Scale gpu.Ptr
 	Rows                int
 }
 
-// CrossEntropyBackward writes the gradient of the logits to Out.
+// Backward writes the gradient of the logits to Out.
 type Backward struct {
 	Forward
 	Out gpu.Ptr

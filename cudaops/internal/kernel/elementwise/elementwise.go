@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -120,7 +119,7 @@ func unary(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at 
 	return elementwise(k, s, "unary"+suf, n, 16/t.Size(), a)
 }
 
-// Operand is an argument of [Kernels.Binary]: element i of the result takes element (i / Repeat) mod Period of it. A zero
+// Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period of it. A zero
 // Repeat means 1 and a zero Period the number of elements of the result. So {Ptr: p} is a tensor of the result's shape,
 // {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row for every row of the result, and
 // {Ptr: p, Repeat: columns, Period: rows} a column for every column.

@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -14,7 +13,7 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Embedding copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or the table is float32. A
+// Forward copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or the table is float32. A
 // row whose id is not in [0, Vocab) becomes NaN.
 type Forward struct {
 	Y               gpu.Ptr
@@ -45,9 +44,9 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "embedding", variant+name, c, l)
 }
 
-// EmbeddingBackward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with Accumulate, in the order
+// Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with Accumulate, in the order
 // of the rows and in float32. Ids outside [0, Vocab) do not count. The types are equal, or DT is float32. Workspace is memory
-// of [EmbeddingWorkspace] bytes.
+// of [Workspace] bytes.
 type Backward struct {
 	DT             gpu.Ptr
 	IDs            kernel.Ints
@@ -61,7 +60,7 @@ type Backward struct {
 // embeddingTile is kTile of embedding.cu.
 const embeddingTile = 32
 
-// embeddingParts is the parts of an EmbeddingBackward's workspace, one behind the other, in bytes.
+// embeddingParts is the parts of an Backward's workspace, one behind the other, in bytes.
 type embeddingParts struct{ starts, cursors, members, sorted, heads, tails int }
 
 func partsOf(rows, vocab, d int) embeddingParts {
@@ -70,7 +69,7 @@ func partsOf(rows, vocab, d int) embeddingParts {
 	return embeddingParts{ids, ids, list, list, sums, sums}
 }
 
-// EmbeddingWorkspace is the bytes of workspace that an EmbeddingBackward takes.
+// Workspace is the bytes of workspace that an Backward takes.
 func Workspace(rows, vocab, d int) int {
 	p := partsOf(rows, vocab, d)
 	return p.starts + p.cursors + p.members + p.sorted + p.heads + p.tails

@@ -3,9 +3,8 @@ package gemm
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the gradients of X and W are

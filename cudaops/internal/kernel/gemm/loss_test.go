@@ -8,7 +8,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 

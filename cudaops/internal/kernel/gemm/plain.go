@@ -3,9 +3,8 @@ package gemm
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // Product computes Y = X·W + C, or X·Wᵀ + C with TransW, and rounds once: X is [Rows, D], W [D, Columns] or with TransW

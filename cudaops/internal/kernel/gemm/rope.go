@@ -3,9 +3,8 @@ package gemm
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns: X is [Rows, D], Weights

@@ -3,9 +3,8 @@ package gemm
 import (
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // Symmetric computes products that are known to be symmetric, with sums in float32,

@@ -5,13 +5,12 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// KasminaMixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a chunk. See
+// Mixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a chunk. See
 // kasmina_capacity.cu for what is where.
 type Mixing struct {
 	Ptr          gpu.Ptr
@@ -49,7 +48,7 @@ func (k Mixing) Encode(dst []byte, seed func(i int) Seed) error {
 		}
 	}
 	words[0] = uint32(n)
-	// A counting sort, as that of KasminaState.
+	// A counting sort, as that of State.
 	sum := uint32(0)
 	for i := range heads {
 		sum += heads[i]
@@ -64,12 +63,12 @@ func (k Mixing) Encode(dst []byte, seed func(i int) Seed) error {
 	return nil
 }
 
-// KasminaWide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of float32, instead of those
-// of its KasminaLayer, and dweights likewise. Seeds that mix are in its list, and are dormant in the layer's state.
+// Wide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of float32, instead of those
+// of its Layer, and dweights likewise. Seeds that mix are in its list, and are dormant in the layer's state.
 type Wide struct {
 	Mixing    Mixing
 	Width     int
-	Workspace gpu.Ptr // of [Kernels.KasminaWideWorkspace] bytes
+	Workspace gpu.Ptr // of [WideWorkspace] bytes
 }
 
 // What kasmina_capacity.cu is written with, and how much memory it gets.
@@ -144,7 +143,7 @@ func (g mixGrid) scratch(l Layer, at gpu.Ptr, backward bool) (s mixScratch, byte
 	return s, int(c.at - at)
 }
 
-// KasminaWideWorkspace is the bytes of workspace that a pass takes beside that of the layer.
+// WideWorkspace is the bytes of workspace that a pass takes beside that of the layer.
 func WideWorkspace(k *kernel.Set, l Layer, w Wide, backward bool) int {
 	_, bytes := newMixGrid(k, l, w, mixArrays(backward)).scratch(l, 0, backward)
 	return bytes
@@ -153,7 +152,7 @@ func WideWorkspace(k *kernel.Set, l Layer, w Wide, backward bool) int {
 // mixArrays is how many arrays of each kind a pass has.
 func mixArrays(backward bool) int { return 1 + int(kernel.Bit(backward)) }
 
-// Launch is KasminaForward for a layer with wide slots.
+// Launch is Forward for a layer with wide slots.
 func (p WideForward) Launch(k *kernel.Set, s gpu.Stream) error {
 	suf, empty, err := p.Forward.checkWide("KasminaWideForward", p.Forward.Reduction, p.Wide)
 	if empty || err != nil {
@@ -173,7 +172,7 @@ func (p WideForward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return mix(k, s, g.name("kasmina_mix", suf), g, a)
 }
 
-// Launch is KasminaBackward for a layer with wide slots. DX must not be G.
+// Launch is Backward for a layer with wide slots. DX must not be G.
 func (p WideBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if p.Backward.Parts != nil { // what follows needs the gradients
 		*p.Backward.Parts, p.Backward.Parts = Parts{}, nil
@@ -258,24 +257,24 @@ func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []b
 		Int32(0).Packed() // to a multiple of 8 bytes
 }
 
-// KasminaWideForward is KasminaForward for a layer with wide slots.
+// WideForward is Forward for a layer with wide slots.
 type WideForward struct {
 	Forward
 	Wide
 }
 
-// KasminaWideBackward is KasminaBackward for a layer with wide slots.
+// WideBackward is Backward for a layer with wide slots.
 type WideBackward struct {
 	Backward
 	Wide
 }
 
-// WorkspaceBytes is the size of KasminaWide's Workspace.
+// WorkspaceBytes is the size of Wide's Workspace.
 func (f WideForward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return WideWorkspace(kernel.Sized(d), f.Layer, f.Wide, false)
 }
 
-// WorkspaceBytes is the size of KasminaWide's Workspace.
+// WorkspaceBytes is the size of Wide's Workspace.
 func (b WideBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return WideWorkspace(kernel.Sized(d), b.Layer, b.Wide, true)
 }

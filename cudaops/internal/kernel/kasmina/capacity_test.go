@@ -6,10 +6,9 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
 // widen uploads the list of the seeds that mix, and makes room for the passes of wide slots.

@@ -3,9 +3,8 @@ package kasmina
 import (
 	"math/bits"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in bytes.
@@ -268,12 +267,12 @@ func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
 	return s
 }
 
-// KasminaForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
+// ForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
 func ForwardWorkspace(k *kernel.Set, l Layer) int {
 	return kasminaWorkspace(k, l, kasminaUse{telemetry: true})
 }
 
-// KasminaBackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
+// BackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
 func BackwardWorkspace(k *kernel.Set, l Layer, clip bool) int {
 	u := kasminaUse{backward: true, clip: clip}
 	quiet := kasminaWorkspace(k, l, u)

@@ -7,10 +7,9 @@ import (
 	"math"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 //go:embed *.fatbin
@@ -18,26 +17,26 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// ErrKasminaKind is what [KasminaState.Encode] fails with for a kind of blueprint that the kernels do not know.
-var ErrKasminaKind = errors.New("the kind has no kernel")
+// ErrKind is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
+var ErrKind = errors.New("the kind has no kernel")
 
-// KasminaKindError is [ErrKasminaKind] of a seed.
+// KindError is [ErrKind] of a seed.
 type KindError struct {
 	Seed int
 	Kind uint8
 }
 
 func (e *KindError) Error() string {
-	return fmt.Sprintf("seed %d has kind %d: %v", e.Seed, e.Kind, ErrKasminaKind)
+	return fmt.Sprintf("seed %d has kind %d: %v", e.Seed, e.Kind, ErrKind)
 }
 
-// Unwrap is ErrKasminaKind.
-func (e *KindError) Unwrap() error { return ErrKasminaKind }
+// Unwrap is ErrKind.
+func (e *KindError) Unwrap() error { return ErrKind }
 
 // kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
 const kasminaKinds = 4
 
-// KasminaStability is what the kernels do about extreme inputs.
+// Stability is what the kernels do about extreme inputs.
 type Stability int
 
 // The stability modes. Strict zeroes what is smaller than Eps and clamps to each seed's limits; Adaptive evaluates what is
@@ -48,7 +47,7 @@ const (
 	Adaptive
 )
 
-// KasminaReduction is how the figures of rows become those of a seed.
+// Reduction is how the figures of rows become those of a seed.
 type Reduction int
 
 // The reductions, in the order of kasmina_rows.cu: exact figures over all elements, the rows' average, the rows' largest.
@@ -70,7 +69,7 @@ const (
 	Bins            = 40 // of a histogram; see kasmina_rows.cu
 )
 
-// KasminaSeed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one that only watches.
+// Seed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one that only watches.
 type Seed struct {
 	Kind         uint8
 	Slot         uint16
@@ -80,7 +79,7 @@ type Seed struct {
 	Limit        float32 // largest norm of a row's gradient
 }
 
-// KasminaState is a lattice on the device: one array a field, one behind the other.
+// State is a lattice on the device: one array a field, one behind the other.
 type State struct {
 	Ptr          gpu.Ptr
 	Seeds, Slots int
@@ -97,7 +96,7 @@ func (k State) heads() gpu.Ptr      { return k.field(kasminaFields) }
 func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
 // Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error is a
-// [*KasminaKindError]) and for a slot that does not exist.
+// [*KindError]) and for a slot that does not exist.
 func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
 	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
@@ -139,7 +138,7 @@ func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 	return nil
 }
 
-// KasminaLayer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
+// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
 // with Seeds and Slots those of the state.
 type Layer struct {
 	X, Weights, Scales gpu.Ptr
@@ -152,23 +151,23 @@ type Layer struct {
 	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
 }
 
-// KasminaForward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
+// Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
 type Forward struct {
 	Layer
 	Y         gpu.Ptr
 	Telemetry bool // else only Bad is counted
 	Reduction Reduction
-	Figures   gpu.Ptr // [KasminaForwardFigures, Seeds] of float32
+	Figures   gpu.Ptr // [ForwardFigures, Seeds] of float32
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
-	Histogram gpu.Ptr // [Seeds, KasminaBins] of uint32, or null
-	Workspace gpu.Ptr // of [Kernels.KasminaForwardWorkspace] bytes
-	// Records, unless it is nil, is told what remains to be done for exact figures by [Kernels.MergeKasminaRecords]; Workspace is to be
+	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
+	Workspace gpu.Ptr // of [ForwardWorkspace] bytes
+	// Records, unless it is nil, is told what remains to be done for exact figures by [MergeRecords]; Workspace is to be
 	// kept until then.
 	Records *Records
 }
 
-// KasminaBackward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
-// DScales of slots of no seed that learns become 0. DX may be G, if the layer is one for [KasminaLayer.InPlace] and all arrays begin
+// Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
+// DScales of slots of no seed that learns become 0. DX may be G, if the layer is one for [Layer.InPlace] and all arrays begin
 // at multiples of 16 bytes: then only what differs is written.
 type Backward struct {
 	Layer
@@ -176,19 +175,19 @@ type Backward struct {
 	Clip                     bool // by the seeds' limits
 	Telemetry                bool
 	Reduction                Reduction
-	Figures                  gpu.Ptr // [KasminaBackwardFigures, Seeds] of float32
+	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
 	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
-	Workspace                gpu.Ptr // of [Kernels.KasminaBackwardWorkspace] bytes
-	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [Kernels.AddKasminaParts];
+	Workspace                gpu.Ptr // of [BackwardWorkspace] bytes
+	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [SumParts];
 	// Workspace and what the layer has beside X are to be kept until then.
 	Parts *Parts
 }
 
-// KasminaFamily is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
+// Family is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
 // same results, up to the rounding of figures and of gradients of parameters.
 type Family int
 
-// The families. Auto is the first of [Kernels.KasminaFamilies].
+// The families. Auto is the first of [Families].
 const (
 	Auto  Family = iota
 	Plain        // any layer, alignment and mode; loads into registers
@@ -204,7 +203,7 @@ func (f Family) String() string {
 	return [...]string{"auto", "plain", "ring", "tile"}[f]
 }
 
-// KasminaFamilies lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
+// Families lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
 // arrays of the layer's shape that the pass takes count by their alignment.
 func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
 	plain := []Family{Plain}

@@ -8,11 +8,10 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
 // kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
@@ -353,11 +352,11 @@ func TestKasminaState(t *testing.T) {
 		t.Errorf("seeds by slot are %v, want %v", words[25:33], want)
 	}
 	seeds[4].Blend = true
-	if err := encode(); !errors.Is(err, ErrKasminaKind) {
+	if err := encode(); !errors.Is(err, ErrKind) {
 		t.Errorf("an unknown kind: %v", err)
 	}
 	seeds[4] = Seed{Slot: 4, Blend: true}
-	if err := encode(); err == nil || errors.Is(err, ErrKasminaKind) {
+	if err := encode(); err == nil || errors.Is(err, ErrKind) {
 		t.Errorf("an unknown slot: %v", err)
 	}
 }

@@ -3,15 +3,14 @@ package kasmina
 import (
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 // kasminaSumsMost is how many passes one launch serves, AllLeft of the kernels.
 const kasminaSumsMost = 32
 
-// KasminaRecords is what a forward pass leaves of Figures: records [Parts, Units] of its blocks. The zero value is nothing.
+// Records is what a forward pass leaves of Figures: records [Parts, Units] of its blocks. The zero value is nothing.
 type Records struct {
 	Figures, Records    gpu.Ptr
 	Parts, Units, Seeds int
@@ -27,7 +26,7 @@ func (p *kasminaPass) left(f Forward) Records {
 	return Records{f.Figures, p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), f.Eps}
 }
 
-// MergeKasminaRecords makes figures of what forward passes have left, in one launch for up to 32 of them.
+// MergeRecords makes figures of what forward passes have left, in one launch for up to 32 of them.
 func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(r Records) bool { return r.Seeds == 0 })
 	for some := range slices.Chunk(left, kasminaSumsMost) {
@@ -52,7 +51,7 @@ func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.
 	return k.Enqueue(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: k.Overlaps()}, kernel.Table(a, n, kasminaSumsMost))
 }
 
-// KasminaParts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and Records of its Parts blocks, the
+// Parts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and Records of its Parts blocks, the
 // former to be added up in Total. The zero value is nothing.
 type Parts struct {
 	Layer             Layer
@@ -77,7 +76,7 @@ func (p *kasminaPass) parts(b Backward) Parts {
 	return left
 }
 
-// AddKasminaParts makes gradients and figures of what backward passes have left, in two launches for up to 32 of them.
+// SumParts makes gradients and figures of what backward passes have left, in two launches for up to 32 of them.
 func addParts(k *kernel.Set, s gpu.Stream, left []Parts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p Parts) bool { return p.Units == 0 })
 	for some := range slices.Chunk(left, kasminaSumsMost) {
@@ -129,10 +128,10 @@ func kasminaSlots(k *kernel.Set, s gpu.Stream, left []Parts) error {
 	return kasminaSum(k, s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a, len(left))
 }
 
-// MergeKasminaRecords makes figures of what forward passes have left.
+// MergeRecords makes figures of what forward passes have left.
 type MergeRecords struct{ All []*Records }
 
-// SumKasminaParts makes gradients and figures of what backward passes have left.
+// SumParts makes gradients and figures of what backward passes have left.
 type SumParts struct{ All []*Parts }
 
 // Join returns one launch for both.

@@ -4,10 +4,9 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // TestKasminaEndsTogether wants launches that end many passes over different layers to give the bits of those that end one.

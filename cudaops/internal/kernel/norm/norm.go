@@ -7,11 +7,10 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 //go:embed *.fatbin
@@ -183,11 +182,11 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
 // Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's. DW [D] is of type DWType.
-// Workspace is memory of [Kernels.RMSNormWorkspace] bytes.
+// Workspace is memory of [RMSNormWorkspace] bytes.
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
 //
-// Where Parts is not nil, DW is left to [Kernels.AddRMSNormParts], which what is written there is for, and the workspace is to be kept
+// Where Parts is not nil, DW is left to [SumRMSNormParts], which what is written there is for, and the workspace is to be kept
 // until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
@@ -209,7 +208,7 @@ type RMSNormParts struct {
 // rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
 const rmsNormPartsMost = 64
 
-// AddRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
+// SumRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
 func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
 	for len(left) > 0 {

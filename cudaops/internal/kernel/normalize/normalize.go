@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -14,7 +13,7 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Normalize computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
+// Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
 // or X is float32, or Y float16. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
 type Forward struct {
 	Y, X, Workspace gpu.Ptr
@@ -22,7 +21,7 @@ type Forward struct {
 	YType, XType    gpu.DType
 }
 
-// NormalizeWorkspace is the bytes of workspace that Normalize and its backward pass take: two sums for each of
+// NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums for each of
 // normalizeParts blocks.
 const (
 	NormalizeWorkspace = 2 * 4 * normalizeParts
@@ -44,7 +43,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return normalize(k, s, name, kernel.Args().Ptr(a.Y).Ptr(a.X), a.Workspace, a.X, 0, a.N, a.XType)
 }
 
-// NormalizeBackward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Kernels.Normalize]'s X from that
+// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X from that
 // of its Y. DX may be G.
 type Backward struct {
 	DX, G, X, Workspace gpu.Ptr

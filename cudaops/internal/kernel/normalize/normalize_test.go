@@ -5,9 +5,8 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
 func TestNormalize(t *testing.T) {

@@ -7,9 +7,8 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -17,7 +16,7 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// OptimTensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
+// Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
 type Tensor struct {
 	Param  gpu.Ptr // float32
 	Copy   gpu.Ptr // the parameter in CopyType, written with every update; may be null

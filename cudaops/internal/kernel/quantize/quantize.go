@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -14,7 +13,7 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Quantize stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
+// Rows stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
 //
 //	Scale[r] = max_c |X[r, c]| / 448,  Y[r, c] = X[r, c]/Scale[r]
 //
@@ -109,11 +108,11 @@ func Float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
 	return true, nil
 }
 
-// QuantizeColumns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Quantize] does rows, and turned round:
+// Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Rows] does rows, and turned round:
 //
 //	Scale[c] = max_r |X[r, c]| / 448,  Y[c, r] = X[r, c]/Scale[c]
 //
-// Y is [D, Rows] and Scale [D]. Workspace is memory of [Kernels.QuantizeColumnsWorkspace] bytes.
+// Y is [D, Rows] and Scale [D]. Workspace is memory of [QuantizeColumnsWorkspace] bytes.
 type Columns struct {
 	Y, Scale, X, Workspace gpu.Ptr
 	Rows, D                int
@@ -129,7 +128,7 @@ func columnSections(k *kernel.Set, rows, d int) int {
 	return max(1, min(32, kernel.CeilDiv(rows, 32), 2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
 }
 
-// QuantizeColumnsWorkspace is the bytes of workspace that [Kernels.QuantizeColumns] takes.
+// QuantizeColumnsWorkspace is the bytes of workspace that [QuantizeColumns] takes.
 func QuantizeColumnsWorkspace(k *kernel.Set, rows, d int) int {
 	return 4 * d * columnSections(k, rows, d)
 }

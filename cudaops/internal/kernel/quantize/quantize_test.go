@@ -6,13 +6,12 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
 // quantized is the codes and the scale of a row, in float32 as the kernels compute them.
@@ -213,7 +212,7 @@ func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 	}
 }
 
-// separate checks rows of float8 against what Quantize makes of the rows x, stride apart.
+// separate checks rows of float8 against what Rows makes of the rows x, stride apart.
 func separate(g *kerneltest.Rig, what string, y, scale, x *kerneltest.Buffer, d, stride int) {
 	g.Helper()
 	wantY, want := rows8Alloc(g, scale.N, d, 0)

@@ -5,13 +5,12 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// QuantizeWeight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of [Quantize], and where its
-// columns, Turned and TurnedScale as Y and Scale of [QuantizeColumns], both of which may be null. Rows and D are multiples of 16, and
+// Weight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of [Rows], and where its
+// columns, Turned and TurnedScale as Y and Scale of [Columns], both of which may be null. Rows and D are multiples of 16, and
 // so are addresses.
 type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
@@ -31,7 +30,7 @@ const WeightRows, WeightColumns, WeightThreads = 128, 256, 256
 // works on at once, so that it has something to do while the last strips of that one are looked at.
 const weightLead = 512
 
-// QuantizeTable is weights laid out on the device, so that one call is for all. Its memory is its own.
+// Table is weights laid out on the device, so that one call is for all. Its memory is its own.
 type Table struct {
 	ctx             gpu.Context
 	weights, strips gpu.Ptr
@@ -41,7 +40,7 @@ type Table struct {
 	Bytes           int // of its memory
 }
 
-// NewQuantizeTable lays out weights.
+// NewTable lays out weights.
 func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 	if len(weights) == 0 {
 		return nil, errors.New("kernels.NewQuantizeTable: no weights")
@@ -150,5 +149,5 @@ func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads), kernel.Args().Ptr(p.Table.weights).Ptr(p.Table.strips))
 }
 
-// QuantizeWeights makes the float8 of a table's weights.
+// Weights makes the float8 of a table's weights.
 type Weights struct{ Table *Table }

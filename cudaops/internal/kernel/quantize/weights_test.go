@@ -5,11 +5,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 )
 
 // TestQuantizeWeights wants rows and columns of some matrices to be those of each by itself, again and again.

@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -25,7 +24,7 @@ const (
 
 // Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for the rows of a matrix,
 // Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale of 1/N. A zero Scale counts as 1. The types
-// are equal, or one of them is float32. Workspace is memory of [Kernels.ReduceWorkspace] bytes.
+// are equal, or one of them is float32. Workspace is memory of [ReduceWorkspace] bytes.
 type Reduce struct {
 	Op              Reduction
 	Y, X, Workspace gpu.Ptr

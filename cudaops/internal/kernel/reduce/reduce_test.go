@@ -6,9 +6,8 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
 func TestReduce(t *testing.T) {

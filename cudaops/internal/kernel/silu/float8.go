@@ -3,13 +3,12 @@ package silu
 import (
 	"fmt"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// float8 is SiLUMul where rows are stored as float8 too.
+// float8 is Mul where rows are stored as float8 too.
 func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := checkGate("SiLUMul", a.Rows, a.F, &a.Stride); empty || err != nil {
 		return err
@@ -36,7 +35,7 @@ func SiluMulFloat8(k *kernel.Set, s gpu.Stream, a Mul, shape quantize.HeldShape)
 	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_held", shape.Packs, suf), shape.Over(a.Rows), l)
 }
 
-// float8 is SiLUMulBackward where rows are stored as float8 too.
+// float8 is MulBackward where rows are stored as float8 too.
 func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := checkGate("SiLUMulBackward", a.Rows, a.F, &a.Stride); empty || err != nil {
 		return err

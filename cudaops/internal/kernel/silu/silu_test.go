@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 

@@ -4,9 +4,8 @@ import (
 	"embed"
 	"fmt"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
 //go:embed *.fatbin
@@ -19,7 +18,7 @@ func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return softmax(k, s, "Softmax", "softmax", []gpu.Ptr{p.Y, p.X}, p.Rows, p.N, p.Type)
 }
 
-// Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Softmax and its gradient g. dx may be
+// Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Forward and its gradient g. dx may be
 // either of them.
 func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return softmax(k, s, "SoftmaxBackward", "softmax_backward", []gpu.Ptr{p.DX, p.G, p.Y}, p.Rows, p.N, p.Type)
@@ -48,14 +47,14 @@ func softmax(k *kernel.Set, s gpu.Stream, op, name string, ps []gpu.Ptr, rows, n
 	return k.Enqueue(s, "softmax", name+"_block"+suf, kernel.Line(rows, kernel.LongRowThreads(n, t)), l.Int32(n))
 }
 
-// Softmax computes Y of X, Rows of N elements.
+// Forward computes Y of X, Rows of N elements.
 type Forward struct {
 	Y, X    gpu.Ptr
 	Rows, N int
 	Type    gpu.DType
 }
 
-// SoftmaxBackward computes DX from Softmax's Y and its gradient G.
+// Backward computes DX from Forward's Y and its gradient G.
 type Backward struct {
 	DX, G, Y gpu.Ptr
 	Rows, N  int
