@@ -1,7 +1,10 @@
 package llm
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"math"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -249,4 +252,234 @@ func blocks(n int) []int {
 		all[i] = i
 	}
 	return all
+}
+
+// TestDivergedIsNotSaved saves after every step, breaks the model in different ways after step 5, and wants an error and
+// the checkpoint of the last good step.
+func TestDivergedIsNotSaved(t *testing.T) {
+	const name = "model.layers.1.mlp.up_proj.weight"
+	at5 := func(f func(*Trainer) error) func(*Trainer) {
+		return func(tr *Trainer) {
+			tr.On(func(e Event) error {
+				if e.Kind == StepEnd && e.Step == 5 {
+					return f(tr)
+				}
+				return nil
+			})
+		}
+	}
+	overflow := func(tr *Trainer) {
+		tr.Config.Schedule = func(step int) float64 {
+			if step == 4 {
+				return 1e39
+			}
+			return 0.01
+		}
+	}
+	for what, c := range map[string]struct {
+		steps    int
+		breaking func(*Trainer)
+		words    string
+	}{
+		"an update that overflows":              {10, overflow, "step 5|the update overflowed|value|model."},
+		"an update that overflows at the end":   {5, overflow, "step 5|the update overflowed"},
+		"a parameter that another callback set": {5, at5(func(tr *Trainer) error { tr.Model.Param(name).Float32s()[17] = float32(math.Inf(-1)); return nil }), name},
+		"parameters that make the loss overflow": {5, at5(func(tr *Trainer) error {
+			x := tr.Model.Param(embedName).Float32s()
+			for i := range x {
+				x[i] = 3e38
+			}
+			return nil
+		}), "the loss is"},
+		"a moment that overflowed": {5, at5(func(tr *Trainer) error {
+			tr.Optimizer = overflown{tr.Optimizer, name + ".exp_avg_sq"}
+			return nil
+		}), name + ".exp_avg_sq"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: c.steps})
+			c.breaking(tr)
+			tr.On(Checkpoint(tr, path, 1))
+			err := tr.Run(context.Background())
+			if !errors.Is(err, ErrDiverged) {
+				t.Fatalf("got %v, want ErrDiverged", err)
+			}
+			for _, word := range strings.Split(c.words, "|") {
+				if !strings.Contains(err.Error(), word) {
+					t.Errorf("error %q does not say %q", err, word)
+				}
+			}
+			again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
+			if err := again.Resume(t.Context(), path, WithNewSettings(nil)); err != nil ||
+				again.Step() != 4 {
+				t.Errorf("the checkpoint gives step %d, %v, want 4", again.Step(), err)
+			}
+		})
+	}
+}
+
+// overflown is an optimiser in whose state an element has become infinite, as a square of a large
+// gradient does.
+type overflown struct {
+	optim.Optimizer
+	moment string
+}
+
+func (o overflown) State() []optim.Tensor {
+	state := o.Optimizer.State()
+	for _, x := range state {
+		if x.Name == o.moment {
+			x.Data.([]float32)[3] = float32(math.Inf(1))
+		}
+	}
+	return state
+}
+
+// unchecked is an engine whose fifth step makes its update before it finds that the gradients are not finite.
+type unchecked struct {
+	Engine
+	steps  int
+	poison func() // what the update does to the parameters
+}
+
+func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
+	if loss, err = u.Gradients(b); err != nil {
+		return loss, 0, err
+	}
+	norm, err = u.Update()
+	if u.steps++; err == nil && u.steps == 5 {
+		u.poison()
+		norm, err = math.Inf(1), fmt.Errorf("%w: the norm was +Inf", ErrOverflow)
+	}
+	return loss, norm, err
+}
+
+// TestUpdateOverflowed wants a run to end as one that has diverged where parameters have been updated with gradients that are not finite, the
+// checkpoint before to stay, and the trainer to do nothing with these parameters, also if they are all finite, until it goes on from the
+// checkpoint.
+func TestUpdateOverflowed(t *testing.T) {
+	for what, value := range map[string]float32{"a parameter that is not finite": float32(math.NaN()), "finite parameters": 0.5} {
+		t.Run(what, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+			tr.engine = &unchecked{tr.engine, 0, func() { tr.Model.Param(normName).Float32s()[2] = value }}
+			tr.On(Checkpoint(tr, path, 2))
+			err := tr.Run(t.Context())
+			if !errors.Is(err, ErrDiverged) || tr.Step() != 4 {
+				t.Fatalf("got %v at step %d, want ErrDiverged at 4", err, tr.Step())
+			}
+			for _, word := range []string{"step 5", "the update overflowed: the norm was +Inf", "resume from the last checkpoint"} {
+				if !strings.Contains(err.Error(), word) {
+					t.Errorf("error %q does not say %q", err, word)
+				}
+			}
+			if named := strings.Contains(err.Error(), normName); named != (value != value) {
+				t.Errorf("error %q names the parameter: %v", err, named)
+			}
+			for name, f := range map[string]func() error{
+				"Run":      func() error { return tr.Run(t.Context()) },
+				"Save":     func() error { return tr.Save(path) },
+				"Evaluate": func() error { _, _, err := tr.Evaluate(heldOut(t, 50, 1)); return err },
+			} {
+				if err := f(); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "before a Resume") {
+					t.Errorf("%s: got %v, want ErrDiverged and what to do", name, err)
+				}
+			}
+			if err := tr.Model.Save(path); !errors.Is(err, ErrDiverged) {
+				t.Errorf("Model.Save: got %v, want ErrDiverged", err)
+			}
+			if err := tr.Resume(t.Context(), path); err != nil || tr.Step() != 4 {
+				t.Fatalf("the checkpoint gives step %d, %v, want 4", tr.Step(), err)
+			}
+			if err := tr.Run(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			straight := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+			if err := straight.Run(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			checkSame(t, straight, tr)
+		})
+	}
+}
+
+func TestEvaluateDiverged(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
+	tr.Model.Param(normName).Float32s()[2] = float32(math.NaN())
+	if _, _, err := tr.Evaluate(heldOut(t, 50, 1)); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), normName) {
+		t.Errorf("got %v, want ErrDiverged in %s", err, normName)
+	}
+	if err := tr.Model.Save(filepath.Join(t.TempDir(), "m")); !errors.Is(err, ErrDiverged) {
+		t.Errorf("Model.Save: got %v, want ErrDiverged", err)
+	}
+}
+
+// scaling is the CPU's engine with a loss scale that counts its updates, and skips every third.
+type scaling struct {
+	Engine
+	scale LossScale
+}
+
+func (s *scaling) LossScale() LossScale { return s.scale }
+
+var errScale = errors.New("no such scale")
+
+func (s *scaling) SetLossScale(l LossScale) error {
+	if l.Scale < 1 {
+		return errScale
+	}
+	s.scale = l
+	return nil
+}
+
+func (s *scaling) Update() (float64, error) {
+	if s.scale.Good++; s.scale.Good%3 != 0 {
+		return s.Engine.Update()
+	}
+	s.scale.Skipped++
+	return math.Inf(1), s.Drop()
+}
+
+func scale(tr *Trainer) *scaling {
+	s := &scaling{tr.engine, LossScale{Scale: 1024}}
+	tr.engine = s
+	return s
+}
+
+// TestScaler wants a skipped update to be no error, and the loss scale to be saved and resumed; one that the engine refuses
+// to leave the trainer as it was.
+func TestScaler(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+	s := scale(tr)
+	if err := tr.Run(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if want := (LossScale{1024, 7, 2}); s.scale != want {
+		t.Errorf("the scale is %+v, want %+v", s.scale, want)
+	}
+	if err := tr.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+	into := scale(resumed)
+	if err := resumed.Resume(t.Context(), path); err != nil || into.scale != s.scale {
+		t.Errorf("the scale is resumed as %+v, %v, want %+v", into.scale, err, s.scale)
+	}
+	s.scale.Scale = 0.5
+	if err := tr.Save(path); err != nil {
+		t.Fatal(err)
+	}
+	other := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+	into = scale(other)
+	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 ||
+		into.scale.Scale != 1024 {
+		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err, other.Step(), into.scale)
+	}
+	// The CPU has no scale, whatever the file says.
+	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
+	if err := plain.Resume(t.Context(), path); err != nil || plain.Step() != 7 {
+		t.Errorf("resumed at step %d on the CPU: %v", plain.Step(), err)
+	}
 }

@@ -8,7 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
-	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -37,7 +37,7 @@ type Graph struct {
 	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
 	Params  gorgonia.Nodes // one for each of the model's Params
 
-	keys, values gorgonia.Nodes // of the blocks' attentions, but for a graph with a cache of them
+	blocks *block.Builder // that it is built of
 }
 
 // GraphOption changes how a graph is built.
@@ -61,7 +61,10 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
 	}
-	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind, seq: m.Config.Seq,
+	c := m.Config
+	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind,
+		blocks: block.Builder{Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Base: c.Base,
+			Eps: c.Eps, Seq: c.Seq},
 		nodes: map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
 		if opt == nil {
@@ -82,18 +85,17 @@ type graphBuilder struct {
 	kind      GraphKind
 	recompute bool
 	shares    int
-	seq       int            // positions of a sequence, up to Config.Seq
-	cache     *kvcache.Cache // ForLogits: of the positions before the only one that the graph computes
+	blocks    block.Builder // of sequences up to Config.Seq; a Cache is ForLogits
 	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
-	c, rows := b.Config, batch*b.seq
-	if b.cache != nil {
+	c, rows := b.Config, batch*b.blocks.Seq
+	if b.blocks.Cache != nil {
 		rows = 1
 	}
-	out := &Graph{G: b.g, Kind: b.kind, Batch: batch}
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks}
 	b.out = out
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 		gorgonia.WithName("ids"))
@@ -115,7 +117,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	if err != nil {
 		return nil, err
 	}
-	if b.kind == ForLogits && b.cache == nil {
+	if b.kind == ForLogits && b.blocks.Cache == nil {
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
 			gorgonia.WithName("rows"))
 		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
@@ -166,7 +168,7 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	p := blockPrefix(i)
 	inputs := gorgonia.Nodes{x}
-	for _, name := range blockParams {
+	for _, name := range block.Params {
 		inputs = append(inputs, b.nodes[p+name])
 	}
 	if b.out.Starts != nil {
@@ -174,9 +176,9 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	}
 	var err error
 	if b.recompute && b.kind == ForTraining {
-		x, err = autodiff.Recompute(inputs, b.decoder)
+		x, err = autodiff.Recompute(inputs, b.blocks.Build)
 	} else {
-		x, err = b.decoder(inputs)
+		x, err = b.blocks.Build(inputs)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("block %d: %w", i, err)
@@ -192,78 +194,4 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		}
 	}
 	return x, nil
-}
-
-// blockParams are the parameters of one block, in the order in which decoder takes them.
-var blockParams = []string{
-	"input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
-	"self_attn.v_proj.weight", "self_attn.o_proj.weight",
-	"post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
-	"mlp.down_proj.weight",
-}
-
-// decoder computes one block, x + attention(norm(x)) and then x + mlp(norm(x)), from x, its
-// parameters and, where attention is to keep documents apart, their starts.
-func (b *graphBuilder) decoder(in gorgonia.Nodes) (*gorgonia.Node, error) {
-	x, norm1, wq, wk, wv, wo := in[0], in[1], in[2], in[3], in[4], in[5]
-	norm2, gate, up, down := in[6], in[7], in[8], in[9]
-	c := b.Config
-	h, err := op.RMSNorm(x, norm1, c.Eps)
-	if err != nil {
-		return nil, err
-	}
-	if h, err = b.attention(h, wq, wk, wv, in[1+len(blockParams):]...); err != nil {
-		return nil, err
-	}
-	if h, err = op.Linear(h, wo); err != nil {
-		return nil, err
-	}
-	if x, err = gorgonia.Add(x, h); err != nil {
-		return nil, err
-	}
-	if h, err = op.RMSNorm(x, norm2, c.Eps); err != nil {
-		return nil, err
-	}
-	if h, err = op.SiLUMLP(h, gate, up, down); err != nil {
-		return nil, err
-	}
-	return gorgonia.Add(x, h)
-}
-
-// attention computes that of a block, without its output layer.
-func (b *graphBuilder) attention(h, wq, wk, wv *gorgonia.Node,
-	starts ...*gorgonia.Node) (*gorgonia.Node, error) {
-	c := b.Config
-	v, err := op.Linear(h, wv)
-	if err != nil {
-		return nil, err
-	}
-	if b.cache != nil {
-		return b.cache.Attention(h, wq, wk, v)
-	}
-	q, err := b.project(h, wq, c.Heads)
-	if err != nil {
-		return nil, err
-	}
-	k, err := b.project(h, wk, c.KVHeads)
-	if err != nil {
-		return nil, err
-	}
-	b.out.keys, b.out.values = append(b.out.keys, k), append(b.out.values, v)
-	a := op.AttentionConfig{Seq: b.seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
-		Causal: true}
-	if len(starts) > 0 {
-		return op.DocumentAttention(q, k, v, starts[0], a)
-	}
-	return op.Attention(q, k, v, a)
-}
-
-// project computes queries or keys: a linear layer and the rotation by position.
-func (b *graphBuilder) project(h, w *gorgonia.Node, heads int) (*gorgonia.Node, error) {
-	y, err := op.Linear(h, w)
-	if err != nil {
-		return nil, err
-	}
-	c := b.Config
-	return op.RoPE(y, op.RoPEConfig{Seq: b.seq, Heads: heads, HeadDim: c.HeadDim, Base: c.Base})
 }

@@ -4,9 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -292,4 +295,85 @@ func TestModelLargerThanMemory(t *testing.T) {
 	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(), "NewModel: the parameters take 181.1 GiB") {
 		t.Errorf("got %v", err)
 	}
+}
+
+// TestZeroValues wants what nobody has made to say who makes it, and nothing to panic.
+func TestZeroValues(t *testing.T) {
+	second := func(_ any, err error) error { return err }
+	var m Model
+	for name, err := range map[string]error{
+		"NewGenerator makes one": second(collect(new(Generator).Generate(t.Context(), []int{1}, 1,
+			nil))),
+		"needs a Graph and a Machine":  second(Runner{}.Run(data.Batch{})),
+		"Runner needs a Graph":         second(Runner{}.Next(t.Context(), []int{1})),
+		"an Inference needs a Model":   second(new(Inference).Loss(data.Batch{})),
+		"which NewModel and LoadModel": second((&Inference{Model: &m}).Decoder()),
+		"NewModel and LoadModel make":  second(NewGenerator(&m)),
+	} {
+		require.ErrorContains(t, err, name)
+	}
+	_, err := NewTrainer(&m, new(data.Loader), nil, TrainConfig{})
+	require.ErrorContains(t, err, "the model is nil or its zero value")
+	for _, m := range []*Model{nil, &m} {
+		_, graph := m.Graph(ForLoss, 1)
+		_, read := m.ReadBlueprint("file", 0, 0)
+		for name, err := range map[string]error{
+			"saving the model": m.Save("file"), "Graph": graph, "Germinate": m.Germinate(0, 0, state.GerminationRequest{}),
+			"SaveBlueprint": m.SaveBlueprint("file", 0, 0), "ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
+		} {
+			require.ErrorContains(t, err, name)
+			require.ErrorIs(t, err, errZeroModel)
+		}
+		require.Nil(t, m.Param(normName))
+		require.Zero(t, m.NumParams()+m.NumSeeds())
+		require.Zero(t, m.Dtype())
+	}
+	var tr Trainer
+	_, _, evaluate := tr.Evaluate(nil)
+	for name, err := range map[string]error{
+		"Run": tr.Run(t.Context()), "saving the run": tr.Save("file"), "Resume": tr.Resume(t.Context(), "file"), "evaluation": evaluate,
+		"Grow": tr.Grow(Growth{}), "Checkpoint": Checkpoint(&tr, "file", 0)(Event{Kind: RunStart}),
+		"Evaluate": Evaluate(&tr, nil, 0)(Event{Kind: RunStart}),
+	} {
+		require.ErrorContains(t, err, name)
+		require.ErrorIs(t, err, errZeroTrainer)
+	}
+	require.ErrorContains(t, SampleText(&tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "", 0)(Event{Kind: RunStart}), "SampleText")
+	require.ErrorContains(t, Monitor(&tr, io.Discard, 0)(Event{Kind: RunStart}), "Monitor")
+	require.ErrorContains(t, ProfileStep(&tr, io.Discard, "file", 1)(Event{Kind: RunStart}), "ProfileStep")
+	require.NoError(t, tr.Close())
+	require.Zero(t, tr.Step())
+	require.NoError(t, new(Generator).Close())
+	require.NoError(t, new(Inference).Close())
+}
+
+// TestNoEngine wants a factory that returns no engine and no error to be told of.
+func TestNoEngine(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	for _, none := range []Engine{nil, (*host)(nil)} {
+		c := tr.Config
+		c.Engine = func(*Model, optim.Optimizer, TrainConfig) (Engine, error) { return none, nil }
+		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
+		require.ErrorContains(t, err, "neither an engine nor an error")
+	}
+}
+
+// TestImports wants a program that trains models to hold nothing that draws pictures: llm/plot does
+// that for those who ask for it. The plotting library brings fonts, LaTeX, PDF and images along.
+func TestImports(t *testing.T) {
+	const room = "github.com/kasmina-go/kasmina/llm"
+	drawing := regexp.MustCompile(`(?m)^.*(gonum.org/v1/plot|/image/|/go-(fonts|latex|pdf)/|svgo|` +
+		`freetype).*$`)
+	for _, user := range []string{room, room + "/data", room + "/runlog", room + "/gpu"} {
+		require.Empty(t, drawing.FindAllString(dependencies(t, user), -1), user)
+	}
+	require.NotEmpty(t, drawing.FindAllString(dependencies(t, room+"/plot"), -1))
+}
+
+// dependencies lists all packages that go into a program that imports one.
+func dependencies(t *testing.T, path string) string {
+	t.Helper()
+	list, err := exec.Command("go", "list", "-deps", path).Output()
+	require.NoError(t, err)
+	return string(list)
 }
