@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -91,7 +92,7 @@ func TestBlueprintErrors(t *testing.T) {
 	}
 	file := func(change func(tensors []safetensors.Tensor, metadata map[string]string) []safetensors.Tensor) string {
 		path := filepath.Join(t.TempDir(), "file")
-		meta := map[string]string{kindKey: metadata[kindKey], chunkKey: metadata[chunkKey]}
+		meta := map[string]string{modelfile.KindKey: metadata[modelfile.KindKey], modelfile.ChunkKey: metadata[modelfile.ChunkKey]}
 		if err := safetensors.Save(path, change(slices.Clone(tensors), meta), meta); err != nil {
 			t.Fatal(err)
 		}
@@ -147,8 +148,8 @@ func TestBlueprintErrors(t *testing.T) {
 	}{
 		"no file":       {m, filepath.Join(dir, "none"), 0, 1, "none"},
 		"damaged":       {m, damaged, 0, 1, "tensor"},
-		"no kind":       {m, named(kindKey, "Best"), 0, 1, `"Best"`},
-		"another chunk": {m, named(chunkKey, "8"), 0, 1, `chunks of "8" features, and the model's have 4`},
+		"no kind":       {m, named(modelfile.KindKey, "Best"), 0, 1, `"Best"`},
+		"another chunk": {m, named(modelfile.ChunkKey, "8"), 0, 1, `chunks of "8" features, and the model's have 4`},
 		"another rank":  {m, with("V", []int{3, 4}, make([]float64, 12)), 0, 1, `"V" has shape [3 4], want [2 4], as slots of 18`},
 		"integers":      {m, with("U", []int{4, 2}, make([]int64, 8)), 0, 1, `"U" is of type I64`},
 		"infinite":      {m, with("U", []int{4, 2}, inf), 0, 1, "+Inf"},

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 
 	"gorgonia.org/tensor"
@@ -15,25 +16,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is
 // loaded into.
-var ErrArchitecture = errors.New("checkpoint of another architecture")
-
-// A checkpoint is a safetensors file. Parameters stand under their own names, as in the model files
-// of other programs; the state of the optimiser and the arrays of the lattices stand under these
-// prefixes.
-const (
-	optimizerPrefix = "optimizer."
-	latticePrefix   = "lattice."
-
-	configKey   = "kasmina.config"
-	trainingKey = "kasmina.training"
-	notesKey    = "kasmina.notes"
-)
+var ErrArchitecture = modelfile.ErrArchitecture
 
 // training is the part of a run's state that is not a tensor.
 type training struct {
@@ -105,7 +96,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w: %s is not finite",
 				ErrDiverged, s.Name)
 		}
-		x, err := safetensors.New(optimizerPrefix+s.Name, s.Shape, s.Data)
+		x, err := safetensors.New(modelfile.OptimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
 			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w", err)
 		}
@@ -113,11 +104,11 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	}
 	e := t.Last()
 	for key, v := range map[string]any{
-		trainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: *t.settings(),
+		modelfile.TrainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: *t.settings(),
 			Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
 			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
-		notesKey: t.Config.Notes,
+		modelfile.NotesKey: t.Config.Notes,
 	} {
 		text, err := json.Marshal(v)
 		if err != nil {
@@ -146,17 +137,17 @@ func copyTensors(tensors []safetensors.Tensor) {
 // ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads
 // the file's header alone.
 func ReadNotes(path string) (map[string]string, error) {
-	f, err := openCheckpoint(path)
+	f, err := modelfile.Open(path)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	if _, ok := f.metadata[notesKey]; !ok {
-		return nil, f.errorf("it has no notes of a run, which Trainer.Save writes: a model " +
+	if _, ok := f.Metadata[modelfile.NotesKey]; !ok {
+		return nil, f.Errorf("it has no notes of a run, which Trainer.Save writes: a model " +
 			"alone cannot go on")
 	}
 	var notes map[string]string
-	if err := f.decode(notesKey, "the notes", maxNotes, &notes); err != nil {
+	if err := f.Decode(modelfile.NotesKey, "the notes", modelfile.MaxNotes, &notes); err != nil {
 		return nil, err
 	}
 	return notes, nil
@@ -164,13 +155,8 @@ func ReadNotes(path string) (map[string]string, error) {
 
 // finite reports whether no number in a slice of them is NaN or infinite.
 func finite(data any) bool {
-	switch x := data.(type) {
-	case []float32:
-		return cpu.FirstNonFinite(x) < 0
-	case []float64:
-		return cpu.FirstNonFinite(x) < 0
-	}
-	return true
+	at, _ := modelfile.FirstNonFinite(data)
+	return at < 0
 }
 
 // tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
@@ -205,11 +191,50 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 		}
 	}
 	for _, a := range m.Kasmina.Arrays() {
-		if err := add(latticePrefix+a.Name, a.Shape, a.Data); err != nil {
+		if err := add(modelfile.LatticePrefix+a.Name, a.Shape, a.Data); err != nil {
 			return nil, nil, err
 		}
 	}
-	return tensors, map[string]string{"format": "pt", configKey: string(config)}, nil
+	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
+}
+
+// fileShape is what a file of a model with parameters of a type holds.
+func (c Config) fileShape(dt tensor.Dtype) modelfile.Shape {
+	s := modelfile.Shape{Dtype: dt, Seeds: c.Seeds, Params: func(yield func(string, []int) bool) {
+		for p := range c.params() {
+			if !yield(p.name, p.shape) {
+				return
+			}
+		}
+	}}
+	for _, block := range c.Kasmina {
+		s.Lattices, s.SlotWidth = append(s.Lattices, strconv.Itoa(block)), c.slotWidth()
+	}
+	return s
+}
+
+// configOf returns the configuration in a file.
+func configOf(f *modelfile.File) (Config, error) {
+	var c Config
+	text, ok := f.Metadata[modelfile.ConfigKey]
+	if !ok {
+		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
+			ErrArchitecture, modelfile.ConfigKey)
+	}
+	if len(text) <= modelfile.MaxConfig {
+		// To grow step by step would take several times as much.
+		c.Kasmina = make([]int, 0, strings.Count(text, ","))
+	}
+	if err := f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &c); err != nil {
+		return c, err
+	}
+	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
+		c.Kasmina = nil
+	}
+	if err := c.Check(); err != nil {
+		return c, f.Errorf("%w", err)
+	}
+	return c, nil
 }
 
 // LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included:
@@ -221,12 +246,12 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
 	}
-	f, err := openCheckpoint(path)
+	f, err := modelfile.Open(path)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	c, err := f.config()
+	c, err := configOf(f)
 	if err != nil {
 		return nil, err
 	}
@@ -236,25 +261,25 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	}
 	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
 	// amount.
-	if err := f.fits(c, dt); err != nil {
+	if err := f.Fits(c.fileShape(dt)); err != nil {
 		return nil, err
 	}
 	m, err := newModel(c, dt, nil)
 	if err != nil {
-		return nil, f.errorf("%w", err)
+		return nil, f.Errorf("%w", err)
 	}
 	for _, p := range m.Params {
-		if err := f.parameter(ctx, p.Name, p.Value.Data()); err != nil {
+		if err := f.Parameter(ctx, p.Name, p.Value.Data()); err != nil {
 			return nil, err
 		}
 	}
-	install, err := f.lattices(ctx, m)
+	install, err := m.latticesOf(ctx, f)
 	if err != nil {
 		return nil, err
 	}
-	for name := range f.with(optimizerPrefix) {
+	for name := range f.With(modelfile.OptimizerPrefix) {
 		if err := f.Verify(ctx, name); err != nil {
-			return nil, f.errorf("%w", err)
+			return nil, f.Errorf("%w", err)
 		}
 	}
 	install()
@@ -293,26 +318,26 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	if t.closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
-	f, err := openCheckpoint(path)
+	f, err := modelfile.Open(path)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	c, err := f.config()
+	c, err := configOf(f)
 	if err != nil {
 		return err
 	}
 	options := c.KasminaOptions
 	c.KasminaOptions = t.Model.Config.KasminaOptions
 	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
-		return f.errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
+		return f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	// null in the file
 	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
-	if _, ok := f.metadata[trainingKey]; !ok {
-		return f.errorf("it holds a model alone, without the state of a run: LoadModel loads it")
+	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
+		return f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
-	if err := f.decode(trainingKey, "the state of the run", maxRun+len(t.Model.Params)*maxRule,
+	if err := f.Decode(modelfile.TrainingKey, "the state of the run", modelfile.MaxRun+len(t.Model.Params)*modelfile.MaxRule,
 		&run); err != nil {
 		return err
 	}
@@ -320,22 +345,22 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		run.begin(*r.newData, t.Loader)
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
-		return f.errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a "+
+		return f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a "+
 			"plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
 	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
-		return f.errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
+		return f.Errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
 			"of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
 	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return f.errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
+		return f.Errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
 			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
 			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
-		return f.errorf("%w: the run learnt from other text than the trainer's loader has "+
+		return f.Errorf("%w: the run learnt from other text than the trainer's loader has "+
 			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+
 			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
@@ -347,45 +372,45 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
 	}
 	if len(diff) > 0 && !r.newSettings {
-		return f.errorf("%w: %s", ErrSettings, withRemedy(diff))
+		return f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 	}
 	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
 		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
 	}
-	if err := f.fits(t.Model.Config, t.Model.Dtype()); err != nil {
+	if err := f.Fits(t.Model.Config.fileShape(t.Model.Dtype())); err != nil {
 		return err
 	}
-	loadModel, err := f.model(ctx, t.Model)
+	loadModel, err := t.Model.contentsOf(ctx, f)
 	if err != nil {
 		return err
 	}
 	var optimizer []optim.Tensor
-	for name := range f.with(optimizerPrefix) {
+	for name := range f.With(modelfile.OptimizerPrefix) {
 		if r.newData != nil && !r.newData.Optimizer {
 			break
 		}
 		x, err := f.Tensor(ctx, name)
 		if err != nil {
-			return f.errorf("%w", err)
+			return f.Errorf("%w", err)
 		}
-		own := strings.TrimPrefix(name, optimizerPrefix)
+		own := strings.TrimPrefix(name, modelfile.OptimizerPrefix)
 		optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
 	}
 	// Each SetState refuses what does not fit and then has changed nothing; if a later part is
 	// refused, the earlier are put back.
 	// which is what a checkpoint is for
 	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
-		return f.errorf("%w", err)
+		return f.Errorf("%w", err)
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()
 	if err := t.setLossScale(run.LossScale); err != nil {
-		return f.errorf("%w", err)
+		return f.Errorf("%w", err)
 	}
 	if err := t.Loader.SetState(run.Loader); err != nil {
-		return f.errorf("%w", errors.Join(err, t.setLossScale(oldScale)))
+		return f.Errorf("%w", errors.Join(err, t.setLossScale(oldScale)))
 	}
 	if err := t.Optimizer.SetState(optimizer); err != nil {
-		return f.errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader),
+		return f.Errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader),
 			t.setLossScale(oldScale)))
 	}
 	loadModel()
@@ -397,7 +422,7 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	if t.apart = t.engine.Push(); t.apart != nil {
-		return f.errorf("%w", t.usable())
+		return f.Errorf("%w", t.usable())
 	}
 	if t.grew = run.Settings.Growth; r.newSettings {
 		t.grew = nil
@@ -405,6 +430,52 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 	done() // what is told may save
 	r.tell(diff)
 	return nil
+}
+
+// latticesOf checks those of a file that fits m, and returns what makes them m's.
+func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func(), err error) {
+	var arrays []state.Array
+	for name := range f.With(modelfile.LatticePrefix) {
+		x, err := f.Tensor(ctx, name)
+		if err != nil {
+			return nil, f.Errorf("%w", err)
+		}
+		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, modelfile.LatticePrefix),
+			Shape: x.Shape,
+			Data:  x.Data})
+	}
+	if install, err = m.loadLattices(arrays); err != nil {
+		return nil, f.Errorf("%w", err)
+	}
+	return install, nil
+}
+
+// contentsOf reads the parameters and lattices of a file that fits m, and returns what makes them m's.
+func (m *Model) contentsOf(ctx context.Context, f *modelfile.File) (load func(), err error) {
+	install, err := m.latticesOf(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	read := make([]any, len(m.Params))
+	for i, p := range m.Params {
+		if read[i] = make([]float32, p.Value.Size()); p.Value.Dtype() == tensor.Float64 {
+			read[i] = make([]float64, p.Value.Size())
+		}
+		if err := f.Parameter(ctx, p.Name, read[i]); err != nil {
+			return nil, err
+		}
+	}
+	return func() {
+		for i, p := range m.Params {
+			switch x := read[i].(type) {
+			case []float32:
+				copy(p.Value.Float32s(), x)
+			case []float64:
+				copy(p.Value.Float64s(), x)
+			}
+		}
+		install()
+	}, nil
 }
 
 // begin makes the state of a run that of one which begins with a loader's data.

@@ -26,6 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -252,7 +253,7 @@ func TestResumeErrors(t *testing.T) {
 		"other type":       {path: path, o: trainerOptions{dt: tensor.Float64}, want: "F32|F64", is: ErrArchitecture},
 		"other optimiser":  {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
 		"model alone":      {path: modelOnly, want: "LoadModel"},
-		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor, m map[string]string) { delete(m, configKey) }), want: configKey, is: ErrArchitecture},
+		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor, m map[string]string) { delete(m, modelfile.ConfigKey) }), want: modelfile.ConfigKey, is: ErrArchitecture},
 	} {
 		t.Run(name, func(t *testing.T) { refuses(t, c.path, c.o, c.want, c.is) })
 	}
@@ -267,21 +268,21 @@ func TestResumeErrors(t *testing.T) {
 			e.Shape = []int{e.Shape[1], e.Shape[0]}
 			x[some] = e
 		}, some},
-		"bad config":     {func(_ map[string]safetensors.Tensor, m map[string]string) { m[configKey] = "{" }, "configuration"},
-		"hostile config": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[configKey] = `{"vocab":-5}` }, "Vocab is -5"},
+		"bad config":     {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.ConfigKey] = "{" }, "configuration"},
+		"hostile config": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.ConfigKey] = `{"vocab":-5}` }, "Vocab is -5"},
 		"huge config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[configKey] = strings.Replace(m[configKey], `"ff":`, `"ff":1`+strings.Repeat("0", 15), 1)
+			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"ff":`, `"ff":1`+strings.Repeat("0", 15), 1)
 		}, "FF is 1000000000000000"},
-		"negative step": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[trainingKey] = `{"step":-1}` }, "step -1"},
+		"negative step": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.TrainingKey] = `{"step":-1}` }, "step -1"},
 		"no settings": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[trainingKey] = strings.Replace(m[trainingKey], `"settings"`, `"others"`, 1)
+			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"settings"`, `"others"`, 1)
 		}, "Batch is 3 here and 0 there"},
 		"other tokenizer": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[trainingKey] = strings.Replace(m[trainingKey], `"tokenizer":"`,
+			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"tokenizer":"`,
 				`"tokenizer":"\u001b[2J`, 1)
 		}, `those of "\x1b[2J`},
 		"other data": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[trainingKey] = strings.Replace(m[trainingKey], `"data":"words"`, `"data":"others"`, 1)
+			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"data":"words"`, `"data":"others"`, 1)
 		}, "fingerprint"},
 		"missing lattice": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool { return strings.HasPrefix(n, "lattice.1.") })
@@ -291,7 +292,7 @@ func TestResumeErrors(t *testing.T) {
 		}, "seed 2"},
 		"lost moments": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool {
-				return strings.HasPrefix(n, optimizerPrefix+some) && strings.HasSuffix(n, "sq")
+				return strings.HasPrefix(n, modelfile.OptimizerPrefix+some) && strings.HasSuffix(n, "sq")
 			})
 		}, some},
 	} {
@@ -459,9 +460,9 @@ func TestNumbersThatAreNone(t *testing.T) {
 	}
 	inMetadata := func(old, now string) func(map[string]safetensors.Tensor, map[string]string) {
 		return func(_ map[string]safetensors.Tensor, m map[string]string) {
-			before := m[trainingKey]
-			m[trainingKey] = strings.Replace(before, old, now, 1)
-			require.NotEqual(t, before, m[trainingKey])
+			before := m[modelfile.TrainingKey]
+			m[modelfile.TrainingKey] = strings.Replace(before, old, now, 1)
+			require.NotEqual(t, before, m[modelfile.TrainingKey])
 		}
 	}
 	nan, inf := float32(math.NaN()), float32(math.Inf(-1))
@@ -499,10 +500,10 @@ func TestNumbersThatAreNone(t *testing.T) {
 			x["lattice.0.x"] = zeros("lattice.0.x", 2<<20)
 		}, `layer "0" has`, true, ErrArchitecture},
 		"an endless state": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[trainingKey] += strings.Repeat(" ", 1<<20)
+			m[modelfile.TrainingKey] += strings.Repeat(" ", 1<<20)
 		}, "bytes of JSON, want at most", false, nil},
 		"an endless config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[configKey] = strings.Replace(m[configKey], `"kasmina":[0`, `"kasmina":[0`+strings.Repeat(",0",
+			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"kasmina":[0`, `"kasmina":[0`+strings.Repeat(",0",
 				1<<19), 1)
 		}, "the configuration: 1", true, nil},
 	} {
@@ -556,7 +557,7 @@ func TestWhatIsNoFile(t *testing.T) {
 func TestHoles(t *testing.T) {
 	const size = texttest.HoleSize
 	_, metadata := smallCheckpoint(t)
-	config, err := json.Marshal(metadata[configKey])
+	config, err := json.Marshal(metadata[modelfile.ConfigKey])
 	require.NoError(t, err)
 	one := func(name, config string) []byte {
 		return appendHeader(nil,
@@ -608,10 +609,10 @@ func TestReadingStops(t *testing.T) {
 func TestNotesOfAnySize(t *testing.T) {
 	tr := smallTrainer(t, smallConfig())
 	c := tr.Config
-	c.Notes = map[string]string{"text": strings.Repeat("x", maxNotes)}
+	c.Notes = map[string]string{"text": strings.Repeat("x", modelfile.MaxNotes)}
 	_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 	require.ErrorContains(t, err, "TrainConfig.Notes takes 262155 bytes as JSON, want at most 262144")
-	c.Notes["text"] = strings.Repeat("x", maxNotes-11)
+	c.Notes["text"] = strings.Repeat("x", modelfile.MaxNotes-11)
 	_, err = NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 	require.NoError(t, err)
 }

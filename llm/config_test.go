@@ -11,6 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -305,7 +306,7 @@ func TestBadKasminaOptions(t *testing.T) {
 	require.NoError(t, err)
 	tensors, metadata, err := m.tensors()
 	require.NoError(t, err)
-	config := metadata[configKey]
+	config := metadata[modelfile.ConfigKey]
 	for json, want := range map[string]string{
 		`"epsilon":-1`:               "KasminaOptions.Epsilon is -1",
 		`"stability":"\u001b[2J"`:    `the stability mode is "\x1b[2J", want one of`,
@@ -314,7 +315,7 @@ func TestBadKasminaOptions(t *testing.T) {
 		`"adaptive_clip":-0.5`:       "KasminaOptions.AdaptiveClip is -0.5",
 		`"stop_on_non_finite":"yes"`: "configuration",
 	} {
-		metadata[configKey] = strings.Replace(config, `"epsilon":0.5`, json, 1)
+		metadata[modelfile.ConfigKey] = strings.Replace(config, `"epsilon":0.5`, json, 1)
 		require.NoError(t, safetensors.Save(path, tensors, metadata))
 		_, err := LoadModel(t.Context(), path)
 		require.ErrorContains(t, err, want, json)

@@ -7,9 +7,7 @@ import (
 	"io"
 	"math"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"testing"
 
@@ -21,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -199,7 +198,7 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 // refused before anything is allocated.
 func TestHostileConfig(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
-	whole := metadata[configKey]
+	whole := metadata[modelfile.ConfigKey]
 	for what, edit := range map[string][2]string{
 		"ff":       {`"ff":1`, `"ff":16777216`},
 		"layers":   {`"layers":1`, `"layers":16777216`},
@@ -209,8 +208,8 @@ func TestHostileConfig(t *testing.T) {
 		"seeds":    {`"seeds":2`, `"seeds":4`},
 	} {
 		t.Run(what, func(t *testing.T) {
-			metadata[configKey] = strings.Replace(whole, edit[0], edit[1], 1)
-			if metadata[configKey] == whole {
+			metadata[modelfile.ConfigKey] = strings.Replace(whole, edit[0], edit[1], 1)
+			if metadata[modelfile.ConfigKey] == whole {
 				t.Fatalf("%s has no %s", whole, edit[0])
 			}
 			path := filepath.Join(t.TempDir(), "m.safetensors")
@@ -255,9 +254,9 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 func FuzzLoad(f *testing.F) {
 	tensors, metadata := smallCheckpoint(f)
 	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
-	f.Add(metadata[configKey], metadata[trainingKey], metadata[notesKey], uint8(0), []byte(nil))
-	f.Add(strings.Replace(metadata[configKey], `"ff":1`, `"ff":1000000000000000`, 1), "{", "[]", uint8(3), []byte{1})
-	f.Add(metadata[configKey], strings.Replace(metadata[trainingKey], `"steps":2`, `"steps":-9`, 1), "", uint8(20), []byte{0, 0, 128, 127})
+	f.Add(metadata[modelfile.ConfigKey], metadata[modelfile.TrainingKey], metadata[modelfile.NotesKey], uint8(0), []byte(nil))
+	f.Add(strings.Replace(metadata[modelfile.ConfigKey], `"ff":1`, `"ff":1000000000000000`, 1), "{", "[]", uint8(3), []byte{1})
+	f.Add(metadata[modelfile.ConfigKey], strings.Replace(metadata[modelfile.TrainingKey], `"steps":2`, `"steps":-9`, 1), "", uint8(20), []byte{0, 0, 128, 127})
 	f.Fuzz(func(t *testing.T, config, training, notes string, which uint8, data []byte) {
 		altered := append([]safetensors.Tensor(nil), tensors...)
 		if len(data) > 0 {
@@ -268,7 +267,7 @@ func FuzzLoad(f *testing.F) {
 			altered[int(which)%len(altered)] = x
 		}
 		path := filepath.Join(t.TempDir(), "m.safetensors")
-		if err := safetensors.Save(path, altered, map[string]string{configKey: config, trainingKey: training, notesKey: notes}); err != nil {
+		if err := safetensors.Save(path, altered, map[string]string{modelfile.ConfigKey: config, modelfile.TrainingKey: training, modelfile.NotesKey: notes}); err != nil {
 			return // no JSON string
 		}
 		info, err := os.Stat(path)
@@ -356,24 +355,4 @@ func TestNoEngine(t *testing.T) {
 		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 		require.ErrorContains(t, err, "neither an engine nor an error")
 	}
-}
-
-// TestImports wants a program that trains models to hold nothing that draws pictures: llm/plot does
-// that for those who ask for it. The plotting library brings fonts, LaTeX, PDF and images along.
-func TestImports(t *testing.T) {
-	const room = "github.com/kasmina-go/kasmina/llm"
-	drawing := regexp.MustCompile(`(?m)^.*(gonum.org/v1/plot|/image/|/go-(fonts|latex|pdf)/|svgo|` +
-		`freetype).*$`)
-	for _, user := range []string{room, room + "/data", room + "/runlog", room + "/gpu"} {
-		require.Empty(t, drawing.FindAllString(dependencies(t, user), -1), user)
-	}
-	require.NotEmpty(t, drawing.FindAllString(dependencies(t, room+"/plot"), -1))
-}
-
-// dependencies lists all packages that go into a program that imports one.
-func dependencies(t *testing.T, path string) string {
-	t.Helper()
-	list, err := exec.Command("go", "list", "-deps", path).Output()
-	require.NoError(t, err)
-	return string(list)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -456,12 +457,12 @@ func TestOldFingerprint(t *testing.T) {
 	tensors, metadata, err := safetensors.Load(path)
 	require.NoError(t, err)
 	var run map[string]any
-	require.NoError(t, json.Unmarshal([]byte(metadata[trainingKey]), &run))
+	require.NoError(t, json.Unmarshal([]byte(metadata[modelfile.TrainingKey]), &run))
 	run["loader"].(map[string]any)["data"] = "0123456789abcdef"
 	delete(run["settings"].(map[string]any), "growth")
 	old, err := json.Marshal(run)
 	require.NoError(t, err)
-	metadata[trainingKey] = string(old)
+	metadata[modelfile.TrainingKey] = string(old)
 	require.NoError(t, safetensors.Save(path, tensors, metadata))
 
 	err = onText(t, "text", text).Resume(t.Context(), path)

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -21,7 +22,7 @@ import (
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
 // finite. Parameters are those before the step that failed, unless its update overflowed; such ones
 // are never saved, and the trainer refuses to go on from them.
-var ErrDiverged = errors.New("training diverged")
+var ErrDiverged = modelfile.ErrDiverged
 
 // TrainConfig says how a model is trained.
 type TrainConfig struct {
@@ -64,9 +65,9 @@ func (c *TrainConfig) check() error {
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
 	}
-	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > maxNotes {
+	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > modelfile.MaxNotes {
 		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep "+
-			"long texts in files of their own", len(notes), maxNotes)
+			"long texts in files of their own", len(notes), modelfile.MaxNotes)
 	}
 	return nil
 }
