@@ -1,12 +1,15 @@
 package llm
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
+	"time"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/internal/scrub"
 )
 
 // OpTime is what the nodes of one op took in a step, on average.
@@ -136,4 +139,45 @@ func writeProfile(p *Profile, w io.Writer, path string) error {
 	}
 	_, err := fmt.Fprintf(w, "profile   in %s\n%s", path, p.Table())
 	return err
+}
+
+// Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
+// goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
+// the callbacks of (Corrupted), both behind the next step and once. It changes nothing: a corrupt
+// seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made with
+// [state.WithQuarantine].
+func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
+	switch {
+	case t.made() != nil:
+		return refuse("Scrub: %w", errZeroTrainer)
+	case w == nil:
+		return refuse("Scrub: the writer is nil, want one such as os.Stderr")
+	case period <= 0:
+		return refuse("Scrub: the period is %v, want one above 0", period)
+	}
+	s := &scrub.Scrubber{Network: t.Model.Kasmina, Period: period}
+	return func(e Event) error {
+		switch e.Kind {
+		case RunStart:
+			s.Start()
+		case StepEnd, Interrupted, Failed:
+			return tellCorrupt(s, w, func(err error) error {
+				return t.emit(Corrupted, func(e *Event) { e.Err = err })
+			})
+		case RunEnd:
+			s.Stop()
+			return tellCorrupt(s, w, func(error) error { return nil }) // a log is closed by now
+		}
+		return nil
+	}
+}
+
+// tellCorrupt writes what a scrubber has found since, and calls to with it.
+func tellCorrupt(s *scrub.Scrubber, w io.Writer, to func(error) error) error {
+	var errs error
+	for _, found := range s.Fresh() {
+		_, err := fmt.Fprintf(w, "corrupt   %v\n", found)
+		errs = errors.Join(errs, err, to(found))
+	}
+	return errs
 }
