@@ -3,9 +3,7 @@ package llm
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,7 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
-	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -286,152 +283,6 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	return m, nil
 }
 
-// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path;
-// the run then continues as if it had never stopped, bit for bit on processors with the same
-// instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
-// (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
-// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed, the
-// tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
-// before. When the engine cannot take what was read, the error says so: model and optimiser are the
-// file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate refuse until a
-// Resume succeeds. When the context ends while the file is read, nothing has changed either. A run
-// that goes on meanwhile goes on from there.
-//
-// Grow may be called before or after: where the run grew in another way, or not at all, Resume or
-// Run returns the ErrSettings.
-func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
-	if ctx == nil {
-		return fmt.Errorf("llm: Resume: %w", errNoContext)
-	}
-	var r resumption
-	for _, opt := range opts {
-		if opt == nil {
-			return errors.New("llm: Resume: an option is nil")
-		}
-		opt(&r)
-	}
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: Resume: %w", err)
-	}
-	done := t.Model.takeToChange()
-	defer done()
-	if t.closed {
-		return fmt.Errorf("llm: Resume: %w", errClosed)
-	}
-	f, err := modelfile.Open(path)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	c, err := configOf(f)
-	if err != nil {
-		return err
-	}
-	options := c.KasminaOptions
-	c.KasminaOptions = t.Model.Config.KasminaOptions
-	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
-		return f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
-	}
-	// null in the file
-	run := training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
-	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
-		return f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
-	}
-	if err := f.Decode(modelfile.TrainingKey, "the state of the run", modelfile.MaxRun+len(t.Model.Params)*modelfile.MaxRule,
-		&run); err != nil {
-		return err
-	}
-	if r.newData != nil {
-		run.begin(*r.newData, t.Loader)
-	}
-	if run.Step < 0 || run.Step > t.Config.Steps {
-		return f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a "+
-			"plan of more steps goes on from there", run.Step, t.Config.Steps)
-	}
-	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
-		there != here {
-		return f.Errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
-			"of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
-	}
-	switch here := t.Loader.State().Data; {
-	case run.Loader.Data == here:
-	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return f.Errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
-			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
-			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
-	default:
-		return f.Errorf("%w: the run learnt from other text than the trainer's loader has "+
-			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+
-			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
-	}
-	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
-	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
-		diff = append(diff, "Config.KasminaOptions."+d)
-	}
-	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
-		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
-	}
-	if len(diff) > 0 && !r.newSettings {
-		return f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
-	}
-	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
-		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
-	}
-	if err := f.Fits(t.Model.Config.fileShape(t.Model.Dtype())); err != nil {
-		return err
-	}
-	loadModel, err := t.Model.contentsOf(ctx, f)
-	if err != nil {
-		return err
-	}
-	var optimizer []optim.Tensor
-	for name := range f.With(modelfile.OptimizerPrefix) {
-		if r.newData != nil && !r.newData.Optimizer {
-			break
-		}
-		x, err := f.Tensor(ctx, name)
-		if err != nil {
-			return f.Errorf("%w", err)
-		}
-		own := strings.TrimPrefix(name, modelfile.OptimizerPrefix)
-		optimizer = append(optimizer, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
-	}
-	// Each SetState refuses what does not fit and then has changed nothing; if a later part is
-	// refused, the earlier are put back.
-	// which is what a checkpoint is for
-	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
-		return f.Errorf("%w", err)
-	}
-	oldLoader, oldScale := t.Loader.State(), t.lossScale()
-	if err := t.setLossScale(run.LossScale); err != nil {
-		return f.Errorf("%w", err)
-	}
-	if err := t.Loader.SetState(run.Loader); err != nil {
-		return f.Errorf("%w", errors.Join(err, t.setLossScale(oldScale)))
-	}
-	if err := t.Optimizer.SetState(optimizer); err != nil {
-		return f.Errorf("%w", errors.Join(err, t.Loader.SetState(oldLoader),
-			t.setLossScale(oldScale)))
-	}
-	loadModel()
-	t.Model.changes.Add(1)
-	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
-	t.note(func(e *Event) {
-		e.Step, e.Loss = run.Step, float64(run.Loss)
-		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
-		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
-	})
-	if t.apart = t.engine.Push(); t.apart != nil {
-		return f.Errorf("%w", t.usable())
-	}
-	if t.grew = run.Settings.Growth; r.newSettings {
-		t.grew = nil
-	}
-	done() // what is told may save
-	r.tell(diff)
-	return nil
-}
-
 // latticesOf checks those of a file that fits m, and returns what makes them m's.
 func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func(), err error) {
 	var arrays []state.Array
@@ -477,36 +328,3 @@ func (m *Model) contentsOf(ctx context.Context, f *modelfile.File) (load func(),
 		install()
 	}, nil
 }
-
-// begin makes the state of a run that of one which begins with a loader's data.
-func (run *training) begin(keep Keep, l *data.Loader) {
-	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
-	run.Settings.Seed = l.Config().Seed
-	run.ValLoss, run.ValBPB = unknown, unknown
-	if !keep.Optimizer {
-		run.LossScale = nil
-	}
-	if !keep.Steps {
-		run.Step, run.Loss, run.GradNorm, run.LearningRate = 0, unknown, unknown, 0
-	}
-}
-
-// lossScale returns the loss scale of an engine that has one, nil of another.
-func (t *Trainer) lossScale() *LossScale {
-	e, ok := t.engine.(Scaler)
-	if !ok {
-		return nil
-	}
-	s := e.LossScale()
-	return &s
-}
-
-// setLossScale sets the loss scale of an engine that has one; nil leaves it.
-func (t *Trainer) setLossScale(s *LossScale) error {
-	if e, ok := t.engine.(Scaler); ok && s != nil {
-		return e.SetLossScale(*s)
-	}
-	return nil
-}
-
-var unknown = jsonfloat.Float(math.NaN())

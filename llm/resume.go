@@ -1,0 +1,322 @@
+package llm
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the
+// trainer, so that its continuation would not have the bits of an uninterrupted run.
+var ErrSettings = errors.New("checkpoint of a run with other settings")
+
+// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path;
+// the run then continues as if it had never stopped, bit for bit on processors with the same
+// instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
+// (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
+// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed, the
+// tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
+// before. When the engine cannot take what was read, the error says so: model and optimiser are the
+// file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate refuse until a
+// Resume succeeds. When the context ends while the file is read, nothing has changed either. A run
+// that goes on meanwhile goes on from there.
+//
+// Grow may be called before or after: where the run grew in another way, or not at all, Resume or
+// Run returns the ErrSettings.
+func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
+	if ctx == nil {
+		return fmt.Errorf("llm: Resume: %w", errNoContext)
+	}
+	var r resumption
+	for _, opt := range opts {
+		if opt == nil {
+			return errors.New("llm: Resume: an option is nil")
+		}
+		opt(&r)
+	}
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: Resume: %w", err)
+	}
+	done := t.Model.takeToChange()
+	defer done()
+	if t.closed {
+		return fmt.Errorf("llm: Resume: %w", errClosed)
+	}
+	f, err := modelfile.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	run, diff, err := t.runIn(f, &r)
+	if err != nil {
+		return err
+	}
+	if err := f.Fits(t.Model.Config.fileShape(t.Model.Dtype())); err != nil {
+		return err
+	}
+	loadModel, err := t.Model.contentsOf(ctx, f)
+	if err != nil {
+		return err
+	}
+	optimizer, err := r.optimizerIn(ctx, f)
+	if err != nil {
+		return err
+	}
+	if err := t.setStates(run, optimizer); err != nil {
+		return f.Errorf("%w", err)
+	}
+	loadModel()
+	if err := t.goOn(run); err != nil {
+		return f.Errorf("%w", err)
+	}
+	if t.grew = run.Settings.Growth; r.newSettings {
+		t.grew = nil
+	}
+	done() // what is told may save
+	r.tell(diff)
+	return nil
+}
+
+// runIn reads the state of a run from a file, and returns it if the trainer can go on from there,
+// with the settings that differ and may.
+func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, []string, error) {
+	c, err := configOf(f)
+	if err != nil {
+		return nil, nil, err
+	}
+	options := c.KasminaOptions
+	c.KasminaOptions = t.Model.Config.KasminaOptions
+	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
+		return nil, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
+	}
+	// null in the file
+	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
+	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
+		return nil, nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
+			"loads it")
+	}
+	limit := modelfile.MaxRun + len(t.Model.Params)*modelfile.MaxRule
+	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
+		return nil, nil, err
+	}
+	if r.newData != nil {
+		run.begin(*r.newData, t.Loader)
+	}
+	if run.Step < 0 || run.Step > t.Config.Steps {
+		return nil, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
+			"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
+	}
+	if err := t.knowsText(run); err != nil {
+		return nil, nil, f.Errorf("%w", err)
+	}
+	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
+	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
+		diff = append(diff, "Config.KasminaOptions."+d)
+	}
+	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
+		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
+	}
+	if len(diff) > 0 && !r.newSettings {
+		return nil, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
+	}
+	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
+		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
+	}
+	return run, diff, nil
+}
+
+// knowsText returns an error if a run learnt from other text than the trainer's loader has, or with
+// another tokenizer.
+func (t *Trainer) knowsText(run *training) error {
+	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
+		there != here {
+		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
+			"of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
+	}
+	switch here := t.Loader.State().Data; {
+	case run.Loader.Data == here:
+		return nil
+	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
+		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
+			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
+			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
+	default:
+		return fmt.Errorf("%w: the run learnt from other text than the trainer's loader has "+
+			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+
+			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
+	}
+}
+
+// optimizerIn reads what the optimiser remembers, unless it is to start anew.
+func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File) (all []optim.Tensor,
+	err error) {
+	if r.newData != nil && !r.newData.Optimizer {
+		return nil, nil
+	}
+	for name := range f.With(modelfile.OptimizerPrefix) {
+		x, err := f.Tensor(ctx, name)
+		if err != nil {
+			return nil, f.Errorf("%w", err)
+		}
+		own := strings.TrimPrefix(name, modelfile.OptimizerPrefix)
+		all = append(all, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
+	}
+	return all, nil
+}
+
+// setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
+// changed nothing; if a later one does, the earlier are put back.
+func (t *Trainer) setStates(run *training, optimizer []optim.Tensor) error {
+	// What has diverged is what a checkpoint is for.
+	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
+		return err
+	}
+	oldLoader, oldScale := t.Loader.State(), t.lossScale()
+	if err := t.setLossScale(run.LossScale); err != nil {
+		return err
+	}
+	if err := t.Loader.SetState(run.Loader); err != nil {
+		return errors.Join(err, t.setLossScale(oldScale))
+	}
+	if err := t.Optimizer.SetState(optimizer); err != nil {
+		return errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale))
+	}
+	return nil
+}
+
+// goOn makes a model that has been read the trainer's, and the engine's.
+func (t *Trainer) goOn(run *training) error {
+	t.Model.changes.Add(1)
+	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
+	t.note(func(e *Event) {
+		e.Step, e.Loss = run.Step, float64(run.Loss)
+		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
+		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+	})
+	if t.apart = t.engine.Push(); t.apart != nil {
+		return t.usable()
+	}
+	return nil
+}
+
+// begin makes the state of a run that of one which begins with a loader's data.
+func (run *training) begin(keep Keep, l *data.Loader) {
+	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
+	run.Settings.Seed = l.Config().Seed
+	run.ValLoss, run.ValBPB = unknown, unknown
+	if !keep.Optimizer {
+		run.LossScale = nil
+	}
+	if !keep.Steps {
+		run.Step, run.Loss, run.GradNorm, run.LearningRate = 0, unknown, unknown, 0
+	}
+}
+
+// lossScale returns the loss scale of an engine that has one, nil of another.
+func (t *Trainer) lossScale() *LossScale {
+	e, ok := t.engine.(Scaler)
+	if !ok {
+		return nil
+	}
+	s := e.LossScale()
+	return &s
+}
+
+// setLossScale sets the loss scale of an engine that has one; nil leaves it.
+func (t *Trainer) setLossScale(s *LossScale) error {
+	if e, ok := t.engine.(Scaler); ok && s != nil {
+		return e.SetLossScale(*s)
+	}
+	return nil
+}
+
+var unknown = jsonfloat.Float(math.NaN())
+
+// growthSettings are those of the trainer as it is now.
+func (t *Trainer) growthSettings() *settings.Growth {
+	g := t.growth
+	if g == nil {
+		return &settings.Growth{}
+	}
+	return settings.GrowthOf(g.Controller, g.Every, g.Validation.Fingerprint())
+}
+
+func (t *Trainer) settings() *settings.Settings {
+	c := t.Config
+	s := &settings.Settings{
+		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
+			Epoch: c.Epoch, Seed: t.Loader.Config().Seed,
+			Tokenizer: t.Loader.Tokens().Tokenizer(),
+			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.engine.Name()},
+		Steps:  c.Steps,
+		Rates:  settings.RatesOf(c.Schedule, c.Steps),
+		Growth: cmp.Or(t.grew, t.growthSettings()),
+	}
+	if o, ok := t.Optimizer.(interface {
+		Rule(name string, shape []int) optim.Rule
+	}); ok {
+		s.Rules = map[string]optim.Rule{}
+		for _, p := range t.Model.Params {
+			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())
+		}
+	}
+	return s
+}
+
+// withRemedy lists differences and says what can be done about them.
+func withRemedy(differences []string) string {
+	return strings.Join(differences, "; ") +
+		": set up the trainer as that run was, or Resume with the option WithNewSettings"
+}
+
+// oldFingerprint is how long the fingerprint of a text was while it stood for names and sizes.
+const oldFingerprint = 16
+
+// A ResumeOption changes what Resume accepts.
+type ResumeOption func(*resumption)
+
+type resumption struct {
+	newSettings bool
+	report      func(differences []string)
+	newData     *Keep
+}
+
+// tell reports differences that were accepted.
+func (r *resumption) tell(differences []string) {
+	if len(differences) > 0 && r.report != nil {
+		r.report(differences)
+	}
+}
+
+// WithNewSettings goes on with the trainer's settings where they are not those of the run that
+// wrote the checkpoint, instead of refusing it with ErrSettings. If there are such, report, unless
+// it is nil, is told of them once everything is loaded. A loader of another seed begins its next
+// epoch. Another tokenizer is refused all the same: to the model, its ids would mean nothing. Other
+// data is another matter: see [WithNewData].
+func WithNewSettings(report func(differences []string)) ResumeOption {
+	return func(r *resumption) { r.newSettings, r.report = true, report }
+}
+
+// Keep says what a run keeps that goes on with other data. The model and its lattices it always
+// keeps.
+type Keep struct {
+	Optimizer bool // what the optimiser remembers; else it starts anew
+	Steps     bool // how many there were, the place in the schedule; else the run is at step 0
+}
+
+// WithNewData goes on with the data of the trainer's loader, also where it is not that of the run
+// that wrote the checkpoint, instead of refusing it with data.ErrChanged. The loader begins at the
+// start of that data, and losses on the text before are forgotten. It goes with WithNewSettings,
+// for a schedule of its own, say.
+func WithNewData(keep Keep) ResumeOption {
+	return func(r *resumption) { r.newData = &keep }
+}
